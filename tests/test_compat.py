@@ -78,7 +78,7 @@ WORKING = [
 # Flags that are not built, or not for this device, and what is said.
 REFUSED = {
     "--dtype float16": "--dtype float16 is not built for CPUs",
-    "--quantization squeezellm": "--quantization squeezellm is not built yet",
+    "--quantization hqq": "--quantization hqq is not built yet",
     "--device cuda": "--device cuda: no CUDA device was found",
     "--data-parallel-size 2 --data-parallel-hybrid-lb": "--data-parallel-hybrid-lb needs --data-parallel-size-local",
     "--data-parallel-size 2 --data-parallel-backend ray": "--data-parallel-size-local must say how many of the 2",

@@ -156,7 +156,7 @@ def test_command_lines_refuse_what_no_field_takes(args: tuple[str, ...]) -> None
             "--kv-cache-dtype nvfp4 is not built yet; auto, int8, fp8, fp8_e4m3 and fp8_e5m2 are",
         ),
         ({"kv_cache_dtype": "float32", "dtype": "bfloat16"}, "floats of the cache must be the model's"),
-        ({"quantization": "squeezellm"}, "--quantization squeezellm is not built yet on CPUs; int8, int4, gguf, gptq"),
+        ({"quantization": "aqlm"}, "--quantization aqlm is not built yet on CPUs; int8, int4, gguf, gptq"),
         ({"quantization": "awq"}, "--quantization awq is for checkpoints quantized with awq, but .* has dummy weights"),
         ({"quantization": "gguf"}, "--quantization gguf is for GGUF files, but .* has dummy weights"),
         ({"max_model_len": 513}, "--max-model-len 513 is more than the model's 512 positions"),

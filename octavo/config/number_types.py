@@ -16,7 +16,7 @@ DTYPES = {"half": "float16", "float": "float32"}  # other names
 # Methods of --quantization: first those that quantize float weights while loading, then those of quantized files.
 _QUANTIZATIONS = {"cpu": ("int8", "int4"), "cuda": ("int8", "int4", "fp8")}
 _FILE_METHODS = (
-    "gguf", "gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "mxfp4", "bitsandbytes",
+    "gguf", "gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "mxfp4", "bitsandbytes", "squeezellm",
 )  # fmt: skip
 # The number of layers for which one layer, the first, is precise by default. What the first layer turns on or off, such
 # as attention sinks, stays on or off in all others (docs/performance.md).

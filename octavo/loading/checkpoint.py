@@ -139,7 +139,9 @@ def _with_quantization(config: dict[str, Any], folder: str, names: list[str]) ->
     if not settings:
         for name, method in _QUANTIZATION_FILES.items():
             if name in names:
-                settings = {"quant_method": method, **read_json(os.path.join(folder, name))}
+                found = read_json(os.path.join(folder, name))
+                # SqueezeLLM's file has AWQ's name, and says its bits by another one.
+                settings = {"quant_method": "squeezellm" if "wbits" in found else method, **found}
                 break
     if not settings:
         return config

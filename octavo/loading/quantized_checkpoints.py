@@ -20,7 +20,7 @@ from octavo.errors import LoadError
 from octavo.loading.bounded_patterns import bounded_patterns
 from octavo.loading.file_tensor import FileTensor
 from octavo.loading.quantized_module import FLOATS, INT8, QuantizedFiles, QuantizedModule, Settings, Tensors
-from octavo.quantization import Layout, StoredWeight, layout_of
+from octavo.quantization import Layout, StoredWeight, layout_of, squeezellm
 from octavo.quantization.four_bits import integers_near
 
 # Tensors of quantized checkpoints that Octavo does not use: it quantizes activations with scales that it computes in
@@ -462,6 +462,55 @@ def _codebook(module: QuantizedModule) -> None:
     module.make("CODEBOOK4", (num_out, num_in), Layout(4, 32, False, integers), read)
 
 
+def _squeezellm(files: QuantizedFiles) -> None:
+    settings = files.settings
+    bits = settings.get("wbits", settings.get("bits"))
+    if bits not in (3, 4):
+        raise files.fail(f"SqueezeLLM with {bits} bits is not built; 3 and 4 are")
+    for module in files.modules("qweight"):
+        qweight, table = module.tensor("qweight", ("int32",)), module.tensor("lookup_table", FLOATS)
+        if len(qweight.shape) != 2 or qweight.shape[0] * 32 % bits:
+            raise module.fail(f"qweight has the shape {list(qweight.shape)}, which is no matrix of {bits} bits")
+        if "full_rows" in module:
+            raise module.fail(
+                "whole outputs as floats (full_rows) are not built; tables with and without a sparse part are"
+            )
+        num_out, num_in = qweight.shape[1], qweight.shape[0] * 32 // bits
+        module.expect("lookup_table", table.shape, (num_out, 1 << bits))
+        module.files.left.pop(f"{module.name}.startrows", None)  # how threads of a kernel share the sparse part
+        sparse = None
+        if "rows" in module:
+            sparse = (
+                module.tensor("rows", ("int32",)),
+                module.tensor("cols", ("int32",)),
+                module.tensor("vals", FLOATS),
+            )
+            module.expect("rows", sparse[0].shape, (num_out + 1,))
+            module.expect("vals", sparse[2].shape, sparse[1].shape)
+        read = partial(_read_squeezellm, module, qweight, table, sparse, num_in)
+        module.make("SQUEEZELLM", (num_out, num_in), INT8, read)
+
+
+def _read_squeezellm(
+    module: QuantizedModule,
+    qweight: FileTensor,
+    table: FileTensor,
+    sparse: tuple[FileTensor, FileTensor, FileTensor] | None,
+    num_in: int,
+) -> dict[str, Any]:
+    assert qweight.array is not None
+    tensors = {"qweight": qweight.array(), "table": module.scales(table)}
+    if sparse is not None:
+        assert sparse[0].array is not None and sparse[1].array is not None
+        starts, columns, numbers = sparse[0].array(), sparse[1].array(), module.scales(sparse[2]).astype(np.float32)
+        if starts[0] != 0 or starts[-1] != len(columns) or (np.diff(starts) < 0).any():
+            raise module.fail(f"rows does not divide {len(columns)} numbers of its sparse part among its outputs")
+        if ((columns < 0) | (columns >= num_in)).any():
+            raise module.fail(f"some cols of its sparse part are not among its {num_in} inputs")
+        tensors["places"], tensors["added"] = squeezellm.by_output(starts, columns, numbers)
+    return tensors
+
+
 METHODS: dict[str, Callable[[QuantizedFiles], None]] = {
     "gptq": _gptq,
     "awq": _awq,
@@ -471,4 +520,5 @@ METHODS: dict[str, Callable[[QuantizedFiles], None]] = {
     "modelopt": _modelopt,
     "mxfp4": _mxfp4,
     "bitsandbytes": _bitsandbytes,
+    "squeezellm": _squeezellm,
 }

@@ -13,7 +13,8 @@ from typing import Any
 from octavo.errors import LoadError
 
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # any part of a split model but the first
-_MEDUSA = "medusa_lm_head.pt"  # Medusa heads, under the name that their authors use
+# Medusa heads and SqueezeLLM's models, under the names that their authors use.
+_OTHER_PT = re.compile(r"medusa_lm_head\.pt|sq-.*\.pt")
 _SINGLE = {"safetensors": "model.safetensors", "pt": "pytorch_model.bin"}
 
 
@@ -27,7 +28,7 @@ def pick_weights(names: list[str], load_format: str) -> tuple[str, list[str]]:
         "safetensors": [
             n for n in names if n.endswith(".safetensors") and not n.startswith(("consolidated", "adapter_"))
         ],
-        "pt": [n for n in names if (n.startswith("pytorch_model") and n.endswith(".bin")) or n == _MEDUSA],
+        "pt": [n for n in names if (n.startswith("pytorch_model") and n.endswith(".bin")) or _OTHER_PT.fullmatch(n)],
         "gguf": [n for n in names if n.endswith(".gguf") and not _LATER_PART.search(n)],
     }
     for file_format in found if load_format == "auto" else [load_format]:

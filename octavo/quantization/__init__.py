@@ -1,10 +1,10 @@
 """Weight formats: how a matrix is stored, what its bytes mean, and how the packed matrix is laid out.
 
 `StoredWeight` is a matrix as a file holds it, and `Codes` is the unpacked matrix. `Layout` describes the packed matrix:
-codes of 4 or 8 bits, a scale for each 16 or 32 elements and, in some layouts, a minimum for each 32. Each family of
-formats has a module: `gguf_blocks`, `gptq`, `awq`, `scaled_integers`, `four_bits`, `fp8`, and `int8` and `int4` for
-floats that are quantized at load. `unpack` serves the reference, mixed matrices, and packers that cannot read a
-format's own bytes. No torch here.
+codes of 4 or 8 bits, a scale for each 16 or 32 elements and, in some layouts, a minimum for each 32, or a table of
+integers that codes are indices into. Each family of formats has a module: `gguf_blocks`, `gptq`, `awq`,
+`scaled_integers`, `four_bits`, `squeezellm`, `fp8`, and `int8` and `int4` for floats that are quantized at load.
+`unpack` serves the reference, mixed matrices, and packers that cannot read a format's own bytes. No torch here.
 
 The names below are imported when they are first used: the server process reads file headers with `formats`, which needs
 no numpy.

@@ -74,4 +74,5 @@ AXES = dict.fromkeys(("GPTQ", "GPTQ_V2", "AWQ"), _BY_INPUTS) | dict.fromkeys(
     ),
     _BY_OUTPUTS,
 )  # fmt: skip
+AXES["SQUEEZELLM"] = {"qweight": (1, 0), "table": (0, None), "places": (0, None), "added": (0, None)}
 DATA_AXES: dict[str, tuple[int | None, int | None]] = {"data": (0, 1)}  # for every other format

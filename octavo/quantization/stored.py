@@ -121,6 +121,11 @@ class StoredWeight:
             part = slice(begin * entries // size, end * entries // size)
             tensors[name] = tensor[part] if axis == 0 else tensor[:, part]
         g_idx = tensors.get("g_idx")
+        if side == 1 and "places" in tensors:
+            raise ConfigError(
+                f"columns of a {self.format} matrix {list(self.shape)} with a sparse part cannot be divided among "
+                "devices."
+            )
         if side == 1 and ("order" in tensors or (g_idx is not None and bool((g_idx[1:] < g_idx[:-1]).any()))):
             raise ConfigError(
                 f"columns of a {self.format} matrix {list(self.shape)} that was quantized in the order of activations "

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
-from octavo.quantization import awq, four_bits, fp8, gguf_blocks, gptq, int4, int8, scaled_integers
+from octavo.quantization import awq, four_bits, fp8, gguf_blocks, gptq, int4, int8, scaled_integers, squeezellm
 from octavo.quantization.array_functions import FLOATS, Array, converted
 from octavo.quantization.codes import Codes, rounded
 from octavo.quantization.formats import BLOCK_TYPES, KEPT_ON_CPUS, PLAIN
@@ -30,6 +30,7 @@ def _given(stored: StoredWeight) -> Codes:
 _VALUES: dict[str, Callable[[StoredWeight], Array]] = {
     "FP8_SCALED": fp8.scaled_values,
     "CODEBOOK4": four_bits.codebook_values,
+    "SQUEEZELLM": squeezellm.values,
     gguf_blocks.Q2_K: gguf_blocks.q2_k_values,
 }
 _WORDS: dict[str, Callable[[StoredWeight], PackedWords]] = {
@@ -49,6 +50,7 @@ _UNPACKERS: dict[str, Callable[[StoredWeight], Codes]] = {
     "INT8_SCALED": scaled_integers.unpack_scaled,
     "INT4_SCALED": scaled_integers.unpack_scaled,
     "FP8_SCALED": lambda stored: rounded(fp8.scaled_values(stored)),
+    "SQUEEZELLM": lambda stored: rounded(squeezellm.values(stored)),
     "CODES4": _given,
     "CODES8": _given,
 }

@@ -160,6 +160,23 @@ def codebook(rng: np.random.Generator, n: int, k: int, *, nested: bool) -> Matri
     return tensors, (NF4[codes] * absmax.repeat(64)).reshape(n, k)
 
 
+def squeezellm(rng: np.random.Generator, n: int, k: int, *, bits: int = 4, sparse: bool = False) -> Matrix:
+    codes = rng.integers(0, 1 << bits, (n, k))
+    table = (rng.standard_normal((n, 1 << bits)) * 0.05).astype(np.float16)
+    tensors = {"qweight": np.ascontiguousarray(words(codes, bits).T), "lookup_table": table}
+    values = np.take_along_axis(table.astype(np.float32), codes, 1)
+    if sparse:
+        there = rng.random((n, k)) < 0.01
+        there[3] = False
+        there[5, :2] = True  # the last place of a row without, and the first of a row with many
+        values += np.where(there, rng.uniform(0.1, 0.3, (n, k)), 0).astype(np.float32)
+        tensors["rows"] = np.cumsum([0, *there.sum(1)]).astype(np.int32)
+        tensors["cols"] = np.nonzero(there)[1].astype(np.int32)
+        tensors["vals"] = (values - np.take_along_axis(table.astype(np.float32), codes, 1))[there]
+        tensors["startrows"] = np.zeros(10 * n, np.int32)
+    return tensors, values
+
+
 def bnb_int8(rng: np.random.Generator, n: int, k: int) -> Matrix:
     codes, absmax = rng.integers(-127, 128, (n, k)).astype(np.int8), rng.uniform(0.05, 0.2, n).astype(np.float32)
     tensors = {"weight": codes, "SCB": absmax, "weight_format": np.zeros((), np.uint8)}
@@ -239,6 +256,9 @@ FORMATS: dict[str, Format] = {
                   _BYTES),
     "nf4 nested": Format(lambda *a: codebook(*a, nested=True), {"quant_method": "bitsandbytes", "load_in_4bit": True},
                          4.5, _BYTES),
+    "squeezellm": Format(squeezellm, {"quant_method": "squeezellm", "wbits": 4}, 8.5, _BYTES),
+    "squeezellm 3 sparse": Format(lambda *a: squeezellm(*a, bits=3, sparse=True),
+                                  {"quant_method": "squeezellm", "wbits": 3}, 8.5, _BYTES),
     "bnb int8": Format(bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, 8.5, _SCALES),
 }  # fmt: skip
 

@@ -79,7 +79,7 @@ def test_memory_is_known_before_anything_is_read(name: str, tmp_path: Path) -> N
 
 
 # One of each layout and way through the packer; their matrices are tested above.
-_SERVED = ("gptq 4 zeros", "gptq 4 desc_act", "awq", "w8a8", "fp8 blocks", "nvfp4", "nf4")
+_SERVED = ("gptq 4 zeros", "gptq 4 desc_act", "awq", "w8a8", "fp8 blocks", "nvfp4", "nf4", "squeezellm 3 sparse")
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +165,12 @@ def _spoiled(tensors: dict[str, np.ndarray], name: str, value: Any) -> dict[str,
         ("nvfp4", "weight_global_scale", lambda x: x * 0, "weight_global_scale is .*, not one number"),
         ("nf4", "weight.quant_state.bitsandbytes__nf4", 0, "its weight.quant_state is damaged"),
         ("nf4 nested", "weight.absmax", lambda x: x[:-1], r"weight.absmax has the shape \[255\]"),
+        ("squeezellm", "lookup_table", lambda x: x[:, :8], r"lookup_table has the shape \[128, 8\]"),
+        ("squeezellm", "lookup_table", np.nan, "some of its scales are not finite"),
+        ("squeezellm 3 sparse", "qweight", lambda x: x[:-1], "which is no matrix of 3 bits"),
+        ("squeezellm 3 sparse", "cols", 128, "some cols of its sparse part are not among its 128 inputs"),
+        ("squeezellm 3 sparse", "rows", -1, "rows does not divide .* numbers of its sparse part among its outputs"),
+        ("squeezellm 3 sparse", "vals", lambda x: x[:-1], "vals has the shape"),
         ("bnb int8", "SCB", np.nan, "some of its scales are not finite"),
         ("bnb int8", "SCB", None, "it has no SCB"),
     ],
@@ -198,6 +204,7 @@ def test_damaged_tensors_are_refused(name: str, tensor: str, value: Any, message
         ("w4a16", {"ignore": ["re:" + ".*a" * 6]}, "may take too long to match"),
         ("w4a16", {"ignore": [r"re:(?!.*mlp).*\.layers\..*\.q_proj"]}, "leaves it out, but it is quantized"),
         ("gptq 4", {"quant_method": "aqlm"}, "is quantized with 'aqlm', which is not built; awq, "),
+        ("squeezellm", {"wbits": 2}, "SqueezeLLM with 2 bits is not built; 3 and 4 are"),
         ("awq", {"bits": 3}, "AWQ with 3 bits is not built"),
         ("awq", {"version": "gemv_fast"}, "AWQ in the layout 'gemv_fast' is not built"),
         ("w4a16", {"config_groups": {}}, "no group of the configuration's config_groups has it as a target"),
@@ -268,6 +275,29 @@ def test_rows_can_be_put_in_another_order(name: str, tmp_path: Path) -> None:
     matrix = _open(write(tmp_path / "m", stored, form.settings)).take_matrix(f"{_Q}.weight", (128, 128))
     order = np.random.default_rng(0).permutation(128)
     assert np.allclose(dequantize(take_rows(matrix, order)), plain[f"{_Q}.weight"][order], rtol=1e-6, atol=1e-7)
+
+
+def test_squeezellm_is_known_by_its_file_and_by_how_it_is_called(tmp_path: Path) -> None:
+    """Its authors write quant_config.json, as AWQ's do, and sq-NAME.pt. A sparse part has all columns or none."""
+    form = FORMATS["squeezellm 3 sparse"]
+    stored, plain = tensors_of(form)
+    folder = write(tmp_path / "m", stored, None)
+    (folder / "quant_config.json").write_text('{"wbits": 3}')
+    torch.save(load_file(folder / "model.safetensors"), folder / "sq-model-w3-s1.pt")
+    (folder / "model.safetensors").unlink()
+    name, shape = "model.layers.0.mlp.down_proj.weight", SHAPES["mlp.down_proj"]
+    weights = _open(folder)
+    assert np.allclose(dequantize(weights.take_matrix(name, shape)), plain[name], rtol=1e-6, atol=1e-7)
+    with pytest.raises(ConfigError, match="with a sparse part cannot be divided among devices"):
+        _open(folder).take_matrix(name, shape, None, (0, 128))
+
+
+def test_squeezellm_with_whole_outputs_is_refused(tmp_path: Path) -> None:
+    form = FORMATS["squeezellm"]
+    stored, _ = tensors_of(form)
+    stored["model.layers.0.mlp.down_proj.full_rows"] = np.zeros((256, 2), np.float32)
+    with pytest.raises(LoadError, match=r"whole outputs as floats \(full_rows\) are not built"):
+        _open(write(tmp_path / "m", stored, form.settings))
 
 
 def test_matrices_of_one_input_with_orders_of_their_own_are_refused(tmp_path: Path) -> None:
