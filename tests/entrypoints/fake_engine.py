@@ -102,7 +102,9 @@ class FakeEngine:
             yield replayed
         self.active.add(request_id)
         try:
-            scripts = [self._tokens(i, request.max_tokens) for i in range(params.num_completions)]
+            scripts = [
+                self._tokens(self.answer_to(request), i, request.max_tokens) for i in range(params.num_completions)
+            ]
             for step in range(sum(map(len, request.begun)), max(map(len, scripts))):
                 await asyncio.sleep(0)
                 await until(lambda step=step: not self.is_paused if step > 0 else self.may_begin())  # type: ignore[misc]
@@ -125,8 +127,12 @@ class FakeEngine:
         finally:
             self.active.discard(request_id)
 
-    def _tokens(self, index: int, max_tokens: int) -> list[int]:
-        text = self.answer + (str(index) if index else "")
+    def answer_to(self, request: EngineRequest) -> str:
+        """Return the text of completion 0."""
+        return self.answer
+
+    def _tokens(self, answer: str, index: int, max_tokens: int) -> list[int]:
+        text = answer + (str(index) if index else "")
         return [*self.inputs.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id][:max_tokens]
 
     def _output(
