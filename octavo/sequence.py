@@ -59,6 +59,10 @@ class Sequence:
     speculated: Any = None  # state of `octavo.speculative`
     num_accepted_prediction_tokens: int = 0  # draft tokens from the request's `prediction` that were accepted
     num_rejected_prediction_tokens: int = 0  # and that were rejected
+    max_tokens: int = field(init=False)  # prompt and output together
+
+    def __post_init__(self) -> None:
+        self.max_tokens = len(self.request.prompt.token_ids) + self.request.max_tokens
 
     @property
     def params(self) -> SamplingParams:
@@ -152,15 +156,16 @@ class Sequence:
         error: str | None = None,
     ) -> SequenceOutput:
         """Return the output of new tokens for its request; the first one includes results of the prompt."""
-        prompt_logprobs = None
-        if self.prompt_logprobs:
-            prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
-        alignment = None
-        if self.alignment:
-            alignment, self.alignment = b"".join(self.alignment), []
         # By position: msgspec takes twice as long to match names, and this happens for every token.
-        return SequenceOutput(
-            self.request.request_id, self.index, token_ids, finish_reason, stop_reason, logprobs, prompt_logprobs,
-            self.num_cached_tokens, self.num_preemptions, self.first_scheduled_time, error, 400,
-            self.num_accepted_prediction_tokens, self.num_rejected_prediction_tokens, None, alignment,
+        output = SequenceOutput(
+            self.request.request_id, self.index, token_ids, finish_reason, stop_reason, logprobs, None,
+            self.num_cached_tokens, self.num_preemptions, self.first_scheduled_time, error,
         )  # fmt: skip
+        if self.prompt_logprobs:
+            output.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
+        if self.alignment:
+            output.alignment, self.alignment = b"".join(self.alignment), []
+        if self.num_accepted_prediction_tokens or self.num_rejected_prediction_tokens:
+            output.num_accepted_prediction_tokens = self.num_accepted_prediction_tokens
+            output.num_rejected_prediction_tokens = self.num_rejected_prediction_tokens
+        return output

@@ -72,7 +72,7 @@ class SequenceTable:
     def gather(self, plan: StepPlan, into: StepArrays[NDArray[Any]]) -> NDArray[np.int64]:
         """Fill the first entries of `into` with the rows of a plan, after `update`, and set `samples`. Returns the
         table row of each token [T]."""
-        row_ids, num_computed, num_tokens, _, _, draft_tokens = zip(*plan.rows, strict=True)
+        row_ids, num_computed, num_tokens, num_sampled, num_forks, draft_tokens = zip(*plan.rows, strict=True)
         rows = np.array(row_ids, np.int64)
         computed = np.array(num_computed, np.int64)
         num_seqs = len(rows)
@@ -106,7 +106,7 @@ class SequenceTable:
             width = -(-max(int(seq_lens.max()), self.num_cross) // self.block_size)
             for group, blocks in enumerate(self.blocks):
                 into.block_tables[group, :num_seqs, :width] = blocks[:, :width].take(rows, 0)
-        if is_decode and plan.has_one_sample_per_row:
+        if is_decode and num_sampled.count(1) == num_seqs == num_forks.count(1):  # `has_one_sample_per_row`
             into.sample_rows[:num_seqs] = self._numbers[:num_seqs]
             self.samples = Samples(rows, self._no_forks[:num_seqs], seq_lens + self.num_ahead, {})
         else:

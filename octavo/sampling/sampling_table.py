@@ -229,7 +229,7 @@ class SamplingTable:
         """Gather the settings of `samples`. `tokens` [max_num_seqs, max_model_len + 1] is the table of all rows'
         tokens. Return None if all samples ask only for the most likely token."""
         rows, lengths = samples.rows, samples.lengths
-        if self._needs_settings.isdisjoint(rows.tolist()):
+        if not self._needs_settings or self._needs_settings.isdisjoint(rows.tolist()):
             return None
         masks: Callable[[], Masks] = _no_masks
         if (grammars := self._grammars) is not None and not grammars.is_empty:

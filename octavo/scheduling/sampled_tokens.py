@@ -59,10 +59,11 @@ def extend(queues: SequenceQueues, seq: Sequence, tokens: list[int], logprobs: L
     """Add sampled tokens, up to the one that ends the sequence."""
     reason: str | None = None
     stop_reason: int | None = None
+    token_ids, stops, most = seq.token_ids, seq.stop_reasons, seq.max_tokens
     for i, token in enumerate(tokens):
-        seq.token_ids.append(token)
-        reason = finish_reason(seq)
-        if reason is not None:
+        token_ids.append(token)
+        # This happens for every token, and few may be the last one.
+        if (token in stops or len(token_ids) >= most) and (reason := finish_reason(seq)) is not None:
             stop_reason = seq.stop_reasons[token] if reason == "stop" else None
             tokens = tokens[: i + 1]
             break

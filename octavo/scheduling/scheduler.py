@@ -33,6 +33,7 @@ from collections import deque
 from octavo.config import SchedulerConfig
 from octavo.errors import RequestError
 from octavo.kv_cache.block_hashes import split_hashes
+from octavo.kv_cache.block_pool import Changes
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.lora.pool import AdapterPool
 from octavo.request import EngineRequest, Prompt, SequenceOutput
@@ -52,6 +53,8 @@ from octavo.speculative.speculation import Speculation
 from octavo.stats import EngineStats
 from octavo.step_cost import StepCost, StepWork
 from octavo.step_plan import PlannedRow, StepPlan, StepResult
+
+_NO_CHANGES: Changes = []  # of block tables
 
 
 class Scheduler:
@@ -145,12 +148,15 @@ class Scheduler:
         return step.plan
 
     def _new_step(self) -> Step:
+        self._num_steps += 1
+        return Step(self.config.max_num_batched_tokens, self._num_steps, self._make_time_limit, self._max_sequences())
+
+    def _make_time_limit(self) -> TimeLimit | None:
+        """Return the time limit of the step that is being planned."""
         running = self.queues.running
         if self._num_stages > 1:
             running = [seq for seq in running if not seq.num_awaited_tokens]
-        time_limit = step_time_limit(self._cost, self.config.target_step_s, running, bool(self.queues.waiting))
-        self._num_steps += 1
-        return Step(self.config.max_num_batched_tokens, self._num_steps, time_limit, self._max_sequences())
+        return step_time_limit(self._cost, self.config.target_step_s, running, bool(self.queues.waiting))
 
     def _add_memory_changes(self, step: Step) -> None:
         """Add the copies of blocks and the loads of adapters that come before the step's rows."""
@@ -187,7 +193,8 @@ class Scheduler:
             i += 1
             if self._num_stages > 1 and seq.num_awaited_tokens:
                 continue  # the last stage has not sampled its next token yet
-            num_tokens = seq.num_uncomputed_tokens
+            num_computed = seq.num_computed_tokens
+            num_tokens = len(seq.token_ids) + seq.num_awaited_tokens - num_computed  # `num_uncomputed_tokens`
             if num_tokens == 0 or (seq.num_awaited_tokens and seq.num_tokens_left_to_sample <= 0):
                 continue  # it is held, or a step in flight samples its last token
             if num_tokens > 1:
@@ -196,10 +203,12 @@ class Scheduler:
                     i += self._schedule_waiting(step, ahead_of=seq, num_reserved_tokens=len(running) - i + 1)
                 # Each later running sequence keeps one token of the budget, so that a long prompt stalls no decode.
                 most = max(1, step.token_budget - (len(running) - i))
-                num_tokens = self._num_chunk_tokens(seq, seq.num_computed_tokens, most, step.time_limit)
+                num_tokens = self._num_chunk_tokens(seq, num_computed, most, step.time_limit)
                 if num_tokens == 0:
                     continue
-            while (changed := self.cache.grow(seq, seq.num_computed_tokens + num_tokens)) is None:
+            # Most tokens have a slot, and 256 calls of `grow` would find that out in 30 µs.
+            changed: Changes | None = _NO_CHANGES if num_computed + num_tokens <= seq.num_ready_slots else None
+            while changed is None and (changed := self.cache.grow(seq, num_computed + num_tokens)) is None:
                 if self._in_flight and not step.sequences:
                     return False  # the steps in flight may end sequences: wait for them before the first preemption
                 has_preempted = True
@@ -337,6 +346,10 @@ class Scheduler:
         outputs: list[SequenceOutput] = []
         end = 0  # end of the current row's samples in the result
         errors, has_prompt_results = result.errors, bool(result.prompt_logprobs or result.alignment)
+        # `extend` is all that most rows need.
+        may_be_plain = result.vectors is None and not result.draft_tokens
+        may_be_plain &= self._speculation is None or not self._speculation.follows_all
+        block_size, runs_ahead = self.cache.block_size, plan.runs_ahead
         # The loop runs for every token, so it is written for speed: it unpacks rows, and checks for rare results once.
         for seq, planned in zip(step.sequences, plan.rows, strict=True):
             row, first, num_tokens, num_sampled_positions, num_forks, draft_tokens = planned
@@ -347,13 +360,22 @@ class Scheduler:
                 outputs.append(self._fail(seq, errors[row]))
             if seq.has_ended:  # just now, or while this step was in flight
                 continue
-            if plan.runs_ahead:
+            if runs_ahead:
                 seq.num_awaited_tokens -= num_sampled_positions
-            if seq.row is not None and seq.admission_step <= step.number:  # not preempted since
-                self.cache.register_computed(seq, first + num_tokens - len(draft_tokens))
+            num_computed = first + num_tokens - len(draft_tokens)
+            if (
+                num_computed >= (seq.num_registered_blocks + 1) * block_size  # another block is full
+                and seq.row is not None
+                and seq.admission_step <= step.number  # not preempted since
+            ):
+                self.cache.register_computed(seq, num_computed)
             if has_prompt_results:
                 self._keep_prompt_results(seq, row, first, result)
-            if num_sampled_positions:
+            if may_be_plain and end == begin + 1 and seq.beam_search is None and not seq.request.prediction:
+                logprobs = None if result.logprobs is None else result.logprobs[begin:end]
+                outputs.append(extend(self.queues, seq, result.tokens[begin:end], logprobs))
+                self._stats.num_generation_tokens += 1
+            elif num_sampled_positions:
                 outputs += self._apply_samples(seq, planned, begin, end, result)
         num_found = len(result.tokens if result.vectors is None else result.vectors)
         assert end == num_found, f"the plan has {end} samples and the result has {num_found} tokens or vectors"

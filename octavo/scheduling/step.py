@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from octavo.kv_cache.block_pool import Changes
@@ -15,10 +16,19 @@ from octavo.step_plan import Admission, NewBlock, PlannedRow, StepPlan
 class Step:
     token_budget: int  # tokens that may still be added
     number: int  # counts the steps of a scheduler
-    time_limit: TimeLimit | None = None  # None: no stream waits for the step
+    make_time_limit: Callable[[], TimeLimit | None] = lambda: None
     max_sequences: int = sys.maxsize
     plan: StepPlan = field(default_factory=StepPlan)
     sequences: list[Sequence] = field(default_factory=list)  # parallel to plan.rows
+    _time_limits: list[TimeLimit | None] = field(default_factory=list)  # one, once it was asked for
+
+    @property
+    def time_limit(self) -> TimeLimit | None:
+        """How long the step may take; None if no stream waits for it. It is made when it is asked for, as steps without
+        a part of a prompt or draft tokens do not ask."""
+        if not self._time_limits:
+            self._time_limits.append(self.make_time_limit())
+        return self._time_limits[0]
 
     @property
     def has_room(self) -> bool:
@@ -29,7 +39,7 @@ class Step:
 
     def add(self, seq: Sequence, num_tokens: int, changed: Changes) -> None:
         """Add a row: the next `num_tokens` of a sequence. `changed` are the new entries of its block tables."""
-        row, plan = seq.row, self.plan
+        row, plan, num_computed = seq.row, self.plan, seq.num_computed_tokens
         assert row is not None
         if seq.is_admitted_to_runner:
             if changed:
@@ -40,17 +50,18 @@ class Step:
             seq.is_admitted_to_runner = True
             seq.admission_step = self.number
             plan.admissions.append(_admission(seq, row))
-        num_sampled_positions = seq.num_result_positions if num_tokens == seq.num_uncomputed_tokens else 0
+        num_sampled_positions = 0
+        if num_computed + num_tokens == len(seq.token_ids) + seq.num_awaited_tokens:
+            num_sampled_positions = 1 if seq.request.pooling is None else seq.num_result_positions
         num_forks = 1 if seq.beam_search is not None else 1 + seq.num_pending_forks
         # As PlannedRow(...), in half the time: this happens for every token.
-        planned = tuple.__new__(
-            PlannedRow, (row, seq.num_computed_tokens, num_tokens, num_sampled_positions, num_forks, ())
+        plan.rows.append(
+            tuple.__new__(PlannedRow, (row, num_computed, num_tokens, num_sampled_positions, num_forks, ()))
         )
-        plan.rows.append(planned)
         self.sequences.append(seq)
         self.token_budget -= num_tokens
         if num_tokens > 1 and self.time_limit is not None:
-            self.time_limit.spend(seq.num_computed_tokens, num_tokens)
+            self.time_limit.spend(num_computed, num_tokens)
 
     def add_draft_tokens(self, place: int, draft_tokens: tuple[int, ...], changed: Changes) -> None:
         """Add draft tokens after the one token of the row at `place`."""

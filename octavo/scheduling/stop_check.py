@@ -22,9 +22,9 @@ def stop_reasons(request: EngineRequest) -> dict[int, int | None]:
 
 def finish_reason(seq: Sequence) -> str | None:
     """Return why a sequence ends with its last token, or None if it goes on."""
-    request, token_ids = seq.request, seq.token_ids
-    num_output = len(token_ids) - len(request.prompt.token_ids)
-    params = request.params
-    if token_ids[-1] in seq.stop_reasons and (num_output >= params.min_tokens or params.grammar is not None):
-        return "stop"
-    return "length" if num_output >= request.max_tokens else None
+    token_ids = seq.token_ids
+    if token_ids[-1] in seq.stop_reasons:
+        params = seq.params
+        if seq.num_output_tokens >= params.min_tokens or params.grammar is not None:
+            return "stop"
+    return "length" if len(token_ids) >= seq.max_tokens else None

@@ -64,6 +64,11 @@ class Speculation:
         """Whether no sequence has a proposal."""
         return not self._num_sequences
 
+    @property
+    def follows_all(self) -> bool:
+        """Whether all sequences may have proposals, and not only those whose requests have a prediction."""
+        return self._proposer is not None
+
     def accept(self, seq: Sequence, tokens: list[int], drafts: tuple[int, ...] | None) -> None:
         """Record the new `tokens` of a sequence, compare the last proposal with them, and make the next one. `drafts`
         are the tokens that a drafter has made: tokens that it could not make do not count against it."""
