@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.http.body_reader import replay_body
 from octavo.entrypoints.http.router import Router, read_json, whole_body
 from octavo.entrypoints.http.server_state import ARRIVAL, ServerState, state_of
@@ -20,7 +19,7 @@ from octavo.errors import RequestError
 from octavo.ollama import API_VERSION, plain_name
 from octavo.ollama.answers import AnswerTranslator, loaded_answer
 from octavo.ollama.cards import running, shown, tag
-from octavo.ollama.to_openai import Translated, translate
+from octavo.ollama.to_openai import Translated, translate_value
 
 router = Router(include_in_schema=False)  # Ollama's own documentation describes them
 
@@ -34,7 +33,7 @@ async def answer(raw: Request) -> Response:
     arrival = ARRIVAL.get()
     begin = time.monotonic() if arrival is None else arrival.at
     data, path = await whole_body(raw), raw.scope["route"].path
-    request, body = await run_off_loop(lambda: _translated(path, data), length=len(data))
+    request, body = await read_json(raw, data, lambda given: _translated(path, given))
     if request.only_loads:
         state_of(raw).resolve_model(request.model)
         if request.keep_alive == 0:
@@ -82,9 +81,12 @@ async def version() -> dict[str, str]:
     return {"version": API_VERSION}
 
 
-def _translated(path: str, data: bytes) -> tuple[Translated, bytes]:
-    request = translate(path, data)
-    return request, msgspec.json.encode(request.body)
+def _translated(path: str, given: Any) -> tuple[Translated, bytes]:
+    request = translate_value(path, given)
+    try:
+        return request, msgspec.json.encode(request.body)
+    except UnicodeEncodeError:
+        raise RequestError("The body has half of a surrogate pair, which is no text.") from None
 
 
 async def _card(state: ServerState) -> dict[str, Any]:

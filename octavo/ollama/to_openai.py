@@ -124,10 +124,21 @@ _BODIES: dict[Kind, type[_Request]] = {
 
 def translate(path: str, data: bytes) -> Translated:
     """Return the request of OpenAI's API for the body of a request for one of `PATHS`. Raises `RequestError`."""
+    try:
+        body = msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise RequestError(f"{path}: {error}.") from None
+    except RecursionError:
+        raise RequestError(f"{path}: the body is nested too deeply.") from None
+    return translate_value(path, body)
+
+
+def translate_value(path: str, given: Any) -> Translated:
+    """`translate` for a body that has been parsed."""
     kind = PATHS[path]
     try:
-        body = msgspec.json.decode(data, type=_BODIES[kind])
-    except msgspec.DecodeError as error:
+        body = msgspec.convert(given, type=_BODIES[kind])
+    except msgspec.ValidationError as error:
         raise RequestError(f"{path}: {error}.") from None
     if not body.model:
         raise RequestError("model is required.", param="model")

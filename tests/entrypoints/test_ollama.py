@@ -75,3 +75,18 @@ def test_a_suffix_needs_tokens_for_it(
         assert engine.inputs.tokenizer.decode(engine.seen[-1][0], skip_special_tokens=True) == prompt
     body = {"model": MODEL, "prompt": [5, 6], "suffix": "x"}
     assert "text" in http.post("/v1/completions", json=body).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"model": "m", "options": ' + b"[" * 2000 + b"]" * 2000 + b"}", "--max-json-depth"),
+        (b'{"model": "m", "options": ' + b"[" * 3_000_000, "values"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}', "surrogate"),
+        (b'{"model": 5}', "Expected `str"),
+    ],
+)
+def test_bodies_have_the_limits_of_other_routes(http: httpx.Client, body: bytes, said: str) -> None:
+    answer = http.post("/api/chat", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]

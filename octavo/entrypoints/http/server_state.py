@@ -311,7 +311,7 @@ class ServerState:
             return name
         names = [*self.model_names, *([] if self.adapters is None else self.adapters.named)]
         raise RequestError(
-            f"The model {name!r} does not exist here; this server has {', '.join(map(repr, names))}.",
+            f"The model {brief(name)!r} does not exist here; this server has {', '.join(map(repr, names))}.",
             param="model",
             status=404,
             code="model_not_found",
