@@ -101,7 +101,9 @@ class RequestLimits:
             if fields.get(name) is not None:
                 self._refuse("max_schema_bytes", name, _num_bytes(fields[name]), "bytes")
         for name in _CONVERSATIONS:
-            if isinstance(messages := fields.get(name), list) and messages and isinstance(messages[0], dict):
+            if not isinstance(messages := fields.get(name), list) or not messages:
+                continue
+            if name == "messages" or isinstance(messages[0], dict):  # others may be texts or tokens
                 num_parts = sum(_length(one.get("content")) for one in messages if isinstance(one, dict))
                 self._refuse("max_parts", name, len(messages) + num_parts, "messages and parts")
 
