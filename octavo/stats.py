@@ -10,7 +10,7 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
 
     num_running: int = 0
     num_waiting: int = 0
-    num_deferred: int = 0  # waiting requests whose grammar, adapter, media or blocks are being prepared
+    num_deferred: int = 0  # waiting requests whose grammar, adapter or media are being prepared
     num_swapped: int = 0
     num_blocks: int = 0
     num_blocks_used: int = 0  # referenced by a sequence

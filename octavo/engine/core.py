@@ -99,7 +99,8 @@ class EngineCore:
         if config.cache.disk is not None and weights is not None:
             self.disk = _open_disk(config, config.cache.disk, weights.result(), executor, cache, self.cost)
             weakref.finalize(self, self.disk.close)
-            self.scheduler.queues.on_end.append(self.disk.keep)
+            self.scheduler.tier = self.disk
+            self.scheduler.queues.on_end += [self.disk.leave, self.disk.keep]
         self._takes_media = any(one is not None for one in (config.media, config.sound, config.prompt_embeds))
         self.is_paused = False  # nothing is computed
         self.on_admission: Callable[[list[str]], None] | None = None  # told the running requests before they run
@@ -118,11 +119,10 @@ class EngineCore:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. If it can never run, the next step's outputs have its error."""
-        fetch = None if self.disk is None else self.disk.fetch(request)
-        if request.params.grammar is None and request.adapter is None and not request.media and fetch is None:
+        if request.params.grammar is None and request.adapter is None and not request.media:
             self._queue(request)
             return
-        preparing = PendingRequest(request, fetch=fetch)
+        preparing = PendingRequest(request)
         if request.params.grammar is not None:
             preparing.grammar = self.executor.prepare_grammar(request.params.grammar, request.eos_token_ids, request)
         self._pending[request.request_id] = preparing
@@ -130,7 +130,7 @@ class EngineCore:
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         if index is None:
-            self._end_fetch(self._pending.pop(request_id, None))
+            self._pending.pop(request_id, None)
         self.scheduler.abort(request_id, index)
 
     def abort_all(self, prefix: str) -> None:
@@ -144,23 +144,15 @@ class EngineCore:
         keep what is on disk; no request may be running then."""
         if self.disk is not None:
             if frees_memory:
-                self.save_blocks(waits=True)
+                self.disk.save_all()
             self.disk.forget(removes_files=not frees_memory)
         self.scheduler.cache.forget_prefixes()
         if frees_memory:
             self.executor.release_cache()
 
-    def save_blocks(self, waits: bool = False) -> bool:
-        """Save cached blocks on disk while there is nothing to compute: the next one. If the caller `waits`, all of
-        them, until they are written. Returns whether more are left."""
-        if self.disk is None:
-            return False
-        is_left = self.disk.save_while_idle()
-        while waits and is_left:
-            is_left = self.disk.save_while_idle()
-        if waits:
-            self.disk.wait_until_saved()
-        return is_left
+    def save_blocks(self) -> bool:
+        """Save a cached block on disk, while there is nothing to compute. Returns whether more are left."""
+        return self.disk is not None and self.disk.save_while_idle()
 
     def load_adapter(self, source: AdapterSource, pins: bool = False) -> None:
         """Read an adapter into the host's memory. A later step's outputs say when it is there."""
@@ -204,6 +196,8 @@ class EngineCore:
                 num_ahead = max(1, self.executor.num_stages - 1) if plan.runs_ahead else 0
             except DeviceMemoryError as e:
                 outputs += self.scheduler.withdraw(plan, str(e))
+        elif self.disk is not None and not self._in_flight:
+            self.disk.wait(_PREPARE_WAIT_S)  # all that could run waits for its blocks
         step_s = predicted_step_s = 0.0
         while len(self._in_flight) > num_ahead:
             ended = self._in_flight.popleft()
@@ -256,8 +250,6 @@ class EngineCore:
         left: list[Future[Any]] = [] if self.adapters is None else [*self.adapters.reading]
         for one in self._pending.values():
             left += [future for future in one.media or () if not future.done()]
-            if one.fetch is not None:
-                left += [*one.fetch.reading][:1]
             if one.grammar is not None and not one.grammar.done():
                 left.append(one.grammar)
         wait(left, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
@@ -272,9 +264,6 @@ class EngineCore:
         if self.adapters is not None:
             self._find_room(self.adapters, several)
         self._look_at_media(several)
-        for one in several:
-            if self.disk is not None and one.fetch is not None:
-                self.disk.is_over(one.fetch)
         for one in several:
             request_id = one.request.request_id
             if self._pending.get(request_id) is not one or not one.is_ready:
@@ -320,15 +309,11 @@ class EngineCore:
             try:
                 one.adapter = adapters.want(source, self._adapters_in_use)
             except RequestError as e:
-                self._end_fetch(self._pending.pop(one.request.request_id))
+                del self._pending[one.request.request_id]
                 self._refuse(one.request, e)
                 continue
             if one.adapter is None:
                 self._has_adapter_room = False
-
-    def _end_fetch(self, pending: PendingRequest | None) -> None:
-        if self.disk is not None and pending is not None and pending.fetch is not None:
-            self.disk.end(pending.fetch)
 
     def _adapters_in_use(self) -> set[str]:
         """Return the identities of adapters that must stay on the host: those of queued requests, and those that

@@ -202,7 +202,7 @@ class LLMEngine(StepCalls):
         return True
 
     def close(self) -> None:
-        if self._core is not None:
-            self._core.save_blocks(waits=True)
+        if self._core is not None and self._core.disk is not None:
+            self._core.disk.save_all()
         self._core = None
         gc.collect()  # the runner and its program refer to each other

@@ -1,5 +1,5 @@
-"""Requests that are not scheduled yet: their grammar is compiled, their adapter or their prompt's blocks are read, or
-the tower computes their media."""
+"""Requests that are not scheduled yet: their grammar is compiled, their adapter is read, or the tower computes their
+media."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.kv_cache.disk_tier import Fetch
 from octavo.request import AdapterSource, EngineRequest
 
 
@@ -19,7 +18,6 @@ class PendingRequest:
     grammar: Future[None] | None = None
     adapter: Future[int] | None = None  # None: no adapter, or no room for it on the host yet
     media: list[Future[Any]] | None = None  # None: no media, or no room for their rows yet
-    fetch: Fetch | None = None  # None: no block is on its way from disk
 
     @property
     def waits_for_room(self) -> bool:
@@ -35,9 +33,7 @@ class PendingRequest:
 
     @property
     def is_ready(self) -> bool:
-        if self.waits_for_room or self.waits_for_media or (self.fetch is not None and not self.fetch.has_ended):
-            return False
-        return all(future.done() for future in self.futures)
+        return not self.waits_for_room and not self.waits_for_media and all(future.done() for future in self.futures)
 
     @property
     def error(self) -> BaseException | None:

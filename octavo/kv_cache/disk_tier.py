@@ -2,8 +2,9 @@
 
 Blocks are saved outside of the steps: while the engine is idle, for a small share of its time while it is busy, and
 when they are about to leave a pool. A thread writes them, from a queue of bounded size; a block that finds the queue
-full is not kept. `fetch` looks a prompt up, and has threads read what the pools lack if that is faster than to compute
-it. `EngineCore` calls everything here, from one thread. See `block_files` for the folder.
+full is not kept. When it is a waiting sequence's turn, threads read what the pools lack of its prefix, if that is
+predicted to be faster than to compute it. `EngineCore` and its scheduler call everything here, from one thread. See
+`block_files` for the folder.
 
 A session is an id under which a client keeps the blocks of a conversation for a time, and frees them.
 """
@@ -17,19 +18,18 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kv_cache.block_files import BlockFiles, Name
-from octavo.kv_cache.block_hashes import extend_hashes, split_hashes
+from octavo.kv_cache.block_hashes import extend_block_hashes
 from octavo.kv_cache.manager import KVCacheManager
-from octavo.request import EngineRequest
 from octavo.sequence import Sequence as TokenSequence
 from octavo.stats import EngineStats
 from octavo.step_cost import StepCostModel, StepWork
@@ -43,8 +43,12 @@ _BUSY_SHARE = 0.01  # of a busy engine's time that saving may take
 _MOST_CREDIT_S = 0.02  # of saved-up time: a busy engine saves no longer in one go
 _PATIENCE = 2.0  # a prompt whose blocks take longer than this multiple of computing them is computed
 _IDLE_WAIT_S = 0.01  # for the writer; then the caller looks for messages
-_MOST_LOOKS = 4  # for files of other servers, for a prompt and a pool: each takes some microseconds
+_MOST_LOOKS = 4  # misses of other servers' files, for a prompt and a pool: each takes some microseconds
+_SAVING_S = 10.0  # for all blocks, where somebody waits for it: a disk that hangs is given up
 _COUNTERS = ("num_disk_hits", "disk_read_bytes", "num_disk_written", "disk_written_bytes", "num_disk_dropped")
+
+# A waiting sequence starts now, waits until blocks are free that its own can be read into, or until they are read.
+Turn = Literal["starts", "waits", "reads"]
 
 _Block = tuple[Name, NDArray[np.uint8]]
 
@@ -68,7 +72,7 @@ class _PoolWatch(Container[bytes]):
 
     def __init__(self, tier: DiskTier, pool: int) -> None:
         self._tier, self._pool = tier, pool
-        self.num_looks = 0  # files of other servers that may still be looked for
+        self.num_looks = 0  # times that a file may still be missed
 
     def entered(self, block: int, key: bytes) -> None:
         self._tier.note_computed((self._pool, key), block)
@@ -79,10 +83,10 @@ class _PoolWatch(Container[bytes]):
     def __contains__(self, key: object) -> bool:
         assert isinstance(key, bytes)
         files, name = self._tier.files, (self._pool, key)
-        if files.knows(name):
+        if files.knows(name) or (self.num_looks > 0 and files.has(name)):
             return True
         self.num_looks -= 1
-        return self.num_looks >= 0 and files.has(name)
+        return False
 
 
 def _session_key(session_id: str, salt: str | None) -> str:
@@ -101,14 +105,17 @@ class _Chunk:
 
 @dataclass(slots=True)
 class Fetch:
-    """Blocks of a prompt on their way from the folder."""
+    """Blocks of a prompt that come from the folder."""
 
-    keys: list[bytes]  # hashes of the prompt's full blocks
-    num_cached_blocks: int  # of the prefix that the pools had when it began
+    keys: list[bytes]  # hashes of the sequence's full blocks
+    num_cached_blocks: int  # of the prefix that the pools had when they were looked up
     num_found_blocks: int  # of the prefix that pools and folder have together
-    began: float  # on the tier's clock
+    used: list[Name]  # all blocks that this prefix needs
+    missing: list[Name]  # those of them that the pools lacked
     patience_s: float  # after this time the rest is computed instead
-    unread: list[list[Name]]  # in chunks, the next one last
+    has_begun: bool = False
+    began: float = 0.0  # on the tier's clock
+    unread: list[list[Name]] = field(default_factory=list)  # in chunks, the next one last
     reading: deque[Future[_Chunk]] = field(default_factory=deque)
     has_ended: bool = False
 
@@ -133,6 +140,7 @@ class DiskTier:
         self._sessions = {session: files.session_names(session) for session in files.sessions()}
         self._fetches: list[Fetch] = []
         self._num_reading = 0  # chunks
+        self._turns: dict[str, Fetch | None] = {}  # by request, from its turn until it starts
         self._to_read = SimpleQueue[tuple[Future[_Chunk], Sequence[Name]] | None]()
         self._abandoned: list[Future[_Chunk]] = []  # chunks that nobody waits for any more
         for _ in range(_NUM_READERS):  # daemons: a disk that hangs keeps no process from ending
@@ -172,8 +180,8 @@ class DiskTier:
                 self._queue.clear()
                 self._queued.clear()
                 self._queued_bytes = 0
-                self._lock.wait_for(lambda: not self._is_writing)
-                self.files.remove_all()
+            self._do_in_turn(self.files.remove_all)
+            self.wait_until_saved(_SAVING_S)
 
     def wait_until_saved(self, timeout_s: float | None = None) -> bool:
         """Return when nothing is left to write, or after `timeout_s`. Any thread may call it; the engine's own saves
@@ -183,14 +191,19 @@ class DiskTier:
                 lambda: not (self._unsaved or self._queue or self._is_writing) or self._is_closed, timeout_s
             )
 
+    def save_all(self) -> None:
+        """Save what is unsaved, and wait until it is written; not for ever."""
+        end = time.monotonic() + _SAVING_S
+        while time.monotonic() < end and self.save_while_idle():
+            pass
+        self.wait_until_saved(max(0.0, end - time.monotonic()))
+
     def close(self) -> None:
         """Save what is unsaved, and end the threads."""
-        while self.save_while_idle():
-            pass
+        self.save_all()
         with self._lock:
             self._is_closed = True
             self._lock.notify_all()
-        self._writer.join()
         for _ in range(_NUM_READERS):
             self._to_read.put(None)
 
@@ -326,32 +339,62 @@ class DiskTier:
 
     # Blocks that come back.
 
-    def fetch(self, request: EngineRequest) -> Fetch | None:
-        """Begin to read the blocks of a request's prompt that the pools lack. Returns None if there are none, or if to
-        compute them is faster."""
-        limit = (len(request.prompt.token_ids) - 1) // self._cache.block_size
-        if limit <= 0 or request.params.prompt_logprobs is not None:
+    def turn(self, seq: TokenSequence) -> Turn:
+        """Return what a waiting sequence does when it is its turn. The first call begins to read its blocks."""
+        if seq.host_blocks or (seq.beam_search is not None and seq.num_preemptions):  # beams wait for each other
+            return "starts"
+        request_id = seq.request.request_id
+        if request_id not in self._turns:
+            self._turns[request_id] = self.find(seq)
+        fetch = self._turns[request_id]
+        if fetch is None:
+            return "starts"
+        if not fetch.has_begun:
+            if not self._fit(fetch.missing):
+                return "waits"
+            self._begin(fetch)
+        return "starts" if self.is_over(fetch) else "reads"
+
+    def leave(self, seq: TokenSequence) -> None:
+        """Forget what a sequence has read: it has started, or it has ended."""
+        if (fetch := self._turns.pop(seq.request.request_id, None)) is not None:
+            self.end(fetch)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until something has been read, where a fetch is under way."""
+        if reading := [fetch.reading[0] for fetch in self._fetches if fetch.reading]:
+            wait(reading, timeout_s, FIRST_COMPLETED)
+
+    def find(self, seq: TokenSequence) -> Fetch | None:
+        """Return the blocks to read for a sequence's prefix. Returns None if the pools have as much, or if to compute
+        the tokens is faster."""
+        extend_block_hashes(seq, self._cache.block_size)
+        keys, pools = seq.block_hashes, self._cache.pools
+        limit = min(len(keys), (seq.num_tokens - 1) // self._cache.block_size)
+        if limit <= 0 or seq.params.prompt_logprobs is not None:
             return None
-        keys, pools = self._hashes(request), self._cache.pools
         num_cached = self._cache.num_prefix_blocks(keys, limit)
         num_found = self._cache.num_prefix_blocks(keys, limit, self._known(_MOST_LOOKS))
         used = self._cache.prefix_names(keys, num_found)
         self._touch(used)
         missing = [(pool, key) for pool, key in used if pools[pool].lookup(key) is None]
-        if num_found <= num_cached or not self._fit(missing) or self._hangs():
+        counts = Counter(pool for pool, _ in missing)
+        if num_found <= num_cached or self._hangs() or any(counts[i] > pools[i].num_usable for i in counts):
             return None
         compute_s = self._compute_s(num_cached, num_found)
         if self._read_s(missing) >= compute_s:
             self._cost.doubt_reads()
             return None
-        for pool, key in used:  # blocks that are there are used now: they outlast those that come
-            if (block := pools[pool].lookup(key)) is not None:
-                pools[pool].share(block)
-                pools[pool].release(block)
-        found = Fetch(keys, num_cached, num_found, self._clock(), _PATIENCE * compute_s, self._chunks(missing))
-        self._fetches.append(found)
-        self._read_ahead(found)
-        return found
+        return Fetch(keys, num_cached, num_found, used, missing, _PATIENCE * compute_s)
+
+    def _begin(self, fetch: Fetch) -> None:
+        for pool, key in fetch.used:  # blocks that are there are used now: they outlast those that come
+            if (block := self._cache.pools[pool].lookup(key)) is not None:
+                self._cache.pools[pool].share(block)
+                self._cache.pools[pool].release(block)
+        fetch.has_begun, fetch.began, fetch.unread = True, self._clock(), self._chunks(fetch.missing)
+        self._fetches.append(fetch)
+        self._read_ahead(fetch)
 
     def _known(self, num_looks: int = 0) -> Sequence[Container[bytes]]:
         """Return, by pool, the keys of blocks on disk. Of other servers' files only `num_looks` are looked for."""
@@ -378,7 +421,7 @@ class DiskTier:
 
     def end(self, fetch: Fetch) -> None:
         """Wait no longer for a fetch. What it has brought counts as found on disk."""
-        if fetch.has_ended:
+        if fetch.has_ended or not fetch.has_begun:
             return
         fetch.has_ended = True
         self._fetches.remove(fetch)
@@ -390,13 +433,6 @@ class DiskTier:
         num_blocks = self._cache.num_prefix_blocks(fetch.keys, fetch.num_found_blocks)
         with self._lock:
             self._stats.num_disk_hits += max(0, num_blocks - fetch.num_cached_blocks) * self._cache.block_size
-
-    def _hashes(self, request: EngineRequest) -> list[bytes]:
-        """Return the hashes of the prompt's full blocks, and keep them in the request."""
-        keys = split_hashes(request.block_hashes)
-        extend_hashes(keys, request.prompt, request.prompt.token_ids, self._cache.block_size)
-        request.block_hashes = b"".join(keys)
-        return keys
 
     def _compute_s(self, num_cached_blocks: int, num_found_blocks: int) -> float:
         """Return the predicted seconds to compute the tokens of blocks."""
@@ -416,8 +452,10 @@ class DiskTier:
         return bool(self._abandoned)
 
     def _fit(self, names: Sequence[Name]) -> bool:
-        """Return whether the pools have free blocks for all of `names`."""
-        counts = Counter(pool for pool, _ in names)
+        """Return whether the pools have free blocks for all of `names`, beside what others have read and not started
+        with: it would be gone again before they do."""
+        others = [fetch.missing for fetch in self._turns.values() if fetch is not None and fetch.has_begun]
+        counts = Counter(pool for one in (names, *others) for pool, _ in one)
         return all(count <= self._cache.pools[pool].num_free for pool, count in counts.items())
 
     def _chunks(self, names: Sequence[Name]) -> list[list[Name]]:

@@ -287,7 +287,7 @@ class EngineMetrics:
         help = "Prompt tokens, computed or found in the cache."
         yield _Family("counter", "vllm:prompt_tokens_by_source", help, sources, ("source",))
         reasons = {("capacity",): self.last.num_waiting - self.last.num_deferred, ("deferred",): self.last.num_deferred}
-        help = "Requests that wait for their turn, or until their grammar, adapter, media or blocks are there."
+        help = "Requests that wait for their turn, or until their grammar, adapter or media are prepared."
         yield _Family("gauge", "vllm:num_requests_waiting_by_reason", help, reasons, ("reason",))
         states = {(name,): int(level == self.sleep_level) for level, name in enumerate(SLEEP_STATES)}
         help = "1 for the state that the engine is in."

@@ -34,6 +34,7 @@ from octavo.config import SchedulerConfig
 from octavo.errors import RequestError
 from octavo.kv_cache.block_hashes import split_hashes
 from octavo.kv_cache.block_pool import Changes
+from octavo.kv_cache.disk_tier import DiskTier
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.lora.pool import AdapterPool
 from octavo.request import EngineRequest, Prompt, SequenceOutput
@@ -88,6 +89,7 @@ class Scheduler:
         self.queues = SequenceQueues(config.max_num_seqs, cache, adapters)
         if self._speculation is not None:
             self.queues.on_end.append(self._speculation.end)
+        self.tier: DiskTier | None = None  # of blocks that are not in the pools
         self._cost = cost
         self._prompt_token_s = 0.0
         self._stats = EngineStats()
@@ -274,6 +276,11 @@ class Scheduler:
             if seq.is_held or not turn.may_start(seq):
                 i += 1
                 continue
+            if self.tier is not None and (state := self.tier.turn(seq)) != "starts":
+                if state == "waits":
+                    break
+                i += 1  # later sequences may start while its blocks are read
+                continue
             has_row = seq.num_rows <= self.queues.num_rows_left
             num_tokens = (
                 self._allocate_for_start(seq, step.token_budget - num_reserved_tokens, step.time_limit)
@@ -284,6 +291,8 @@ class Scheduler:
                 break
             self.queues.start(seq)  # removes it from `waiting`, so that the next one is at i
             turn.started(seq)
+            if self.tier is not None:
+                self.tier.leave(seq)
             num_admitted += 1
             if seq.first_scheduled_time == 0.0:
                 seq.first_scheduled_time = time.monotonic()

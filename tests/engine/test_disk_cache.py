@@ -4,6 +4,7 @@ of layers and caches; and what else decides the bits keeps it apart."""
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
 from octavo.kv_cache import disk_tier
+from octavo.lora.request import LoRARequest
 from octavo.step_cost import StepCostModel
 from tests.engine.disk_cache_kills import LIMIT_BYTES, kill_engines
+from tests.lora.random_adapters import write_adapter_of
 from tests.models.small_latent import LATENT_MODELS
 from tests.models.small_models import MODELS, VOCAB
 from tests.models.small_recurrent import RECURRENT_MODELS
@@ -98,9 +101,9 @@ def test_a_block_from_disk_has_the_bits_of_a_computed_one(case: str, model: Any)
     expected = answers(first, PROMPTS)
     first.close()
     second = model(name, **settings)
-    fetched = second.core.disk.fetch
+    find = second.core.disk.find
     found: list[Any] = []
-    second.core.disk.fetch = lambda request: found.append(fetched(request)) or found[-1]
+    second.core.disk.find = lambda seq: found.append(find(seq)) or found[-1]
     assert answers(second, PROMPTS) == expected
     assert found[0] is not None and found[0].num_found_blocks >= 5
     plain = model(name, kv_cache_disk=None, **settings)
@@ -164,7 +167,7 @@ def test_evicted_blocks_come_back(model: Any) -> None:
     prompts = [[(7 * number + place) % VOCAB for place in range(44)] for number in range(30)]
     expected = answers(plain, prompts)
     assert answers(llm, prompts) == expected
-    llm.core.save_blocks(waits=True)
+    llm.core.disk.save_all()
     assert answers(llm, prompts) == expected
     metrics = llm.llm_engine.metrics.totals
     assert metrics["num_disk_hits"] >= 20 * 40 and metrics["num_disk_dropped"] == 0
@@ -206,3 +209,44 @@ def test_engines_that_are_killed_leave_no_wrong_block_and_no_lost_room(tmp_path:
     assert [(one["wrong"], one["damaged"], one["left"]) for one in found] == [(0, 0, 0)] * NUM_KILLS
     assert all(one["bytes"] <= LIMIT_BYTES + PART_BYTES for one in found)
     assert sum(one["blocks"] for one in found) > 0 and sum(one["cached"] for one in found[1:]) > 0
+
+
+def test_adapters_have_blocks_of_their_own(model: Any, tmp_path: Path) -> None:
+    sizes = {f"model.layers.{layer}.self_attn.v_proj": (32, 48) for layer in (0, 1)}
+    asked = [LoRARequest(name, number, str(write_adapter_of(tmp_path / name, number, 4, sizes, 2.0)))
+             for number, name in enumerate(("a", "b"), 1)]  # fmt: skip
+    first = model("qwen3", enable_lora=True)
+    expected = [answers(first, PROMPTS, lora_request=[one] * len(PROMPTS)) for one in asked]
+    assert expected[0] != expected[1]
+    first.close()
+    second = model("qwen3", enable_lora=True)
+    assert num_found(second) == 0, "blocks without an adapter"
+    assert answers(second, PROMPTS, lora_request=[asked[0]] * len(PROMPTS)) == expected[0]
+    assert second.llm_engine.metrics.totals["num_disk_hits"] >= 64
+
+
+def test_a_closed_engine_is_freed(model: Any) -> None:
+    llm = model("qwen3")
+    answers(llm, PROMPTS[:1])
+    core = weakref.ref(llm.core)
+    llm.close()
+    assert core() is None
+
+
+@pytest.mark.parametrize("settings", [{"preemption_mode": "swap", "swap_space": 0.01}, {"max_num_batched_tokens": 16}])
+def test_too_few_blocks_change_no_answer(settings: dict[str, Any], model: Any) -> None:
+    """Forks and beams that lose their blocks while others' are read."""
+    small = {"num_gpu_blocks_override": 26, "max_num_seqs": 6} | settings
+    plain, llm = model("qwen3", kv_cache_disk=None, **small), model("qwen3", **small)
+    prompts = [[(7 * number + place) % VOCAB for place in range(44 + number)] for number in range(8)]
+    params = [
+        SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=30, ignore_eos=True, logprobs=2),
+        SamplingParams(n=2, use_beam_search=True, temperature=0, max_tokens=30, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2),
+    ]
+    mixed: Any = [params[number % 3] for number in range(len(prompts))]
+    expected = answers(plain, prompts, mixed)
+    for _ in range(3):
+        assert answers(llm, prompts, mixed) == expected
+        llm.core.disk.save_all()
+    assert llm.llm_engine.metrics.totals["num_disk_hits"] > 0

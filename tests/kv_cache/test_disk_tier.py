@@ -90,11 +90,19 @@ class Engine:
             pass
         self.tier.wait_until_saved()
 
-    def fetched(self, tokens: list[int]) -> Fetch | None:
-        """Fetch a prompt to the end."""
-        fetch = self.tier.fetch(request(tokens))
-        if fetch is not None:
-            wait_until(lambda: self.tier.is_over(fetch))
+    def begin(self, tokens: list[int], name: str = "r", **params: Any) -> tuple[TokenSequence, Fetch | None]:
+        """Let it be the turn of a prompt."""
+        asked = request(tokens, **params)
+        asked.request_id = name
+        seq = TokenSequence(request=asked, key=(0, 0), seed=0, token_ids=list(tokens))  # type: ignore[arg-type]
+        self.tier.turn(seq)
+        return seq, self.tier._turns[name]
+
+    def fetched(self, tokens: list[int], **params: Any) -> Fetch | None:
+        """Let it be the turn of a prompt until it starts."""
+        seq, fetch = self.begin(tokens, **params)
+        wait_until(lambda: self.tier.turn(seq) == "starts")
+        self.tier.leave(seq)
         return fetch
 
     def stats(self) -> EngineStats:
@@ -209,10 +217,10 @@ def test_a_prompt_is_computed_where_that_is_faster(engines: Any) -> None:
     first.save()
     second = engines()
     second.cost.observe_read(1, 100.0)  # such a disk takes a day
-    assert second.tier.fetch(request(list(range(22)))) is None
+    assert second.fetched(list(range(22))) is None
     second.cost._read_s_per_byte = 0.0
-    assert second.tier.fetch(request(list(range(22)), prompt_logprobs=1)) is None, "the whole prompt is computed"
-    assert second.tier.fetch(request(list(range(4)))) is None, "one token is computed in any case"
+    assert second.fetched(list(range(22)), prompt_logprobs=1) is None, "the whole prompt is computed"
+    assert second.fetched(list(range(4))) is None, "one token is computed in any case"
     assert second.fetched(list(range(22))) is not None
 
 
@@ -243,12 +251,13 @@ def test_a_disk_that_hangs_is_waited_for_no_longer_than_computing_takes(engines:
         return read(*args)
 
     second.files.read = hang
-    fetch = second.tier.fetch(request(list(range(22))))
+    seq, fetch = second.begin(list(range(22)))
     assert fetch is not None and not second.tier.is_over(fetch)
     began.wait()
     second.now = fetch.patience_s + 1
-    assert second.tier.is_over(fetch) and second.contents() == {}
-    assert second.tier.fetch(request(list(range(22)))) is None, "and the next request does not wait at all"
+    assert second.tier.turn(seq) == "starts" and second.contents() == {}
+    second.tier.leave(seq)
+    assert second.fetched(list(range(22))) is None, "and the next request does not wait at all"
     may_go.set()
     wait_until(lambda: not second.tier._hangs())
     assert second.fetched(list(range(22))) is not None, "until it answers again"
@@ -259,14 +268,15 @@ def test_what_is_forgotten_does_not_come_back(engines: Any) -> None:
     one.compute(list(range(22)))
     one.save()
     other = engines()
-    fetch = other.tier.fetch(request(list(range(22))))
+    seq, fetch = other.begin(list(range(22)))
     assert fetch is not None
     other.tier.forget(removes_files=False)  # as when memory is freed: what was on its way is not put there
-    assert other.tier.is_over(fetch) and other.contents() == {}
+    assert other.tier.turn(seq) == "starts" and other.contents() == {}
+    other.tier.leave(seq)
     assert other.fetched(list(range(22))) is not None
     other.tier.forget(removes_files=True)
     other.cache.forget_prefixes()
-    assert list(other.files._files) == [] and other.tier.fetch(request(list(range(22)))) is None
+    assert list(other.files._files) == [] and other.fetched(list(range(22))) is None
 
 
 @pytest.mark.parametrize("layers", [(FULL,), (FULL, WINDOW, STATE)], ids=str)
@@ -294,3 +304,44 @@ def test_a_session_keeps_the_blocks_of_its_turns_until_it_is_dropped(
     assert again.cache.find_prefix(seq).num_tokens <= 16, "neither in the pools"
     assert again.fetched(list(range(22))) is None or again.cache.find_prefix(seq).num_tokens <= 16
     assert again.fetched(list(range(16)) + [99] * 6) is not None, "the other one has its own"
+
+
+def test_engines_that_run_at_once_find_each_others_blocks(engines: Any) -> None:
+    one, other = engines(), engines()
+    one.compute(list(range(40)))
+    one.save()
+    fetch = other.fetched(list(range(40)))
+    assert fetch is not None and fetch.num_found_blocks == 9
+    other.save()
+    assert other.stats().num_disk_written == 0
+
+
+def test_what_is_read_for_a_waiting_request_is_not_replaced_by_what_others_want(engines: Any) -> None:
+    one = engines()
+    prompts = [[100 * number + place for place in range(32)] for number in range(3)]
+    for prompt in prompts:
+        one.compute(prompt)
+    one.save()
+    other = engines()
+    first, _ = other.begin(prompts[0], "0")
+    second, fetch = other.begin(prompts[1], "1")
+    assert other.tier.turn(second) == "waits", "two need 14 blocks of 12"
+    wait_until(lambda: other.tier.turn(first) == "starts")
+    assert other.tier.turn(second) == "waits" and fetch is not None and not fetch.has_begun
+    other.tier.leave(first)
+    wait_until(lambda: other.tier.turn(second) == "starts")
+    assert fetch.has_ended
+    other.tier.leave(second)
+    third, _ = other.begin(prompts[2], "2")
+    other.tier.leave(third)  # as when it is aborted
+    assert other.tier._fetches == [] and other.tier._turns == {}
+
+
+def test_a_disk_that_hangs_does_not_keep_an_engine_from_its_end(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "_SAVING_S", 0.0)
+    one, may_go = engines(), threading.Event()
+    one.files.write = lambda *_: may_go.wait()
+    one.compute(list(range(40)))
+    one.tier.save_while_idle()
+    one.tier.close()
+    may_go.set()
