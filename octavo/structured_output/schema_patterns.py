@@ -1,6 +1,6 @@
 """Regular expressions of JSON Schema, which are ECMAScript's, in the syntax of Rust's, which llguidance and the final
-check read. Neither ever goes back in a text: what needs that is refused, but for look-ahead at the beginning, which is
-a condition of its own."""
+check read. Neither ever goes back in a text. Look-ahead at a place that is known, and look-behind at the end, are
+conditions of their own; what else needs to go back is refused."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from typing import Any
 _CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]", "s": r"\s", "S": r"\S"}
 _CONTROLS = {"t": r"\t", "n": r"\n", "r": r"\r", "f": r"\f", "v": r"\v"}
 _REPEATED = re.compile(r"\{\d+(,\d*)?\}")
+# Characters, classes and escapes of one character, as many as they say: what follows them is at a known place.
+_FIXED = re.compile(
+    r"(?:(?:[^\\\[\](){}?*+|^$]|\\[dDwWsS.\-_/ ]|\[(?:[^\]\\]|\\.)+\])(?:\{\d+\}(?![?*+]))?(?![?*+{]))*"
+)
+_LONE_HALF = r"\\u(?:[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[dD][c-fC-F][0-9a-fA-F]{2})"
+_LONE_HALVES = re.compile(f"{_LONE_HALF}(?:-{_LONE_HALF})?(?!-)")
 _META = frozenset(r"\.+*?()|[]{}^$#&-~")
 
 
@@ -49,20 +55,42 @@ def read_pattern(pattern: str) -> Pattern:
     rest, anchor = pattern, ""
     if pattern.startswith("^"):
         rest, anchor = pattern[1:], "^"
-    while rest.startswith(("(?=", "(?!")):
-        end = _end_of_group(rest)
-        body = f"{anchor}(?:{_translated(rest[3:end])[0]})"
-        if not anchor and rest[2] == "!":
+    while (place := _place_of_look_ahead(rest, is_anchored=bool(anchor))) is not None:
+        before, ahead = rest[:place], rest[place:]
+        end = _end_of_group(ahead)
+        body = f"{anchor}{_translated(before)[0]}(?:{_translated(ahead[3:end])[0]})"
+        if not anchor and ahead[2] == "!":
             raise ValueError(f"pattern {pattern!r:.80} looks ahead without ^ before it, which is not built")
-        (required if rest[2] == "=" else forbidden).append(body)
-        rest = rest[end + 1 :]
+        (required if ahead[2] == "=" else forbidden).append(body)
+        rest = before + ahead[end + 1 :]
     if (required or forbidden) and (not anchor or _has_alternatives(rest)):
         raise ValueError(f"pattern {pattern!r:.80} has alternatives beside what it looks ahead for, which is not built")
+    if (place := _place_of_last_look_behind(rest)) is not None and not _has_alternatives(rest):
+        body = f"(?:{_translated(rest[place + 4 : -2])[0]})$"
+        (required if rest[place + 3] == "=" else forbidden).append(body)
+        rest = rest[:place] + "$"
     text, has_boundaries = _translated(anchor + rest)
     made = Pattern(text, tuple(required), tuple(forbidden), has_boundaries)
     if not made.is_plain:  # llguidance reads the others
         made.check()
     return made
+
+
+def _place_of_look_ahead(pattern: str, *, is_anchored: bool) -> int | None:
+    """Return where the first look-ahead begins whose place in a text is known; None if there is none."""
+    place = 0
+    if is_anchored and not _has_alternatives(pattern):
+        fixed = _FIXED.match(pattern)
+        place = 0 if fixed is None else fixed.end()
+    return place if pattern.startswith(("(?=", "(?!"), place) else None
+
+
+def _place_of_last_look_behind(pattern: str) -> int | None:
+    """Return where a look-behind begins that stands right before the end of a text; None if there is none."""
+    places = [i for i, c, depth in _outside_of_classes(pattern) if c == "(" and depth == 1]
+    if not places or not pattern.endswith(")$") or not pattern.startswith(("(?<=", "(?<!"), places[-1]):
+        return None
+    return places[-1] if _end_of_group(pattern[places[-1] :]) == len(pattern) - 2 - places[-1] else None
 
 
 def _found(pattern: str, text: str) -> bool:
@@ -100,7 +128,9 @@ def _translated(pattern: str) -> tuple[str, bool]:
             out.append(text)
         elif c == "(":
             if pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), i):
-                raise ValueError(f"pattern {pattern!r:.80} looks around within, and only look-ahead after ^ is built")
+                raise ValueError(
+                    f"pattern {pattern!r:.80} looks around where the place is not known, which is not built"
+                )
             if pattern.startswith("(?<", i):
                 out.append("(?P<")
                 i += 3
@@ -167,6 +197,9 @@ def _class(pattern: str, i: int) -> tuple[str, int]:
     out = ["[^" if negated else "["]
     while i < len(pattern) and pattern[i] != "]":
         c = pattern[i]
+        if pattern[i - 1] != "-" and (halves := _LONE_HALVES.match(pattern, i)):  # no text has them
+            i = halves.end()
+            continue
         if c == "\\":
             if pattern[i + 1 : i + 2] == "b":
                 text, i = r"\x{8}", i + 2
@@ -179,6 +212,8 @@ def _class(pattern: str, i: int) -> tuple[str, int]:
         i += 1
     if i >= len(pattern):
         raise ValueError(f"pattern {pattern!r:.80} has a class that does not end: {pattern[start:]!r:.20}")
+    if len(out) == 1:
+        return (r"[\s\S]" if negated else r"[^\s\S]"), i + 1
     return "".join(out) + "]", i + 1
 
 

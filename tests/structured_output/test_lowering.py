@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import sys
 from collections.abc import Iterator
 from fractions import Fraction
@@ -21,6 +22,7 @@ from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output.grammar_builder import WantedGrammar, make_checked_grammar
 from octavo.structured_output.schema_keywords import SchemaError
 from octavo.structured_output.schema_lowering import lower
+from octavo.structured_output.schema_patterns import read_pattern
 from octavo.structured_output.schema_validation import Validator
 from tests.structured_output.corpus import admits, published_schema, random_answer, variants
 from tests.structured_output.grammars import make_grammar
@@ -401,3 +403,30 @@ def test_a_bound_is_as_it_is_written() -> None:
     validator = Validator({"multipleOf": 0.01})
     assert validator.check(0.07) is None and validator.check(0.075) is not None
     assert Fraction("0.07") % Fraction("0.01") == 0
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"^[0-9a-z\.\-]*(?<!\.)$", r"^[a-zA-Z_](?!.*--)[a-zA-Z0-9_-]*$", r"^[a-z]{2}(?!b)[a-z]+$", r"[a-z-]+(?<!-)$",
+        r"^a(?=.*c)[a-z]*(?<=z|c)$", r"^[ab]\d(?![01])\w*$", r"^a.(?!b)(?=c)..$", r"^(?!a)[^b](?!b).*$",
+        r"^[ -\uD7FF\uE000-\uFFFD\uD800\uDBFF-\uDC00\uDFFF\t]*$", r"^[\uD800-\uDFFF]?a$", r"^[^\uDC00]$",
+    ],
+)  # fmt: skip
+def test_patterns_that_look_around_at_a_known_place_mean_what_they_mean(pattern: str) -> None:
+    read, rng = read_pattern(pattern), random.Random(pattern)
+    for _ in range(2000):
+        text = "".join(rng.choices("abcxz-.01_d😀\ue000\t", k=rng.randrange(6)))
+        assert read.matches(text) == bool(re.search(pattern, text)), text
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"^a?(?!b)c$", r"^(ab|c)(?!d)x$", r"^a|b(?<!b)$", r"^a+(?!b)c$", r"a(?!b)", r"^(a(?<!b)$)", r"\uD800",
+        r"[a-\uD800]",
+    ],
+)  # fmt: skip
+def test_patterns_that_need_to_go_back_are_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match=r"not known|not built|half of a surrogate"):
+        read_pattern(pattern)

@@ -1,0 +1,164 @@
+"""Published JSON schemas as grammars: `python benchmarks/schemas.py FOLDER_OR_FILE... [--each 150] [--seed 1]`.
+
+Takes up to --each schemas of every folder, with what they refer to in files beside them. Printed are how many are
+refused, and why; how many texts that `jsonschema` calls invalid are taken, by the grammar and the final check, and how
+many valid ones are refused; and what a new schema costs in processor time: to write its grammar, to try it, and to
+compile it for the default model's vocabulary. Texts are answers at random, and what differs from them in one place.
+
+Packages with schemas: `kubernetes-validate`, `check-jsonschema` (both are installed with the tests) and `cfn-lint`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from jsonschema import Draft7Validator, FormatChecker
+from jsonschema.validators import validator_for
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from octavo.errors import RequestError
+from octavo.loading.default_model import fetch_default_model
+from octavo.loading.tokenizer import read_tokenizer
+from octavo.sampling_params import StructuredOutputsParams
+from octavo.structured_output.grammar_builder import MadeGrammar, WantedGrammar, make_checked_grammar
+from octavo.structured_output.token_bytes import make_vocabulary
+from octavo.structured_output.trial import _try
+from tests.structured_output.corpus import admits, random_answer, variants
+
+NUM_ANSWERS, NUM_VARIANTS, PATIENCE_S = 2, 10, 5.0
+FORMATS = FormatChecker(["date", "uuid"])
+DATE_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)", re.IGNORECASE)
+
+
+def bundled(path: Path) -> dict[str, Any] | None:
+    """Return a file's schema with what it refers to in files beside it; None if it is no schema, or if that is
+    elsewhere."""
+    try:
+        schema = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    if not isinstance(schema, dict) or not schema.keys() & {"properties", "type", "$ref", "anyOf", "oneOf", "allOf"}:
+        return None
+    files, found = dict[str, Any](), dict[str, Any]()
+
+    def visit(value: Any, own: str) -> Any:
+        if isinstance(value, list):
+            return [visit(one, own) for one in value]
+        if not isinstance(value, dict):
+            return value
+        ref = value.get("$ref")
+        if not isinstance(ref, str) or (not own and ref.startswith("#")):
+            return {key: visit(one, own) for key, one in value.items()}
+        name, _, pointer = ref.partition("#")
+        name = name or own
+        if name not in files:
+            files[name] = json.loads((path.parent / name).read_text(encoding="utf-8"))
+        key = f"{name}{pointer}".replace("/", ".")
+        if key not in found:
+            found[key] = None
+            target = files[name]
+            for part in pointer.split("/")[1:]:
+                target = target[part.replace("~1", "/").replace("~0", "~")]
+            found[key] = visit(target, name)
+        return {"$ref": f"#/definitions/{key}"}
+
+    try:
+        made = visit(schema, "")
+    except (OSError, KeyError, ValueError, TypeError):
+        return None
+    return {**made, "definitions": {**made.get("definitions", {}), **found}} if found else made  # type: ignore[no-any-return]
+
+
+@FORMATS.checks("date-time")
+def is_date_time(value: object) -> bool:
+    return not isinstance(value, str) or DATE_TIME.fullmatch(value) is not None
+
+
+def texts(made: MadeGrammar, rng: random.Random) -> Iterator[Any]:
+    for _ in range(NUM_ANSWERS):
+        answer = random_answer(made.text, rng)
+        if answer is not None:
+            value = json.loads(answer)
+            yield from [value, *islice(variants(value, rng), NUM_VARIANTS)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="+", type=Path)
+    parser.add_argument("--each", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    from llguidance import LLMatcher
+
+    tokenizer = read_tokenizer(str(fetch_default_model()))
+    vocabulary = make_vocabulary(tokenizer.backend_tokenizer.to_str(), len(tokenizer), [tokenizer.eos_token_id])
+    rng = random.Random(args.seed)
+    total, wrong = Counter[str](), list[str]()
+    written, tried, compiled = list[float](), list[float](), list[float]()
+    for folder in args.paths:
+        paths = sorted(folder.glob("**/*.json")) if folder.is_dir() else [folder]
+        counts = Counter[str]()
+        for path in rng.sample(paths, len(paths)):
+            if counts["schemas"] >= args.each:
+                break
+            schema = bundled(path)
+            if schema is None:
+                continue
+            counts["schemas"] += 1
+            begin = time.process_time()
+            try:
+                made = make_checked_grammar(WantedGrammar(StructuredOutputsParams(json=schema)))
+            except RequestError as error:
+                counts["refused"] += 1
+                print(f"refused: {path}: {error}")
+                continue
+            written.append(time.process_time() - begin)
+            begin = time.thread_time()
+            _try(made.text)  # it was done in a process of its own, too
+            tried.append(time.thread_time() - begin)
+            begin = time.thread_time()
+            LLMatcher(vocabulary, made.text, log_level=0)
+            compiled.append(time.thread_time() - begin)
+            oracle = validator_for(schema, default=Draft7Validator)(schema, format_checker=FORMATS)
+            deadline = time.monotonic() + PATIENCE_S
+            for value in texts(made, rng):
+                if time.monotonic() > deadline:
+                    counts["given up"] += 1
+                    break
+                text = json.dumps(value)
+                is_taken = admits(made.text, value) and (made.check is None or made.check.problem(text) is None)
+                try:
+                    is_valid = oracle.is_valid(value)
+                except Exception:  # a pattern that is none of Python's
+                    continue
+                counts["texts"] += 1
+                if is_taken != is_valid:
+                    kind = "invalid ones taken" if is_taken else "valid ones refused"
+                    counts[kind] += 1
+                    why = next(iter(oracle.iter_errors(value)), None)
+                    wrong.append(f"{kind}: {path.name}: {text[:200]} {'' if why is None else why.message[:200]}")
+        print(f"{folder}: " + ", ".join(f"{count} {what}" for what, count in counts.items()))
+        total += counts
+    print("together: " + ", ".join(f"{count} {what}" for what, count in total.items()))
+    for line in wrong[:40]:
+        print(line)
+    for name, times in (("written", written), ("tried", tried), ("compiled", compiled)):
+        if times:
+            p90 = sorted(times)[int(len(times) * 0.9)]
+            print(f"a new schema {name}: median {statistics.median(times) * 1e3:.2f} ms, p90 {p90 * 1e3:.2f} ms")
+
+
+if __name__ == "__main__":
+    main()
