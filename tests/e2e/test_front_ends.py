@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -114,11 +115,17 @@ def test_a_front_end_that_dies_takes_only_its_own_requests_and_comes_again(serve
     assert server.count('vllm:request_success_total{finished_reason="length"}') > counted
 
 
-def test_front_ends_end_with_a_server_that_is_killed(tmp_path: Path) -> None:
-    with running_server(tmp_path, "--api-server-count", "2", "--max-model-len", "4096") as server:
-        children = psutil.Process(server.process.pid).children()
-        assert len(children) == 3
-        server.process.kill()
-        server.process.wait()
-        gone, alive = psutil.wait_procs(children, within(30))
-        assert not alive and len(gone) == 3
+def test_front_ends_end_with_a_server_that_is_killed_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # a path that is short enough for sockets
+        monkeypatch.setenv("TMPDIR", folder)
+        with running_server(tmp_path, "--api-server-count", "2", "--max-model-len", "4096") as server:
+            assert {path.name.partition("-")[0] for path in Path(folder).iterdir()} == {"octavo"}
+            children = psutil.Process(server.process.pid).children()
+            assert len(children) == 3
+            server.process.kill()
+            server.process.wait()
+            gone, alive = psutil.wait_procs(children, within(30))
+            assert not alive and len(gone) == 3
+        assert not list(Path(folder).iterdir())

@@ -11,8 +11,13 @@ import asyncio
 import gc
 import logging
 import mmap
+import os
+import shutil
 import socket
 import sys
+import time
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -32,6 +37,9 @@ from octavo.processes import allow_files, event_loop_factory
 
 logger = logging.getLogger("octavo.server")
 
+STORE_PREFIX = "octavo-store-"  # of the folder of a store that ends with its server
+_PARENT_END_S = 1.0  # from the end of a killed parent's connections to that of its process
+
 
 class FrontEndArgs(msgspec.Struct):
     """The arguments of a front end: JSON on its standard input."""
@@ -40,6 +48,7 @@ class FrontEndArgs(msgspec.Struct):
     args: ServerArgs
     number: int  # of this process; one that replaces it has another
     place: int  # among the front ends, from 0
+    parent: int  # the process that owns the hub
     listening: int  # file descriptors
     link: int
     counts: int
@@ -58,6 +67,17 @@ def main() -> None:
         runner.run(_serve(given))
 
 
+def _end_with_hub(store: str | None, parent: int) -> None:
+    """End this process, as its connection has ended: the parent has ended too, or has given this front end up. A
+    parent that was killed has left its store."""
+    deadline = time.monotonic() + _PARENT_END_S
+    while os.getppid() == parent and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if os.getppid() != parent and store is not None and Path(store).parent.name.startswith(STORE_PREFIX):
+        shutil.rmtree(Path(store).parent, ignore_errors=True)
+    os._exit(1)
+
+
 async def _serve(given: FrontEndArgs) -> None:
     from octavo.entrypoints.http.server import collect_rarely
     from octavo.entrypoints.http.uvicorn_server import HttpServer
@@ -68,7 +88,7 @@ async def _serve(given: FrontEndArgs) -> None:
     counts = _counts(given)
     metrics = EngineMetrics(config.model.served_model_names[0], config.model.max_model_len, config.served_ranks.start)
     metrics.counts_steps, metrics.share_rate = False, counts.sharing(REQUESTS_PER_S)
-    link = HubLink()
+    link = HubLink(partial(_end_with_hub, args.response_store, given.parent))
     channels = link.channels
     engine = make_engine(config, metrics=metrics, make_core=link.make_core, on_engine_death=args.on_engine_death)
     for place, forecast in enumerate(engine.forecasts):

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import mmap
+import os
 import signal
 import socket
 import subprocess
@@ -28,7 +29,7 @@ from octavo.config import EngineConfig
 from octavo.engine.core_client import wait_for_exit
 from octavo.engine.engine_hub import EngineHub
 from octavo.engine.restart_policy import RestartPolicy
-from octavo.entrypoints.http.front_end import FrontEndArgs
+from octavo.entrypoints.http.front_end import STORE_PREFIX, FrontEndArgs
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.shared_counts import SharedCounts, num_bytes
 from octavo.errors import ConfigError, OctavoError
@@ -79,7 +80,7 @@ def one_store(args: ServerArgs) -> Iterator[ServerArgs]:
     if args.response_store is not None:
         yield args
         return
-    with tempfile.TemporaryDirectory(prefix="octavo-store-") as folder:
+    with tempfile.TemporaryDirectory(prefix=STORE_PREFIX) as folder:
         yield replace(args, response_store=str(Path(folder, "store.sqlite")))
 
 
@@ -160,7 +161,7 @@ class FrontEnds:
         link, its_link = socket.socketpair()
         with its_link:
             given = FrontEndArgs(
-                self._config, self._args, number, place, self._sockets[place].fileno(), its_link.fileno(),
+                self._config, self._args, number, place, os.getpid(), self._sockets[place].fileno(), its_link.fileno(),
                 self._counts_file.fileno(), self._loggers,
             )  # fmt: skip
             command = child_command("octavo.entrypoints.http.front_end")
