@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from octavo import _cpu
 from octavo.ops import LayerKVCache, cpu, cpu_pack
 from octavo.ops.cpu_memory import zeros
-from octavo.quantization import StoredWeight
+from octavo.quantization import StoredWeight, layout_of, unpack
 from octavo.quantization.formats import BLOCK_TYPES
+from octavo.quantization.unpacking import as_stored
 
 SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152)]
 NUM_LAYERS = 30
@@ -37,7 +38,9 @@ ROWS = [1, 6, 16, 64, 256]
 # (bits, group, minima) of matrices that come from these formats.
 INTEGERS = {"Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q8_0": (8, 32, False)}
 # Formats that keep a file's superblocks, of 256 elements, and where in them the float16 units lie.
-SUPERBLOCKS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+SUPERBLOCKS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,)}
+# Others whose codes are indices into a table, and where their float16 scales lie.
+TABLES: dict[str, tuple[int, ...]] = {"IQ4_NL": (0,), "MXFP4": (), "NVFP4": ()}
 OUTPUTS = {
     "Q4_0": "Q8_0",
     "Q4_1": "Q8_0",
@@ -45,6 +48,7 @@ OUTPUTS = {
     "Q5_K": "Q6_K",
     "Q3_K": "Q6_K",
     "Q2_K": "Q6_K",
+    "IQ4_XS": "Q6_K",
 }  # of a model's output matrix, where it has another format
 CACHES = ["int8", "float8_e4m3fn", "float8_e5m2"]  # beside those of the dtype
 ONLY = ["linear", "attention", "latent", "call", "pack", "superblocks", "instructions"]
@@ -89,15 +93,22 @@ def random_integers(n: int, k: int, bits: int, group: int, minima: bool, gated: 
     return cpu.packed_weight(data.reshape(-1), (n, k), form, None, gated, group, minima)
 
 
-def random_superblocks(n: int, k: int, name: str, gated: bool) -> cpu.PackedWeight:
-    """A packed matrix of random blocks with one unit."""
-    size = BLOCK_TYPES[name].block_bytes
-    row = RANDOM.integers(0, 256, (k // 256, size), np.uint8)
-    for place in SUPERBLOCKS[name]:
+def random_blocks(n: int, k: int, name: str, gated: bool, is_expanded: bool = False) -> cpu.PackedWeight:
+    """A packed matrix of random blocks with one unit. `is_expanded`: in the layout that products see of it, and without
+    a table."""
+    block = BLOCK_TYPES[name]
+    row = RANDOM.integers(0, 256, (k // block.block_size, block.block_bytes), np.uint8)
+    for place in (SUPERBLOCKS | TABLES)[name]:
         row[:, place : place + 2] = np.array([0.01], np.float16).view(np.uint8)
+    if name == "MXFP4":
+        row[:, 0] = 120
     rows = n // 2 if gated else n
-    blocks = np.repeat(row.reshape(1, -1), rows, axis=0)
-    return cpu.pack_linear([StoredWeight(name, {"data": blocks}, (rows, k))] * (2 if gated else 1), None, gated)
+    part = StoredWeight(name, {"data": np.repeat(row.reshape(1, -1), rows, axis=0)}, (rows, k))
+    if is_expanded and layout_of(name).table is not None:
+        codes = unpack(part)
+        part = as_stored(codes.widened(codes.layout.without_table))
+    with patch.object(cpu_pack, "_KEPT", {} if is_expanded else cpu_pack._KEPT):
+        return cpu.pack_linear([part] * (2 if gated else 1), None, gated)
 
 
 def bench_linear(name: str, seconds: float) -> None:
@@ -111,7 +122,7 @@ def bench_linear(name: str, seconds: float) -> None:
     def make(k: int, n: int, name: str = name) -> cpu.PackedWeight:
         gated = (k, n) in GATED
         if name in SUPERBLOCKS:
-            return random_superblocks(n, k, name, gated)
+            return random_blocks(n, k, name, gated)
         if name in INTEGERS:
             return random_integers(n, k, *INTEGERS[name], gated=gated)
         return pack(random(n, k, dtype=name), gated)
@@ -147,15 +158,15 @@ def bench_linear(name: str, seconds: float) -> None:
 
 
 def bench_superblocks(seconds: float) -> None:
-    """Superblocks as they lie against the layout that products see of them: medians of the ratios of runs in turn."""
-    print("\nsuperblocks, times relative to those of their expanded layouts")
-    for name in SUPERBLOCKS:
+    """Superblocks and tables as they lie against the layout that products see of them: medians of the ratios of runs in
+    turn."""
+    print("\nsuperblocks and tables, times relative to those of their expanded layouts")
+    for name in SUPERBLOCKS | TABLES:
         for k, n in [(2048, 2048), (8192, 1024)]:
             x = random(64, k)
             programs, held, sizes = [], [], []  # programs name addresses
-            for kept in (cpu_pack._KEPT, {}):
-                with patch.object(cpu_pack, "_KEPT", kept):
-                    packed = [random_superblocks(n, k, name, gated=False) for _ in range(ROTATED_COPIES)]
+            for is_expanded in (False, True):
+                packed = [random_blocks(n, k, name, False, is_expanded) for _ in range(ROTATED_COPIES)]
                 inputs = cpu.Program.input(cpu.quantize(x, packed[0]))
                 held.append((packed, inputs))
                 programs.append(cpu.Program())
@@ -182,7 +193,7 @@ def bench_instructions(name: str, seconds: float) -> None:
     the ratio of times, the least of runs in turn."""
     k, n, copies, sets = 2048, 8192, 6, _cpu.available_isas()[:2]
     packed = [
-        random_superblocks(n, k, name, False) if name in SUPERBLOCKS else random_integers(n, k, *INTEGERS[name], False)
+        random_blocks(n, k, name, False) if name in SUPERBLOCKS else random_integers(n, k, *INTEGERS[name], False)
         for _ in range(copies)
     ]
     x = cpu.Program.input(cpu.quantize(random(256, k), packed[0]))

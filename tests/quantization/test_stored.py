@@ -176,6 +176,14 @@ def test_what_a_packed_matrix_takes_is_known_before(name: str) -> None:
         assert packed_bytes(name, (64, 256)) == layout_of(name).without_table.packed_bytes(64, 256)
 
 
+def test_experts_of_gpt_oss_120b_take_what_their_file_takes() -> None:
+    """36 layers of 128 experts: 61 GB."""
+    shapes = [(128 * 5760, 2880), (128 * 2880, 2880)]
+    found = sum(packed_bytes("FP4_SCALED", shape, layout_of("MXFP4"), keeps_superblocks=True) for shape in shapes)
+    assert found == sum(rows * columns * 17 // 32 for rows, columns in shapes)  # a byte beside 16 bytes of codes
+    assert round(36 * found / 1e9) == 61
+
+
 @pytest.mark.parametrize("name", ["FP8", "GPTQ", "AWQ", "F32"])
 def test_formats_without_a_layout_of_integers_are_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=r"8-bit floats|no layout of their own"):
