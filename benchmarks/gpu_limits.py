@@ -47,7 +47,7 @@ WEIGHT_BITS = {"bfloat16": 16.0, "fp8": 8.0, "int4": 4.5}
 
 # Of a step, beside its layers: its inputs resolved, the plan, embedding, rows, norm, argmax, what is kept and copied.
 KERNELS_PER_STEP = 14
-KERNELS_PER_EXPERTS_LAYER = 45  # some thirty of which group rows by expert
+KERNELS_PER_EXPERTS_LAYER = 14
 SMALL_KERNEL_S = 2.0e-6  # loads that wait for memory once or twice, and a store
 # The matrix rate that prefill's products reach of a large product's, and attention's beside it.
 PREFILL_SHARE, PREFILL_ATTENTION_SHARE = 0.70, 0.45

@@ -18,13 +18,14 @@ from octavo.errors import ConfigError
 from octavo.ops import ACTIVATIONS, ExpandExperts, ExpertsAdapterTable, ExpertsWeight, LinearWeight, Routing
 from octavo.ops.triton import linear as linear_float
 from octavo.ops.triton import linear_int
-from octavo.ops.triton.launch import by_pieces
+from octavo.ops.triton.launch import by_pieces, capability
 from octavo.ops.triton.lora import ExpertRows, rows_of_experts
 from octavo.ops.triton.packed_weights import FloatWeight, IntWeight, PackedWeight, ScaledWeight
 from octavo.ops.triton.quantize import codes_of, quantize_rows, scales_of
 from octavo.ops.triton.schedule import row_class
-from octavo.ops.triton.tiles import ACTIVATED, GATED, STORE, UNIT, Groups
+from octavo.ops.triton.tiles import ACTIVATED, GATED, LARGE_SHARED, STORE, UNIT, Groups
 
+_MANY_TOKENS = 4096
 _SCORINGS = ("softmax", "sigmoid", "sparsemixer")
 
 
@@ -189,29 +190,59 @@ def stack_experts(experts: Iterable[LinearWeight], num_experts: int) -> StackedW
     return StackedWeight(num_experts, stacked, there if isinstance(first, IntWeight) else None)
 
 
-def _tile_rows(num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Return the number of rows of a tile. On average an expert's last tile is half empty. Bits do not depend on it."""
-    return 16 if row_class(num_tokens) * top_k <= 16 * num_experts else 64
+def _tile_rows(num_tokens: int, top_k: int, num_experts: int, is_hopper: bool = True) -> int:
+    """Return the number of rows of a tile. On average an expert's last tile is half empty. Bits do not depend on it.
+
+    Steps of `_MANY_TOKENS` or more are a class beside `ROW_CLASSES`; the start's largest step is of it if any is."""
+    num_each = (_MANY_TOKENS if num_tokens >= _MANY_TOKENS else row_class(num_tokens)) * top_k // num_experts
+    return 16 if num_each <= 16 else 64 if num_each < 256 or not is_hopper else 128  # which spills on others
 
 
-def _group(ids: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Tensor]:
+@triton.jit(do_not_specialize=["first_expert", "num_entries", "num_tiles"])
+def _group(
+    ids, tile_experts, rows, first_expert, num_entries, num_tiles, NUM: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program e gives the entries of ids that are `first_expert` + e their rows, and their tiles their expert; program
+    NUM does so for what is no expert of these.
+
+    Each program counts the entries of all experts: a launch more would take longer."""
+    own = tl.program_id(0)
+    index = tl.arange(0, SIZE)
+    place = tl.arange(0, BLOCK)
+    counts = tl.zeros((SIZE,), tl.int32)
+    for first in range(0, num_entries, BLOCK):
+        expert = tl.load(ids + first + place, mask=first + place < num_entries, other=-1) - first_expert
+        counts += tl.histogram(tl.where((expert >= 0) & (expert < NUM), expert, NUM), SIZE)
+    tiles = tl.where(index < NUM, (counts + BLOCK_T - 1) // BLOCK_T, 0)
+    begin = tl.sum(tl.where(index < own, tiles, 0), 0)
+    end = begin + tl.sum(tl.where(index == own, tiles, 0), 0)
+    if own == NUM:
+        end = num_tiles
+    for first in range(begin, end, BLOCK):
+        tl.store(tile_experts + first + place, tl.where(own < NUM, own, -1), mask=first + place < end)
+    row = begin * BLOCK_T
+    for first in range(0, num_entries, BLOCK):
+        expert = tl.load(ids + first + place, mask=first + place < num_entries, other=-1) - first_expert
+        expert = tl.where((expert >= 0) & (expert < NUM), expert, NUM)
+        is_own = ((expert == own) & (first + place < num_entries)).to(tl.int32)
+        found = tl.where(own < NUM, row + tl.cumsum(is_own, 0) - 1, -1)
+        tl.store(rows + first + place, found.to(tl.int64), mask=is_own > 0)
+        row += tl.sum(is_own, 0)
+
+
+def group(ids: Tensor, first_expert: int, num_experts: int, block_t: int) -> tuple[Tensor, Tensor]:
     """Return the expert of each tile [tiles] int32 (-1: none), and the row of each entry of ids [T, top_k] int64 (-1 if
-    the id is no expert)."""
-    flat = ids.reshape(-1)
-    number = torch.arange(num_experts + 1, dtype=torch.int32, device=ids.device)
-    is_expert = (flat >= 0) & (flat < num_experts)
-    experts, order = torch.where(is_expert, flat, num_experts).sort(stable=True)
-    begins = torch.searchsorted(experts, number)
-    num_tiles = (begins[1:] - begins[:-1] + (block_t - 1)) // block_t
-    ends = num_tiles.cumsum(0)
-    most = min(num_experts, len(flat)) + len(flat) // block_t
-    tile_experts = torch.searchsorted(ends, torch.arange(most, device=ids.device), right=True).int()
-    tile_experts = torch.where(tile_experts < num_experts, tile_experts, -1)
-    # The distance from the place in the order to the row, because each expert's rows begin with a tile.
-    shift = torch.nn.functional.pad((ends - num_tiles) * block_t - begins[:-1], (0, 1))
-    rows = torch.arange(len(flat), device=ids.device) + shift[experts.long()]
-    rows = torch.where(experts < num_experts, rows, -1)
-    return tile_experts, torch.empty_like(rows).scatter_(0, order, rows).view(ids.shape)
+    the id is none of the `num_experts` from `first_expert` on). Entries of an expert stay in order."""
+    num_entries = ids.numel()
+    num_tiles = min(num_experts, num_entries) + num_entries // block_t
+    tile_experts = torch.empty(num_tiles, dtype=torch.int32, device=ids.device)
+    rows = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
+    _group[(num_experts + 1,)](
+        ids.contiguous(), tile_experts, rows, first_expert, num_entries, num_tiles, NUM=num_experts,
+        SIZE=triton.next_power_of_2(num_experts + 1), BLOCK_T=block_t, BLOCK=1024, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return tile_experts, rows
 
 
 @triton.jit
@@ -247,17 +278,26 @@ def _clamped_gate(
 
 @triton.jit
 def _combine(
-    y, rows, weights, out, WIDTH: tl.constexpr, TOP_K: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Program (t, c) computes piece c of the sum of token t's rows of y, in the order of rows."""
+    y, rows, weights, out, WIDTH: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (t, c) computes piece c of the sum of token t's rows of y, in the order of rows, which is that of
+    experts."""
+    NONE: tl.constexpr = 0x7FFFFFFF
     t = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.arange(0, PADDED_K)
+    left = tl.load(rows + t * TOP_K + place, mask=place < TOP_K, other=-1).to(tl.int32)
+    left = tl.where(left < 0, NONE, left)
+    if SCALED:
+        scales = tl.load(weights + t * TOP_K + place, mask=place < TOP_K, other=0.0)
     total = tl.zeros((BLOCK,), tl.float32)
-    for j in tl.static_range(TOP_K):
-        row = tl.load(rows + t * TOP_K + j)
-        value = tl.load(y + row * WIDTH + column, mask=column < tl.where(row >= 0, WIDTH, 0), other=0.0)
-        weight = tl.load(weights + t * TOP_K + j) if SCALED else 1.0
-        total = tl.fma(value, tl.where(row >= 0, weight, 0.0), total)
+    for _ in tl.static_range(TOP_K):
+        row = tl.min(left, 0)
+        value = tl.load(y + row.to(tl.int64) * WIDTH + column, mask=column < tl.where(row < NONE, WIDTH, 0), other=0.0)
+        weight = tl.sum(tl.where(left == row, scales, 0.0), 0) if SCALED else 1.0
+        total = tl.fma(value, tl.where(row < NONE, weight, 0.0), total)
+        left = tl.where(left == row, NONE, left)
     tl.store(out + t * WIDTH + column, total, mask=column < WIDTH)
 
 
@@ -293,8 +333,9 @@ def experts(
     out = torch.empty((num_tokens, down.out_features), dtype=torch.float32, device=device)
     if num_tokens == 0:
         return out
-    block_t = _tile_rows(num_tokens, top_k, num_experts)
-    tile_experts, rows = _group(ids - first_expert, num_experts, block_t)
+    weights = weights.contiguous()
+    block_t = _tile_rows(num_tokens, top_k, num_experts, capability(device)[0] in LARGE_SHARED)
+    tile_experts, rows = group(ids, first_expert, num_experts, block_t)
     groups = Groups(num_experts, block_t, tile_experts)
     num_rows = len(tile_experts) * block_t
     adapted = None if expand is None else rows_of_experts(expand, ids, rows, num_rows, num_experts)
@@ -321,11 +362,9 @@ def experts(
         inner = quantize_rows(inner, down.weight.activation_dtype)
     y = torch.empty((num_rows, down.out_features), dtype=torch.float32, device=device)
     _product(inner, down, y, STORE, groups, adapted, None if expand is None else expand.down)
-    # Sorting a token's rows puts them in the order of experts, because rows are sorted by expert.
-    rows, choice = rows.sort(-1)
     by_pieces(
-        _combine, num_tokens, down.out_features, 1024, y, rows, weights.gather(1, choice), out, TOP_K=top_k,
-        SCALED=not scales_inputs,
+        _combine, num_tokens, down.out_features, 1024, y, rows, weights, out, TOP_K=top_k,
+        PADDED_K=triton.next_power_of_2(top_k), SCALED=not scales_inputs,
     )  # fmt: skip
     return out
 

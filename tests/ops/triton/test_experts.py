@@ -102,6 +102,45 @@ def test_products_of_quantized_experts(name: str) -> None:
         assert_near(found, expected, 5e-2 if name == "INT8" else 2e-3)  # activations have 8 bits twice
 
 
+@pytest.mark.parametrize("block_t", [16, 64, 128])
+def test_each_experts_rows_begin_with_a_tile_and_stay_in_order(block_t: int) -> None:
+    """Against a loop, with ids of other devices' experts, experts that nobody chose, and more entries than a piece."""
+    for rows, num, top_k, first in ((1, 4, 2, 0), (30, 12, 3, 6), (700, 5, 2, 2), (3, 200, 8, 100), (1, 1, 1, 0)):
+        ids, _ = choices(rows, 2 * num, top_k)
+        tile_experts, found = triton_experts.group(ids, first, num, block_t)
+        expected_tiles, expected = [], torch.full((rows * top_k,), -1)
+        for expert in range(num):
+            entries = (ids.reshape(-1) == first + expert).nonzero()[:, 0]
+            begin = block_t * len(expected_tiles)
+            expected[entries.cpu()] = torch.arange(begin, begin + len(entries))
+            expected_tiles += [expert] * -(-len(entries) // block_t)
+        assert torch.equal(found.reshape(-1).cpu(), expected)
+        more = len(tile_experts) - len(expected_tiles)
+        assert more >= 0
+        assert tile_experts.tolist() == expected_tiles + [-1] * more
+
+
+def test_tiles_are_as_large_as_an_experts_rows_are_many() -> None:
+    tiles = [triton_experts._tile_rows(tokens, 8, 128) for tokens in (1, 256, 257, 2048, 4095, 4096, 8192)]
+    assert tiles == [16, 16, 64, 64, 64, 128, 128]
+    assert triton_experts._tile_rows(2048, 4, 32) == 128
+    assert triton_experts._tile_rows(8192, 8, 128, is_hopper=False) == 64
+
+
+def test_tiles_of_rows_do_not_change_bits() -> None:
+    num, hidden, inner = 3, 40, 48
+    gate_ups = [[draw(inner, hidden, dtype=torch.bfloat16, seed=10 * e + i) / 6 for i in range(2)] for e in range(num)]
+    downs = [draw(hidden, inner, dtype=torch.bfloat16, seed=10 * e + 2) / 6 for e in range(num)]
+    x, (ids, weights) = draw(20, hidden, dtype=torch.bfloat16), choices(20, num, 2)
+    found = []
+    for block_t in (16, 64, 128):
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(triton_experts, "_tile_rows", lambda *args, size=block_t: size)
+            found.append(run(kernels, products, gate_ups, downs, False, x, ids, weights))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 def test_rows_do_not_depend_on_the_others() -> None:
     num, hidden, inner = 3, 40, 48
     gate_ups = [[draw(inner, hidden, seed=10 * e + i) for i in range(2)] for e in range(num)]

@@ -41,8 +41,8 @@ def route(routing: Routing) -> None:
     kernels.route(empty(4, NUM, dtype=F32), routing, empty(NUM, dtype=F32))
 
 
-CASES = {f"experts_{rows}": Case(lambda rows=rows: layer(rows, floats), 4) for rows in (1, 1024)}
-CASES |= {f"experts_int4_{rows}": Case(lambda rows=rows: layer(rows, codes), 4) for rows in (1, 1024)}
+CASES = {f"experts_{rows}": Case(lambda rows=rows: layer(rows, floats), 4) for rows in (1, 1024, 8192)}
+CASES |= {f"experts_int4_{rows}": Case(lambda rows=rows: layer(rows, codes), 4) for rows in (1, 1024, 8192)}
 CASES |= {"experts_w8a8": Case(lambda: layer(1, scaled), 4)}
 CASES |= {"experts_clamped": Case(lambda: layer(1, floats, (1.702, 7.0)), 4)}
 CASES |= {"route_softmax": Case(lambda: route(Routing(8)), 4)}
