@@ -34,7 +34,7 @@ from octavo.v1.engine.llm_engine import LLMEngine
 
 # Flags that work, each with a value that a launch script would give it.
 WORKING = [
-    "--tensor-parallel-size 2", "--distributed-executor-backend mp",
+    "--tensor-parallel-size 2", "--distributed-executor-backend mp", "--distributed-executor-backend ray",
     "--model some/model", "--tokenizer some/model", "--served-model-name a b", "--revision main", "--download-dir /tmp",
     "--load-format auto", "--load-format safetensors", "--load-format gguf", "--load-format pt", "--load-format dummy",
     "--dtype auto", "--dtype float32", "--dtype bfloat16", "--quantization gguf", "--quantization int8",
@@ -82,7 +82,6 @@ REFUSED = {
     "--device cuda": "--device cuda: no CUDA device was found",
     "--data-parallel-size 2 --data-parallel-hybrid-lb": "--data-parallel-hybrid-lb needs --data-parallel-size-local",
     "--data-parallel-size 2 --data-parallel-backend ray": "--data-parallel-size-local must say how many of the 2",
-    "--distributed-executor-backend ray": "ray shares the stages of --pipeline-parallel-size out among hosts",
     "--distributed-executor-backend uni": "--distributed-executor-backend uni is not built; mp and ray are",
     '--speculative-config {"method":"mlp_speculator"}': "the speculative method mlp_speculator is not built yet",
     "--num-speculative-tokens 5": "no speculative method is given",

@@ -248,7 +248,8 @@ class EngineArgs(Flags):
     )  # fmt: skip
     distributed_executor_backend: str | None = flag(
         None, "How workers are run: mp, processes of this host and those of --nnodes; or ray, which starts nodes on "
-        "other hosts of its cluster for the stages of --pipeline-parallel-size, one each or as many as --nnodes says.",
+        "other hosts of its cluster for the stages of --pipeline-parallel-size, one each or as many as --nnodes says. "
+        "Without stages all workers are on this host, and ray is mp.",
     )  # fmt: skip
     enable_lora: bool = flag(False, "Serve LoRA adapters beside the model.")
     lora_modules: list[str] = flag(

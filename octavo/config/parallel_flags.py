@@ -91,8 +91,9 @@ def is_reproducible(args: EngineArgs, device: str) -> bool | None:
 
 
 def uses_ray(args: EngineArgs) -> bool:
-    """Return whether Ray starts the other nodes."""
-    return args.distributed_executor_backend == "ray"
+    """Return whether Ray starts the other nodes. Without stages there are none: workers of one host are its processes,
+    whatever the backend."""
+    return args.distributed_executor_backend == "ray" and args.pipeline_parallel_size > 1
 
 
 def num_nodes(args: EngineArgs) -> int:
@@ -115,12 +116,12 @@ def _check_ray(args: EngineArgs) -> None:
     if backend not in (None, "mp", "ray"):
         raise ConfigError(f"--distributed-executor-backend {backend} is not built; mp and ray are.")
     if not uses_ray(args):
+        if backend == "ray":
+            logger.info(
+                "--distributed-executor-backend ray: all workers are on this host, which starts them itself; Ray is "
+                "asked for other hosts, with --pipeline-parallel-size."
+            )
         return
-    if args.pipeline_parallel_size == 1:
-        raise ConfigError(
-            "--distributed-executor-backend ray shares the stages of --pipeline-parallel-size out among hosts, and "
-            "that is 1: leave the backend out. --data-parallel-backend ray is for engines."
-        )
     if args.node_rank:
         raise ConfigError("--node-rank is for nodes that are started by hand, and Ray starts them: leave it out.")
     check_ray_is_here("--distributed-executor-backend")

@@ -405,7 +405,6 @@ def test_swap_space_must_fit_the_memory_of_each_host(monkeypatch: pytest.MonkeyP
         ({"tensor_parallel_size": 3}, "cannot share out 4 attention heads; these sizes could: 1, 2, 4"),
         ({"tensor_parallel_size": 2, "quantization": "int8"}, "columns 0 to 48 of a INT8 matrix .* lie together by 32"),
         ({"tensor_parallel_size": 2, "cpu_threads": 1}, "less than the 2 workers of"),
-        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "ray shares the stages of .*: leave"),
         ({"tensor_parallel_size": 0}, "must be greater than 0"),
         ({"enable_expert_parallel": True}, "workers of --tensor-parallel-size, which is 1"),
         ({"enable_expert_parallel": True, "tensor_parallel_size": 2}, "LlamaForCausalLM has no experts; leave it out"),
@@ -455,3 +454,14 @@ def test_what_cannot_be_shared_is_refused(model: Path, flags: dict[str, Any], me
     with pytest.raises(ConfigError, match=message):
         MultiprocExecutor(config_of(model, **flags))
     assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_ray_without_stages_has_the_workers_of_this_host(
+    start: Callable[..., EngineCore], model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As guides type it: `--tensor-parallel-size 2 --distributed-executor-backend ray`. Ray need not be here."""
+    caplog.set_level("INFO", logger="octavo")
+    by_ray = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+    assert config_of(model, **by_ray).nodes == config_of(model, tensor_parallel_size=2).nodes
+    assert "all workers are on this host" in caplog.text
+    assert_near(run(start(**by_ray), requests(1), 1), run(EngineCore(config_of(model)), requests(1), 1))
