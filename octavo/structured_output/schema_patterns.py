@@ -19,6 +19,7 @@ _FIXED = re.compile(
 )
 _LONE_HALF = r"\\u(?:[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[dD][c-fC-F][0-9a-fA-F]{2})"
 _LONE_HALVES = re.compile(f"{_LONE_HALF}(?:-{_LONE_HALF})?(?!-)")
+_OWN_CLASS = re.compile(r"\\[dDwWsSpP]")
 _META = frozenset(r"\.+*?()|[]{}^$#&-~")
 
 
@@ -208,7 +209,10 @@ def _class(pattern: str, i: int) -> tuple[str, int]:
             out.append(r"\^" if text == "^" else r"\$" if text == "$" else text)
             continue
         is_doubled = c in "&~-" and pattern.startswith(c, i - 1)
-        out.append("\\" + c if c == "[" or is_doubled else c)
+        # Beside a class of its own a hyphen is itself and no range.
+        is_hyphen = c == "-" and (out[-1].startswith((r"\p", r"\P", "[", r"\s", r"\S")) and len(out) > 1)
+        is_hyphen = is_hyphen or (c == "-" and _OWN_CLASS.match(pattern, i + 1) is not None)
+        out.append("\\" + c if c == "[" or is_doubled or is_hyphen else c)
         i += 1
     if i >= len(pattern):
         raise ValueError(f"pattern {pattern!r:.80} has a class that does not end: {pattern[start:]!r:.20}")

@@ -421,6 +421,20 @@ def test_patterns_that_look_around_at_a_known_place_mean_what_they_mean(pattern:
 
 
 @pytest.mark.parametrize(
+    ("pattern", "meaning"),
+    [
+        (r"^[\p{L}\p{N}-_]*$", r"^([^\W_]|[_-])*$"), (r"^[\d-z]+$", r"^[\dz-]+$"), (r"^[a-\d]+$", r"^[a\d-]+$"),
+        (r"^[\w-]+$", r"^[\w-]+$"), (r"^[a-z-9]+$", r"^[a-z9-]+$"), (r"^[^\s-x]+$", r"^[^\sx-]+$"),
+    ],
+)  # fmt: skip
+def test_a_hyphen_beside_a_class_is_a_hyphen(pattern: str, meaning: str) -> None:
+    read, rng = read_pattern(pattern), random.Random(pattern)
+    for _ in range(500):
+        text = "".join(rng.choices("a5-zq _x[9", k=rng.randrange(4)))
+        assert read.matches(text) == bool(re.search(meaning, text)), text
+
+
+@pytest.mark.parametrize(
     "pattern",
     [
         r"^a?(?!b)c$", r"^(ab|c)(?!d)x$", r"^a|b(?<!b)$", r"^a+(?!b)c$", r"a(?!b)", r"^(a(?<!b)$)", r"\uD800",
