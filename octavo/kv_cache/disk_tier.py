@@ -41,7 +41,8 @@ _CHUNK_BYTES = 4 << 20  # of blocks that are read together: a few milliseconds
 _NUM_READERS = 2
 _BUSY_SHARE = 0.01  # of a busy engine's time that saving may take
 _MOST_CREDIT_S = 0.02  # of saved-up time: a busy engine saves no longer in one go
-_PATIENCE = 2.0  # a prompt whose blocks take longer than this multiple of computing them is computed
+_PATIENCE = 2.0  # a prompt whose blocks take longer than this multiple of computing them is computed,
+_LEAST_PATIENCE_S = 1.0  # but a busy machine may take so long for any of them
 _IDLE_WAIT_S = 0.01  # for the writer; then the caller looks for messages
 _MOST_LOOKS = 4  # misses of other servers' files, for a prompt and a pool: each takes some microseconds
 _SAVING_S = 10.0  # for all blocks, where somebody waits for it: a disk that hangs is given up
@@ -385,7 +386,7 @@ class DiskTier:
         if self._read_s(missing) >= compute_s:
             self._cost.doubt_reads()
             return None
-        return Fetch(keys, num_cached, num_found, used, missing, _PATIENCE * compute_s)
+        return Fetch(keys, num_cached, num_found, used, missing, max(_LEAST_PATIENCE_S, _PATIENCE * compute_s))
 
     def _begin(self, fetch: Fetch) -> None:
         for pool, key in fetch.used:  # blocks that are there are used now: they outlast those that come
