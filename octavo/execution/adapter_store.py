@@ -150,6 +150,7 @@ class AdapterStore:
             adapt(matrix.weight, table)
         self._experts = [matrix.expert for matrix in matrices]
         self._on_host: dict[str, HostAdapter] = {}
+        self._left: list[AdapterLoad] = []  # that are still to be copied
         self._copied: dict[str, Event] = {}  # the last time that each of them was loaded
         self._free_pages: deque[NDArray[np.uint8]] = deque()  # of pinned memory, which is not given back
         self._used: dict[int, str] = {}  # by slot, what its factors are on the host, where the device uses these
@@ -180,12 +181,16 @@ class AdapterStore:
         self._free_pages.extend(adapter.pages)
 
     def load(self, loads: Sequence[AdapterLoad]) -> None:
-        """Copy adapters into their pages, after all steps that were submitted before and before those that come."""
+        """Copy adapters into their pages, after all steps that were submitted before and before those that come. If the
+        device lacks memory, raise its error; what is left then is copied by the next call."""
         compute = self._device.compute
-        for one in loads:
-            adapter = self._on_host[one.identity]
-            compute.run(partial(self._copy, one, adapter), reads=adapter.pages)
-            self._copied[one.identity] = compute.record()
+        self._left += loads
+        while self._left:
+            one = self._left[0]
+            if (adapter := self._on_host.get(one.identity)) is not None:  # none: it has been forgotten meanwhile
+                compute.run(partial(self._copy, one, adapter), reads=adapter.pages)
+                self._copied[one.identity] = compute.record()
+            del self._left[0]
 
     def _copy(self, load: AdapterLoad, adapter: HostAdapter) -> None:
         size, arena = self.page_bytes, self._arena

@@ -52,6 +52,7 @@ class _PoolMover:
     def __init__(self, ops: Ops, device: Device, caches: Sequence[LayerKVCache], num_host_blocks: int) -> None:
         self._ops, self._device, self._caches = ops, device, caches
         self._staging_buffers: list[_StagingBuffer] = []
+        self._left: list[tuple[Callable[[Pairs], None], Pairs]] = []  # moves that are still to be made
         self.host_arrays: list[Any] = []  # memory of swapped blocks
         if num_host_blocks and caches:  # a pipeline stage may have no layer of the pool
             num_bytes = sum(block_bytes(cache) for cache in caches)
@@ -60,28 +61,29 @@ class _PoolMover:
             num_staged = max(1, min(num_host_blocks, _STAGE_BYTES // num_bytes))
             self._staging_buffers = [_StagingBuffer(device.zeros([num_staged, num_bytes], "uint8")) for _ in range(2)]
 
-    def move(self, moves: BlockMoves) -> None:
-        for pairs in self._staged(moves.swap_out):
-            self._in_parts(self._swap_out, pairs)
+    def add(self, moves: BlockMoves) -> None:
+        """Note moves to be made after those noted before."""
+        self._left += [(self._swap_out, pairs) for pairs in self._staged(moves.swap_out)]
         if moves.copy and self._caches:
-            self._in_parts(self._copy, moves.copy)
-        for pairs in self._staged(moves.swap_in):
-            self._in_parts(self._swap_in, pairs)
+            self._left.append((self._copy, moves.copy))
+        self._left += [(self._swap_in, pairs) for pairs in self._staged(moves.swap_in)]
 
-    def _in_parts(self, move: Callable[[Pairs], None], pairs: Pairs) -> None:
-        """Move blocks, in smaller parts where the device lacks memory for what is on its way. A step whose moves have
-        failed cannot be withdrawn: other steps count on them."""
-        try:
-            move(pairs)
-            return
-        except self._device.memory_errors:
-            self._device.release_memory()
-        half = len(pairs) // 2
-        if half == 0:
-            move(pairs)
-            return
-        self._in_parts(move, pairs[:half])
-        self._in_parts(move, pairs[half:])
+    def run(self) -> None:
+        """Move what is left, in smaller parts where the device lacks memory for what is on its way. If it has none for
+        a single block, raise its error; what is left then comes before the next step, as other steps count on it."""
+        while self._left:
+            move, pairs = self._left[0]
+            try:
+                move(pairs)
+            except self._device.memory_errors:
+                self._device.release_memory()
+                if len(pairs) == 1:
+                    move(pairs)
+                else:
+                    half = len(pairs) // 2
+                    self._left[:1] = [(move, pairs[:half]), (move, pairs[half:])]
+                    continue
+            del self._left[0]
 
     def _copy(self, pairs: Pairs) -> None:
         self._device.compute.run(lambda: self._ops.copy_blocks(pairs, self._caches))
@@ -156,9 +158,12 @@ class BlockMover:
         return [array for pool in self._pools for array in pool.host_arrays]
 
     def move(self, moves: Sequence[BlockMoves]) -> None:
-        """Append the moves, by pool, to the device's streams: before everything submitted later."""
+        """Append the moves, by pool, to the device's streams: before everything submitted later. If the device lacks
+        memory, raise its error; the next call, before anything else is submitted, makes what is left."""
         for pool, of_pool in zip(self._pools, moves, strict=False):
-            pool.move(of_pool)
+            pool.add(of_pool)
+        for pool in self._pools:
+            pool.run()
 
     def warm_up(self) -> None:
         """Launch the kernels that move blocks."""

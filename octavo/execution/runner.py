@@ -309,12 +309,20 @@ class Runner:
         return self.launch(plan)
 
     def apply_updates(self, plan: StepPlan) -> None:
-        """Apply what comes before a plan's rows: admissions, block tables, moves of blocks, loads of adapters."""
+        """Apply what comes before a plan's rows: admissions, block tables, moves of blocks, loads of adapters.
+
+        Raises as `submit`. Moves and loads that the device had no memory for then come before the next plan's."""
         self.table.update(plan)
         self._admit(plan)
-        self._mover.move(plan.moves)
-        if self._adapters is not None:
-            self._adapters.store.load(plan.adapters)
+        try:
+            try:
+                self._mover.move(plan.moves)
+            finally:  # noted, even if they have to wait for the moves
+                if self._adapters is not None:
+                    self._adapters.store.load(plan.adapters)
+        except self.device.memory_errors as e:
+            self.defer_updates(plan)
+            raise self._out_of_memory(plan, e) from None
 
     def launch(self, plan: StepPlan) -> SubmittedStep:
         """Have the device compute the rows of a plan after `apply_updates`. Raises as `submit`.
@@ -328,17 +336,22 @@ class Runner:
         try:
             return self._submit_rows(plan, staging)
         except self.device.memory_errors as e:
-            if self._worker_group.connections:  # other workers wait for this worker's part: all must start again
-                raise
-            self._rows_to_resend.update(planned.row for planned in plan.rows)
-            self.device.release_memory()
-            reason = str(e).splitlines()[0]
-            raise DeviceMemoryError(
-                f"the step ran out of device memory ({reason}); lower --max-num-batched-tokens, "
-                "--max-num-seqs or --gpu-memory-utilization."
-            ) from None
+            raise self._out_of_memory(plan, e) from None
         finally:
             staging.free_event = self.device.compute.record()
+
+    def _out_of_memory(self, plan: StepPlan, error: Exception) -> Exception:
+        """Return the error of a plan that can be withdrawn after the device's memory `error`; `error` itself if other
+        workers wait for this worker's part: all must start again."""
+        if self._worker_group.connections:
+            return error
+        self._rows_to_resend.update(planned.row for planned in plan.rows)
+        self.device.release_memory()
+        reason = str(error).splitlines()[0]
+        return DeviceMemoryError(
+            f"the step ran out of device memory ({reason}); lower --max-num-batched-tokens, "
+            "--max-num-seqs or --gpu-memory-utilization."
+        )
 
     def defer_updates(self, plan: StepPlan) -> None:
         """Note that a plan's block tables are uploaded with a later step: none of its rows is computed now."""

@@ -121,6 +121,8 @@ class LateDevice:
         self.captured: list[LateStep] = []
         self.num_replays = 0
         self.num_failures = 0
+        self.num_given = 0  # pieces of work
+        self.refused = range(0)  # the numbers of those that are refused for want of memory
         self.is_running = False  # something that a stream was given
 
     def free_bytes(self) -> int:
@@ -180,7 +182,8 @@ class LateDevice:
             assert any(stream.step() for stream in streams), "the streams wait for each other"
 
     def maybe_fail(self) -> None:
-        if self._random.random() < self.memory_failures:
+        self.num_given += 1
+        if self.num_given - 1 in self.refused or self._random.random() < self.memory_failures:
             self.num_failures += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

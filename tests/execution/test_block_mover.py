@@ -34,8 +34,12 @@ class ShortDevice(CpuDevice):
         self.is_released = False
 
 
-def moved(device: ShortDevice) -> list[list[int]]:
-    """What two layers and the host hold after moves of all kinds."""
+OUT = [BlockMoves(swap_out=[(i, i + 3) for i in range(7)], copy=[(8, 1), (9, 2), (10, 0)])]
+IN = [BlockMoves(swap_in=[(i + 3, 15 - i) for i in range(7)])]
+
+
+def moved(device: ShortDevice, has_short_start: bool = False) -> list[list[int]]:
+    """What two layers and the host hold after moves of all kinds; with a short start the first ones fail at first."""
     caches = [
         LayerKVCache(
             np.arange(NUM_BLOCKS * 8, dtype=np.uint8).reshape(NUM_BLOCKS, 8) + layer, np.zeros((NUM_BLOCKS, 4))
@@ -57,14 +61,26 @@ def moved(device: ShortDevice) -> list[list[int]]:
 
     ops = SimpleNamespace(gather_blocks=gather, scatter_blocks=scatter, copy_blocks=copy)
     mover = BlockMover(cast(Ops, ops), device, [caches], [NUM_BLOCKS])
-    mover.move([BlockMoves(swap_out=[(i, i + 3) for i in range(7)], copy=[(8, 1), (9, 2), (10, 0)])])
-    mover.move([BlockMoves(swap_in=[(i + 3, 15 - i) for i in range(7)])])
+    if has_short_start:
+        with pytest.raises(MemoryError):
+            mover.move(OUT)
+        device.room = NUM_BLOCKS
+    else:
+        mover.move(OUT)
+    mover.move(IN)
     return [array.tolist() for cache in caches for array in cache.arrays] + [mover.host_arrays[0].tolist()]
 
 
 @pytest.mark.parametrize("room", [0, 1, 2, 5])
 def test_what_there_is_no_memory_for_at_once_is_moved_in_parts(room: int) -> None:
     assert moved(ShortDevice(room)) == moved(ShortDevice(NUM_BLOCKS))
+
+
+def test_what_there_was_no_memory_for_comes_before_the_next_moves() -> None:
+    """Moves that have failed are made later, in their order: other steps count on them."""
+    device = ShortDevice(0)
+    device.release_memory = lambda: None  # type: ignore[method-assign]
+    assert moved(device, has_short_start=True) == moved(ShortDevice(NUM_BLOCKS))
 
 
 def test_a_device_that_has_none_at_all_fails() -> None:

@@ -218,6 +218,29 @@ def test_a_step_without_memory_ends_its_newest_request_and_no_other(model: Path,
     assert found.keys() | failed >= {key for key in expected if key[1] == 0}
 
 
+# All numbers in the long tier; some here.
+@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=[pytest.mark.long, pytest.mark.timeout(300)])])
+@pytest.mark.parametrize("in_a_row", [1, 3])
+def test_memory_may_run_out_at_any_piece_of_work(model: Path, in_a_row: int, stride: int) -> None:
+    """Also at those before a step's rows: blocks that are swapped, and copied. What others count on comes later."""
+    device = LateDevice(0)
+    flags = {"num_gpu_blocks_override": 13, "preemption_mode": "swap", "enable_prefix_caching": False}
+    core = device_core(config_of(model, **flags), device)
+    asked = requests(5, 8, ignore_eos=True)
+    device.num_given = 0
+    expected = {key: told(outputs) for key, outputs in run(core, asked, 5).items()}
+    ended = set()
+    for first in range(0, device.num_given, stride):
+        device.num_given, device.refused = 0, range(first, first + in_a_row)
+        found = {key: told(outputs) for key, outputs in run(core, asked, 5).items()}
+        failed = {key for key, outcome in found.items() if outcome["end"][0] == "error"}
+        assert len({request_id for request_id, _ in failed}) <= in_a_row
+        assert all(found[key]["status"] == 503 for key in failed)
+        assert all(found[key] == expected[key] for key in found.keys() - failed)
+        ended |= failed
+    assert ended
+
+
 def test_steps_with_prompts_are_replayed_too(model: Path) -> None:
     """Up to some hundred tokens, padded; longer ones and those of more sequences are launched call by call."""
     device = LateDevice(0)
