@@ -6,9 +6,9 @@ stream that is watched.
 The server is real and its engine core is `front_end.py`'s, which only counts: it gives the watched chat a token every
 5 ms. A process reads the chat and notes the times between its tokens; another sends bodies, one at a time: a good body
 of a route in which one field has become long, wide, deep or odd in one of many ways. Printed are the longest stalls of
-the chat beyond the usual, each with the requests that were under way, and with the processor time that the server took
-in one turn of its event loop meanwhile, threads included: on a busy machine a stall may be others' work. The same seed
-sends the same bodies.
+the chat beyond the usual, and the turns of the server's event loop in which it took most processor time, threads
+included, both with the requests that were under way: on a busy machine a stall may be others' work. The same seed sends
+the same bodies.
 """
 
 from __future__ import annotations
@@ -221,17 +221,17 @@ async def run(args: argparse.Namespace, folder: Path) -> None:
 
 
 def show(sent: list[Sent], stalls: list[Stall], turns: list[tuple[Stall, float]], num_shown: int) -> None:
+    def under_way(one: Stall) -> str:
+        end = one.begin + one.seconds
+        return "; ".join(body.what for body in sent if body.begin < end and body.end > one.begin) or "nothing under way"
+
     usual = statistics.median(stall.seconds for stall in stalls)
     print(f"{len(sent)} requests, {len(stalls)} waits for a token, {1000 * usual:.1f} ms in the middle; the longest:")
     for stall in sorted(stalls, key=lambda stall: -stall.seconds)[:num_shown]:
-        begin, end = stall.begin, stall.begin + stall.seconds
-        under_way = [one.what for one in sent if one.begin < end and one.end > begin]
-        computed_s = max((cpu for one, cpu in turns if one.begin < end and one.begin + one.seconds > begin), default=0)
-        print(
-            f"{1000 * (stall.seconds - usual):8.0f} ms ({1000 * computed_s:3.0f} of them the server's)  "
-            f"{'; '.join(under_way) or 'nothing under way'}",
-            flush=True,
-        )
+        print(f"{1000 * (stall.seconds - usual):8.0f} ms  {under_way(stall)}")
+    print("turns of the event loop, by the processor time that the server took meanwhile:")
+    for turn, cpu_s in sorted(turns, key=lambda turn: -turn[1])[:num_shown]:
+        print(f"{1000 * cpu_s:8.0f} ms of {1000 * turn.seconds:4.0f}  {under_way(turn)}")
 
 
 def main() -> None:
