@@ -12,12 +12,12 @@ import pytest
 
 from tests.e2e.server import Server, running_server
 from tests.e2e.test_gateway import COMMAND
-from tests.e2e.test_ui import browser, open_page, sync_api, until
+from tests.e2e.test_ui import axe, browser, open_page, sync_api, until, violations
 from tests.entrypoints.fake_engine import FakeEngine, serving
 from tests.waiting import wait_until, within
 
 pytestmark = pytest.mark.slow
-__all__ = ["browser"]  # the fixture
+__all__ = ["axe", "browser"]  # the fixtures
 
 KEY = "admin-key"
 
@@ -78,14 +78,16 @@ def test_models_replicas_memory_and_requests_are_shown_live(
 
 @pytest.mark.parametrize("width", [320, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_phones_and_follows_the_system(
-    browser: sync_api.Browser, gateway: Server, width: int, scheme: str
+def test_it_fits_phones_follows_the_system_and_axe_finds_no_violation(
+    browser: sync_api.Browser, gateway: Server, axe: Path, width: int, scheme: str
 ) -> None:
-    for page in open_page(browser, gateway.url, viewport={"width": width, "height": 700}, color_scheme=scheme):
+    size = {"width": width, "height": 700}
+    for page in open_page(browser, gateway.url, viewport=size, color_scheme=scheme, bypass_csp=True):
         page.wait_for_selector("#status[data-state=ready]")
         page.wait_for_selector(f"html[data-theme={scheme}]")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.evaluate("(e => e.scrollWidth - e.clientWidth)(document.querySelector('main'))") <= 0
+        assert violations(page, axe) == []
 
 
 def test_the_admin_port_asks_for_its_key_and_shows_what_clients_keys_have_used(

@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.server import Server, running_server
 from tests.entrypoints.fake_engine import FakeEngine, serving
+from tests.installing import why_not
 from tests.waiting import wait_until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page's tests need the package playwright")
@@ -116,6 +117,56 @@ def test_errors_are_shown_and_the_question_is_kept(page: sync_api.Page) -> None:
     page.fill("#max_tokens", "5")
     page.press("#prompt", "Enter")
     assert finish(page, 1)
+
+
+def test_an_answer_follows_a_schema(page: sync_api.Page) -> None:
+    page.wait_for_selector("#status[data-state=ready]")
+    page.click("#settings summary")
+    page.fill("#schema", "{no json")
+    say(page, "Name a colour.")
+    assert "schema of the answer is no JSON" in page.inner_text("[role=alert]")
+    assert page.evaluate("document.activeElement.id") == "schema"
+    assert page.locator("article").count() == 0 and page.input_value("#prompt") == "Name a colour."
+    schema = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"],
+              "additionalProperties": False}  # fmt: skip
+    page.fill("#schema", json.dumps(schema))
+    page.press("#prompt", "Enter")
+    assert json.loads(finish(page, 1))["colour"] in ("red", "green")
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """axe-core, which knows the rules of accessible pages (WCAG)."""
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    folder = tmp_path_factory.mktemp("axe")
+    if reason := why_not(["npm", "install", "--no-audit", "--no-fund", "axe-core@4.14.1"], cwd=folder):
+        pytest.skip(f"axe-core cannot be installed here: {reason}")
+    return folder / "node_modules" / "axe-core" / "axe.min.js"
+
+
+def violations(page: sync_api.Page, axe: Path) -> list[str]:
+    """What axe finds wrong with a page whose policy is bypassed."""
+    page.add_script_tag(path=axe)
+    found = page.evaluate("axe.run()")
+    assert found["passes"]
+    return [f"{one['id']}: {one['nodes'][0]['html']}" for one in found["violations"]]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_axe_finds_no_violation(browser: sync_api.Browser, server: Server, axe: Path, width: int, scheme: str) -> None:
+    size = {"width": width, "height": 800}
+    for page in open_page(browser, server.url, viewport=size, color_scheme=scheme, bypass_csp=True):
+        page.wait_for_selector("#status[data-state=ready]")
+        assert violations(page, axe) == []
+        say(page, "Print this: ```x = 1```")
+        finish(page, 1)
+        page.click("#settings summary")
+        assert violations(page, axe) == []
+        if width < 900:
+            page.click("[data-shows=engine]")
+            assert violations(page, axe) == []
 
 
 def test_the_live_view_follows_the_engine(page: sync_api.Page, server: Server) -> None:

@@ -69,6 +69,15 @@ function grow() {
 
 async function say(text) {
   const log = $("log"), prompt = $("prompt");
+  let format;
+  try {
+    format = answerFormat();
+  } catch (error) {
+    showError(error);
+    $("settings").open = true;
+    $("schema").focus();
+    return;
+  }
   $("welcome")?.remove();
   prompt.value = "";
   grow();
@@ -91,7 +100,7 @@ async function say(text) {
   const started = performance.now();
   let content = "", firstAt = 0, lastAt = 0, usage = null, failure = null, isStopped = false;
   try {
-    for await (const chunk of streamChat(body(), mine.signal)) {
+    for await (const chunk of streamChat({ ...body(), ...format }, mine.signal)) {
       usage = chunk.usage ?? usage;
       const piece = chunk.choices[0]?.delta?.content;
       if (!piece) continue;
@@ -138,6 +147,19 @@ function body() {
     if (value !== "") fields[name] = Number(value);
   }
   return fields;
+}
+
+// The field that makes the answer JSON of the schema in the settings; none without one. Throws for what is no JSON.
+function answerFormat() {
+  const text = $("schema").value.trim();
+  if (!text) return {};
+  let schema;
+  try {
+    schema = JSON.parse(text);
+  } catch (error) {
+    throw new Error(`The JSON schema of the answer is no JSON: ${error.message}`);
+  }
+  return { response_format: { type: "json_schema", json_schema: { name: "answer", schema } } };
 }
 
 function summary(usage, started, firstAt, lastAt, isStopped) {
