@@ -305,11 +305,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     @property
     def follows_output(self) -> bool:
         """Return whether the output so far changes the logits, other than through a grammar."""
+        return bool(self.min_tokens) or self.follows_output_tokens
+
+    @property
+    def follows_output_tokens(self) -> bool:
+        """Return whether the tokens of the output change the logits, and not only their number."""
         return bool(
             self.presence_penalty
             or self.frequency_penalty
             or self.repetition_penalty != 1.0
-            or self.min_tokens
             or self.bad_words_token_ids
             or self.logits_processors
             or self.speech is not None

@@ -107,7 +107,7 @@ class Sequence:
         decide which sequences there are."""
         if self.beam_search is not None or self.num_pending_forks:
             return True
-        return self.params.follows_output or self.params.grammar is not None
+        return self.params.follows_output_tokens or self.params.grammar is not None
 
     @property
     def num_result_positions(self) -> int:

@@ -63,8 +63,8 @@ class Scheduler:
 
     `add` and `abort` may be called at any time. If `plan.runs_ahead`, `schedule` may be called before the plan's result
     is known. `Step.mark_in_flight` decides this: with pipeline stages every plan runs ahead; on a device that runs
-    ahead a plan does if it has no draft tokens and the next step does not need its tokens on the host
-    (`Sequence.next_step_needs_tokens`, `_speculation_must_wait`); on other devices none does.
+    ahead a plan does if it has no draft tokens and few of its sequences need their tokens on the host first
+    (`Sequence.next_step_needs_tokens`; these sit out the next step); on other devices none does.
     """
 
     def __init__(
@@ -193,8 +193,8 @@ class Scheduler:
         while i < len(running) and step.token_budget > 0 and len(step.sequences) < step.max_sequences:
             seq = running[i]
             i += 1
-            if self._num_stages > 1 and seq.num_awaited_tokens:
-                continue  # the last stage has not sampled its next token yet
+            if seq.num_awaited_tokens and (self._num_stages > 1 or seq.next_step_needs_tokens):
+                continue  # its last token is not here yet, and the last stage or the host needs it first
             num_computed = seq.num_computed_tokens
             num_tokens = len(seq.token_ids) + seq.num_awaited_tokens - num_computed  # `num_uncomputed_tokens`
             if num_tokens == 0 or (seq.num_awaited_tokens and seq.num_tokens_left_to_sample <= 0):

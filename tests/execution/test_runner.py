@@ -198,6 +198,44 @@ def test_plain_requests_are_computed_one_step_ahead(model: Path) -> None:
     assert (num_steps, num_ahead) == (21, 20)
 
 
+@pytest.mark.parametrize(
+    ("settings", "tokens_of_it"),
+    [
+        ({"min_tokens": 9}, 10),  # needs the number of tokens alone
+        ({"repetition_penalty": 1.2}, 5),  # sits out every other step
+        ({"bad_words_token_ids": [[7, 8]]}, 5),
+    ],
+)
+def test_a_request_that_follows_its_output_does_not_stop_the_others(
+    model: Path, settings: dict[str, Any], tokens_of_it: int
+) -> None:
+    core = device_core(config_of(model), LateDevice(0))
+    for i in range(4):
+        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, **(settings if i == 0 else {}))
+        core.add(EngineRequest(f"r{i}", Prompt([5, 6, 7 + i]), params, [EOS], 20, 0.0))
+    num_tokens, num_ahead = dict.fromkeys((f"r{i}" for i in range(4)), 0), 0
+    for _ in range(11):
+        for output in core.step().outputs:
+            num_tokens[output.request_id] += len(output.token_ids)
+        num_ahead += len(core._in_flight) == 1
+    assert num_ahead == 11
+    assert num_tokens == {"r0": tokens_of_it, "r1": 10, "r2": 10, "r3": 10}
+
+
+def test_where_half_follow_their_output_steps_wait(model: Path) -> None:
+    """Each would lose half of its steps, for less than the others would gain."""
+    core = device_core(config_of(model), LateDevice(0))
+    for i in range(2):
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, repetition_penalty=1.0 + i)
+        core.add(EngineRequest(f"r{i}", Prompt([5, 6, 7 + i]), params, [EOS], 6, 0.0))
+    num_steps = 0
+    while core.has_work:
+        core.step()
+        num_steps += 1
+        assert not core._in_flight
+    assert num_steps == 6
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_step_without_memory_ends_its_newest_request_and_no_other(model: Path, seed: int) -> None:
     device = LateDevice(seed)

@@ -105,9 +105,12 @@ class Simulation:
             watched.deadline = self.num_steps + self._most_steps()
 
     def _most_steps(self) -> int:
-        """In which all requests end. What a stage computes comes back when the others have had it."""
+        """In which all requests end. What a stage computes comes back when the others have had it. On a device that
+        runs ahead a sequence may sit out every other step."""
         most = sum(watched.num_most_steps for watched in self.requests.values())
-        return most * self.setup.num_stages + 2 * max(self.setup.runs_ahead, self.setup.num_stages - 1)
+        return most * max(self.setup.num_stages, 1 + self.setup.runs_ahead) + 2 * max(
+            self.setup.runs_ahead, self.setup.num_stages - 1
+        )
 
     def abort(self, request_id: str) -> None:
         watched = self.requests.pop(request_id)
@@ -139,8 +142,14 @@ class Simulation:
         running_before = [
             seq for seq in self.scheduler.queues.running
             if not seq.is_held
-            and not (seq.num_awaited_tokens and (seq.num_tokens_left_to_sample <= 0 or self.setup.num_stages > 1))
+            and not (
+                seq.num_awaited_tokens
+                and (seq.num_tokens_left_to_sample <= 0 or self.setup.num_stages > 1 or seq.next_step_needs_tokens)
+            )
         ]  # fmt: skip
+        self.seen["sat out"] += sum(
+            seq.num_awaited_tokens > 0 and seq.next_step_needs_tokens for seq in self.scheduler.queues.running
+        )
         held_before = [seq for seq in self.scheduler.queues if seq.is_held]
         waiting_before = [seq for seq in self.scheduler.queues.waiting if not seq.is_held]
         plan = self.scheduler.schedule()
