@@ -231,7 +231,7 @@ def wait_for_another_core(server: Server, pid: int, count: int) -> None:
     wait_until(is_there, timeout_s=PATIENCE_S)
 
 
-def survive(count: int, deaths: list[str], seed: int, log: Path, flags: list[str]) -> dict[str, Any]:
+def survive(count: int, deaths: list[str], seed: int, log: Path | None, flags: list[str]) -> dict[str, Any]:
     rng = random.Random(seed)
     todo = requests(count)
     with tempfile.TemporaryDirectory() as folder:
@@ -249,7 +249,8 @@ def survive(count: int, deaths: list[str], seed: int, log: Path, flags: list[str
             server.wait_until_idle()
             counts = re.findall(r"^octavo:requests_continued_total\{.* (.*)$", server.get("/metrics")[1], re.MULTILINE)
             server.stop()
-            log.write_text(server.log.read_text())
+            if log is not None:
+                log.write_text(server.log.read_text())
     differing = [i for i, answer in sorted(found.answers.items()) if answer != expected.answers[i]]
     pauses_s = sorted(pause for of_death in found.pauses_s for pause in of_death)
     return {
@@ -277,7 +278,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--deaths", nargs="*", choices=["core", "worker", "hang"], default=["core"] * 5)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--log", type=Path, default=Path("survival.log"), help="Where the server's log is kept.")
+    parser.add_argument("--log", type=Path, help="Keep the server's log there.")
     parser.add_argument("--json", type=Path, help="Write what was measured there, with the answers that differ.")
     parser.add_argument("flags", nargs="*", help="Flags of the server, behind --.")
     args = parser.parse_args()

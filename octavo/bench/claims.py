@@ -59,6 +59,12 @@ CLAIMS: Mapping[str, Claim] = {
         lambda _, data: f"{data[0]['p99_itl_ms']:.0f} ms",
         writes_json=True,
     ),
+    "survival": Claim(
+        "64 mixed streams while the engine is killed five times: answers lost, answers that differ in a bit",
+        "python benchmarks/survival.py --requests 64",
+        lambda _, data: f"{data['lost']} and {data['not_equal']}",
+        writes_json=True,
+    ),
     "edit": Claim(
         "editing a file, the old file as `prediction`",
         "python benchmarks/speculation.py edit",

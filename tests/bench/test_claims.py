@@ -25,6 +25,7 @@ def test_figures_are_read_from_what_the_commands_print_and_write() -> None:
     assert CLAIMS["embeddings"].read(embeddings + "octavo bfloat16 int8  130 texts/s\n", None) == "106 texts/s"
     assert CLAIMS["start"].read("", {"median": {"ready_s": 0.4789}}) == "0.48 s"
     assert CLAIMS["streams"].read("", [{"p99_itl_ms": 106.7}]) == "107 ms"
+    assert CLAIMS["survival"].read("", {"lost": 0, "not_equal": 0}) == "0 and 0"
 
 
 def test_each_row_of_readme_is_a_claim() -> None:
