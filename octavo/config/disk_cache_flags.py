@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 
 from octavo.config.engine_args import EngineArgs
 from octavo.config.engine_config import DiskCacheConfig
@@ -24,6 +25,7 @@ def disk_cache_config(
             raise ConfigError("--kv-cache-disk-gib is the size of the folder that --kv-cache-disk names; name one.")
         return None
     for what, is_so in {
+        "on Windows": sys.platform == "win32",
         "on GPUs": device != "cpu",
         "with several workers (-tp, -pp)": args.tensor_parallel_size * args.pipeline_parallel_size > 1,
         "with a draft model or head, whose keys and values the blocks hold too": has_draft_model,

@@ -12,7 +12,6 @@ removed. Nothing here knows pools or threads; `octavo.kv_cache.disk_tier` calls 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import heapq
 import os
@@ -27,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
+from octavo.file_lock import lock
 
 Name = tuple[int, bytes]  # the pool of a block, and its key in the pool's index
 
@@ -116,7 +116,7 @@ class BlockFiles:
         part = path.with_name(f"{path.name}-{secrets.token_hex(8)}{_PART}")
         file = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a part without a lock is what a killed process left
+            lock(file)  # a part without a lock is what a killed process left
             _write_all(file, [data, memoryview(self._digest(file_name, data))])
             used = self._time(size, keep_until)
             os.utime(file, ns=(used, used))
@@ -319,7 +319,7 @@ def _remove_if_left(path: str) -> None:
     """Remove a part that nobody writes any more."""
     file = os.open(path, os.O_WRONLY)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file)
         os.unlink(path)
     except BlockingIOError:
         pass  # its writer lives

@@ -18,20 +18,13 @@ from typing import TYPE_CHECKING, Any
 from octavo.entrypoints.batch.answer_lines import answer_lines
 from octavo.entrypoints.batch.batch_lines import checksum, read_answered
 from octavo.errors import ConfigError
+from octavo.file_lock import lock
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from tqdm import tqdm
 
 _LINES_AT_ONCE = 64  # lines read before other tasks may run
-
-
-def _lock(file: Any) -> None:
-    """Lock a file. Raises `OSError` if another process has locked it. Without `fcntl` (Windows) nothing is locked."""
-    with contextlib.suppress(ImportError):
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 class BatchFiles:
@@ -123,7 +116,7 @@ class BatchFiles:
     def _take_output(self) -> None:
         """Lock the output and find the answered lines."""
         try:
-            _lock(self._output)
+            lock(self._output)
         except OSError:
             raise ConfigError(f"{self._output_path} is being written by another process.") from None
         end = 0
