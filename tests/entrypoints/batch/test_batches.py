@@ -173,7 +173,7 @@ def test_a_batch_whose_file_is_lost_ends_and_says_so(engine: FakeEngine, lost: s
             return 0 if found is None else found.completed
 
         wait_until(lambda: counts() == 5)
-        store = url.server._state.store
+        store = url.server.state.store
         id = getattr(client.batches.retrieve(batch.id), lost)
         store._thread.submit(store.database.delete, "file", id).result()
         engine.may_begin = lambda: True
