@@ -27,9 +27,8 @@ def start(smoke: bool) -> Iterator[Row]:
         for kind in ("cold", "warm"):
             command = [sys.executable, str(_CHECK), "--ready", *(["--smoke"] if smoke else [])]
             begun = time.perf_counter()
-            done = subprocess.run(
-                command, env=os.environ | {"TRITON_CACHE_DIR": cache}, stdout=subprocess.PIPE, text=True, check=True
-            )
+            env = os.environ | {"TRITON_CACHE_DIR": cache, "OCTAVO_KERNELS": ""}
+            done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
             yield (
                 f"engine core ready, {kind}, interpreter and imports included",
                 "s",

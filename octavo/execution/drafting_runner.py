@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from octavo.errors import DeviceMemoryError
 from octavo.execution.model_drafter import DraftBatch
 from octavo.execution.runner import Runner
 from octavo.execution.submitted_step import SubmittedStep
@@ -79,7 +80,11 @@ class DraftingRunner:
         """Draft, then launch the plan. Raises `DeviceMemoryError` as `Runner.submit`."""
         while self._waiting and (self._waiting[0].is_done or self._changes_what_waits(plan)):
             self._waiting.popleft().result()
-        self._runner.apply_updates(plan)
+        try:
+            self._runner.apply_updates(plan)
+        except DeviceMemoryError:
+            self._drafter.draft(replace(plan, rows=[]))  # later plans do not repeat its admissions and moves
+            raise
         begin = time.monotonic()
         draft_tokens = self._drafter.draft(plan)
         draft_s = time.monotonic() - begin

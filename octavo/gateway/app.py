@@ -196,8 +196,7 @@ class GatewayApp:
         try:
             if self._page is None:
                 raise RequestError(
-                    "The page shows every key, so that it is at the admin port: start the gateway with --admin-port.",
-                    status=404,
+                    "The page is at the admin port (--admin-port), because it shows every key.", status=404
                 )
             if scope["path"] == STATS_PATH:
                 self._check(scope, STATS_PATH)

@@ -29,6 +29,7 @@ logger = logging.getLogger("octavo.gateway")
 
 Launch = Callable[[str, ModelEntry], Awaitable[RunningServer]]
 State = Literal["stopped", "waiting", "starting", "ready", "stopping"]
+DISCOVERY_WAIT_S = 5.0  # for the first addresses of replicas
 SETTLE_S = 1.0  # a process that was killed hangs up before the system says that it has ended
 MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0  # between starts that fail
 
@@ -60,6 +61,7 @@ class Deployment:
         self._backoff_s, self._retry_at = MIN_BACKOFF_S, 0.0
         self._discovering: asyncio.Task[None] | None = None
         self.has_addresses = asyncio.Event()  # of a model that has to be discovered
+        self._gone: set[Replica] = set()  # that discovery finds no more, with requests under way
         if not entry.is_local:
             self.replicas = [self._replica_at(address) for address in entry.addresses]
             self.state = "ready"
@@ -147,7 +149,20 @@ class Deployment:
         self._is_closed = True
         if self._starting is not None:
             self._starting.cancel()
-        for replica in self.replicas:
+        for replica in (*self.replicas, *self._gone):
+            replica.upstream.close()
+
+    async def discovered(self) -> None:
+        """Wait for the first addresses of replicas that are discovered, for some seconds at most."""
+        if self.entry.discover is not None and not self.has_addresses.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DISCOVERY_WAIT_S):
+                    await self.has_addresses.wait()
+
+    def close_if_gone(self, replica: Replica) -> None:
+        """Close the connections to a replica that discovery finds no more, once it has no request."""
+        if replica in self._gone and not replica.num_in_flight:
+            self._gone.discard(replica)
             replica.upstream.close()
 
     async def retire(self) -> None:
@@ -168,7 +183,7 @@ class Deployment:
         self.begin_stop()
         if self._stopping is not None:
             await asyncio.shield(self._stopping)
-        for replica in self.replicas:
+        for replica in (*self.replicas, *self._gone):
             replica.upstream.close()
 
     def _replica_at(self, address: str) -> Replica:
@@ -184,8 +199,8 @@ class Deployment:
         ]
         for gone in before.values():
             self.router.forget(gone)
-            if not gone.num_in_flight:
-                gone.upstream.close()
+            self._gone.add(gone)
+            self.close_if_gone(gone)
         logger.info("%s: the replicas are at %s", self.name, ", ".join(addresses) or "no address")
         self.has_addresses.set()
 

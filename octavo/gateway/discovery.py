@@ -39,7 +39,7 @@ class DnsName(NamedTuple):
 
 class KubernetesService(NamedTuple):
     """`kubernetes://NAMESPACE/SERVICE:PORT`: each ready endpoint is a replica. Without a namespace it is the pod's own;
-    the port is a number, or its name in the service."""
+    the port is the number that the pods listen at, or its name in the service."""
 
     namespace: str
     name: str
@@ -95,7 +95,7 @@ async def _follow_dns(name: DnsName, take: Take) -> None:
             found = await asyncio.get_running_loop().getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
             take(sorted({_address(str(one[4][0]), name.port) for one in found}))
             is_known = True
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # a label that is empty or too long is a UnicodeError
             if is_known:
                 logger.warning("%s has no address now (%s); its replicas stay as they are", name.host, error)
             is_known = False

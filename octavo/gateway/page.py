@@ -1,7 +1,7 @@
 """The page at /ui: models, replicas, memory, queues and keys, live. Its numbers are at /ui/stats, which is for the page
 alone and may change with it; dashboards read /metrics.
 
-The page is on the port of the clients, or where keys have limits (--keys) on the admin port: it shows every key.
+The page is on the port of the clients. With --keys it is on the admin port, because it shows every key.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ were lost is refused: it may be what ends them.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import re
 import time
@@ -65,7 +66,7 @@ class ProxyRequest:
         """What stands for the client's session among the hashes of prefixes."""
         said = self.body.session_id
         given = self.header(SESSION_HEADER) if said is None else said.encode()
-        return None if not given else b"session " + given
+        return None if not given else hashlib.blake2b(b"session " + given, digest_size=16).digest()
 
     def header(self, name: bytes) -> bytes | None:
         return next((value for own, value in self.headers if own == name), None)
@@ -142,12 +143,15 @@ class Proxy:
             raise RequestError(f"{path_id or request.body.refers_to} is not known here.", status=404, code="not_found")
         if home is not None and (named is None or self._models.find(named).name == home[0]):
             deployment = self._models.find(home[0])
-            if home[1] not in deployment.replicas:
+            # An address that has left and come back is another object, and the same server.
+            name = None if deployment.entry.is_local else home[1].name
+            keepers = [one for one in deployment.replicas if one is home[1] or one.name == name]
+            if not keepers:
                 raise RequestError(
                     f"{path_id or request.body.refers_to} was kept by a replica of {home[0]} that has stopped.",
                     status=404, code="not_found",
                 )  # fmt: skip
-            return deployment, home[1]
+            return deployment, keepers[0]
         if named is not None:
             deployment = self._models.find(named)
         elif len(self._models) == 1:
@@ -179,6 +183,7 @@ class Proxy:
         """Answer with a model. Raises `RequestError` if no replica does."""
         tried: set[Replica] = set()
         why = "no replica takes requests"
+        await deployment.discovered()
         for _ in range(2):  # a model whose last replica died meanwhile is started once more
             if deployment.state != "ready":
                 await self.until_ready(deployment, client)
@@ -255,6 +260,7 @@ class Proxy:
             replica.num_in_flight -= 1
             if answer is not None:
                 answer.close()
+            deployment.close_if_gone(replica)
 
     async def _pass_on(
         self, deployment: Deployment, replica: Replica, answer: Answer, data: bytes, client: Client, is_only: bool

@@ -25,7 +25,7 @@ from octavo.flags import Flags, flag
 from octavo.gateway.admin import AdminApp
 from octavo.gateway.app import GatewayApp
 from octavo.gateway.catalogue import Catalogue, named_models, read_catalogue
-from octavo.gateway.deployment import Launch
+from octavo.gateway.deployment import DISCOVERY_WAIT_S, Launch
 from octavo.gateway.key_store import KeyStore
 from octavo.gateway.memory_budget import MemoryBudget
 from octavo.gateway.models import FindLocal, Models
@@ -39,7 +39,6 @@ logger = logging.getLogger("octavo.gateway")
 
 LOOK_INTERVAL_S = 1.0  # at the catalogue's file
 CHECKPOINT_INTERVAL_S = 1.0  # between two times that the log of the file of keys is moved into it
-DISCOVERY_WAIT_S = 5.0  # for the first addresses of replicas
 _DRAIN_POLL_S = 0.02
 
 
@@ -207,7 +206,8 @@ class GatewayServer(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self.models.preload()
-        await self.models.wait_discovered(DISCOVERY_WAIT_S)  # clients wait in the socket's queue
+        with self.capture_signals():  # they drain from the first moment on
+            await self.models.wait_discovered(DISCOVERY_WAIT_S)  # clients wait in the socket's queue
         tasks = [asyncio.ensure_future(self._check_health()), asyncio.ensure_future(self._watch_file())]
         admin = None
         if self.store is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from mmap import PAGESIZE
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,9 @@ import numpy as np
 import pytest
 
 from octavo.engine.core import EngineCore
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, DeviceMemoryError
 from octavo.execution.draft_model import group_for
+from octavo.execution.drafting_runner import DraftingRunner
 from octavo.execution.executor import PendingStep
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from octavo.request import EngineRequest, Prompt, SequenceOutput
@@ -25,7 +27,7 @@ from octavo.sampling.draft_verification import count_valid_tokens
 from octavo.sampling_params import SamplingParams
 from octavo.speculative.proposer import ToBeDrafted
 from octavo.speculative.speculation import Speculation
-from octavo.step_plan import DRAFT_PLACEHOLDER, StepPlan
+from octavo.step_plan import DRAFT_PLACEHOLDER, PlannedRow, StepPlan
 from tests.execution.late_device import LateDevice
 from tests.execution.small_overrides import BAMBA, CUT
 from tests.execution.test_draft_tokens import guessed_requests
@@ -255,3 +257,20 @@ def test_what_a_draft_keeps_is_freed_with_the_cache(model: Path, tmp_path: Path,
     after, num_drafted = run_with_right_guesses(core, random.Random(1))
     assert_same(after, before, "cpu")
     assert num_drafted > 100
+
+
+def test_the_drafter_sees_what_precedes_a_step_that_is_withdrawn_for_want_of_memory() -> None:
+    """Later plans do not repeat admissions and new blocks."""
+    seen: list[StepPlan] = []
+
+    def refuse(plan: StepPlan) -> None:
+        raise DeviceMemoryError("no memory")
+
+    runner: Any = SimpleNamespace(apply_updates=refuse)
+    drafter: Any = SimpleNamespace(draft=seen.append)
+    worker_group: Any = SimpleNamespace(worker_rank=SimpleNamespace(num_stages=1))
+    drafting = DraftingRunner(runner, drafter, worker_group)
+    plan = StepPlan(new_tokens=[(0, 1, 2)], rows=[PlannedRow(0, 1, 1, 1)])
+    with pytest.raises(DeviceMemoryError):
+        drafting.submit(plan)
+    assert seen == [replace(plan, rows=[])]

@@ -79,7 +79,8 @@ def test_a_start_with_an_archive_compiles_nothing(tmp_path: Path) -> None:
 def _archive(path: Path, **manifest: object) -> Path:
     content = json.dumps(manifest).encode()
     with tarfile.open(path, "w:gz") as archive:
-        for name, data in (("manifest.json", content), ("ABC/_k.cubin", b"cubin"), ("../evil/x.so", b"")):
+        files = {"manifest.json": content, "ABC/_k.cubin": b"cubin", "../evil/x.so": b"", "/evil": b""}
+        for name, data in files.items():
             entry = tarfile.TarInfo(name)
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
@@ -101,6 +102,14 @@ def test_an_archive_is_unpacked_where_triton_looks(tmp_path: Path, kept: None) -
     assert os.environ["TRITON_CACHE_DIR"] == str(folder)
     assert [file.relative_to(folder).as_posix() for file in folder.rglob("*.*")] == ["ABC/_k.cubin"]
     assert kernel_archive.use_archive(str(path), tmp_path / "cache"), "again, by another worker"
+
+
+def test_an_archive_that_was_cut_off_is_refused(tmp_path: Path, kept: None) -> None:
+    whole = _archive(tmp_path / "a.tar.gz", key=kernel_archive.archive_key(), capabilities=[[9, 0]]).read_bytes()
+    for content in (whole[: len(whole) // 2], whole[:40] + bytes(20) + whole[60:], b""):
+        (part := tmp_path / "part.tar.gz").write_bytes(content)
+        with pytest.raises(ConfigError, match="is not an archive of"):
+            kernel_archive.use_archive(str(part), tmp_path / "cache")
 
 
 def test_an_archive_of_something_else_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -33,6 +33,17 @@ def test_sources_are_read() -> None:
             read_source(text)
 
 
+def test_a_name_that_cannot_be_one_is_said_and_asked_again(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
+    async def run() -> None:
+        with caplog.at_level(logging.WARNING, logger="octavo.gateway"):
+            following = asyncio.ensure_future(follow(read_source("dns+http://replicas..svc:8000"), lambda _: None))
+            await until(lambda: "replicas..svc has no address now" in caplog.text)
+            assert not following.done()
+            following.cancel()
+
+    clock.run(run())
+
+
 def test_records_come_and_go_while_requests_go_on(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     records: list[str] = ["127.0.0.1"]
     num_failures = 0
@@ -75,6 +86,7 @@ def test_records_come_and_go_while_requests_go_on(clock: Clock, monkeypatch: pyt
                 await until(lambda: names() == [there])
                 may_end.set()
                 assert (await waiting).status_code == 200, "a replica that has gone ends what it has begun"
+                assert not kept.upstream._open, "and is hung up on"
 
     clock.run(run())
 
@@ -193,7 +205,7 @@ def test_a_refusal_says_what_to_do_and_keeps_what_is_known(
         following.cancel()
         server.die()
 
-    logging.getLogger("octavo").propagate = True
+    monkeypatch.setattr(logging.getLogger("octavo"), "propagate", True)
     asyncio.run(run())
 
 

@@ -11,8 +11,8 @@ from octavo.terminal_styles import has_styles
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-# What a model writes must not move the cursor or reach the clipboard: ESC and CSI begin such commands.
-_UNSAFE = {0x1B: None, 0x9B: None}
+# What a model writes must not move the cursor or reach the clipboard: ESC and U+0080 to U+009F begin such commands.
+_UNSAFE = dict.fromkeys([0x1B, *range(0x80, 0xA0)])
 _FRAMES_PER_S = 12
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 
 from octavo.config import EngineArgs
 from octavo.entrypoints.cli import run_command
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo kernels") -> 
             raise ConfigError(
                 "`octavo kernels` with -tp or -pp is not built; kernels of shares are compiled when a server starts."
             )
+        if not Path(args.output).absolute().parent.is_dir():  # before all is compiled
+            raise ConfigError(f"the folder of {args.output} is not there: make it, or name another file.")
         from octavo.execution.compile_ahead import compile_model
         from octavo.ops.triton.kernel_archive import making_archive
 

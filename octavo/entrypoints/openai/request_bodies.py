@@ -255,7 +255,7 @@ class TokenRequest(PromptRequest):
         "Lower goes first, with --scheduling-policy priority.", default=0
     )
     request_id: Id | None = described("Becomes part of the answer's id, and comes back as header X-Request-Id.")
-    session_id: Annotated[Text, Field(min_length=1)] | None = described(
+    session_id: Annotated[Text, Field(min_length=1, max_length=1024)] | None = described(
         "Requests of one session go to one replica (octavo gateway) and one engine (-dp), where the load allows it; "
         "the header X-Session-ID says it too."
     )

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -88,7 +89,7 @@ def use_archive(path: str, folder: Path) -> bool:
             target = folder / archive_key()
             target.mkdir(parents=True, exist_ok=True)
             _unpack(archive, target)
-    except (OSError, tarfile.TarError, KeyError, ValueError) as error:
+    except (OSError, EOFError, zlib.error, tarfile.TarError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"OCTAVO_KERNELS={path} is not an archive of `octavo kernels` ({error}).") from error
     os.environ["TRITON_CACHE_DIR"] = str(target)
     _use_portable_keys()
@@ -106,7 +107,7 @@ def _unpack(archive: tarfile.TarFile, target: Path) -> None:
     """Write the files that `target` lacks. Other processes may do the same."""
     for member in archive.getmembers():
         parts = Path(member.name).parts
-        if not member.isfile() or len(parts) != 2 or ".." in parts:
+        if not member.isfile() or len(parts) != 2 or ".." in parts or parts[0] == "/":
             continue
         file = target / member.name
         if file.exists():
@@ -200,10 +201,12 @@ def _provide_libcuda(folder: Path) -> None:
 
 def _write(output: str, folder: Path, capabilities: Sequence[tuple[int, int]]) -> None:
     manifest = json.dumps({"key": archive_key(), "capabilities": [list(each) for each in capabilities]}).encode()
-    with tarfile.open(output, "w:gz") as archive:
+    part = f"{output}.part"
+    with tarfile.open(part, "w:gz") as archive:
         entry = tarfile.TarInfo(_MANIFEST)
         entry.size = len(manifest)
         archive.addfile(entry, io.BytesIO(manifest))
         for file in sorted(folder.glob("*/*")):
             if file.parent.name != "libcuda" and file.suffix in _KEPT:
                 archive.add(file, f"{file.parent.name}/{file.name}")
+    os.replace(part, output)

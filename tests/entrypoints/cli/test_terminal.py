@@ -171,11 +171,13 @@ def test_commands_of_a_chat(address: str, engine: FakeEngine, tmp_path: Path) ->
             chat.expect("> ")
             chat.type(f"{line}\n")
             chat.expect(shown)
-        chat.type("/etc/hosts is a file\n")
-        chat.expect("Hello there\n")
+        for line in (" /clear", "/etc/hosts is a file"):
+            chat.type(f"{line}\n")
+            chat.expect("Hello there\n")
     assert file.read_text() == "## system\n\nBe kind\n\n## user\n\none\n\n## assistant\n\nHello there\n"
     sent = [engine.tokenizer.decode(seen[0]) for seen in engine.seen]
-    assert sent[1:] == ["system: Be kind\nuser: /etc/hosts is a file\nassistant:"]
+    assert sent[1] == "system: Be kind\nuser:  /clear\nassistant:"
+    assert sent[2].endswith("user: /etc/hosts is a file\nassistant:")
 
 
 def test_errors_have_a_colour_and_a_next_step_on_a_terminal() -> None:

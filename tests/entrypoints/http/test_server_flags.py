@@ -239,7 +239,7 @@ def test_each_of_vllms_variables_without_effect_gets_a_warning(
 ) -> None:
     for name in ("VLLM_USE_V1", "VLLM_SERVER_DEV_MODE", "VLLM_API_KEY", "VLLM_USAGE_STATS", "VLLM_USAGE_SOURCE"):
         monkeypatch.setenv(name, "1")
-    logging.getLogger("octavo").propagate = True
+    monkeypatch.setattr(logging.getLogger("octavo"), "propagate", True)
     with caplog.at_level(logging.WARNING, logger="octavo.server"):
         _warn_of_vllm_variables()
     assert [record.getMessage() for record in caplog.records] == [
