@@ -85,9 +85,12 @@ class BlockFiles:
 
     def has(self, name: Name) -> bool:
         """Return whether a block is there, also if another server has written it."""
-        if self.knows(name):
+        return self._has(_file_name(name))
+
+    def _has(self, file_name: str) -> bool:
+        if (self._own, file_name) in self._files:
             return True
-        path = self._path(name)
+        path = self._path_of(self._own, file_name)
         try:
             found = path.stat()
         except OSError:
@@ -174,21 +177,31 @@ class BlockFiles:
             return end if end > now and (self.num_kept_bytes + size) * _KEPT_SHARE <= self.limit_bytes else now
 
     def keep_session(self, session: str, names: Collection[Name], keep_until: float) -> None:
-        """Note that a session has these blocks too, for `drop_session`, and keep those that are there."""
+        """Note that a session has these blocks too, for `drop_session`, and keep those that are there. Blocks that it
+        had are forgotten where they are gone."""
         self.touch(names, keep_until)
-        lines = self._lines(session) | {_file_name(name) for name in names}
+        lines = {line for line in self._lines(session) if self._has(line)} | {_file_name(name) for name in names}
         self._write(session + _SESSION, memoryview("\n".join(sorted(lines)).encode()), keep_until)
 
-    def drop_session(self, session: str) -> None:
-        """Remove a session, and its blocks that no other session has."""
+    def drop_session(self, session: str, names: Iterable[Name] = ()) -> None:
+        """Remove a session, and those of its blocks, with `names`, that no other session has."""
         others = set().union(*(self._lines(other) for other in self.sessions() if other != session))
-        for file_name in self._lines(session) - others:
+        for file_name in (self._lines(session) | {_file_name(name) for name in names}) - others:
             self._remove((self._own, file_name))
+        self.forget_session(session)
+
+    def forget_session(self, session: str) -> None:
+        """Remove a session, and none of its blocks."""
         self._remove((self._own, session + _SESSION))
 
-    def sessions(self) -> list[str]:
-        """Return the sessions of the own fingerprint."""
-        return [name.removesuffix(_SESSION) for own, name in list(self._files) if own == self._own and _SESSION in name]
+    def sessions(self) -> dict[str, float]:
+        """Return the sessions of the own fingerprint, and until when each is kept, in seconds of `time.time`: a time in
+        the past where there was no room to keep it."""
+        return {
+            name.removesuffix(_SESSION): file.used / 1e9
+            for (own, name), file in list(self._files.items())
+            if own == self._own and _SESSION in name
+        }
 
     def session_names(self, session: str) -> set[Name]:
         """Return the blocks of a session; none if there is no such session."""
@@ -215,7 +228,7 @@ class BlockFiles:
     def remove_all(self) -> None:
         """Remove all blocks of the own fingerprint."""
         self.scan()
-        for key in [key for key in self._files if key[0] == self._own]:
+        for key in [key for key in list(self._files) if key[0] == self._own]:
             self._remove(key)
 
     def scan(self) -> None:
@@ -231,11 +244,16 @@ class BlockFiles:
             except OSError:  # gone since
                 continue
             found.append(((fingerprint, entry.name), _on_disk(stat.st_size), stat.st_mtime_ns))
-        with self._lock:
-            self._files, self._by_time, self._kept, self._ends = {}, [], {}, []
-            self.num_bytes = self.num_kept_bytes = 0
-            for one in found:
-                self._add(*one)
+        now = time.time_ns()
+        files = {key: _File(size, used) for key, size, used in found}
+        kept = {key: file.size for key, file in files.items() if file.used > now}
+        by_time = [(file.used, key) for key, file in files.items()]
+        ends = [(files[key].used, key) for key in kept]
+        heapq.heapify(by_time)
+        heapq.heapify(ends)
+        with self._lock:  # `knows` takes no lock: it sees the former files or all of these
+            self._files, self._by_time, self._kept, self._ends = files, by_time, kept, ends
+            self.num_bytes, self.num_kept_bytes = sum(file.size for file in files.values()), sum(kept.values())
         self._unscanned_bytes = 0
         self._make_room(0)
 

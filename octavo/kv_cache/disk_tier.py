@@ -17,12 +17,12 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,10 @@ _PATIENCE = 2.0  # a prompt whose blocks take longer than this multiple of compu
 _LEAST_PATIENCE_S = 1.0  # but a busy machine may take so long for any of them
 _IDLE_WAIT_S = 0.01  # for the writer; then the caller looks for messages
 _MOST_LOOKS = 4  # misses of other servers' files, for a prompt and a pool: each takes some microseconds
+_LOOK_S = 0.01  # for all looks of a prompt: where the disk takes longer, what is known is enough
+_SWEEP_S = 60.0  # between two looks for sessions that have ended
+_LEAST_PRUNED = 64  # blocks that a session has gained since the last look for those that are gone
+_LEAST_MEMORY_S = 86400.0  # in which a former server's sessions can be dropped
 _SAVING_S = 10.0  # for all blocks, where somebody waits for it: a disk that hangs is given up
 _COUNTERS = ("num_disk_hits", "disk_read_bytes", "num_disk_written", "disk_written_bytes", "num_disk_dropped")
 
@@ -52,6 +56,7 @@ _COUNTERS = ("num_disk_hits", "disk_read_bytes", "num_disk_written", "disk_writt
 Turn = Literal["starts", "waits", "reads"]
 
 _Block = tuple[Name, NDArray[np.uint8]]
+_Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 class BlockMemory(Protocol):
@@ -73,7 +78,6 @@ class _PoolWatch(Container[bytes]):
 
     def __init__(self, tier: DiskTier, pool: int) -> None:
         self._tier, self._pool = tier, pool
-        self.num_looks = 0  # times that a file may still be missed
 
     def entered(self, block: int, key: bytes) -> None:
         self._tier.note_computed((self._pool, key), block)
@@ -83,10 +87,23 @@ class _PoolWatch(Container[bytes]):
 
     def __contains__(self, key: object) -> bool:
         assert isinstance(key, bytes)
-        files, name = self._tier.files, (self._pool, key)
-        if files.knows(name) or (self.num_looks > 0 and files.has(name)):
+        return self._tier.files.knows((self._pool, key))
+
+
+class _Looks(Container[bytes]):
+    """Contains the keys of a pool's blocks on disk, also of those that another server has written. Each look touches
+    the disk."""
+
+    def __init__(self, files: BlockFiles, pool: int) -> None:
+        self._files, self._pool = files, pool
+        self._num_left = _MOST_LOOKS  # times that a file may still be missed
+
+    def __contains__(self, key: object) -> bool:
+        assert isinstance(key, bytes)
+        name = self._pool, key
+        if self._files.knows(name) or (self._num_left > 0 and self._files.has(name)):
             return True
-        self.num_looks -= 1
+        self._num_left -= 1
         return False
 
 
@@ -121,6 +138,15 @@ class Fetch:
     has_ended: bool = False
 
 
+@dataclass(slots=True)
+class _Session:
+    """The blocks that the turns of a conversation left. Those that are gone are forgotten now and then."""
+
+    names: set[Name] = field(default_factory=set)
+    keep_until: float = 0.0  # time.time
+    prune_at: int = _LEAST_PRUNED  # blocks, after which those that are gone are looked for
+
+
 class DiskTier:
     """Keeps the indexed blocks of the pools of `cache` in `files`."""
 
@@ -138,14 +164,22 @@ class DiskTier:
             pool.watcher = watch
         self._unsaved: dict[Name, int] = {}  # blocks that only a pool has, the oldest first
         self._credit_s = 0.0  # time that saving may still take beside steps
-        self._sessions = {session: files.session_names(session) for session in files.sessions()}
+        self._sessions: dict[str, _Session] = {}  # the one used longest ago first
+        self._num_session_blocks = 0  # of all sessions; a block counts in each
+        self._next_sweep = 0.0  # time.time
+        for session, keep_until in files.sessions().items():
+            # There was no room to keep a session whose time has passed, or it has ended.
+            self._remember(session, files.session_names(session), max(keep_until, time.time() + _LEAST_MEMORY_S))
         self._fetches: list[Fetch] = []
         self._num_reading = 0  # chunks
         self._turns: dict[str, Fetch | None] = {}  # by request, from its turn until it starts
-        self._to_read = SimpleQueue[tuple[Future[_Chunk], Sequence[Name]] | None]()
+        self._to_read: _Jobs = SimpleQueue()
+        self._to_look: _Jobs = SimpleQueue()
+        self._look: Future[int] | None = None  # the last one
         self._abandoned: list[Future[_Chunk]] = []  # chunks that nobody waits for any more
-        for _ in range(_NUM_READERS):  # daemons: a disk that hangs keeps no process from ending
-            threading.Thread(target=self._read, name="block-reader", daemon=True).start()
+        for jobs in (*[self._to_read] * _NUM_READERS, self._to_look):
+            # Daemons: a disk that hangs keeps no process from ending.
+            threading.Thread(target=_do_jobs, args=(jobs,), name="block-reader", daemon=True).start()
         self._lock = threading.Condition()  # for what the writer's thread shares: everything from here on
         self._queue: deque[_Block | Callable[[], None]] = deque()  # blocks to write, and what to do between them
         self._queued: set[Name] = set()
@@ -176,6 +210,7 @@ class DiskTier:
             self.end(fetch)
         if removes_files:
             self._sessions.clear()
+            self._num_session_blocks = 0
             self._keep_until.clear()
             with self._lock:
                 self._queue.clear()
@@ -207,6 +242,7 @@ class DiskTier:
             self._lock.notify_all()
         for _ in range(_NUM_READERS):
             self._to_read.put(None)
+        self._to_look.put(None)
 
     # Blocks that go to the folder.
 
@@ -272,18 +308,21 @@ class DiskTier:
                     return
                 item = self._queue.popleft()
                 self._is_writing = True
-            if isinstance(item, tuple):
-                self._write_block(*item)
-            else:
-                with contextlib.suppress(OSError):  # later blocks say so
-                    item()
+            try:
+                if isinstance(item, tuple):
+                    self._write_block(*item)
+                else:
+                    with contextlib.suppress(OSError):  # later blocks say so
+                        item()
+            except Exception:  # the thread goes on, as the engine waits for it
+                logger.exception("the cache on disk could not be changed")
 
     def _write_block(self, name: Name, contents: NDArray[np.uint8]) -> None:
         begin, error, is_written = time.thread_time(), "", False
         try:
             is_written = self.files.write(name, contents, self._keep_until.pop(name, 0.0))
-        except OSError as e:
-            error = e.strerror or type(e).__name__
+        except Exception as e:
+            error = (isinstance(e, OSError) and e.strerror) or repr(e)
         if error and error != self._last_error:
             logger.warning("blocks of the KV cache are not kept on disk: %s", error)
         self._last_error = error
@@ -306,15 +345,34 @@ class DiskTier:
             return
         session, found = _session_key(request.cache_session, request.prompt.cache_salt), dict[Name, None]()
         for limit in (len(request.prompt.token_ids) // self._cache.block_size, len(seq.block_hashes)):
-            num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._known())
+            num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._watches)
             found |= dict.fromkeys(self._cache.prefix_names(seq.block_hashes, num_blocks))
+        if not found:
+            return
         keep_until = time.time() + request.cache_ttl_s
         for name in found:
             if name in self._unsaved or name in self._queued:
                 self._keep_until[name] = keep_until
-        self._sessions[session] = self._sessions.pop(session, set()) | found.keys()
+        self._remember(session, found.keys(), keep_until)
+        unsaved = self._unsaved.keys() & self._sessions[session].names  # of earlier turns too
+        self._do_in_turn(partial(self.files.keep_session, session, [*found, *unsaved], keep_until))
         self._forget_old_sessions()
-        self._do_in_turn(partial(self.files.keep_session, session, found, keep_until))
+
+    def _remember(self, session: str, names: Set[Name], keep_until: float) -> None:
+        """Add blocks to a session, and make it the one used last."""
+        one = self._sessions.pop(session, None) or _Session()
+        num_before = len(one.names)
+        one.names |= names
+        one.keep_until = keep_until
+        if len(one.names) >= one.prune_at:
+            one.names = {name for name in one.names if name in names or self._is_anywhere(name)}
+            one.prune_at = 2 * len(one.names) + _LEAST_PRUNED
+        self._num_session_blocks += len(one.names) - num_before
+        self._sessions[session] = one
+
+    def _is_anywhere(self, name: Name) -> bool:
+        """Return whether a block is in its pool, on disk or on its way there."""
+        return self._cache.pools[name[0]].lookup(name[1]) is not None or name in self._queued or self.files.knows(name)
 
     def drop_session(self, session_id: str, salt: str | None) -> int | None:
         """Free the blocks that only this session has, in the pools and on disk. Returns their number, or None if the
@@ -322,21 +380,38 @@ class DiskTier:
         session = _session_key(session_id, salt)
         if session not in self._sessions:
             return None
-        freed = self._sessions.pop(session) - set[Name]().union(*self._sessions.values())
+        names = self._forget_session(session)
+        freed = names.difference(set[Name]().union(*(one.names for one in self._sessions.values())))
         for name in freed:
             self._unsaved.pop(name, None)
             self._keep_until.pop(name, None)
             pool = self._cache.pools[name[0]]
             if (block := pool.lookup(name[1])) is not None:
                 pool.forget(block)
-        self._do_in_turn(partial(self.files.drop_session, session))
+        self._do_in_turn(partial(self.files.drop_session, session, names))
         return len(freed)
 
     def _forget_old_sessions(self) -> None:
-        """Forget the sessions that were used longest ago where there is no room for so many blocks."""
-        most = self.files.limit_bytes // min(self._memory.block_bytes)
-        while len(self._sessions) > 1 and sum(map(len, self._sessions.values())) > most:
-            del self._sessions[next(iter(self._sessions))]
+        """Forget the sessions whose time is over, and those used longest ago where there is no room for so many
+        blocks. Their blocks stay, like those of others."""
+        now, most = time.time(), self.files.limit_bytes // min(self._memory.block_bytes)
+        forgotten = []
+        if now >= self._next_sweep:
+            self._next_sweep = now + _SWEEP_S
+            forgotten = [session for session, one in self._sessions.items() if one.keep_until <= now]
+        for session in forgotten:
+            self._forget_session(session)
+        while len(self._sessions) > 1 and self._num_session_blocks > most:
+            forgotten.append(next(iter(self._sessions)))
+            self._forget_session(forgotten[-1])
+        for session in forgotten:
+            self._do_in_turn(partial(self.files.forget_session, session))
+
+    def _forget_session(self, session: str) -> set[Name]:
+        """Return the blocks of a session that is no longer known."""
+        names = self._sessions.pop(session).names
+        self._num_session_blocks -= len(names)
+        return names
 
     # Blocks that come back.
 
@@ -374,13 +449,14 @@ class DiskTier:
         limit = min(len(keys), (seq.num_tokens - 1) // self._cache.block_size)
         if limit <= 0 or seq.params.prompt_logprobs is not None:
             return None
-        num_cached = self._cache.num_prefix_blocks(keys, limit)
-        num_found = self._cache.num_prefix_blocks(keys, limit, self._known(_MOST_LOOKS))
+        if self._hangs():
+            return None
+        num_cached, num_found = self._cache.num_prefix_blocks(keys, limit), self._num_found(keys, limit)
         used = self._cache.prefix_names(keys, num_found)
         self._touch(used)
         missing = [(pool, key) for pool, key in used if pools[pool].lookup(key) is None]
         counts = Counter(pool for pool, _ in missing)
-        if num_found <= num_cached or self._hangs() or any(counts[i] > pools[i].num_usable for i in counts):
+        if num_found <= num_cached or any(counts[i] > pools[i].num_usable for i in counts):
             return None
         compute_s = self._compute_s(num_cached, num_found)
         if self._read_s(missing) >= compute_s:
@@ -397,17 +473,27 @@ class DiskTier:
         self._fetches.append(fetch)
         self._read_ahead(fetch)
 
-    def _known(self, num_looks: int = 0) -> Sequence[Container[bytes]]:
-        """Return, by pool, the keys of blocks on disk. Of other servers' files only `num_looks` are looked for."""
-        for watch in self._watches:
-            watch.num_looks = num_looks
-        return self._watches
+    def _num_found(self, keys: list[bytes], limit: int) -> int:
+        """Return the longest prefix, in blocks up to `limit`, that pools and folder have together. A thread looks for
+        other servers' files; where it takes long, or has not come back from the last time, those are left out."""
+        num_known = self._cache.num_prefix_blocks(keys, limit, self._watches)
+        if num_known == limit or (self._look is not None and not self._look.done()):
+            return num_known
+        looks = [_Looks(self.files, pool) for pool in range(len(self._cache.pools))]
+        self._look = Future()
+        self._to_look.put((self._look, partial(self._cache.num_prefix_blocks, keys, limit, looks)))
+        wait([self._look], _LOOK_S)
+        return self._look.result() if self._look.done() and self._look.exception() is None else num_known
 
     def is_over(self, fetch: Fetch) -> bool:
         """Put what has been read into the pools. Returns whether the prompt need not wait any longer."""
         while not fetch.has_ended and fetch.reading and fetch.reading[0].done():
-            chunk = fetch.reading.popleft().result()
+            future = fetch.reading.popleft()
             self._num_reading -= 1
+            if future.exception() is not None:
+                self.end(fetch)
+                break
+            chunk = future.result()
             num_bytes = sum(contents.nbytes for _, contents in chunk.blocks)
             with self._lock:
                 self._stats.disk_read_bytes += num_bytes
@@ -446,7 +532,7 @@ class DiskTier:
         return self._cost.read_s(num_bytes + self._num_reading * _CHUNK_BYTES)
 
     def _hangs(self) -> bool:
-        """Return whether a reader still waits for what a fetch no longer waited for."""
+        """Return whether a reader is still reading a chunk whose fetch has ended."""
         ended = [future for future in self._abandoned if future.done()]
         self._num_reading -= len(ended)
         self._abandoned = [future for future in self._abandoned if not future.done()]
@@ -486,15 +572,8 @@ class DiskTier:
         """Have chunks read, at least one, and no more than memory is meant for."""
         while fetch.unread and (not fetch.reading or self._num_reading * _CHUNK_BYTES < _QUEUE_BYTES):
             fetch.reading.append(Future())
-            self._to_read.put((fetch.reading[-1], fetch.unread.pop()))
+            self._to_read.put((fetch.reading[-1], partial(self._read_chunk, fetch.unread.pop())))
             self._num_reading += 1
-
-    def _read(self) -> None:
-        """Read chunks, in a thread, until the tier is closed."""
-        while (wanted := self._to_read.get()) is not None:
-            future, names = wanted
-            if future.set_running_or_notify_cancel():
-                future.set_result(self._read_chunk(names))
 
     def _read_chunk(self, names: Sequence[Name]) -> _Chunk:
         """Read blocks up to the first that is missing or damaged."""
@@ -522,3 +601,15 @@ class DiskTier:
                     pool.register(block, key)
                     pool.release(block)
         return True
+
+
+def _do_jobs(jobs: _Jobs) -> None:
+    """Do what others wait for, in a thread, until a None ends it."""
+    while (job := jobs.get()) is not None:
+        future, work = job
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except Exception as e:
+                logger.exception("the cache on disk could not be read")
+                future.set_exception(e)

@@ -116,7 +116,8 @@ def request(tokens: list[int], **params: Any) -> EngineRequest:
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> Iterator[Any]:
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(disk_tier, "_LOOK_S", 60.0)
     made: list[Engine] = []
 
     def make(layers: Sequence[LayerCacheSpec] = (FULL,)) -> Engine:
@@ -263,6 +264,55 @@ def test_a_disk_that_hangs_is_waited_for_no_longer_than_computing_takes(engines:
     assert second.fetched(list(range(22))) is not None, "until it answers again"
 
 
+def test_a_disk_that_hangs_while_others_blocks_are_looked_for_stops_nobody(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_tier, "_LOOK_S", 0.0)
+    one, other, may_go, looks = engines(), engines(), threading.Event(), list[Name]()
+    one.compute(list(range(22)))
+    one.save()
+    has = other.files.has
+
+    def hang(name: Name) -> bool:
+        looks.append(name)
+        may_go.wait()
+        return has(name)
+
+    other.files.has = hang
+    assert [other.fetched(list(range(22))) for _ in range(3)] == [None] * 3
+    wait_until(lambda: looks)
+    assert len(looks) == 1, "nobody looks again before the disk answers"
+    may_go.set()
+    wait_until(lambda: other.tier._look.done())
+    assert other.fetched(list(range(22))) is not None, "the thread has found them"
+
+
+def test_errors_end_no_thread(engines: Any, caplog: pytest.LogCaptureFixture) -> None:
+    first = engines()
+    first.compute(list(range(22)))
+    first.save()
+    one = engines()
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a mistake")
+
+    methods = {name: getattr(one.files, name) for name in ("read", "write", "touch", "has")}
+    for name in methods:
+        setattr(one.files, name, fail)
+    for start in range(3):  # there are two readers
+        assert one.fetched(list(range(22 - start))) is not None and one.stats().num_disk_hits == 0
+    assert one.fetched(list(range(300, 322))) is None
+    one.compute(list(range(100, 122)))
+    one.save()
+    assert one.stats().num_disk_dropped == 5 and "a mistake" in caplog.text
+    for name, method in methods.items():
+        setattr(one.files, name, method)
+    one.compute(list(range(200, 222)))
+    one.save()
+    assert one.stats().num_disk_written == 5 and one.fetched(list(range(22))) is not None
+    assert one.stats().num_disk_hits == 20
+
+
 def test_what_is_forgotten_does_not_come_back(engines: Any) -> None:
     one = engines()
     one.compute(list(range(22)))
@@ -304,6 +354,66 @@ def test_a_session_keeps_the_blocks_of_its_turns_until_it_is_dropped(
     assert again.cache.find_prefix(seq).num_tokens <= 16, "neither in the pools"
     assert again.fetched(list(range(22))) is None or again.cache.find_prefix(seq).num_tokens <= 16
     assert again.fetched(list(range(16)) + [99] * 6) is not None, "the other one has its own"
+
+
+def turn_of(engine: Engine, tokens: list[int], session: str, ttl_s: float = 1000.0) -> None:
+    """Run a prompt of a session."""
+    seq = engine.compute(tokens)
+    seq.request.cache_session, seq.request.cache_ttl_s = session, ttl_s
+    engine.tier.keep(seq)
+
+
+def test_a_client_of_sessions_takes_no_more_memory_than_there_are_blocks(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_tier, "_LEAST_PRUNED", 4)
+    one = engines()
+    for number in range(20):
+        turn_of(one, [number], f"short {number}")
+    assert one.tier._sessions == {}, "a prompt without a full block leaves nothing to keep"
+    for number in range(20):
+        turn_of(one, [1000 * number + place for place in range(22)], "long")
+        one.tier._unsaved.clear()  # as when the disk does not keep up: what has left the pool is nowhere
+    one.tier.wait_until_saved()
+    [(session, kept)] = one.tier._sessions.items()
+    assert len(kept.names) <= 2 * (NUM_BLOCKS + 5) + 4 and one.tier._num_session_blocks == len(kept.names)
+    assert len(one.files.session_names(session)) == 5
+
+
+def test_a_session_is_forgotten_after_its_time_and_where_others_have_more_blocks(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [disk_tier.time.time()]
+    monkeypatch.setattr(disk_tier.time, "time", lambda: now[0])
+    one = engines()
+    turn_of(one, list(range(22)), "short", ttl_s=10.0)
+    one.save()
+    now[0] += 100
+    turn_of(one, list(range(100, 122)), "second")
+    turn_of(one, list(range(100, 126)), "third")
+    one.save()
+    assert one.stats().num_disk_sessions == 2 == len(one.files.sessions()) and one.tier._num_session_blocks == 11
+    assert one.tier.drop_session("short", None) is None
+    assert one.files.knows(next(iter(one.contents()))), "its blocks are like others' now"
+    one.files.limit_bytes = 12 * BLOCK_BYTES
+    one.tier._forget_old_sessions()
+    assert one.tier._num_session_blocks == 11
+    one.files.limit_bytes = 10 * BLOCK_BYTES
+    one.tier._forget_old_sessions()
+    one.tier.wait_until_saved()
+    assert one.tier._num_session_blocks == 6 and len(one.files.sessions()) == 1
+    assert one.tier.drop_session("second", None) is None and one.tier.drop_session("third", None) == 6
+
+
+def test_a_dropped_session_frees_its_blocks_though_its_file_is_gone(engines: Any) -> None:
+    one = engines()
+    turn_of(one, list(range(22)), "mine")
+    one.save()
+    [session] = one.files.sessions()
+    one.files.forget_session(session)  # as when room was made
+    assert one.tier.drop_session("mine", None) == 5
+    one.tier.wait_until_saved()
+    assert one.files._files == {}
 
 
 def test_engines_that_run_at_once_find_each_others_blocks(engines: Any) -> None:

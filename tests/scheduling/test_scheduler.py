@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -107,6 +108,19 @@ def test_decodes_and_prompts_share_one_budget_and_running_sequences_come_first()
     assert computed(s) == {"a": 1, "b": 1, "c": 18}
     assert computed(s) == {"a": 1, "b": 1, "c": 18}
     assert computed(s) == {"a": 1, "b": 1, "c": 14}
+
+
+def test_a_sequence_that_waits_for_room_to_read_its_blocks_stops_others_only_while_something_runs() -> None:
+    s = scheduler()
+    turns = {"first": "waits", "second": "reads"}
+    s.tier = SimpleNamespace(turn=lambda seq: turns.get(seq.request.request_id, "starts"), leave=lambda seq: None)  # type: ignore[assignment]
+    for name in turns:
+        s.add(request(name, 3))
+    assert step(s) == [] and s.queues.running == []
+    turns["second"] = "starts"  # what it has read was in the first one's way
+    assert computed(s) == {"second": 3}
+    s.add(request("third", 3))
+    assert computed(s) == {"second": 1}, "blocks become free when it ends: nobody passes the first one"
 
 
 def test_a_long_prompt_in_front_leaves_one_token_to_each_decode_behind() -> None:
