@@ -136,6 +136,10 @@ class _Engine:
                     self._on_trial = None
                 self._give_core()
                 return
+            case EngineRequest() | ResetCache() | DropCacheSession() | GetBlockMap() if (
+                not self.has_core or front in self._untold
+            ):
+                return  # sent before the front end has heard of the core's end; it asks the next core
             case ResetCache() | DropCacheSession():
                 self._resets.append(front)
             case GetBlockMap():

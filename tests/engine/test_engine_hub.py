@@ -13,14 +13,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from octavo import SamplingParams
 from octavo.config import EngineConfig
 from octavo.engine import engine_hub, restart_policy
 from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.engine.engine_hub import EngineHub, FrontEnd
 from octavo.engine.hub_link import HubLink
 from octavo.engine.shared_engine import SharedEngine
-from octavo.engine.wire import AbortAll, FrontendMessage
-from octavo.errors import EngineDeadError, RequestError
+from octavo.engine.wire import AbortAll, DropCacheSession, FrontendMessage, GetBlockMap, ResetCache, encode_message
+from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.metrics.summed import snapshot
 from tests.engine.stub_engine import ANSWER, EXIT, HANG, THREE_CORES, ask
@@ -147,6 +148,36 @@ def test_all_front_ends_go_on_with_the_next_core(
         assert await asyncio.gather(ask(one.engine, ANSWER), ask(other.engine, ANSWER)) == ["length", "length"]
         assert await counted(one, "octavo:engine_restarts_total") == [hub.metrics.num_restarts]
         assert hub.metrics.num_restarts >= 2
+
+    with_hub(use, max_restarts=5)
+
+
+def test_what_was_under_way_to_a_core_as_it_died_is_left_to_the_next_core(
+    with_hub: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart_policy, "MAX_DELAY_S", 0.0)
+
+    async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
+        one, other = await make(), await make()
+        engine = hub._engines[0]
+        supervisor = engine.supervisor
+        lose, told = supervisor._lose, list[FrontendMessage]()
+        request = one.engine.inputs.process({"prompt_token_ids": ANSWER}, SamplingParams(max_tokens=1))
+
+        def lose_as_messages_come(error: OctavoError) -> None:
+            lose(error)
+            with monkeypatch.context() as patch:
+                patch.setattr(supervisor, "tell", told.append)
+                for message in (request, ResetCache(False), DropCacheSession("s", None), GetBlockMap()):
+                    assert one.attached is not None
+                    engine.take(one.attached, encode_message(message))
+
+        monkeypatch.setattr(supervisor, "_lose", lose_as_messages_come)
+        assert await ask(one.engine, THREE_CORES) == "length"
+        assert not (told or engine._resets or engine._maps)
+        assert await other.shared.reset_prefix_cache()
+        assert await other.engine.block_map() is not None
+        assert not (one.is_lost.is_set() or other.is_lost.is_set())
 
     with_hub(use, max_restarts=5)
 

@@ -18,7 +18,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -39,7 +39,6 @@ KIND = "answer"  # of objects in the store
 _MAX_ANSWERS = 8  # to the same messages
 _OBJECT_BYTES = 500  # that an answer takes beside its tokens, about
 _DIGEST_BYTES = 16
-_TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,32 +46,17 @@ class RememberedAnswer:
     """An answer, and the prompt that it was an answer to."""
 
     key: bytes  # of the messages of the prompt: the last of `message_keys`
-    parent: RememberedAnswer | None  # the earlier answer with whose tokens the prompt begins
+    parent: tuple[bytes, bytes] | None  # key and digest of the earlier answer with whose tokens the prompt begins
     tokens: bytes  # int32: the rest of the prompt, then the answer
     num_tokens: int  # of the answer
     has_end: bool  # the answer ends with a token for the end of turn
     text_length: int  # characters of the rendered prompt
     text_digest: bytes
+    digest: bytes = field(init=False)  # tells this answer from others to the same messages
 
-    @property
-    def chain(self) -> list[RememberedAnswer]:
-        """Return the answers in the prompt, the first one first, and this one."""
-        chain: list[RememberedAnswer] = []
-        one: RememberedAnswer | None = self
-        while one is not None:
-            chain.append(one)
-            one = one.parent
-        return chain[::-1]
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Return the tokens of prompt and answer."""
-        return array("i", b"".join(one.tokens for one in self.chain)).tolist()
-
-    @property
-    def digest(self) -> bytes:
-        """Return what tells this answer from others to the same messages."""
-        return _digest(self.tokens)
+    def __post_init__(self) -> None:
+        before = b"" if self.parent is None else self.parent[1]
+        object.__setattr__(self, "digest", _digest(before + self.tokens))
 
 
 class _Kept(msgspec.Struct, array_like=True):
@@ -110,6 +94,7 @@ class AnswerMemory:
         """Remember an answer."""
         with self._lock:
             known = self._insert(answer)
+            self._make_room()
         if self._store is not None:
             id, body = answer.key.hex(), _encode_kept([_kept(one) for one in known])
             self._store.post(lambda database: database.put(KIND, id, body))
@@ -119,12 +104,31 @@ class AnswerMemory:
         with self._lock:
             return self._answers.get(key, [])[::-1]
 
-    def touch(self, answer: RememberedAnswer) -> None:
-        """Note that an answer is used, with those that it goes on from."""
+    def chain(self, answer: RememberedAnswer) -> list[RememberedAnswer] | None:
+        """Return the answers in the prompt of `answer`, the first one first, and `answer`; None if one of them is
+        gone."""
         with self._lock:
-            for one in answer.chain:
-                if one.key in self._answers:
-                    self._answers.move_to_end(one.key)
+            return self._chain(answer)
+
+    def _chain(self, answer: RememberedAnswer) -> list[RememberedAnswer] | None:
+        chain = [answer]
+        while (parent := chain[-1].parent) is not None:
+            key, digest = parent
+            found = next((one for one in self._answers.get(key, ()) if one.digest == digest), None)
+            if found is None:
+                return None
+            chain.append(found)
+        return chain[::-1]
+
+    def touch(self, chain: Sequence[RememberedAnswer]) -> None:
+        """Note that the answers of a chain are used. The first one counts as used last: the others need it."""
+        with self._lock:
+            self._touch(chain)
+
+    def _touch(self, chain: Sequence[RememberedAnswer]) -> None:
+        for one in reversed(chain):
+            if one.key in self._answers:
+                self._answers.move_to_end(one.key)
 
     async def load(self, keys: Sequence[bytes]) -> None:
         """Read answers that only the store has. `keys` are those of one conversation, the shortest first."""
@@ -139,32 +143,34 @@ class AnswerMemory:
         for key, kept in await self._store.run(read) if missing else ():
             for one in kept:
                 parent = None
-                if one.parent_key is not None:
-                    parents = self.find(one.parent_key)
-                    parent = next((found for found in parents if found.digest == one.parent_digest), None)
-                    if parent is None:
-                        continue
+                if one.parent_key is not None and one.parent_digest is not None:
+                    parent = one.parent_key, one.parent_digest
                 answer = RememberedAnswer(
                     key, parent, one.tokens, one.num_tokens, one.has_end, one.text_length, one.text_digest
                 )
                 with self._lock:
-                    self._insert(answer)
+                    if self._chain(answer) is not None:
+                        self._insert(answer)
+        with self._lock:
+            self._make_room()
 
     def _insert(self, answer: RememberedAnswer) -> list[RememberedAnswer]:
         known = self._answers.setdefault(answer.key, [])
         self._answers.move_to_end(answer.key)
-        for one in [one for one in known if one.tokens == answer.tokens and one.parent is answer.parent]:
+        for one in [one for one in known if one.digest == answer.digest]:
             known.remove(one)
             self._num_bytes -= _size(one)
         known.append(answer)
         self._num_bytes += _size(answer)
         if len(known) > _MAX_ANSWERS:
             self._num_bytes -= _size(known.pop(0))
-        shown = list(known)
+        self._touch(self._chain(answer) or ())
+        return list(known)
+
+    def _make_room(self) -> None:
         while self._num_bytes > self._max_bytes:
             _, dropped = self._answers.popitem(last=False)
             self._num_bytes -= sum(map(_size, dropped))
-        return shown
 
 
 def _size(answer: RememberedAnswer) -> int:
@@ -172,16 +178,8 @@ def _size(answer: RememberedAnswer) -> int:
 
 
 def _kept(answer: RememberedAnswer) -> _Kept:
-    parent = answer.parent
-    return _Kept(
-        None if parent is None else parent.key,
-        None if parent is None else parent.digest,
-        answer.tokens,
-        answer.num_tokens,
-        answer.has_end,
-        answer.text_length,
-        answer.text_digest,
-    )
+    key, digest = answer.parent or (None, None)
+    return _Kept(key, digest, answer.tokens, answer.num_tokens, answer.has_end, answer.text_length, answer.text_digest)
 
 
 def message_keys(messages: Sequence[ChatMessage], salt: str | None) -> list[bytes]:
@@ -199,6 +197,7 @@ class Recalled:
     """A prompt that goes on from an earlier answer."""
 
     answer: RememberedAnswer
+    num_known: int  # tokens of the answer's prompt and the answer
     token_ids: list[int]  # of the whole prompt
 
 
@@ -222,20 +221,28 @@ def recall(
         if messages[i].role != "assistant":
             continue
         for answer in memory.find(keys[i - 1]):
-            token_ids = _continued(answer, messages[i], prompt, reading)
-            if token_ids is not None:
-                memory.touch(answer)
-                return Recalled(answer, token_ids)
+            if not _begins(prompt, answer) or (chain := memory.chain(answer)) is None:
+                continue
+            known = array("i", b"".join(one.tokens for one in chain)).tolist()
+            rest = _continued(answer, known, messages[i], prompt, reading)
+            if rest is not None:
+                memory.touch(chain)
+                return Recalled(answer, len(known), known + rest)
     return None
 
 
-def _continued(answer: RememberedAnswer, message: ChatMessage, prompt: str, reading: AnswerReading) -> list[int] | None:
-    """Return the tokens of a prompt in which `message` may be `answer`; None if it is not."""
-    if len(prompt) <= answer.text_length or text_digest(prompt[: answer.text_length]) != answer.text_digest:
-        return None
+def _begins(prompt: str, answer: RememberedAnswer) -> bool:
+    """Return whether a rendered prompt begins with the text of an answer's prompt."""
+    return len(prompt) > answer.text_length and text_digest(prompt[: answer.text_length]) == answer.text_digest
+
+
+def _continued(
+    answer: RememberedAnswer, known: list[int], message: ChatMessage, prompt: str, reading: AnswerReading
+) -> list[int] | None:
+    """Return the tokens with which a prompt in which `message` may be `answer` goes on behind it; None if it is not.
+    `known` are the tokens of the answer's prompt and the answer."""
     earlier, begun = prompt[: answer.text_length], prompt[answer.text_length :]
-    token_ids = answer.token_ids
-    own = token_ids[-answer.num_tokens :]
+    own = known[-answer.num_tokens :]
     decode = reading.tokenizer.decode
     written = decode(own[:-1] if answer.has_end else own)
     if answer.has_end:
@@ -252,8 +259,8 @@ def _continued(answer: RememberedAnswer, message: ChatMessage, prompt: str, read
         return None
     encoded = reading.encode(rest)
     if not answer.has_end:
-        return token_ids + encoded
-    return token_ids + encoded[1:] if encoded[:1] == own[-1:] else None
+        return encoded
+    return encoded[1:] if encoded[:1] == own[-1:] else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +341,8 @@ def remembered(
 ) -> RememberedAnswer:
     """Return an answer to remember. `key` is of the messages, `prompt` has the tokens that began with those that were
     `recalled`, and `text` is the length and the digest of the rendered prompt."""
-    parent = None if recalled is None else recalled.answer
-    num_known = 0 if parent is None else sum(len(one.tokens) for one in parent.chain) // _TOKEN_BYTES
+    parent, num_known = None, 0
+    if recalled is not None:
+        parent, num_known = (recalled.answer.key, recalled.answer.digest), recalled.num_known
     tokens = pack_tokens([*prompt[num_known:], *answer])
     return RememberedAnswer(key, parent, tokens, len(answer), answer[-1] in end_tokens, *text)

@@ -17,7 +17,6 @@ import socket
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -37,7 +36,6 @@ from octavo.processes import allow_files, event_loop_factory
 
 logger = logging.getLogger("octavo.server")
 
-STORE_PREFIX = "octavo-store-"  # of the folder of a store that ends with its server
 _PARENT_END_S = 1.0  # from the end of a killed parent's connections to that of its process
 
 
@@ -53,6 +51,7 @@ class FrontEndArgs(msgspec.Struct):
     link: int
     counts: int
     loggers: list[str]
+    store_folder: str | None = None  # of a store that ends with its server
 
 
 def main() -> None:
@@ -67,14 +66,14 @@ def main() -> None:
         runner.run(_serve(given))
 
 
-def _end_with_hub(store: str | None, parent: int) -> None:
+def _end_with_hub(store_folder: str | None, parent: int) -> None:
     """End this process, as its connection has ended: the parent has ended too, or has given this front end up. A
-    parent that was killed has left its store."""
+    parent that was killed has left the folder of its own store."""
     deadline = time.monotonic() + _PARENT_END_S
     while os.getppid() == parent and time.monotonic() < deadline:
         time.sleep(0.01)
-    if os.getppid() != parent and store is not None and Path(store).parent.name.startswith(STORE_PREFIX):
-        shutil.rmtree(Path(store).parent, ignore_errors=True)
+    if os.getppid() != parent and store_folder is not None:
+        shutil.rmtree(store_folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -88,7 +87,7 @@ async def _serve(given: FrontEndArgs) -> None:
     counts = _counts(given)
     metrics = EngineMetrics(config.model.served_model_names[0], config.model.max_model_len, config.served_ranks.start)
     metrics.counts_steps, metrics.share_rate = False, counts.sharing(REQUESTS_PER_S)
-    link = HubLink(partial(_end_with_hub, args.response_store, given.parent))
+    link = HubLink(partial(_end_with_hub, given.store_folder, given.parent))
     channels = link.channels
     engine = make_engine(config, metrics=metrics, make_core=link.make_core, on_engine_death=args.on_engine_death)
     for place, forecast in enumerate(engine.forecasts):

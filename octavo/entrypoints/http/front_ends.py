@@ -29,7 +29,7 @@ from octavo.config import EngineConfig
 from octavo.engine.core_client import wait_for_exit
 from octavo.engine.engine_hub import EngineHub
 from octavo.engine.restart_policy import RestartPolicy
-from octavo.entrypoints.http.front_end import STORE_PREFIX, FrontEndArgs
+from octavo.entrypoints.http.front_end import FrontEndArgs
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.shared_counts import SharedCounts, num_bytes
 from octavo.errors import ConfigError, OctavoError
@@ -75,13 +75,14 @@ def share_port(first: socket.socket, number: int, *, is_path: bool) -> Iterator[
 
 
 @contextlib.contextmanager
-def one_store(args: ServerArgs) -> Iterator[ServerArgs]:
-    """Yield `args` with a store that front ends can share: without --response-store, a file until the server ends."""
+def one_store(args: ServerArgs) -> Iterator[tuple[ServerArgs, str | None]]:
+    """Yield `args` with a store that front ends can share, and the folder of a store that goes with the server: without
+    --response-store it is a file until the server ends. A user's store has None."""
     if args.response_store is not None:
-        yield args
+        yield args, None
         return
-    with tempfile.TemporaryDirectory(prefix=STORE_PREFIX) as folder:
-        yield replace(args, response_store=str(Path(folder, "store.sqlite")))
+    with tempfile.TemporaryDirectory(prefix="octavo-store-") as folder:
+        yield replace(args, response_store=str(Path(folder, "store.sqlite"))), folder
 
 
 class FrontEnds:
@@ -89,10 +90,10 @@ class FrontEnds:
 
     def __init__(
         self, hub: EngineHub, config: EngineConfig, args: ServerArgs, sockets: Sequence[socket.socket],
-        loggers: Sequence[str],
+        loggers: Sequence[str], store_folder: str | None,
     ) -> None:  # fmt: skip
         self._hub, self._config, self._args, self._sockets = hub, config, args, sockets
-        self._loggers = list(loggers)
+        self._loggers, self._store_folder = list(loggers), store_folder
         self._stopping = asyncio.Event()
         self.processes: dict[int, subprocess.Popen[bytes]] = {}  # by place
         self._counts_file = tempfile.TemporaryFile()  # noqa: SIM115 - until `run` has ended
@@ -162,7 +163,7 @@ class FrontEnds:
         with its_link:
             given = FrontEndArgs(
                 self._config, self._args, number, place, os.getpid(), self._sockets[place].fileno(), its_link.fileno(),
-                self._counts_file.fileno(), self._loggers,
+                self._counts_file.fileno(), self._loggers, self._store_folder,
             )  # fmt: skip
             command = child_command("octavo.entrypoints.http.front_end")
             process = subprocess.Popen(

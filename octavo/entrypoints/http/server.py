@@ -169,7 +169,8 @@ def _start_hub(
         try:
             check_engines(config, args)
             several = share_port(sock, args.api_server_count, is_path=args.uds is not None)
-            sockets, own_args = stack.enter_context(several), stack.enter_context(one_store(args))
+            sockets = stack.enter_context(several)
+            own_args, store_folder = stack.enter_context(one_store(args))
         except BaseException:
             core.close()
             raise
@@ -185,7 +186,8 @@ def _start_hub(
         )
         phases.end("engines")
         try:
-            yield _StartedHub(hub, FrontEnds(hub, config, own_args, sockets, LOGGERS), metrics, phases, display)
+            fronts = FrontEnds(hub, config, own_args, sockets, LOGGERS, store_folder)
+            yield _StartedHub(hub, fronts, metrics, phases, display)
         finally:
             display.clear()
             hub.shutdown()

@@ -30,7 +30,7 @@ DEAD_AFTER_S = 30.0  # seconds without a beat
 _BUSY_S = 10.0  # time that an operation waits for another server's operation
 _VERSION = 1  # version of the tables
 _PAGE_BYTES = 4096
-_EVICTED = ("response", "chat", "conversation", "answer")  # kinds whose oldest objects are deleted to make room
+_EVICTED = "kind IN ('response', 'chat', 'conversation') AND owner IS NULL"  # the oldest are deleted to make room
 _EVICTED_AT_ONCE = 16
 _TABLES = """
 CREATE TABLE objects (
@@ -38,6 +38,7 @@ CREATE TABLE objects (
   body BLOB NOT NULL, extra BLOB, owner TEXT, wants_cancel INTEGER NOT NULL DEFAULT 0
 );
 CREATE UNIQUE INDEX by_id ON objects (kind, id);
+CREATE INDEX answers ON objects (kind) WHERE kind = 'answer';
 CREATE INDEX by_owner ON objects (owner) WHERE owner IS NOT NULL;
 CREATE TABLE chunks (id TEXT NOT NULL, number INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY (id, number))
   WITHOUT ROWID;
@@ -208,14 +209,10 @@ class Database:
         self._db.execute("DELETE FROM owners WHERE owner = ?", (self.owner,))
 
     def _make_room(self, num_bytes: int) -> None:
-        """Delete the oldest responses, conversations and chats until `num_bytes` fit. Raises `StoreError` if they are
-        not enough."""
+        """Delete the oldest tokens of answers, then the oldest responses, conversations and chats, until `num_bytes`
+        fit. Raises `StoreError` if they are not enough."""
         while self._num_bytes() + num_bytes > self._max_bytes:
-            marks = ", ".join("?" * len(_EVICTED))
-            rows = self._db.execute(
-                f"SELECT kind, id FROM objects WHERE kind IN ({marks}) AND owner IS NULL ORDER BY number LIMIT ?",
-                (*_EVICTED, _EVICTED_AT_ONCE),
-            ).fetchall()
+            rows = self._oldest("kind = 'answer'") or self._oldest(_EVICTED)
             if not rows:
                 raise StoreError(
                     f"The server's store has no room for {num_bytes} bytes more; it holds {self._max_bytes} at most "
@@ -223,6 +220,12 @@ class Database:
                 )
             for kind, id in rows:
                 self.delete(kind, id)
+
+    def _oldest(self, which: str) -> list[tuple[str, str]]:
+        """Return kinds and ids of the oldest objects of those that SQL chooses."""
+        return self._db.execute(
+            f"SELECT kind, id FROM objects WHERE {which} ORDER BY number LIMIT {_EVICTED_AT_ONCE}"
+        ).fetchall()
 
     def _num_bytes(self) -> int:
         (num_pages,) = self._db.execute("PRAGMA page_count").fetchone()

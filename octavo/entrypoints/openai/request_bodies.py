@@ -402,7 +402,7 @@ class GenerationRequest(SamplingRequest):
             raise RequestError("stream_options is only allowed when stream is true.", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs is only allowed when stream is false.", param="prompt_logprobs")
-        if self.logprob_token_ids and self.logprobs in (None, False):  # type: ignore[attr-defined]
+        if self.logprob_token_ids and not self.has_logprobs:
             raise RequestError("logprob_token_ids is only allowed with logprobs.", param="logprob_token_ids")
         if self.resume is not None and not self.is_resumable:
             raise RequestError(
@@ -418,9 +418,13 @@ class GenerationRequest(SamplingRequest):
     @property
     def is_resumable(self) -> bool:
         """Return whether another server can go on with the stream, given its tokens."""
-        has_more = self.logprobs is not None and self.logprobs is not False  # type: ignore[attr-defined]
         num_sequences = max(self.num_choices, self.best_of or 1)
-        return bool(self.stream) and num_sequences == 1 and not has_more and not self.use_beam_search
+        return bool(self.stream) and num_sequences == 1 and not self.has_logprobs and not self.use_beam_search
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Return whether the answer has log-probabilities. Completions have them with 0 too."""
+        return self.logprobs is not None and self.logprobs is not False  # type: ignore[attr-defined]
 
     @property
     def wants_usage(self) -> bool:

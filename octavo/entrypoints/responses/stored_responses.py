@@ -81,7 +81,8 @@ def _before(database: Database, stored: Stored) -> list[Item]:
     if home is None:
         return []
     _, items = stored_conversations.find(database, home["id"])
-    own = {item["id"] for item in read_input(stored)}
+    # Those of the answer too: the client may have deleted the request's.
+    own = {item["id"] for item in [*read_input(stored), *_decode(stored.body)["output"]]}
     return list(itertools.takewhile(lambda item: item["id"] not in own, items))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from octavo.entrypoints.chat.answer_memory import (
     AnswerMemory,
     AnswerReading,
     Recalled,
+    RememberedAnswer,
     _Said,
     _said,
     _size,
@@ -282,6 +284,35 @@ def test_a_memory_is_bounded_and_forgets_what_was_not_used_for_longest() -> None
     [key] = message_keys(talks[0].messages, None)
     assert len(memory.find(key)) == 8
     assert memory._num_bytes == sum(map(_size, (one for kept in memory._answers.values() for one in kept)))
+
+
+def test_a_long_conversation_keeps_its_beginning_within_the_bound() -> None:
+    memory = AnswerMemory(20_000)
+    server = Server(TOOL_TEMPLATES["hermes"], memory=memory)
+    body, first = talk(user("0?")), list[int]()
+    for i in range(20):
+        token_ids = server.answer(body, "x" * 300 + "<|im_end|>")
+        first = first or token_ids
+        body = followed(body, {"role": "assistant", "content": "x" * 300}, user(f"{i}?"))
+        assert sum(len(one.tokens) for one in reached(memory)) <= memory._num_bytes <= 20_000
+    found = server.recalled(body)
+    assert found is not None and found.token_ids[: len(first)] == first
+    assert found.num_known > 4 * len(first), "more than the first answer is there"
+    keys = message_keys(body.messages, None)
+    del memory._answers[keys[0]]
+    assert server.recalled(body) is None, "an answer whose beginning is gone is not used"
+
+
+def reached(memory: AnswerMemory) -> list[RememberedAnswer]:
+    """All answers that a memory keeps alive."""
+    seen: dict[int, Any] = {}
+    left: list[Any] = [memory._answers]
+    while left:
+        one = left.pop()
+        if id(one) not in seen and isinstance(one, (RememberedAnswer, dict, list, tuple)):
+            seen[id(one)] = one
+            left += gc.get_referents(one)
+    return [one for one in seen.values() if isinstance(one, RememberedAnswer)]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from octavo.entrypoints.http.front_end import _end_with_hub
 from octavo.entrypoints.http.front_ends import check_engines, one_store, share_port
 from octavo.entrypoints.http.server import _bind
 from octavo.entrypoints.http.server_args import ServerArgs
@@ -58,13 +60,30 @@ def test_front_ends_listen_at_one_port_and_nobody_else_can() -> None:
 
 
 def test_a_store_of_several_front_ends_is_a_file_that_ends_with_the_server() -> None:
-    with one_store(ServerArgs()) as args:
-        assert args.response_store is not None
-        folder = Path(args.response_store).parent
+    with one_store(ServerArgs()) as (args, name):
+        assert args.response_store is not None and name is not None
+        folder = Path(name)
+        assert Path(args.response_store).parent == folder
         assert folder.stat().st_mode & 0o77 == 0
     assert not folder.exists()
-    with one_store(ServerArgs(response_store="own.sqlite")) as args:
-        assert args.response_store == "own.sqlite"
+    with one_store(ServerArgs(response_store="own.sqlite")) as (args, name):
+        assert (args.response_store, name) == ("own.sqlite", None)
+
+
+def test_the_store_of_a_killed_server_is_removed_and_a_users_store_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    users = tmp_path / "octavo-store-1"  # named as the server names its own
+    users.mkdir()
+    with one_store(ServerArgs(response_store=str(users / "store.sqlite"))) as (_, name):
+        _end_with_hub(name, parent=-1)
+    assert users.exists()
+    with one_store(ServerArgs()) as (_, name):
+        assert name is not None
+        _end_with_hub(name, parent=-1)
+        assert not Path(name).exists()
+        Path(name).mkdir()  # as this process lives on
 
 
 def test_engines_of_other_hosts_are_refused() -> None:

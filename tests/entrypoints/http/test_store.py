@@ -123,6 +123,19 @@ def test_the_oldest_responses_make_room_and_files_do_not() -> None:
     database.close()
 
 
+def test_tokens_of_answers_make_room_before_responses_do() -> None:
+    database = Database(None, 300_000)
+    with database.transaction():
+        database.put("response", "first", b"x" * 20_000)
+    for i in range(100):
+        with database.transaction():
+            database.put("answer", str(i), b"x" * 20_000)
+    with database.transaction():
+        assert database.get("response", "first") is not None
+        assert database.get("answer", "0") is None and database.get("answer", "99") is not None
+    database.close()
+
+
 def test_a_file_that_is_no_store_keeps_the_server_from_starting(tmp_path: Path) -> None:
     text, other, newer = tmp_path / "text", tmp_path / "no" / "folder.db", tmp_path / "newer.db"
     text.write_text("Something else. " * 500)

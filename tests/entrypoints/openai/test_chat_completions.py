@@ -308,11 +308,12 @@ def test_log_probabilities_are_of_the_tokens_that_are_named(http: httpx.Client, 
         (entry["token"], -0.5), *((f"token_id:{id}", -1.0) for id in (65, 66, 67)),
     ]  # fmt: skip
     assert (engine.seen[-1][1].logprobs, engine.seen[-1][1].logprob_token_ids) == (0, [65, 66, 67])
-    whole = http.post(
-        "/v1/completions", json={"prompt": "a", "logprobs": 1, "logprob_token_ids": [65], "max_tokens": 1}
-    )
-    [top] = whole.json()["choices"][0]["logprobs"]["top_logprobs"]
-    assert sorted(top.values()) == [-1.0, -0.5]
+    for number in (0, 1):  # completions have log-probabilities with 0 too
+        whole = http.post(
+            "/v1/completions", json={"prompt": "a", "logprobs": number, "logprob_token_ids": [65], "max_tokens": 1}
+        )
+        [top] = whole.json()["choices"][0]["logprobs"]["top_logprobs"]
+        assert sorted(top.values()) == [-1.0, -0.5]
     for fields in ({"logprob_token_ids": [300]}, {"logprob_token_ids": [1] * 129}, {"logprobs": False}):
         refused = http.post("/v1/chat/completions", json=body | fields | {"top_logprobs": 0})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprob_token_ids"), refused.text

@@ -88,6 +88,11 @@ def test_a_response_after_one_of_a_conversation_has_all_that_was_said_before(
     after = client.responses.create(model=MODEL, input="Two?", previous_response_id=first.id)
     assert prompt(engine) == "user: Hi\nuser: One?\nassistant: Hello there\nuser: Two?\nassistant:"
     assert after.conversation is None and len(texts(client, id)) == 5
+    question = client.conversations.items.list(id, order="asc").data[1]
+    assert question.id is not None
+    client.conversations.items.delete(question.id, conversation_id=id)
+    client.responses.create(model=MODEL, input="Two?", previous_response_id=first.id)
+    assert prompt(engine) == "user: Hi\nuser: One?\nassistant: Hello there\nuser: Two?\nassistant:"
 
 
 def test_answers_that_fail_or_are_cut_off_by_the_client_are_not_added(
