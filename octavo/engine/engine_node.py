@@ -170,11 +170,12 @@ class _Engine:
         to_server = asyncio.ensure_future(core.receive_data(lambda data: write_message(writer, data)))
         try:
             await asyncio.wait((to_core, to_server, end), return_when=asyncio.FIRST_COMPLETED)
+            if to_core.done():  # the server has hung up, or the core takes no messages: what follows says which
+                await asyncio.wait((to_server, end), timeout=_REASON_S, return_when=asyncio.FIRST_COMPLETED)
             if to_server.done() and not end.done():
                 to_server.result()
                 core.wait()
                 return _End(core.end_reason(), by_core=True)
-            await asyncio.wait((end,), timeout=_REASON_S)
             return end.result() if end.done() else _End("the server has closed its connection")
         finally:
             for task in (to_core, to_server):

@@ -314,7 +314,8 @@ class _Source:
         is_read = self.layout.bits == layout.bits or not isinstance(self.opened, PackedWords)
         if is_read and self.layout.table == layout.table:
             return self
-        assert self.part is not None
+        if self.part is None:
+            raise ValueError("only a part that is stored can become codes.")
         codes = unpack(self.part)
         return _of_codes(codes if layout.table == codes.table else codes.widened(codes.layout.without_table))
 

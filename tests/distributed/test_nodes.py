@@ -245,7 +245,6 @@ def test_without_node_0_a_node_gives_up(model: Path, port: int) -> None:
         (RAY_ENGINES | {"data_parallel_size_local": 4}, "must say how many of the 4 of --data-parallel-size each host"),
         (RAY_ENGINES | {"data_parallel_start_rank": 2}, "--data-parallel-start-rank is for hosts that are started by"),
         (RAY, r"needs Ray: scripts/install ray, on all hosts"),
-        (RAY | {"pipeline_parallel_size": 1}, "ray shares the stages of --pipeline-parallel-size out"),
         (RAY | {"nnodes": 2, "node_rank": 1}, "--node-rank is for nodes that are started by hand"),
     ],
 )

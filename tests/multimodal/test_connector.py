@@ -255,11 +255,11 @@ def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPa
             events.append("fetched")
             return {"http://pictures.test/a.png": PICTURE}
 
-    async def submit(*_: Any, **__: Any) -> str:
+    async def submit(*_: Any, **__: Any) -> tuple[str, str]:
         await asyncio.sleep(0)
         assert sum(bool(conversation._files) for conversation in made) == 1
         events.append("decoded")
-        return "submitted"
+        return "prompt", "outputs"
 
     async def run() -> None:
         inputs = SimpleNamespace(media_processor_of=lambda media: Processor())
@@ -268,7 +268,7 @@ def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPa
             args=ServerArgs(),
         )  # fmt: skip
         made.extend(Conversation(body, state, SamplingParams()) for _ in range(3))
-        assert await asyncio.gather(*(one.submit("a") for one in made)) == ["submitted"] * 3
+        assert await asyncio.gather(*(one.submit("a") for one in made)) == [("prompt", "outputs")] * 3
 
     made: list[Conversation] = []
     asyncio.run(run())
