@@ -24,6 +24,8 @@ def disk_cache_config(
         if args.kv_cache_disk_gib != EngineArgs.kv_cache_disk_gib:
             raise ConfigError("--kv-cache-disk-gib is the size of the folder that --kv-cache-disk names; name one.")
         return None
+    if not args.kv_cache_disk:
+        raise ConfigError("--kv-cache-disk is empty; name a folder, or leave it out.")
     for what, is_so in {
         "on Windows": sys.platform == "win32",
         "on GPUs": device != "cpu",

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -368,13 +369,21 @@ class EngineCore:
 
 
 def _identify_weights(config: EngineConfig, disk: DiskCacheConfig) -> Future[str]:
-    """Start to hash the model's files."""
+    """Start to hash the model's files. Raises `ConfigError` if the folder cannot be used."""
     from octavo.execution.cache_fingerprint import model_identity
-    from octavo.kv_cache.block_files import notes_folder
+    from octavo.kv_cache.block_files import check_folder, notes_folder
 
-    thread = ThreadPoolExecutor(1, "weight-identity")
-    found = thread.submit(model_identity, config.model, notes_folder(disk.folder))
-    thread.shutdown(wait=False)
+    check_folder(disk.folder)
+    found = Future[str]()
+
+    def identify() -> None:
+        try:
+            found.set_result(model_identity(config.model, notes_folder(disk.folder)))
+        except Exception as e:
+            found.set_exception(e)
+
+    # A daemon: where the model cannot be loaded, the process ends at once.
+    threading.Thread(target=identify, name="weight-identity", daemon=True).start()
     return found
 
 

@@ -203,6 +203,6 @@ class LLMEngine(StepCalls):
 
     def close(self) -> None:
         if self._core is not None and self._core.disk is not None:
-            self._core.disk.save_all()
+            self._core.disk.close()
         self._core = None
         gc.collect()  # the runner and its program refer to each other

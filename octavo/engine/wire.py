@@ -77,7 +77,7 @@ class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
 
 
 class Trials(msgspec.Struct, tag="trials"):
-    """How many requests of a front end are to be tried alone (see `continuation.py`): sent when a core has died, and
+    """How many requests of a front end are to be tried alone (see `resubmission.py`): sent when a core has died, and
     when the last one is done. A hub lets one front end after the other try; cores ignore it."""
 
     number: int

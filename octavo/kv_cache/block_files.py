@@ -34,10 +34,10 @@ _FORMAT = "octavo-kv-1"
 _DIGEST_BYTES = 32
 _PAGE = 4096  # file systems give whole pages
 _SESSION = ".session"
-_KEPT_SHARE = 2  # sessions keep at most 1 / _KEPT_SHARE of the folder
+_KEPT_SHARE = 0.5  # of the folder, which sessions keep at most
 _PART = ".part"
 # The folder is read again when this share of its limit has been written, as other servers write there too.
-_RESCAN_SHARE = 16
+_RESCAN_SHARE = 1 / 16
 
 
 _Key = tuple[str, str]  # the fingerprint and the name of a file
@@ -46,6 +46,22 @@ _Key = tuple[str, str]  # the fingerprint and the name of a file
 class _File(NamedTuple):
     size: int  # on disk
     used: int  # its time, in nanoseconds of `time.time_ns`
+
+
+def check_folder(folder: str) -> Path:
+    """Return the place for all files in a folder, which is made. Raises `ConfigError` if it cannot be used."""
+    root = Path(folder, _FORMAT)
+    try:
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(os.open(probe := root / f"{secrets.token_hex(8)}{_PART}", os.O_CREAT | os.O_WRONLY, 0o600))
+        probe.unlink()
+    except OSError as e:
+        raise _unusable(folder, e) from None
+    return root
+
+
+def _unusable(folder: str, error: OSError) -> ConfigError:
+    return ConfigError(f"--kv-cache-disk {folder}: {error.strerror}; name a folder that this process may write.")
 
 
 def notes_folder(folder: str) -> Path:
@@ -62,7 +78,7 @@ class BlockFiles:
 
     def __init__(self, folder: str, fingerprint: bytes, limit_bytes: int) -> None:
         """Find what is in the folder. Raises `ConfigError` if it cannot be used."""
-        self._root = Path(folder, _FORMAT)
+        self._root = check_folder(folder)
         self._fingerprint, self._own, self.limit_bytes = fingerprint, fingerprint.hex(), limit_bytes
         self.num_bytes = 0  # of all fingerprints, as far as known
         self.num_kept_bytes = 0  # of blocks that sessions keep
@@ -74,14 +90,10 @@ class BlockFiles:
         self._unscanned_bytes = 0  # written since the last scan
         self._lock = threading.Lock()  # for the files that are known, and sums over them
         try:
-            (self._root / self._own).mkdir(parents=True, exist_ok=True, mode=0o700)
-            os.close(os.open(probe := self._root / f"{secrets.token_hex(8)}{_PART}", os.O_CREAT | os.O_WRONLY, 0o600))
-            probe.unlink()
+            (self._root / self._own).mkdir(exist_ok=True, mode=0o700)
             self.scan()
         except OSError as e:
-            raise ConfigError(
-                f"--kv-cache-disk {folder}: {e.strerror}; name a folder that this process may write."
-            ) from None
+            raise _unusable(folder, e) from None
 
     def has(self, name: Name) -> bool:
         """Return whether a block is there, also if another server has written it."""
@@ -111,7 +123,7 @@ class BlockFiles:
         size = _on_disk(len(data) + _DIGEST_BYTES)
         if size > self.limit_bytes:
             return False
-        if self._unscanned_bytes * _RESCAN_SHARE > self.limit_bytes:
+        if self._unscanned_bytes > _RESCAN_SHARE * self.limit_bytes:
             self.scan()
         self._make_room(size)
         path = self._path_of(self._own, file_name)
@@ -174,7 +186,7 @@ class BlockFiles:
                 ended, key = heapq.heappop(self._ends)
                 if key in self._kept and self._files[key].used == ended:
                     self.num_kept_bytes -= self._kept.pop(key)
-            return end if end > now and (self.num_kept_bytes + size) * _KEPT_SHARE <= self.limit_bytes else now
+            return end if end > now and self.num_kept_bytes + size <= _KEPT_SHARE * self.limit_bytes else now
 
     def keep_session(self, session: str, names: Collection[Name], keep_until: float) -> None:
         """Note that a session has these blocks too, for `drop_session`, and keep those that are there. Blocks that it

@@ -37,6 +37,7 @@ from octavo.step_cost import StepCostModel, StepWork
 logger = logging.getLogger(__name__)
 
 _QUEUE_BYTES = 64 << 20  # of blocks on their way to the folder, and as much on their way back
+_MOST_QUEUED = 10_000  # blocks and notes of their use: a disk that hangs lets no more of the latter pile up
 _CHUNK_BYTES = 4 << 20  # of blocks that are read together: a few milliseconds
 _NUM_READERS = 2
 _BUSY_SHARE = 0.01  # of a busy engine's time that saving may take
@@ -185,6 +186,7 @@ class DiskTier:
         self._queued: set[Name] = set()
         self._queued_bytes = 0
         self._is_writing = self._is_closed = False
+        self._is_emptying = False  # all that is in the folder is being removed
         self._keep_until: dict[Name, float] = {}  # for blocks that are not written yet
         self._write_s = 0.0  # the writer's processor time for a block, lately
         self._last_error = ""
@@ -204,7 +206,9 @@ class DiskTier:
 
     def forget(self, removes_files: bool) -> None:
         """Forget the blocks of the pools, whose contents are about to be lost; with `removes_files` those of the folder
-        too."""
+        too: they are not found any more, and the writer removes them."""
+        for name in self._unsaved:
+            self._keep_until.pop(name, None)
         self._unsaved.clear()
         for fetch in list(self._fetches):
             self.end(fetch)
@@ -216,8 +220,14 @@ class DiskTier:
                 self._queue.clear()
                 self._queued.clear()
                 self._queued_bytes = 0
-            self._do_in_turn(self.files.remove_all)
-            self.wait_until_saved(_SAVING_S)
+            self._is_emptying = True
+            self._do_in_turn(self._remove_all)
+
+    def _remove_all(self) -> None:
+        try:
+            self.files.remove_all()
+        finally:
+            self._is_emptying = False
 
     def wait_until_saved(self, timeout_s: float | None = None) -> bool:
         """Return when nothing is left to write, or after `timeout_s`. Any thread may call it; the engine's own saves
@@ -235,7 +245,9 @@ class DiskTier:
         self.wait_until_saved(max(0.0, end - time.monotonic()))
 
     def close(self) -> None:
-        """Save what is unsaved, and end the threads."""
+        """Save what is unsaved, and end the threads. The second call does nothing."""
+        if self._is_closed:
+            return
         self.save_all()
         with self._lock:
             self._is_closed = True
@@ -247,7 +259,7 @@ class DiskTier:
     # Blocks that go to the folder.
 
     def note_computed(self, name: Name, block: int) -> None:
-        if not self.files.knows(name) and name not in self._queued:
+        if (self._is_emptying or not self.files.knows(name)) and name not in self._queued:
             self._unsaved[name] = block
 
     def save_before_loss(self, name: Name) -> None:
@@ -283,6 +295,7 @@ class DiskTier:
     def _save(self, name: Name, block: int) -> None:
         """Queue a copy of a block, if there is room."""
         if not self._has_room():
+            self._keep_until.pop(name, None)
             with self._lock:
                 self._stats.num_disk_dropped += 1
             return
@@ -355,7 +368,8 @@ class DiskTier:
                 self._keep_until[name] = keep_until
         self._remember(session, found.keys(), keep_until)
         unsaved = self._unsaved.keys() & self._sessions[session].names  # of earlier turns too
-        self._do_in_turn(partial(self.files.keep_session, session, [*found, *unsaved], keep_until))
+        if len(self._queue) < _MOST_QUEUED:
+            self._do_in_turn(partial(self.files.keep_session, session, [*found, *unsaved], keep_until))
         self._forget_old_sessions()
 
     def _remember(self, session: str, names: Set[Name], keep_until: float) -> None:
@@ -449,7 +463,7 @@ class DiskTier:
         limit = min(len(keys), (seq.num_tokens - 1) // self._cache.block_size)
         if limit <= 0 or seq.params.prompt_logprobs is not None:
             return None
-        if self._hangs():
+        if self._is_emptying or self._hangs():
             return None
         num_cached, num_found = self._cache.num_prefix_blocks(keys, limit), self._num_found(keys, limit)
         used = self._cache.prefix_names(keys, num_found)
@@ -559,7 +573,7 @@ class DiskTier:
 
     def _touch(self, names: Sequence[Name]) -> None:
         """Mark blocks as used, the beginning of a prompt last: without it the rest is worth nothing."""
-        if names:
+        if names and len(self._queue) < _MOST_QUEUED:
             self._do_in_turn(partial(self.files.touch, names[::-1]))
 
     def _do_in_turn(self, work: Callable[[], None]) -> None:

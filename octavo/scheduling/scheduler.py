@@ -14,8 +14,8 @@ The states of a sequence, and the methods that move it there:
                 unless preempted or ended since
     preempted   waiting at its old place; its blocks are     `schedule` (`_preempt`), when blocks or rows run out;
                 freed, or swapped out to the host            `withdraw`, if the model has states
-    held        `is_held`, in either queue:    `update` (`hold_for_beam_search`), until `BeamSearch`
-                all tokens are computed, none is chosen yet  chooses
+    held        waiting or running, with `is_held`; all its  `update` (`hold_for_beam_search`), until `BeamSearch`
+                tokens are computed, none is chosen yet      chooses
     finished    `has_ended`; its row and blocks are free     `update`, `abort`, `withdraw` (`queues.drop`)
 
 With pipeline stages several steps are in flight. Each step has a part of the sequences. A sequence is in one step at a

@@ -16,7 +16,7 @@ from typing import Any
 
 from octavo import LLM, SamplingParams
 from octavo.kv_cache import disk_tier
-from octavo.kv_cache.block_files import BlockFiles
+from octavo.kv_cache.block_files import BlockFiles, _on_disk
 from octavo.step_cost import StepCostModel
 from tests.seeds import seed_of
 
@@ -74,7 +74,7 @@ def kill_engines(model: str, tokenizer: str, disk: Path, num_kills: int) -> Iter
 
 def _look_at(disk: Path, expected: dict[str, bytes]) -> dict[str, int]:
     root = disk / "octavo-kv-1"
-    num_bytes = sum(path.stat().st_blocks * 512 for path in root.rglob("*-*") if path.is_file())
+    num_bytes = sum(_on_disk(path.stat().st_size) for path in root.rglob("*-*") if path.is_file())
     [fingerprint] = [path.name for path in root.iterdir() if path.name != "weights"]
     files = BlockFiles(str(disk), bytes.fromhex(fingerprint), LIMIT_BYTES)
     found = [path.name for path in (root / fingerprint).rglob("*") if path.is_file()]

@@ -178,6 +178,7 @@ def test_evicted_blocks_come_back(model: Any) -> None:
     [
         ({"kv_cache_disk_gib": 0.0}, "--kv-cache-disk-gib must be above 0"),
         ({"kv_cache_disk": None, "kv_cache_disk_gib": 1.0}, "--kv-cache-disk-gib is the size of the folder"),
+        ({"kv_cache_disk": ""}, "--kv-cache-disk is empty; name a folder"),
         ({"tensor_parallel_size": 2}, r"--kv-cache-disk is not built yet with several workers \(-tp, -pp\)"),
         ({"enable_prefix_caching": False}, "keeps the blocks of the prefix cache, which is off"),
         ({"kv_cache_disk": "/dev/null/disk"}, "--kv-cache-disk /dev/null/disk: Not a directory; name a folder"),

@@ -326,6 +326,7 @@ def test_what_is_forgotten_does_not_come_back(engines: Any) -> None:
     assert other.fetched(list(range(22))) is not None
     other.tier.forget(removes_files=True)
     other.cache.forget_prefixes()
+    other.tier.wait_until_saved()
     assert list(other.files._files) == [] and other.fetched(list(range(22))) is None
 
 
@@ -354,6 +355,33 @@ def test_a_session_keeps_the_blocks_of_its_turns_until_it_is_dropped(
     assert again.cache.find_prefix(seq).num_tokens <= 16, "neither in the pools"
     assert again.fetched(list(range(22))) is None or again.cache.find_prefix(seq).num_tokens <= 16
     assert again.fetched(list(range(16)) + [99] * 6) is not None, "the other one has its own"
+
+
+def test_nobody_waits_until_a_disk_that_hangs_has_forgotten(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "_MOST_QUEUED", 3)
+    first = engines()
+    first.compute(list(range(22)))
+    first.save()
+    one, may_go = engines(), threading.Event()
+    remove_all, one.files.remove_all = one.files.remove_all, lambda: may_go.wait() and remove_all()
+    one.tier.forget(removes_files=True)
+    assert one.fetched(list(range(22))) is None, "what is there is as good as gone"
+    for number in range(8):
+        turn_of(one, list(range(22)), f"session {number}")
+    assert len(one.tier._queue) <= 3 and len(one.tier._unsaved) == 5
+    may_go.set()
+    one.save()
+    assert engines().fetched(list(range(22))) is not None, "what was computed since is there"
+
+
+def test_a_block_of_a_session_that_is_not_kept_leaves_nothing(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engines()
+    turn_of(one, list(range(22)), "mine")
+    assert len(one.tier._keep_until) == 5
+    monkeypatch.setattr(disk_tier, "_QUEUE_BYTES", 0)
+    for name in one.contents():
+        one.tier.save_before_loss(name)
+    assert one.tier._keep_until == {} and one.stats().num_disk_dropped == 5
 
 
 def turn_of(engine: Engine, tokens: list[int], session: str, ttl_s: float = 1000.0) -> None:
