@@ -9,6 +9,7 @@ outputs find the way back. When a front end ends, its requests are aborted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import socket
@@ -51,6 +52,7 @@ from octavo.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 _MAX_UNSENT_BYTES = 256 << 20  # to a front end that does not read
+_SNAPSHOT_S = 2.0  # for a front end to give its metrics; one that starts or is stopped has its last ones
 _LOAD, _UNLOAD = "load_lora_adapter", "unload_lora_adapter"
 
 _encode_raw = msgspec.msgpack.Encoder().encode
@@ -106,8 +108,8 @@ class _Engine:
         self._held: list[tuple[FrontEnd, bytes]] = []  # what others send meanwhile
 
     def attach(self, front: FrontEnd) -> None:
-        """Give a new front end the core, if it is ready. While it sleeps it counts as ready, until `say_ended`: the
-        front end must fall asleep too."""
+        """Give a new front end the core, if it is ready. While the core sleeps, the front end is told that it is ready,
+        so that it can fall asleep too; `say_ended` follows."""
         if self._hub.is_asleep:
             front.send(self.rank, self._ready)
             return
@@ -325,10 +327,16 @@ class EngineHub:
         return front
 
     async def begin(self, front: FrontEnd) -> None:
-        """Wait until a front end has started, and have it do what the others have been told."""
+        """Wait until a front end has started, and have it do what the others have been told. What it cannot do, as to
+        load an adapter whose files are gone, it is without. Raises `EngineDeadError` if it ends."""
         await front.channels.call("snapshot")
         for name, args in list(self._standing.values()):
-            await front.channels.call(name, **args)
+            try:
+                await front.channels.call(name, **args)
+            except EngineDeadError:
+                raise
+            except OctavoError as error:
+                logger.error("front end %d is without %s: %s", front.number, args.get("lora_name", name), error)
         if self.is_asleep:
             for engine in self._engines.values():
                 engine.say_ended(front)
@@ -406,9 +414,12 @@ class EngineHub:
 
     async def _render(self) -> tuple[bytes, str]:
         """Return the metrics of the engines and of all front ends together: a text, and its content type."""
-        fronts = list(self.fronts.values())
-        asked = [front.channels.call("snapshot") for front in fronts]
-        for front, found in zip(fronts, await asyncio.gather(*asked, return_exceptions=True), strict=True):
-            if not isinstance(found, BaseException):
+
+        async def ask(front: FrontEnd) -> None:
+            with contextlib.suppress(OctavoError, TimeoutError):
+                found = await asyncio.wait_for(front.channels.call("snapshot"), _SNAPSHOT_S)
                 front.last = msgspec.convert(found, Snapshot)
-        return render_sum(snapshot(self.metrics), sum_of([self._retired, *(front.last for front in fronts)]))
+
+        await asyncio.gather(*map(ask, self.fronts.values()))
+        now = [front.last for front in self.fronts.values()]  # those that have ended meanwhile are in `_retired`
+        return render_sum(snapshot(self.metrics), sum_of([self._retired, *now]))

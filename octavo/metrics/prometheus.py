@@ -142,7 +142,7 @@ class EngineMetrics:
         self.of_engines: list[EngineMetrics] = [self]
         # False in one of several front ends: the process that owns the engines counts steps, restarts and the like.
         self.counts_steps = True
-        self.share_rate: Callable[[float], float] = lambda own: own  # of this front end's requests, with the others'
+        self.total_rate: Callable[[], float] | None = None  # of the requests of several front ends, which share theirs
         self.others: list[Any] = []  # collectors whose metrics are rendered too
         self.num_restarts = 0  # restarts of the core after it has died
         self.num_continued = 0  # requests that went on with another core
@@ -189,8 +189,13 @@ class EngineMetrics:
 
     @property
     def all_requests_per_s(self) -> float:
-        """Return the requests a second of all engines behind the server."""
-        return self.share_rate(sum(metrics.requests_per_s for metrics in self.of_engines))
+        """Return the requests a second of all engines behind the server, by all of its front ends."""
+        return self.own_requests_per_s if self.total_rate is None else self.total_rate()
+
+    @property
+    def own_requests_per_s(self) -> float:
+        """Return the requests a second that this front end has given to all engines."""
+        return sum(metrics.requests_per_s for metrics in self.of_engines)
 
     def record_startup(self, process: str, seconds: dict[str, float]) -> None:
         """Record the seconds of each phase of a process's start, in order."""

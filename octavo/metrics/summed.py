@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from octavo.metrics.prometheus import EngineMetrics
 
-_OF_PROCESSES = "process_"  # what is said of the owner's process only
+_OF_PROCESSES = "process_"  # metrics of a process; only the owner's are shown
 
 
 class Family(msgspec.Struct):

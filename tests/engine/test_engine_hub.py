@@ -232,6 +232,42 @@ def test_a_pause_is_seen_by_all_and_by_those_that_come_later(with_hub: Callable[
     with_hub(use)
 
 
+def test_a_front_end_that_cannot_do_one_thing_does_the_others(
+    with_hub: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
+        hub._standing["adapter gone"] = "load_lora_adapter", {"lora_name": "gone"}
+        hub._standing["pause"] = "pause_generation", {"mode": "keep", "clear_cache": False}
+        front = Front(hub, hub.config)
+
+        async def load(lora_name: str) -> None:
+            raise RequestError(f"no folder of {lora_name}")
+
+        front.link.channels.answering = {**front.link.channels.answering, "load_lora_adapter": load}
+        await front.join()
+        assert await front.shared.is_paused()
+        assert f"front end {front.number} is without gone: no folder of gone" in caplog.text
+
+    with_hub(use)
+
+
+def test_metrics_do_not_wait_for_a_front_end_that_says_nothing(
+    with_hub: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
+        one = await make()
+        assert await ask(one.engine, ANSWER) == "length"
+        name = r'vllm:request_success_total{engine="0",finished_reason="length",model_name="stub"} 1.0'
+        assert name in (await hub._render())[0].decode()
+        ours, silent = socket.socketpair()
+        await hub.attach(ours, hub.new_number())
+        monkeypatch.setattr(engine_hub, "_SNAPSHOT_S", 0.0)
+        assert name in (await hub._render())[0].decode(), "what it has said last"
+        silent.close()
+
+    with_hub(use)
+
+
 def test_the_engine_sleeps_and_wakes_for_all(
     with_hub: Callable[..., None], cores: list[subprocess.Popen[bytes]]
 ) -> None:

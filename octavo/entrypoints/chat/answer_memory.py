@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
 
 KIND = "answer"  # of objects in the store
-_MAX_ANSWERS = 8  # to the same messages
+MAX_ANSWERS = 8  # to the same messages
 _OBJECT_BYTES = 500  # that an answer takes beside its tokens, about
 _DIGEST_BYTES = 16
 
@@ -97,7 +97,7 @@ class AnswerMemory:
             self._make_room()
         if self._store is not None:
             id, body = answer.key.hex(), _encode_kept([_kept(one) for one in known])
-            self._store.post(lambda database: database.put(KIND, id, body))
+            self._store.post(lambda database: database.put(KIND, id, body), len(body))
 
     def find(self, key: bytes) -> Sequence[RememberedAnswer]:
         """Return the answers to the messages with this key, the latest first."""
@@ -162,7 +162,7 @@ class AnswerMemory:
             self._num_bytes -= _size(one)
         known.append(answer)
         self._num_bytes += _size(answer)
-        if len(known) > _MAX_ANSWERS:
+        if len(known) > MAX_ANSWERS:
             self._num_bytes -= _size(known.pop(0))
         self._touch(self._chain(answer) or ())
         return list(known)

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.chat.answer_memory import (
+    MAX_ANSWERS,
     AnswerMemory,
     AnswerReading,
     Recalled,
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
 
 logger = logging.getLogger("octavo.server")
+
+_KEPT_IN_A_TIME = 16  # tokens that are remembered in the time in which one is made of text
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,20 +187,22 @@ class Conversation:
     async def _remembering(
         self, answers: AnswerMemory, prompt: Prompt, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield `outputs`; remember each answer that ends."""
+        """Yield `outputs`; remember the first choices, as many as are kept, when they end."""
+        num_known = 0 if self._recalled is None else self._recalled.num_known
         try:
             async for output in outputs:
                 for one in output.outputs:
-                    if one.finish_reason in ("stop", "length") and one.all_token_ids:
-                        ends = self._state.engine.inputs.eos_token_ids
-                        answers.add(
-                            remembered(
-                                self._keys[-1], self._recalled, prompt.token_ids, one.all_token_ids, ends, self._text
-                            )
-                        )
+                    if one.index < MAX_ANSWERS and one.finish_reason in ("stop", "length") and one.all_token_ids:
+                        num_new = len(prompt.token_ids) - num_known + len(one.all_token_ids)
+                        work = partial(self._remember, answers, prompt.token_ids, one.all_token_ids)
+                        await run_off_loop(work, length=num_new // _KEPT_IN_A_TIME)
                 yield output
         finally:
             await outputs.aclose()
+
+    def _remember(self, answers: AnswerMemory, prompt: Sequence[int], answer: list[int]) -> None:
+        ends = self._state.engine.inputs.eos_token_ids
+        answers.add(remembered(self._keys[-1], self._recalled, prompt, answer, ends, self._text))
 
     async def count_tokens(self, length: int) -> int:
         """Return the number of the prompt's tokens. `length` is the length of the request's body."""

@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 from octavo.entrypoints.chat.media_parts import MEDIA_PARTS, SoundFormat, as_part, is_embeds, read_embeds, read_part
 from octavo.errors import RequestError
 
+MAX_SESSION_LENGTH = 1024  # characters of a session_id
 SESSION_PATTERN = r"^[!-.0-~]{1,200}$"  # printable ASCII without /: the id becomes a part of a path
 ID_PATTERN = r"^[!-~]{1,200}$"  # printable ASCII: the id becomes a header and a part of other ids
 MAX_METADATA = 16  # most pairs of metadata with an object

@@ -16,6 +16,7 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -29,7 +30,7 @@ from octavo.entrypoints.chat.chat_template import compile_chat_template
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.shared_counts import REQUESTS_PER_S, WAITING_TOKENS, SharedCounts, num_bytes
 from octavo.logs import configure_logging
-from octavo.metrics.log_line import LogLine
+from octavo.metrics.log_line import INTERVAL_S, LogLine
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.metrics.summed import snapshot
 from octavo.processes import allow_files, event_loop_factory
@@ -86,7 +87,7 @@ async def _serve(given: FrontEndArgs) -> None:
     config, args = given.config, given.args
     counts = _counts(given)
     metrics = EngineMetrics(config.model.served_model_names[0], config.model.max_model_len, config.served_ranks.start)
-    metrics.counts_steps, metrics.share_rate = False, counts.sharing(REQUESTS_PER_S)
+    metrics.counts_steps, metrics.total_rate = False, partial(counts.total, REQUESTS_PER_S)
     link = HubLink(partial(_end_with_hub, given.store_folder, given.parent))
     channels = link.channels
     engine = make_engine(config, metrics=metrics, make_core=link.make_core, on_engine_death=args.on_engine_death)
@@ -123,15 +124,23 @@ async def _serve(given: FrontEndArgs) -> None:
     async def watch() -> None:
         collect_rarely()
         await engine.wait_ready()
-        await asyncio.gather(
-            *(LogLine(one, asyncio.get_running_loop().time()).run(log=False) for one in metrics.of_engines)
-        )
+        lines = [LogLine(one, time.monotonic()) for one in metrics.of_engines]
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            _sample(metrics, lines, counts, time.monotonic())
 
     watching = asyncio.ensure_future(watch())
     try:
         await server.serve(sockets=[socket.socket(fileno=given.listening)])
     finally:
         watching.cancel()
+
+
+def _sample(metrics: EngineMetrics, lines: Sequence[LogLine], counts: SharedCounts, now: float) -> None:
+    """Set the gauges of recent averages, and tell the other front ends this one's requests a second."""
+    for line in lines:
+        line.sample(now)
+    counts.share(REQUESTS_PER_S, metrics.own_requests_per_s)
 
 
 def _counts(given: FrontEndArgs) -> SharedCounts:

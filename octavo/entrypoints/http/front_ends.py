@@ -27,7 +27,7 @@ import msgspec
 
 from octavo.config import EngineConfig
 from octavo.engine.core_client import wait_for_exit
-from octavo.engine.engine_hub import EngineHub
+from octavo.engine.engine_hub import EngineHub, FrontEnd
 from octavo.engine.restart_policy import RestartPolicy
 from octavo.entrypoints.http.front_end import FrontEndArgs
 from octavo.entrypoints.http.server_args import ServerArgs
@@ -68,9 +68,14 @@ def share_port(first: socket.socket, number: int, *, is_path: bool) -> Iterator[
         for sock in sockets:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            sock.bind(address)
-        for sock in sockets:
-            sock.listen(2048)
+        try:
+            for sock in sockets:
+                sock.bind(address)
+            for sock in sockets:
+                sock.listen(2048)
+        except OSError as error:  # another process has taken the port meanwhile
+            where, why = f"{address[0]}:{address[1]}", error.strerror or error
+            raise ConfigError(f"cannot listen at {where}: {why}. Choose another --port or --host.") from None
         yield sockets
 
 
@@ -135,17 +140,18 @@ class FrontEnds:
 
     async def _keep(self, place: int) -> None:
         """Run a front end, and start it again when it ends, until the server stops."""
-        restarts = RestartPolicy(self._args.max_engine_restarts)
+        restarts, has_begun = RestartPolicy(self._args.max_engine_restarts), False
         counts = SharedCounts(self._counts, place, len(self._sockets))
         while not self._stopping.is_set():
             number = self._hub.new_number()
-            process, link = self._start(place, number)
+            process, link = await asyncio.to_thread(self._start, place, number)
             front = await self._hub.attach(link, number)
-            beginning = asyncio.ensure_future(self._hub.begin(front))
-            beginning.add_done_callback(lambda _: restarts.record_ready(time.monotonic()))
+            if self._stopping.is_set():  # it was not there to be told
+                front.channels.close()
+            beginning = asyncio.ensure_future(self._begin(front, restarts))
             await wait_for_exit(process)
             status = await asyncio.to_thread(process.wait)
-            has_begun = beginning.done() and beginning.exception() is None
+            has_begun |= beginning.done() and beginning.exception() is None
             beginning.cancel()
             self._hub.detach(front)
             counts.clear()
@@ -157,6 +163,10 @@ class FrontEnds:
             logger.error("front end %d has ended (exit status %d); it is being started again", place, status)
             await asyncio.sleep(delay_s)
 
+    async def _begin(self, front: FrontEnd, restarts: RestartPolicy) -> None:
+        await self._hub.begin(front)
+        restarts.record_ready(time.monotonic())
+
     def _start(self, place: int, number: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """Start a front end. Returns its process, and the hub's end of its connection."""
         link, its_link = socket.socketpair()
@@ -165,7 +175,7 @@ class FrontEnds:
                 self._config, self._args, number, place, os.getpid(), self._sockets[place].fileno(), its_link.fileno(),
                 self._counts_file.fileno(), self._loggers, self._store_folder,
             )  # fmt: skip
-            command = child_command("octavo.entrypoints.http.front_end")
+            command = child_command("octavo.entrypoints.http.front_end", str(place))  # for those who list processes
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, pass_fds=(given.listening, given.link, given.counts)
             )

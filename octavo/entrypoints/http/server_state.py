@@ -23,7 +23,7 @@ from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.engine.request_log import brief, log_request
 from octavo.entrypoints.chat.reasoning import Reasoning
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats, model_formats
-from octavo.entrypoints.http.body_fields import ID_PATTERN, SESSION_PATTERN
+from octavo.entrypoints.http.body_fields import ID_PATTERN, MAX_SESSION_LENGTH, SESSION_PATTERN
 from octavo.entrypoints.http.error_responses import RETRY_AFTER_S
 from octavo.entrypoints.http.json_worker import JsonWorker
 from octavo.entrypoints.http.server_args import ServerArgs
@@ -431,8 +431,14 @@ class ServerState:
         limits_s = [limit for limit in (body.timeout, self.args.max_request_time) if limit is not None]
         deadline = request.arrival_time + min(limits_s) if limits_s else None
         self.check_ttft(len(request.prompt.token_ids), body.max_ttft)
-        session_id = body.session_id or (None if arrival is None else arrival.headers.get(SESSION_HEADER))
-        cache_session, cache_ttl_s = self._cache_session(body, {} if arrival is None else arrival.headers)
+        headers = {} if arrival is None else arrival.headers
+        session_id = body.session_id or headers.get(SESSION_HEADER)
+        if session_id is not None and len(session_id) > MAX_SESSION_LENGTH:  # the header's; the body's has been checked
+            raise RequestError(
+                f"{SESSION_HEADER} must have {MAX_SESSION_LENGTH} characters at most, got {len(session_id)}.",
+                param=SESSION_HEADER,
+            )
+        cache_session, cache_ttl_s = self._cache_session(body, headers)
         request = msgspec.structs.replace(
             request, deadline=deadline, max_ttft_s=body.max_ttft, session_id=session_id or None,
             cache_session=cache_session, cache_ttl_s=cache_ttl_s,

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import sqlite3
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +33,7 @@ _VERSION = 1  # version of the tables
 _PAGE_BYTES = 4096
 _EVICTED = "kind IN ('response', 'chat', 'conversation') AND owner IS NULL"  # the oldest are deleted to make room
 _EVICTED_AT_ONCE = 16
+_MAX_POSTED_BYTES = 64 << 20  # that wait to be written
 _TABLES = """
 CREATE TABLE objects (
   number INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, id TEXT NOT NULL, created REAL NOT NULL,
@@ -250,6 +252,8 @@ class Store:
     def __init__(self, path: str | None, max_bytes: int) -> None:
         self.database = Database(path, max_bytes)
         self._thread = ThreadPoolExecutor(1, "octavo-store")
+        self._lock = threading.Lock()  # of the two below
+        self._num_posted_bytes, self._has_dropped = 0, False
 
     async def run(self, work: Callable[[Database], T]) -> T:
         """Run `work` as one transaction and return its result. Raises `StoreError`, and the errors of `work`."""
@@ -258,14 +262,25 @@ class Store:
         # complete.
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work))
 
-    def post(self, work: Callable[[Database], None]) -> None:
-        """Run `work` as one transaction, later. The log has its error."""
+    def post(self, work: Callable[[Database], None], num_bytes: int) -> None:
+        """Run `work`, which writes `num_bytes`, as one transaction, later; not at all if too much waits already. The
+        log has its error. Any thread may call it."""
+        with self._lock:
+            had_dropped, self._has_dropped = self._has_dropped, self._num_posted_bytes + num_bytes > _MAX_POSTED_BYTES
+            if self._has_dropped:
+                if not had_dropped:
+                    logger.warning("the store is slow; tokens of answers are not written to it until it has caught up")
+                return
+            self._num_posted_bytes += num_bytes
 
         def transact() -> None:
             try:
                 self._transact(work)
             except StoreError as error:
                 logger.warning("%s", error)
+            finally:
+                with self._lock:
+                    self._num_posted_bytes -= num_bytes
 
         self._thread.submit(transact)
 

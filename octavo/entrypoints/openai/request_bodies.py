@@ -14,6 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_va
 
 from octavo.entrypoints.chat.media_parts import check_role, media_of
 from octavo.entrypoints.http.body_fields import (
+    MAX_SESSION_LENGTH,
     SESSION_PATTERN,
     Content,
     Id,
@@ -255,7 +256,7 @@ class TokenRequest(PromptRequest):
         "Lower goes first, with --scheduling-policy priority.", default=0
     )
     request_id: Id | None = described("Becomes part of the answer's id, and comes back as header X-Request-Id.")
-    session_id: Annotated[Text, Field(min_length=1, max_length=1024)] | None = described(
+    session_id: Annotated[Text, Field(min_length=1, max_length=MAX_SESSION_LENGTH)] | None = described(
         "Requests of one session go to one replica (octavo gateway) and one engine (-dp), where the load allows it; "
         "the header X-Session-ID says it too."
     )

@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from octavo.entrypoints.http.front_end import _end_with_hub
+from octavo.entrypoints.http.front_end import _end_with_hub, _sample
 from octavo.entrypoints.http.front_ends import check_engines, one_store, share_port
 from octavo.entrypoints.http.server import _bind
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.server_state import ServerState
-from octavo.entrypoints.http.shared_counts import CONNECTIONS, WAITING_TOKENS, SharedCounts, num_bytes
+from octavo.entrypoints.http.shared_counts import CONNECTIONS, REQUESTS_PER_S, WAITING_TOKENS, SharedCounts, num_bytes
 from octavo.errors import ConfigError
+from octavo.metrics.log_line import LogLine
+from octavo.metrics.prometheus import EngineMetrics
 from tests.entrypoints.fake_engine import FakeEngine
 from tests.ports import held_port
 
@@ -33,6 +36,19 @@ def test_each_front_end_writes_its_own_counts_and_reads_the_sums() -> None:
     assert counts[2].total(WAITING_TOKENS + 1) == 101
     assert counts[2].total(CONNECTIONS) == 7
     assert counts[2].total(WAITING_TOKENS) == 0
+
+
+def test_the_rate_of_requests_is_of_all_front_ends() -> None:
+    memory = bytearray(num_bytes(2, 1))
+    seen = []
+    for place in range(2):
+        metrics, counts = EngineMetrics("stub", 64), SharedCounts(memory, place, 2)
+        metrics.total_rate = partial(counts.total, REQUESTS_PER_S)
+        line = LogLine(metrics, 0.0)
+        metrics.num_finished["stop"] += 10 + place
+        _sample(metrics, [line], counts, 10.0)
+        seen.append(metrics)
+    assert [one.all_requests_per_s for one in seen] == [2.1, 2.1]
 
 
 def test_requests_of_all_front_ends_fill_the_queue(engine: FakeEngine) -> None:
@@ -56,6 +72,14 @@ def test_front_ends_listen_at_one_port_and_nobody_else_can() -> None:
         with socket.create_connection(("127.0.0.1", args.port)):
             pass
         with pytest.raises(ConfigError, match="cannot listen"), _bind(args, listens=False):
+            pass
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere one socket is shared")
+def test_a_port_that_somebody_takes_before_the_front_ends_do_is_an_error_of_the_configuration() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        first = SimpleNamespace(family=socket.AF_INET, getsockname=other.getsockname, close=lambda: None)
+        with pytest.raises(ConfigError, match="cannot listen at 127"), share_port(cast(Any, first), 2, is_path=False):
             pass
 
 

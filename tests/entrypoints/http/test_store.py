@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from octavo.entrypoints.batch import stored_files
+from octavo.entrypoints.http import store as store_module
 from octavo.entrypoints.http.server_args import ServerArgs
-from octavo.entrypoints.http.store import Database, StoreError
+from octavo.entrypoints.http.store import Database, Store, StoreError
 from octavo.errors import ConfigError
 from tests.waiting import within
 
@@ -134,6 +137,23 @@ def test_tokens_of_answers_make_room_before_responses_do() -> None:
         assert database.get("response", "first") is not None
         assert database.get("answer", "0") is None and database.get("answer", "99") is not None
     database.close()
+
+
+def test_what_is_posted_to_a_store_that_is_slow_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_MAX_POSTED_BYTES", 10)
+    store, gate = Store(None, 300_000), threading.Event()
+    store._thread.submit(gate.wait)
+    for name in ("first", "second"):
+        store.post(lambda database, name=name: database.put("answer", name, b"x" * 8), 8)  # type: ignore[misc]
+    gate.set()
+
+    async def found(name: str) -> bool:
+        return await store.run(lambda database: database.get("answer", name)) is not None
+
+    assert asyncio.run(found("first")) and not asyncio.run(found("second"))
+    store.post(lambda database: database.put("answer", "third", b"x" * 8), 8)
+    assert asyncio.run(found("third"))
+    store.close()
 
 
 def test_a_file_that_is_no_store_keeps_the_server_from_starting(tmp_path: Path) -> None:

@@ -333,6 +333,8 @@ def test_a_session_is_named_in_the_body_or_by_a_header(http: httpx.Client, engin
             assert named.status_code == 200 and engine.seen[-1][2]["session"] == "other"
         http.post(path, json=body)
         assert engine.seen[-1][2]["session"] is None
+        refused = http.post(path, json=body, headers={"X-Session-ID": "s" * 1025})
+        assert refused.status_code == 400 and "X-Session-ID must have 1024 characters at most" in refused.text
 
 
 def test_a_schema_may_stand_beside_json_object(http: httpx.Client, engine: FakeEngine) -> None:
