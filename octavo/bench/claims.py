@@ -1,6 +1,7 @@
 """`octavo bench claims`: runs the commands behind the table of figures in README, and prints the table.
 
 Each claim is a command that stands in the table, and how its figure is read from what the command prints or writes.
+A row of README whose command differs was measured earlier, by the command beside it.
 The commands are those of a checkout, with the packages of its tests. A figure belongs to a machine: the lines above the
 table name it, and say if it was busy.
 """
