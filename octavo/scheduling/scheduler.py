@@ -279,9 +279,8 @@ class Scheduler:
             if self.tier is not None and (state := self.tier.turn(seq)) != "starts":
                 if state == "waits" and (step.sequences or self.queues.running):
                     break
-                i += (
-                    1  # later ones may start while its blocks are read, or have read what takes the blocks it waits for
-                )
+                # Later ones may start while its blocks are read, or have read what takes the blocks it waits for.
+                i += 1
                 continue
             has_row = seq.num_rows <= self.queues.num_rows_left
             num_tokens = (

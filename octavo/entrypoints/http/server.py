@@ -140,11 +140,9 @@ def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started 
             config,
             metrics=metrics,
             core=core,
-            max_restarts=args.max_engine_restarts,
             on_engine_death=args.on_engine_death,
-            step_timeout_s=args.engine_step_timeout or None,
-            ready_timeout_s=args.engine_ready_timeout or None,
             on_loading=display.show_loading,
+            **_supervision(args),
         )
         compile_chat_template(engine.tokenizer)
         phases.end("tokenizer")
@@ -153,6 +151,15 @@ def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started 
         finally:
             display.clear()
             engine.shutdown()
+
+
+def _supervision(args: ServerArgs) -> dict[str, Any]:
+    """Return the arguments of `Supervisor` that flags decide."""
+    return {
+        "max_restarts": args.max_engine_restarts,
+        "step_timeout_s": args.engine_step_timeout or None,
+        "ready_timeout_s": args.engine_ready_timeout or None,
+    }
 
 
 @contextlib.contextmanager
@@ -175,15 +182,7 @@ def _start_hub(
             core.close()
             raise
         display = StartDisplay(config, args, sockets[0])
-        hub = EngineHub(
-            config,
-            metrics=metrics,
-            core=core,
-            on_loading=display.show_loading,
-            max_restarts=args.max_engine_restarts,
-            step_timeout_s=args.engine_step_timeout or None,
-            ready_timeout_s=args.engine_ready_timeout or None,
-        )
+        hub = EngineHub(config, metrics=metrics, core=core, on_loading=display.show_loading, **_supervision(args))
         phases.end("engines")
         try:
             fronts = FrontEnds(hub, config, own_args, sockets, LOGGERS, store_folder)
