@@ -53,6 +53,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "commit can have broken; by default since every test has passed: the last release, or .ci/last-full-run."
     )  # fmt: skip
     group.addoption("--minutes", type=float, default=5.0, help="How long the tests that it adds may take.")
+    group.addoption(
+        "--only-long-in", metavar="FILE", action="append", default=[], help="Leave out this file's tests that are not "
+        "long: they have run."
+    )  # fmt: skip
 
 
 LONG_S = 300.0  # that a long test may take, if it does not say
@@ -127,6 +131,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for nodeid in nodeids:
                 place = f"{why}: {nodeid.partition('::')[0]}"
                 config.stash[LEFT_OUT][place] = config.stash[LEFT_OUT].get(place, 0) + 1
+    if have_run := {str(Path(file).absolute()) for file in config.getoption("only_long_in")}:
+        chosen.difference_update(
+            item.nodeid for item in items if str(item.path) in have_run and not item.get_closest_marker("long")
+        )
     if config.getoption("shard"):
         chosen &= shard([item.nodeid for item in items if item.nodeid in chosen], *config.getoption("shard"))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])

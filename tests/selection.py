@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("octavo", "tests", "benchmarks", "examples", "docs", "deploy")  # with modules that tests import or run
+PYTHON_PACKAGES = ("octavo", "tests", "benchmarks")  # whose modules import each other by name
+FOLDERS = (*PYTHON_PACKAGES, "examples", "docs", "deploy")  # with modules that tests import or run
 NATIVE = "octavo._cpu"  # made of everything in csrc/
 SERVER = "octavo.entrypoints.cli.main"  # the program `octavo`
 NAMES = ":names"
@@ -137,16 +138,20 @@ class ImportGraph:
             yield from self.paths
         elif path.parts[0] == "csrc" or file == "CMakeLists.txt":
             yield NATIVE
-        elif path.suffix == ".py" and path.parts[0] in FOLDERS:
+        elif path.suffix == ".py" and path.parts[0] in PYTHON_PACKAGES:
             yield _module_name(path)  # which may be gone
         elif path.parts[0] in ("octavo", "tests"):  # data of a package: its modules read it
             yield from (name for name, each in self.paths.items() if each.parent == self.root / path.parent)
-        else:  # a page, a script, something to deploy
+        else:  # a page, an example, a script, something to deploy: tests that name the file or its folder read it
+            if path.suffix == ".py" and path.parts[0] in FOLDERS:
+                yield _module_name(path)
             for name, each in self.paths.items():
-                if name.startswith("tests.") and (
-                    name.startswith(f"tests.{path.parts[0]}.") or path.name in each.read_text(encoding="utf-8")
-                ):
+                if name.startswith(f"tests.{path.parts[0]}."):
                     yield name
+                elif name.startswith("tests."):
+                    text = each.read_text(encoding="utf-8")
+                    if path.name in text or (len(path.parts) > 1 and f'"{path.parts[0]}"' in text):
+                        yield name
 
 
 def _module_name(path: Path) -> str:

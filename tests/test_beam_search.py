@@ -110,6 +110,7 @@ def test_processed_scores_are_searched_as_by_transformers(llm: LLM, reference: A
     assert [completion.token_ids for completion in output.outputs] == wanted
 
 
+@pytest.mark.long
 def test_beam_search_returns_vllms_classes(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=5)
     first, second = llm.beam_search([{"prompt": PROMPTS[0]}, {"prompt": PROMPTS[2]}], params)

@@ -56,6 +56,7 @@ def test_every_example_is_run_and_described() -> None:
     assert sorted(described) == sorted(names)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
 def test_javascript(server: Server, tmp_path: Path) -> None:
     shutil.copy(ROOT / "examples" / "javascript.mjs", tmp_path)
@@ -121,6 +122,7 @@ def wait_for(url: str) -> int:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples(name: str, server: Server) -> None:
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]

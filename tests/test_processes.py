@@ -61,6 +61,7 @@ def test_a_grammar_is_tried_wherever_one_is(tmp_path: Path, hostile: Path, flag:
     assert run(tmp_path, TRY_GRAMMAR, flag, cwd=hostile) == "''"
 
 
+@pytest.mark.long
 def test_a_server_starts_wherever_one_is(tmp_path: Path, hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "octavo-script.py"
     script.write_text(f"{SCRIPT}from octavo.entrypoints.cli.main import main\nsys.exit(main())\n")

@@ -43,6 +43,7 @@ def test_the_lock_file_names_every_package_that_is_installed() -> None:
     assert not {name for name in required if not name.startswith("nvidia-")} - pinned
 
 
+@pytest.mark.long
 def test_the_sdist_has_what_a_build_needs_and_nothing_large(tmp_path: Path) -> None:
     code = f"from scikit_build_core.build import build_sdist; build_sdist({str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -89,6 +89,8 @@ def project(tmp_path: Path) -> Path:
         "tests/test_d.py": "COMMAND = ['octavo', 'serve']\n",
         "tests/test_e.py": "PAGE = 'docs/page.md'\n",
         "tests/test_f.py": "from . import test_b\n",
+        "tests/test_g.py": "PROGRAMS = sorted(('..' / 'examples').iterdir())\n".replace("'", '"'),
+        "examples/chat.py": "",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -105,10 +107,12 @@ def project(tmp_path: Path) -> Path:
         ("csrc/cpu/simd.h", {"tests.test_c", "tests.test_d"}),
         ("octavo/__init__.py", {f"tests.{name}" for name in ("x.test_a", "test_b", "test_c", "test_d", "test_f")}),
         ("docs/page.md", {"tests.test_e"}),
-        ("tests/conftest.py", {f"tests.{name}" for name in ("x.test_a", *map("test_{}".format, "bcdef"))}),
+        ("examples/chat.py", {"tests.test_g"}),
+        ("examples/chat.mjs", {"tests.test_g"}),
+        ("tests/conftest.py", {f"tests.{name}" for name in ("x.test_a", *map("test_{}".format, "bcdefg"))}),
         ("tests/x/data.json", {"tests.x.test_a"}),
         ("octavo/gone.py", set()),
-        ("constraints.txt", {f"tests.{name}" for name in ("x.test_a", *map("test_{}".format, "bcdef"))}),
+        ("constraints.txt", {f"tests.{name}" for name in ("x.test_a", *map("test_{}".format, "bcdefg"))}),
     ],
 )
 def test_every_kind_of_import_counts(project: Path, changed: str, expected: set[str]) -> None:

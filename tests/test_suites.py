@@ -18,6 +18,7 @@ TESTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_checkouts_tests_are_run_and_counted(tmp_path: Path) -> None:
     folder = tmp_path / "tests" / "entrypoints"
@@ -30,6 +31,7 @@ def test_a_checkouts_tests_are_run_and_counted(tmp_path: Path) -> None:
     assert "1 not applicable: modules that test vLLM from within" in done.stdout
 
 
+@pytest.mark.long
 def test_what_is_no_checkout_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, str(ADAPTERS / "run.py"), "llama.cpp", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)

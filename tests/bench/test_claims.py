@@ -45,6 +45,7 @@ def script(tmp_path: Path, text: str) -> str:
     return "python figure.py"
 
 
+@pytest.mark.long
 def test_the_table_names_the_machine_and_says_if_it_was_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

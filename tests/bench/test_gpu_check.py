@@ -59,6 +59,7 @@ def test_quick_says_what_is_most_worth_knowing_first(tmp_path: Path) -> None:
     assert "| one engine: greedy tokens of the CPU before a difference |  | 6 of 6 |" in text
 
 
+@pytest.mark.long
 def test_quick_is_planned_to_take_less_than_eight_minutes() -> None:
     program = """if True:
         from gpu_check import COMMANDS, PARTS, predictions
@@ -85,6 +86,7 @@ def test_the_part_of_several_gpus_runs_on_several_processors(tmp_path: Path) -> 
         assert layout == "-dp 2" or f"{layout}: the end of a worker is noticed after" in text
 
 
+@pytest.mark.long
 def test_a_check_without_a_gpu_says_that_there_is_none() -> None:
     done = subprocess.run(
         [sys.executable, "benchmarks/gpu_check.py"], capture_output=True, text=True, timeout=240, cwd=ROOT,
@@ -94,6 +96,7 @@ def test_a_check_without_a_gpu_says_that_there_is_none() -> None:
     assert "there is no CUDA device" in done.stderr
 
 
+@pytest.mark.long
 def test_what_fails_is_said_and_the_next_is_tried() -> None:
     program = """if True:
         from gpu_checks.engines import whatever_fails

@@ -15,6 +15,7 @@ from tests.lora.random_adapters import write_random_adapter
 SMALL = ["--max-model-len", "128", "--max-num-seqs", "4", "--num-gpu-blocks-override", "64"]
 
 
+@pytest.mark.long
 def test_throughput_counts_what_went_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "t.json"
     flags = ["--input-len", "20", "--output-len", "6", "--num-prompts", "5", "--n", "2", "--output-json", str(file)]
@@ -26,6 +27,7 @@ def test_throughput_counts_what_went_through(tmp_path: Path, capsys: pytest.Capt
     assert "Throughput: " in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_throughput_of_the_asynchronous_engine_with_an_adapter(tmp_path: Path) -> None:
     file, adapter = tmp_path / "t.json", write_random_adapter(tmp_path / "adapter", 0)
     flags = ["--input-len", "8", "--output-len", "4", "--num-prompts", "3", "--n", "2", "--output-json", str(file)]
@@ -35,6 +37,7 @@ def test_throughput_of_the_asynchronous_engine_with_an_adapter(tmp_path: Path) -
     assert (figures["num_requests"], figures["num_output_tokens"]) == (3, 3 * 2 * 4)
 
 
+@pytest.mark.long
 def test_throughput_reads_sharegpt(tmp_path: Path) -> None:
     data, file = tmp_path / "data.json", tmp_path / "t.json"
     turns = [{"from": "human", "value": "What is a page?"}, {"from": "gpt", "value": "One side of a leaf in a book."}]
@@ -43,6 +46,7 @@ def test_throughput_reads_sharegpt(tmp_path: Path) -> None:
     assert 2 * 5 < json.loads(file.read_text())["num_output_tokens"] < 2 * 15
 
 
+@pytest.mark.long
 def test_latency_measures_each_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "l.json"
     flags = [
@@ -65,6 +69,7 @@ def test_latency_measures_each_batch(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "Avg latency: " in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert latency(["--input-len", "100", "--output-len", "29", *SMALL]) == 1
     assert "are more than the engine's 128" in capsys.readouterr().err
@@ -78,6 +83,7 @@ def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
         assert "there is no adapter at /nowhere" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["throughput", "latency"])
 def test_vllms_older_names_are_there(name: str) -> None:
     result = subprocess.run(

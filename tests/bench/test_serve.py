@@ -37,6 +37,7 @@ def run(address: str, folder: Path, tokenizer: Path, *flags: str, code: int = 0)
     return json.loads(file.read_text())
 
 
+@pytest.mark.long
 def test_a_closed_loop_run_has_vllms_figures(
     address: str, engine: FakeEngine, tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,6 +152,7 @@ def test_a_key_is_sent(tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.Capt
     assert "answered 401: Incorrect or missing API key" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_plot_is_drawn(address: str, engine: FakeEngine, tiny_tokenizer: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib: scripts/install bench")
     plot = tmp_path / "run.svg"
@@ -161,6 +163,7 @@ def test_a_plot_is_drawn(address: str, engine: FakeEngine, tiny_tokenizer: Path,
     assert "prefers-color-scheme" in svg
 
 
+@pytest.mark.long
 def test_several_rates_and_servers_are_measured_in_turn_and_drawn_as_curves(
     address: str, engine: FakeEngine, tiny_tokenizer: Path, tmp_path: Path
 ) -> None:
@@ -361,6 +364,7 @@ def test_sharegpt_takes_first_turns_and_refuses_what_it_does_not_know(tiny_token
             sharegpt_prompts(tokenizer, str(file), 2)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_a_real_server_names_its_model_and_tokenizer(tmp_path: Path, backend: str) -> None:

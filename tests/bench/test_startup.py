@@ -35,6 +35,7 @@ def test_report_shows_medians_and_what_is_unknown() -> None:
     assert "peak resident 200 MiB when ready, unknown after a request" in text
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_start_is_taken_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "start.json"
@@ -47,6 +48,7 @@ def test_a_start_is_taken_apart(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "peak resident" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_what_cannot_start_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--runs", "1", "--model", "/nowhere/model.gguf"]) == 1
     assert "/nowhere/model.gguf" in capsys.readouterr().err

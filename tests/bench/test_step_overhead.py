@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -16,6 +18,7 @@ def run(*flags: str) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines() if line.strip()]
 
 
+@pytest.mark.long
 def test_it_prints_a_figure_for_each_part_and_number_of_streams() -> None:
     header, *lines = run("--streams", "1,3", "--steps", "4", "--weights-mb", "1")
     parts = header[: header.index("(microseconds")]
@@ -24,6 +27,7 @@ def test_it_prints_a_figure_for_each_part_and_number_of_streams() -> None:
     assert all(float(figure) > 0 for line in lines for figure in line)
 
 
+@pytest.mark.long
 def test_it_prints_what_the_admission_of_a_long_prompt_costs() -> None:
     lines = run("--prompt-len", "400")
     assert [line[0] for line in lines] == ["process", "encode", "decode", "add", "first_step", "waiting_step"]

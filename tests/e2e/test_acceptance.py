@@ -254,6 +254,7 @@ class User(HttpUser):
 """
 
 
+@pytest.mark.long
 def test_locust(server: Server, tmp_path: Path) -> None:
     if find_spec("locust") is None:  # not imported: it would change this process's sockets and threads
         pytest.skip("locust is not installed")

@@ -57,6 +57,7 @@ def post(server: Server, route: str, **body: object) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/{route}_lora_adapter", json=body, timeout=60)
 
 
+@pytest.mark.long
 def test_eight_adapters_at_once_say_what_each_says_alone(client: openai.OpenAI, root: Path) -> None:
     """More than fit a step, and more than the host holds; those that were not named at the start are found."""
     models = [*NAMES, MODEL] * 3
@@ -180,6 +181,7 @@ def test_metrics_tell_of_adapters(server: Server, client: openai.OpenAI) -> None
     assert server.count("octavo:adapter_read_seconds_total") > 0
 
 
+@pytest.mark.long
 def test_a_server_that_was_not_told_so_loads_nothing(root: Path, tmp_path: Path) -> None:
     flags = (
         "--max-model-len",

@@ -73,6 +73,7 @@ def test_the_three_apis_say_the_same(client: openai.OpenAI, claude: anthropic.An
     )
 
 
+@pytest.mark.long
 def test_tools_and_formats_are_followed(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     parsed = client.responses.parse(model=MODEL, input="Weather in Paris?", text_format=Weather, temperature=0)
     assert isinstance(parsed.output_parsed, Weather)
@@ -96,6 +97,7 @@ def test_tools_and_formats_are_followed(client: openai.OpenAI, claude: anthropic
     assert claude.messages.create(model=MODEL, max_tokens=8, messages=turns, tools=tools).content
 
 
+@pytest.mark.long
 def test_an_agent_of_openai_runs_with_its_default_model_class(server: Server) -> None:
     agents = pytest.importorskip("agents")
     asked: list[str] = []

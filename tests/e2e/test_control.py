@@ -47,6 +47,7 @@ def answer(http: httpx.Client) -> dict[str, Any]:
     return body
 
 
+@pytest.mark.long
 def test_sleeping_frees_memory_and_waking_brings_the_same_answers(server: Server, http: httpx.Client) -> None:
     expected = answer(http)["choices"]
     core = server.core_process()
@@ -82,6 +83,7 @@ def test_the_prefix_cache_can_be_reset(http: httpx.Client) -> None:
     assert not answer(http)["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 def test_a_paused_engine_lets_requests_wait(server: Server, http: httpx.Client, mode: str) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
@@ -128,6 +130,7 @@ def test_what_is_no_level_or_mode_is_refused(http: httpx.Client, path: str) -> N
     assert http.post("/wake_up").status_code == 200
 
 
+@pytest.mark.long
 def test_an_llm_sleeps_wakes_and_closes() -> None:
     params = SamplingParams(max_tokens=5, temperature=0)
     with LLM(max_model_len=512, max_num_seqs=2) as llm:

@@ -32,6 +32,7 @@ def ask(client: openai.OpenAI, prompt: str) -> str:
     return client.completions.create(model=MODEL, prompt=prompt, max_tokens=8, temperature=0).choices[0].text
 
 
+@pytest.mark.long
 def test_two_engines_answer_alike_and_go_on_with_the_streams_of_one_that_is_killed(tmp_path: Path) -> None:
     flags = ("-dp", "2", "--max-model-len", "1024", "--max-engine-restarts", "3")
     with running_server(tmp_path, *flags) as server:
@@ -81,6 +82,7 @@ def test_two_engines_answer_alike_and_go_on_with_the_streams_of_one_that_is_kill
         assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.long
 def test_a_host_with_a_server_of_its_own_opens_no_other_port(tmp_path: Path) -> None:
     """And waits for no other engine; its own has the number that it was given."""
     flags = ("-dp", "4", "--data-parallel-hybrid-lb", "--data-parallel-size-local", "1")

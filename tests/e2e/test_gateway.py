@@ -55,6 +55,7 @@ def say(client: openai.OpenAI, model: str) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
 
 
+@pytest.mark.long
 def test_models_start_when_asked_for_and_share_the_memory_of_one(gateway: Server) -> None:
     assert children(gateway) == []
     with openai_client(gateway) as client:
@@ -73,6 +74,7 @@ def test_models_start_when_asked_for_and_share_the_memory_of_one(gateway: Server
     assert gateway.stop() == 0 and "Traceback" not in gateway.log.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a child is not told that its parent has ended")
 def test_no_server_outlives_a_gateway_that_is_killed(gateway: Server) -> None:
     with openai_client(gateway) as client:
@@ -86,6 +88,7 @@ def octavo(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND[:-1], *words], capture_output=True, text=True, timeout=within(90))
 
 
+@pytest.mark.long
 def test_people_and_ollamas_clients_use_it(gateway: Server) -> None:
     client = ollama.Client(gateway.url)
     options = {"num_predict": 8, "temperature": 0}
@@ -102,6 +105,7 @@ def test_people_and_ollamas_clients_use_it(gateway: Server) -> None:
     wait_until(lambda: not children(gateway))
 
 
+@pytest.mark.long
 def test_a_model_that_nobody_serves_is_served_while_one_talks() -> None:
     flags = ("--max-model-len", "512", "--kv-cache-memory-bytes", "64M", "--max-tokens", "4")
     done = octavo("run", MODEL, "-q", "Hi", "--url", "http://127.0.0.1:1", *flags)
@@ -120,6 +124,7 @@ def two_replicas(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.long
 def test_streams_of_a_replica_that_is_killed_go_on_with_equal_bits(two_replicas: Server) -> None:
     num_streams = 6
     begun = threading.Semaphore(0)

@@ -54,6 +54,7 @@ def ask(gateway: Server, **fields: object) -> urllib.request.Request:
     )
 
 
+@pytest.mark.long
 def test_models_replicas_memory_and_requests_are_shown_live(
     browser: sync_api.Browser, gateway: Server, engine: FakeEngine, address: str
 ) -> None:
@@ -76,6 +77,7 @@ def test_models_replicas_memory_and_requests_are_shown_live(
         assert page.is_hidden("#keys-section")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [320, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_phones_follows_the_system_and_axe_finds_no_violation(
@@ -90,6 +92,7 @@ def test_it_fits_phones_follows_the_system_and_axe_finds_no_violation(
         assert violations(page, axe) == []
 
 
+@pytest.mark.long
 def test_the_admin_port_asks_for_its_key_and_shows_what_clients_keys_have_used(
     browser: sync_api.Browser, address: str, tmp_path: Path
 ) -> None:

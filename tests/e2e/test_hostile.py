@@ -28,6 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.long
 def test_the_corpus_is_large_and_always_the_same() -> None:
     cases = corpus()
     assert len(cases) >= 500

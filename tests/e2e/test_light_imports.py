@@ -76,6 +76,7 @@ def test_a_server_answers_chats_and_completions(attempts: Path, tmp_path: Path) 
         assert tried(attempts) == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["gguf", "folder"])
 def test_a_script_answers(form: str, attempts: Path, tmp_path: Path, tiny_tokenizer: Path) -> None:
     model, options = "", "{}"

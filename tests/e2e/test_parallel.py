@@ -50,6 +50,7 @@ def ask(client: openai.OpenAI) -> str:
     return answer.choices[0].message.content or ""
 
 
+@pytest.mark.long
 def test_six_processes_answer(server: Server, client: openai.OpenAI) -> None:
     assert len(followers(server)) == 5
     assert "Paris" in ask(client)
@@ -59,6 +60,7 @@ def test_six_processes_answer(server: Server, client: openai.OpenAI) -> None:
     assert "four" in "".join(chunk.choices[0].text for chunk in streamed)
 
 
+@pytest.mark.long
 def test_its_answers_are_to_the_bit_those_of_one_process(client: openai.OpenAI) -> None:
     """Of the default model, quantized: three workers have three of nine heads, and a third of the inner elements."""
     prompt = "The octavo is a book format in which each printed sheet is folded three times to make eight leaves. " * 4
@@ -74,6 +76,7 @@ def test_its_answers_are_to_the_bit_those_of_one_process(client: openai.OpenAI) 
     assert of_six.logprobs.token_logprobs == [entries[token].logprob for token, entries in chosen]
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_while_nothing_runs_is_replaced_with_the_others(
     server: Server, client: openai.OpenAI
 ) -> None:

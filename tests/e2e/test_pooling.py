@@ -78,6 +78,7 @@ def vectors(answer: httpx.Response) -> np.ndarray:
     return np.array([entry["embedding"] for entry in answer.json()["data"]], np.float32)
 
 
+@pytest.mark.long
 def test_texts_lists_and_tokens_in_numbers_and_bytes(embeddings: httpx.Client) -> None:
     listed = embeddings.post("/v1/embeddings", json={"input": TEXTS, "model": "small"})
     found = vectors(listed)
@@ -232,6 +233,7 @@ def test_the_text_at_fault_is_named(
     assert error["message"].startswith(which)
 
 
+@pytest.mark.long
 def test_pairs_are_ranked_as_by_the_cross_encoder(judge: tuple[Any, Path], scores: httpx.Client) -> None:
     reference, folder = judge
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -267,6 +269,7 @@ def test_scores_of_embeddings_are_cosines(embeddings: httpx.Client) -> None:
     assert first["score"] == second["score"]
 
 
+@pytest.mark.long
 def test_requests_of_other_salts_share_no_cached_prefix(tmp_path: Path) -> None:
     with running_server(tmp_path, "--runner", "pooling") as server:
 
@@ -299,6 +302,7 @@ FIELDS = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 def test_nothing_that_strangers_send_is_the_servers_fault(embeddings: httpx.Client, scores: httpx.Client) -> None:
     cases = list(itertools.product((embeddings, scores), GOOD, FIELDS, VALUES))
     for server, path, field, value in random.Random(0).sample(cases, 600):

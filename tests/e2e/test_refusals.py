@@ -50,6 +50,7 @@ def test_a_file_that_is_no_model(tmp_path: Path) -> None:
     assert len(error.strip().splitlines()) == 1
 
 
+@pytest.mark.long
 def test_an_unknown_architecture(tmp_path: Path, tiny_tokenizer: Path) -> None:
     folder = write_config(tmp_path, architectures=["RwkvForCausalLM"])
     status, error = serve(str(folder), "--load-format", "dummy", "--tokenizer", str(tiny_tokenizer))
@@ -71,6 +72,7 @@ def test_a_cache_too_small_for_one_request() -> None:
     assert "lower --max-model-len to at most 128" in error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -135,6 +135,7 @@ def test_bad_requests_fail_alone_with_openais_error_body(server: Server, client:
     assert text == again.choices[0].text
 
 
+@pytest.mark.long
 def test_a_hundred_streams_of_which_a_third_hang_up(server: Server) -> None:
     prompts = [f"Number {i}. A short story about the number {i}:" for i in range(100)]
     client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)

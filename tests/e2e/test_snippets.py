@@ -58,6 +58,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.long
 def test_offline_inference(capsys: pytest.CaptureFixture[str]) -> None:
     run(
         """
@@ -81,6 +82,7 @@ for output in outputs:
     assert capsys.readouterr().out.count("Generated text: ") == 4
 
 
+@pytest.mark.long
 def test_offline_chat_beam_search_and_keywords() -> None:
     found = run(
         """
@@ -110,6 +112,7 @@ ids = llm.generate({"prompt_token_ids": [504, 3575]}, SamplingParams(max_tokens=
     assert len(found["ids"][0].outputs) == 2
 
 
+@pytest.mark.long
 def test_a_script_that_passes_on_what_it_was_not_given_and_cleans_up() -> None:
     found = run("""
 import gc
@@ -136,6 +139,7 @@ gc.enable()
     assert found["output"].outputs[0].token_ids and found["gone"]() is None
 
 
+@pytest.mark.long
 def test_the_async_engine() -> None:
     found = run(
         """
@@ -159,6 +163,7 @@ final = asyncio.run(main())
     assert "Paris" in found["final"].outputs[0].text
 
 
+@pytest.mark.long
 def test_the_openai_client(server: Server) -> None:
     found = run(
         """
@@ -226,6 +231,7 @@ def test_curl(server: Server) -> None:
     assert json.loads(done.stdout)["choices"][0]["text"]
 
 
+@pytest.mark.long
 def test_the_plain_server_and_its_client(tmp_path: Path) -> None:
     flags = ("--model", resolve("").path, "--max-model-len", "256", "--disable-log-requests")
     with running_server(tmp_path, *flags, module="octavo.entrypoints.api_server") as server:
@@ -245,6 +251,7 @@ def test_the_plain_server_and_its_client(tmp_path: Path) -> None:
             assert all(text.startswith("San Francisco is a") for text in lines[-1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_runs_as_it_is_written(name: str, tmp_path: Path) -> None:
     page = (ROOT / "docs" / f"{name}.md").read_text()

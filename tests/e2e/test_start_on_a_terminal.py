@@ -13,6 +13,7 @@ import pytest
 from tests.terminal import TIMEOUT_S, terminal
 
 
+@pytest.mark.long
 def test_a_start_shows_the_loading_then_the_page_and_a_command_that_answers() -> None:
     flags = ("--port", "0", "--max-model-len", "256", "--num-gpu-blocks-override", "64", "--device", "cpu")
     with terminal("serve", *flags, TERM="xterm", COLUMNS="200") as serve:

@@ -74,6 +74,7 @@ def text_of(client: openai.OpenAI, asked: dict[str, Any], stream: bool) -> Any:
     return texts, logprobs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["kill", "hang"])
 def test_an_engine_that_dies_or_hangs_is_replaced_and_its_requests_go_on(
     server: Server, client: openai.OpenAI, how: str
@@ -168,6 +169,7 @@ def test_a_client_who_hangs_up_in_the_queue_leaves_it(server: Server, client: op
     server.wait_until_idle()
 
 
+@pytest.mark.long
 def test_an_engine_that_keeps_dying_ends_the_server_with_status_1(tmp_path: Path) -> None:
     with running_server(tmp_path, "--max-model-len", "256", "--max-engine-restarts", "1") as server:
         first = server.core_process()
@@ -181,6 +183,7 @@ def test_an_engine_that_keeps_dying_ends_the_server_with_status_1(tmp_path: Path
         assert "Traceback" not in log
 
 
+@pytest.mark.long
 def test_sigterm_lets_requests_end_while_new_ones_are_refused(tmp_path: Path) -> None:
     with running_server(
         tmp_path, "--max-model-len", "1024", "--shutdown-timeout", "1000", "--log-format", "json"
@@ -211,6 +214,7 @@ def test_sigterm_lets_requests_end_while_new_ones_are_refused(tmp_path: Path) ->
         assert next(line["message"] for line in lines if "ready" in line).startswith("Octavo")
 
 
+@pytest.mark.long
 def test_what_has_not_ended_in_time_ends_with_its_partial_text(tmp_path: Path) -> None:
     with running_server(
         tmp_path, "--max-model-len", "4096", "--max-num-seqs", "2", "--shutdown-timeout", "1"

@@ -55,6 +55,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.long
 def test_answers_are_parsed_into_a_pydantic_model(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(model=MODEL, messages=QUESTION, response_format=Weather, temperature=0)
     weather = answer.choices[0].message.parsed
@@ -67,6 +68,7 @@ def test_answers_are_parsed_into_a_pydantic_model(client: openai.OpenAI) -> None
     assert isinstance(call.function.parsed_arguments, Weather)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "asked",
     [
@@ -139,6 +141,7 @@ def test_random_schemas_are_followed(server: Server, number: int) -> None:
     server.wait_until_idle()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", NUMBERS)
 def test_random_functions_are_called_with_valid_arguments(server: Server, number: int) -> None:
     schemas = [{f"f{i}": random_schema(1000 + i), "other": random_schema(2000 + i)} for i in range(number)]
@@ -161,6 +164,7 @@ def test_random_functions_are_called_with_valid_arguments(server: Server, number
     server.wait_until_idle()
 
 
+@pytest.mark.long
 def test_bad_schemas_are_refused_and_hurt_nobody(server: Server, client: openai.OpenAI) -> None:
     asked: Any = {
         "model": MODEL, "prompt": "Once", "max_tokens": 200, "temperature": 0, "extra_body": {"ignore_eos": True},

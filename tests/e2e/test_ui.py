@@ -76,6 +76,7 @@ def finish(page: sync_api.Page, number: int) -> str:
     return page.locator("article.assistant .text").last.inner_text()
 
 
+@pytest.mark.long
 def test_a_conversation_streams_stops_and_goes_on(page: sync_api.Page) -> None:
     page.wait_for_selector("#status[data-state=ready]")
     assert page.evaluate("document.activeElement.id") == "prompt"
@@ -107,6 +108,7 @@ def test_a_conversation_streams_stops_and_goes_on(page: sync_api.Page) -> None:
     assert page.locator("article").count() == 0
 
 
+@pytest.mark.long
 def test_errors_are_shown_and_the_question_is_kept(page: sync_api.Page) -> None:
     page.click("#settings summary")
     page.fill("#max_tokens", "5000")
@@ -119,6 +121,7 @@ def test_errors_are_shown_and_the_question_is_kept(page: sync_api.Page) -> None:
     assert finish(page, 1)
 
 
+@pytest.mark.long
 def test_an_answer_follows_a_schema(page: sync_api.Page) -> None:
     page.wait_for_selector("#status[data-state=ready]")
     page.click("#settings summary")
@@ -153,6 +156,7 @@ def violations(page: sync_api.Page, axe: Path) -> list[str]:
     return [f"{one['id']}: {one['nodes'][0]['html']}" for one in found["violations"]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_axe_finds_no_violation(browser: sync_api.Browser, server: Server, axe: Path, width: int, scheme: str) -> None:
@@ -169,6 +173,7 @@ def test_axe_finds_no_violation(browser: sync_api.Browser, server: Server, axe: 
             assert violations(page, axe) == []
 
 
+@pytest.mark.long
 def test_the_live_view_follows_the_engine(page: sync_api.Page, server: Server) -> None:
     until(page, "document.getElementById('blocks-0').textContent !== '–'")
     empty = page.evaluate("document.getElementById('map').toDataURL()")
@@ -193,7 +198,8 @@ def test_the_live_view_follows_the_engine(page: sync_api.Page, server: Server) -
     assert page.inner_text("#itl") != "–"
 
 
-@pytest.mark.parametrize("width", [320, *(pytest.param(width, marks=pytest.mark.long) for width in (390, 820))])
+@pytest.mark.long
+@pytest.mark.parametrize("width", [320, 390, 820])
 def test_narrow_screens_show_one_view_and_never_scroll_sideways(
     browser: sync_api.Browser, server: Server, width: int
 ) -> None:
@@ -210,6 +216,7 @@ def test_narrow_screens_show_one_view_and_never_scroll_sideways(
             assert page.evaluate(f"(e => e.scrollWidth - e.clientWidth)(document.querySelector('.{view}'))") <= 0
 
 
+@pytest.mark.long
 def test_light_and_dark_follow_the_system_and_the_button(browser: sync_api.Browser, server: Server) -> None:
     for page in open_page(browser, server.url, color_scheme="dark"):
         page.wait_for_selector("html[data-theme=dark]")
@@ -222,6 +229,7 @@ def test_light_and_dark_follow_the_system_and_the_button(browser: sync_api.Brows
         page.wait_for_selector("html[data-theme=dark]")
 
 
+@pytest.mark.long
 def test_a_key_is_asked_for_and_kept_for_the_tab(browser: sync_api.Browser, tiny_tokenizer: Path) -> None:
     with serving(FakeEngine(tiny_tokenizer), api_key=["secret"], disable_log_requests=True) as address:
         for page in open_page(browser, address):

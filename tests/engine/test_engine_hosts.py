@@ -149,6 +149,7 @@ def test_a_host_that_is_told_to_stop_ends_what_it_has(with_engine: Engines, here
     assert [one.num_finished["length"] for one in metrics.of_engines] == [5, 0]
 
 
+@pytest.mark.long
 def test_a_host_that_falls_silent_is_lost(
     with_engine: Engines, here: EngineHostsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ def test_a_front_end_that_ends_takes_its_requests_with_it_and_no_other_ones(
     with_hub(use)
 
 
+@pytest.mark.long
 def test_all_front_ends_go_on_with_the_next_core(
     with_hub: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +183,7 @@ def test_what_was_under_way_to_a_core_as_it_died_is_left_to_the_next_core(
     with_hub(use, max_restarts=5)
 
 
+@pytest.mark.long
 def test_requests_that_kill_cores_are_tried_alone_among_those_of_all_front_ends(
     with_hub: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

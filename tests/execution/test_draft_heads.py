@@ -93,6 +93,7 @@ def settings(method: str, heads: dict[str, Path]) -> dict[str, Any]:
     return {"speculative_config": {"method": method, "model": str(heads[method]), "num_speculative_tokens": 3}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])
 @pytest.mark.parametrize("place", ["cpu", "late device"])
 def test_a_head_changes_no_answer(model: Path, heads: dict[str, Path], method: str, place: str) -> None:
@@ -163,6 +164,7 @@ def test_guesses_are_those_of_the_whole_sequence(model: Path, heads: dict[str, P
     assert any(len(set(draft_tokens)) > 1 for draft_tokens in guessed.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])
 def test_a_head_guesses_on_a_device_that_runs_ahead_what_it_guesses_elsewhere(
     model: Path, heads: dict[str, Path], method: str

@@ -65,26 +65,22 @@ def of_one_on_cpu(model: Path, **flags: Any) -> EngineCore:
     return EngineCore(config_of(model, reproducible_parallel=False, **flags))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "flags"),
     [
         ((2, 1), {}),
         ((1, 2), {"num_gpu_blocks_override": 16, "preemption_mode": "swap"}),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in [
-                ((2, 1), {"num_gpu_blocks_override": 16, "preemption_mode": "swap"}),
-                ((2, 1), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
-                ((4, 1), {"enforce_eager": True}),
-                ((2, 1), {"hf_overrides": CUT | DEEPSEEK, "enable_expert_parallel": True}),
-                ((4, 1), {"hf_overrides": CUT | BAMBA, "num_gpu_blocks_override": 60, "enforce_eager": True}),
-                ((4, 1), {"hf_overrides": CUT | OLMO_2}),
-                ((1, 2), {"enforce_eager": True}),
-                ((1, 2), {"hf_overrides": GEMMAS[0], "num_gpu_blocks_override": 60}),
-                ((1, 2), {"hf_overrides": ZAMBAS[1], "num_gpu_blocks_override": 60, "enforce_eager": True}),
-                ((2, 2), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
-            ]
-        ),
+        ((2, 1), {"num_gpu_blocks_override": 16, "preemption_mode": "swap"}),
+        ((2, 1), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+        ((4, 1), {"enforce_eager": True}),
+        ((2, 1), {"hf_overrides": CUT | DEEPSEEK, "enable_expert_parallel": True}),
+        ((4, 1), {"hf_overrides": CUT | BAMBA, "num_gpu_blocks_override": 60, "enforce_eager": True}),
+        ((4, 1), {"hf_overrides": CUT | OLMO_2}),
+        ((1, 2), {"enforce_eager": True}),
+        ((1, 2), {"hf_overrides": GEMMAS[0], "num_gpu_blocks_override": 60}),
+        ((1, 2), {"hf_overrides": ZAMBAS[1], "num_gpu_blocks_override": 60, "enforce_eager": True}),
+        ((2, 2), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
     ],
 )
 def test_answers_are_those_of_one_worker(
@@ -211,6 +207,7 @@ def test_a_worker_that_dies_ends_the_step_and_the_others(
     assert any("ended with status -9" in message for message in told)
 
 
+@pytest.mark.long
 def test_what_a_worker_lacks_is_told_at_once(start: Callable[..., EngineCore], monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anybody waits for rows of it."""
     monkeypatch.setenv("OCTAVO_TESTS_NO_DEVICE", "1")
@@ -218,6 +215,7 @@ def test_what_a_worker_lacks_is_told_at_once(start: Callable[..., EngineCore], m
         start(tensor_parallel_size=2)
 
 
+@pytest.mark.long
 def test_a_step_without_memory_ends_the_team(start: Callable[..., EngineCore]) -> None:
     """Others wait for what was not computed, so that nothing can go on."""
     core = start(tensor_parallel_size=2)

@@ -236,6 +236,7 @@ def test_where_half_follow_their_output_steps_wait(model: Path) -> None:
     assert num_steps == 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_a_step_without_memory_ends_its_newest_request_and_no_other(model: Path, seed: int) -> None:
     device = LateDevice(seed)
@@ -257,7 +258,9 @@ def test_a_step_without_memory_ends_its_newest_request_and_no_other(model: Path,
 
 
 # All numbers in the long tier; some here.
-@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=[pytest.mark.long, pytest.mark.timeout(300)])])
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stride", [9, 1])
 @pytest.mark.parametrize("in_a_row", [1, 3])
 def test_memory_may_run_out_at_any_piece_of_work(model: Path, in_a_row: int, stride: int) -> None:
     """Also at those before a step's rows: blocks that are swapped, and copied. What others count on comes later."""

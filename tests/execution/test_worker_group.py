@@ -287,6 +287,7 @@ def test_guesses_are_verified_by_all(model: Path, start: Callable[..., EngineCor
     assert_near(run(start(tensor_parallel_size=2, **flags), guessed_requests(1), 1), expected)
 
 
+@pytest.mark.long
 def test_bits_are_the_same_in_every_run_and_company(start: Callable[..., EngineCore]) -> None:
     """In bfloat16 and integers, which round otherwise at the slightest difference."""
     flags: dict[str, Any] = {"tensor_parallel_size": 2, "dtype": "bfloat16", "quantization": "int8"}

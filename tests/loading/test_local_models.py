@@ -41,6 +41,7 @@ def octavo(hub: Hub, home: Path, *words: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=clean | own, capture_output=True, text=True, timeout=90)
 
 
+@pytest.mark.long
 def test_a_pull_goes_on_where_it_was_cut_off(hub: Hub, gguf: bytes, tmp_path: Path) -> None:
     hub.cuts_after = CUT
     for _ in range(2):  # both give up at the same byte
@@ -63,6 +64,7 @@ def test_a_pull_goes_on_where_it_was_cut_off(hub: Hub, gguf: bytes, tmp_path: Pa
     assert len(hub.begun_at) == 3, "it is there already"
 
 
+@pytest.mark.long
 def test_bytes_that_are_not_the_hubs_are_refused(hub: Hub, tmp_path: Path) -> None:
     hub.damages = True
     done = octavo(hub, tmp_path, "pull", "org/m:Q4_K_M")
@@ -72,6 +74,7 @@ def test_bytes_that_are_not_the_hubs_are_refused(hub: Hub, tmp_path: Path) -> No
     assert done.returncode == 1 and "org/none is neither" in done.stderr
 
 
+@pytest.mark.long
 def test_a_model_is_removed_with_what_no_other_needs(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("Q4_K_M", "Q8_0"):
         assert octavo(hub, tmp_path, "pull", f"org/m:{name}").returncode == 0

@@ -375,6 +375,7 @@ def test_a_share_that_divides_blocks_is_refused(mixed_gguf: Path) -> None:
         weights.take_matrix(name, (96, 64), columns=(0, 48))
 
 
+@pytest.mark.long
 def test_a_large_file_does_not_stay_in_memory(tmp_path: Path) -> None:
     """Pages that were read are let go of, and what was taken is read again where it is used."""
     tensors = {f"t{i}": torch.full((1 << 20, 4), float(i)) for i in range(12)}  # 16 MB each

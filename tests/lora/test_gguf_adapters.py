@@ -52,6 +52,7 @@ def convert(folder: Path, path: Path, **changes: NDArray[np.float32]) -> None:
     writer.close()
 
 
+@pytest.mark.long
 def test_gguf_adapters_say_what_those_of_peft_say(tmp_path: Path) -> None:
     folder = write_random_adapter(tmp_path / "peft", 3, strength=1.0)
     tensors = load_file(folder / "adapter_model.safetensors")

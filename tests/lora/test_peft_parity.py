@@ -112,6 +112,7 @@ def generate(llm: LLM, prompt: list[int], adapters: list[LoRARequest | None]) ->
     return [(list(output.outputs[0].token_ids), torch.stack(rows)) for output, rows in zip(outputs, seen, strict=True)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
 def test_logits_are_those_of_peft(case: Case, tiny_tokenizer: Path, tmp_path: Path) -> None:
     """All adapters of a model and the base in one batch, prompts in chunks and decodes; and the bits of each alone."""

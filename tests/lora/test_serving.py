@@ -98,6 +98,7 @@ def test_adapters_are_added_pinned_and_removed_by_their_numbers(
     assert engine.list_loras() == set()
 
 
+@pytest.mark.long
 def test_64_requests_over_16_adapters_and_the_base_are_as_each_alone(llm: LLM, adapters: list[LoRARequest]) -> None:
     generator = random.Random(0)
     asked = [generator.choice([None, *adapters]) for _ in range(64)]
@@ -293,6 +294,7 @@ def test_what_is_pinned_stays_so_while_an_engine_sleeps(adapters: list[LoRAReque
         assert llm.generate(PROMPT, params(1), use_tqdm=False, lora_request=adapters[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_removed", [False, True])
 def test_what_is_pinned_stays_so_when_a_core_is_followed_by_another(
     adapters: list[LoRARequest], is_removed: bool

@@ -118,6 +118,7 @@ def test_closing_ends_a_process_that_hangs(decoder: DecoderProcess, monkeypatch:
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.long
 def test_a_decoder_that_hangs_is_ended(decoder: DecoderProcess) -> None:
     wide = picture(0, 2000, 2000)  # which nothing decodes in a millisecond
     limits = LIMITS | {"max_pixels": 10**7}

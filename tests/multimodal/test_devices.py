@@ -76,18 +76,19 @@ def told(outputs: list[Any]) -> list[Any]:
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize(
     "name",
     [
         "Qwen3VLForConditionalGeneration",  # positions of three axes, rows for early layers
         # Pictures that see all of themselves.
-        pytest.param("Gemma3ForConditionalGeneration", marks=pytest.mark.long),
-        pytest.param("LlavaForConditionalGeneration", marks=pytest.mark.long),
-        pytest.param("Qwen3_5ForConditionalGeneration", marks=pytest.mark.long),
-        pytest.param("Qwen2AudioForConditionalGeneration", marks=pytest.mark.long),
+        "Gemma3ForConditionalGeneration",
+        "LlavaForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen2AudioForConditionalGeneration",
         # An adapter of its own.
-        pytest.param("GraniteSpeechForConditionalGeneration", marks=pytest.mark.long),
+        "GraniteSpeechForConditionalGeneration",
     ],
 )
 def test_answers_are_the_cpus_on_a_device_that_is_late(

@@ -94,6 +94,7 @@ def test_several_devices_see(
     assert found == [[{t: pytest.approx(x, abs=2e-3) for t, x in of.items()} for of in one] for one in expected]
 
 
+@pytest.mark.long
 def test_rows_of_a_request_that_has_ended_are_there_for_the_last_stage(folder: Path) -> None:
     """Which computes a step when its result is wanted: by then others' rows may have taken the place of its own."""
     llm = engine(folder, pipeline_parallel_size=2, media_cache_tokens=1)

@@ -61,6 +61,7 @@ def hear(text: str, *sounds: Any) -> dict[str, Any]:
     return {"prompt": text, "multi_modal_data": {"audio": list(sounds)}}
 
 
+@pytest.mark.long
 def test_prompts_with_sounds_take_the_adapter_and_others_do_not(granite: Path, tmp_path: Path) -> None:
     texts: dict[str, list[Any]] = {
         "Words alone are said by the model as it is.": [],
@@ -102,6 +103,7 @@ def test_several_workers_have_the_adapter(granite: Path, sizes: dict[str, int]) 
         assert_as_transformers(granite, output, text, [FIRST], "audio", SavedGraniteSpeech(granite))
 
 
+@pytest.mark.long
 def test_what_the_adapter_asks_for_is_served(granite: Path, tmp_path: Path) -> None:
     with LLM(str(granite), language_model_only=True, **SIZES) as llm:
         assert llm.config.lora is None

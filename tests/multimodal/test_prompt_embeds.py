@@ -136,11 +136,12 @@ def test_they_are_found_again_and_are_nobody_else_s(llm: LLM, folder: Path) -> N
     assert half == told(llm, {"prompt_embeds": rows.bfloat16().float()}) != alone[:1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "more",
     [
         {"pipeline_parallel_size": 2},
-        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.long),
+        {"tensor_parallel_size": 2},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
         {"num_gpu_blocks_override": 9, "enable_prefix_caching": False},
         "a draft model",
@@ -249,6 +250,7 @@ def test_they_are_asked_for_by_a_flag(llm: LLM, folder: Path, llava: Path, draft
         engine(folder, speculative_config={"method": "eagle", "model": str(draft_model)})
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_completions_take_them(tmp_path: Path, llm: LLM, folder: Path) -> None:
     rows, texts = [noise(0), noise(1)], {}

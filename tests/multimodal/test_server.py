@@ -58,6 +58,7 @@ def said(answer: Any) -> list[tuple[str, float]]:
     return [(token.token, token.logprob) for token in answer.choices[0].logprobs.content]
 
 
+@pytest.mark.long
 def test_the_example_asks_about_a_picture(server: Server) -> None:
     command = [sys.executable, str(Path(__file__).parents[2] / "examples" / "pictures.py")]
     env = os.environ | {"OPENAI_BASE_URL": f"{server.url}/v1"}
@@ -289,6 +290,7 @@ def test_metrics_of_pictures(client: openai.OpenAI, server: Server) -> None:
         assert server.count(f'octavo:media_seconds_count{{kind="image",phase="{phase}"}}') >= 2
 
 
+@pytest.mark.long
 def test_streams_go_on_while_pictures_are_refused(client: openai.OpenAI, server: Server) -> None:
     alone = said(ask(client, text("A stream")))
     bomb = CASES["a bomb"][0]

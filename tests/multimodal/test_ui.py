@@ -43,6 +43,7 @@ def attached(page: sync_api.Page, number: int) -> None:
     until(page, f"document.querySelectorAll('#media li').length === {number}")
 
 
+@pytest.mark.long
 def test_pictures_go_with_a_message(browser: sync_api.Browser, server: Server) -> None:
     for page in open_page(browser, server.url):
         page.wait_for_selector("#attach:not([hidden])")
@@ -67,6 +68,7 @@ def test_pictures_go_with_a_message(browser: sync_api.Browser, server: Server) -
         until(page, "[...document.querySelectorAll('article.user img')].every((e) => e.naturalWidth > 0)")
 
 
+@pytest.mark.long
 def test_a_picture_that_is_refused_can_be_sent_again(browser: sync_api.Browser, server: Server) -> None:
     for page in open_page(browser, server.url):
         page.wait_for_selector("#attach:not([hidden])")

@@ -66,6 +66,7 @@ def start(turns: int, folder: Path) -> tuple[list[subprocess.Popen[str]], list[s
     return workers, ends
 
 
+@pytest.mark.long
 def test_sums_and_columns_of_all(tmp_path: Path) -> None:
     turns = 40
     workers, _ends = start(turns, tmp_path)

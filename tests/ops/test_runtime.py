@@ -202,6 +202,7 @@ print(batch.run([(0, 0, 700)], 96)[1].shape)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is read by Linux's C library")
 def test_threads_have_a_stack_for_every_kernel_whatever_the_system_gives() -> None:
     limited = f"ulimit -Ss 512 && exec {sys.executable} -c '{DEEP}'"

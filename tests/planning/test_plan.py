@@ -109,6 +109,7 @@ def test_the_default_model_takes_what_its_file_s_formats_are_packed_into() -> No
     assert plan["prefill"] == plan["decode"] == []
 
 
+@pytest.mark.long
 def test_a_plan_has_this_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Programs read it: another form is another schema_version."""
     plan, code = planned(
@@ -152,6 +153,7 @@ def test_a_plan_has_this_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert as_text(plan).count("tokens/s") == len(plan["prefill"]) + len(plan["decode"])
 
 
+@pytest.mark.long
 def test_what_does_not_fit_one_gpu_is_shared_or_refused_with_the_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -310,6 +312,7 @@ def test_a_part_of_a_large_model_is_measured_and_multiplied_up() -> None:
     assert part.vocab_size * 2048 * 2 <= 64 << 20
 
 
+@pytest.mark.long
 def test_steps_of_every_kind_of_cache_can_be_measured() -> None:
     config = EngineArgs(device="cpu", max_model_len=256).create_engine_config()
     for name in ("windows", "experts", "latent", "states"):

@@ -55,6 +55,7 @@ def test_the_quantizers_of_the_benchmark_are_what_the_formats_mean(name: str) ->
     assert error < {"Q4": 0.1, "Q5": 0.05, "Q6": 0.025, "Q8": 0.01, "BF": 0.002, "F3": 1e-9}[name[:2]]
 
 
+@pytest.mark.long
 def test_the_first_layers_decide_in_sixteen_bits_what_later_ones_amplify() -> None:
     """With eight bits throughout the second of these tokens loses its attention sink: a divergence of 5."""
 

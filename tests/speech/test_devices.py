@@ -46,16 +46,8 @@ def check(found: tuple[list[Any], list[Any]], expected: tuple[list[Any], list[An
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        *(
-            pytest.param(m, marks=pytest.mark.long)
-            for m in ({"num_gpu_blocks_override": 3 * 94 + 7}, {"enforce_eager": True})
-        ),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("more", [{}, {"num_gpu_blocks_override": 3 * 94 + 7}, {"enforce_eager": True}])
 def test_answers_are_the_cpus_on_a_device_that_is_late(
     monkeypatch: pytest.MonkeyPatch, whisper: Path, more: dict[str, Any]
 ) -> None:

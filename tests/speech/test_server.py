@@ -56,6 +56,7 @@ def clock(seconds: float, point: str) -> str:
     return f"00:00:{int(seconds):02}{point}{round(seconds % 1 * 1000):03}"
 
 
+@pytest.mark.long
 def test_a_sound_is_written_down_in_all_forms(client: openai.OpenAI) -> None:
     plain = ask(client, language="en")
     assert plain.text and plain.usage.seconds == 2 and plain.usage.type == "duration"
@@ -132,6 +133,7 @@ def test_segments_and_their_times_are_those_of_transformers(client: openai.OpenA
     assert num_segments > 3 * len(AS_TRANSFORMERS)
 
 
+@pytest.mark.long
 def test_words_and_their_times_are_those_of_transformers(client: openai.OpenAI, whisper: Path, theirs: Any) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(whisper)
     num_words = num_joined = 0

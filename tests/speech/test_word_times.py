@@ -110,6 +110,7 @@ def test_what_tokens_attend_to_is_that_of_transformers(whisper: Path, theirs: An
         np.testing.assert_allclose(weights, expected[layer][0, head].numpy(), atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_chunks_company_and_preemptions_change_no_bit_of_it(whisper: Path, mode: str) -> None:
     start = marks(whisper, "startoftranscript", "de", "transcribe")

@@ -160,6 +160,7 @@ def test_files_of_a_batch_under_way_cannot_be_deleted(client: openai.OpenAI, eng
     assert client.files.delete(file.id).deleted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lost", ["input_file_id", "output_file_id"])
 def test_a_batch_whose_file_is_lost_ends_and_says_so(engine: FakeEngine, lost: str) -> None:
     content = b"".join(line(str(i), messages=HELLO, user="x" * 5000) for i in range(400))  # of several reads
@@ -256,6 +257,7 @@ def test_bad_files_are_refused(tiny_tokenizer: Path) -> None:
         assert len(http.get("/v1/files").json()["data"]) == 1
 
 
+@pytest.mark.long
 def test_a_batch_goes_on_where_another_server_has_left_it(tiny_tokenizer: Path, tmp_path: Path) -> None:
     path = str(tmp_path / "store.db")
     body = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}

@@ -130,6 +130,7 @@ def test_the_page_is_open_where_keys_are_asked_for_and_knows_its_prefix(shared_e
         assert httpx.get(f"{url}/llm/v1/models").status_code == 401
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", list(GenerationMode))
 @pytest.mark.parametrize(
     "operation",

@@ -348,6 +348,7 @@ def test_tokens_are_counted_as_the_response_has_them(client: openai.OpenAI) -> N
         client.responses.input_tokens.count(**asked | {"previous_response_id": "resp_no"})
 
 
+@pytest.mark.long
 def test_two_servers_share_a_file_and_a_dead_one_is_noticed(
     tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

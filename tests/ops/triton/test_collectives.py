@@ -66,6 +66,7 @@ def test_sums_are_those_of_the_tree(count: int, has_bias: bool) -> None:
     np.testing.assert_array_equal(out.cpu().numpy(), in_tree(parts) + bias if has_bias else in_tree(parts))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="needs a device for each process: scripts/gpu-check parallel")
 def test_all_have_the_same_bits_whichever_way_rows_take(tmp_path: Path) -> None:
     """A row's are the same alone and among others, too."""
@@ -105,6 +106,7 @@ def test_who_waits_for_others_in_vain_says_so(monkeypatch: pytest.MonkeyPatch) -
     cuda_collectives.check_is_in_no_group()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="needs a device for each process: scripts/gpu-check parallel")
 def test_a_group_that_was_left_lets_its_file_be_another(tmp_path: Path) -> None:
     """Torch's store opens its file by name when it is destroyed, which was once after the descriptor had become a

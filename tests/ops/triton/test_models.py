@@ -37,8 +37,9 @@ MORE_NAMES = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="batches are made in the host's memory")
-@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.long) for name in MORE_NAMES)])
+@pytest.mark.parametrize("name", [*NAMES, *MORE_NAMES])
 def test_logits_are_those_of_transformers(name: str) -> None:
     reference: Any = MODELS[name].reference(0)
     description = describe(reference.config.to_dict() | {"architectures": [MODELS[name].architecture]})
