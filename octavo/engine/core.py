@@ -101,7 +101,7 @@ class EngineCore:
             self.disk = _open_disk(config, config.cache.disk, weights.result(), executor, cache, self.cost)
             weakref.finalize(self, self.disk.close)
             self.scheduler.tier = self.disk
-            self.scheduler.queues.on_end += [self.disk.leave, self.disk.keep]
+            self.scheduler.queues.on_end += [self.disk.leave, self.disk.sessions.keep]
         self._takes_media = any(one is not None for one in (config.media, config.sound, config.prompt_embeds))
         self.is_paused = False  # nothing is computed
         self.on_admission: Callable[[list[str]], None] | None = None  # told the running requests before they run

@@ -156,7 +156,7 @@ def _handle(core: EngineCore, sender: zmq.Socket[bytes], data: bytes) -> bool:
             sender.send(encode_message(CacheWasReset()))
             return False
         case DropCacheSession(session, salt):
-            num_blocks = None if core.disk is None else core.disk.drop_session(session, salt)
+            num_blocks = None if core.disk is None else core.disk.sessions.drop(session, salt)
             sender.send(encode_message(CacheWasReset(num_blocks)))
             return False
         case SetPaused(is_paused):

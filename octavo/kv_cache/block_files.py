@@ -84,6 +84,7 @@ class BlockFiles:
         self.num_kept_bytes = 0  # of blocks that sessions keep
         self._files: dict[_Key, _File] = {}
         self._by_time: list[tuple[int, _Key]] = []  # heap of all files, and of times that have changed since
+        self._sessions: dict[str, int] = {}  # names of the own sessions' files, and their times
         self._kept: dict[_Key, int] = {}  # sizes of files whose time is in the future
         self._ends: list[tuple[int, _Key]] = []  # heap of their times
         self.num_damaged = 0  # blocks that `read` has removed
@@ -102,12 +103,11 @@ class BlockFiles:
     def _has(self, file_name: str) -> bool:
         if (self._own, file_name) in self._files:
             return True
-        path = self._path_of(self._own, file_name)
         try:
-            found = path.stat()
+            found = os.stat(self._path_of(self._own, file_name))
         except OSError:
             return False
-        self._count((self._own, path.name), _on_disk(found.st_size), found.st_mtime_ns)
+        self._count((self._own, file_name), _on_disk(found.st_size), found.st_mtime_ns)
         return True
 
     def knows(self, name: Name) -> bool:
@@ -127,9 +127,12 @@ class BlockFiles:
             self.scan()
         self._make_room(size)
         path = self._path_of(self._own, file_name)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part = path.with_name(f"{path.name}-{secrets.token_hex(8)}{_PART}")
-        file = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        part, flags = f"{path}-{secrets.token_hex(8)}{_PART}", os.O_CREAT | os.O_EXCL | os.O_WRONLY
+        try:
+            file = os.open(part, flags, 0o600)
+        except FileNotFoundError:
+            Path(part).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            file = os.open(part, flags, 0o600)
         try:
             lock(file)  # a part without a lock is what a killed process left
             _write_all(file, [data, memoryview(self._digest(file_name, data))])
@@ -138,7 +141,7 @@ class BlockFiles:
             os.rename(part, path)
         except OSError:
             with contextlib.suppress(OSError):
-                part.unlink()
+                os.unlink(part)
             raise
         finally:
             os.close(file)
@@ -148,12 +151,11 @@ class BlockFiles:
 
     def read(self, name: Name, num_bytes: int) -> NDArray[np.uint8] | None:
         """Return a block, [num_bytes] uint8, or None if it is gone, damaged (then it is removed) or unreadable."""
-        path, found = self._path(name), np.empty(num_bytes, np.uint8)
-        digest = bytearray(_DIGEST_BYTES)
+        file_name, found, digest = _file_name(name), np.empty(num_bytes, np.uint8), bytearray(_DIGEST_BYTES)
         try:
-            file = os.open(path, os.O_RDONLY)
+            file = os.open(self._path_of(self._own, file_name), os.O_RDONLY)
         except OSError:
-            self._discount((self._own, path.name))
+            self._discount((self._own, file_name))
             return None
         try:
             is_whole = os.fstat(file).st_size == num_bytes + _DIGEST_BYTES
@@ -162,9 +164,9 @@ class BlockFiles:
             return None
         finally:
             os.close(file)
-        if is_whole and digest == self._digest(path.name, found.data):
+        if is_whole and digest == self._digest(file_name, found.data):
             return found
-        self._remove((self._own, path.name))
+        self._remove((self._own, file_name))
         self.num_damaged += 1
         return None
 
@@ -176,7 +178,7 @@ class BlockFiles:
                 used = max(found.used, self._time(0 if key in self._kept else found.size, keep_until))
                 self._count(key, found.size, used)
                 with contextlib.suppress(OSError):
-                    os.utime(self._path(name), ns=(used, used))  # for other servers, and for the next one
+                    os.utime(self._path_of(*key), ns=(used, used))  # for other servers, and for the next one
 
     def _time(self, size: int, keep_until: float) -> int:
         """Return the time of a file of `size` that is used now: `keep_until`, if sessions may keep so much more."""
@@ -197,8 +199,11 @@ class BlockFiles:
 
     def drop_session(self, session: str, names: Iterable[Name] = ()) -> None:
         """Remove a session, and those of its blocks, with `names`, that no other session has."""
-        others = set().union(*(self._lines(other) for other in self.sessions() if other != session))
-        for file_name in (self._lines(session) | {_file_name(name) for name in names}) - others:
+        own = self._lines(session) | {_file_name(name) for name in names}
+        for other in self.sessions():
+            if own and other != session:
+                own -= self._lines(other)
+        for file_name in own:
             self._remove((self._own, file_name))
         self.forget_session(session)
 
@@ -209,11 +214,7 @@ class BlockFiles:
     def sessions(self) -> dict[str, float]:
         """Return the sessions of the own fingerprint, and until when each is kept, in seconds of `time.time`: a time in
         the past where there was no room to keep it."""
-        return {
-            name.removesuffix(_SESSION): file.used / 1e9
-            for (own, name), file in list(self._files.items())
-            if own == self._own and _SESSION in name
-        }
+        return {name.removesuffix(_SESSION): used / 1e9 for name, used in self._sessions.copy().items()}
 
     def session_names(self, session: str) -> set[Name]:
         """Return the blocks of a session; none if there is no such session."""
@@ -221,15 +222,15 @@ class BlockFiles:
         return {(int(pool), bytes.fromhex(key)) for key, _, pool in parts}
 
     def _lines(self, session: str) -> set[str]:
-        path = self._path_of(self._own, session + _SESSION)
+        key = self._own, session + _SESSION
         try:
-            data = path.read_bytes()
+            data = Path(self._path_of(*key)).read_bytes()
         except OSError:
             return set()
         content = memoryview(data)[:-_DIGEST_BYTES]
-        if data[-_DIGEST_BYTES:] == self._digest(path.name, content):
+        if data[-_DIGEST_BYTES:] == self._digest(key[1], content):
             return set(bytes(content).decode().split())
-        self._remove((self._own, path.name))
+        self._remove(key)
         self.num_damaged += 1
         return set()
 
@@ -265,6 +266,7 @@ class BlockFiles:
         heapq.heapify(ends)
         with self._lock:  # `knows` takes no lock: it sees the former files or all of these
             self._files, self._by_time, self._kept, self._ends = files, by_time, kept, ends
+            self._sessions = {key[1]: file.used for key, file in files.items() if self._is_session(key)}
             self.num_bytes, self.num_kept_bytes = sum(file.size for file in files.values()), sum(kept.values())
         self._unscanned_bytes = 0
         self._make_room(0)
@@ -286,7 +288,7 @@ class BlockFiles:
 
     def _remove(self, key: _Key) -> None:
         with contextlib.suppress(OSError):
-            self._path_of(*key).unlink()
+            os.unlink(self._path_of(*key))
         self._discount(key)
 
     def _count(self, key: _Key, size: int, used: int) -> None:
@@ -304,6 +306,8 @@ class BlockFiles:
 
     def _add(self, key: _Key, size: int, used: int) -> None:
         self._files[key] = _File(size, used)
+        if self._is_session(key):
+            self._sessions[key[1]] = used
         self.num_bytes += size
         heapq.heappush(self._by_time, (used, key))
         if used > time.time_ns():
@@ -315,12 +319,13 @@ class BlockFiles:
         if (file := self._files.pop(key, None)) is not None:
             self.num_bytes -= file.size
             self.num_kept_bytes -= self._kept.pop(key, 0)
+            self._sessions.pop(key[1], None)
 
-    def _path(self, name: Name) -> Path:
-        return self._path_of(self._own, _file_name(name))
+    def _is_session(self, key: _Key) -> bool:
+        return key[0] == self._own and key[1].endswith(_SESSION)
 
-    def _path_of(self, fingerprint: str, file_name: str) -> Path:
-        return self._root / fingerprint / file_name[:2] / file_name
+    def _path_of(self, fingerprint: str, file_name: str) -> str:
+        return f"{self._root}/{fingerprint}/{file_name[:2]}/{file_name}"
 
     def _digest(self, file_name: str, contents: memoryview) -> bytes:
         digest = hashlib.sha256(self._fingerprint + file_name.encode())

@@ -1,23 +1,21 @@
 """The tier below the block pools: computed blocks go to files, and come back before a prompt is computed.
 
 Blocks are saved outside of the steps: while the engine is idle, for a small share of its time while it is busy, and
-when they are about to leave a pool. A thread writes them, from a queue of bounded size; a block that finds the queue
+when they are about to leave a pool. The latter takes no more time than reads have saved, beside an advance: a load that
+reads nothing is not slowed down. A thread writes the blocks, from a queue of bounded size; a block that finds the queue
 full is not kept. When it is a waiting sequence's turn, threads read what the pools lack of its prefix, if that is
 predicted to be faster than to compute it. `EngineCore` and its scheduler call everything here, from one thread. See
-`block_files` for the folder.
-
-A session is an id under which a client keeps the blocks of a conversation for a time, and frees them.
+`block_files` for the folder, and `cache_sessions` for what clients keep there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Sequence, Set
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +27,7 @@ from numpy.typing import NDArray
 
 from octavo.kv_cache.block_files import BlockFiles, Name
 from octavo.kv_cache.block_hashes import extend_block_hashes
+from octavo.kv_cache.cache_sessions import CacheSessions
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.sequence import Sequence as TokenSequence
 from octavo.stats import EngineStats
@@ -40,16 +39,15 @@ _QUEUE_BYTES = 64 << 20  # of blocks on their way to the folder, and as much on 
 _MOST_QUEUED = 10_000  # blocks and notes of their use: a disk that hangs lets no more of the latter pile up
 _CHUNK_BYTES = 4 << 20  # of blocks that are read together: a few milliseconds
 _NUM_READERS = 2
-_BUSY_SHARE = 0.01  # of a busy engine's time that saving may take
+_BUSY_SHARE = 0.003  # of a busy engine's time that saving may take, the writer's time included
+_ADVANCE_S = 1.0  # for saving blocks that leave a pool, before reads have saved any time
+_MOST_EARNED_S = 60.0  # of the time that reads have saved, for saving such blocks
 _MOST_CREDIT_S = 0.02  # of saved-up time: a busy engine saves no longer in one go
 _PATIENCE = 2.0  # a prompt whose blocks take longer than this multiple of computing them is computed,
 _LEAST_PATIENCE_S = 1.0  # but a busy machine may take so long for any of them
 _IDLE_WAIT_S = 0.01  # for the writer; then the caller looks for messages
 _MOST_LOOKS = 4  # misses of other servers' files, for a prompt and a pool: each takes some microseconds
 _LOOK_S = 0.01  # for all looks of a prompt: where the disk takes longer, what is known is enough
-_SWEEP_S = 60.0  # between two looks for sessions that have ended
-_LEAST_PRUNED = 64  # blocks that a session has gained since the last look for those that are gone
-_LEAST_MEMORY_S = 86400.0  # in which a former server's sessions can be dropped
 _SAVING_S = 10.0  # for all blocks, where somebody waits for it: a disk that hangs is given up
 _COUNTERS = ("num_disk_hits", "disk_read_bytes", "num_disk_written", "disk_written_bytes", "num_disk_dropped")
 
@@ -108,11 +106,6 @@ class _Looks(Container[bytes]):
         return False
 
 
-def _session_key(session_id: str, salt: str | None) -> str:
-    """Return what a session is known by on disk: tenants with different salts have different sessions."""
-    return hashlib.sha256(repr((session_id, salt)).encode()).hexdigest()
-
-
 @dataclass(slots=True)
 class _Chunk:
     """Blocks that were read together."""
@@ -139,15 +132,6 @@ class Fetch:
     has_ended: bool = False
 
 
-@dataclass(slots=True)
-class _Session:
-    """The blocks that the turns of a conversation left. Those that are gone are forgotten now and then."""
-
-    names: set[Name] = field(default_factory=set)
-    keep_until: float = 0.0  # time.time
-    prune_at: int = _LEAST_PRUNED  # blocks, after which those that are gone are looked for
-
-
 class DiskTier:
     """Keeps the indexed blocks of the pools of `cache` in `files`."""
 
@@ -160,17 +144,12 @@ class DiskTier:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.files, self._memory, self._cache, self._cost, self._clock = files, memory, cache, cost, clock
-        self._watches = [_PoolWatch(self, pool) for pool in range(len(cache.pools))]
-        for pool, watch in zip(cache.pools, self._watches, strict=True):
+        self.watches = [_PoolWatch(self, pool) for pool in range(len(cache.pools))]
+        for pool, watch in zip(cache.pools, self.watches, strict=True):
             pool.watcher = watch
-        self._unsaved: dict[Name, int] = {}  # blocks that only a pool has, the oldest first
+        self.unsaved: dict[Name, int] = {}  # blocks that only a pool has, the oldest first
         self._credit_s = 0.0  # time that saving may still take beside steps
-        self._sessions: dict[str, _Session] = {}  # the one used longest ago first
-        self._num_session_blocks = 0  # of all sessions; a block counts in each
-        self._next_sweep = 0.0  # time.time
-        for session, keep_until in files.sessions().items():
-            # There was no room to keep a session whose time has passed, or it has ended.
-            self._remember(session, files.session_names(session), max(keep_until, time.time() + _LEAST_MEMORY_S))
+        self._earned_s = _ADVANCE_S  # time that saving blocks which leave a pool may still take
         self._fetches: list[Fetch] = []
         self._num_reading = 0  # chunks
         self._turns: dict[str, Fetch | None] = {}  # by request, from its turn until it starts
@@ -187,12 +166,12 @@ class DiskTier:
         self._queued_bytes = 0
         self._is_writing = self._is_closed = False
         self._is_emptying = False  # all that is in the folder is being removed
-        self._keep_until: dict[Name, float] = {}  # for blocks that are not written yet
+        self.keep_until: dict[Name, float] = {}  # for blocks that are not written yet
         self._write_s = 0.0  # the writer's processor time for a block, lately
         self._last_error = ""
         self._stats = EngineStats()
-        self._writer = threading.Thread(target=self._write, name="block-writer", daemon=True)
-        self._writer.start()
+        threading.Thread(target=self._write, name="block-writer", daemon=True).start()
+        self.sessions = CacheSessions(self, cache, min(memory.block_bytes))
 
     def take_stats(self, stats: EngineStats) -> None:
         """Add the gauges, and the increments of the counters since the last call."""
@@ -202,26 +181,24 @@ class DiskTier:
             setattr(stats, name, getattr(own, name))
         stats.num_disk_damaged, self.files.num_damaged = self.files.num_damaged, 0
         stats.disk_bytes, stats.disk_kept_bytes = self.files.num_bytes, self.files.num_kept_bytes
-        stats.num_disk_sessions = len(self._sessions)
+        stats.num_disk_sessions = self.sessions.count
 
     def forget(self, removes_files: bool) -> None:
         """Forget the blocks of the pools, whose contents are about to be lost; with `removes_files` those of the folder
         too: they are not found any more, and the writer removes them."""
-        for name in self._unsaved:
-            self._keep_until.pop(name, None)
-        self._unsaved.clear()
+        for name in list(self.unsaved):
+            self.forget_block(name)
         for fetch in list(self._fetches):
             self.end(fetch)
         if removes_files:
-            self._sessions.clear()
-            self._num_session_blocks = 0
-            self._keep_until.clear()
+            self.sessions.clear()
+            self.keep_until.clear()
             with self._lock:
                 self._queue.clear()
                 self._queued.clear()
                 self._queued_bytes = 0
             self._is_emptying = True
-            self._do_in_turn(self._remove_all)
+            self.do_in_turn(self._remove_all)
 
     def _remove_all(self) -> None:
         try:
@@ -234,7 +211,7 @@ class DiskTier:
         meanwhile what is unsaved."""
         with self._lock:
             return self._lock.wait_for(
-                lambda: not (self._unsaved or self._queue or self._is_writing) or self._is_closed, timeout_s
+                lambda: not (self.unsaved or self._queue or self._is_writing) or self._is_closed, timeout_s
             )
 
     def save_all(self) -> None:
@@ -258,29 +235,37 @@ class DiskTier:
 
     # Blocks that go to the folder.
 
+    def is_on_its_way(self, name: Name) -> bool:
+        """Return whether a block is to be written."""
+        return name in self.unsaved or name in self._queued
+
+    def forget_block(self, name: Name) -> None:
+        """Save a block no longer, if it is not on its way to the writer."""
+        self.unsaved.pop(name, None)
+        self.keep_until.pop(name, None)
+
     def note_computed(self, name: Name, block: int) -> None:
         if (self._is_emptying or not self.files.knows(name)) and name not in self._queued:
-            self._unsaved[name] = block
+            self.unsaved[name] = block
 
     def save_before_loss(self, name: Name) -> None:
-        """Save a block that is about to be overwritten, if it is not saved yet and the writer keeps up."""
-        block = self._unsaved.pop(name, None)
+        """Save a block that is about to be overwritten, if it is not saved yet, reads have earned the time for it, and
+        the writer keeps up."""
+        block = self.unsaved.pop(name, None)
         if block is not None:
-            self._save(name, block)
+            self._earned_s -= self._save(name, block, self._earned_s > 0)
 
     def save_while_busy(self, step_s: float) -> None:
         """Save blocks in a small share of the time of a step, which took `step_s`."""
-        if not self._unsaved:
+        if not self.unsaved:
             return
         self._credit_s = min(self._credit_s + _BUSY_SHARE * step_s, _MOST_CREDIT_S)
-        while self._credit_s > 0 and self._unsaved and self._has_room():
-            begin = self._clock()
-            self._save_oldest()
-            self._credit_s -= self._clock() - begin + self._write_s
+        while self._credit_s > 0 and self.unsaved and self._has_room():
+            self._credit_s -= self._save_oldest()
 
     def save_while_idle(self) -> bool:
         """Save a block, or wait shortly for the writer. Returns False if no block is unsaved."""
-        if not self._unsaved:
+        if not self.unsaved:
             return False
         with self._lock:
             has_room = self._lock.wait_for(self._has_room, _IDLE_WAIT_S)
@@ -288,23 +273,25 @@ class DiskTier:
             self._save_oldest()
         return not self._is_closed
 
-    def _save_oldest(self) -> None:
-        name = next(iter(self._unsaved))
-        self._save(name, self._unsaved.pop(name))
+    def _save_oldest(self) -> float:
+        name = next(iter(self.unsaved))
+        return self._save(name, self.unsaved.pop(name))
 
-    def _save(self, name: Name, block: int) -> None:
-        """Queue a copy of a block, if there is room."""
-        if not self._has_room():
-            self._keep_until.pop(name, None)
+    def _save(self, name: Name, block: int, is_earned: bool = True) -> float:
+        """Queue a copy of a block, if there is room. Returns the seconds that this takes, and writing it."""
+        if not is_earned or not self._has_room():
+            self.keep_until.pop(name, None)
             with self._lock:
                 self._stats.num_disk_dropped += 1
-            return
+            return 0.0
+        begin = self._clock()
         contents = self._memory.read_blocks(name[0], [block])[0]
         with self._lock:
             self._queue.append((name, contents))
             self._queued.add(name)
             self._queued_bytes += contents.nbytes
             self._lock.notify_all()
+        return self._clock() - begin + self._write_s
 
     def _has_room(self) -> bool:
         """Return whether the queue takes another block. An empty queue takes a block of any size."""
@@ -333,7 +320,7 @@ class DiskTier:
     def _write_block(self, name: Name, contents: NDArray[np.uint8]) -> None:
         begin, error, is_written = time.thread_time(), "", False
         try:
-            is_written = self.files.write(name, contents, self._keep_until.pop(name, 0.0))
+            is_written = self.files.write(name, contents, self.keep_until.pop(name, 0.0))
         except Exception as e:
             error = (isinstance(e, OSError) and e.strerror) or repr(e)
         if error and error != self._last_error:
@@ -347,85 +334,6 @@ class DiskTier:
             self._stats.num_disk_written += is_written
             self._stats.num_disk_dropped += not is_written
             self._stats.disk_written_bytes += contents.nbytes * is_written
-
-    # Sessions.
-
-    def keep(self, seq: TokenSequence) -> None:
-        """Keep the blocks of a sequence that has ended, if its request is of a session: those that the next turn may
-        begin with, after the answer or after the prompt."""
-        request = seq.request
-        if request.cache_session is None:
-            return
-        session, found = _session_key(request.cache_session, request.prompt.cache_salt), dict[Name, None]()
-        for limit in (len(request.prompt.token_ids) // self._cache.block_size, len(seq.block_hashes)):
-            num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._watches)
-            found |= dict.fromkeys(self._cache.prefix_names(seq.block_hashes, num_blocks))
-        if not found:
-            return
-        keep_until = time.time() + request.cache_ttl_s
-        for name in found:
-            if name in self._unsaved or name in self._queued:
-                self._keep_until[name] = keep_until
-        self._remember(session, found.keys(), keep_until)
-        unsaved = self._unsaved.keys() & self._sessions[session].names  # of earlier turns too
-        if len(self._queue) < _MOST_QUEUED:
-            self._do_in_turn(partial(self.files.keep_session, session, [*found, *unsaved], keep_until))
-        self._forget_old_sessions()
-
-    def _remember(self, session: str, names: Set[Name], keep_until: float) -> None:
-        """Add blocks to a session, and make it the one used last."""
-        one = self._sessions.pop(session, None) or _Session()
-        num_before = len(one.names)
-        one.names |= names
-        one.keep_until = keep_until
-        if len(one.names) >= one.prune_at:
-            one.names = {name for name in one.names if name in names or self._is_anywhere(name)}
-            one.prune_at = 2 * len(one.names) + _LEAST_PRUNED
-        self._num_session_blocks += len(one.names) - num_before
-        self._sessions[session] = one
-
-    def _is_anywhere(self, name: Name) -> bool:
-        """Return whether a block is in its pool, on disk or on its way there."""
-        return self._cache.pools[name[0]].lookup(name[1]) is not None or name in self._queued or self.files.knows(name)
-
-    def drop_session(self, session_id: str, salt: str | None) -> int | None:
-        """Free the blocks that only this session has, in the pools and on disk. Returns their number, or None if the
-        session is not known."""
-        session = _session_key(session_id, salt)
-        if session not in self._sessions:
-            return None
-        names = self._forget_session(session)
-        freed = names.difference(set[Name]().union(*(one.names for one in self._sessions.values())))
-        for name in freed:
-            self._unsaved.pop(name, None)
-            self._keep_until.pop(name, None)
-            pool = self._cache.pools[name[0]]
-            if (block := pool.lookup(name[1])) is not None:
-                pool.forget(block)
-        self._do_in_turn(partial(self.files.drop_session, session, names))
-        return len(freed)
-
-    def _forget_old_sessions(self) -> None:
-        """Forget the sessions whose time is over, and those used longest ago where there is no room for so many
-        blocks. Their blocks stay, like those of others."""
-        now, most = time.time(), self.files.limit_bytes // min(self._memory.block_bytes)
-        forgotten = []
-        if now >= self._next_sweep:
-            self._next_sweep = now + _SWEEP_S
-            forgotten = [session for session, one in self._sessions.items() if one.keep_until <= now]
-        for session in forgotten:
-            self._forget_session(session)
-        while len(self._sessions) > 1 and self._num_session_blocks > most:
-            forgotten.append(next(iter(self._sessions)))
-            self._forget_session(forgotten[-1])
-        for session in forgotten:
-            self._do_in_turn(partial(self.files.forget_session, session))
-
-    def _forget_session(self, session: str) -> set[Name]:
-        """Return the blocks of a session that is no longer known."""
-        names = self._sessions.pop(session).names
-        self._num_session_blocks -= len(names)
-        return names
 
     # Blocks that come back.
 
@@ -490,7 +398,7 @@ class DiskTier:
     def _num_found(self, keys: list[bytes], limit: int) -> int:
         """Return the longest prefix, in blocks up to `limit`, that pools and folder have together. A thread looks for
         other servers' files; where it takes long, or has not come back from the last time, those are left out."""
-        num_known = self._cache.num_prefix_blocks(keys, limit, self._watches)
+        num_known = self._cache.num_prefix_blocks(keys, limit, self.watches)
         if num_known == limit or (self._look is not None and not self._look.done()):
             return num_known
         looks = [_Looks(self.files, pool) for pool in range(len(self._cache.pools))]
@@ -532,8 +440,11 @@ class DiskTier:
             future.cancel()
         fetch.reading.clear()
         num_blocks = self._cache.num_prefix_blocks(fetch.keys, fetch.num_found_blocks)
-        with self._lock:
-            self._stats.num_disk_hits += max(0, num_blocks - fetch.num_cached_blocks) * self._cache.block_size
+        if num_blocks > fetch.num_cached_blocks:
+            saved_s = self._compute_s(fetch.num_cached_blocks, num_blocks) - (self._clock() - fetch.began)
+            self._earned_s = min(_MOST_EARNED_S, self._earned_s + max(0.0, saved_s))
+            with self._lock:
+                self._stats.num_disk_hits += (num_blocks - fetch.num_cached_blocks) * self._cache.block_size
 
     def _compute_s(self, num_cached_blocks: int, num_found_blocks: int) -> float:
         """Return the predicted seconds to compute the tokens of blocks."""
@@ -573,11 +484,14 @@ class DiskTier:
 
     def _touch(self, names: Sequence[Name]) -> None:
         """Mark blocks as used, the beginning of a prompt last: without it the rest is worth nothing."""
-        if names and len(self._queue) < _MOST_QUEUED:
-            self._do_in_turn(partial(self.files.touch, names[::-1]))
+        if names:
+            self.do_in_turn(partial(self.files.touch, names[::-1]), may_skip=True)
 
-    def _do_in_turn(self, work: Callable[[], None]) -> None:
-        """Have the writer do `work` after what it has been given before."""
+    def do_in_turn(self, work: Callable[[], None], may_skip: bool = False) -> None:
+        """Have the writer do `work` after what it has been given before. With `may_skip` leave it out where too much
+        waits."""
+        if may_skip and len(self._queue) >= _MOST_QUEUED:
+            return
         with self._lock:
             self._queue.append(work)
             self._lock.notify_all()

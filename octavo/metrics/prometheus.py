@@ -66,7 +66,7 @@ _OWN_COUNTERS = {
     "disk_read_bytes": ("disk_cache_read_bytes", "Bytes of these blocks."),
     "num_disk_written": ("disk_cache_blocks_written", "Blocks of the KV cache that were written to disk."),
     "disk_written_bytes": ("disk_cache_written_bytes", "Bytes of these blocks."),
-    "num_disk_dropped": ("disk_cache_blocks_dropped", "Blocks that were not kept: the disk was behind, or refused."),
+    "num_disk_dropped": ("disk_cache_blocks_dropped", "Blocks not kept: disk behind or refusing, or no time for them."),
     "num_disk_damaged": ("disk_cache_blocks_damaged", "Files that were found damaged, and removed."),
     "num_adapter_reads": ("adapter_reads", "Adapters read from disk."),
     "adapter_read_s": ("adapter_read_seconds", "From when they were asked for to when they were on the host."),

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from octavo.kv_cache import disk_tier
-from octavo.kv_cache.block_files import BlockFiles, Name
+from octavo.kv_cache import cache_sessions, disk_tier
+from octavo.kv_cache.block_files import BlockFiles, Name, _file_name
 from octavo.kv_cache.disk_tier import DiskTier, Fetch
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from octavo.kv_cache.manager import KVCacheManager
@@ -163,22 +163,44 @@ def test_a_block_is_saved_before_it_leaves_the_pool(engines: Any) -> None:
         assert one.files.read((pool, key), BLOCK_BYTES).tobytes() == contents
 
 
-def test_a_busy_engine_saves_in_a_hundredth_of_its_time(engines: Any) -> None:
-    one = engines()
-    one.compute(list(range(40)))
+def takes_3_ms(one: Engine) -> None:
+    """Have the copy of a block take so long, and nothing else."""
     read = one.memory.read_blocks
 
     def slow(pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
         one.now += 0.003
+        one.tier._write_s = 0.0
         return read(pool, blocks)
 
-    one.memory.read_blocks = slow
-    one.tier._write_s = 0.0
+    one.memory.read_blocks = slow  # type: ignore[method-assign]
+
+
+def test_what_leaves_a_pool_is_saved_in_the_time_that_reads_have_saved(engines: Any) -> None:
+    one = engines()
+    one.compute(list(range(22)))
+    one.save()
+    one.cache.forget_prefixes()
+    takes_3_ms(one)
+    one.tier._earned_s = 0.004
+    for number in range(1, 4):
+        one.compute([1000 * number + place for place in range(48)])  # takes every block
+    assert one.stats().num_disk_dropped == 24 - 2 and one.tier._earned_s < 0
+    one.tier.forget(removes_files=False)
+    one.cache.forget_prefixes()
+    before, compute_s = one.tier._earned_s, one.tier._compute_s(0, 5)
+    assert compute_s > 0.01 and one.fetched(list(range(22))) is not None
+    assert one.tier._earned_s == pytest.approx(before + compute_s)
+
+
+def test_a_busy_engine_saves_in_a_small_share_of_its_time(engines: Any) -> None:
+    one = engines()
+    one.compute(list(range(40)))
+    takes_3_ms(one)
     for _ in range(6):
-        one.tier.save_while_busy(0.1)  # 1 ms of each
-    assert len(one.tier._unsaved) == 10 - 2
+        one.tier.save_while_busy(0.001 / disk_tier._BUSY_SHARE)
+    assert len(one.tier.unsaved) == 10 - 2
     one.tier.save_while_busy(1e9)
-    assert len(one.tier._unsaved) >= 10 - 2 - 7, "saved-up time is bounded"
+    assert len(one.tier.unsaved) >= 10 - 2 - 7, "saved-up time is bounded"
 
 
 def test_blocks_that_find_the_queue_full_are_dropped_and_nobody_waits(
@@ -229,7 +251,7 @@ def test_a_damaged_block_ends_the_prefix(engines: Any, tmp_path: Path) -> None:
     first = engines()
     seq = first.compute(list(range(22)))
     first.save()
-    path = first.files._path((0, seq.block_hashes[3]))
+    path = tmp_path.joinpath(first.files._path_of("66" * 16, _file_name((0, seq.block_hashes[3]))))
     path.write_bytes(path.read_bytes()[:-40])
     second = engines()
     second.fetched(list(range(22)))
@@ -339,17 +361,17 @@ def test_a_session_keeps_the_blocks_of_its_turns_until_it_is_dropped(
     for seq, session, salt in ((first, "mine", "salt"), (other, "mine", None)):
         seq.request.cache_session, seq.request.cache_ttl_s = session, 1000.0
         seq.request.prompt = Prompt(seq.request.prompt.token_ids, cache_salt=salt)  # the blocks stay those without
-        one.tier.keep(seq)
+        one.tier.sessions.keep(seq)
     one.save()
     wait_until(lambda: len(one.files.sessions()) == 2)
     assert one.stats().disk_kept_bytes > 0 and one.stats().num_disk_sessions == 2
     again = engines(layers)
     for engine in (one, again):
-        assert engine.tier.drop_session("mine", "nobody") is None
+        assert engine.tier.sessions.drop("mine", "nobody") is None
     assert again.fetched(list(range(22))) is not None
-    assert again.tier.drop_session("mine", "salt") > 0
+    assert again.tier.sessions.drop("mine", "salt") > 0
     again.tier.wait_until_saved()
-    assert again.tier.drop_session("mine", "salt") is None
+    assert again.tier.sessions.drop("mine", "salt") is None
     tokens = list(range(22))
     seq = TokenSequence(request=request(tokens), key=(0, 0), seed=0, token_ids=tokens)  # type: ignore[arg-type]
     assert again.cache.find_prefix(seq).num_tokens <= 16, "neither in the pools"
@@ -368,7 +390,7 @@ def test_nobody_waits_until_a_disk_that_hangs_has_forgotten(engines: Any, monkey
     assert one.fetched(list(range(22))) is None, "what is there is as good as gone"
     for number in range(8):
         turn_of(one, list(range(22)), f"session {number}")
-    assert len(one.tier._queue) <= 3 and len(one.tier._unsaved) == 5
+    assert len(one.tier._queue) <= 3 and len(one.tier.unsaved) == 5
     may_go.set()
     one.save()
     assert engines().fetched(list(range(22))) is not None, "what was computed since is there"
@@ -377,42 +399,42 @@ def test_nobody_waits_until_a_disk_that_hangs_has_forgotten(engines: Any, monkey
 def test_a_block_of_a_session_that_is_not_kept_leaves_nothing(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one = engines()
     turn_of(one, list(range(22)), "mine")
-    assert len(one.tier._keep_until) == 5
+    assert len(one.tier.keep_until) == 5
     monkeypatch.setattr(disk_tier, "_QUEUE_BYTES", 0)
     for name in one.contents():
         one.tier.save_before_loss(name)
-    assert one.tier._keep_until == {} and one.stats().num_disk_dropped == 5
+    assert one.tier.keep_until == {} and one.stats().num_disk_dropped == 5
 
 
 def turn_of(engine: Engine, tokens: list[int], session: str, ttl_s: float = 1000.0) -> None:
     """Run a prompt of a session."""
     seq = engine.compute(tokens)
     seq.request.cache_session, seq.request.cache_ttl_s = session, ttl_s
-    engine.tier.keep(seq)
+    engine.tier.sessions.keep(seq)
 
 
 def test_a_client_of_sessions_takes_no_more_memory_than_there_are_blocks(
     engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_tier, "_LEAST_PRUNED", 4)
+    monkeypatch.setattr(cache_sessions, "_LEAST_PRUNED", 4)
     one = engines()
     for number in range(20):
         turn_of(one, [number], f"short {number}")
-    assert one.tier._sessions == {}, "a prompt without a full block leaves nothing to keep"
+    assert one.tier.sessions._sessions == {}, "a prompt without a full block leaves nothing to keep"
     for number in range(20):
         turn_of(one, [1000 * number + place for place in range(22)], "long")
-        one.tier._unsaved.clear()  # as when the disk does not keep up: what has left the pool is nowhere
+        one.tier.unsaved.clear()  # as when the disk does not keep up: what has left the pool is nowhere
     one.tier.wait_until_saved()
-    [(session, kept)] = one.tier._sessions.items()
-    assert len(kept.names) <= 2 * (NUM_BLOCKS + 5) + 4 and one.tier._num_session_blocks == len(kept.names)
+    [(session, kept)] = one.tier.sessions._sessions.items()
+    assert len(kept.names) <= 2 * (NUM_BLOCKS + 5) + 4 and one.tier.sessions._num_blocks == len(kept.names)
     assert len(one.files.session_names(session)) == 5
 
 
 def test_a_session_is_forgotten_after_its_time_and_where_others_have_more_blocks(
     engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = [disk_tier.time.time()]
-    monkeypatch.setattr(disk_tier.time, "time", lambda: now[0])
+    now = [cache_sessions.time.time()]
+    monkeypatch.setattr(cache_sessions.time, "time", lambda: now[0])
     one = engines()
     turn_of(one, list(range(22)), "short", ttl_s=10.0)
     one.save()
@@ -420,17 +442,17 @@ def test_a_session_is_forgotten_after_its_time_and_where_others_have_more_blocks
     turn_of(one, list(range(100, 122)), "second")
     turn_of(one, list(range(100, 126)), "third")
     one.save()
-    assert one.stats().num_disk_sessions == 2 == len(one.files.sessions()) and one.tier._num_session_blocks == 11
-    assert one.tier.drop_session("short", None) is None
+    assert one.stats().num_disk_sessions == 2 == len(one.files.sessions()) and one.tier.sessions._num_blocks == 11
+    assert one.tier.sessions.drop("short", None) is None
     assert one.files.knows(next(iter(one.contents()))), "its blocks are like others' now"
     one.files.limit_bytes = 12 * BLOCK_BYTES
-    one.tier._forget_old_sessions()
-    assert one.tier._num_session_blocks == 11
+    one.tier.sessions._forget_old()
+    assert one.tier.sessions._num_blocks == 11
     one.files.limit_bytes = 10 * BLOCK_BYTES
-    one.tier._forget_old_sessions()
+    one.tier.sessions._forget_old()
     one.tier.wait_until_saved()
-    assert one.tier._num_session_blocks == 6 and len(one.files.sessions()) == 1
-    assert one.tier.drop_session("second", None) is None and one.tier.drop_session("third", None) == 6
+    assert one.tier.sessions._num_blocks == 6 and len(one.files.sessions()) == 1
+    assert one.tier.sessions.drop("second", None) is None and one.tier.sessions.drop("third", None) == 6
 
 
 def test_a_dropped_session_frees_its_blocks_though_its_file_is_gone(engines: Any) -> None:
@@ -439,7 +461,7 @@ def test_a_dropped_session_frees_its_blocks_though_its_file_is_gone(engines: Any
     one.save()
     [session] = one.files.sessions()
     one.files.forget_session(session)  # as when room was made
-    assert one.tier.drop_session("mine", None) == 5
+    assert one.tier.sessions.drop("mine", None) == 5
     one.tier.wait_until_saved()
     assert one.files._files == {}
 

@@ -1,0 +1,140 @@
+"""Sessions of the cache on disk: an id under which a client keeps the blocks of a conversation for a time, and frees
+them.
+
+`EngineCore` calls `keep` when a sequence has ended, and `drop` for a client. The `DiskTier` knows which blocks are
+still on their way to the folder, and `BlockFiles` has a file for each session.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Set
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from octavo.kv_cache.block_files import Name
+from octavo.kv_cache.manager import KVCacheManager
+from octavo.sequence import Sequence
+
+if TYPE_CHECKING:
+    from octavo.kv_cache.disk_tier import DiskTier
+
+_SWEEP_S = 60.0  # between two looks for sessions that have ended
+_LEAST_PRUNED = 64  # blocks that a session has gained since the last look for those that are gone
+_LEAST_MEMORY_S = 86400.0  # in which a former server's sessions can be dropped
+
+
+@dataclass(slots=True)
+class _Session:
+    """The blocks that the turns of a conversation left. Those that are gone are forgotten now and then."""
+
+    names: set[Name] = field(default_factory=set)
+    keep_until: float = 0.0  # time.time
+    prune_at: int = _LEAST_PRUNED  # blocks, after which those that are gone are looked for
+
+
+class CacheSessions:
+    """The sessions that can be dropped, and their blocks."""
+
+    def __init__(self, tier: DiskTier, cache: KVCacheManager, least_block_bytes: int) -> None:
+        self._tier, self._files, self._cache, self._least_block_bytes = tier, tier.files, cache, least_block_bytes
+        self._sessions: dict[str, _Session] = {}  # the one used longest ago first
+        self._num_blocks = 0  # of all sessions; a block counts in each
+        self._next_sweep = 0.0  # time.time
+        for session, keep_until in self._files.sessions().items():
+            # There was no room to keep a session whose time has passed, or it has ended.
+            end = max(keep_until, time.time() + _LEAST_MEMORY_S)
+            self._remember(session, self._files.session_names(session), end)
+
+    @property
+    def count(self) -> int:
+        return len(self._sessions)
+
+    def clear(self) -> None:
+        self._sessions.clear()
+        self._num_blocks = 0
+
+    def keep(self, seq: Sequence) -> None:
+        """Keep the blocks of a sequence that has ended, if its request is of a session: those that the next turn may
+        begin with, after the answer or after the prompt."""
+        request, tier = seq.request, self._tier
+        if request.cache_session is None:
+            return
+        session, found = _session_key(request.cache_session, request.prompt.cache_salt), dict[Name, None]()
+        for limit in (len(request.prompt.token_ids) // self._cache.block_size, len(seq.block_hashes)):
+            num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, limit, tier.watches)
+            found |= dict.fromkeys(self._cache.prefix_names(seq.block_hashes, num_blocks))
+        if not found:
+            return
+        keep_until = time.time() + request.cache_ttl_s
+        for name in found:
+            if tier.is_on_its_way(name):
+                tier.keep_until[name] = keep_until
+        self._remember(session, found.keys(), keep_until)
+        unsaved = tier.unsaved.keys() & self._sessions[session].names  # of earlier turns too
+        tier.do_in_turn(partial(self._files.keep_session, session, [*found, *unsaved], keep_until), may_skip=True)
+        self._forget_old()
+
+    def drop(self, session_id: str, salt: str | None) -> int | None:
+        """Free the blocks that only this session has, in the pools and on disk. Returns their number, or None if the
+        session is not known."""
+        session = _session_key(session_id, salt)
+        if session not in self._sessions:
+            return None
+        names = self._forget(session)
+        freed = set(names)
+        for other in self._sessions.values():
+            freed -= freed & other.names  # in the time of the smaller set
+        for name in freed:
+            self._tier.forget_block(name)
+            pool = self._cache.pools[name[0]]
+            if (block := pool.lookup(name[1])) is not None:
+                pool.forget(block)
+        self._tier.do_in_turn(partial(self._files.drop_session, session, names))
+        return len(freed)
+
+    def _remember(self, session: str, names: Set[Name], keep_until: float) -> None:
+        """Add blocks to a session, and make it the one used last."""
+        one = self._sessions.pop(session, None) or _Session()
+        num_before = len(one.names)
+        one.names |= names
+        one.keep_until = keep_until
+        if len(one.names) >= one.prune_at:
+            one.names = {name for name in one.names if name in names or self._is_anywhere(name)}
+            one.prune_at = 2 * len(one.names) + _LEAST_PRUNED
+        self._num_blocks += len(one.names) - num_before
+        self._sessions[session] = one
+
+    def _is_anywhere(self, name: Name) -> bool:
+        """Return whether a block is in its pool, on disk or on its way there."""
+        is_in_pool = self._cache.pools[name[0]].lookup(name[1]) is not None
+        return is_in_pool or self._tier.is_on_its_way(name) or self._files.knows(name)
+
+    def _forget_old(self) -> None:
+        """Forget the sessions whose time is over, and those used longest ago where there is no room for so many
+        blocks. Their blocks stay, like those of others."""
+        now, most = time.time(), self._files.limit_bytes // self._least_block_bytes
+        forgotten = []
+        if now >= self._next_sweep:
+            self._next_sweep = now + _SWEEP_S
+            forgotten = [session for session, one in self._sessions.items() if one.keep_until <= now]
+        for session in forgotten:
+            self._forget(session)
+        while len(self._sessions) > 1 and self._num_blocks > most:
+            forgotten.append(next(iter(self._sessions)))
+            self._forget(forgotten[-1])
+        for session in forgotten:
+            self._tier.do_in_turn(partial(self._files.forget_session, session))
+
+    def _forget(self, session: str) -> set[Name]:
+        """Return the blocks of a session that is no longer known."""
+        names = self._sessions.pop(session).names
+        self._num_blocks -= len(names)
+        return names
+
+
+def _session_key(session_id: str, salt: str | None) -> str:
+    """Return what a session is known by on disk: tenants with different salts have different sessions."""
+    return hashlib.sha256(repr((session_id, salt)).encode()).hexdigest()
