@@ -1,11 +1,13 @@
-"""Streams that outlive their engine: `python benchmarks/survival.py [--requests 64] [--deaths core hang] [--seed 1]`.
+"""Streams that outlive their engine: `python benchmarks/survival.py [--requests 64] [--deaths core hang] [--seed 1]
+[--runs 10]`.
 
 A server gets mixed requests at once: chats, completions, responses and messages, streamed and whole, greedy and drawn,
 with grammars, tools, adapters, log-probabilities, beams and n = 3. The first time nothing disturbs it. The second time
 its engine's process is killed with -9 (`core`) or stopped (`hang`), or one of its workers is killed (`worker`, with
 `-- -tp 3`), each at a moment that the seed chooses. Every answer must be that of the first time, bit for bit. Printed
 are how many requests were lost, how many answers differ, and how long streams paused at a death, with the 0, 1, 2, 4, …
-seconds after which the engine is started again when deaths follow each other. Exit code 1: one was lost or differs.
+seconds after which the engine is started again when deaths follow each other. Each of `--runs` has a server and a seed
+of its own. Exit code 1: one was lost or differs.
 """
 
 from __future__ import annotations
@@ -277,17 +279,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--deaths", nargs="*", choices=["core", "worker", "hang"], default=["core"] * 5)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="Of the first run; the next one has the next seed.")
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--log", type=Path, help="Keep the server's log there.")
     parser.add_argument("--json", type=Path, help="Write what was measured there, with the answers that differ.")
     parser.add_argument("flags", nargs="*", help="Flags of the server, behind --.")
     args = parser.parse_args()
-    measured = survive(args.requests, args.deaths, args.seed, args.log, args.flags)
-    if args.json is not None:
-        args.json.write_text(json.dumps(measured, indent=1) + "\n")
-    del measured["differing"]
-    print(json.dumps(measured, indent=1))
-    return 1 if measured["lost"] or measured["not_equal"] else 0
+    runs = []
+    for seed in range(args.seed, args.seed + args.runs):
+        runs.append(measured := survive(args.requests, args.deaths, seed, args.log, args.flags))
+        total = {what: sum(one[what] for one in runs) for what in ("lost", "not_equal")}
+        if args.json is not None:
+            args.json.write_text(json.dumps({**total, "runs": runs}, indent=1) + "\n")
+        print(json.dumps({key: value for key, value in measured.items() if key != "differing"}, indent=1), flush=True)
+    print(f"{args.runs} runs, {len(args.deaths)} deaths each: {total['lost']} lost, {total['not_equal']} not equal")
+    return int(any(total.values()))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,10 @@ Random tokens are the hardest case, as hardly any text has them again when it is
 tokens of each prompt's history, the prompt before it and its answer, that were cached: with the server's own tokens in
 the history, and with those that the chat template's text makes (`reuse_answers` false). It bounds the work, not the
 time: the cache has room for all.
+
+`--restart`: the server keeps its cache on disk and the tokens of answers in a store, and is stopped and started again
+before the last two turns. Printed are also the seconds to the first token in the turns around it, and the share of the
+history that was cached in the first turn behind it.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from octavo.loading.default_model import default_model_path
 from octavo.loading.tokenizer import read_tokenizer
-from tests.e2e.server import running_server
+from tests.e2e.server import Server, running_server
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -75,21 +79,19 @@ class Agent:
         self.random, self.ask = random.Random(number), ask
         self.sent: list[dict[str, Any]] = [{"role": "user", "content": f"Agent {number}: {self.text(60)}."}]
         self.fields = {"temperature": 1.0, "seed": number, "reuse_answers": reuses}
-        self.num_history = self.num_cached = 0
+        self.num_history = self.num_cached = self.num_known = 0
 
     def text(self, num_words: int) -> str:
         return " ".join(self.random.choices(WORDS, k=num_words))
 
     async def run(self, http: httpx.AsyncClient, num_turns: int) -> None:
-        num_known = 0
-        for turn in range(num_turns):
+        for _ in range(num_turns):
             if isinstance(self.fields["seed"], int):
                 self.fields["seed"] += 1000
             num_prompt, num_cached, num_answer = await self.ask(self, http)
-            if turn:
-                self.num_history += num_known
-                self.num_cached += min(num_cached, num_known)
-            num_known = num_prompt + num_answer
+            self.num_history += self.num_known
+            self.num_cached += min(num_cached, self.num_known)
+            self.num_known = num_prompt + num_answer
 
 
 Ask = Callable[[Agent, httpx.AsyncClient], Awaitable[tuple[int, int, int]]]
@@ -153,37 +155,76 @@ async def by_messages(agent: Agent, http: httpx.AsyncClient) -> tuple[int, int, 
     return usage["input_tokens"] + num_cached, num_cached, usage["output_tokens"]
 
 
-async def talk(url: str, num_conversations: int, num_turns: int, reuses: bool) -> None:
-    asks: list[Ask] = [by_chats, by_responses, by_messages]
-    agents = [Agent(i + (0 if reuses else 500), asks[i % 3], reuses) for i in range(num_conversations)]
+ASKS: list[Ask] = [by_chats, by_responses, by_messages]
+
+
+def make_agents(count: int, reuses: bool) -> list[Agent]:
+    return [Agent(i + (0 if reuses else 500), ASKS[i % 3], reuses) for i in range(count)]
+
+
+async def talk(url: str, agents: list[Agent], num_turns: int) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=600) as http, asyncio.TaskGroup() as group:
         for agent in agents:
             group.create_task(agent.run(http, num_turns))
-    print("own tokens in the history" if reuses else "tokens of the template's text")
-    for ask in asks:
+
+
+def report(agents: list[Agent], about: str) -> None:
+    print(about)
+    for ask in ASKS:
         own = [agent for agent in agents if agent.ask is ask]
         num_history = sum(agent.num_history for agent in own)
         share = sum(agent.num_cached for agent in own) / max(num_history, 1)
         print(f"  {ask.__name__:14}{share:8.2%} of {num_history} tokens of history")
     num_history = sum(agent.num_history for agent in agents)
     print(f"  together      {sum(agent.num_cached for agent in agents) / num_history:8.2%}")
+    for agent in agents:
+        agent.num_history = agent.num_cached = 0
+
+
+def first_token_s(server: Server, agents: list[Agent]) -> float:
+    """Let every agent take a turn. Returns the mean of their seconds to the first token."""
+    name = "vllm:time_to_first_token_seconds"
+    before = [server.count(f"{name}_{what}") for what in ("sum", "count")]
+    asyncio.run(talk(server.url, agents, 1))
+    sum_s, count = (server.count(f"{name}_{what}") - one for what, one in zip(("sum", "count"), before, strict=True))
+    return sum_s / count
+
+
+def restart(folder: Path, flags: list[str], agents: list[Agent], num_turns: int) -> None:
+    flags = [*flags, "--kv-cache-disk", str(folder / "disk"), "--response-store", str(folder / "store.db")]
+    with running_server(folder, *flags) as server:
+        asyncio.run(talk(server.url, agents, num_turns - 3))
+        before_s = first_token_s(server, agents)
+        report(agents, "before the restart")
+    with running_server(folder, *flags) as server:
+        after_s = first_token_s(server, agents)
+        report(agents, "in the first turn after it")
+        later_s = first_token_s(server, agents)
+    print(f"first token: {before_s:.3f} s before, {after_s:.3f} s in the first turn after, {later_s:.3f} s in the next")
+    print(f"after over before: {after_s / before_s:.2f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=20)
     parser.add_argument("--turns", type=int, default=43)
+    parser.add_argument("--restart", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder)
-        with running_server(
-            folder, "--model", name, "--load-format", "dummy", "--served-model-name", "tiny", "--max-model-len",
-            "32768", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(1 << 30), "--enable-prompt-tokens-details",
+        flags = [
+            "--model", name, "--load-format", "dummy", "--served-model-name", "tiny", "--max-model-len", "32768",
+            "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(1 << 30), "--enable-prompt-tokens-details",
             "--disable-log-requests",
-        ) as server:  # fmt: skip
+        ]  # fmt: skip
+        if args.restart:
+            restart(folder, flags, make_agents(args.conversations, True), args.turns)
+            return
+        with running_server(folder, *flags) as server:
             for reuses in (True, False):
-                asyncio.run(talk(server.url, args.conversations, args.turns, reuses))
+                asyncio.run(talk(server.url, agents := make_agents(args.conversations, reuses), args.turns))
+                report(agents, "own tokens in the history" if reuses else "tokens of the template's text")
 
 
 if __name__ == "__main__":
