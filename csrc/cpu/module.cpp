@@ -1,6 +1,7 @@
 // octavo._cpu: the Python interface of the native kernels. Arrays arrive as addresses, sizes and strides (in elements),
 // which octavo/ops/cpu.py has checked. A call fills in the argument struct, plans it and runs it.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -478,8 +479,19 @@ NB_MODULE(_cpu, m) {
         const octavo::Placement placement = octavo::default_placement();
         return std::make_pair(placement.threads, placement.cpus);
     });
+    m.def("place_threads", [](const octavo::CoresByNode& nodes, double quota) {
+        const octavo::Placement placement = octavo::place_threads(nodes, quota);
+        return std::make_pair(placement.threads, placement.cpus);
+    });
     m.def("bind_thread", &octavo::bind_thread);
     m.def("num_threads", &octavo::num_threads);
+    m.def("nodes_of_threads", &octavo::nodes_of_threads);
+    m.def(
+        "place_pages",
+        [](Address memory, size_t bytes, size_t page_bytes, const std::vector<int>& nodes, bool in_shares) {
+            return octavo::place_pages(at<void>(memory), bytes, page_bytes, nodes, in_shares);
+        },
+        nb::kw_only(), "memory"_a, "bytes"_a, "page_bytes"_a, "nodes"_a, "in_shares"_a);
     m.def("set_threads", &octavo::set_threads, nb::arg("n"), nb::arg("cpus") = std::vector<int>{},
           nb::call_guard<nb::gil_scoped_release>());
     nb::class_<Program>(m, "Program", "Recorded calls; octavo.ops.cpu_program is the interface.")

@@ -4,24 +4,37 @@
 #pragma once
 
 #include <cstddef>
+#include <map>
 #include <vector>
 
 #include "launch.h"
 
 namespace octavo {
 
-// How many threads to use (0: not decided yet), and the processors that they stay on (empty: any).
+// How many threads to use (0: not decided yet), and the processors that they stay on: none (anywhere), one for each
+// thread, or a set that all share.
 struct Placement {
     int threads = 0;
     std::vector<int> cpus;
 };
-// Returns the physical cores that this process may use: those of one NUMA node in its affinity mask, limited by the CPU
-// quota of its cgroup.
+using CoresByNode = std::map<int, std::vector<int>>;  // NUMA node -> a processor of each of its cores
+// Returns the placement of a process that may use these cores for `quota` seconds of processor time a second.
+Placement place_threads(const CoresByNode& nodes, double quota);
+// Returns the physical cores that this process may use: those in its affinity mask, limited by the CPU quota of its
+// cgroup.
 Placement default_placement();
+// Returns the NUMA node of a processor; 0 if the system has no nodes.
+int numa_node(int cpu);
+// Asks the system to provide the whole pages of this memory, when they are first written, on the nodes of the threads
+// (nodes[i]: that of thread i). In shares: the first part of the memory on the node of the first threads, and so on, as
+// the pool shares out tasks. Else the pages take turns. Returns false if the system refuses or cannot do it.
+bool place_pages(void* memory, size_t bytes, size_t page_bytes, const std::vector<int>& nodes, bool in_shares);
 // Keeps the calling thread on these processors. Returns false if the system refuses or cannot do it.
 bool bind_thread(const std::vector<int>& cpus);
 
 int num_threads();
+// Returns the NUMA node of each thread; nothing if the threads are not bound to one processor each, or all to one node.
+std::vector<int> nodes_of_threads();
 // Sets the number of threads that a call may use, the calling one included, and their processors: none (anywhere), one
 // for each thread, or a set that all share. Waits for a running call to end. Throws std::invalid_argument for a number
 // of threads that is too small or too large.

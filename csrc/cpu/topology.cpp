@@ -1,6 +1,7 @@
-// How many threads this process should use, and where: physical cores in its affinity mask, on one NUMA node, limited
-// by the CPU quota of its control group (a container's --cpus). More threads than that only take turns, and spin at
-// each other meanwhile. Threads of another node read weights and cache through the link between the nodes. Declared in
+// How many threads this process should use, and where: the physical cores in its affinity mask, limited by the CPU
+// quota of its control group (a container's --cpus). More threads than that only take turns, and spin at each other
+// meanwhile. On several NUMA nodes each thread stays on a core, and memory is placed where its readers are: a read
+// from another node goes through the link between the nodes, which is slower than the node's own memory. Declared in
 // thread_pool.h.
 #include <algorithm>
 #include <cmath>
@@ -15,6 +16,7 @@
 
 #ifdef __linux__
 #include <sched.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 #endif
 #ifdef __APPLE__
@@ -36,19 +38,13 @@ std::string first_line(const std::string& path) {
     return line;
 }
 
-// Returns the NUMA node of a processor: its directory in sysfs has an entry named after the node. 0 if there are no
-// nodes.
-int numa_node(int cpu) {
-    const std::string directory = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/node";
-    for (int node = 0; node < 64; ++node) {
-        if (access((directory + std::to_string(node)).c_str(), F_OK) == 0) return node;
-    }
-    return 0;
-}
+constexpr int kMaxNodes = 64;  // bits of a node mask
+// Modes of mbind (linux/mempolicy.h, which not every system has).
+constexpr int kPreferred = 1, kInterleave = 3;
 
 // Returns, by NUMA node, the first hardware thread of each physical core in this process's affinity mask.
-std::map<int, std::vector<int>> cores_by_node() {
-    std::map<int, std::vector<int>> nodes;
+CoresByNode cores_by_node() {
+    CoresByNode nodes;
     constexpr int kCpus = 8192;
     cpu_set_t* mask = CPU_ALLOC(kCpus);
     if (mask == nullptr) return nodes;
@@ -120,25 +116,83 @@ double cpu_quota() { return INFINITY; }
 
 }  // namespace
 
+int numa_node(int cpu) {
+#ifdef __linux__
+    // A processor's directory in sysfs has an entry named after its node.
+    const std::string directory = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/node";
+    for (int node = 0; node < kMaxNodes; ++node) {
+        if (access((directory + std::to_string(node)).c_str(), F_OK) == 0) return node;
+    }
+#endif
+    (void)cpu;
+    return 0;
+}
+
+Placement place_threads(const CoresByNode& nodes, double quota) {
+    size_t num_cores = 0;
+    const std::vector<int>* largest = nullptr;
+    for (const auto& [node, cpus] : nodes) {
+        num_cores += cpus.size();
+        if (largest == nullptr || cpus.size() > largest->size()) largest = &cpus;
+    }
+    if (num_cores == 0) return {};
+    const size_t threads =
+        quota < static_cast<double>(num_cores) ? std::max<size_t>(1, static_cast<size_t>(std::ceil(quota))) : num_cores;
+    // On one node the system's scheduler does well, and gives other programs their turn: threads are not bound.
+    if (nodes.size() < 2) return {static_cast<int>(threads), {}};
+    // A quota that one node can use up keeps to that node; the threads share its cores.
+    if (threads <= largest->size()) return {static_cast<int>(threads), *largest};
+    // Each node gives the same share of its cores. Threads of one node have neighbouring numbers.
+    Placement placement{static_cast<int>(threads), {}};
+    size_t before = 0;
+    for (const auto& [node, cpus] : nodes) {
+        const size_t begin = before * threads / num_cores, end = (before + cpus.size()) * threads / num_cores;
+        placement.cpus.insert(placement.cpus.end(), cpus.begin(), cpus.begin() + static_cast<ptrdiff_t>(end - begin));
+        before += cpus.size();
+    }
+    return placement;
+}
+
 Placement default_placement() {
     Placement placement;
 #ifdef __linux__
-    const std::map<int, std::vector<int>> nodes = cores_by_node();
-    for (const auto& [node, cpus] : nodes) {
-        if (cpus.size() > placement.cpus.size()) placement.cpus = cpus;
-    }
-    placement.threads = static_cast<int>(placement.cpus.size());
-    // On one node the system's scheduler does well, and gives other programs their turn: threads are not bound.
-    if (nodes.size() < 2) placement.cpus.clear();
+    placement = place_threads(cores_by_node(), cpu_quota());
 #elif defined(__APPLE__)
     size_t size = sizeof(placement.threads);
     if (sysctlbyname("hw.physicalcpu", &placement.threads, &size, nullptr, 0) != 0) placement.threads = 0;
 #endif
     if (placement.threads <= 0) placement.threads = static_cast<int>(std::thread::hardware_concurrency());
-    const double quota = cpu_quota();
-    if (quota < placement.threads) placement.threads = static_cast<int>(std::ceil(quota));
     placement.threads = std::max(placement.threads, 1);
     return placement;
+}
+
+bool place_pages(void* memory, size_t bytes, size_t page_bytes, const std::vector<int>& nodes, bool in_shares) {
+#ifdef __linux__
+    const auto set_policy = [&](uintptr_t begin, uintptr_t end, int mode, uint64_t mask) {
+        return begin >= end || syscall(SYS_mbind, begin, end - begin, mode, &mask, kMaxNodes + 1, 0) == 0;
+    };
+    // Only whole pages: what lies beside the memory belongs to others.
+    const auto address = reinterpret_cast<uintptr_t>(memory);
+    const uintptr_t first = (address + page_bytes - 1) / page_bytes * page_bytes;
+    const uintptr_t last = (address + bytes) / page_bytes * page_bytes;
+    if (first >= last) return true;
+    if (!in_shares) {
+        uint64_t mask = 0;
+        for (const int node : nodes) mask |= uint64_t{1} << node;
+        return set_policy(first, last, kInterleave, mask);
+    }
+    const size_t pages = (last - first) / page_bytes, threads = nodes.size();
+    bool placed = true;
+    for (size_t thread = 0, next; thread < threads; thread = next) {
+        for (next = thread + 1; next < threads && nodes[next] == nodes[thread];) ++next;
+        placed &= set_policy(first + pages * thread / threads * page_bytes, first + pages * next / threads * page_bytes,
+                             kPreferred, uint64_t{1} << nodes[thread]);
+    }
+    return placed;
+#else
+    (void)memory, (void)bytes, (void)page_bytes, (void)nodes, (void)in_shares;
+    return false;
+#endif
 }
 
 bool bind_thread(const std::vector<int>& cpus) {

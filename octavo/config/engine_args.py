@@ -160,11 +160,11 @@ class EngineArgs(Flags):
     device: Device = flag("auto", "Where the model runs; auto takes a CUDA device if there is one.")
     attention_backend: AttentionBackend = flag("auto", "Attention on GPUs: Octavo's kernel in Triton is the only one.")
     cpu_threads: int | None = flag(
-        None, "Threads that compute on CPU; default: the cores of one NUMA node, within affinity and quota.",
+        None, "Threads that compute on CPU; default: all physical cores within affinity and quota.",
         positive=True,
     )  # fmt: skip
     cpu_threads_bind: str | None = flag(
-        None, "Processors to keep one thread each on, as 0-3,8; default: any, or one node's where there are several."
+        None, "Processors to keep one thread each on, as 0-3,8; default: any, or each its own on several NUMA nodes."
     )
     max_logprobs: int = flag(
         MAX_LOGPROBS, "Log-probabilities of a position that a request may ask for; -1: all of the vocabulary."

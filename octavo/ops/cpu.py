@@ -129,6 +129,12 @@ def use_threads(num_threads: int | None, cpus: list[int] | None) -> int:
     return found
 
 
+def default_cpus() -> list[int] | None:
+    """Return a processor for each thread where threads are bound by default: on several NUMA nodes."""
+    count, cpus = _cpu.default_placement()
+    return cpus if len(cpus) == count == num_threads() else None
+
+
 def _num_usable_processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import math
+import mmap
 import os
 import platform
 import re
@@ -11,6 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,6 +65,45 @@ def test_the_default_number_of_threads_fits_the_affinity_mask() -> None:
         for count in {1, min(2, len(os.sched_getaffinity(0)))}:
             mask = f"import os; os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{count}]); "
             assert 1 <= int(run_python(mask + code).stdout) <= count
+
+
+def test_all_nodes_compute_within_the_quota() -> None:
+    two = {0: list(range(8)), 1: list(range(16, 24))}
+    assert _cpu.place_threads({0: [0, 1, 2]}, math.inf) == (3, [])  # one node: the system's scheduler decides
+    assert _cpu.place_threads({0: [0, 1, 2]}, 1.5) == (2, [])
+    assert _cpu.place_threads(two, math.inf) == (16, [*two[0], *two[1]])
+    assert _cpu.place_threads(two, 12) == (12, [0, 1, 2, 3, 4, 5, 16, 17, 18, 19, 20, 21])
+    assert _cpu.place_threads(two, 7.5) == (8, two[0])  # a node has as many
+    assert _cpu.place_threads(two, 0.2) == (1, two[0])
+    uneven = {0: [0], 1: list(range(1, 8)), 3: [8, 9]}
+    for quota in range(8, 11):
+        count, cpus = _cpu.place_threads(uneven, quota)
+        assert count == quota == len(set(cpus))
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="the system has no NUMA policies")
+def test_pages_are_placed_and_what_lies_beside_them_is_not() -> None:
+    page = mmap.PAGESIZE
+    memory = np.frombuffer(mmap.mmap(-1, 16 * page), np.uint8)
+
+    def policies() -> dict[int, str]:
+        lines = [line.split() for line in Path("/proc/self/numa_maps").read_text().splitlines()]
+        begin = memory.ctypes.data
+        return {
+            (int(line[0], 16) - begin) // page: line[1] for line in lines if 0 <= int(line[0], 16) - begin < 16 * page
+        }
+
+    part = memory[page + 8 : 13 * page + 8]
+    assert _cpu.place_pages(memory=part, bytes=part.nbytes, page_bytes=page, nodes=[0, 0, 0], in_shares=True)
+    assert {number: policy.split(":")[0] for number, policy in policies().items()} == {
+        0: "default",
+        2: "prefer",
+        13: "default",
+    }
+    memory[:] = 1
+    other = np.frombuffer(mmap.mmap(-1, 16 * page), np.uint8)
+    assert _cpu.place_pages(memory=other, bytes=other.nbytes, page_bytes=page, nodes=[0], in_shares=False)
+    assert not _cpu.place_pages(memory=other, bytes=other.nbytes, page_bytes=page, nodes=[0, 63], in_shares=True)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity")
