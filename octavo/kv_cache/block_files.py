@@ -36,6 +36,7 @@ _PAGE = 4096  # file systems give whole pages
 _SESSION = ".session"
 _KEPT_SHARE = 0.5  # of the folder, which sessions keep at most
 _PART = ".part"
+_FRESH_NS = 10_000_000_000  # a block that was used since is not marked again: prompts of a conversation begin alike
 # The folder is read again when this share of its limit has been written, as other servers write there too.
 _RESCAN_SHARE = 1 / 16
 
@@ -149,32 +150,35 @@ class BlockFiles:
         self._unscanned_bytes += size
         return True
 
-    def read(self, name: Name, num_bytes: int) -> NDArray[np.uint8] | None:
-        """Return a block, [num_bytes] uint8, or None if it is gone, damaged (then it is removed) or unreadable."""
-        file_name, found, digest = _file_name(name), np.empty(num_bytes, np.uint8), bytearray(_DIGEST_BYTES)
+    def read(self, name: Name, into: NDArray[np.uint8]) -> bool:
+        """Fill `into`, [num_bytes], with a block. Returns False if it is gone, damaged (then it is removed) or
+        unreadable."""
+        file_name, digest = _file_name(name), bytearray(_DIGEST_BYTES)
         try:
             file = os.open(self._path_of(self._own, file_name), os.O_RDONLY)
         except OSError:
             self._discount((self._own, file_name))
-            return None
+            return False
         try:
-            is_whole = os.fstat(file).st_size == num_bytes + _DIGEST_BYTES
-            is_whole = is_whole and _read_all(file, [found.data, memoryview(digest)])
+            is_whole = os.fstat(file).st_size == into.nbytes + _DIGEST_BYTES
+            is_whole = is_whole and _read_all(file, [into.data, memoryview(digest)])
         except OSError:
-            return None
+            return False
         finally:
             os.close(file)
-        if is_whole and digest == self._digest(file_name, found.data):
-            return found
+        if is_whole and digest == self._digest(file_name, into.data):
+            return True
         self._remove((self._own, file_name))
         self.num_damaged += 1
-        return None
+        return False
 
     def touch(self, names: Iterable[Name], keep_until: float = 0.0) -> None:
-        """Mark blocks as used now, in order: the last ones go last. Keep them until `time.time` is `keep_until`."""
+        """Mark blocks as used now, in order: the last ones go last. Keep them until `keep_until` (`time.time`); without
+        it, those that were used in the last seconds stay as they are."""
+        fresh = time.time_ns() - _FRESH_NS
         for name in names:
             key = self._own, _file_name(name)
-            if (found := self._files.get(key)) is not None:
+            if (found := self._files.get(key)) is not None and (keep_until or found.used <= fresh):
                 used = max(found.used, self._time(0 if key in self._kept else found.size, keep_until))
                 self._count(key, found.size, used)
                 with contextlib.suppress(OSError):

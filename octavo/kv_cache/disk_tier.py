@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _QUEUE_BYTES = 64 << 20  # of blocks on their way to the folder, and as much on their way back
 _MOST_QUEUED = 10_000  # blocks and notes of their use: a disk that hangs lets no more of the latter pile up
 _CHUNK_BYTES = 4 << 20  # of blocks that are read together: a few milliseconds
+_FILE_BYTES = 32 << 10  # of a block, at least, in a chunk: opening a file takes as long
 _NUM_READERS = 2
 _BUSY_SHARE = 0.003  # of a busy engine's time that saving may take, the writer's time included
 _ADVANCE_S = 1.0  # for saving blocks that leave a pool, before reads have saved any time
@@ -55,6 +56,7 @@ _COUNTERS = ("num_disk_hits", "disk_read_bytes", "num_disk_written", "disk_writt
 Turn = Literal["starts", "waits", "reads"]
 
 _Block = tuple[Name, NDArray[np.uint8]]
+_Part = tuple[list[bytes], NDArray[np.uint8]]  # keys of one pool, and the contents of their blocks
 _Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
@@ -110,7 +112,7 @@ class _Looks(Container[bytes]):
 class _Chunk:
     """Blocks that were read together."""
 
-    blocks: list[_Block]
+    parts: dict[int, _Part]  # by pool
     is_whole: bool  # none was missing or damaged
     seconds: float
 
@@ -151,7 +153,7 @@ class DiskTier:
         self._credit_s = 0.0  # time that saving may still take beside steps
         self._earned_s = _ADVANCE_S  # time that saving blocks which leave a pool may still take
         self._fetches: list[Fetch] = []
-        self._num_reading = 0  # chunks
+        self._reading_bytes: dict[Future[_Chunk], int] = {}  # of chunks that are being read
         self._turns: dict[str, Fetch | None] = {}  # by request, from its turn until it starts
         self._to_read: _Jobs = SimpleQueue()
         self._to_look: _Jobs = SimpleQueue()
@@ -375,14 +377,15 @@ class DiskTier:
             return None
         num_cached, num_found = self._cache.num_prefix_blocks(keys, limit), self._num_found(keys, limit)
         used = self._cache.prefix_names(keys, num_found)
-        self._touch(used)
         missing = [(pool, key) for pool, key in used if pools[pool].lookup(key) is None]
         counts = Counter(pool for pool, _ in missing)
         if num_found <= num_cached or any(counts[i] > pools[i].num_usable for i in counts):
+            self._touch(used)
             return None
         compute_s = self._compute_s(num_cached, num_found)
         if self._read_s(missing) >= compute_s:
             self._cost.doubt_reads()
+            self._touch(used)
             return None
         return Fetch(keys, num_cached, num_found, used, missing, max(_LEAST_PATIENCE_S, _PATIENCE * compute_s))
 
@@ -411,12 +414,12 @@ class DiskTier:
         """Put what has been read into the pools. Returns whether the prompt need not wait any longer."""
         while not fetch.has_ended and fetch.reading and fetch.reading[0].done():
             future = fetch.reading.popleft()
-            self._num_reading -= 1
+            del self._reading_bytes[future]
             if future.exception() is not None:
                 self.end(fetch)
                 break
             chunk = future.result()
-            num_bytes = sum(contents.nbytes for _, contents in chunk.blocks)
+            num_bytes = sum(contents.nbytes for _, contents in chunk.parts.values())
             with self._lock:
                 self._stats.disk_read_bytes += num_bytes
             self._cost.observe_read(num_bytes, chunk.seconds)
@@ -434,6 +437,7 @@ class DiskTier:
             return
         fetch.has_ended = True
         self._fetches.remove(fetch)
+        self._touch(fetch.used)  # not earlier: the readers would wait for it
         fetch.unread.clear()
         self._abandoned += fetch.reading
         for future in fetch.reading:
@@ -453,14 +457,16 @@ class DiskTier:
 
     def _read_s(self, names: Sequence[Name]) -> float:
         """Return the predicted seconds to read blocks after those that are being read."""
-        num_bytes = sum(self._memory.block_bytes[pool] for pool, _ in names)
-        return self._cost.read_s(num_bytes + self._num_reading * _CHUNK_BYTES)
+        return self._cost.read_s(self._num_bytes(names) + sum(self._reading_bytes.values()))
+
+    def _num_bytes(self, names: Sequence[Name]) -> int:
+        return sum(self._memory.block_bytes[pool] for pool, _ in names)
 
     def _hangs(self) -> bool:
         """Return whether a reader is still reading a chunk whose fetch has ended."""
-        ended = [future for future in self._abandoned if future.done()]
-        self._num_reading -= len(ended)
-        self._abandoned = [future for future in self._abandoned if not future.done()]
+        for future in [future for future in self._abandoned if future.done()]:
+            self._abandoned.remove(future)
+            del self._reading_bytes[future]
         return bool(self._abandoned)
 
     def _fit(self, names: Sequence[Name]) -> bool:
@@ -479,7 +485,7 @@ class DiskTier:
                 chunks.append([])
                 num_bytes = 0
             chunks[-1].append(name)
-            num_bytes += self._memory.block_bytes[name[0]]
+            num_bytes += max(self._memory.block_bytes[name[0]], _FILE_BYTES)
         return chunks[::-1]
 
     def _touch(self, names: Sequence[Name]) -> None:
@@ -498,35 +504,38 @@ class DiskTier:
 
     def _read_ahead(self, fetch: Fetch) -> None:
         """Have chunks read, at least one, and no more than memory is meant for."""
-        while fetch.unread and (not fetch.reading or self._num_reading * _CHUNK_BYTES < _QUEUE_BYTES):
-            fetch.reading.append(Future())
-            self._to_read.put((fetch.reading[-1], partial(self._read_chunk, fetch.unread.pop())))
-            self._num_reading += 1
+        while fetch.unread and (not fetch.reading or sum(self._reading_bytes.values()) < _QUEUE_BYTES):
+            names, future = fetch.unread.pop(), Future[_Chunk]()
+            fetch.reading.append(future)
+            self._reading_bytes[future] = self._num_bytes(names)
+            self._to_read.put((future, partial(self._read_chunk, names)))
 
     def _read_chunk(self, names: Sequence[Name]) -> _Chunk:
-        """Read blocks up to the first that is missing or damaged."""
-        begin, found = time.monotonic(), list[_Block]()
-        for name in names:
-            contents = self.files.read(name, self._memory.block_bytes[name[0]])
-            if contents is None:
-                break
-            found.append((name, contents))
-        return _Chunk(found, len(found) == len(names), time.monotonic() - begin)
+        """Read blocks, of each pool up to the first that is missing or damaged."""
+        begin, parts, num_read = time.monotonic(), dict[int, _Part](), 0
+        for pool, num_bytes in enumerate(self._memory.block_bytes):
+            if keys := [key for of, key in names if of == pool]:
+                contents, count = np.empty((len(keys), num_bytes), np.uint8), 0
+                while count < len(keys) and self.files.read((pool, keys[count]), contents[count]):
+                    count += 1
+                parts[pool] = keys[:count], contents[:count]
+                num_read += count
+        return _Chunk(parts, num_read == len(names), time.monotonic() - begin)
 
     def _take_in(self, chunk: _Chunk) -> bool:
         """Put blocks into the pools, where they are free and indexed. Returns False if there are too few free
         blocks."""
-        for number, pool in enumerate(self._cache.pools):
-            found = [
-                (key, contents) for (of, key), contents in chunk.blocks if of == number and pool.lookup(key) is None
-            ]
-            if len(found) > pool.num_free:
+        for number, (keys, contents) in chunk.parts.items():
+            pool = self._cache.pools[number]
+            missing = [i for i, key in enumerate(keys) if pool.lookup(key) is None]
+            if len(missing) > pool.num_free:
                 return False
-            if found:
-                blocks = [pool.allocate() for _ in found]
-                self._memory.write_blocks(number, blocks, np.stack([contents for _, contents in found]))
-                for block, (key, _) in zip(blocks, found, strict=True):
-                    pool.register(block, key)
+            if missing:
+                blocks = [pool.allocate() for _ in missing]
+                own = contents if len(missing) == len(keys) else contents[missing]
+                self._memory.write_blocks(number, blocks, own)
+                for block, i in zip(blocks, missing, strict=True):
+                    pool.register(block, keys[i])
                     pool.release(block)
         return True
 

@@ -14,6 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from octavo import LLM, SamplingParams
 from octavo.kv_cache import disk_tier
 from octavo.kv_cache.block_files import BlockFiles, _on_disk
@@ -82,8 +84,8 @@ def _look_at(disk: Path, expected: dict[str, bytes]) -> dict[str, int]:
     wrong = 0
     for name in blocks:
         key, _, pool = name.partition("-")
-        contents = files.read((int(pool), bytes.fromhex(key)), len(expected[name]))
-        wrong += contents is not None and contents.tobytes() != expected[name]
+        contents = np.empty(len(expected[name]), np.uint8)
+        wrong += files.read((int(pool), bytes.fromhex(key)), contents) and contents.tobytes() != expected[name]
     return {
         "wrong": wrong, "damaged": files.num_damaged, "left": len(found) - len(blocks), "bytes": num_bytes,
         "blocks": len(blocks),

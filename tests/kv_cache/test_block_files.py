@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from octavo.errors import ConfigError
+from octavo.kv_cache import block_files
 from octavo.kv_cache.block_files import BlockFiles, Name
 
 SIZE = 4000  # of a block: with its checksum it takes one page
@@ -27,6 +28,11 @@ def contents(number: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.random.default_rng(number).integers(0, 256, SIZE, np.uint8)
 
 
+def read(one: BlockFiles, of: Name) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+    found = np.empty(SIZE, np.uint8)
+    return found if one.read(of, found) else None
+
+
 def files(folder: Path, num_pages: int = 100, fingerprint: bytes = b"f" * 16) -> BlockFiles:
     return BlockFiles(str(folder), fingerprint, num_pages * PAGE)
 
@@ -39,11 +45,11 @@ def test_a_block_is_found_as_it_was_also_by_the_next_server_and_under_no_other_f
     first = files(tmp_path)
     assert first.write(name(1), contents(1)) and first.write(name(1, pool=1), contents(2))
     for one in (first, files(tmp_path)):
-        assert np.array_equal(one.read(name(1), SIZE), contents(1))  # type: ignore[arg-type]
-        assert np.array_equal(one.read(name(1, pool=1), SIZE), contents(2))  # type: ignore[arg-type]
+        assert np.array_equal(read(one, name(1)), contents(1))  # type: ignore[arg-type]
+        assert np.array_equal(read(one, name(1, pool=1)), contents(2))
         assert (one.has(name(1)), one.has(name(2))) == (True, False)
     other = files(tmp_path, fingerprint=b"g" * 16)
-    assert not other.has(name(1)) and other.read(name(1), SIZE) is None
+    assert not other.has(name(1)) and read(other, name(1)) is None
     assert other.num_bytes == 2 * PAGE, "the bound is of the whole folder"
 
 
@@ -66,15 +72,21 @@ def test_a_damaged_file_is_not_served_and_removed(damage: str, tmp_path: Path) -
         again.num_damaged = 0
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
-        assert again.read(name(1), SIZE) is None
+        assert read(again, name(1)) is None
         assert (again.num_damaged, again.has(name(1)), paths(tmp_path), again.num_bytes) == (1, False, [], 0)
-    assert one.write(name(1), contents(1)) and one.read(name(1), SIZE) is not None
+    assert one.write(name(1), contents(1)) and read(one, name(1)) is not None
 
 
-def test_the_blocks_that_were_used_longest_ago_go_first_and_the_bound_holds(tmp_path: Path) -> None:
+def test_the_blocks_that_were_used_longest_ago_go_first_and_the_bound_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = files(tmp_path, num_pages=4)
     for number in range(4):
         one.write(name(number), contents(number))
+    before = one._files.copy()
+    one.touch([name(1), name(0)])
+    assert one._files == before, "they were used a moment ago"
+    monkeypatch.setattr(block_files, "_FRESH_NS", 0)
     one.touch([name(1), name(0)])
     one.write(name(4), contents(4))
     assert [number for number in range(5) if one.has(name(number))] == [0, 1, 3, 4]
@@ -96,10 +108,10 @@ def test_two_servers_share_a_folder(tmp_path: Path) -> None:
     one, other = files(tmp_path, num_pages=32), files(tmp_path, num_pages=32)
     one.write(name(1), contents(1))
     assert not other.knows(name(1)) and other.has(name(1)) and other.knows(name(1))
-    assert np.array_equal(other.read(name(1), SIZE), contents(1))  # type: ignore[arg-type]
-    other.write(name(1), contents(1))
+    assert np.array_equal(read(other, name(1)), contents(1))
+    other.write(name(1), contents(1))  # type: ignore[arg-type]
     one.remove([name(1)])
-    assert other.read(name(1), SIZE) is None and not other.knows(name(1)) and other.num_damaged == 0
+    assert read(other, name(1)) is None and not other.knows(name(1)) and other.num_damaged == 0
     for number in range(2, 40):
         one.write(name(number), contents(number))
         other.write(name(100 + number), contents(number))
