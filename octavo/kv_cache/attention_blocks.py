@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from octavo.kv_cache.block_pool import BlockPool, Changes, Copies
+from octavo.kv_cache.block_pool import BlockPool, Copies, TableChanges
 from octavo.kv_cache.groups import NULL_BLOCK
 
 NO_BLOCK = -1  # no block has this number
@@ -90,14 +90,16 @@ class AttentionBlocks:
         )
         return max(num_new, 0) + num_copied - num_left
 
-    def free_out_of_window(self, table: list[int], num_computed: int, changed: Changes) -> None:
+    def free_out_of_window(self, table: list[int], num_computed: int, changed: TableChanges) -> None:
         """Release the blocks that tokens from `num_computed` on do not see."""
         for i in self._out_of_window(table, num_computed):
             self.pool.release(table[i])
             table[i] = self.null
             changed.append((self.group, i, self.null))
 
-    def allocate(self, table: list[int], num_computed: int, num_tokens: int, copies: Copies, changed: Changes) -> None:
+    def allocate(
+        self, table: list[int], num_computed: int, num_tokens: int, copies: Copies, changed: TableChanges
+    ) -> None:
         """Allocate blocks for tokens num_computed .. num_tokens, and copy shared blocks that will be written."""
         pool = self.pool
         for i in range(num_computed // self.block_size, len(table)):

@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import Protocol
 
 Copies = list[tuple[int, int]]  # of blocks: (source, target)
-Changes = list[tuple[int, int, int]]  # entries of block tables: (group, position, block)
+TableChanges = list[tuple[int, int, int]]  # entries of block tables: (group, position, block)
 
 
 class BlockState(IntEnum):

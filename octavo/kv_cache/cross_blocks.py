@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from octavo.kv_cache.block_pool import BlockPool, Changes, Copies
+from octavo.kv_cache.block_pool import BlockPool, Copies, TableChanges
 
 
 class CrossBlocks:
@@ -42,10 +42,12 @@ class CrossBlocks:
     def num_needed(self, table: list[int], num_computed: int, num_rows: int) -> int:
         return self._num_blocks(num_rows) - len(table)
 
-    def free_out_of_window(self, table: list[int], num_computed: int, changed: Changes) -> None:
+    def free_out_of_window(self, table: list[int], num_computed: int, changed: TableChanges) -> None:
         """There is no window."""
 
-    def allocate(self, table: list[int], num_computed: int, num_rows: int, copies: Copies, changed: Changes) -> None:
+    def allocate(
+        self, table: list[int], num_computed: int, num_rows: int, copies: Copies, changed: TableChanges
+    ) -> None:
         """Allocate all blocks of the sequence with its first tokens."""
         for i in range(len(table), self._num_blocks(num_rows)):
             table.append(self.pool.allocate())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from octavo.kv_cache.attention_blocks import AttentionBlocks
 from octavo.kv_cache.block_hashes import extend_block_hashes
-from octavo.kv_cache.block_pool import BlockPool, Changes
+from octavo.kv_cache.block_pool import BlockPool, TableChanges
 from octavo.kv_cache.cross_blocks import CrossBlocks
 from octavo.kv_cache.groups import CacheGroup
 from octavo.kv_cache.state_blocks import MAX_DRAFT_TOKENS, StateBlocks
@@ -204,13 +204,13 @@ class KVCacheManager:
 
     # For running sequences.
 
-    def grow(self, seq: Sequence, num_tokens: int) -> Changes | None:
+    def grow(self, seq: Sequence, num_tokens: int) -> TableChanges | None:
         """Allocate blocks for the tokens `num_computed_tokens` .. `num_tokens`.
 
         Shared blocks that will be written are copied, and blocks out of the window are released. Returns the changed
         entries, or None if there are too few free blocks.
         """
-        changed: Changes = []
+        changed: TableChanges = []
         if num_tokens <= seq.num_ready_slots:
             return changed
         num_computed = seq.num_computed_tokens
@@ -242,7 +242,7 @@ class KVCacheManager:
         """The most draft tokens that a sequence may compute, as a state needs a block for each."""
         return min([MAX_DRAFT_TOKENS, *[state.pool.num_free for state in self.states]]) if self.states else UNLIMITED
 
-    def grow_for_drafts(self, seq: Sequence, num_draft_tokens: int) -> Changes | None:
+    def grow_for_drafts(self, seq: Sequence, num_draft_tokens: int) -> TableChanges | None:
         """Allocate blocks for up to `num_draft_slots` draft tokens after the next token, for which `grow` was called.
         Returns as `grow`."""
         changed = self.grow(seq, seq.num_computed_tokens + 1 + num_draft_tokens)
@@ -374,7 +374,7 @@ class KVCacheManager:
             num_free[pool] -= blocks.num_free_needed(table, _extent(blocks, seq, seq.num_tokens), num_step_tokens)
         return min(num_free) >= 0
 
-    def _leave_windows(self, seq: Sequence, changed: Changes) -> None:
+    def _leave_windows(self, seq: Sequence, changed: TableChanges) -> None:
         """Release the blocks of `seq` that are out of the window, after adding them to the prefix index."""
         self.register_computed(seq, seq.num_computed_tokens)
         for attention in self.attention:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from octavo.kv_cache.block_pool import BlockPool, Changes, Copies
+from octavo.kv_cache.block_pool import BlockPool, Copies, TableChanges
 
 MAX_DRAFT_TOKENS = 32  # of a sequence in a step: entries that block tables of the shortest sequences have for them
 
@@ -52,7 +52,7 @@ class StateBlocks:
     def num_needed(self, table: list[int], num_computed: int, num_tokens: int) -> int:
         return 1 if not table or self.pool.ref_counts[table[0]] > 1 else 0
 
-    def free_out_of_window(self, table: list[int], num_computed: int, changed: Changes) -> None:
+    def free_out_of_window(self, table: list[int], num_computed: int, changed: TableChanges) -> None:
         """There is no window."""
 
     def snapshot(self, block: int, num_computed: int, keys: list[bytes]) -> None:
@@ -60,7 +60,9 @@ class StateBlocks:
         if num_computed and num_computed % self.block_size == 0:
             self.pool.register(block, keys[num_computed // self.block_size - 1])
 
-    def allocate(self, table: list[int], num_computed: int, num_tokens: int, copies: Copies, changed: Changes) -> None:
+    def allocate(
+        self, table: list[int], num_computed: int, num_tokens: int, copies: Copies, changed: TableChanges
+    ) -> None:
         """Give the sequence a block that it may write. The entry is always reported as changed: `commit_drafts` may
         have moved it."""
         pool = self.pool
@@ -75,7 +77,7 @@ class StateBlocks:
             pool.forget(table[0])  # no block is left to keep the snapshot in
         changed.append((self.group, 0, table[0]))
 
-    def allocate_for_drafts(self, table: list[int], num_draft_tokens: int, changed: Changes) -> None:
+    def allocate_for_drafts(self, table: list[int], num_draft_tokens: int, changed: TableChanges) -> None:
         """Allocate a block for the state after each draft token, after the sequence's own."""
         for position in range(1, num_draft_tokens + 1):
             table.append(self.pool.allocate())

@@ -1,5 +1,5 @@
-"""The effects of sampled tokens on their sequence: it goes on, forks, is held for its beam search, or ends. A
-sequence of a model that pools ends with its vectors."""
+"""The effects of a step's result on a sequence. With sampled tokens it goes on, forks, is held for its beam search, or
+ends. A sequence of a model that pools ends with its vectors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,18 @@ from octavo.request import SequenceOutput, TokenLogprobs
 from octavo.scheduling.sequence_queues import SequenceQueues
 from octavo.scheduling.stop_check import finish_reason
 from octavo.sequence import Sequence
+from octavo.step_plan import StepResult
 
 Logprobs = list[TokenLogprobs | None] | None  # parallel to tokens
+
+
+def keep_prompt_results(seq: Sequence, row: int, first: int, result: StepResult) -> None:
+    """Keep the log-probabilities and the alignment of a prompt from position `first` on. If the prompt was preempted
+    and is computed again, equal values replace the earlier ones."""
+    if row in result.prompt_logprobs:
+        seq.prompt_logprobs[first:] = result.prompt_logprobs[row]
+    if row in result.alignment:
+        seq.alignment[first:] = result.alignment[row]
 
 
 def hold_for_beam_search(seq: Sequence, logprobs: Logprobs) -> list[SequenceOutput]:

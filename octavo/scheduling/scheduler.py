@@ -1,10 +1,9 @@
 """The scheduler plans each step. A step has a token budget. Running sequences take from it first, waiting sequences
-take the rest. With chunked prefill, a waiting sequence that comes before a running prompt in scheduling order is
-admitted before it.
+take the rest. With chunked prefill, a waiting sequence that comes before a running prompt in scheduling order takes its
+tokens before that prompt does.
 
 There is no prefill phase and no decode phase. A sequence has tokens left to compute: one in a decode, many in a prompt,
-fewer after a prefix hit. A step computes draft tokens after the last token. They count as computed once the result
-accepts them.
+fewer after a prefix hit. Draft tokens follow the last token. They count as computed once the result accepts them.
 
 The states of a sequence, and the methods that move it there:
 
@@ -18,10 +17,10 @@ The states of a sequence, and the methods that move it there:
                 tokens are computed, none is chosen yet      chooses
     finished    `has_ended`; its row and blocks are free     `update`, `abort`, `withdraw` (`queues.drop`)
 
-With pipeline stages several steps are in flight. Each step has a part of the sequences. A sequence is in one step at a
-time. A device that runs ahead gets the next step before the tokens of the last step are known. The unknown token is
-awaited. It counts like any other token. If the step in flight ends the sequence, the next step computes its row for
-nothing, and `update` drops the row's result.
+With pipeline stages several steps are in flight. Each step has a part of the sequences, and a sequence is in one step
+at a time. A device that runs ahead gets the next step before the tokens of the last step are known. Such a token is
+awaited (`num_awaited_tokens`), and counts like any other token. If the step in flight ends the sequence, the next step
+computes the sequence's row for nothing, and `update` drops the row's result.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from collections import deque
 from octavo.config import SchedulerConfig
 from octavo.errors import RequestError
 from octavo.kv_cache.block_hashes import split_hashes
-from octavo.kv_cache.block_pool import Changes
+from octavo.kv_cache.block_pool import TableChanges
 from octavo.kv_cache.disk_tier import DiskTier
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.lora.pool import AdapterPool
@@ -44,7 +43,14 @@ from octavo.scheduling.admission_check import check_request
 from octavo.scheduling.beam_search import BeamSearch
 from octavo.scheduling.deadlines import first_token_deadline
 from octavo.scheduling.gauges import set_gauges
-from octavo.scheduling.sampled_tokens import accept_drafts, end_with_vectors, extend, hold_for_beam_search, start_forks
+from octavo.scheduling.sampled_tokens import (
+    accept_drafts,
+    end_with_vectors,
+    extend,
+    hold_for_beam_search,
+    keep_prompt_results,
+    start_forks,
+)
 from octavo.scheduling.sequence_queues import SequenceQueues, scheduling_order
 from octavo.scheduling.step import Step
 from octavo.scheduling.stop_check import stop_reasons
@@ -55,16 +61,16 @@ from octavo.stats import EngineStats
 from octavo.step_cost import StepCost, StepWork
 from octavo.step_plan import PlannedRow, StepPlan, StepResult
 
-_NO_CHANGES: Changes = []  # of block tables
+_NO_CHANGES: TableChanges = []
 
 
 class Scheduler:
     """Owns the sequences. Each plan with rows that `schedule` returns goes to `update`, in order, or to `withdraw`.
 
     `add` and `abort` may be called at any time. If `plan.runs_ahead`, `schedule` may be called before the plan's result
-    is known. `Step.mark_in_flight` decides this: with pipeline stages every plan runs ahead; on a device that runs
-    ahead a plan does if it has no draft tokens and few of its sequences need their tokens on the host first
-    (`Sequence.next_step_needs_tokens`; these sit out the next step); on other devices none does.
+    is known. With pipeline stages every plan runs ahead. On a device that runs ahead, a plan does unless
+    `Speculation.must_wait` or too many of its sequences need their tokens on the host first (`Step.mark_in_flight`);
+    those sequences sit out the next step. On other devices no plan does.
     """
 
     def __init__(
@@ -89,7 +95,7 @@ class Scheduler:
         self.queues = SequenceQueues(config.max_num_seqs, cache, adapters)
         if self._speculation is not None:
             self.queues.on_end.append(self._speculation.end)
-        self.tier: DiskTier | None = None  # of blocks that are not in the pools
+        self.tier: DiskTier | None = None  # reads blocks of waiting sequences from the disk
         self._cost = cost
         self._prompt_token_s = 0.0
         self._stats = EngineStats()
@@ -122,6 +128,18 @@ class Scheduler:
         for index, tokens in request.output_token_ids.items():
             self.queues.add(seq.continued(index, tokens))
 
+    def _sort_key(self, seq: Sequence) -> float:
+        """Return the first part of a new sequence's sort key under the policy. Smaller numbers go first; equal numbers
+        go by arrival."""
+        if self.config.policy == "priority":
+            return seq.request.priority
+        if self.config.policy == "fcfs":
+            return 0
+        assert self._cost is not None, "the deadline policy needs a cost model"
+        num_cached = self.cache.find_prefix(seq).num_tokens
+        prompt = StepWork().plus(num_cached, seq.num_tokens - num_cached, 1)
+        return first_token_deadline(seq.request, self._cost.seconds(prompt))
+
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or only its sequence `index`, and free the blocks at once. An unknown id is ignored. With an
         `index` nothing happens before the forks start, and in a beam search: no sequence is that completion then."""
@@ -131,27 +149,32 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step. The plan has no rows only if no sequence can run."""
-        step = self._new_step()
-        if self._schedule_running(step):
-            self._add_draft_tokens(step)
-            self._schedule_waiting(step)
-        if not self._in_flight:
-            # Held sequences may have the blocks or rows that a waiting one needs. Preempt from the end until it starts.
-            while not step.sequences and self.queues.running:
-                self._preempt(self.queues.running[-1])
-                self._schedule_waiting(step)
-        self._add_memory_changes(step)
-        if step.plan.rows:
-            self._describe_work(step)
-            step.mark_in_flight(
-                self._device_runs_ahead and not self._speculation_must_wait(step), of_stages=self._num_stages > 1
-            )
-            self._in_flight.append(step)
-        return step.plan
-
-    def _new_step(self) -> Step:
         self._num_steps += 1
-        return Step(self.config.max_num_batched_tokens, self._num_steps, self._make_time_limit, self._max_sequences())
+        step = Step(self.config.max_num_batched_tokens, self._num_steps, self._make_time_limit, self._max_sequences())
+        plan = step.plan
+        # 1. Schedule running sequences.
+        has_blocks_left = self._schedule_running(step)
+        if has_blocks_left:
+            # 2. Add draft tokens to decodes.
+            self._add_draft_tokens(step)
+            # 3. Admit waiting sequences.
+            self._schedule_waiting(step)
+        # 4. If nothing can run, held sequences have the blocks or rows. Preempt from the end until another one starts.
+        while not (self._in_flight or step.sequences) and self.queues.running:
+            self._preempt(self.queues.running[-1])
+            self._schedule_waiting(step)
+        # 5. Add the copies of blocks and the loads of adapters that come before the rows.
+        self._add_memory_changes(step)
+        if plan.rows:
+            # 6. Predict the step's time.
+            self._describe_work(step)
+            # 7. Count the tokens as computed, and the samples as awaited if the plan runs ahead.
+            may_run_ahead = self._device_runs_ahead and (
+                self._speculation is None or not self._speculation.must_wait(step.sequences, plan.rows)
+            )
+            step.mark_in_flight(may_run_ahead, of_stages=self._num_stages > 1)
+            self._in_flight.append(step)
+        return plan
 
     def _make_time_limit(self) -> TimeLimit | None:
         """Return the time limit of the step that is being planned."""
@@ -160,56 +183,44 @@ class Scheduler:
             running = [seq for seq in running if not seq.num_awaited_tokens]
         return step_time_limit(self._cost, self.config.target_step_s, running, bool(self.queues.waiting))
 
-    def _add_memory_changes(self, step: Step) -> None:
-        """Add the copies of blocks and the loads of adapters that come before the step's rows."""
-        plan = step.plan
-        plan.moves = self.cache.take_moves()
-        if self.queues.adapters is not None:
-            plan.adapters = self.queues.adapters.take_loads()
-            step.group_by_adapter()
-        # A plan without rows is not executed, so it must neither load an adapter nor move a block. It never does: each
-        # sequence fits in the pools alone, so the first one that can run always gets its blocks.
-        assert plan.rows or not plan.adapters
-        assert plan.rows or not any(moves.swap_out or moves.copy or moves.swap_in for moves in plan.moves)
-
-    def _describe_work(self, step: Step) -> None:
-        """Sum up the step's work for the cost model, tell the drafter of it, and measure the time of a prompt token."""
-        plan = step.plan
-        plan.work = StepWork.of(plan.rows)
-        if self._speculation is not None:
-            self._speculation.planned(plan.rows)
-            plan.drafts_prompts = self._speculation.is_speculating
-        # Only a step with a part of a prompt measures this. Rows with draft tokens are chunks too, but decodes.
-        if plan.work.num_chunks and self._cost is not None and not all(row.is_decode for row in plan.rows):
-            self._prompt_token_s = prompt_token_s(self._cost, plan, self.config.max_num_batched_tokens, step.time_limit)
+    def _max_sequences(self) -> int:
+        """Return the maximum number of sequences in a step. With pipeline stages each step gets an equal part of the
+        running sequences and of the waiting sequences that can get a row."""
+        if self._num_stages == 1:
+            return self.config.max_num_seqs
+        num_waiting = min(len(self.queues.waiting), self.queues.num_rows_left)
+        return max(1, -(-(len(self.queues.running) + num_waiting) // self._num_stages))
 
     def _schedule_running(self, step: Step) -> bool:
         """Schedule running sequences in order. Returns False if blocks ran out: the step then gets no draft tokens and
         admits no further sequences."""
-        # The queue itself: `_preempt` removes its last entries, and `_schedule_waiting` inserts before position i.
+        # The queue itself, not a copy: `_preempt` removes its last entries, `_schedule_waiting` inserts before entry i.
         running = self.queues.running
         has_preempted = False
         i = 0
         while i < len(running) and step.token_budget > 0 and len(step.sequences) < step.max_sequences:
             seq = running[i]
             i += 1
+            # 1. Skip a sequence that sits out this step.
             if seq.num_awaited_tokens and (self._num_stages > 1 or seq.next_step_needs_tokens):
-                continue  # its last token is not here yet, and the last stage or the host needs it first
+                continue  # the first stage, or the host, needs its awaited token before its next step
             num_computed = seq.num_computed_tokens
-            num_tokens = len(seq.token_ids) + seq.num_awaited_tokens - num_computed  # `num_uncomputed_tokens`
+            num_tokens = len(seq.token_ids) + seq.num_awaited_tokens - num_computed  # `num_uncomputed_tokens`, inlined
             if num_tokens == 0 or (seq.num_awaited_tokens and seq.num_tokens_left_to_sample <= 0):
                 continue  # it is held, or a step in flight samples its last token
+            # 2. Cut a chunk of a prompt. Each later running sequence keeps one token of the budget, so that a long
+            #    prompt stalls no decode. Waiting sequences that come before the prompt leave one for it too.
             if num_tokens > 1:
-                # Reserved is one token for this sequence and one for each later one.
+                num_later = len(running) - i
                 if self.config.enable_chunked_prefill and not has_preempted:
-                    i += self._schedule_waiting(step, ahead_of=seq, num_reserved_tokens=len(running) - i + 1)
-                # Each later running sequence keeps one token of the budget, so that a long prompt stalls no decode.
-                most = max(1, step.token_budget - (len(running) - i))
+                    i += self._schedule_waiting(step, ahead_of=seq, num_reserved_tokens=num_later + 1)
+                most = max(1, step.token_budget - num_later)
                 num_tokens = self._num_chunk_tokens(seq, num_computed, most, step.time_limit)
                 if num_tokens == 0:
                     continue
-            # Most tokens have a slot, and 256 calls of `grow` would find that out in 30 µs.
-            changed: Changes | None = _NO_CHANGES if num_computed + num_tokens <= seq.num_ready_slots else None
+            # 3. Get slots for the tokens; if blocks run out, preempt from the end. Most tokens have a slot: `grow`
+            #    would return the same, but takes 30 µs for 256 sequences.
+            changed: TableChanges | None = _NO_CHANGES if num_computed + num_tokens <= seq.num_ready_slots else None
             while changed is None and (changed := self.cache.grow(seq, num_computed + num_tokens)) is None:
                 if self._in_flight and not step.sequences:
                     return False  # the steps in flight may end sequences: wait for them before the first preemption
@@ -217,6 +228,7 @@ class Scheduler:
                 self._preempt(running[-1])
                 if seq.row is None:  # it was the last sequence, and has preempted itself
                     return False
+            # 4. Add the row.
             step.add(seq, num_tokens, changed)
         return not has_preempted
 
@@ -228,8 +240,8 @@ class Scheduler:
         row_indices, candidates = [], []
         for index, (seq, planned) in enumerate(zip(step.sequences, step.plan.rows, strict=True)):
             most = min(step.token_budget, seq.num_tokens_left_to_sample - 1)
-            is_decode_row = planned.num_tokens == planned.num_sampled_positions == 1  # within a prompt: no sample
-            if is_decode_row and most > 0 and not seq.num_awaited_tokens and _may_draft(seq, planned):
+            samples_one_token = planned.num_tokens == planned.num_sampled_positions == 1  # no part of a prompt
+            if samples_one_token and most > 0 and not seq.num_awaited_tokens and _may_draft(seq, planned):
                 row_indices.append(index)
                 candidates.append((seq, most))
         if not candidates:
@@ -240,57 +252,35 @@ class Scheduler:
             if draft_tokens and (changed := self.cache.grow_for_drafts(seq, len(draft_tokens))) is not None:
                 step.add_draft_tokens(index, draft_tokens, changed)
 
-    def _observe_tokens(self, seq: Sequence, tokens: list[int], drafts: tuple[int, ...] | None, num_forks: int) -> None:
-        """Give the proposer the new `tokens` of a sequence, or the first token of each fork, so that it proposes the
-        next tokens. `drafts` are the draft tokens that the worker made; None if the plan asked for none."""
-        assert self._speculation is not None
-        if num_forks > 1:
-            for fork in self.queues.siblings(seq):
-                self._speculation.accept(fork, fork.token_ids[-1:].tolist(), None)
-        elif not seq.has_ended:
-            self._speculation.accept(seq, tokens, drafts)
-
-    def _max_sequences(self) -> int:
-        """Return the maximum number of sequences in a step. With pipeline stages each step gets an equal part of the
-        running sequences and of the waiting sequences that can get a row."""
-        if self._num_stages == 1:
-            return self.config.max_num_seqs
-        num_waiting = min(len(self.queues.waiting), self.queues.num_rows_left)
-        return max(1, -(-(len(self.queues.running) + num_waiting) // self._num_stages))
-
-    def _speculation_must_wait(self, step: Step) -> bool:
-        """Return whether the next step must wait for this step's tokens, because of draft tokens or because a drafter
-        reads this step's prompts. `Step.mark_in_flight` knows the other reasons."""
-        return self._speculation is not None and self._speculation.must_wait(step.sequences, step.plan.rows)
-
     def _schedule_waiting(self, step: Step, ahead_of: Sequence | None = None, num_reserved_tokens: int = 0) -> int:
-        """Admit waiting sequences in order until budget, time, rows or blocks run out. With `ahead_of`, admit only
-        sequences that come before this running prompt. `num_reserved_tokens` of the budget are kept for running
-        sequences. Returns the number of admitted sequences."""
+        """Admit waiting sequences in order until budget, time, rows or blocks run out. Returns their number. With
+        `ahead_of`, admit only sequences that come before this running prompt, and keep `num_reserved_tokens` of the
+        budget for running sequences."""
         waiting, turn = self.queues.waiting, AdapterTurn(self.queues.adapters)
         i = num_admitted = 0
         while i < len(waiting) and step.token_budget > num_reserved_tokens and step.has_room:
             seq = waiting[i]
             if ahead_of is not None and scheduling_order(ahead_of) < scheduling_order(seq):
                 break
+            # 1. Pass over a sequence that later ones may overtake: it is held, or waits for its adapter or the disk.
             if seq.is_held or not turn.may_start(seq):
                 i += 1
                 continue
             if self.tier is not None and (state := self.tier.turn(seq)) != "starts":
+                # "waits": its blocks on disk have no room yet. Running sequences will free some, which later ones must
+                # not take. If none runs, a later one may hold the room, and must start.
                 if state == "waits" and (step.sequences or self.queues.running):
                     break
-                # Later ones may start while its blocks are read, or have read what takes the blocks it waits for.
                 i += 1
                 continue
-            has_row = seq.num_rows <= self.queues.num_rows_left
-            num_tokens = (
-                self._allocate_for_start(seq, step.token_budget - num_reserved_tokens, step.time_limit)
-                if has_row
-                else 0
-            )
+            # 2. Get rows and blocks. A sequence that gets none is not overtaken: a long prompt would starve.
+            num_tokens = 0
+            if seq.num_rows <= self.queues.num_rows_left:
+                num_tokens = self._allocate_for_start(seq, step.token_budget - num_reserved_tokens, step.time_limit)
             if num_tokens == 0:
                 break
-            self.queues.start(seq)  # removes it from `waiting`, so that the next one is at i
+            # 3. Start it. This removes it from `waiting`, so that the next one is at i.
+            self.queues.start(seq)
             turn.started(seq)
             if self.tier is not None:
                 self.tier.leave(seq)
@@ -305,37 +295,45 @@ class Scheduler:
         sequence must wait.
 
         Blocks for all its tokens must be free, not only for the chunk: a prompt that runs out of blocks later would
-        preempt others. A sequence that was preempted while a step sampled its next token waits for this token.
+        preempt others.
         """
-        if seq.num_awaited_tokens:
+        if seq.num_awaited_tokens:  # preempted while a step samples its next token
             return 0
-        if seq.host_blocks:
-            if self._num_chunk_tokens(seq, seq.num_computed_tokens, token_budget, time_limit) == 0:
+        # 1. Find its computed tokens: swapped out to the host, or in the prefix cache.
+        prefix = None if seq.host_blocks else self.cache.find_prefix(seq)
+        num_computed = seq.num_computed_tokens if prefix is None else prefix.num_tokens
+        # 2. Check that the chunk has a token, before blocks are taken.
+        must_fit = prefix is not None and not self.config.enable_chunked_prefill
+        if must_fit and seq.num_tokens - num_computed > token_budget:
+            return 0
+        if self._num_chunk_tokens(seq, num_computed, token_budget, time_limit) == 0:
+            return 0
+        # 3. Take the blocks of the computed tokens.
+        max_step_tokens = self.config.max_num_batched_tokens
+        if prefix is None:
+            if not self.cache.swap_in(seq, max_step_tokens):
                 return 0
-            if not self.cache.swap_in(seq, self.config.max_num_batched_tokens):
-                return 0
-        else:
-            prefix = self.cache.find_prefix(seq)
-            if seq.num_tokens - prefix.num_tokens > token_budget and not self.config.enable_chunked_prefill:
-                return 0
-            if self._num_chunk_tokens(seq, prefix.num_tokens, token_budget, time_limit) == 0:
-                return 0
-            if not self.cache.share_prefix(seq, prefix, self.config.max_num_batched_tokens):
-                return 0
-            if not seq.is_counted:
-                seq.is_counted = True
-                seq.num_cached_tokens = prefix.num_tokens
-                self._stats.num_prompt_tokens += seq.num_tokens
-                self._stats.num_prefix_queries += seq.num_tokens
-                self._stats.num_prefix_hits += prefix.num_tokens
+        elif not self.cache.share_prefix(seq, prefix, max_step_tokens):
+            return 0
+        elif not seq.is_counted:
+            self._count_prompt(seq, prefix.num_tokens)
+        # 4. Allocate the blocks of the chunk.
         num_tokens = self._num_chunk_tokens(seq, seq.num_computed_tokens, token_budget, time_limit)
         changed = self.cache.grow(seq, seq.num_computed_tokens + num_tokens)
         assert changed is not None, "`share_prefix` and `swap_in` check that the blocks are free"
         return num_tokens
 
+    def _count_prompt(self, seq: Sequence, num_cached_tokens: int) -> None:
+        """Count a prompt in the statistics, at its first admission."""
+        seq.is_counted = True
+        seq.num_cached_tokens = num_cached_tokens
+        self._stats.num_prompt_tokens += seq.num_tokens
+        self._stats.num_prefix_queries += seq.num_tokens
+        self._stats.num_prefix_hits += num_cached_tokens
+
     def _num_chunk_tokens(self, seq: Sequence, num_computed: int, most: int, time_limit: TimeLimit | None) -> int:
-        """Return the number of tokens to compute after `num_computed`: as many as `most`, the time, block borders and
-        pictures allow. Returns 0 if the next picture does not fit."""
+        """Return the number of tokens to compute after `num_computed`: at most `most`, and fewer if the time limit,
+        block borders or pictures require it. Returns 0 if the next picture does not fit."""
         num_tokens = min(seq.num_tokens - num_computed, most)
         if num_tokens > 1 and self.config.starts_at_pictures:
             ahead = [item.position - num_computed for item in seq.request.prompt.media]
@@ -349,39 +347,72 @@ class Scheduler:
             end = _end_outside_pictures(seq.request.prompt, num_computed, end, most)
         return end - num_computed
 
+    def _preempt(self, seq: Sequence, may_swap: bool = True) -> None:
+        """Preempt a running sequence. Its blocks are swapped out if possible, otherwise freed."""
+        self._stats.num_preemptions += 1
+        has_drafts = seq.num_awaited_tokens > 1  # draft tokens are in flight, and the result may reject some
+        self.queues.preempt(seq, may_swap and not has_drafts and self.config.preemption_mode == "swap")
+
+    def _add_memory_changes(self, step: Step) -> None:
+        """Add the copies of blocks and the loads of adapters that come before the step's rows."""
+        plan = step.plan
+        plan.moves = self.cache.take_moves()
+        if self.queues.adapters is not None:
+            plan.adapters = self.queues.adapters.take_loads()
+            step.group_by_adapter()
+        # A plan without rows is not executed, so it must neither load an adapter nor move a block. Each sequence alone
+        # fits in the pools, so the first one that can run always gets its blocks and a row of the plan.
+        assert plan.rows or not plan.adapters
+        assert plan.rows or not any(moves.swap_out or moves.copy or moves.swap_in for moves in plan.moves)
+
+    def _describe_work(self, step: Step) -> None:
+        """Sum up the step's work for the cost model and the drafter, and predict the time of a prompt token."""
+        plan = step.plan
+        plan.work = StepWork.of(plan.rows)
+        if self._speculation is not None:
+            self._speculation.planned(plan.rows)
+            plan.drafts_prompts = self._speculation.is_speculating
+        # Rows with draft tokens count as chunks too, but only a step with a part of a prompt has prompt tokens.
+        if plan.work.num_chunks and self._cost is not None and not all(row.is_decode for row in plan.rows):
+            self._prompt_token_s = prompt_token_s(self._cost, plan, self.config.max_num_batched_tokens, step.time_limit)
+
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Account for a finished step. Returns the outputs of its sequences."""
         step = self._in_flight.popleft()
         assert step.plan is plan, "results come in the order of the plans"
         outputs: list[SequenceOutput] = []
-        end = 0  # end of the current row's samples in the result
-        errors, has_prompt_results = result.errors, bool(result.prompt_logprobs or result.alignment)
-        # `extend` is all that most rows need.
-        may_be_plain = result.vectors is None and not result.draft_tokens
-        may_be_plain &= self._speculation is None or not self._speculation.follows_all
-        block_size, runs_ahead = self.cache.block_size, plan.runs_ahead
-        # The loop runs for every token, so it is written for speed: it unpacks rows, and checks for rare results once.
+        # The loop runs for every token, so it is written for speed: it unpacks rows, and what is rare is asked once.
+        block_size, runs_ahead, errors = self.cache.block_size, plan.runs_ahead, result.errors
+        has_prompt_results = bool(result.prompt_logprobs or result.alignment)
+        may_only_extend = result.vectors is None and not result.draft_tokens
+        may_only_extend &= self._speculation is None or not self._speculation.follows_all
+        end = 0
         for seq, planned in zip(step.sequences, plan.rows, strict=True):
             row, first, num_tokens, num_sampled_positions, num_forks, draft_tokens = planned
+            # 1. Find the row's samples: begin .. end - 1 of the result.
             begin = end
             if num_sampled_positions:
-                end += num_sampled_positions + num_forks - 1  # `PlannedRow.num_samples`
+                end += num_sampled_positions + num_forks - 1  # `PlannedRow.num_samples`, inlined
+            # 2. End a sequence that failed. Drop the results of one that has ended while the step was in flight.
             if errors and row in errors and not seq.has_ended:
                 outputs.append(self._fail(seq, errors[row]))
-            if seq.has_ended:  # just now, or while this step was in flight
+            if seq.has_ended:
                 continue
+            # 3. The awaited tokens are here.
             if runs_ahead:
                 seq.num_awaited_tokens -= num_sampled_positions
+            # 4. Register full blocks in the prefix index, unless the sequence was preempted since and has others.
             num_computed = first + num_tokens - len(draft_tokens)
             if (
-                num_computed >= (seq.num_registered_blocks + 1) * block_size  # another block is full
+                num_computed >= (seq.num_registered_blocks + 1) * block_size
                 and seq.row is not None
-                and seq.admission_step <= step.number  # not preempted since
+                and seq.admission_step <= step.number
             ):
                 self.cache.register_computed(seq, num_computed)
             if has_prompt_results:
-                self._keep_prompt_results(seq, row, first, result)
-            if may_be_plain and end == begin + 1 and seq.beam_search is None and not seq.request.prediction:
+                keep_prompt_results(seq, row, first, result)
+            # 5. Apply the samples: most rows only extend their sequence by one token.
+            if may_only_extend and end == begin + 1 and seq.beam_search is None and not seq.request.prediction:
                 logprobs = None if result.logprobs is None else result.logprobs[begin:end]
                 outputs.append(extend(self.queues, seq, result.tokens[begin:end], logprobs))
                 self._stats.num_generation_tokens += 1
@@ -397,25 +428,11 @@ class Scheduler:
             self.check()
         return outputs
 
-    def _fail(self, seq: Sequence, error: str) -> SequenceOutput:
-        """End a sequence with an error. In a beam search, end all sequences of the request."""
-        for other in self.queues.siblings(seq) if seq.beam_search is not None else [seq]:
-            self.queues.drop(other)
-        return seq.output([], "error", error=error)
-
-    def _keep_prompt_results(self, seq: Sequence, row: int, first: int, result: StepResult) -> None:
-        """Keep the log-probabilities and the alignment of a prompt from position `first` on. A preempted prompt is
-        computed again; equal values replace the earlier ones."""
-        if row in result.prompt_logprobs:
-            seq.prompt_logprobs[first:] = result.prompt_logprobs[row]
-        if row in result.alignment:
-            seq.alignment[first:] = result.alignment[row]
-
     def _apply_samples(
         self, seq: Sequence, planned: PlannedRow, begin: int, end: int, result: StepResult
     ) -> list[SequenceOutput]:
-        """Give a sequence the samples begin .. end - 1 of the result. The sequence goes on, forks, is held for its beam
-        search, or ends. If the model pools, the samples are vectors."""
+        """Apply samples begin .. end - 1 of the result: the sequence goes on, forks, is held for its beam search, or
+        ends. If the model pools, the samples are vectors."""
         if result.vectors is not None:
             return [end_with_vectors(self.queues, seq, result.vectors[begin:end])]
         tokens = result.tokens[begin:end]
@@ -439,9 +456,25 @@ class Scheduler:
         self._stats.num_generation_tokens += len(tokens) if not draft_tokens else len(outputs[0].token_ids)
         return outputs
 
+    def _observe_tokens(self, seq: Sequence, tokens: list[int], drafts: tuple[int, ...] | None, num_forks: int) -> None:
+        """Give the proposer the new `tokens` of a sequence, or the first token of each fork. `drafts` are the draft
+        tokens that the worker made for the sequence; None if the plan asked for none."""
+        assert self._speculation is not None
+        if num_forks > 1:
+            for fork in self.queues.siblings(seq):
+                self._speculation.accept(fork, fork.token_ids[-1:].tolist(), None)
+        elif not seq.has_ended:
+            self._speculation.accept(seq, tokens, drafts)
+
+    def _fail(self, seq: Sequence, error: str) -> SequenceOutput:
+        """End a sequence with an error. In a beam search, end all sequences of the request."""
+        for other in self.queues.siblings(seq) if seq.beam_search is not None else [seq]:
+            self.queues.drop(other)
+        return seq.output([], "error", error=error)
+
     def withdraw(self, plan: StepPlan, error: str) -> list[SequenceOutput]:
-        """Take back the last plan, which ran out of device memory. The plan's request that is last in scheduling order
-        ends with an error. The next `schedule` plans the others again. Returns the outputs of the ended request."""
+        """Take back the last plan, which ran out of device memory. Of its requests the last in scheduling order ends
+        with an error; the next `schedule` plans the others again. Returns the outputs of the ended request."""
         step = self._in_flight.pop()
         assert step.plan is plan, "only the last plan can be withdrawn"
         scheduled = step.roll_back()
@@ -468,24 +501,6 @@ class Scheduler:
         """Assert the invariants of scheduler and cache; for tests and `--check-invariants`."""
         self.queues.check([seq for step in self._in_flight for seq in step.sequences])
 
-    def _sort_key(self, seq: Sequence) -> float:
-        """Return the first part of a new sequence's sort key under the policy. Smaller numbers go first; equal numbers
-        go by arrival."""
-        if self.config.policy == "priority":
-            return seq.request.priority
-        if self.config.policy == "fcfs":
-            return 0
-        assert self._cost is not None, "the deadline policy needs a cost model"
-        num_cached = self.cache.find_prefix(seq).num_tokens
-        prompt = StepWork().plus(num_cached, seq.num_tokens - num_cached, 1)
-        return first_token_deadline(seq.request, self._cost.seconds(prompt))
-
-    def _preempt(self, seq: Sequence, may_swap: bool = True) -> None:
-        """Preempt a running sequence. Its blocks are swapped out if possible, otherwise freed."""
-        self._stats.num_preemptions += 1
-        has_drafts = seq.num_awaited_tokens > 1  # draft tokens are in flight, and the result may reject some
-        self.queues.preempt(seq, may_swap and not has_drafts and self.config.preemption_mode == "swap")
-
 
 def _may_draft(seq: Sequence, planned: PlannedRow) -> bool:
     """Return whether a sequence may have draft tokens. It may not in a beam search, when forks start, or with a logits
@@ -494,9 +509,8 @@ def _may_draft(seq: Sequence, planned: PlannedRow) -> bool:
 
 
 def _end_outside_pictures(prompt: Prompt, start: int, end: int, most: int) -> int:
-    """Return the end of a chunk start .. end, moved out of the picture that it lies in, if it lies in one: to the
-    picture's beginning. If the chunk begins with the picture, to the picture's end, or to `start` (no chunk) if that is
-    more than `most` tokens."""
+    """Return the end of a chunk start .. end that cuts no picture. A chunk that would end within a picture ends before
+    it. If it begins with the picture it has all of it, or is empty if the picture has more than `most` tokens."""
     for item in prompt.media:
         picture_end = item.position + item.num_tokens
         if item.position < end < picture_end:

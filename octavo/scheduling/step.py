@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from octavo.kv_cache.block_pool import Changes
+from octavo.kv_cache.block_pool import TableChanges
 from octavo.scheduling.time_limit import TimeLimit
 from octavo.sequence import Sequence
 from octavo.step_plan import Admission, NewBlock, PlannedRow, StepPlan
@@ -41,7 +41,7 @@ class Step:
             return False
         return self.time_limit is None or not self.time_limit.is_spent
 
-    def add(self, seq: Sequence, num_tokens: int, changed: Changes) -> None:
+    def add(self, seq: Sequence, num_tokens: int, changed: TableChanges) -> None:
         """Add a row: the next `num_tokens` of a sequence. `changed` are the new entries of its block tables."""
         row, plan, num_computed = seq.row, self.plan, seq.num_computed_tokens
         assert row is not None
@@ -67,7 +67,7 @@ class Step:
         if num_tokens > 1 and self.time_limit is not None:
             self.time_limit.spend(num_computed, num_tokens)
 
-    def add_draft_tokens(self, place: int, draft_tokens: tuple[int, ...], changed: Changes) -> None:
+    def add_draft_tokens(self, place: int, draft_tokens: tuple[int, ...], changed: TableChanges) -> None:
         """Add draft tokens after the one token of the row at `place`."""
         row, num_computed, _, _, num_forks, _ = self.plan.rows[place]
         count = 1 + len(draft_tokens)
