@@ -60,13 +60,13 @@ class AdapterRequests:
         for source in self.named.pinned:
             self._supervisor.tell(LoadAdapter(source, pins=True))
 
-    def end(self, loaded: AdapterLoaded) -> None:
+    def adapter_loaded(self, loaded: AdapterLoaded) -> None:
         """Tell callers that the core has read an adapter, or failed to."""
         error = None if loaded.error is None else RequestError(loaded.error, param="lora_path")
         self.named.loaded(loaded)
         self._end(self._waiting.pop(loaded.identity, []), error)
 
-    def lose(self, error: OctavoError) -> None:
+    def core_ended(self, error: OctavoError) -> None:
         """Fail all waiting callers, as the core has ended."""
         waiting, self._waiting = self._waiting, {}
         for of_one in waiting.values():

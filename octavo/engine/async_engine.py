@@ -1,7 +1,7 @@
 """The asynchronous engine. It takes text and yields `RequestOutput`s. The core runs in its own process.
 
-Requests are answered here. The core's process is `supervisor.py`'s business, sleep and pause are `control.py`'s, and
-adapters that callers name `adapter_requests.py`'s.
+The path of a request is here. `supervisor.py` runs the core's process, `control.py` does sleep and pause,
+`adapter_requests.py` loads the adapters that callers name.
 """
 
 from __future__ import annotations
@@ -47,20 +47,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TELL_S = 0.002  # the most time of one turn of the event loop for giving streams their news
-_TOLD_AT_ONCE = 32  # streams between two looks at the clock
+_DELIVERY_S = 0.002  # the most time in one turn of the event loop for delivering outputs to streams
+_STREAMS_PER_CLOCK_READING = 32
 
 
-def _log_prefix(config: EngineConfig) -> str:
-    return f"engine {config.data_parallel_rank}: " if len(config.served_ranks) > 1 else ""
-
-
-def _kinds_of(prompt: object) -> Collection[str]:
+def _media_kinds(prompt: object) -> Collection[str]:
     """Return the kinds of a prompt's media, before `InputProcessor` has checked the prompt."""
     media = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
     if media is None:
         return ()
-    return media if isinstance(media, Mapping) else ("image",)  # of the wrong type: any kind will do
+    return media if isinstance(media, Mapping) else ("image",)  # of the wrong type, which is refused later
 
 
 class AsyncLLMEngine(EngineCalls):
@@ -69,10 +65,18 @@ class AsyncLLMEngine(EngineCalls):
     `from_engine_args` makes an engine. A server starts the `core` process earlier, before it has a configuration. All
     coroutines must run in the event loop of the first call.
 
-    The life of a request: it waits for the engine (`stream.opening`), then it is in the core (`_outputs.requests`),
-    then it has finished, is aborted, or is handed over to another engine. `_streams` has it until its caller leaves. If
-    the core dies, `Supervisor` starts another one, within `max_restarts`, and `Resubmission` gives it the running
-    requests with their tokens."""
+    The states of a request, and the methods that move it there:
+
+        waiting      for the engine: `stream.acceptance` is set   `_wait_until_accepted`
+        running      `_outputs.requests` has its `RequestState`   `_outputs_of`; `take_over`, from another engine
+        finished     `state.is_over`                              `_take_step`
+        aborted      `state.is_over`; its outputs so far stay     `_abort_request`
+        failed       its stream raises an error                   `_core_ended`, `abort_all_for_shutdown`, `deliver`
+        handed over  another engine has it                        `_hand_over`
+
+    `_streams` has it in every state but the last, until its caller reads no further output (`forget`). If the core
+    dies, `Supervisor` starts another one, within `max_restarts`, and running requests keep running: `Resubmission`
+    sends them to the next core with their tokens."""
 
     def __init__(
         self,
@@ -104,15 +108,16 @@ class AsyncLLMEngine(EngineCalls):
         self.forecast = FirstTokenForecast()
         if metrics is not None and config.lora is not None:
             metrics.max_loras = config.lora.max_loras
-        self._log_line = None if metrics is None else LogLine(metrics, time.monotonic(), _log_prefix(config))
+        log_prefix = f"engine {config.data_parallel_rank}: " if len(config.served_ranks) > 1 else ""
+        self._log_line = None if metrics is None else LogLine(metrics, time.monotonic(), log_prefix)
         self._logs_requests, self._max_log_len = logs_requests, max_log_len
         self._supervisor = Supervisor(
-            config, core, handle=self._handle, lose=self._lose, is_busy=self._is_busy, max_restarts=max_restarts,
-            step_timeout_s=step_timeout_s, ready_timeout_s=ready_timeout_s, make_core=make_core,
+            config, core, handle=self._handle, on_core_ended=self._core_ended, is_busy=self._is_busy,
+            max_restarts=max_restarts, step_timeout_s=step_timeout_s, ready_timeout_s=ready_timeout_s,
+            make_core=make_core,
         )  # fmt: skip
         if inputs is None:
-            try:
-                # while the core loads the model
+            try:  # while the core loads the model
                 tokenizer = load_tokenizer(config.model.checkpoint, config.model.chat_template)
             except BaseException:
                 self._supervisor.core.close()
@@ -122,10 +127,10 @@ class AsyncLLMEngine(EngineCalls):
         self._outputs = OutputProcessor(
             self.tokenizer, metrics, makes_logprobs_later=True, stream_interval=config.scheduler.stream_interval
         )
-        # `tell`, not `send`: if the core is dying the request is lost, and the next core gets it from `begin`.
+        # `tell`, not `send`: if the core is dying the message is lost, and `begin` sends the request to the next core.
         self._resubmission = Resubmission(self._outputs, self._supervisor.tell)
         self._streams: dict[str, RequestStream] = {}
-        self._untold = deque[RequestStream]()  # those with news, in order
+        self._undelivered = deque[RequestStream]()  # streams with new outputs, in order
         self._control = EngineControl(self._supervisor, lambda: not self._outputs.requests, self._abort_running)
         self._adapters = AdapterRequests(self._supervisor, self.inputs)
 
@@ -186,7 +191,7 @@ class AsyncLLMEngine(EngineCalls):
 
     @property
     def has_died(self) -> bool:
-        """Whether the core has failed for good, other than by `shutdown`."""
+        """Whether the core has failed for good, and not by `shutdown`."""
         return self.failure is not None and not isinstance(self.failure, EngineStoppingError)
 
     @property
@@ -226,6 +231,12 @@ class AsyncLLMEngine(EngineCalls):
         if self._log_line is not None:
             self._log_line.log(time.monotonic())
 
+    def shutdown(self) -> None:
+        """End the core's process. Open streams raise `EngineStoppingError`."""
+        self._supervisor.shutdown()
+
+    # A request.
+
     async def prepare(self, args: GenerateArgs) -> EngineRequest:
         prompt, sampling_params, request_id, lora_request, priority, data_parallel_rank = args
         if not isinstance(request_id, str) or not is_unicode(request_id):
@@ -235,30 +246,22 @@ class AsyncLLMEngine(EngineCalls):
         if lora_request is not None:
             adapter = await self._adapters.find(lora_request)
             self.name_adapter(lora_request.lora_int_id, adapter)
+        process = partial(
+            self.inputs.process, prompt, sampling_params, priority=priority, arrival_time=arrival_time, adapter=adapter,
+            data_parallel_rank=data_parallel_rank,
+        )  # fmt: skip
+        has_grammar = getattr(sampling_params, "structured_outputs", None) is not None
         request = await run_off_loop(
-            lambda: self.inputs.process(
-                prompt,
-                sampling_params,
-                priority=priority,
-                arrival_time=arrival_time,
-                adapter=adapter,
-                data_parallel_rank=data_parallel_rank,
-            ),
-            length=length_of(prompt),
-            has_grammar=getattr(sampling_params, "structured_outputs", None) is not None,
-            media=_kinds_of(prompt),
+            process, length=length_of(prompt), has_grammar=has_grammar, media=_media_kinds(prompt)
         )
         if self._logs_requests:
             log_request(logger, request_id, request.prompt, request.params, self._max_log_len)
         return request
 
     async def generate_from(
-        self,
-        request: EngineRequest,
-        external_id: str | None = None,
-        sink: Sink | None = None,
+        self, request: EngineRequest, external_id: str | None = None, sink: Sink | None = None,
         answer: list[int] | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
         """Like `generate`, for a request from `inputs.process`. Outputs carry `external_id`, if given, in place of the
         request's id. The `sink` gets outputs while it is open and the caller waits; the caller gets all others, and
         always the last one. `answer` becomes the list of the first completion's tokens, which grows as they come.
@@ -280,13 +283,42 @@ class AsyncLLMEngine(EngineCalls):
         raise RequestError("the request was not answered before its timeout.", status=408, code="timeout")
 
     async def _outputs_of(
-        self,
-        request: EngineRequest,
-        external_id: str | None = None,
-        sink: Sink | None = None,
+        self, request: EngineRequest, external_id: str | None = None, sink: Sink | None = None,
         answer: list[int] | None = None,
-    ) -> AsyncGenerator[Output, None]:
-        external_id = external_id or request.request_id
+    ) -> AsyncGenerator[Output, None]:  # fmt: skip
+        """Yield the outputs of a checked request. Closing the generator aborts it."""
+        # 1. Give the request a stream. From here on it can be aborted.
+        stream = self._open_stream(request, external_id or request.request_id, sink)
+        timer: asyncio.TimerHandle | None = None
+        try:
+            # 2. Set the timer of its deadline.
+            if request.deadline is not None:
+                delay_s = max(0.0, request.deadline - time.monotonic())
+                timer = asyncio.get_running_loop().call_later(delay_s, stream.abort, "timeout")
+            # 3. Wait until the engine takes requests, and send it to the core.
+            if await self._wait_until_accepted(stream):
+                state = self._outputs.add(request, stream.external_id, answer)
+                stream.follow(state)
+                replayed = [self._outputs.replay(state, token_ids) for token_ids in request.begun]
+                # Before the first output: the caller may be slow, and the watchdog takes a running request that the
+                # core does not have for a hang.
+                self._send_to_core(state)
+                for output in replayed:
+                    yield output
+            # 4. Yield its outputs. `_handle` brings them.
+            while True:
+                output = await stream.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            # 5. Forget it, and abort it if it still runs.
+            if timer is not None:
+                timer.cancel()
+            stream.engine.forget(stream)  # not `self`: another engine may have taken the request over
+
+    def _open_stream(self, request: EngineRequest, external_id: str, sink: Sink | None) -> RequestStream:
+        """Return the stream of a new request. Raises `RequestError` for an id in use and for Python callables."""
         if request.params.logits_processors:
             raise RequestError(
                 "logits_processors are Python callables and run only with an LLM of one engine, in its process; use "
@@ -296,30 +328,23 @@ class AsyncLLMEngine(EngineCalls):
         if external_id in self._streams:
             raise RequestError(f"request id {external_id!r} is in use.", param="request_id")
         stream = self._streams[external_id] = RequestStream(request, external_id, self, sink)
-        timer: asyncio.TimerHandle | None = None
+        return stream
+
+    async def _wait_until_accepted(self, stream: RequestStream) -> bool:
+        """Wait until the engine takes requests. Returns False if the request ends first."""
+        self._supervisor.listen()
+        if self.is_ready and not self._control.is_paused:
+            return True
+        acceptance = stream.acceptance = asyncio.ensure_future(self._control.wait_open())
         try:
-            if request.deadline is not None:
-                delay_s = max(0.0, request.deadline - time.monotonic())
-                end = partial(stream.abort, "timeout")
-                timer = asyncio.get_running_loop().call_later(delay_s, end)
-            if await self._wait_until_accepted(stream):
-                state = self._outputs.add(request, external_id, answer)
-                stream.follow(state)
-                replayed = [self._outputs.replay(state, token_ids) for token_ids in request.begun]
-                # Before the first output: the caller may be slow, and the watchdog takes a request that is not sent to
-                # the core for a hang.
-                self._send_to_core(state)
-                for output in replayed:
-                    yield output
-            while True:
-                output = await stream.get()
-                yield output
-                if output.finished:
-                    return
+            await asyncio.wait((acceptance,))  # not `await acceptance`: an abort cancels it, and this caller must go on
         finally:
-            if timer is not None:
-                timer.cancel()
-            stream.engine.leave(stream)  # not `self`: another engine may have taken the request over
+            stream.acceptance = None
+            acceptance.cancel()
+        if stream.has_ended_early:
+            return False
+        acceptance.result()
+        return True
 
     def _send_to_core(self, state: RequestState) -> None:
         """Send a request to the core, and count it in the forecast if it has no token yet."""
@@ -327,40 +352,14 @@ class AsyncLLMEngine(EngineCalls):
             self.forecast.add(state.request.request_id, len(state.request.prompt.token_ids))
         self._resubmission.submit(state)
 
-    def take_over(self, stream: RequestStream, state: RequestState) -> None:
-        """Continue a request of another engine whose core has died."""
-        stream.engine = self
-        self._streams[stream.external_id] = stream
-        self._outputs.requests[state.request.request_id] = state
-        self._count_continued(1)
-        self._send_to_core(state)
-
-    def _count_continued(self, number: int) -> None:
-        if self.metrics is not None:
-            self.metrics.num_continued += number
-
-    def leave(self, stream: RequestStream) -> None:
-        """Forget a request whose caller reads no more, and abort it if it still runs."""
+    def forget(self, stream: RequestStream) -> None:
+        """Forget a request whose caller reads no further output. Abort it if it still runs."""
         self.forecast.end(stream.request.request_id)
         del self._streams[stream.external_id]
         self._abort_request(stream)
         stream.close()
 
-    async def _wait_until_accepted(self, stream: RequestStream) -> bool:
-        """Wait until the engine takes requests. Returns False if the request ends first."""
-        self._supervisor.listen()
-        if self.is_ready and not self._control.is_paused:
-            return True
-        opening = stream.opening = asyncio.ensure_future(self._control.wait_open())
-        try:
-            await asyncio.wait((opening,))  # not `await opening`: an abort cancels it, and this caller must go on
-        finally:
-            stream.opening = None
-            opening.cancel()
-        if stream.has_ended_early:
-            return False
-        opening.result()
-        return True
+    # Aborts. Each ends in `_abort_request`.
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests. Each stream gets its output so far, with the finish reason "abort". Unknown ids are
@@ -375,10 +374,155 @@ class AsyncLLMEngine(EngineCalls):
         for stream in list(self._streams.values()):
             state = self._abort_request(stream)
             if state is not None and state.metrics.first_token_time is None:
-                state.has_news = False  # a stream brings news before its error
+                state.has_new_output = False  # the stream would bring it before the error
                 stream.fail(EngineStoppingError("the server is stopping."))
             elif state is not None:
                 stream.wake()
+
+    def abort_and_notify(self, stream: RequestStream, stop_reason: str | None = None) -> None:
+        """Abort a request and give its caller the last output."""
+        if self._abort_request(stream, stop_reason) is not None:
+            stream.wake()
+
+    def _abort_running(self) -> None:
+        """Abort the requests that the core has. Requests that still wait for the engine keep waiting."""
+        for stream in list(self._streams.values()):
+            if stream.acceptance is None:
+                stream.abort()
+
+    def _abort_request(self, stream: RequestStream, stop_reason: str | None = None) -> RequestState | None:
+        """Abort a request, in the core or while it still waits. Returns its state, or None if it has ended. The caller
+        wakes the stream."""
+        request_id = stream.request.request_id
+        if stream.acceptance is not None and not stream.has_ended_early:
+            # The core does not have the request. It gets a state only for its last output.
+            stream.has_ended_early = True
+            stream.acceptance.cancel()
+            stream.follow(self._outputs.add(stream.request, stream.external_id))
+            return self._outputs.abort(request_id, stop_reason)
+        state = self._outputs.abort(request_id, stop_reason)
+        if state is not None and self.is_ready:
+            self._supervisor.tell(Abort(request_id))
+        return state
+
+    # The core's messages, and its death.
+
+    def _handle(self, message: CoreMessage) -> None:
+        """Handle a message that `Supervisor` passes on."""
+        match message:
+            case StepOutputs():
+                self._take_step(message)
+            case Running(request_ids):
+                self._resubmission.step_begins(request_ids)
+            case BlockMap():
+                self._control.take_block_map(message)
+            case CacheWasReset():
+                self._control.cache_was_reset(message)
+            case Loading(share):
+                if self._on_loading is not None:
+                    self._on_loading(self.config.place, share)
+            case Ready():
+                self._core_is_ready(message)
+
+    def _take_step(self, step: StepOutputs) -> None:
+        """Add a step's outputs to their requests, and have the streams deliver them."""
+        # 1. Note what the core says of itself and of adapters.
+        self.stats = step.stats
+        self.forecast.record_step(step.outputs, step.stats)
+        if self.metrics is not None:
+            self.metrics.record_step(step.stats)
+        for loaded in step.adapters:
+            self._adapters.adapter_loaded(loaded)
+        # 2. Add tokens and text. Sequences that stop strings have ended are aborted in the core.
+        changed, aborts = self._outputs.update(step.outputs)
+        for abort in aborts:
+            self._supervisor.tell(abort)
+        # 3. Have `_deliver` run after the core's messages that have arrived by now, unless it is scheduled already.
+        if changed and not self._undelivered:
+            asyncio.get_running_loop().call_soon(self._deliver)
+        for state in changed:
+            stream = state.stream
+            if stream is not None and not stream.is_undelivered:
+                stream.is_undelivered = True
+                self._undelivered.append(stream)
+        # 4. A request on trial, which may kill cores, has survived a step.
+        self._resubmission.step_ended()
+
+    def _deliver(self) -> None:
+        """Deliver new outputs to as many streams as `_DELIVERY_S` allows, and to the others in the next turn of the
+        event loop."""
+        undelivered, end = self._undelivered, time.monotonic() + _DELIVERY_S
+        while undelivered and time.monotonic() < end:
+            for _ in range(min(len(undelivered), _STREAMS_PER_CLOCK_READING)):
+                undelivered.popleft().deliver()
+        if undelivered:
+            asyncio.get_running_loop().call_soon(self._deliver)
+
+    def _core_is_ready(self, ready: Ready) -> None:
+        """Give a new core what the last one had: its halt, its pinned adapters and its requests."""
+        self._control.halt_again()
+        self._adapters.pin_again()
+        if number := self._resubmission.begin():
+            logger.info("%d requests go on with this engine core", number)
+        self._count_continued(number)
+        self.inputs.model = self.config.model
+        if self.metrics is not None:
+            record_ready(self.metrics, ready, self.config)
+
+    def _is_busy(self) -> bool:
+        """Return whether requests run and the engine is not paused."""
+        return bool(self._outputs.requests) and not self._control.is_paused
+
+    def _core_ended(self, error: OctavoError) -> None:
+        """Give each running request to another engine, keep it for the next core, or fail it."""
+        # 1. Fail callers that wait for the core's answers, and show an engine without requests.
+        self._control.core_ended()
+        self._adapters.core_ended(error)
+        if self._on_loss is not None:
+            self._on_loss()
+        self.stats = EngineStats()
+        if self.metrics is not None:
+            self.metrics.num_restarts = self._supervisor.num_restarts
+            self.metrics.record_step(self.stats)
+        # 2. Find requests that kill cores. 3. Decide about each running request.
+        refused = self._resubmission.core_ended()
+        failure = self._supervisor.failure
+        may_continue = self._continues and not isinstance(failure, EngineStoppingError)
+        for stream in list(self._streams.values()):
+            request_id = stream.request.request_id
+            if (state := self._outputs.requests.get(request_id)) is None:
+                continue
+            refusal = refused.get(request_id)
+            if may_continue and refusal is None and (self._hand_over(stream, state) or failure is None):
+                continue  # another engine has it, or this engine's next core will get it
+            self._outputs.drop(request_id)
+            stream.fail(refusal or error)
+
+    def _hand_over(self, stream: RequestStream, state: RequestState) -> bool:
+        """Let another engine continue a request. Returns False if no engine can, or if the request may kill cores."""
+        request = state.request
+        if self._find_other is None or self._resubmission.is_suspect(request.request_id):
+            return False
+        if (other := self._find_other(request)) is None:
+            return False
+        self.forecast.end(request.request_id)
+        del self._streams[stream.external_id], self._outputs.requests[request.request_id]
+        other.take_over(stream, state)
+        return True
+
+    def take_over(self, stream: RequestStream, state: RequestState) -> None:
+        """Continue a request of another engine whose core has died."""
+        stream.engine = self
+        self._streams[stream.external_id] = stream
+        self._outputs.requests[state.request.request_id] = state
+        self._count_continued(1)
+        self._send_to_core(state)
+
+    def _count_continued(self, number: int) -> None:
+        if self.metrics is not None:
+            self.metrics.num_continued += number
+
+    # Adapters.
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Read an adapter into the host's memory and check it, before a request needs it. Raises `RequestError` if it
@@ -413,20 +557,7 @@ class AsyncLLMEngine(EngineCalls):
         """Free an adapter's memory once no request uses it."""
         self._adapters.unload(identity)
 
-    async def block_map(self) -> BlockMap | None:
-        """Return the use of each KV block, taken between two steps; None if the core does not answer in time.
-
-        Concurrent callers share one answer. The core gathers the map only on request.
-        """
-        return await self._control.block_map()
-
-    async def is_paused(self) -> bool:
-        """Whether the engine holds new requests back, because it is paused or asleep."""
-        return self._control.is_paused
-
-    async def is_sleeping(self) -> bool:
-        """Whether the engine has freed memory and has not woken up."""
-        return self._control.is_sleeping
+    # Pause, sleep and cache.
 
     async def pause_generation(
         self, mode: str = "abort", *, wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
@@ -440,15 +571,9 @@ class AsyncLLMEngine(EngineCalls):
         """Take requests again, and continue halted requests. No effect while the engine sleeps."""
         await self._control.resume()
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Empty the prefix cache. Returns False if the core ended before it answered; its cache is gone too."""
-        refuse_kwargs(reset_running_requests=reset_running_requests)
-        return await self._control.reset_prefix_cache()
-
-    async def drop_cache_session(self, session: str, salt: str | None = None) -> int | None:
-        """Free the blocks that requests with this `cache_session` and `cache_salt` have kept, unless another session
-        has them too. Returns their number, or None if there is no such session."""
-        return await self._control.drop_cache_session(session, salt)
+    async def is_paused(self) -> bool:
+        """Whether the engine holds new requests back, because it is paused or asleep."""
+        return self._control.is_paused
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free memory until `wake_up`; requests wait.
@@ -466,127 +591,27 @@ class AsyncLLMEngine(EngineCalls):
         await self._control.wake_up(tags)
         self._record_sleep()
 
+    async def is_sleeping(self) -> bool:
+        """Whether the engine has freed memory and has not woken up."""
+        return self._control.is_sleeping
+
     def _record_sleep(self) -> None:
         if self.metrics is not None:
             self.metrics.sleep_level = self._control.sleep_level
 
-    def shutdown(self) -> None:
-        """End the core's process. Open streams raise `EngineStoppingError`."""
-        self._supervisor.shutdown()
+    async def block_map(self) -> BlockMap | None:
+        """Return the use of each KV block, taken between two steps; None if the core does not answer in time.
 
-    def _is_busy(self) -> bool:
-        """Return whether requests run and the engine is not paused."""
-        return bool(self._outputs.requests) and not self._control.is_paused
+        Concurrent callers share one answer. The core gathers the map only on request.
+        """
+        return await self._control.block_map()
 
-    def _abort_running(self) -> None:
-        """Abort the requests that the core has. Requests that still wait for the engine keep waiting."""
-        for stream in list(self._streams.values()):
-            if stream.opening is None:
-                stream.abort()
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Empty the prefix cache. Returns False if the core ended before it answered; its cache is gone too."""
+        refuse_kwargs(reset_running_requests=reset_running_requests)
+        return await self._control.reset_prefix_cache()
 
-    def abort_and_notify(self, stream: RequestStream, stop_reason: str | None = None) -> None:
-        """Abort a request and give its caller the last output."""
-        if self._abort_request(stream, stop_reason) is not None:
-            stream.wake()
-
-    def _abort_request(self, stream: RequestStream, stop_reason: str | None = None) -> RequestState | None:
-        """Abort a request, in the core or while it still waits. Returns its state, or None if it has ended. Every abort
-        ends here; the caller of this method wakes the stream."""
-        request_id = stream.request.request_id
-        if stream.opening is not None and not stream.has_ended_early:
-            # The core does not have it. It gets a state only for its last output.
-            stream.has_ended_early = True
-            stream.opening.cancel()
-            stream.follow(self._outputs.add(stream.request, stream.external_id))
-            return self._outputs.abort(request_id, stop_reason)
-        state = self._outputs.abort(request_id, stop_reason)
-        if state is not None and self.is_ready:
-            self._supervisor.tell(Abort(request_id))
-        return state
-
-    def _handle(self, message: CoreMessage) -> None:
-        """Handle a message that `Supervisor` passes on."""
-        match message:
-            case StepOutputs(outputs, stats, adapters):
-                self.stats = stats
-                for loaded in adapters:
-                    self._adapters.end(loaded)
-                self.forecast.record_step(outputs, stats)
-                changed, aborts = self._outputs.update(outputs)
-                for abort in aborts:
-                    self._supervisor.tell(abort)
-                # If streams are untold, `_tell` is scheduled already. It runs after the messages that are there now.
-                if changed and not self._untold:
-                    asyncio.get_running_loop().call_soon(self._tell)
-                for state in changed:
-                    stream = state.stream
-                    if stream is not None and not stream.is_untold:
-                        stream.is_untold = True
-                        self._untold.append(stream)
-                self._resubmission.step_ended()
-                if self.metrics is not None:
-                    self.metrics.record_step(stats)
-            case Running(request_ids):
-                self._resubmission.step_begins(request_ids)
-            case BlockMap():
-                self._control.take_block_map(message)
-            case CacheWasReset():
-                self._control.cache_was_reset(message)
-            case Loading(share):
-                if self._on_loading is not None:
-                    self._on_loading(self.config.place, share)
-            case Ready():
-                self._control.halt_again()
-                self._adapters.pin_again()
-                if number := self._resubmission.begin():
-                    logger.info("%d requests go on with this engine core", number)
-                self._count_continued(number)
-                self.inputs.model = self.config.model
-                if self.metrics is not None:
-                    record_ready(self.metrics, message, self.config)
-
-    def _tell(self) -> None:
-        """Tell streams of their news: as many as a turn of the event loop has time for, and the others in the next."""
-        untold, end = self._untold, time.monotonic() + _TELL_S
-        while untold and time.monotonic() < end:
-            for _ in range(min(len(untold), _TOLD_AT_ONCE)):
-                untold.popleft().tell()
-        if untold:
-            asyncio.get_running_loop().call_soon(self._tell)
-
-    def _lose(self, error: OctavoError) -> None:
-        """The core has ended. Give each running request to another engine, keep it for the next core, or fail it."""
-        self._control.lose()
-        self._adapters.lose(error)
-        if self._on_loss is not None:
-            self._on_loss()
-        self.stats = EngineStats()  # no request runs or waits, and no block is used
-        if self.metrics is not None:
-            self.metrics.num_restarts = self._supervisor.num_restarts
-            self.metrics.record_step(self.stats)
-        refused = self._resubmission.core_died()
-        failure = self._supervisor.failure
-        may_continue = self._continues and not isinstance(failure, EngineStoppingError)
-        for stream in list(self._streams.values()):
-            request_id = stream.request.request_id
-            if (state := self._outputs.requests.get(request_id)) is None:
-                continue
-            why = refused.get(request_id)
-            if may_continue and why is None:
-                is_handed_over = self._hand_over(stream, state)
-                if is_handed_over or failure is None:  # if not handed over, it waits for this engine's next core
-                    continue
-            self._outputs.drop(request_id)
-            stream.fail(why or error)
-
-    def _hand_over(self, stream: RequestStream, state: RequestState) -> bool:
-        """Let another engine continue a request. Returns False if no engine can, or if the request may kill cores."""
-        request = state.request
-        if self._find_other is None or self._resubmission.is_suspect(request.request_id):
-            return False
-        if (other := self._find_other(request)) is None:
-            return False
-        self.forecast.end(request.request_id)
-        del self._streams[stream.external_id], self._outputs.requests[request.request_id]
-        other.take_over(stream, state)
-        return True
+    async def drop_cache_session(self, session: str, salt: str | None = None) -> int | None:
+        """Free the blocks that requests with this `cache_session` and `cache_salt` have kept, unless another session
+        has them too. Returns their number, or None if there is no such session."""
+        return await self._control.drop_cache_session(session, salt)

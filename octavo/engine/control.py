@@ -153,7 +153,7 @@ class EngineControl:
         if self._block_map is not None and not self._block_map.done():
             self._block_map.set_result(found)
 
-    def lose(self) -> None:
+    def core_ended(self) -> None:
         """Complete what a core that has ended did not answer."""
         for done in self._changes:
             if not done.done():

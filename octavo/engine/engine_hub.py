@@ -93,7 +93,7 @@ class _Engine:
         self._hub, self.metrics = hub, metrics
         self.rank = config.data_parallel_rank
         self.supervisor = Supervisor(
-            config, core, handle=self._handle, lose=self._lose, is_busy=self._is_busy, **options
+            config, core, handle=self._handle, on_core_ended=self._core_ended, is_busy=self._is_busy, **options
         )
         self._ready = b""  # the message of the last core that was ready
         self.has_core = False  # that is ready
@@ -202,7 +202,7 @@ class _Engine:
         for front, data in held:
             self.take(front, data)
 
-    def _lose(self, error: OctavoError) -> None:
+    def _core_ended(self, error: OctavoError) -> None:
         """The core has ended: tell all front ends, each of which says how many requests it wants to try."""
         self.has_core, self._on_trial = False, None
         self.has_ended.set()

@@ -190,9 +190,10 @@ class RequestState:
     yet."""
 
     __slots__ = (
-        "_processor", "alignment", "completions", "error", "external_id", "has_news", "has_prediction", "is_delta",
-        "is_final_only", "is_over", "is_ranked", "last_token_time", "metrics", "num_cached_tokens", "num_predicted",
-        "num_running", "num_steps_at_death", "num_tokens_at_death", "pooled", "prompt_logprobs", "request", "stream",
+        "_processor", "alignment", "completions", "error", "external_id", "has_new_output", "has_prediction",
+        "is_delta", "is_final_only", "is_over", "is_ranked", "last_token_time", "metrics", "num_cached_tokens",
+        "num_predicted", "num_running", "num_steps_at_death", "num_tokens_at_death", "pooled", "prompt_logprobs",
+        "request", "stream",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, external_id: str, processor: OutputProcessor) -> None:
@@ -209,7 +210,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.error: RequestError | None = None
         self.pooled: PoolingRequestOutput[PoolingOutput] | None = None
-        self.has_news = False  # for `take`
+        self.has_new_output = False  # for `take`
         self.is_over = False
         self.num_tokens_at_death: int | None = None  # if the last core died with it in the step
         self.num_steps_at_death = 0  # of that core in which it was, and which ended
@@ -247,15 +248,15 @@ class RequestState:
 
     def take_text(self) -> tuple[str, int]:
         """Return what is new of the text of the only completion, and the number of new tokens."""
-        self.has_news = False
+        self.has_new_output = False
         [completion] = self.completions
         num_before = completion.num_sent_tokens
         return completion.take_text(), completion.num_sent_tokens - num_before
 
     def take(self) -> Output:
-        """Return the request's state, or what is new of it. Called when there is news; a late caller gets all of it
+        """Return the request's state, or what is new of it. Called if it `has_new_output`; a late caller gets all of it
         together."""
-        self.has_news = False
+        self.has_new_output = False
         if self.pooled is not None:
             return self.pooled
         completions = self.completions
@@ -349,7 +350,7 @@ class OutputProcessor:
             if completion.finish_reason is None:
                 completion.finish_reason, completion.stop_reason = "abort", stop_reason
                 completion.num_held_back = 0
-        state.has_news = True
+        state.has_new_output = True
         self._end(state, time.monotonic())
         return state
 
@@ -371,7 +372,7 @@ class OutputProcessor:
         return results, aborts
 
     def update(self, outputs: list[SequenceOutput]) -> tuple[list[RequestState], list[Abort]]:
-        """Add a step's outputs to their requests. Returns the requests that have news or an error, and aborts of
+        """Add a step's outputs to their requests. Returns the requests with new output or an error, and aborts of
         sequences that stop strings have ended, to be sent to the core."""
         touched: dict[str, RequestState] = {}
         aborts: list[Abort] = []
@@ -426,12 +427,12 @@ class OutputProcessor:
                 aborts.append(Abort(request_id))
                 self._end(state, now)
             elif not state.num_running:
-                state.has_news = True
+                state.has_new_output = True
                 self._end(state, now)
             elif state.is_final_only or (self._interval > 1 and self._is_too_soon(state)):
                 continue
             else:
-                state.has_news = True
+                state.has_new_output = True
             changed.append(state)
         return changed, aborts
 

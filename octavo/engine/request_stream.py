@@ -21,7 +21,7 @@ class Sink(Protocol):
         ...
 
     def take(self, state: RequestState) -> None:
-        """Take the news of a request that goes on."""
+        """Take the new output of a request that goes on."""
         ...
 
 
@@ -33,8 +33,8 @@ class RequestStream:
     """The outputs of one request on their way to its caller or to its `sink`, and the error that comes after them."""
 
     __slots__ = (
-        "_error", "_has_news", "_is_awaited", "_sink", "engine", "external_id", "has_ended_early", "is_untold",
-        "opening", "request", "state",
+        "_error", "_is_awaited", "_sink", "_woken", "acceptance", "engine", "external_id", "has_ended_early",
+        "is_undelivered", "request", "state",
     )  # fmt: skip
 
     def __init__(
@@ -42,33 +42,33 @@ class RequestStream:
     ) -> None:
         self.request, self.external_id = request, external_id
         self.engine = engine  # the one that computes it now
-        self.opening: asyncio.Future[None] | None = None  # set while it waits for the engine to take requests
-        self.has_ended_early = False  # ended while it waited
+        self.acceptance: asyncio.Future[None] | None = None  # set while it waits for the engine to take requests
+        self.has_ended_early = False  # aborted while it waited
         self.state: RequestState | None = None  # once the engine has it
-        self.is_untold = False  # has news and waits for `tell`
+        self.is_undelivered = False  # the engine will call `deliver`
         self._sink = sink
         self._error: Exception | None = None
-        self._has_news = asyncio.Event()
+        self._woken = asyncio.Event()
         self._is_awaited = False  # by a caller in `get` that has not been woken
 
     def follow(self, state: RequestState) -> None:
-        """Bring the outputs of `state`."""
+        """From now on, bring the outputs of `state`."""
         self.state, state.stream = state, self
 
     def close(self) -> None:
-        """Let go of the state: nothing is told any more."""
+        """Let go of the state: nothing is delivered any more."""
         if self.state is not None:
             self.state.stream = None
 
-    def tell(self) -> None:
-        """Give news to the sink. If the request has ended, if the sink is closed, or if the caller is not done with the
-        last output, wake the caller."""
-        self.is_untold = False
+    def deliver(self) -> None:
+        """Give new output to the sink. If the request has ended, if the sink is closed, or if the caller is not done
+        with the last output, wake the caller."""
+        self.is_undelivered = False
         state, sink = self.state, self._sink
         assert state is not None
         if state.error is not None:
             self.fail(state.error)
-        elif not state.has_news:  # the caller was faster
+        elif not state.has_new_output:  # the caller was faster
             return
         elif sink is None or state.is_over or not self._is_awaited or not sink.is_open:
             self.wake()
@@ -81,10 +81,10 @@ class RequestStream:
     def wake(self) -> None:
         """Wake the caller."""
         self._is_awaited = False
-        self._has_news.set()
+        self._woken.set()
 
     def fail(self, error: Exception) -> None:
-        """Let the stream end with an error, behind its news."""
+        """Have `get` raise an error, after the outputs before it."""
         if self._error is None:
             self._error = error
         self.wake()
@@ -98,12 +98,12 @@ class RequestStream:
         while True:
             self._is_awaited = True
             try:
-                await self._has_news.wait()
+                await self._woken.wait()
             finally:
                 self._is_awaited = False
             if self._error is None:
-                self._has_news.clear()
-            if self.state is not None and self.state.has_news:
+                self._woken.clear()
+            if self.state is not None and self.state.has_new_output:
                 return self.state.take()
             if self._error is not None:
                 raise self._error

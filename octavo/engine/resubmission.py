@@ -65,7 +65,7 @@ class Resubmission:
         """Return how many steps of the core a request was in."""
         return self._num_steps - self._running.get(state.request.request_id, self._num_steps)
 
-    def core_died(self) -> dict[str, RequestError]:
+    def core_ended(self) -> dict[str, RequestError]:
         """Find suspects, as the core has died, perhaps before it was ready. Returns the requests to refuse, with their
         errors."""
         refused = self._find_suspects() if self._has_core else {}

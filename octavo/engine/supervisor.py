@@ -43,8 +43,8 @@ class Supervisor:
     (`RestartPolicy`); after that, and by default at once, it has failed for good. A core that is `busy` and finishes no
     step for `step_timeout_s`, or that loads for longer than `ready_timeout_s`, counts as dead, and is killed.
 
-    `handle` is called with each message that is not a failure, `lose` with the reason whenever a core has
-    ended. `make_core` starts a core. A core on another host is started by its host, however often it dies.
+    `handle` is called with each message that is not a failure, `on_core_ended` with the reason whenever a core
+    has ended. `make_core` starts a core. A core on another host is started by its host, however often it dies.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Supervisor:
         core: CoreProcess | None,
         *,
         handle: Callable[[CoreMessage], None],
-        lose: Callable[[OctavoError], None],
+        on_core_ended: Callable[[OctavoError], None],
         is_busy: Callable[[], bool],
         max_restarts: int,
         step_timeout_s: float | None,
@@ -71,7 +71,7 @@ class Supervisor:
         self.is_leaving = False  # the core's host takes no more requests
         self._letting_go: asyncio.Task[None] | None = None
         self.ready_timeout_s, self._step_timeout_s = ready_timeout_s, step_timeout_s
-        self._handle_message, self._lose, self._is_busy = handle, lose, is_busy
+        self._handle_message, self._on_core_ended, self._is_busy = handle, on_core_ended, is_busy
         self._outage: EngineRestartingError | None = None  # while the core is started again
         self._ready_event = asyncio.Event()  # ready, or failed for good
         self._failure_event = asyncio.Event()
@@ -161,7 +161,7 @@ class Supervisor:
                 reason = self.end_reason = await self._follow_core()
                 self.core.close()
                 if self._wake is not None:
-                    self._lose(EngineDeadError("the engine core has ended to sleep; the request is lost."))
+                    self._on_core_ended(EngineDeadError("the engine core has ended to sleep; the request is lost."))
                     await self._wake.wait()
                     self.core, self._next_core = self._make_core(self.config, self._next_core), None
                     self._wake = None
@@ -270,7 +270,7 @@ class Supervisor:
             self._outage = EngineRestartingError(f"{reason}; it is being started again.")
             logger.error("%s (%d of %d quick deaths in a row are allowed)", self._outage, *self.restart_policy.count)
         self.num_restarts += 1
-        self._lose(EngineDeadError(f"{reason}; the request is lost."))
+        self._on_core_ended(EngineDeadError(f"{reason}; the request is lost."))
 
     def _fail(self, error: OctavoError) -> None:
         """Give the core up for good, with `error` as the reason."""
@@ -281,4 +281,4 @@ class Supervisor:
         self._failure_event.set()
         if not isinstance(error, EngineStoppingError):
             logger.error("%s", error)
-        self._lose(error)
+        self._on_core_ended(error)

@@ -292,7 +292,7 @@ def test_prompt_logprobs_begin_with_none_and_stay_in_every_output(tokenizer: Any
 
 def aborted_output(outputs: OutputProcessor) -> RequestOutput:
     state = outputs.abort("r")
-    assert state is not None and state.has_news
+    assert state is not None and state.has_new_output
     output = state.take()
     assert isinstance(output, RequestOutput)
     return output

@@ -46,7 +46,7 @@ class Followed:
         ]  # fmt: skip
         for state in self.outputs.update(outputs)[0]:
             assert state.stream is not None
-            state.stream.tell()
+            state.stream.deliver()
 
     async def get(self) -> RequestOutput:
         output = await self.stream.get()

@@ -150,7 +150,7 @@ class Engine:
     def die(self, *running: str, is_ready_again: bool = True) -> list[str]:
         """Die with these requests in the step. Returns the requests that are refused."""
         self.resubmission.step_begins([*running])
-        refused = list(self.resubmission.core_died())
+        refused = list(self.resubmission.core_ended())
         for name in refused:
             self.outputs.drop(name)
         self.sent.clear()
