@@ -3,7 +3,7 @@
 A client sends an answer back as a message, and the chat template writes it in its own way: other blanks, arguments in
 another form, other tokens for the same text. So the new prompt would leave what is cached at the first answer.
 `AnswerMemory` keeps the tokens of prompts and answers, `recall` finds those with which a new prompt begins.
-`chat.conversation` calls both.
+`answer_recall.py` calls both for a conversation.
 
 A conversation keeps its meaning. The rendered prompt must begin with the text of the earlier prompt, which ends where
 the answer began. What the model wrote, what the template has written in its place, and the message must have the same

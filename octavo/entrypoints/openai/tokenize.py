@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.chat.conversation import render_messages
+from octavo.entrypoints.chat.message_rendering import render_messages
 from octavo.entrypoints.http.error_responses import ErrorResponse
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ARRIVAL, ServerState, state_of

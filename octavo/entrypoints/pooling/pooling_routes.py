@@ -21,7 +21,7 @@ from starlette.responses import Response
 from octavo.engine.off_loop import run_off_loop
 from octavo.engine.pooling_input import PoolingInput, Scores, prompt_for
 from octavo.engine.pooling_input import Text as InputText
-from octavo.entrypoints.chat.conversation import render_messages
+from octavo.entrypoints.chat.message_rendering import render_messages
 from octavo.entrypoints.http.piecewise_json import encode_in_pieces
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ARRIVAL, requested_rank, state_of

@@ -28,7 +28,8 @@ from octavo.entrypoints.chat.answer_memory import (
     remembered,
     text_digest,
 )
-from octavo.entrypoints.chat.conversation import make_chat, render_messages
+from octavo.entrypoints.chat.conversation import make_chat
+from octavo.entrypoints.chat.message_rendering import render_messages
 from octavo.entrypoints.chat.tools.format_detection import _TURN_ENDS, ModelFormats, model_formats
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError

@@ -13,7 +13,7 @@ import pytest
 
 from octavo.engine import input_processor
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
-from octavo.entrypoints.chat import conversation
+from octavo.entrypoints.chat import message_rendering
 from octavo.entrypoints.http import router
 from octavo.entrypoints.http.router import MAX_INLINE_BYTES
 from tests.entrypoints.fake_engine import FakeEngine
@@ -107,7 +107,7 @@ def test_others_go_on_while_a_long_text_is_tokenized(
 def test_others_go_on_while_a_long_conversation_is_rendered(
     http: httpx.Client, engine: FakeEngine, hold: Hold, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversation, "render_chat", hold.around(conversation.render_chat))
+    monkeypatch.setattr(message_rendering, "render_chat", hold.around(message_rendering.render_chat))
     body = talk(LONG) if route == "/tokenize" else {**talk(LONG), "truncate_prompt_tokens": 3}
     assert meanwhile(http, hold, route, body).status_code == 200
 
