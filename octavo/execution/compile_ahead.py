@@ -24,6 +24,7 @@ from octavo.execution.adapter_store import AdapterStore
 from octavo.execution.block_mover import BlockMover, layer_cache
 from octavo.execution.cross_outputs import CrossOutputs
 from octavo.execution.device import CapturedStep, Event, StepModel
+from octavo.execution.dummy_steps import DummySteps
 from octavo.execution.media_table import MediaTable
 from octavo.execution.runner import Runner, RunnerAdapters
 from octavo.execution.sequence_table import SequenceTable
@@ -64,7 +65,7 @@ def compile_ahead(
     config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, worker_group: WorkerGroup = ALONE,
     device: int | None = None,
 ) -> None:  # fmt: skip
-    """Compile what `Runner.warm_up` will launch. If something fails here, it fails or is compiled there."""
+    """Compile what `DummySteps.warm_up` will launch. If something fails here, it fails or is compiled there."""
     from octavo.ops.triton.outline import compiling
 
     begun = time.monotonic()
@@ -72,7 +73,7 @@ def compile_ahead(
         torch.cuda.set_device(device)
     try:
         with compiling(len(os.sched_getaffinity(0))):
-            outline_runner(config, description, weights, ops, worker_group).warm_up()
+            DummySteps(outline_runner(config, description, weights, ops, worker_group)).warm_up()
     except Exception as e:  # what is missing is compiled when it is launched
         logger.info("kernels are compiled as they are launched (%s: %s)", type(e).__name__, str(e).splitlines()[:1])
         return
@@ -95,7 +96,7 @@ def compile_model(config: EngineConfig) -> None:
     )  # fmt: skip
     try:
         with compiling(len(os.sched_getaffinity(0))):
-            outline_runner(config, description, weights, load_cuda()).warm_up()
+            DummySteps(outline_runner(config, description, weights, load_cuda())).warm_up()
     finally:
         weights.close()
 

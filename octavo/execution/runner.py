@@ -1,11 +1,18 @@
 """Runs steps on one device: a plan becomes input arrays, the model computes, and the sampled tokens come back.
 
-`submit` applies a plan's updates and launches its rows; `collect` waits for the step and returns its results. Between
-them a step is work in the device's compute stream: the forward pass, sampling, and the copy of the tokens to the host.
-A step that fits a captured step is replayed; other steps are computed call by call. A device with its own memory keeps
-each row's last token, so that the next step can be submitted before the host knows it.
+The states of a step, and the methods that move it there:
 
-What differs:
+    applied    the tables have its sequences and blocks      `apply_updates`, the first part of `submit`
+    launched   work in the device's compute stream           `launch`, the second part of `submit`
+    done       its tokens are on the host                    the stream, when it reaches `SubmittedStep.done`
+    collected  its valid tokens are in the tables            `collect`
+    withdrawn  not computed: the device lacks memory         `submit` raises `DeviceMemoryError`
+
+The work in the stream is the forward pass, sampling, and the copy of the tokens to the host. A step that fits a
+captured step is replayed; other steps are computed call by call. A device with its own memory keeps each row's last
+token, so that the next step can be submitted before the host knows it.
+
+What differs between devices and between workers:
 
     upload     none if the device `shares_memory`; otherwise in the stream, from one of its staging buffers
     sampling   by the leader; a follower gets the leader's tokens; no worker of a stage with a next stage samples
@@ -19,7 +26,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -34,19 +40,19 @@ from octavo.execution.device import Device, StepOutputs
 from octavo.execution.device_tables import DeviceTables, TableUpdates
 from octavo.execution.media_table import MediaTable
 from octavo.execution.pooling_table import PoolingTable
-from octavo.execution.prompt_logprobs import MAX_ROWS, PromptLogprobs, PromptPart
+from octavo.execution.prompt_logprobs import PromptLogprobs, PromptPart
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import UPDATES_PER_DECODE, Padding, StepArrays, StepLayout, StepShape, pad
+from octavo.execution.step_buffers import StepBuffers
 from octavo.execution.step_computation import StepComputation
 from octavo.execution.submitted_step import CapturedEntry, StagingBuffer, SubmittedStep
 from octavo.execution.worker_group import ALONE, WorkerGroup
 from octavo.models.registry import CrossModel, Model, StageModel
-from octavo.ops import Array, DeviceOps, LayerKVCache, Ops, ParallelDeviceOps
+from octavo.ops import Array, LayerKVCache, Ops, ParallelDeviceOps
 from octavo.pooling_params import PoolingConfig
-from octavo.sampling.logprobs import entries, measure
+from octavo.sampling.logprobs import entries
 from octavo.sampling.sampler import SampledTokens, sample_tokens, write_settings
 from octavo.sampling.sampling_table import Samples, SamplingBatch, SamplingTable
-from octavo.sampling_params import MAX_LOGPROBS
 from octavo.speculative.synthetic import SyntheticAcceptance
 from octavo.step_plan import StepPlan, StepResult
 from octavo.structured_output.masks import GrammarCompiler
@@ -54,9 +60,6 @@ from octavo.structured_output.masks import GrammarCompiler
 if TYPE_CHECKING:
     from octavo.execution.adapter_store import AdapterStore
     from octavo.lora.ops import AdaptedOps
-
-# On a device that runs ahead two steps may be in flight while the host writes a third.
-_NUM_STAGING_BUFFERS_AHEAD = 3
 
 # Copies arrays of a finished step to the host.
 _Fetch = Callable[[Sequence[Array]], list[NDArray[Any]]]
@@ -83,7 +86,7 @@ class _StreamWork(NamedTuple):
     """A step as the stream computes it."""
 
     step: SubmittedStep
-    used: StepShape
+    shape: StepShape  # of the step, not of the captured one that may be larger
     inputs: StepArrays[Array]
     captured: CapturedEntry | None  # None: computed call by call
     sampling: SamplingBatch | None  # None: all samples are greedy
@@ -114,20 +117,25 @@ class Runner:
         `cross` for models with cross attention."""
         self.model, self.ops, self.device = model, ops, device
         self.table, self.max_num_tokens = table, max_num_tokens
-        self._adapters, self._worker_group, self._links = adapters, worker_group, worker_group.links
-        self._media, self._cross = media, cross
+        self.worker_group, self.links = worker_group, worker_group.links
+        self._adapters, self.media, self.cross = adapters, media, cross
         self.draft_hooks = DraftHooks()
         self.captured_steps: list[CapturedEntry] = []
-        self.caches: Sequence[LayerKVCache]  # set by `use_caches`, like `_mover`
-        self._mover: BlockMover
+        self.caches: Sequence[LayerKVCache]  # set by `use_caches`, like `mover`
+        self.mover: BlockMover
         self._build_tables(grammars, pooling)
         self._output_size = model.vocab_size if pooling is None else pooling.size  # elements of a sample's output
-        self._max_shape = self._compute_max_shape(pooling)
+        self.max_shape = self._compute_max_shape(pooling)
         self.computation = StepComputation(
-            model, ops, device, self._max_shape, self._device_tables, self._links,
+            model, ops, device, self.max_shape, self._device_tables, self.links,
             None if adapters is None else adapters.ops,
         )  # fmt: skip
-        self._allocate_buffers()
+        self.buffers = StepBuffers(device, self.max_shape)
+        # Pinned memory for hidden states on their way to the next stage.
+        self._hidden_out: NDArray[np.uint8] | None = None
+        if self.links.next is not None and not device.shares_memory:
+            row_bytes = cast(StageModel, model).stage_width * 4  # at most: float32
+            self._hidden_out = device.pinned([max_num_tokens * row_bytes], "uint8")
 
     def _build_tables(self, grammars: GrammarCompiler | None, pooling: PoolingConfig | None) -> None:
         """Build the tables that have a row for each running sequence, beside `SequenceTable`."""
@@ -138,7 +146,7 @@ class Runner:
         self.row_generation = np.zeros(num_rows, np.int64)  # how many sequences have had each row
         self._rows_to_resend: set[int] = set()  # rows whose block tables the device may lack
         self._device_tables = None if self.device.shares_memory else DeviceTables(self.device, self.table)
-        self._padding = Padding(0, num_rows, num_rows * max_blocks)
+        self.padding = Padding(0, num_rows, num_rows * max_blocks)
 
     def _compute_max_shape(self, pooling: PoolingConfig | None) -> StepShape:
         """Return the shape that every step fits in."""
@@ -151,53 +159,36 @@ class Runner:
             updates=0 if self._device_tables is None else num_groups * num_rows * (max_blocks + UPDATES_PER_DECODE),
             groups=num_groups,
             blocks=max_blocks if self._device_tables is None else 0,
-            crosses=self._cross is not None,
+            crosses=self.cross is not None,
             adapted=self._adapters is not None,
             pools="" if pooling is None else "texts" if pooling.whole_prompts else "parts",
         )
-        if self._media is not None:
-            shape = replace(shape, media=self.max_num_tokens, **self._media.extents)
-        if self._links.previous is not None:
+        if self.media is not None:
+            shape = replace(shape, media=self.max_num_tokens, **self.media.extents)
+        if self.links.previous is not None:
             stage = cast(StageModel, self.model)
             item_bytes = 4 if stage.residual_dtype == "float32" else 2
             shape = replace(shape, hidden_in_bytes=stage.stage_width * item_bytes)
         return shape
 
-    def _allocate_buffers(self) -> None:
-        """Allocate the staging buffers, the device's copy of their inputs, and a buffer on the host for the hidden
-        states that a stage sends."""
-        device, num_bytes = self.device, StepLayout(self._max_shape).num_bytes
-        self._staging_buffers = [
-            StagingBuffer(i, device.pinned([num_bytes], "uint8"), device.pinned([self._max_shape.samples], "int64"))
-            for i in range(_NUM_STAGING_BUFFERS_AHEAD if device.runs_ahead else 1)
-        ]
-        self._device_inputs = device.upload_target(self._staging_buffers[0].inputs)
-        # Pinned memory for hidden states on their way to the next stage.
-        self._hidden_out: NDArray[np.uint8] | None = None
-        if self._links.next is not None and not device.shares_memory:
-            row_bytes = cast(StageModel, self.model).stage_width * 4  # at most: float32
-            self._hidden_out = device.pinned([self.max_num_tokens * row_bytes], "uint8")
-
     def use_caches(self, caches: Sequence[LayerKVCache], mover: BlockMover) -> None:
         """Set the caches, by layer. Call this before anything runs: captured steps keep their caches."""
         self.caches = self.computation.caches = caches
-        self._mover = mover
-
-    # Before the first request: captured steps and warm-up.
+        self.mover = mover
 
     def capture(self) -> None:
         """Capture steps, the largest first: smaller ones reuse its memory."""
         if not self.device.shares_memory:
             gc.collect()  # garbage may hold device memory; captures make no more garbage
-        for shape in reversed(self.device.capture_shapes(self._max_shape)):
+        for shape in reversed(self.device.capture_shapes(self.max_shape)):
             layout = StepLayout(shape)
-            staged = [layout.on_host(staging.inputs) for staging in self._staging_buffers]
+            staged = [layout.on_host(staging.inputs) for staging in self.buffers.staging]
             # All padding: a step that changes nothing.
             staged[0].query_start_loc[0] = 0
-            pad(staged[0], StepShape.empty(shape.groups), self._padding)
-            self._upload(self._staging_buffers[0], layout.num_bytes)
+            pad(staged[0], StepShape.empty(shape.groups), self.padding)
+            self.buffers.upload(self.buffers.staging[0], layout.num_bytes)
             self.device.compute.record().wait()
-            inputs = layout.on_device(self._device_inputs, self.device.view)
+            inputs = self.buffers.on_device(layout)
             step = self.device.capture(self.computation, inputs)
             # The smallest first: `_captured_for` takes the first that fits.
             self.captured_steps.insert(0, CapturedEntry(layout, inputs, staged, step))
@@ -208,97 +199,10 @@ class Runner:
         again for its intermediate arrays. Smaller captured steps reuse both."""
         if self.device.shares_memory:
             return 0
-        max_samples = max((shape.samples for shape in self.device.capture_shapes(self._max_shape)), default=0)
+        max_samples = max((shape.samples for shape in self.device.capture_shapes(self.max_shape)), default=0)
         return 2 * max_samples * self._output_size * 4
 
-    def run_largest_step(self) -> None:
-        """Run the largest step that must fit: the most tokens and sequences, with one sample a sequence, or the most
-        vectors if the model pools. It is stored nowhere. Steps with more samples are tried in `_warm_up_steps`."""
-        num_samples = self._max_shape.seqs if self.pooling is None else self._max_vectors
-        self._dummy_run(self._max_shape.tokens, self._max_shape.seqs, num_samples, self._max_shape.adapted)
-
-    @property
-    def _max_vectors(self) -> int:
-        """The most vectors of a step: one a token if prompts are whole, otherwise one a sequence."""
-        return self._max_shape.samples if self._max_shape.pools == "texts" else self._max_shape.seqs
-
-    def warm_up(self) -> None:
-        """Launch every kernel that a step of any size may launch, so that nothing is compiled later."""
-        for adapted in {False, self._max_shape.adapted}:
-            self._warm_up_steps(adapted)
-        if self._cross is not None:
-            for num_rows in _device_ops(self.ops).row_classes(self._cross.num_tokens):
-                output = self._cross.no_output(cast(CrossModel, self.model).hidden_size, num_rows)
-                self.device.compute.run(partial(self.computation.write_encoder_kv, *output))
-                if self._max_shape.adapted:
-                    no_adapters = np.full(num_rows, -1, np.int32)
-                    self.device.compute.run(partial(self.computation.write_encoder_kv, *output, no_adapters))
-        self._mover.warm_up()
-
-    def _warm_up_steps(self, adapted: bool) -> None:
-        ops, num_rows = _device_ops(self.ops), self._max_shape.seqs
-        # Prompts. Views of one row may have other strides than views of several.
-        for num_tokens in sorted({1, *ops.row_classes(self._max_shape.tokens)}):
-            self._dummy_run(num_tokens, max(1, min(num_tokens // 4, num_rows)), 1, adapted)
-        classes = ops.row_classes(self._max_vectors)
-        if self.pooling is None:  # draft tokens and prompt log-probabilities: a step may sample after any token
-            classes = ops.row_classes(self._max_shape.samples, exactly=False)
-        for num_samples in classes:
-            try:
-                self._dummy_run(min(num_samples, num_rows), min(num_samples, num_rows), num_samples, adapted)
-            except self.device.memory_errors:
-                # Only draft tokens and prompt log-probabilities need more samples than rows. Such a step may run out of
-                # memory later too; then it fails alone. With other workers the error is final: they wait for this
-                # worker's part of the step.
-                if num_samples <= num_rows or self._worker_group.connections:
-                    raise
-                self.device.release_memory()
-
-    def _dummy_run(self, num_tokens: int, num_rows: int, num_samples: int, adapted: bool) -> None:
-        """Run a step of equally long sequences, stored nowhere, with everything that requests may ask for."""
-        num_media = num_tokens if self._media is not None else 0
-        shape = replace(
-            self._max_shape, tokens=num_tokens, seqs=num_rows, samples=num_samples, updates=0, media=num_media,
-            adapted=adapted,
-        )  # fmt: skip
-        layout, staging = StepLayout(shape), self._staging_buffers[0]
-        self._fill_dummy_arrays(layout.on_host(staging.inputs), shape)
-        self._upload(staging, layout.num_bytes)
-        inputs = layout.on_device(self._device_inputs, self.device.view)
-        self.device.compute.run(partial(self._compute_dummy, inputs, num_samples))
-        self.device.compute.record().wait()
-
-    def _fill_dummy_arrays(self, arrays: StepArrays[NDArray[Any]], shape: StepShape) -> None:
-        pad(arrays, StepShape.empty(shape.groups), self._padding)
-        arrays.query_start_loc[:] = np.linspace(0, shape.tokens, shape.seqs + 1).astype(np.int32)
-        arrays.seq_lens[:] = np.diff(arrays.query_start_loc)
-        arrays.slot_mapping[self.table.state_groups] = 0  # a state needs a block, and none is in use yet
-        arrays.temperature[:] = arrays.top_p[:] = arrays.min_p[:] = 1
-
-    def _compute_dummy(self, inputs: StepArrays[Array], num_samples: int) -> None:
-        """In the stream: compute a step with draft features, alignment, log-probabilities, penalties and masks."""
-        with self._with_alignment():
-            hidden, features = self.computation.hidden(inputs)
-        logits, argmax_tokens = self.computation.logits(inputs, hidden)
-        if self.draft_hooks.warm_up_drafter is not None:
-            self.draft_hooks.warm_up_drafter(features)
-        if self.pooling is not None or self._links.next is not None:
-            return
-        # The most log-probabilities that a step measures in one call: one for each row, or MAX_ROWS of a prompt.
-        num_with_logprobs = min(num_samples, max(self._max_shape.seqs, MAX_ROWS))
-        raw = self.ops.rows_of(logits, np.arange(num_with_logprobs))
-        measure(self.ops, raw, argmax_tokens[:num_with_logprobs], np.full(num_with_logprobs, MAX_LOGPROBS))
-        zero, ones, zeros = np.zeros(1, np.int64), np.ones(num_samples, np.float32), np.zeros(num_samples, np.float32)
-        self.ops.penalize(logits, zero, zero, zero.astype(np.float32), ones, zeros, zeros)  # sample 0 saw token 0
-        self.ops.mask_tokens(logits, np.full((1, -(-self.model.vocab_size // 32)), -1, np.int32), zero)
-        settings = inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.uniforms
-        self._to_target_token_ids(self.ops.sample(logits, *settings))
-
-    def _with_alignment(self) -> AbstractContextManager[None]:
-        """Return a context in which steps compute the alignment of cross attention, if the model has some."""
-        return nullcontext() if self._cross is None else self._cross.warm_up_alignment(cast(CrossModel, self.model))
-
-    # A step: `submit` calls `apply_updates` and `launch`; `SubmittedStep.result` calls `collect`.
+    # A step on its way to the device. `SubmittedStep.result` calls `collect`.
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
         """Have the device compute a plan with at least one row, after all plans submitted before.
@@ -311,58 +215,223 @@ class Runner:
     def apply_updates(self, plan: StepPlan) -> None:
         """Apply what comes before a plan's rows: admissions, block tables, moves of blocks, loads of adapters.
 
-        Raises as `submit`. Moves and loads that the device had no memory for then come before the next plan's."""
+        Raises as `submit`. Moves and loads that the device had no memory for come before those of the next plan."""
         self.table.update(plan)
         self._admit(plan)
         try:
             try:
-                self._mover.move(plan.moves)
-            finally:  # noted, even if they have to wait for the moves
+                self.mover.move(plan.moves)
+            finally:  # the store must note the loads, even if they wait for the moves
                 if self._adapters is not None:
                     self._adapters.store.load(plan.adapters)
         except self.device.memory_errors as e:
             self.defer_updates(plan)
             raise self._out_of_memory(plan, e) from None
 
-    def launch(self, plan: StepPlan) -> SubmittedStep:
-        """Have the device compute the rows of a plan after `apply_updates`. Raises as `submit`.
+    def _admit(self, plan: StepPlan) -> None:
+        for admission in plan.admissions:
+            self.row_generation[admission.row] += 1
+            if self.media is not None:
+                self.media.admit(admission)
+            if self.pooling is not None:
+                self.pooling.admit(admission)
+                continue
+            self.sampling.admit(admission)
+            if self.cross is not None:
+                self.cross.admit(admission)
+            self._prompt_logprobs.admit(admission)
 
-        Waits for a free staging buffer, for the hidden states of the previous stage, and before a next stage for the
-        step. Call `defer_updates` instead if no rows are computed."""
-        staging = self._staging_buffers.pop(0)
-        self._staging_buffers.append(staging)
-        if staging.free_event is not None:
-            staging.free_event.wait()
+    def launch(self, plan: StepPlan) -> SubmittedStep:
+        """Have the device compute the rows of a plan after `apply_updates`. Raises as `submit`. If none of the rows are
+        computed, call `defer_updates` instead."""
+        staging = self.buffers.take()
         try:
-            return self._submit_rows(plan, staging)
+            return self._launch_rows(plan, staging)
         except self.device.memory_errors as e:
             raise self._out_of_memory(plan, e) from None
         finally:
             staging.free_event = self.device.compute.record()
 
-    def _out_of_memory(self, plan: StepPlan, error: Exception) -> Exception:
-        """Return the error of a plan that can be withdrawn after the device's memory `error`; `error` itself if other
-        workers wait for this worker's part: all must start again."""
-        if self._worker_group.connections:
-            return error
-        self._rows_to_resend.update(planned.row for planned in plan.rows)
-        self.device.release_memory()
-        reason = str(error).splitlines()[0]
-        return DeviceMemoryError(
-            f"the step ran out of device memory ({reason}); lower --max-num-batched-tokens, "
-            "--max-num-seqs or --gpu-memory-utilization."
-        )
+    def _launch_rows(self, plan: StepPlan, staging: StagingBuffer) -> SubmittedStep:
+        """Gather the arrays of a plan's rows, upload them, and append the step's work to the stream."""
+        # 1. Write the encoder outputs that the step's tokens are the first to see.
+        self._write_encoder_kv(plan)
+        # 2. Find the changes of block tables that the device lacks.
+        updates = None if self._device_tables is None else self._device_tables.updates(plan, self._rows_to_resend)
+        # 3. Choose the captured step, if one fits, and lay out the arrays.
+        shape = self._shape_of(plan, 0 if updates is None else len(updates[0]))
+        prompt_logprob_parts: list[PromptPart] = []
+        if self.links.next is None:
+            prompt_logprob_parts = self._prompt_logprobs.parts(plan, self.table.tokens)
+        alignment_parts = [] if self.cross is None else self.cross.alignment_parts(plan)
+        captured = None if alignment_parts else self._captured_for(shape)  # a replay drops the queries that these read
+        if captured is not None:
+            layout, arrays, inputs = captured.layout, captured.staged[staging.number], captured.inputs
+        else:
+            layout = StepLayout(shape)
+            arrays, inputs = layout.on_host(staging.inputs), self.buffers.on_device(layout)
+        # 4. Gather the arrays from the tables.
+        sampling = self._gather(plan, arrays, shape, updates, layout.shape.adapted)
+        # 5. Wait for the previous stage.
+        if self.links.previous is not None:
+            self.links.previous.receive(arrays.hidden_in[: shape.tokens])
+        # 6. Upload the arrays.
+        self.buffers.upload(staging, layout.num_bytes)
+        # 7. Append the step's work to the stream. Step 4 has set `table.samples`.
+        step = SubmittedStep(self, plan, staging, self.table.samples)
+        self._append_work(_StreamWork(step, shape, inputs, captured, sampling, prompt_logprob_parts, alignment_parts))
+        # 8. Wait for the step if a next stage needs its hidden states.
+        if self.links.next is not None:
+            self._send(step, shape.tokens)
+        # 9. Forget the prompts whose log-probabilities, encoder outputs or alignment this step completes.
+        self._prompt_logprobs.forget(plan)
+        if self.cross is not None:
+            self.cross.note_submitted(plan, alignment_parts)
+        return step
 
-    def defer_updates(self, plan: StepPlan) -> None:
-        """Note that a plan's block tables are uploaded with a later step: none of its rows is computed now."""
-        self._rows_to_resend.update(admission.row for admission in plan.admissions)
-        self._rows_to_resend.update(entry.row for entry in plan.new_blocks)
+    def _write_encoder_kv(self, plan: StepPlan) -> None:
+        """Write the keys and values of encoder outputs that tokens of the step are the first to see."""
+        for row, encoded, slots in () if self.cross is None else self.cross.starting(plan):
+            adapter_slots = None
+            if (slot := self.table.adapter_slots[row]) >= 0:
+                adapter_slots = np.full(len(slots), slot, np.int32)
+            self.device.compute.run(partial(self.computation.write_encoder_kv, encoded, slots, adapter_slots))
+
+    def _shape_of(self, plan: StepPlan, num_updates: int) -> StepShape:
+        """Return the shape of a plan's step."""
+        num_seqs, max_shape = len(plan.rows), self.max_shape
+        shape = StepShape(
+            sum([planned.num_tokens for planned in plan.rows]), num_seqs,
+            num_seqs if plan.has_one_sample_per_row else sum([planned.num_samples for planned in plan.rows]),
+            num_updates, max_shape.groups, max_shape.blocks,
+            hidden_in_bytes=max_shape.hidden_in_bytes, crosses=max_shape.crosses,
+            adapted=max_shape.adapted and self.table.has_adapters([planned.row for planned in plan.rows]),
+        )  # fmt: skip
+        if self.media is None:
+            return shape
+        return replace(shape, media=self.media.num_rows(plan), **self.media.extents)
+
+    def _captured_for(self, shape: StepShape) -> CapturedEntry | None:
+        """Return the smallest captured step that a step fits in, if there is one."""
+        for captured in self.captured_steps:
+            if self.device.can_replay(captured.layout.shape, shape):
+                return captured
+        return None
+
+    def _gather(
+        self, plan: StepPlan, arrays: StepArrays[NDArray[Any]], shape: StepShape, updates: TableUpdates | None,
+        adapted: bool,
+    ) -> SamplingBatch | None:  # fmt: skip
+        """Fill the step's arrays from the tables. Return the sampler's settings that have no array, if there are
+        some."""
+        row_of = self.table.gather(plan, arrays)
+        if adapted:
+            self.table.gather_adapters(row_of, arrays)
+        if self.media is not None:
+            self.media.gather(plan, row_of, arrays)
+        if self.cross is not None:
+            self.cross.gather(plan, row_of, arrays)
+        if self._device_tables is not None and updates is not None:
+            self._device_tables.fill_table_rows(plan, arrays, row_of, self.table.samples, updates)
+            pad(arrays, shape, replace(self.padding, num_tokens=shape.tokens))
+        if self.pooling is not None:
+            self.pooling.gather(plan, arrays)
+            return None
+        sampling = self.sampling.build(self.table.samples, self.table.tokens) if shape.samples else None
+        if sampling is not None:
+            write_settings(arrays, sampling)
+        return sampling
+
+    def _append_work(self, work: _StreamWork) -> None:
+        """Append a step's work to the stream, and set its `done` event."""
+        step, shape, compute = work.step, work.shape, self.device.compute
+        if work.captured is not None:
+            compute.run(partial(work.captured.step.replay, shape))
+        compute.run(partial(self._compute_and_sample, work))
+        to_host = step.staging.tokens if self._hidden_out is None else self._hidden_out
+        compute.run(partial(self._download, step, shape.samples), writes=[to_host])
+        step.done = compute.record()
+
+    def _send(self, step: SubmittedStep, num_tokens: int) -> None:
+        """Wait until the device has computed the step, and send its hidden states to the next stage."""
+        assert self.links.next is not None and step.done is not None
+        step.done.wait()
+        rows: Any = step.hidden_out
+        if self._hidden_out is not None:
+            rows = self._hidden_out[: rows.nbytes].reshape(num_tokens, -1)
+        self.links.next.send(rows)
+
+    # In the stream.
+
+    def _compute_and_sample(self, work: _StreamWork) -> None:
+        """In the stream: compute the step unless it was replayed, and sample its tokens."""
+        step, shape = work.step, work.shape
+        outputs = self._model_outputs(work)
+        if self.draft_hooks.keeps_features:
+            step.features = outputs.features[: shape.tokens]
+        if self.links.next is not None:
+            step.hidden_out = self.device.view(outputs.hidden[: shape.tokens], "uint8")
+        elif self.pooling is not None:
+            step.vectors = outputs.logits[: shape.samples]
+            if work.captured is not None and self.device.runs_ahead:  # the next replay overwrites the outputs
+                step.vectors = self.ops.rows_of(step.vectors, np.arange(shape.samples))
+        elif shape.samples:
+            self._sample(work, outputs)
+        # After sampling, so that both do not take memory at the same time.
+        logits_of = partial(self.computation.logits_after, work.inputs, outputs.hidden)
+        step.prompt_logprobs = [
+            measured for part in work.prompt_logprob_parts for measured in part.measure(self.ops, logits_of)
+        ]
+
+    def _model_outputs(self, work: _StreamWork) -> StepOutputs:
+        """In the stream: return the outputs of the replay, or compute them."""
+        if work.captured is not None:
+            return work.captured.step.outputs
+        if self.cross is None or not work.alignment_parts:
+            return self.computation.outputs(work.inputs, work.shape.samples)
+        model = cast(CrossModel, self.model)
+        with self.cross.keeping_queries(model):
+            outputs = self.computation.outputs(work.inputs, work.shape.samples)
+        work.step.alignment = self.cross.alignment(model, work.alignment_parts, self.caches)
+        return outputs
+
+    def _sample(self, work: _StreamWork, outputs: StepOutputs) -> None:
+        """In the stream: sample on the leader. A device with its own memory stores the tokens for its next step."""
+        step, inputs, num_samples = work.step, work.inputs, work.shape.samples
+        tokens = outputs.argmax_tokens[:num_samples]
+        if self.worker_group.is_leader:
+            step.sampled = sample_tokens(
+                self.ops, outputs.logits[:num_samples], tokens, inputs, work.sampling, self.device.shares_memory
+            )
+            step.sampled.tokens = tokens = self.to_target_token_ids(step.sampled.tokens)
+        if self._device_tables is not None:
+            if not self.worker_group.shard.is_whole:  # the followers' devices need the tokens before their hosts do
+                cast(ParallelDeviceOps, self.ops).from_first(tokens)
+            self._device_tables.store_last_tokens(self.ops, inputs.sample_table_rows[:num_samples], tokens)
+
+    def to_target_token_ids(self, tokens: Array) -> Array:
+        """In the stream: return tokens [N] of a draft model as the target model's ids."""
+        if self.draft_hooks.target_token_ids is None:
+            return tokens
+        own_ids: Any = tokens
+        own_ids = own_ids * (own_ids > 0)  # 0 instead of `NO_TOKEN`: a draft token may be any token
+        ids: Any = self.ops.take_rows(self.draft_hooks.target_token_ids, own_ids)
+        return cast(Array, ids.reshape(-1))
+
+    def _download(self, step: SubmittedStep, num_samples: int) -> None:
+        """In the stream: copy the tokens, or the hidden states for the next stage, to the host."""
+        if step.sampled is not None:
+            self.device.copy(step.sampled.tokens, step.staging.tokens[:num_samples])
+        if self._hidden_out is not None and step.hidden_out is not None:
+            self.device.copy(step.hidden_out.reshape(-1), self._hidden_out[: step.hidden_out.nbytes])
+
+    # A step that is done, or that is not computed.
 
     def collect(self, step: SubmittedStep) -> StepResult:
         """Wait for a step, append its valid tokens to their rows, and return its results."""
         assert step.done is not None
         step.done.wait()
-        self._worker_group.check()
+        self.worker_group.check()
         fetch = partial(self.device.fetch, after=step.done)
         result = StepResult(tokens=[])
         if step.vectors is not None:
@@ -375,7 +444,7 @@ class Runner:
         for row, measured in step.prompt_logprobs:
             of_row = result.prompt_logprobs.setdefault(row, [])
             of_row += entries(fetch(measured.arrays), measured.num_top)
-        if self._worker_group.is_leader:
+        if self.worker_group.is_leader:
             result.alignment = {row: alignment.fetch_bytes(fetch) for row, alignment in step.alignment.items()}
         return result
 
@@ -385,7 +454,7 @@ class Runner:
         """Return the sampled tokens [N], and errors by sample. Send the tokens to the followers, and set the tokens and
         log-probabilities of `result`."""
         tokens = step.staging.tokens[: len(step.samples.rows)].copy()
-        self._worker_group.send_tokens(tokens)
+        self.worker_group.send_tokens(tokens)
         result.logprobs, errors = sampled.results(tokens, fetch)
         if self.draft_hooks.synthetic_acceptance is not None:
             self.draft_hooks.synthetic_acceptance.apply(step.samples, tokens, self._may_replace_tokens)
@@ -393,8 +462,8 @@ class Runner:
         return tokens, errors
 
     def _append_valid(self, step: SubmittedStep, tokens: NDArray[np.int64], errors: dict[int, str]) -> dict[int, str]:
-        """Append the valid tokens to the rows that still belong to the same sequences. Return the valid tokens' errors
-        by row."""
+        """Append the valid tokens to the rows that still belong to the same sequences. Return the errors of valid
+        tokens, by row."""
         samples = step.samples
         is_kept = self.row_generation[samples.rows] == step.row_generation
         if samples.drafted:
@@ -413,207 +482,20 @@ class Runner:
         settings = self.sampling.settings[row]
         return settings is not None and settings.params.grammar is None
 
-    def _admit(self, plan: StepPlan) -> None:
-        for admission in plan.admissions:
-            self.row_generation[admission.row] += 1
-            if self._media is not None:
-                self._media.admit(admission)
-            if self.pooling is not None:
-                self.pooling.admit(admission)
-                continue
-            self.sampling.admit(admission)
-            if self._cross is not None:
-                self._cross.admit(admission)
-            self._prompt_logprobs.admit(admission)
+    def _out_of_memory(self, plan: StepPlan, error: Exception) -> Exception:
+        """Return the error of a plan that can be withdrawn after the device's memory `error`. If other workers wait for
+        this worker's part, return `error` itself: all must start again."""
+        if self.worker_group.connections:
+            return error
+        self._rows_to_resend.update(planned.row for planned in plan.rows)
+        self.device.release_memory()
+        reason = str(error).splitlines()[0]
+        return DeviceMemoryError(
+            f"the step ran out of device memory ({reason}); lower --max-num-batched-tokens, "
+            "--max-num-seqs or --gpu-memory-utilization."
+        )
 
-    def _submit_rows(self, plan: StepPlan, staging: StagingBuffer) -> SubmittedStep:
-        """Gather the arrays of a plan's rows, upload them, and append the step to the stream."""
-        # 1. Write the encoder outputs that the step's tokens are the first to see.
-        self._write_encoder_kv(plan)
-        # 2. Find the changes of block tables that the device lacks.
-        updates = None if self._device_tables is None else self._device_tables.updates(plan, self._rows_to_resend)
-        # 3. Choose the captured step, if one fits, and lay out the arrays.
-        used = self._shape_of(plan, 0 if updates is None else len(updates[0]))
-        prompt_logprob_parts: list[PromptPart] = []
-        if self._links.next is None:
-            prompt_logprob_parts = self._prompt_logprobs.parts(plan, self.table.tokens)
-        alignment_parts = [] if self._cross is None else self._cross.alignment_parts(plan)
-        captured = None if alignment_parts else self._captured_for(used)  # alignment reads queries, which it drops
-        layout, arrays, inputs = self._lay_out(used, captured, staging)
-        # 4. Gather the arrays from the tables.
-        sampling = self._gather(plan, arrays, used, updates, layout.shape.adapted)
-        # 5. Wait for the previous stage.
-        if self._links.previous is not None:
-            self._links.previous.receive(arrays.hidden_in[: used.tokens])
-        # 6. Upload the arrays.
-        self._upload(staging, layout.num_bytes)
-        # 7. Append the step's work to the stream.
-        step = SubmittedStep(self, plan, staging, self.table.samples)  # `_gather` has set the samples (step 4)
-        self._append_work(_StreamWork(step, used, inputs, captured, sampling, prompt_logprob_parts, alignment_parts))
-        # 8. Wait for the step if a next stage needs its hidden states.
-        if self._links.next is not None:
-            self._send(step, used.tokens)
-        # 9. Forget requests that this step fulfils.
-        self._prompt_logprobs.forget(plan)
-        if self._cross is not None:
-            self._cross.note_submitted(plan, alignment_parts)
-        return step
-
-    def _write_encoder_kv(self, plan: StepPlan) -> None:
-        """Write the keys and values of encoder outputs that tokens of the step are the first to see."""
-        for row, encoded, slots in () if self._cross is None else self._cross.starting(plan):
-            adapter_slots = None
-            if (slot := self.table.adapter_slots[row]) >= 0:
-                adapter_slots = np.full(len(slots), slot, np.int32)
-            self.device.compute.run(partial(self.computation.write_encoder_kv, encoded, slots, adapter_slots))
-
-    def _shape_of(self, plan: StepPlan, num_updates: int) -> StepShape:
-        """Return the shape of a plan's step."""
-        num_seqs, max_shape = len(plan.rows), self._max_shape
-        used = StepShape(
-            sum([planned.num_tokens for planned in plan.rows]), num_seqs,
-            num_seqs if plan.has_one_sample_per_row else sum([planned.num_samples for planned in plan.rows]),
-            num_updates, max_shape.groups, max_shape.blocks,
-            hidden_in_bytes=max_shape.hidden_in_bytes, crosses=max_shape.crosses,
-            adapted=max_shape.adapted and self.table.has_adapters([planned.row for planned in plan.rows]),
-        )  # fmt: skip
-        if self._media is None:
-            return used
-        return replace(used, media=self._media.num_rows(plan), **self._media.extents)
-
-    def _captured_for(self, used: StepShape) -> CapturedEntry | None:
-        """Return the smallest captured step that a step fits in, if there is one."""
-        for captured in self.captured_steps:
-            if self.device.can_replay(captured.layout.shape, used):
-                return captured
-        return None
-
-    def _lay_out(
-        self, used: StepShape, captured: CapturedEntry | None, staging: StagingBuffer
-    ) -> tuple[StepLayout, StepArrays[NDArray[Any]], StepArrays[Array]]:
-        """Return a step's layout, and its arrays in the staging buffer and on the device."""
-        if captured is not None:
-            return captured.layout, captured.staged[staging.number], captured.inputs
-        layout = StepLayout(used)
-        return layout, layout.on_host(staging.inputs), layout.on_device(self._device_inputs, self.device.view)
-
-    def _gather(
-        self, plan: StepPlan, arrays: StepArrays[NDArray[Any]], used: StepShape, updates: TableUpdates | None,
-        adapted: bool,
-    ) -> SamplingBatch | None:  # fmt: skip
-        """Fill the step's arrays from the tables. Return the sampler's settings that have no array, if there are
-        some."""
-        row_of = self.table.gather(plan, arrays)
-        if adapted:
-            self.table.gather_adapters(row_of, arrays)
-        if self._media is not None:
-            self._media.gather(plan, row_of, arrays)
-        if self._cross is not None:
-            self._cross.gather(plan, row_of, arrays)
-        if self._device_tables is not None and updates is not None:
-            self._device_tables.fill_table_rows(plan, arrays, row_of, self.table.samples, updates)
-            pad(arrays, used, replace(self._padding, num_tokens=used.tokens))
-        if self.pooling is not None:
-            self.pooling.gather(plan, arrays)
-            return None
-        sampling = self.sampling.build(self.table.samples, self.table.tokens) if used.samples else None
-        if sampling is not None:
-            write_settings(arrays, sampling)
-        return sampling
-
-    def _upload(self, staging: StagingBuffer, num_bytes: int) -> None:
-        """Append the upload of a staging buffer's inputs to the stream."""
-        if self.device.shares_memory:
-            return
-
-        def upload() -> None:
-            self.device.copy(staging.inputs[:num_bytes], self._device_inputs[:num_bytes])
-
-        self.device.compute.run(upload, reads=[staging.inputs])
-
-    def _append_work(self, work: _StreamWork) -> None:
-        """Append a step's work to the stream, and set its `done` event."""
-        step, used, compute = work.step, work.used, self.device.compute
-        if work.captured is not None:
-            compute.run(partial(work.captured.step.replay, used))
-        compute.run(partial(self._run_and_sample, work))
-        to_host = step.staging.tokens if self._hidden_out is None else self._hidden_out
-        compute.run(partial(self._download, step, used.samples), writes=[to_host])
-        step.done = compute.record()
-
-    def _send(self, step: SubmittedStep, num_tokens: int) -> None:
-        """Wait until the device has computed the step, and send its hidden states to the next stage."""
-        assert self._links.next is not None and step.done is not None
-        step.done.wait()
-        rows: Any = step.hidden_out
-        if self._hidden_out is not None:
-            rows = self._hidden_out[: rows.nbytes].reshape(num_tokens, -1)
-        self._links.next.send(rows)
-
-    # In the stream.
-
-    def _run_and_sample(self, work: _StreamWork) -> None:
-        """In the stream: compute the step unless it was replayed, and sample its tokens."""
-        step, used = work.step, work.used
-        outputs = self._model_outputs(work)
-        if self.draft_hooks.keeps_features:
-            step.features = outputs.features[: used.tokens]
-        if self._links.next is not None:
-            step.hidden_out = self.device.view(outputs.hidden[: used.tokens], "uint8")
-        elif self.pooling is not None:
-            step.vectors = outputs.logits[: used.samples]
-            if work.captured is not None and self.device.runs_ahead:  # the next replay overwrites the outputs
-                step.vectors = self.ops.rows_of(step.vectors, np.arange(used.samples))
-        elif used.samples:
-            self._sample(work, outputs)
-        # After sampling, so that both do not take memory at the same time.
-        logits_of = partial(self.computation.logits_after, work.inputs, outputs.hidden)
-        step.prompt_logprobs = [
-            measured for part in work.prompt_logprob_parts for measured in part.measure(self.ops, logits_of)
-        ]
-
-    def _model_outputs(self, work: _StreamWork) -> StepOutputs:
-        """In the stream: return the outputs of the replay, or compute them."""
-        if work.captured is not None:
-            return work.captured.step.outputs
-        if self._cross is None or not work.alignment_parts:
-            return self.computation.outputs(work.inputs, work.used.samples)
-        model = cast(CrossModel, self.model)
-        with self._cross.keeping_queries(model):
-            outputs = self.computation.outputs(work.inputs, work.used.samples)
-        work.step.alignment = self._cross.alignment(model, work.alignment_parts, self.caches)
-        return outputs
-
-    def _sample(self, work: _StreamWork, outputs: StepOutputs) -> None:
-        """In the stream: sample on the leader. A device with its own memory stores the tokens for its next step."""
-        step, inputs, num_samples = work.step, work.inputs, work.used.samples
-        tokens = outputs.argmax_tokens[:num_samples]
-        if self._worker_group.is_leader:
-            step.sampled = sample_tokens(
-                self.ops, outputs.logits[:num_samples], tokens, inputs, work.sampling, self.device.shares_memory
-            )
-            step.sampled.tokens = tokens = self._to_target_token_ids(step.sampled.tokens)
-        if self._device_tables is not None:
-            if not self._worker_group.shard.is_whole:  # the followers' devices need the tokens before their hosts do
-                cast(ParallelDeviceOps, self.ops).from_first(tokens)
-            self._device_tables.store_last_tokens(self.ops, inputs.sample_table_rows[:num_samples], tokens)
-
-    def _to_target_token_ids(self, tokens: Array) -> Array:
-        """In the stream: return tokens [N] of a draft model as the target model's ids."""
-        if self.draft_hooks.target_token_ids is None:
-            return tokens
-        own_ids: Any = tokens
-        own_ids = own_ids * (own_ids > 0)  # 0 instead of `NO_TOKEN`: a draft token may be any token
-        ids: Any = self.ops.take_rows(self.draft_hooks.target_token_ids, own_ids)
-        return cast(Array, ids.reshape(-1))
-
-    def _download(self, step: SubmittedStep, num_samples: int) -> None:
-        """In the stream: copy the tokens, or the hidden states for the next stage, to the host."""
-        if step.sampled is not None:
-            self.device.copy(step.sampled.tokens, step.staging.tokens[:num_samples])
-        if self._hidden_out is not None and step.hidden_out is not None:
-            self.device.copy(step.hidden_out.reshape(-1), self._hidden_out[: step.hidden_out.nbytes])
-
-
-def _device_ops(ops: Ops) -> DeviceOps:
-    return cast(DeviceOps, ops)  # the operations of devices with their own memory
+    def defer_updates(self, plan: StepPlan) -> None:
+        """Have a later step upload a plan's block tables, as none of its rows is computed now."""
+        self._rows_to_resend.update(admission.row for admission in plan.admissions)
+        self._rows_to_resend.update(entry.row for entry in plan.new_blocks)

@@ -23,6 +23,7 @@ from octavo.execution import capacity
 from octavo.execution.block_mover import BlockMover, block_bytes, layer_cache
 from octavo.execution.cross_outputs import CrossOutputs
 from octavo.execution.device import Device
+from octavo.execution.dummy_steps import DummySteps
 from octavo.execution.media_table import MediaRows, MediaTable
 from octavo.execution.runner import Runner, RunnerAdapters
 from octavo.execution.sequence_table import SequenceTable
@@ -219,7 +220,7 @@ class Worker:
         """Warm up and capture the steps of the model and of a draft model."""
         for runner in self._runners:
             if not self._device.shares_memory:
-                runner.warm_up()
+                DummySteps(runner).warm_up()
                 phases.end("kernels launched")
             if self._captures(runner):
                 runner.capture()
@@ -281,7 +282,7 @@ class Worker:
 
     def _run_largest_step(self) -> None:
         for runner in self._runners:
-            runner.run_largest_step()
+            DummySteps(runner).run_largest()
 
     def _set_synthetic_acceptance(self, vocab_size: int) -> None:
         speculative = self._config.speculative

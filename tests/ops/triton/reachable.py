@@ -113,6 +113,7 @@ def main() -> None:
     from types import SimpleNamespace
 
     from octavo.execution.compile_ahead import outline_runner
+    from octavo.execution.dummy_steps import DummySteps
     from octavo.layers.tensor_parallel import Shard
     from octavo.models.registry import describe
     from octavo.models.sharding import with_shard
@@ -140,8 +141,8 @@ def main() -> None:
     description = describe(MODELS[model], pooling=POOLING.get(model))
     description = with_shard(description, Shard(0, size), reproducible=False)
     with outline.outlining(outline._compile):
-        runner = outline_runner(config, description, weights, load_cuda())
-        runner.warm_up()
+        steps = DummySteps(outline_runner(config, description, weights, load_cuda()))
+        steps.warm_up()
         at_start = set(found)
         edges = [edge + d for edge in (*range(128, 2048, 64), MAX_TOKENS) for d in (-1, 0, 1)]
         for num_tokens in sorted({*range(1, 130), *edges, *np.arange(300, MAX_TOKENS, 371).tolist()}):
@@ -149,7 +150,7 @@ def main() -> None:
                 for num_seqs in {1, num_tokens // 2, min(num_tokens, MAX_SEQS)} - {0}:
                     num_seqs = min(num_seqs, MAX_SEQS)
                     for adapted in {False, config.lora is not None}:
-                        runner._dummy_run(num_tokens, num_seqs, num_tokens, adapted)  # all of them may be guesses
+                        steps.run(num_tokens, num_seqs, num_tokens, adapted)  # all of them may be guesses
     names = sorted({name for name, _ in found})
     late = sorted({name for name, _ in found - at_start})
     print(json.dumps({"kernels": names, "variants": len(at_start), "late": late}))
