@@ -156,6 +156,16 @@ class ModelDescription:
         return self.stage.stop == len(self.layers)
 
     @property
+    def makes_logits(self) -> bool:
+        """Return whether this stage makes logits."""
+        return self.pooling is None and self.is_last_stage
+
+    @property
+    def output_bias_name(self) -> str | bool:
+        """Return the name of the output matrix's bias, or False if it has none."""
+        return f"{self.output_name}.bias" if self.output_bias and self.pooling is None else False
+
+    @property
     def carries_embedding(self) -> bool:
         """Return whether layers read the embedding, so that stages must pass it on."""
         return self.per_layer_embeddings is not None or any(layer.reused is not None for layer in self.layers)
