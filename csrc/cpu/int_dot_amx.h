@@ -1,15 +1,19 @@
 // The tiles of int_dot.h by AMX's tile instructions: sixteen rows by a vector of outputs, group by group. A group has
 // the same integer sums as with vectors, and the same float operations follow in the same order, so a row has the same
-// bits either way. Vectors compute the rows that fill no AMX tile. A tile instruction takes as long for a group of 32
-// elements as for 64, and float operations wait for it and for a store. Therefore vectors work on one group while AMX
-// computes the next. Included by int_dot.h only.
+// bits either way. A tile instruction takes as long for a group of 32 elements as for 64, and float operations wait for
+// it and for a store. Therefore vectors work on one group while AMX computes the next. Included by int_product.h only.
+//
+// AMX's tile registers, for each group g = 0, 1 of a block:
+//
+//   4 + g  rows   int8  [16 rows][32 k]                      6 + g  codes  int8  [8 steps][16 outputs][4 k]
+//   g      sums   int32 [16 rows][16 outputs] += rows * codes
 #pragma once
 
 #include <optional>
 #include <vector>
 
+#include "int_dot.h"
 #include "launch_number.h"
-#include "superblock_layouts.h"
 #ifdef OCTAVO_AMX
 #include "amx.h"
 #endif
@@ -37,15 +41,15 @@ static_assert(kAmxRows == kTileMaxRows);
 template <class F>
 using AmxTiles = AmxTilesIf<F, F::kGroupElements == kAmxGroupElements>;
 
-// A block of sixteen quantized rows, laid out as tiles and vectors read it. Missing rows are zeros.
+// A block of sixteen quantized rows: the QBlocks of the rows, field by field. Missing rows are zeros.
 struct alignas(64) BlockOfRows {
-    int8_t q[kAmxRows][kQBlock];
-    float scale[2][kAmxRows];
-    uint16_t sums[kAmxRows][2];
+    int8_t q[kAmxRows][kQBlock];  // loaded as tiles, [16][32] for each group
+    float scale[2][kAmxRows];     // of each group
+    uint16_t sums[kAmxRows][2];   // bf16, of each 32 elements
 };
 
-// Quantized rows laid out in tiles, for all panels that they meet. A thread lays the same rows out once in a launch,
-// for all its tasks. The result of `of` is valid until its next call.
+// Quantized rows as BlockOfRows, for all panels that they meet. A thread lays the same rows out once in a launch, for
+// all its tasks. The result of `of` is valid until its next call.
 class RowTiles {
   public:
     static const RowTiles& of(const QBlock* x, int64_t x_stride, int64_t blocks, int64_t rows) {
@@ -58,7 +62,7 @@ class RowTiles {
         return found;
     }
 
-    // Returns the sixteen rows that begin with `row`, from block `block` on.
+    // Returns the blocks of the sixteen rows that begin with `row`, from block `block` on.
     const BlockOfRows* at(int64_t row, int64_t block) const {
         return blocks_.data() + row / kAmxRows * rows_.blocks + block;
     }
@@ -98,27 +102,25 @@ class RowTiles {
     std::vector<BlockOfRows> blocks_;  // grown, never shrunk
 };
 
-// Bytes of an opened block: codes less their zero, as signed bytes, in sixteen steps of four elements of k.
+// Bytes of a block of signed codes, code - z: [16 steps][kPanel][4 k].
 constexpr int kSignedBytes = kPanel * kQBlock;
 
-// Writes the codes of `blocks` blocks to `to`, opened.
+// Writes the codes of `blocks` blocks to `to`, as signed codes.
 template <class F>
 void open_signed_codes(BlocksView w, int64_t blocks, char* to) {
-    // z in every byte.
-    const Ints zero_code = set1_int((1 << (F::kBits - 1)) * 0x01010101u);
+    const Ints zero_code = set1_int((1 << (F::kBits - 1)) * 0x01010101u);  // z in every byte
     const auto opened = [&](Ints nibbles) {
         if constexpr (F::kHasTable) nibbles = look_up(load_table(w.table), nibbles);
         return _mm512_sub_epi8(nibbles, zero_code);
     };
     for (int64_t b = 0; b < blocks; ++b, w.codes += w.code_stride, to += kSignedBytes) {
-        for (int at = 0; at < kSignedBytes / F::kCodesPerByte; at += kLanes * 4) {
+        for (int at = 0; at < kSignedBytes / F::kCodesPerByte; at += kVecBytes) {
             const Ints codes = load_ints(w.codes + at);
             if constexpr (F::kCodesPerByte == 2) {
-                // A step of nibbles becomes two steps: its low halves are the first four elements, its high halves the
-                // next.
+                // A step of nibbles, of eight elements of k, becomes two steps of bytes.
                 char* step = to + at / kStepBytes * 2 * kStepBytes + at % kStepBytes;
-                store_ints(step, opened(low_nibbles(codes)));
-                store_ints(step + kStepBytes, opened(high_nibbles(codes)));
+                store_ints(step, opened(low_nibbles(codes)));                // k0 k1 k2 k3 of each output
+                store_ints(step + kStepBytes, opened(high_nibbles(codes)));  // k4 k5 k6 k7
             } else {
                 store_ints(to + at, _mm512_sub_epi8(codes, zero_code));
             }
@@ -126,19 +128,17 @@ void open_signed_codes(BlocksView w, int64_t blocks, char* to) {
     }
 }
 
-// Writes the integer sums of group `group` of a block to `sums` [16 rows][kLanes], for the vector of outputs at
-// `codes`. The two groups of a block have tiles of their own, so that one is computed while the other is read.
+// Writes the integer sums of group `group` of a block to `sums` [16 rows][kLanes], for the vector of outputs at the
+// signed `codes`. Each group has tile registers of its own, so that one is computed while the other is read.
 template <int group>
 inline void amx_group_sums(const BlockOfRows& x, const char* codes, int32_t* sums) {
     tile_zero<group>();
-    // Elements of sixteen rows by 32 k; codes of 32 k, four a lane, by 16 outputs.
-    tile_load<4 + group>(x.q[0] + group * kAmxGroupElements, kQBlock);
-    tile_load<6 + group>(codes + group * kAmxGroupElements / 4 * kStepBytes, kStepBytes);
+    tile_load<4 + group>(x.q[0] + group * kAmxGroupElements, kQBlock);                     // rows, kQBlock bytes apart
+    tile_load<6 + group>(codes + group * kAmxGroupElements / 4 * kStepBytes, kStepBytes);  // steps of the group
     tile_dot_int8<group, 4 + group, 6 + group>();
-    tile_store<group>(sums, kLanes * 4);
+    tile_store<group>(sums, kVecBytes);
 }
 
-// Tiles 0 and 1 are sums, 4 and 5 rows, 6 and 7 codes, one of each for each group of a block.
 inline TileShapes amx_tile_shapes() {
     TileShapes shapes;
     for (int group = 0; group < 2; ++group) {
@@ -149,31 +149,30 @@ inline TileShapes amx_tile_shapes() {
     return shapes;
 }
 
-// As int_tile, for sixteen rows of y. `codes` are the opened codes of `w`. Calls meanwhile() for each block.
+// As int_tile, for sixteen rows of y, one vector of outputs after the other. `codes` are the signed codes of `w`. Calls
+// meanwhile() once for each block.
 template <class F, class Meanwhile>
 void int_tile_amx(BlocksView w, const char* codes, int64_t blocks, const BlockOfRows* x, bool is_first, Vec factor,
                   float* y, Meanwhile meanwhile) {
-    using Scale = typename F::Scale;
     static_assert(F::kGroupElements == kAmxGroupElements && F::kGroupsPerBlock == 2);
     alignas(64) int32_t sums[2][kAmxRows * kLanes];
-    for (int v = 0; v < kVecsPerPanel; ++v, y += kLanes, codes += kLanes * 4) {
+    for (int v = 0; v < kVecsPerPanel; ++v, y += kLanes, codes += kVecBytes) {
         Vec acc[kAmxRows];
         for (int r = 0; r < kAmxRows; ++r) acc[r] = is_first ? zero() : load(y + r * kMaxEpilogueWidth);
-        const char* scales_at = w.scales;
+        BlocksView block = w;
         amx_group_sums<0>(x[0], codes, sums[0]);
-        for (int64_t b = 0; b < blocks; ++b, scales_at += w.scale_stride) {
+        for (int64_t b = 0; b < blocks; ++b, block.next_block()) {
             if (v == 0) meanwhile();
             const char* block_codes = codes + b * kSignedBytes;
-            const Scale* scales = reinterpret_cast<const Scale*>(scales_at) + v * kLanes;
 #pragma GCC unroll 2
             for (int g = 0; g < 2; ++g) {
-                // Tiles begin the next group before vectors take up the sums of this one.
+                // AMX begins the next group before vectors read the sums of this one.
                 if (g == 0) {
                     amx_group_sums<1>(x[b], block_codes, sums[1]);
                 } else if (b + 1 < blocks) {
                     amx_group_sums<0>(x[b + 1], block_codes + kSignedBytes, sums[0]);
                 }
-                const Vec weight_scale = load_scale(scales + g * kPanel);
+                const Vec weight_scale = load_scale(block.scales_of_group<F>(g) + v * kLanes);
 #pragma GCC unroll 16
                 for (int r = 0; r < kAmxRows; ++r) {
                     const Vec sum = to_float(load_ints(sums[g] + r * kLanes));
@@ -181,10 +180,9 @@ void int_tile_amx(BlocksView w, const char* codes, int64_t blocks, const BlockOf
                 }
             }
             if constexpr (F::kHasMinimaBy32) {
-                const uint16_t* minima = reinterpret_cast<const uint16_t*>(scales_at + F::kScaleBytes);
-                const Pairs m = load_pairs(minima + v * kLanes * 2);
+                const Pairs minima = load_pairs(block.minima_by_32<F>() + v * kLanes * 2);
 #pragma GCC unroll 16
-                for (int r = 0; r < kAmxRows; ++r) acc[r] = dot_pairs(acc[r], m, BF16::broadcast(x[b].sums[r]));
+                for (int r = 0; r < kAmxRows; ++r) acc[r] = dot_pairs(acc[r], minima, BF16::broadcast(x[b].sums[r]));
             }
         }
         for (int r = 0; r < kAmxRows; ++r) store(y + r * kMaxEpilogueWidth, mul(acc[r], factor));
@@ -201,10 +199,10 @@ class AmxTilesIf<F, true> {
         rows_ = &RowTiles::of(x, x_stride, blocks, rows);
     }
 
-    // Returns how many tiles a batch of rows has; the last may lack some rows. A tile takes as long for one row as for
-    // sixteen, so vectors are faster for fewer than thirteen rows. With codes of eight bits vectors are also faster for
-    // a single tile, for which codes would have to be copied. (They are faster for groups of 16 elements too: a tile
-    // takes as long for 16 elements as for 32.)
+    // Returns how many AMX tiles a batch of rows has; the last may lack some rows. A tile takes as long for one row as
+    // for sixteen, so vectors are faster for fewer than thirteen rows. With codes of eight bits vectors are also faster
+    // for a single tile, for which codes would have to be copied. (They are faster for groups of 16 elements too: a
+    // tile takes as long for 16 elements as for 32.)
     static constexpr int64_t num_tiles(int64_t rows) {
         constexpr int64_t kFewest = 13;
         if (F::kBits == 8 && rows < 2 * kAmxRows) return 0;

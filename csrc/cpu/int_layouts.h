@@ -58,13 +58,33 @@ namespace {
 constexpr int kStepBytes = kPanel * 4;  // bytes of a step
 
 // Consecutive blocks of a panel: the places of the first block's codes and scales, and the bytes from one block to the
-// next. The minima of a block follow its scales. `table` is the matrix's.
+// next. The minima of a block follow its scales. `table` is the matrix's. F is the IntFormat of the blocks.
 struct BlocksView {
     const char* codes;
     int64_t code_stride;
     const char* scales;
     int64_t scale_stride;
     const uint8_t* table = nullptr;
+
+    // The first block's scales of group g, [kPanel].
+    template <class F>
+    inline const typename F::Scale* scales_of_group(int64_t g) const {
+        return reinterpret_cast<const typename F::Scale*>(scales) + g * kPanel;
+    }
+    // The first block's minima of 32 elements each, bfloat16 [kPanel][2].
+    template <class F>
+    inline const uint16_t* minima_by_32() const {
+        return reinterpret_cast<const uint16_t*>(scales + F::kScaleBytes);
+    }
+    // The first block's minima of the 16 elements of group g, [kPanel].
+    template <class F>
+    inline const float* minima_by_16(int64_t g) const {
+        return reinterpret_cast<const float*>(scales + F::kScaleBytes) + g * kPanel;
+    }
+    inline void next_block() {
+        codes += code_stride;
+        scales += scale_stride;
+    }
 };
 
 // What blocks of a matrix are opened with: 1 over its factor, and its table.

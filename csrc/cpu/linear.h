@@ -1,10 +1,10 @@
 // Products with packed matrices of floats, and the choice among all products by a matrix's format. One micro-kernel
 // computes R rows by V vectors of outputs. Each output has one accumulator that runs over a segment of k in order. So a
-// row's bits depend neither on R and V nor on how the work is cut. Products with integer matrices are in int_dot.h,
+// row's bits depend neither on R and V nor on how the work is cut. Products with integer matrices are in int_product.h,
 // products by AMX's tile instructions in linear_amx.h. Included by kernels.cpp and products.cpp only.
 #pragma once
 
-#include "int_dot.h"
+#include "int_product.h"
 #ifdef OCTAVO_AMX
 #include "linear_amx.h"
 #endif

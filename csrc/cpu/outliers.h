@@ -1,6 +1,6 @@
 // The outliers that quantized rows keep as floats (QBlock): a list, made once for all panels that the rows meet, and
 // their products with columns of weights. Rows of a model often have outliers at the same elements; they share the
-// unpacked column. Included by int_dot.h only.
+// unpacked column. Included by int_product.h only.
 #pragma once
 
 #include <vector>

@@ -1,7 +1,7 @@
 // The layouts whose blocks are opened (docs/kernels.md), most of them a file's superblocks of 256 elements, into blocks
 // that products read. with_format chooses the layout of a matrix. In every format `inverse` is 1 over the matrix's
 // factor, `v` the vector of outputs within the panel, and `header` what a superblock has beside its codes. Included by
-// int_dot_amx.h only.
+// int_dot.h only.
 #pragma once
 
 #include "int_layouts.h"

@@ -1,0 +1,223 @@
+// Products of quantized rows with integer matrices, one task at a time: how a task is cut into tiles, and in which
+// order the tiles are computed. The tiles are in int_dot.h, int_dot_amx.h and int_dot_i8mm.h. Included by linear.h and
+// embedding.h only.
+#pragma once
+
+#include "int_dot_amx.h"
+#include "int_dot_i8mm.h"
+#include "outliers.h"
+
+namespace octavo::OCTAVO_ISA {
+namespace {
+
+// Bytes ahead of where it reads that a task with a single tile of vectors fetches weights. They go to the second-level
+// cache, because what the tile reads fills the first.
+constexpr int kIntPrefetchBytes = 8192;
+
+// How the rows of a batch are cut into tiles: first AMX tiles, where these are faster, then tiles of vectors.
+template <class F>
+class TileSplit {
+  public:
+    struct Tile {
+        int64_t begin, end;  // rows of the batch
+        bool uses_amx;
+    };
+
+    explicit TileSplit(int64_t rows)
+        : rows_(rows),
+          amx_tiles_(AmxTiles<F>::num_tiles(rows)),
+          vector_rows_(max_of<int64_t>(0, rows - amx_tiles_ * kAmxRows)),
+          vector_tiles_((vector_rows_ + kIntRows - 1) / kIntRows) {}
+
+    int64_t count() const { return amx_tiles_ + vector_tiles_; }
+    bool uses_amx() const { return amx_tiles_ > 0; }
+
+    Tile at(int64_t i) const {
+        if (i < amx_tiles_) return {i * kAmxRows, min_of((i + 1) * kAmxRows, rows_), true};
+        const int64_t begin = rows_ - vector_rows_, number = i - amx_tiles_;
+        return {begin + vector_rows_ * number / vector_tiles_, begin + vector_rows_ * (number + 1) / vector_tiles_,
+                false};
+    }
+
+  private:
+    int64_t rows_, amx_tiles_, vector_rows_, vector_tiles_;
+};
+
+// Adds up pairs of rows of a panel's y: row r becomes the sum of rows 2r and 2r + 1, for `out_rows` rows.
+inline void add_pairs(float* y, int64_t out_rows) {
+    for (int64_t r = 0; r < out_rows; ++r) {
+        const float* pair = y + 2 * r * kMaxEpilogueWidth;
+        for (int i = 0; i < kPanel; i += kLanes) {
+            store(y + r * kMaxEpilogueWidth + i, add(load(pair + i), load(pair + kMaxEpilogueWidth + i)));
+        }
+    }
+}
+
+// The sizes of a task that multiplies `task_rows` rows of the call.
+template <class F>
+struct TaskSizes {
+    // Rows of a batch share opened blocks and columns of outliers (outliers.h).
+    static constexpr int kBatchRows = F::kOpenedBytes ? kOpenedRows : kOutlierRows;
+
+    int64_t rows_per_output;  // 2 if an input is two quantized rows (kQ16): add_pairs adds their products
+    int64_t rows, x_stride;
+    int64_t blocks, panel_bytes;
+    int64_t epilogue_panels;
+    int64_t tiles;  // of all batches
+    bool uses_amx;
+    int64_t blocks_at_once;
+    int fetch_lines;         // lines of the next weights that each tile fetches for each block
+    int64_t prefetch_bytes;  // how far ahead a single tile fetches
+
+    TaskSizes(const LinearArgs& args, int64_t task_rows)
+        : rows_per_output(args.x_is_paired ? 2 : 1),
+          rows(task_rows * rows_per_output),
+          x_stride(args.x_stride / rows_per_output),
+          blocks((args.matrix.k + kQBlock - 1) / kQBlock),
+          panel_bytes(blocks * F::kBlockBytes) {
+        using Split = TileSplit<typename F::OpenedFormat>;
+        // With LoRA an epilogue has as many panels as fit: it looks the rows' adapters up once for all of them.
+        const int64_t max_vecs = args.expands ? kMaxEpilogueWidth / kLanes : kVecsPerPanel;
+        epilogue_panels = epilogue_vecs(args, max_vecs) / kVecsPerPanel;
+        tiles = rows / kBatchRows * Split(kBatchRows).count() + Split(rows % kBatchRows).count();
+        uses_amx = Split(min_of<int64_t>(rows, kBatchRows)).uses_amx();
+        fetch_lines = static_cast<int>(((F::kBlockBytes + 63) / 64 + tiles - 1) / tiles);
+        // All blocks of a panel, or as many as are opened together. A single tile of vectors opens as few as it can, so
+        // that blocks are read soon after they are fetched.
+        blocks_at_once = blocks;
+        if (F::kOpenedBytes > 0 || uses_amx) {
+            blocks_at_once = min_of<int64_t>(blocks, tiles == 1 && !uses_amx ? kBlocksPerSuperblock : kOpenedBlocks);
+        }
+        prefetch_bytes = uses_amx ? blocks_at_once * F::kBlockBytes : kIntPrefetchBytes;
+    }
+};
+
+// The product of a task's rows and panels, for panels in one format.
+template <class F>
+class IntProductTask {
+  public:
+    IntProductTask(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin)
+        : args_(args),
+          row_begin_(row_begin),
+          sizes_(args, row_end - row_begin),
+          x_(static_cast<const QBlock*>(args.x) + row_begin * args.x_stride),
+          outliers_(OutlierList::of(x_, sizes_.x_stride, sizes_.blocks, sizes_.rows, kBatchRows, args.matrix.segments)),
+          amx_(x_, sizes_.x_stride, sizes_.blocks, sizes_.rows, sizes_.uses_amx),
+          lora_factors_(args, row_begin, row_end, panel_begin, panels_of(args.matrix)) {}
+
+    // Multiplies panels panel_begin .. panel_end - 1. The loops, from the outermost to the innermost:
+    //   1. epilogue panels    run                share an epilogue
+    //   2. batches of rows    run                share opened blocks, and columns of weights unpacked for outliers
+    //   3. panels             run
+    //   4. segments of k      multiply_panel     have sums of their own
+    //   5. runs of blocks     multiply_segment   are opened together
+    //   6. tiles of rows      multiply_run       fetch the next weights meanwhile, in equal parts
+    void run(int64_t panel_begin, int64_t panel_end) {
+        for (int64_t panel = panel_begin; panel < panel_end; panel += sizes_.epilogue_panels) {
+            const int64_t panels = min_of(sizes_.epilogue_panels, panel_end - panel);
+            lora_factors_.list(panel, panels, panels * sizes_.tiles * sizes_.blocks);
+            int64_t tiles_before = 0;
+            for (int64_t first = 0; first < sizes_.rows; first += kBatchRows) {
+                const int64_t rows = min_of<int64_t>(kBatchRows, sizes_.rows - first);
+                const Batch batch{first, rows, rows / sizes_.rows_per_output, tiles_before, Split(rows)};
+                for (int64_t p = 0; p < panels; ++p) multiply_panel(batch, panel + p, panels, y_ + p * kPanel);
+                tiles_before += batch.split.count();
+                finish(args_, {y_, kMaxEpilogueWidth, row_begin_ + first / sizes_.rows_per_output, batch.out_rows,
+                               panel * kPanel, panels * kPanel});
+                if (args_.expands) amx_.configure();  // adapters configured tiles of their own
+            }
+        }
+    }
+
+  private:
+    using Opened = typename F::OpenedFormat;
+    using Split = TileSplit<Opened>;
+    static constexpr int kBatchRows = TaskSizes<F>::kBatchRows;
+
+    struct Batch {
+        int64_t first, rows, out_rows;
+        int64_t tiles_before;  // tiles of earlier batches
+        Split split;
+    };
+
+    // Consecutive blocks of a segment, opened together.
+    struct Run {
+        int64_t block, count;
+        bool is_first, is_last;  // of the segment's runs
+    };
+
+    // Writes the products of a batch and a panel, one of `panels` epilogue panels, to y [rows][kMaxEpilogueWidth].
+    void multiply_panel(const Batch& batch, int64_t panel, int64_t panels, float* y) {
+        const char* w = static_cast<const char*>(args_.matrix.data) + panel * sizes_.panel_bytes;
+        const char* next = w + panels * sizes_.panel_bytes;
+        outliers_.make_columns<F>(w, batch.first, open_with_);
+        sum_segments(args_.matrix, y, partial_sums_, /*step=*/kPanel, batch.out_rows, /*width=*/kPanel,
+                     [&](Segment segment, float* to) { multiply_segment(batch, w, next, segment, to); });
+    }
+
+    // Writes the sums of one segment of k of the panel `w` to `to`. `next` is the panel to fetch meanwhile.
+    void multiply_segment(const Batch& batch, const char* w, const char* next, Segment segment, float* to) {
+        const int64_t begin = segment.begin / kQBlock;
+        const int64_t end = begin + (segment.size + kQBlock - 1) / kQBlock;
+        for (int64_t block = begin; block < end; block += sizes_.blocks_at_once) {
+            const int64_t count = min_of(sizes_.blocks_at_once, end - block);
+            multiply_run(batch, w, next, {block, count, block == begin, block + count == end}, to);
+        }
+        outliers_.add(batch.first, batch.rows, segment.number, args_.matrix.factor, to, kMaxEpilogueWidth);
+        if (args_.x_is_paired) add_pairs(to, batch.out_rows);
+    }
+
+    // Adds the products of a run of blocks to `to`; the segment's first run begins the sums.
+    void multiply_run(const Batch& batch, const char* w, const char* next, Run run, float* to) {
+        const BlocksView view = F::open_blocks(w, run.block, run.count, open_with_, opened_);
+        if (batch.split.uses_amx()) amx_.open_blocks(view, run.count);
+        const Vec factor = set1(run.is_last ? args_.matrix.factor : 1);
+        for (int64_t i = 0; i < batch.split.count(); ++i) {
+            const typename Split::Tile tile = batch.split.at(i);
+            const int64_t row = batch.first + tile.begin;
+            float* y = to + tile.begin * kMaxEpilogueWidth;
+            Fetch fetch{next_weights(w, next, batch.tiles_before + i, run.block), sizes_.fetch_lines,
+                        lora_factors_.pieces(), lora_factors_.take(run.count)};
+            if (tile.uses_amx) {
+                amx_.multiply(view, run.count, row, run.block, run.is_first, factor, y,
+                              [&] { fetch.prefetch_block(); });
+                continue;
+            }
+            with_constant<kIntRows>(tile.end - tile.begin, [&](auto r) {
+                int_tile_of_rows<Opened, decltype(r)::kValue>(view, run.count, x_ + row * sizes_.x_stride + run.block,
+                                                              sizes_.x_stride, run.is_first, factor, y, fetch);
+            });
+        }
+    }
+
+    // Returns where tile number `tile` of the epilogue panels begins to fetch weights when it begins with block
+    // `block`. A single tile fetches its own panel `w`, some bytes ahead. Several tiles fetch a share each of panel
+    // `next`, which is multiplied after the epilogue.
+    const char* next_weights(const char* w, const char* next, int64_t tile, int64_t block) const {
+        if (sizes_.tiles == 1) return w + block * F::kBlockBytes + sizes_.prefetch_bytes;
+        return next + (tile * sizes_.blocks + block) * sizes_.fetch_lines * 64;
+    }
+
+    const LinearArgs& args_;
+    const int64_t row_begin_;
+    const TaskSizes<F> sizes_;
+    const QBlock* const x_;
+    const OpenWith open_with_{args_.matrix};
+    OutlierList& outliers_;  // the thread's only one: a second task in this thread would overwrite it
+    AmxTiles<Opened> amx_;
+    FactorLines lora_factors_;
+    alignas(64) char opened_[F::kOpenedBytes ? F::kOpenedBytes * kOpenedBlocks : 1];
+    alignas(64) float y_[kBatchRows * kMaxEpilogueWidth];
+    alignas(64) float partial_sums_[kBatchRows * kMaxEpilogueWidth];  // of segments, each a panel wide
+    static_assert((kTreeDepth - 1) * kPanel <= kMaxEpilogueWidth, "partial sums lie side by side in a row");
+};
+
+// Computes rows row_begin .. row_end - 1 by panels panel_begin .. panel_end - 1.
+template <class F>
+void int_product_task(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin,
+                      int64_t panel_end) {
+    IntProductTask<F>(args, row_begin, row_end, panel_begin).run(panel_begin, panel_end);
+}
+
+}  // namespace
+}  // namespace octavo::OCTAVO_ISA
