@@ -11,6 +11,9 @@ from octavo.structured_output.schema_keywords import Schema, children
 _MAX_TAME = 100  # characters of a regular expression
 _MAX_COUNT, _MAX_COUNT_AFTER_ANY = 256, 8
 _COUNTED = re.compile(r"\{(\d+)(?:,(\d*))?\}")
+# A counted group that ends in one or more characters of a class, such as `(\S+\s+){0,49}`.
+_COUNTED_OPEN_END = re.compile(r"(?:\\[dDsSwW]|[.\]])[+*]\)+\{\d")
+_MAX_LENGTH_OF_OPEN_ENDS = 100
 
 
 def patterns_meet(schema: Schema) -> tuple[bool, bool]:
@@ -39,6 +42,12 @@ def is_tame(pattern: str) -> bool:
     is_unbounded = not pattern.startswith("^") or any(sign in pattern for sign in ("*", "+", ",}"))
     most = _MAX_COUNT_AFTER_ANY if is_unbounded else _MAX_COUNT
     return len(pattern) <= _MAX_TAME and math.prod(max(1, count) for count in counts) <= most
+
+
+def length_is_costly(pattern: str, most: int) -> bool:
+    """Whether a length of `most` characters beside the expression makes states that llguidance gives up on halfway
+    through an answer: their number grows by the square of the length where counted groups end anywhere."""
+    return most > _MAX_LENGTH_OF_OPEN_ENDS and _COUNTED_OPEN_END.search(pattern) is not None
 
 
 def are_disjoint(patterns: list[str]) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from octavo.structured_output.pattern_cost import patterns_meet
+from octavo.structured_output.pattern_cost import length_is_costly, patterns_meet
 from octavo.structured_output.schema_alternatives import AlternativesWriter
 from octavo.structured_output.schema_keywords import (
     IN_PLACE,
@@ -243,6 +243,9 @@ class _Writer(ObjectWriter, AlternativesWriter):
                 self.unheld.add("pattern")
             elif not pattern.has_boundaries:
                 out["pattern"] = pattern.text
+                if most is not None and length_is_costly(pattern.text, most):
+                    self.unheld.add("maxLength")
+                    del out["maxLength"]
                 self.has_patterns = self.may_be_empty = True
                 self.is_costly |= len(pattern.text) > 500
         elif schema.get("format") in _FORMATS and not self._is_coarse:

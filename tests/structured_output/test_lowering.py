@@ -173,6 +173,7 @@ def test_keywords_that_no_grammar_has_are_written_with_others(
         ({**TEXT, "pattern": r"\bon\b"}, "on it", "once"),
         ({**TEXT, "pattern": r"^(?!on)[a-z]+$"}, "off", "one"),
         ({"type": "object", "minProperties": 2}, {"a": 1, "b": 2}, {"a": 1}),
+        ({"type": "string", "pattern": r"^(?:\S+\s+){0,49}\S+$", "maxLength": 500}, "ab " * 20 + "c", "a" * 501),
         ({**AB, "unevaluatedProperties": False, "allOf": [True], "additionalProperties": True}, {"a": 1}, {"a": ""}),
     ],
 )  # fmt: skip
