@@ -165,7 +165,7 @@ def _way_of_calls(template: str, special: _Special) -> tuple[str, bool, str | No
                     after_question = _after_question(text)
                     if _holds(after_question, [call]):
                         found = found or (id_field, as_text, content, needs_result)
-                        if "None" not in (after_question or ""):  # otherwise it writes a null as a word
+                        if not any(word in (after_question or "") for word in ("None", "null")):  # a null as a word
                             return id_field, as_text, content, needs_result
     return found
 

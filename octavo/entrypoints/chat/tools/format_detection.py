@@ -56,7 +56,7 @@ _FIRST_MARK = re.compile(rf"\s*({_MARK})")
 _OF_MODEL_TYPES = {"gpt_oss": "openai", "llama4": "llama4_pythonic", "llama": "llama3_json", "mllama": "llama3_json"}
 # Formats that a template asks for in words.
 _INSTRUCTIONS = (
-    ('{"name": function name, "parameters":', "llama3_json"), ("[func_name1(params_name1=", "pythonic"),
+    ('{"name": function name, "parameters":', "llama3_json"), ("[func_name1(param", "pythonic"),
     ("<function_calls>", "olmo3"), ("```tool_code", "gemma3"), ("functools[", "phi4_mini_json"),
 )  # fmt: skip
 # Marks that end a turn without being special tokens.
@@ -155,9 +155,10 @@ def _recognised_tools(tokenizer: ModelTokenizer, template: str, model_type: str 
             return FORMATS[name]
     if form is not None:
         return form
-    if not template_traits(tokenizer, template).describes_tools:
-        return HERMES  # `render_chat` describes tools in this format
+    traits = template_traits(tokenizer, template)
     marked = [form for form in _known() if (marks := trigger_marks(form)) and all(mark in template for mark in marks)]
+    if not traits.describes_tools and not (traits.writes_calls and marked):
+        return HERMES  # `render_chat` describes tools in this format
     if marked:
         return max(marked, key=lambda form: sum(1 if mark.strip() in template else -1 for mark in form.marks))
     if model_type in _OF_MODEL_TYPES:

@@ -13,7 +13,7 @@ import pytest
 from octavo.entrypoints.chat.reasoning import STYLES, ReasoningStyle
 from octavo.entrypoints.chat.template_traits import rendered_calls
 from octavo.entrypoints.chat.tools.call_spelling import spelling
-from octavo.entrypoints.chat.tools.format_detection import model_formats
+from octavo.entrypoints.chat.tools.format_detection import _INSTRUCTIONS, model_formats
 from octavo.entrypoints.chat.tools.format_parser import FormatParser
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS, JsonCalls, NamedJson, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import Call
@@ -167,8 +167,26 @@ def test_the_format_of_calls_is_recognised(name: str) -> None:
 @pytest.mark.parametrize("template", [*TOOL_TEMPLATES.values(), *published().values()])
 def test_a_template_whose_calls_are_not_read_is_refused_with_a_reason(template: str) -> None:
     formats, (right, number) = model_formats(tokenizer_of(template)), num_read(template)
-    if formats.tools not in (FORMATS["phi4_mini_json"], FORMATS["openai"]):  # whose history is not as models write
+    # A history need not be as models write: the format is then what the template asks for in words, or its marks say.
+    is_told = any(words in template for words, _ in _INSTRUCTIONS)
+    if not is_told and formats.tools not in (FORMATS["functiongemma"], FORMATS["openai"]):
         assert right == number or formats.why_no_choice
+
+
+def test_a_template_that_describes_no_tools_is_known_by_the_marks_of_its_calls() -> None:
+    """Its arguments, which are all texts, are not read back as they were given."""
+    call = (
+        f"<start_function_call>call:{{{{ f.name + '{{' }}}}{ITEMS}{{{{ k }}}}:<escape>{{{{ v }}}}<escape>"
+        "{{ ',' if not loop.last }}{% endfor %}}<end_function_call>"
+    )
+    silent = chat(each(call)).partition("{% endfor %}")[2]
+    assert model_formats(Templated(silent)).tools == FORMATS["functiongemma"]  # type: ignore[arg-type]
+
+
+def test_calls_have_no_null_as_a_word_for_their_content() -> None:
+    template = chat("{{ m.content if m.content is string else m.content | tojson }}" + each(LLAMA, "; "))
+    rendered = rendered_calls(Templated(template), template)  # type: ignore[arg-type]
+    assert rendered and not any("null" in one.text for one in rendered)
 
 
 @pytest.mark.parametrize("name", TOOL_TEMPLATES)
@@ -378,6 +396,8 @@ def test_templates_that_write_no_calls_are_known_by_words_tokens_or_the_kind_of_
     tokenizer: Any = Templated(silent, "<|tool_call_start|>", "<|tool_call_end|>")
     assert model_formats(tokenizer).tools == FORMATS["lfm2"]
     assert model_formats(Templated(silent), model_type="llama4").tools == FORMATS["pythonic"]  # type: ignore[arg-type]
+    words = silent + "{# Use exact format: [func_name1(param1=value1), func_name2(...)] #}"
+    assert model_formats(Templated(words)).tools == FORMATS["pythonic"]  # type: ignore[arg-type]
     words = silent + '{# Respond in the format {"name": function name, "parameters": ... } #}'
     assert model_formats(Templated(words)).tools == FORMATS["llama3_json"]  # type: ignore[arg-type]
     # Tools are then described in words, in Hermes' format.
