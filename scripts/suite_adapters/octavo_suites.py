@@ -143,29 +143,39 @@ if SUITE == "openai-python":
 
 
 class RemoteOpenAIServer:
-    """Serves the default model, or OCTAVO_SUITE_MODEL, under the name that a test asks for."""
+    """Serves the default model, or OCTAVO_SUITE_MODEL, under the names that a test asks for."""
 
     DUMMY_API_KEY = "token-abc123"
 
     def __init__(
         self, model: str, vllm_serve_args: list[str], *, env_dict: dict[str, str] | None = None, **_: Any
     ) -> None:
-        flags = list(map(str, vllm_serve_args))
-        if "--dtype" in flags:  # half precision, which CPUs have not: the model's own is taken
-            del flags[(at := flags.index("--dtype")) : at + 2]
-        if "--served-model-name" not in flags:
-            flags += ["--served-model-name", model]
-        self._serving = serving(*flags, env=env_dict)
+        flags, names = list[str](), [model]
+        words = list(map(str, vllm_serve_args))
+        while words:
+            flag = words.pop(0)
+            values = []
+            while words and not words[0].startswith("--"):
+                values.append(words.pop(0))
+            if flag == "--lora-modules":  # adapters of models that are not here: the model answers to their names
+                names += [re.split(r"[=\"]", value)[3 if value.startswith("{") else 0] for value in values]
+            elif flag == "--served-model-name":
+                names = values
+            elif flag not in _LEFT_OUT:
+                flags += [flag, *values]
+        # vLLM ignores fields that it does not know.
+        self._serving = serving(*flags, "--unknown-fields", "warn", "--served-model-name", *names, env=env_dict)
 
     def __enter__(self) -> RemoteOpenAIServer:
         self.url_root = self._serving.__enter__()
+        self.host, self.port = "127.0.0.1", int(self.url_root.rpartition(":")[2])
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._serving.__exit__(*error)
 
     def url_for(self, *parts: str) -> str:
-        return "/".join((self.url_root, *parts))
+        return "/".join((self.url_root, *(part.lstrip("/") for part in parts)))
 
     def get_client(self, **options: Any) -> Any:
         import openai
@@ -177,20 +187,112 @@ class RemoteOpenAIServer:
 
         return openai.AsyncOpenAI(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, max_retries=0, **options)
 
+    def get_client_anthropic(self, **options: Any) -> Any:
+        import anthropic
+
+        return anthropic.Anthropic(base_url=self.url_root, api_key=self.DUMMY_API_KEY, max_retries=0, **options)
+
+    def get_async_client_anthropic(self, **options: Any) -> Any:
+        import anthropic
+
+        return anthropic.AsyncAnthropic(base_url=self.url_root, api_key=self.DUMMY_API_KEY, max_retries=0, **options)
+
+
+# Flags that fit the model that a test asks for, and not the one that is served; half precision, which CPUs have not;
+# and flags whose counterpart is what Octavo does without them.
+_LEFT_OUT = frozenset((
+    "--dtype", "--enable-lora", "--max-lora-rank", "--max-cpu-loras", "--max-loras", "--chat-template",
+    "--gpu-memory-utilization", "--tokenizer", "--tokenizer-mode", "--tensor-parallel-size", "--quantization",
+    "--reasoning-parser", "--tool-call-parser", "--attention-backend", "--trust-remote-code", "--revision",
+    "--enable-per-request-metrics", "--limit-mm-per-prompt", "--port", "--reasoning-config",
+    "--structured-outputs-config.backend", "--watermark-config", "--chat-template-content-format",
+))  # fmt: skip
+
+
+class _Within(type):
+    """The class of what only vLLM has. Names may be imported, and taken from each other; a test that uses one is
+    skipped."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _within(name)
+
+    def __call__(cls, *_: object, **__: object) -> Any:
+        pytest.skip(WITHIN, allow_module_level=True)
+
+    __add__ = __radd__ = __getitem__ = __iter__ = __len__ = __call__
+
+
+WITHIN = "not applicable: tests vLLM from within"
+
+
+def _within(name: str) -> Any:
+    return _Within(name, (Exception,), {})  # some are raised
+
 
 class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports `octavo.…` in the place of `vllm.…`, where Octavo has vLLM's path."""
+    """Imports `octavo.…` in the place of `vllm.…`, where Octavo has vLLM's path; elsewhere names of what only vLLM
+    has. Helpers of the suite that need vLLM are such names too."""
 
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] != "vllm" or importlib.util.find_spec(f"octavo{name[4:]}") is None:
+        if name.partition(".")[0] not in _ITS_PACKAGES and name not in _HELPER_MODULES:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return importlib.import_module(f"octavo{spec.name[4:]}")
+        made, name = types.ModuleType(spec.name), f"octavo{spec.name[4:]}"
+        try:
+            known: Any = importlib.import_module(name) if spec.name.startswith("vllm") else None
+        except ModuleNotFoundError:
+            known = None
+
+        def find(attribute: str) -> Any:
+            if attribute.startswith("__"):
+                raise AttributeError(attribute)
+            if attribute in _HELPERS.get(spec.name, ()):
+                return _HELPERS[spec.name][attribute]
+            return _within(attribute) if known is None else getattr(known, attribute, None) or _within(attribute)
+
+        made.__dict__["__getattr__"] = find
+        return made
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
+
+
+def _served_tokenizer(*_: object, **__: object) -> Any:
+    from octavo.compat.get_tokenizer import get_tokenizer
+    from octavo.loading.default_model import fetch_default_model
+
+    return get_tokenizer(os.environ.get("OCTAVO_SUITE_MODEL") or str(fetch_default_model()))
+
+
+def _skipped(*_: object, **__: object) -> Any:
+    return pytest.mark.skip(reason="not applicable: needs GPUs")
+
+
+_ITS_PACKAGES = ("vllm", "openai_harmony", "lm_eval", "pybase64")
+_HELPER_MODULES = ("tests.conftest", "tests.models.utils", "tests.utils")
+_HELPERS: dict[str, dict[str, Any]] = {
+    "tests.utils": {
+        "RemoteOpenAIServer": RemoteOpenAIServer,
+        "ROCM_EXTRA_ARGS": [],
+        "ROCM_ENV_OVERRIDES": {},
+        "VLLM_PATH": Path.cwd(),
+        "large_gpu_mark": _skipped,
+        "multi_gpu_only": _skipped,
+        "requires_fp8": _skipped(),
+    },
+    "vllm.config": {"ModelConfig": _within("ModelConfig")},
+    "vllm.platforms": {"current_platform": types.SimpleNamespace(**{
+        name: lambda *_: False for name in ("is_rocm", "is_cuda", "is_tpu", "is_xpu", "is_cuda_alike")
+    }, is_cpu=lambda: True)},
+    "vllm.tokenizers": {"get_tokenizer": _served_tokenizer},
+    "vllm.transformers_utils.repo_utils": {
+        "hf_api": lambda: types.SimpleNamespace(snapshot_download=lambda *_, **__: "adapters-are-not-fetched")
+    },
+}  # fmt: skip
 
 
 # llama.cpp: its helpers download models, which is not done here
@@ -214,7 +316,4 @@ if SUITE == "llama.cpp":
 
 
 if SUITE == "vllm":
-    sys.meta_path.append(_Alias())
-    utils: Any = types.ModuleType("tests.utils")
-    utils.RemoteOpenAIServer = RemoteOpenAIServer
-    sys.modules["tests.utils"] = utils
+    sys.meta_path.insert(0, _Alias())

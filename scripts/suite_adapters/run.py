@@ -35,10 +35,11 @@ def main() -> int:
     env |= {"LLAMA_SERVER_BIN_PATH": str(HERE / "llama_server.py"), "OCTAVO_SUITE_PYTHON": sys.executable}
     if not any((where / one.partition("::")[0]).exists() for one in arguments if not one.startswith("-")):
         arguments.append(tests)
-    own_fixtures = () if suite == "llama.cpp" else ("--noconftest",)  # the plugin has those of the others
+    # The plugin has the fixtures of openai-python, and those of vLLM's tests that import vLLM.
+    fixtures = {"llama.cpp": (), "vllm": (f"--confcutdir={where / tests}",)}.get(suite, ("--noconftest",))
     command = [
         sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(where), "-p", "octavo_suites", "-p",
-        "no:cacheprovider", *own_fixtures, "--continue-on-collection-errors", "-q", "--tb=line", *arguments,
+        "no:cacheprovider", *fixtures, "--continue-on-collection-errors", "-q", "--tb=line", *arguments,
     ]  # fmt: skip
     names = sorted({name for path in (where / tests).rglob("*.py") for name in _MODEL.findall(path.read_text())})
     if suite != "openai-python":  # the others' suites start servers themselves
