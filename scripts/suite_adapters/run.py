@@ -15,9 +15,14 @@ HERE = Path(__file__).resolve().parent
 SUITES = {
     "openai-python": (".", "tests/api_resources"),
     "llama.cpp": ("tools/server/tests", "unit"),
+    "transformers": (".", "tests/cli/test_serve.py"),
     "vllm": (".", "tests/entrypoints"),
 }
-_MODEL = re.compile(r'\bmodel(?:=|": )"([\w.:-]{1,64})"')
+_MODEL = re.compile(r'\b(?:model|MODEL|model_[ab])(?:=| = |": )"([\w.:/-]{1,64})"')
+
+
+def _files(tests: Path) -> list[Path]:
+    return [tests] if tests.is_file() else list(tests.rglob("*.py"))
 
 
 def main() -> int:
@@ -27,11 +32,12 @@ def main() -> int:
     suite, checkout, arguments = sys.argv[1], Path(sys.argv[2]).resolve(), sys.argv[3:]
     folder, tests = SUITES[suite]
     where = checkout / folder
-    if not (where / tests).is_dir():
-        print(f"{where / tests} is no folder: {checkout} is no checkout of {suite}.", file=sys.stderr)
+    if not (where / tests).exists():
+        print(f"{where / tests} does not exist: {checkout} is no checkout of {suite}.", file=sys.stderr)
         return 2
     env = {**os.environ, "OCTAVO_SUITE": suite, "PORT": str(free_port())}
     env["PYTHONPATH"] = os.pathsep.join([str(where), str(HERE), env.get("PYTHONPATH", "")])
+    env["RUN_SLOW"] = "1"  # transformers' tests with a server
     env |= {"LLAMA_SERVER_BIN_PATH": str(HERE / "llama_server.py"), "OCTAVO_SUITE_PYTHON": sys.executable}
     if not any((where / one.partition("::")[0]).exists() for one in arguments if not one.startswith("-")):
         arguments.append(tests)
@@ -41,7 +47,7 @@ def main() -> int:
         sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(where), "-p", "octavo_suites", "-p",
         "no:cacheprovider", *fixtures, "--continue-on-collection-errors", "-q", "--tb=line", *arguments,
     ]  # fmt: skip
-    names = sorted({name for path in (where / tests).rglob("*.py") for name in _MODEL.findall(path.read_text())})
+    names = sorted({name for path in _files(where / tests) for name in _MODEL.findall(path.read_text())})
     if suite != "openai-python":  # the others' suites start servers themselves
         return subprocess.run(command, cwd=where, env=env | {"OCTAVO_SUITE_NAMES": " ".join(names)}).returncode
     with serving("--served-model-name", *names) as url:
