@@ -36,7 +36,10 @@ def response_of(id: str) -> str | None:
 def read_items(value: str | list[Any], owner_id: str, field: str = "input") -> list[Item]:
     """Return the items of a request's `field`, each with an id, which is made of `owner_id` if it has none. Raises
     `RequestError` naming the place."""
-    given = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    # A list of parts alone is one message, as transformers' server takes it.
+    kinds = [one.get("type") if isinstance(one, dict) else None for one in value]
+    is_content = isinstance(value, str) or (kinds and all(kind in ("input_text", *_MEDIA) for kind in kinds))
+    given = [{"role": "user", "content": value}] if is_content else value
     items = []
     for i, item in enumerate(given):
         if not isinstance(item, dict):

@@ -104,7 +104,13 @@ def _check_tools(value: Any) -> Any:
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "function":
             raise ValueError(f"has a tool of type {kind!r:.60}, which is not built; only functions are")
-    return value
+    return [_flat_tool(tool) for tool in value] if isinstance(value, list) else value
+
+
+def _flat_tool(tool: Any) -> Any:
+    """Return a tool in the form of chat completions, which many clients send, in the form of responses."""
+    is_of_chat = isinstance(tool, dict) and tool.keys() == {"type", "function"} and isinstance(tool["function"], dict)
+    return {**tool["function"], "type": tool["type"]} if is_of_chat else tool
 
 
 def _check_includes(value: Any) -> Any:

@@ -334,6 +334,16 @@ def test_fields_of_vllms_that_ask_for_nothing_are_taken(http: httpx.Client) -> N
     post(http, enable_response_messages=False, previous_input_messages=None, vllm_xargs=None, stream_interval=1)
 
 
+def test_parts_alone_are_one_message_and_tools_may_have_the_form_of_chats(
+    http: httpx.Client, engine: FakeEngine
+) -> None:
+    plain = {name: value for name, value in WEATHER.items() if name != "type"}
+    post(http, tools=[WEATHER])
+    expected = prompt(engine)
+    made = post(http, input=[{"type": "input_text", "text": "Hi"}], tools=[{"type": "function", "function": plain}])
+    assert prompt(engine) == expected and made["tools"][0]["name"] == WEATHER["name"]
+
+
 def test_tokens_are_counted_as_the_response_has_them(client: openai.OpenAI) -> None:
     said = client.responses.create(model=MODEL, input="Hi")
     asked: Any = {
