@@ -187,12 +187,12 @@ class Decoder:
         per_layer_inputs: Array | None,
     ) -> Array:  # fmt: skip
         """Return the residual streams [T, streams * H] after this stage's layers."""
-        caches_with_tables = self._with_tables(batch, caches)
+        caches_by_layer = self._caches_by_layer(batch, caches)
         deferred: dict[int, Array] = {}  # by layer: the output that is added to the residual stream after this layer
         for layer, block in self._blocks.items():
             if self.on_layer_input is not None:
                 self.on_layer_input(layer, residual)
-            (tables, cache), second_cache = caches_with_tables[layer]
+            (tables, cache), second_cache = caches_by_layer[layer]
             residual = block.forward(residual, batch, tables, cache, second_cache, padded_embedding)
             if (output := block.take_deferred()) is not None:
                 deferred[layer + self.description.layers[layer].deferred_by] = output
@@ -210,17 +210,17 @@ class Decoder:
         width = self.description.stage_width - self.description.hidden_size
         return batch.hidden_in[:, :width], batch.hidden_in[:, width:]
 
-    def _with_tables(
+    def _caches_by_layer(
         self, batch: StepBatch, caches: Sequence[LayerKVCache]
     ) -> dict[int, tuple[TablesAndCache, TablesAndCache | None]]:
         """Return the first and the second cache of each layer of this stage, with the tables of their groups."""
         own = self.description.caches_of(self.description.stage)
         with_tables = {i: (batch.groups[self._group_of_cache[i]], c) for i, c in zip(own, caches, strict=True)}
-        of_layers = dict[int, tuple[TablesAndCache, TablesAndCache | None]]()
+        by_layer = dict[int, tuple[TablesAndCache, TablesAndCache | None]]()
         for layer in self._blocks:
-            of_layer = [with_tables[i] for i in self._caches_of_layers[layer]]
-            of_layers[layer] = of_layer[0] if of_layer else _NO_CACHE, of_layer[1] if len(of_layer) > 1 else None
-        return of_layers
+            found = [with_tables[i] for i in self._caches_of_layers[layer]]
+            by_layer[layer] = found[0] if found else _NO_CACHE, found[1] if len(found) > 1 else None
+        return by_layer
 
     def _after_layer(
         self, layer: int, residual: Array, batch: StepBatch, deferred: Array | None, per_layer_inputs: Array | None
