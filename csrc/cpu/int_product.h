@@ -59,14 +59,14 @@ struct TaskSizes {
     // Rows of a batch share opened blocks and columns of outliers (outliers.h).
     static constexpr int kBatchRows = F::kOpenedBytes ? kOpenedRows : kOutlierRows;
 
-    int64_t rows_per_output;  // 2 if an input is two quantized rows (kQ16): add_pairs adds their products
-    int64_t rows, x_stride;
-    int64_t blocks, panel_bytes;
-    int64_t epilogue_panels;
-    int64_t tiles;  // of all batches
+    int64_t rows_per_output;      // 2 if an input is two quantized rows (kQ16): add_pairs adds their products
+    int64_t rows, x_stride;       // quantized rows, and the QBlocks from one row to the next
+    int64_t blocks, panel_bytes;  // of a panel
+    int64_t epilogue_panels;      // panels that share an epilogue
+    int64_t tiles;                // of all batches, by one panel
     bool uses_amx;
-    int64_t blocks_at_once;
-    int fetch_lines;         // lines of the next weights that each tile fetches for each block
+    int64_t blocks_at_once;  // the most blocks of a run
+    int fetch_lines;         // cache lines of the next weights that each tile fetches for each block
     int64_t prefetch_bytes;  // how far ahead a single tile fetches
 
     TaskSizes(const LinearArgs& args, int64_t task_rows)
@@ -135,7 +135,8 @@ class IntProductTask {
     static constexpr int kBatchRows = TaskSizes<F>::kBatchRows;
 
     struct Batch {
-        int64_t first, rows, out_rows;
+        int64_t first, rows;   // quantized rows of the task
+        int64_t out_rows;      // their outputs: rows / rows_per_output
         int64_t tiles_before;  // tiles of earlier batches
         Split split;
     };
