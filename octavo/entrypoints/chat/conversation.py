@@ -58,13 +58,13 @@ class Progress:
 
 
 class Conversation:
-    """One chat request, of which the caller either counts the tokens (`count_tokens`) or reads the outputs:
+    """One chat request. The caller counts its tokens (`count_tokens`), or submits it and reads the outputs:
 
-    1. `submit` loads the server's own answers in the history, and fetches the media files.
-    2. `prepare`, in a thread, decodes the media, renders the prompt, and chooses the answers' format and grammar.
+    1. `submit` loads the server's own answers in the history, and fetches the media files (`_loaded`).
+    2. `_prepare`, in a thread, decodes the media, renders the prompt, and chooses the answers' format and grammar.
     3. `submit` returns the prompt and the generator of the engine's outputs.
-    4. The caller reads them in one of three ways: `progress`, for requests with one choice; `read`, for each output of
-       each choice; or `read_whole`, for each finished choice.
+    4. The caller reads them in one of three ways: `progress` (and `push`), for requests with one choice; `read`, for
+       each output of each choice; or `read_whole`, for each finished choice.
     5. The answers are remembered as they end (`AnswerRecall`).
     """
 
@@ -88,96 +88,52 @@ class Conversation:
         self._clamps_max_tokens = clamps_max_tokens
         self._refuses_unknown_effort = state.args.unknown_fields == "error" and not ignores_unknown_effort
         answers = state.answers if can_recall(body) else None
-        self._recall = None if answers is None else AnswerRecall(answers, body, state)
-        self._files: dict[str, bytes] = {}  # media files by URL; only inside `_with_media_files`
-        self._answer_format: AnswerFormat | None = None  # set by `prepare`
+        self._answer_recall = None if answers is None else AnswerRecall(answers, body, state)
+        self._files: dict[str, bytes] = {}  # media files by URL; only inside `_loaded`
+        self._answer_format: AnswerFormat | None = None  # set by `_prepare`
         self._readers: dict[int, AnswerReader] = {}  # by index of the choice, for `read`
         self.num_reasoning_tokens = 0  # over all choices and outputs read so far
         self._num_tokens = 0  # of the outputs read by `progress` and `push`
-
-    @property
-    def _format(self) -> AnswerFormat:
-        assert self._answer_format is not None, "`submit` comes first"
-        return self._answer_format
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether answers have content only: no reasoning and no calls. Valid after `submit`."""
-        return self._format.is_plain
-
-    def read(self, completion: CompletionOutput) -> tuple[list[Delta], str | None]:
-        """Return the deltas of a choice's next output, and its finish reason. All tokens of an output in which
-        reasoning begins or ends count as reasoning."""
-        reader = self._readers.get(completion.index)
-        if reader is None:
-            reader = self._readers[completion.index] = AnswerReader(self._format)
-        was_reasoning = reader.is_reasoning
-        deltas = reader.add(completion.text, is_end=completion.finish_reason is not None)
-        if was_reasoning or reader.is_reasoning:
-            self.num_reasoning_tokens += len(completion.token_ids)
-        return deltas, reader.finish_reason(completion.finish_reason)
-
-    def read_whole(self, completion: CompletionOutput) -> tuple[list[Delta], str | None]:
-        """Return the deltas of a whole choice, and the finish reason."""
-        reader = AnswerReader(self._format)
-        deltas = reader.add(completion.text, is_end=True)
-        self.num_reasoning_tokens += self._count_reasoning_tokens(completion.token_ids, deltas)
-        return deltas, reader.finish_reason(completion.finish_reason)
-
-    def _count_reasoning_tokens(self, token_ids: list[int], deltas: list[Delta]) -> int:
-        """Return the number of reasoning tokens of a whole choice: those up to the end mark, if it is one token; all
-        tokens, if nothing follows the reasoning; otherwise those of the reasoning text, tokenized again."""
-        if self._format.reasoning is None:
-            return 0
-        marks = self._state.thinking_tokens
-        if marks is not None and (end_mark := marks[1]) in token_ids:
-            return token_ids.index(end_mark) + 1
-        reasoning_text = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
-        if reasoning_text and all(isinstance(delta, ReasoningDelta) for delta in deltas):
-            return len(token_ids)
-        return len(self._state.engine.inputs.encode(reasoning_text, add_special_tokens=False)) if reasoning_text else 0
 
     async def submit(
         self, response_id: str, sink: Sink | None = None
     ) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
         """Check the request. Returns the prompt, and the generator of the outputs, like `ServerState.submit`. Raises
         `RequestError`."""
-        if self._recall is not None:
-            await self._recall.load()
-        async with self._with_media_files():
+        async with self._loaded():
             with naming_prompt("messages"):
                 prompt, outputs = await self._state.submit(
                     response_id,
                     self._body,
                     self._params,
-                    self.prepare,
+                    self._prepare,
                     has_grammar=may_want_grammar(self._body),
                     media=self._media_kinds(),
                     clamps_max_tokens=self._clamps_max_tokens,
                     sink=sink,
                 )
-        return prompt, outputs if self._recall is None else self._recall.remembering(prompt, outputs)
+        return prompt, outputs if self._answer_recall is None else self._answer_recall.remembering(prompt, outputs)
 
     async def count_tokens(self, length: int) -> int:
         """Return the number of the prompt's tokens. `length` is the length of the request's body."""
 
         def count() -> int:
-            prepared = self.prepare()
-            if self._recall is not None and self._recall.recalled is not None:
-                return len(self._recall.recalled.token_ids)
+            prepared = self._prepare()
+            if self._answer_recall is not None and self._answer_recall.recalled is not None:
+                return len(self._answer_recall.recalled.token_ids)
             if not isinstance(prepared.prompt, str):
                 raise RequestError("the tokens of a prompt with prompt_embeds cannot be counted.", param="messages")
             return self._state.engine.inputs.count(prepared.prompt, prepared.media, prepared.add_special_tokens)
 
-        if self._recall is not None:
-            await self._recall.load()
-        async with self._with_media_files():
+        async with self._loaded():
             return await run_off_loop(count, length=length, media=self._media_kinds())
 
     @asynccontextmanager
-    async def _with_media_files(self) -> AsyncIterator[None]:
-        """Fetch the media files; inside the block `prepare` can read them. `fetched_held` limits how many requests hold
-        files, so that the files fit into memory. Raises `RequestError`."""
+    async def _loaded(self) -> AsyncIterator[None]:
+        """Load earlier answers and fetch the media files; inside the block `_prepare` can read them. `fetched_held`
+        limits how many requests hold files, so that the files fit into memory. Raises `RequestError`."""
+        if self._answer_recall is not None:
+            await self._answer_recall.load()
         media = self._media()
         processor = self._state.engine.inputs.media_processor_of(media) if media else None
         if processor is None or not processor.needs_fetching(media):
@@ -190,38 +146,7 @@ class Conversation:
             finally:
                 self._files = {}
 
-    async def progress(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[Progress, None]:
-        """Yield the progress of a request with one choice. `outputs` come from `submit`. Closing the generator aborts
-        the request."""
-        try:
-            async for output in outputs:
-                for part in self._progress_of(output):
-                    yield part
-        finally:
-            await outputs.aclose()
-
-    def push(self, write: Callable[[Progress], bytes]) -> Push:
-        """Return a sink for `submit` that writes the progress of each output it takes. `progress` yields the rest."""
-        return Push(lambda output: b"".join([write(part) for part in self._progress_of(output)]))
-
-    def _progress_of(self, output: RequestOutput) -> Iterator[Progress]:
-        """Yield what an output adds."""
-        for completion in output.outputs:
-            deltas, finish_reason = self.read(completion)
-            self._num_tokens += len(completion.token_ids)
-            yield Progress(
-                deltas=deltas,
-                token_ids=completion.token_ids,
-                logprobs=completion.logprobs,
-                finish_reason=finish_reason,
-                stop_reason=completion.stop_reason,
-                num_prompt_tokens=len(output.prompt_token_ids),
-                num_cached_tokens=output.num_cached_tokens,
-                num_tokens=self._num_tokens,
-                num_reasoning_tokens=self.num_reasoning_tokens,
-            )
-
-    def prepare(self) -> PreparedPrompt:
+    def _prepare(self) -> PreparedPrompt:
         """Return the prompt. Sets the format of the answers, and may clear `skip_special_tokens` of the caller's
         `params`, which are read after this. May run in a thread. Raises `RequestError`."""
         body, state, params = self._body, self._state, self._params
@@ -237,7 +162,7 @@ class Conversation:
         budget = state.thinking_budget(body.thinking_token_budget, self._format.reasoning)
         grammar = wanted_grammar(body, self._format, state.formats, params.structured_outputs, special_tokens, budget)
         # 5. Take the tokens of the server's own answers, if there are some: such a prompt has neither media nor embeds.
-        if self._recall is not None and (recalled := self._recall.recall(prompt)) is not None:
+        if self._answer_recall is not None and (recalled := self._answer_recall.recall(prompt)) is not None:
             return PreparedPrompt({"prompt": prompt, "prompt_token_ids": recalled.token_ids}, False, grammar)
         embeds = embeds_of([message.content for message in body.messages])
         prompt_with_embeds = with_embeds(prompt, embeds) if embeds else prompt
@@ -274,6 +199,79 @@ class Conversation:
             return None, None
         processor = self._state.engine.inputs.media_processor_of(media)
         return processor.decode(media, self._files, self._body.cache_salt), processor.placeholders
+
+    @property
+    def _format(self) -> AnswerFormat:
+        assert self._answer_format is not None, "`submit` comes first"
+        return self._answer_format
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether answers have content only: no reasoning and no calls. Valid after `submit`."""
+        return self._format.is_plain
+
+    async def progress(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[Progress, None]:
+        """Yield the progress of a request with one choice. `outputs` come from `submit`. Closing the generator aborts
+        the request."""
+        try:
+            async for output in outputs:
+                for part in self._progress_of(output):
+                    yield part
+        finally:
+            await outputs.aclose()
+
+    def push(self, write: Callable[[Progress], bytes]) -> Push:
+        """Return a sink for `submit` that writes the progress of each output it takes. `progress` yields the rest."""
+        return Push(lambda output: b"".join([write(part) for part in self._progress_of(output)]))
+
+    def _progress_of(self, output: RequestOutput) -> Iterator[Progress]:
+        """Yield what an output adds."""
+        for completion in output.outputs:
+            deltas, finish_reason = self.read(completion)
+            self._num_tokens += len(completion.token_ids)
+            yield Progress(
+                deltas=deltas,
+                token_ids=completion.token_ids,
+                logprobs=completion.logprobs,
+                finish_reason=finish_reason,
+                stop_reason=completion.stop_reason,
+                num_prompt_tokens=len(output.prompt_token_ids),
+                num_cached_tokens=output.num_cached_tokens,
+                num_tokens=self._num_tokens,
+                num_reasoning_tokens=self.num_reasoning_tokens,
+            )
+
+    def read(self, completion: CompletionOutput) -> tuple[list[Delta], str | None]:
+        """Return the deltas of a choice's next output, and its finish reason. All tokens of an output in which
+        reasoning begins or ends count as reasoning."""
+        reader = self._readers.get(completion.index)
+        if reader is None:
+            reader = self._readers[completion.index] = AnswerReader(self._format)
+        was_reasoning = reader.is_reasoning
+        deltas = reader.add(completion.text, is_end=completion.finish_reason is not None)
+        if was_reasoning or reader.is_reasoning:
+            self.num_reasoning_tokens += len(completion.token_ids)
+        return deltas, reader.finish_reason(completion.finish_reason)
+
+    def read_whole(self, completion: CompletionOutput) -> tuple[list[Delta], str | None]:
+        """Return the deltas of a whole choice, and the finish reason."""
+        reader = AnswerReader(self._format)
+        deltas = reader.add(completion.text, is_end=True)
+        self.num_reasoning_tokens += self._count_reasoning_tokens(completion.token_ids, deltas)
+        return deltas, reader.finish_reason(completion.finish_reason)
+
+    def _count_reasoning_tokens(self, token_ids: list[int], deltas: list[Delta]) -> int:
+        """Return the number of reasoning tokens of a whole choice: those up to the end mark, if it is one token; all
+        tokens, if nothing follows the reasoning; otherwise those of the reasoning text, tokenized again."""
+        if self._format.reasoning is None:
+            return 0
+        marks = self._state.thinking_tokens
+        if marks is not None and (end_mark := marks[1]) in token_ids:
+            return token_ids.index(end_mark) + 1
+        reasoning_text = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
+        if reasoning_text and all(isinstance(delta, ReasoningDelta) for delta in deltas):
+            return len(token_ids)
+        return len(self._state.engine.inputs.encode(reasoning_text, add_special_tokens=False)) if reasoning_text else 0
 
 
 def make_chat(fields: Mapping[str, Any]) -> ChatCompletionRequest:
