@@ -15,6 +15,7 @@ import signal
 import socket
 import ssl
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,8 @@ logger = logging.getLogger("octavo.server")
 HEAD_TIMEOUT_S = 20.0  # from the first byte, or from connecting, to the end of the headers
 MAX_HEAD_BYTES = 64 * 1024
 LINGER_S = 2.0  # for a client to go on sending and reading after an answer that came before its whole body
+STARTS_PER_TURN = 8  # requests; each takes up to some milliseconds before it waits for anything
+IDLE_GRACE_S = 1.0  # in which a connection without a request is not cut, though all connections are taken
 KEEP_ALIVE_S = 30  # for idle connections; longer than clients keep theirs, so that the clients close them
 FLUSH_TIMEOUT_S = 1.0  # for aborted answers to reach their clients, and traces their collector
 
@@ -63,6 +66,8 @@ class HttpServer(uvicorn.Server):
                 HttpProtocol,
                 max_connections=args.max_connections,
                 write_timeout_s=args.write_timeout,
+                idle={},
+                starts=RequestStarts(),
                 share=self.state.counts.sharing(CONNECTIONS),
             ),
             "ws": "none",
@@ -143,9 +148,35 @@ class HttpServer(uvicorn.Server):
         self.state.close()
 
 
+class RequestStarts:
+    """Starts at most `STARTS_PER_TURN` requests in a turn of the event loop, in the order of their arrival. Between
+    turns the engine's tokens are passed on, however many requests arrive at once."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._num_started = 0  # in this turn
+
+    def start(self, loop: asyncio.AbstractEventLoop, begin: Callable[[], None]) -> None:
+        if self._num_started == STARTS_PER_TURN:
+            self._waiting.append(begin)
+            return
+        if self._num_started == 0:
+            loop.call_soon(self._next_turn, loop)
+        self._num_started += 1
+        begin()
+
+    def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._num_started = min(len(self._waiting), STARTS_PER_TURN)
+        if self._num_started:
+            loop.call_soon(self._next_turn, loop)
+        for _ in range(self._num_started):
+            self._waiting.popleft()()
+
+
 class HttpProtocol(HttpToolsProtocol):
     """Refuses connections beyond `max_connections`, and heads that are too long or too slow, with the API's error
-    bodies.
+    bodies. When all connections are taken, one without a request gives way to a new one: clients that only hold
+    connections open shut nobody out.
 
     Every state of a connection has a time limit: `HEAD_TIMEOUT_S` for a head, `KEEP_ALIVE_S` for an idle connection,
     `write_timeout_s` for a client that does not read, and `LINGER_S` for a client that still sends an unread body.
@@ -156,11 +187,15 @@ class HttpProtocol(HttpToolsProtocol):
         *args: Any,
         max_connections: int,
         write_timeout_s: float,
+        idle: dict[HttpProtocol, float],
+        starts: RequestStarts,
         share: Callable[[float], float] = float,
         **kwargs: Any,
     ) -> None:
-        """`share` takes the number of this process's connections, and returns that of all front ends."""
+        """`idle` (since when each connection has been without a request, oldest first) and `starts` are the server's.
+        `share` takes the number of this process's connections, and returns that of all front ends."""
         super().__init__(*args, **kwargs)
+        self._idle, self._starts = idle, starts
         self._share = share
         self._max_connections = max_connections
         self._write_timeout_s = write_timeout_s
@@ -173,10 +208,22 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self._share(len(self.connections)) > self._max_connections:
+        if self._share(len(self.connections)) > self._max_connections and not self._evict_idle():
             self._refuse(503, f"The server has its --max-connections, {self._max_connections}.", "too_many_connections")
         else:
             self._await_head()
+
+    def _evict_idle(self) -> bool:
+        """Hang up on the connection that has had no request for the longest time. Returns False if there is none."""
+        while self._idle:
+            oldest, since = next(iter(self._idle.items()))
+            if since > self.loop.time() - IDLE_GRACE_S:
+                return False
+            del self._idle[oldest]
+            if oldest.cycle is None or oldest.cycle.response_complete:  # else it sends its next request early
+                oldest.transport.abort()
+                return True
+        return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
@@ -226,6 +273,13 @@ class HttpProtocol(HttpToolsProtocol):
         transport = _ClosingTransport(self.transport, self._close_answered, self._attach)
         self.cycle.transport = transport  # type: ignore[assignment]
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        def begin() -> None:
+            if not cycle.disconnected:
+                super(HttpProtocol, self)._start_asgi_task(cycle, app)
+
+        self._starts.start(self.loop, begin)
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)
 
@@ -242,6 +296,11 @@ class HttpProtocol(HttpToolsProtocol):
         if self._end_timer is not None and not self.transport.is_closing() and not self._is_lingering:
             self._end_timer.cancel()
             self._end_timer = None
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._idle[self] = self.loop.time()
 
     def timeout_keep_alive_handler(self) -> None:
         self._close()
@@ -279,9 +338,11 @@ class HttpProtocol(HttpToolsProtocol):
     def _await_head(self) -> None:
         self._end_head()
         self._num_head_bytes = 0
+        self._idle[self] = self.loop.time()
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._on_slow_head)
 
     def _end_head(self) -> None:
+        self._idle.pop(self, None)
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None

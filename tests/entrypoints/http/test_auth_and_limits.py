@@ -146,6 +146,10 @@ def test_what_is_no_http_gets_openais_error_body(limited: Address) -> None:
 def test_connections_beyond_the_limit_are_503_with_retry_after(limited: Address) -> None:
     sockets = [connect(limited) for _ in range(12)]
     try:
+        for sock in sockets:  # requests whose bodies are on their way
+            sock.sendall(
+                b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+            )
         wait_until(lambda: limited.num_connections == 12)
         answer = httpx.get(f"{limited}/health")
         assert answer.status_code == 503

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,9 +30,12 @@ GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 class Client(asyncio.Transport):
     """The transport of a client that reads nothing unless `reads`."""
 
-    def __init__(self, *, reads: bool = True) -> None:
+    def __init__(
+        self, *, reads: bool = True, server: tuple[ServerState, dict[HttpProtocol, float]] | None = None
+    ) -> None:
         super().__init__()
         self.reads = reads
+        self.server, self.idle = server or (ServerState(), {})
         self.written = b""
         self.is_half_closed = self.is_gone = self._is_closing = False
         self.protocol: HttpProtocol | None = None
@@ -41,8 +46,9 @@ class Client(asyncio.Transport):
         )
         config.load()
         self.protocol = HttpProtocol(
-            config=config, server_state=ServerState(), app_state={}, max_connections=8, write_timeout_s=WRITE_TIMEOUT_S
-        )
+            config=config, server_state=self.server, app_state={}, max_connections=8, write_timeout_s=WRITE_TIMEOUT_S,
+            idle=self.idle, starts=uvicorn_server.RequestStarts(),
+        )  # fmt: skip
         self.protocol.connection_made(self)
 
     async def send(self, data: bytes) -> None:
@@ -263,5 +269,62 @@ def test_a_client_of_http_1_0_gets_no_chunks(monkeypatch: pytest.MonkeyPatch) ->
         head, _, body = client.written.partition(b"\r\n\r\n")
         assert b"transfer-encoding" not in head.lower() and b"connection: close" in head
         assert body == b"abc" and client.is_gone, "the end of the connection is that of the answer"
+
+    run(monkeypatch, act)
+
+
+def test_connections_without_a_request_give_way_and_those_with_one_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(clock: Clock) -> None:
+        server = (ServerState(), dict[HttpProtocol, float]())
+
+        async def client(app: Any, data: bytes) -> Client:
+            found = Client(server=server)
+            found.connect(app)
+            await found.send(data)
+            return found
+
+        early = [await client(stream_for_ever, GET + GET[:9]), await client(stream_for_ever, GET)]
+        answered = await client(stream, GET)
+        silent, slow = await client(stream, b""), await client(stream, GET[:9])
+        busy = [*early, *[await client(stream_for_ever, GET) for _ in range(3)]]
+        assert len(server[0].connections) == 8
+        assert b"503" in (await client(stream, GET)).written, "each has its second"
+        await virtual_sleep(uvicorn_server.IDLE_GRACE_S)
+        for given_up in (answered, silent, slow):  # the one that is idle for the longest first
+            busy.append(await client(stream_for_ever, GET))
+            assert given_up.is_gone
+        assert not any(one.is_gone for one in busy)
+        refused = await client(stream, GET)
+        assert b"503" in refused.written and refused.is_gone
+        assert all(b"more" in one.written and not one.is_gone for one in busy)
+        for one in busy:
+            one.abort()
+        assert not server[1]
+
+    run(monkeypatch, act)
+
+
+def test_a_turn_of_the_loop_starts_few_requests_and_none_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(clock: Clock) -> None:
+        loop, starts = asyncio.get_running_loop(), uvicorn_server.RequestStarts()
+        begun: list[int] = []
+        turns: list[int] = []  # requests that had begun after each turn
+
+        def turn() -> None:
+            turns.append(len(begun))
+            if len(begun) < 30:
+                loop.call_soon(turn)
+
+        for number in range(29):
+            starts.start(loop, functools.partial(begun.append, number))
+        turn()
+        await asyncio.sleep(0)
+        starts.start(loop, functools.partial(begun.append, 29))
+        for _ in range(30):
+            await asyncio.sleep(0)
+        assert begun == [*range(30)]
+        assert max(b - a for a, b in itertools.pairwise([0, *turns])) <= uvicorn_server.STARTS_PER_TURN
+        starts.start(loop, functools.partial(begun.append, 30))
+        assert begun[-1] == 30, "nothing waits: it begins at once"
 
     run(monkeypatch, act)
