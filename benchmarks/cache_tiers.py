@@ -1,4 +1,5 @@
-"""The KV cache on disk: `python benchmarks/cache_tiers.py restart|kills|overhead [--model M] [--tokens 2700]`.
+"""The KV cache on disk: `python benchmarks/cache_tiers.py restart|kills|overhead [--model M] [--tokens 2700]
+[--kills 200] [--rounds 10]`.
 
 `restart`: seconds to the first token behind a prompt of `--tokens` words that a server computes, and that the next
 server, after `kill -9`, reads from disk. `kills`: engines are killed while they write, one after the other in one
@@ -72,10 +73,12 @@ def kills(folder: Path, num_kills: int) -> int:
     _write_tokenizer(tokenizer)
     totals = dict.fromkeys(("wrong", "damaged", "left", "cached"), 0)
     most_bytes = 0
-    for found in kill_engines(str(model), str(tokenizer), folder / "disk", num_kills):
+    for number, found in enumerate(kill_engines(str(model), str(tokenizer), folder / "disk", num_kills), 1):
         totals = {name: total + found[name] for name, total in totals.items()}
         most_bytes = max(most_bytes, found["bytes"])
-    print(f"{num_kills} kills: {totals}; at most {most_bytes / LIMIT_BYTES:.3f} of the bound in use")
+        if number % 20 == 0 or number == num_kills:
+            used = most_bytes / LIMIT_BYTES
+            print(f"{number} kills: {totals}; at most {used:.3f} of the bound in use", flush=True)
     return int(totals["wrong"] + totals["damaged"] + totals["left"] > 0 or most_bytes > LIMIT_BYTES + 2 * 4096)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -36,6 +37,7 @@ from octavo.step_cost import StepCostModel, StepWork
 logger = logging.getLogger(__name__)
 
 _QUEUE_BYTES = 64 << 20  # of blocks on their way to the folder, and as much on their way back
+_IDLE_QUEUE_BYTES = 4 << 20  # of them while the engine is idle: the next step finds the writer done
 _MOST_QUEUED = 10_000  # blocks and notes of their use: a disk that hangs lets no more of the latter pile up
 _CHUNK_BYTES = 4 << 20  # of blocks that are read together: a few milliseconds
 _FILE_BYTES = 32 << 10  # of a block, at least, in a chunk: opening a file takes as long
@@ -270,7 +272,7 @@ class DiskTier:
         if not self.unsaved:
             return False
         with self._lock:
-            has_room = self._lock.wait_for(self._has_room, _IDLE_WAIT_S)
+            has_room = self._lock.wait_for(lambda: self._has_room(_IDLE_QUEUE_BYTES), _IDLE_WAIT_S)
         if has_room:
             self._save_oldest()
         return not self._is_closed
@@ -295,9 +297,9 @@ class DiskTier:
             self._lock.notify_all()
         return self._clock() - begin + self._write_s
 
-    def _has_room(self) -> bool:
-        """Return whether the queue takes another block. An empty queue takes a block of any size."""
-        return self._queued_bytes < _QUEUE_BYTES and not self._is_closed
+    def _has_room(self, num_bytes: int = sys.maxsize) -> bool:
+        """Return whether the queue, of up to `num_bytes`, takes another block. An empty one takes any block."""
+        return self._queued_bytes < min(num_bytes, _QUEUE_BYTES) and not self._is_closed
 
     def _write(self) -> None:
         """Write what is queued, in a thread, until the tier is closed."""

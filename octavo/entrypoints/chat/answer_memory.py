@@ -338,11 +338,17 @@ def remembered(
     answer: list[int],
     end_tokens: Sequence[int],
     text: tuple[int, bytes],
+    tokenizer: ModelTokenizer,
+    formats: ModelFormats,
 ) -> RememberedAnswer:
     """Return an answer to remember. `key` is of the messages, `prompt` has the tokens that began with those that were
-    `recalled`, and `text` is the length and the digest of the rendered prompt."""
+    `recalled`, and `text` is the length and the digest of the rendered prompt. An answer of Harmony's messages is
+    remembered with the end that histories have (github.com/openai/harmony, docs/format.md)."""
+    has_end, style = answer[-1] in end_tokens, formats.reasoning
+    if style is not None and style.has_channels and answer[-1] == tokenizer.convert_tokens_to_ids("<|return|>"):
+        answer = [*answer[:-1], tokenizer.convert_tokens_to_ids("<|end|>")]
     parent, num_known = None, 0
     if recalled is not None:
         parent, num_known = (recalled.answer.key, recalled.answer.digest), recalled.num_known
     tokens = pack_tokens([*prompt[num_known:], *answer])
-    return RememberedAnswer(key, parent, tokens, len(answer), answer[-1] in end_tokens, *text)
+    return RememberedAnswer(key, parent, tokens, len(answer), has_end, *text)

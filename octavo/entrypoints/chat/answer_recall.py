@@ -98,5 +98,6 @@ class AnswerRecall:
             await outputs.aclose()
 
     def _remember(self, prompt: Sequence[int], answer: list[int]) -> None:
-        ends = self._state.engine.inputs.eos_token_ids
-        self._memory.add(remembered(self._message_keys[-1], self.recalled, prompt, answer, ends, self._prompt_text))
+        engine, formats = self._state.engine, self._state.formats
+        about = prompt, answer, engine.inputs.eos_token_ids, self._prompt_text, engine.tokenizer, formats
+        self._memory.add(remembered(self._message_keys[-1], self.recalled, *about))

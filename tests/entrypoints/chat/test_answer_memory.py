@@ -41,7 +41,15 @@ from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
 from tests.waiting import within
 
 Message = dict[str, Any]
-ENDS = (*_TURN_ENDS, "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>", "<SPECIAL_12>", "<|return|>")
+ENDS = (
+    *_TURN_ENDS,
+    "<｜end▁of▁sentence｜>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<SPECIAL_12>",
+    "<|return|>",
+    "<|call|>",
+    "<|end|>",
+)
 TOOL = {
     "type": "function",
     "function": {
@@ -92,7 +100,8 @@ class Server:
         prompt, found = self.render(body), self.recalled(body)
         prompt_ids = self.encode(prompt) if found is None else found.token_ids
         keys, about = message_keys(body.messages, body.cache_salt), (len(prompt), text_digest(prompt))
-        self.memory.add(remembered(keys[-1], found, prompt_ids, self.encode(text), self.ends, about))
+        formats = self.tokenizer, self.formats
+        self.memory.add(remembered(keys[-1], found, prompt_ids, self.encode(text), self.ends, about, *formats))
         return prompt_ids + self.encode(text)
 
     def written(self, body: ChatCompletionRequest, message: Message, next_one: Message) -> tuple[str, str]:
@@ -268,6 +277,43 @@ def test_reasoning_that_a_template_drops_stays_dropped() -> None:
     said = {"role": "assistant", "content": "7.", "reasoning_content": "So"}
     assert server.recalled(followed(within, said, user("Thanks"))) is None
     assert server.recalled(followed(within, {**said, "reasoning_content": None}, user("Thanks"))) is None
+
+
+HARMONY = (
+    "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}"
+    "{% if m.reasoning_content %}<|start|>assistant<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|>"
+    "{% endif %}"
+    "<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>"
+    "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
+    "{% elif m.role == 'tool' %}<|start|>functions.look to=assistant<|channel|>commentary<|message|>{{ m.content }}"
+    "<|end|>{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def test_calls_and_final_messages_of_harmony_are_recalled() -> None:
+    """The final message ends with another token than in histories, and its analysis is dropped there."""
+    server = Server(HARMONY)
+    asked = talk(user("Look."), tools=[TOOL])
+    thought = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at":"Rome"}<|call|>'
+    token_ids = server.answer(asked, thought + call)
+    function = {"name": "look", "arguments": '{"at": "Rome"}'}
+    called = {"role": "assistant", "content": None, "reasoning_content": "Hm"}
+    called["tool_calls"] = [{"id": "c1", "type": "function", "function": function}]
+    looked = followed(asked, called, following(called))
+    found = server.recalled(looked)
+    assert found is not None and found.token_ids[: len(token_ids)] == token_ids
+    said, final = {"role": "assistant", "content": "7."}, "<|channel|>final<|message|>7."
+    token_ids = server.answer(looked, final + "<|return|>")
+    thanks = followed(looked, said, user("Thanks"))
+    found = server.recalled(thanks)
+    assert found is not None and found.token_ids[: len(token_ids) - 1] == token_ids[:-1]
+    assert server.tokenizer.decode(found.token_ids).count("<|return|>") == 0
+    other = talk(user("Other."))
+    server.answer(other, thought + final + "<|return|>")
+    assert server.recalled(followed(other, {**said, "reasoning_content": "Hm"}, user("Thanks"))) is None
 
 
 def test_a_memory_is_bounded_and_forgets_what_was_not_used_for_longest() -> None:
