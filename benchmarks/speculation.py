@@ -1,6 +1,7 @@
 """What guesses bring, and what they cost where there is nothing to guess: one engine, with and without in turns.
 
-    python benchmarks/speculation.py            # all parts, about a minute and a half on two cores
+    python benchmarks/speculation.py            # all parts, some minutes on two cores
+    python benchmarks/speculation.py default    # what is on without flags, over kinds of text, for one stream and four
     python benchmarks/speculation.py quote edit # answers that copy from their prompts, edits of a predicted file
     python benchmarks/speculation.py plain      # text that repeats nothing, at 1, 16 and 64 streams
     python benchmarks/speculation.py rows       # a step of one stream that verifies guesses, by their number
@@ -28,7 +29,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.sequence import Sequence
 from octavo.speculative.proposer import Proposal
 from octavo.speculative.speculation import Speculation
-from octavo.speculative_config import parse
+from octavo.speculative_config import DEFAULT, parse
 
 TEXT = Path(__file__).parent / "data" / "perplexity.txt"
 NUM_OUTPUT = 256
@@ -45,7 +46,9 @@ class Engine:
 
     def core(self, method: str | None, draft_tokens: Speculation | None = None, **settings: int) -> EngineCore:
         """Without a method only predictions are guessed, and with "off" nothing is."""
-        speculative = None if method in (None, "off") else parse({"method": method, **settings})
+        speculative = None if method in (None, "off", "default") else parse({"method": method, **settings})
+        if method == "default":
+            speculative = DEFAULT
         core = EngineCore(replace(self.config, speculative=speculative), self._executor, draft_tokens)
         if method == "off":
             core.scheduler._speculation = None
@@ -55,11 +58,15 @@ class Engine:
         ids: list[int] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def request(self, prompt: list[int], prediction: list[int], temperature: float, num_output: int) -> EngineRequest:
+    def request(
+        self, prompt: list[int], prediction: list[int], temperature: float, num_output: int, ends: bool = False
+    ) -> EngineRequest:
+        """An answer of `num_output` tokens, or of fewer if it `ends` before."""
         self._num_requests += 1
-        params = SamplingParams(temperature=temperature, max_tokens=num_output, ignore_eos=True, seed=1)
+        params = SamplingParams(temperature=temperature, max_tokens=num_output, ignore_eos=not ends, seed=1)
+        end = self.tokenizer.backend_tokenizer.token_to_id("<|im_end|>") if ends else 0
         return EngineRequest(
-            f"r{self._num_requests}", Prompt(prompt), params, [0], num_output, 0.0, prediction=prediction
+            f"r{self._num_requests}", Prompt(prompt), params, [end], num_output, 0.0, prediction=prediction
         )
 
 
@@ -86,17 +93,31 @@ class Run:
             if not begin and all(self.tokens.values()):  # all prompts are computed
                 begin, num_before = now, sum(map(len, self.tokens.values()))
         self.seconds = time.perf_counter() - begin
-        self.tokens_per_s = (sum(map(len, self.tokens.values())) - num_before) / self.seconds
+        self.num_tokens = sum(map(len, self.tokens.values())) - num_before
+
+
+class Round:
+    """The runs of some requests, `num_streams` at once."""
+
+    def __init__(self, core: EngineCore, requests: list[EngineRequest], num_streams: int) -> None:
+        core.reset_prefix_cache()  # the cores of an executor have one memory
+        runs = [Run(core, requests[i : i + num_streams]) for i in range(0, len(requests), num_streams)]
+        self.tokens = {name: tokens for run in runs for name, tokens in run.tokens.items()}
+        self.num_steps = sum(run.num_steps for run in runs)
+        self.num_drafted = sum(run.num_drafted for run in runs)
+        self.num_accepted = sum(run.num_accepted for run in runs)
+        self.tokens_per_s = sum(run.num_tokens for run in runs) / sum(run.seconds for run in runs)
 
 
 def compare(
-    name: str, cores: dict[str, EngineCore], make: Callable[[str], list[EngineRequest]], num_rounds: int
-) -> None:
+    name: str, cores: dict[str, EngineCore], make: Callable[[str], list[EngineRequest]], num_rounds: int,
+    num_streams: int = 64,
+) -> None:  # fmt: skip
     """Rounds of each core in turns; `make` is called with a core's name and makes its requests."""
-    runs: dict[str, list[Run]] = {label: [] for label in cores}
+    runs: dict[str, list[Round]] = {label: [] for label in cores}
     for _ in range(num_rounds + 1):  # the first one warms up
         for label, core in cores.items():
-            runs[label].append(Run(core, make(label)))
+            runs[label].append(Round(core, make(label), num_streams))
     first = next(iter(runs))
     for label, found in runs.items():
         measured = found[1:]
@@ -106,8 +127,9 @@ def compare(
         ratios = [run.tokens_per_s / base.tokens_per_s for run, base in zip(measured, runs[first][1:], strict=True)]
         last = measured[-1]
         print(
-            f"{name:>10}  {label:>11}  {median(rates):7.1f} tok/s  ratio {median(ratios):5.3f}  steps {last.num_steps}"
-            f"  guessed {last.num_drafted}  accepted {last.num_accepted}  first {found[0].tokens_per_s:.1f} tok/s",
+            f"{name:>12}  {label:>11}  {median(rates):7.1f} tok/s  ratio {median(ratios):5.3f} ({min(ratios):5.3f} to "
+            f"{max(ratios):5.3f})  steps {last.num_steps}  guessed {last.num_drafted}  accepted {last.num_accepted}  "
+            f"first {found[0].tokens_per_s:.1f} tok/s",
             flush=True,
         )
 
@@ -149,6 +171,93 @@ def edit(engine: Engine) -> None:
     answer = engine.tokenizer.decode(next(iter(run.tokens.values())))
     same = sum(a == b for a, b in zip(answer.splitlines(), after.splitlines(), strict=False))
     print(f"            {same} of {len(after.splitlines())} lines are as the edit should have made them")
+
+
+_CODE = """\
+import json
+from dataclasses import dataclass
+
+
+@dataclass
+class Order:
+    number: int
+    customer: str
+    items: list[str]
+    total: float
+
+
+def load_orders(path):
+    with open(path) as file:
+        return [Order(**entry) for entry in json.load(file)]
+
+
+def total_of(orders, customer):
+    total = 0.0
+    for order in orders:
+        if order.customer == customer:
+            total += order.total
+    return total
+
+
+def largest(orders):
+    return max(orders, key=lambda order: order.total)
+"""
+_LETTER = """\
+Dear Sir or Madam, my name is Margaret Ellison and I live at 14 Harbour Street, Whitby. On 3 March 2024 I ordered a
+walnut writing desk, order number WD-20931, for 489.50 pounds, and two brass reading lamps, order number BL-77120, for
+64.00 pounds each. The desk came on 19 March with a broken drawer, and the lamps have not come at all. I have written
+twice to your colleague Thomas Birkbeck, who promised a new drawer by 1 April. Please call me at 01947 555 0182 or
+write to margaret.ellison@example.com. Yours faithfully, Margaret Ellison"""
+
+
+def kinds() -> dict[str, tuple[float, str, list[str]]]:
+    """By kind of text: the temperature, how answers begin, and what four users ask."""
+    pages = TEXT.read_text(encoding="utf-8")
+    parts = [pages[i : i + 1800] for i in range(0, 7200, 1800)]
+    code, letter = f"\n\n```python\n{_CODE}```", f"\n\n{_LETTER}"
+    return {
+        "chat": (
+            0.7, "",
+            [
+                "How do I keep bread fresh for a week?", "Tell me about the history of lighthouses.",
+                "What should I see in Lisbon in two days?", "Explain to a child why the sky is blue.",
+            ],
+        ),
+        "code edit": (
+            0.0, "```python\nimport json\n",
+            [
+                f"Rename the class Order to Purchase and give back the whole file.{code}",
+                f"Add a docstring to each function and give back the whole file.{code}",
+                f"Rename the function largest to most_expensive and give back the whole file.{code}",
+                f"Add type hints to each function and give back the whole file.{code}",
+            ],
+        ),
+        "JSON": (
+            0.0, '```json\n{\n  "customer": "',
+            [
+                f"Give {what} in this letter as JSON, word for word as they stand there.{letter}"
+                for what in ("names and addresses", "orders with number and price", "dates and what happened then",
+                             "all facts")
+            ],
+        ),
+        "summary": (0.0, "", [f"Summarize this text in five sentences.\n\n{part}" for part in parts]),
+        "sampled": (1.0, "", ["Write a story.", "Write a poem.", "Write a letter.", "Write a dialogue."]),
+    }  # fmt: skip
+
+
+def default(engine: Engine) -> None:
+    """Kinds of text as users ask for them. What is sampled at temperature 1 repeats the least."""
+    for name, (temperature, begun, asked) in kinds().items():
+        chats = [f"<|im_start|>user\n{one}<|im_end|>\n<|im_start|>assistant\n{begun}" for one in asked]
+        prompts = [engine.encode(chat) for chat in chats]
+        for num_streams in (1, 4):
+            cores = {label: engine.core(label) for label in ("off", "default")}
+            compare(
+                f"{name}, {num_streams}", cores,
+                lambda label, prompts=prompts, heat=temperature: [
+                    engine.request(prompt, [], heat, NUM_OUTPUT, ends=True) for prompt in prompts
+                ], 5, num_streams,
+            )  # fmt: skip
 
 
 def plain(engine: Engine) -> None:
@@ -199,7 +308,7 @@ def rows(engine: Engine) -> None:
             )
 
 
-PARTS = {"quote": quote, "edit": edit, "plain": plain, "rows": rows}
+PARTS = {"default": default, "quote": quote, "edit": edit, "plain": plain, "rows": rows}
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ DRAFT_METHODS = {"draft_model": 4, "eagle": 3, "eagle3": 3, "medusa": 3, "mtp": 
 HEAD_METHODS = ("eagle", "eagle3", "medusa", "mtp")  # methods whose models read the target model's hidden states
 _NOT_BUILT = ("mlp_speculator",)
 _ALIASES = {"[ngram]": "ngram", "prompt_lookup": "ngram", "draft": "draft_model"}
+NO_METHOD = "none"
 _MAX_DRAFT_TOKENS = 128
 _LOOKUP = 5  # default of prompt_lookup_min and _max
 
@@ -28,6 +29,7 @@ class SpeculativeConfig:
 
     method: str
     num_speculative_tokens: int  # the maximum; each step decides how many
+    disable_by_batch_size: int | None = None  # no draft tokens while more sequences run
     model: str | None = None  # the draft model, for methods with one; the next fields belong to it
     revision: str | None = None
     quantization: str | None = None
@@ -47,6 +49,11 @@ class SpeculativeConfig:
     rejection_sample_method: str = "standard"  # or "synthetic": by synthetic_acceptance_rates
 
 
+# What applies where nothing is asked for (`octavo.config.speculation_flags`): lookups take microseconds of a step, and
+# draft tokens rarely pay where more sequences share the reading of the weights.
+DEFAULT = SpeculativeConfig("ngram", HOST_METHODS["ngram"], disable_by_batch_size=4, prompt_lookup_min=3)
+
+
 def parse(
     given: Mapping[str, Any] | None,
     *,
@@ -56,8 +63,8 @@ def parse(
     prompt_lookup_max: int | None = None,
     prompt_lookup_min: int | None = None,
 ) -> SpeculativeConfig | None:
-    """Return the configuration of speculation, or None without one. `given` is the value of --speculative-config; the
-    other arguments are the older flags. Raises `ConfigError` for settings that cannot be honoured."""
+    """Return the configuration of speculation, or None without a method. `given` is the value of --speculative-config,
+    the other arguments are the older flags. Raises `ConfigError` for settings that cannot be honoured."""
     older = {
         "model": model,
         "num_speculative_tokens": num_speculative_tokens,
@@ -69,7 +76,7 @@ def parse(
     for name, value in older.items():
         if value is not None and settings.setdefault(name, value) != value:
             raise ConfigError(f"{_flag_of(name)} {value} and {name} {settings[name]} of --speculative-config differ.")
-    if not settings:
+    if not settings or settings == {"method": NO_METHOD}:
         return None
     known = [f.name for f in fields(SpeculativeConfig)]
     if unknown := sorted(set(settings) - set(known)):
@@ -91,7 +98,7 @@ def parse(
                 "kv_cache_dtype", "use_heterogeneous_vocab")  # fmt: skip
         if given_for_model := [name for name in idle if name in settings]:
             raise ConfigError(f"{given_for_model[0]} is for methods with a draft model, and the method is {method}.")
-    _check_suffix(settings)
+    _check_bounds(settings)
     _check_rates(settings, most)
     return SpeculativeConfig(**settings)
 
@@ -111,6 +118,9 @@ def _method(settings: dict[str, Any]) -> str:
         method = "mtp"
     if method in HOST_METHODS or method in DRAFT_METHODS:
         return method
+    if method == NO_METHOD:
+        others = ", ".join(sorted(settings.keys() - {"method"}))
+        raise ConfigError(f"the speculative method none takes no {others}; leave out the method or the others.")
     built = ", ".join([*HOST_METHODS, *DRAFT_METHODS])
     if method in _NOT_BUILT:
         raise ConfigError(f"the speculative method {method} is not built yet; {built} are.")
@@ -149,8 +159,9 @@ def _settle_lookup(settings: dict[str, Any]) -> None:
         )
 
 
-def _check_suffix(settings: dict[str, Any]) -> None:
+def _check_bounds(settings: dict[str, Any]) -> None:
     for name, least, most in (
+        ("disable_by_batch_size", 1, math.inf),
         ("suffix_decoding_max_tree_depth", 1, 1024),
         ("suffix_decoding_max_cached_requests", 0, math.inf),
         ("suffix_decoding_max_spec_factor", 0, math.inf),

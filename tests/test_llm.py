@@ -102,7 +102,8 @@ def test_an_engine_tells_what_it_was_made_of(llm: LLM, caplog: pytest.LogCapture
     assert engine.model_config.max_model_len == 512 and engine.model_config.hf_text_config.vocab_size > 0
     assert engine.cache_config.num_gpu_blocks == 512 and engine.cache_config.block_size == 16
     assert engine.cache_config.cache_dtype == "bfloat16" and engine.scheduler_config.max_num_seqs > 0
-    assert engine.parallel_config.world_size == 1 and engine.lora_config is engine.speculative_config is None
+    assert engine.parallel_config.world_size == 1 and engine.lora_config is None
+    assert engine.speculative_config.method == "ngram", "the default"
     assert llm.supported_tasks == engine.get_supported_tasks() == ("generate",)
     assert not llm.is_sleeping()
     (output,) = llm.generate("Hello", greedy(2), use_tqdm=False)

@@ -20,7 +20,7 @@ from octavo.config.pooling_flags import pooling_of
 from octavo.config.prompt_embeds_flag import prompt_embeds_config
 from octavo.config.sound_flags import sound_config
 from octavo.config.sparse_attention import check_cache_of_index, without_needless_index
-from octavo.config.speculation_flags import draft_config, speculative_config
+from octavo.config.speculation_flags import draft_config, settled_speculation
 from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint, resolve
 from octavo.loading.overrides import longest_context, overridden
@@ -90,9 +90,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         max_logprobs=args.max_logprobs,
         pooling=pooling,
     )
-    speculative = speculative_config(args)
-    if speculative is not None and pooling is not None:
-        raise ConfigError(f"{checkpoint.name} pools and samples no tokens; leave speculation out.")
+    speculative = settled_speculation(args, description, checkpoint.name, device, pools=pooling is not None)
     media = media_config(args, checkpoint, description, max_model_len, device)
     draft = draft_config(args, speculative, model, device)
     # With cross attention, keys and values of tokens depend on the sound or the pictures too.

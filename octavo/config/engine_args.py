@@ -183,7 +183,8 @@ class EngineArgs(Flags):
     speculative_config: dict[str, Any] | None = flag(
         None, "How draft tokens are made, which the model verifies several in a step, as JSON: "
         '{"method": "ngram"} looks them up in the prompt, {"method": "suffix"} in recent answers too; {"model": "…"} '
-        "has a smaller model make them. Answers stay as they are.",
+        'has a smaller model make them. Answers stay as they are. Default: ngram on CPUs while at most four sequences '
+        'run, in steps where that pays; {"method": "none"} turns it off.',
     )  # fmt: skip
     speculative_model: str | None = flag(None, "An older way to say it: [ngram], or a draft model.")
     num_speculative_tokens: int | None = flag(None, "The most draft tokens of a sequence in a step.")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from octavo.config.engine_args import EngineArgs
 from octavo.config.engine_config import SoundConfig
+from octavo.config.speculation_flags import speculative_config
 from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.models.description import ModelDescription
@@ -24,7 +25,7 @@ def check_cross_attention(
         "for pooling": pools,
         "with --tensor-parallel-size on GPUs": device == "cuda" and args.tensor_parallel_size > 1 and not is_decoder,
         "with --enable-lora": args.enable_lora and not is_decoder,
-        "with speculation": bool(args.speculative_config or args.speculative_model) and not is_decoder,
+        "with speculation": speculative_config(args) is not None and not is_decoder,
         "with quantized checkpoints": bool(checkpoint.config.get("quantization_config")) and not is_decoder,
         "with --load-format dummy": checkpoint.format == "dummy",
     }.items():

@@ -11,12 +11,13 @@ from octavo.config.sparse_attention import check_cache_of_index, without_needles
 from octavo.errors import ConfigError
 from octavo.loading.checkpoint import resolve
 from octavo.loading.overrides import longest_context
+from octavo.models.description import ModelDescription
 from octavo.models.registry import describe
-from octavo.speculative_config import DRAFT_METHODS, HEAD_METHODS, SpeculativeConfig, parse
+from octavo.speculative_config import DEFAULT, DRAFT_METHODS, HEAD_METHODS, SpeculativeConfig, parse
 
 
 def speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
-    """Return the configuration of speculation, or None without a method. Raises `ConfigError`."""
+    """Return the configuration of speculation that the flags ask for, or None. Raises `ConfigError`."""
     return parse(
         args.speculative_config,
         model=args.speculative_model,
@@ -25,6 +26,24 @@ def speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
         prompt_lookup_max=args.ngram_prompt_lookup_max,
         prompt_lookup_min=args.ngram_prompt_lookup_min,
     )
+
+
+def settled_speculation(
+    args: EngineArgs, description: ModelDescription, name: str, device: str, *, pools: bool
+) -> SpeculativeConfig | None:
+    """Return the configuration of speculation in effect: what the flags ask for, or else the default where it goes with
+    the model `name` and the other flags. Raises `ConfigError`."""
+    asked = speculative_config(args)
+    if asked is not None and pools:
+        raise ConfigError(f"{name} pools and samples no tokens; leave speculation out.")
+    is_off = bool(args.speculative_config)  # by the method none
+    if asked is not None or is_off or pools or device != "cpu":
+        return asked
+    # Draft tokens over states take blocks from snapshots of prefixes. The others are not measured.
+    has_states = any(spec.kind == "state" for spec in description.layer_caches)
+    if has_states or description.impl != "octavo" or description.num_cross_tokens or args.pipeline_parallel_size > 1:
+        return None
+    return DEFAULT
 
 
 def draft_config(

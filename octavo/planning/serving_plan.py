@@ -272,6 +272,12 @@ def _rates(
         speed = measure_speed()
         own = weights_like(weights, description, dtype)
         cost = measure_steps(replace(config, cache=sizes.config.cache), description, own, dtype)
+        if config.speculative is not None:
+            plan["notes"].append(
+                f"Decoding is without draft tokens, which the engine tries for up to "
+                f"{config.speculative.disable_by_batch_size} at once: text that repeats comes faster "
+                "(docs/speculation.md)."
+            )
         is_quantized = plan["model"]["held_in"] not in ("bfloat16", "float32")
         rates = Rates(speed.bytes_per_s, speed.operations_per_s(is_quantized), speed.bf16_per_s)
         plan["device"] |= {"bytes_per_s": speed.bytes_per_s, "operations_per_s": rates.products_per_s}

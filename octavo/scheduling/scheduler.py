@@ -385,7 +385,9 @@ class Scheduler:
         block_size, runs_ahead, errors = self.cache.block_size, plan.runs_ahead, result.errors
         has_prompt_results = bool(result.prompt_logprobs or result.alignment)
         may_only_extend = result.vectors is None and not result.draft_tokens
-        may_only_extend &= self._speculation is None or not self._speculation.follows_all
+        if self._speculation is not None:
+            self._speculation.count_running(len(self.queues.running))
+            may_only_extend &= not self._speculation.follows_all
         end = 0
         for seq, planned in zip(step.sequences, plan.rows, strict=True):
             row, first, num_tokens, num_sampled_positions, num_forks, draft_tokens = planned

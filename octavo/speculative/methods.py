@@ -28,4 +28,6 @@ def make_speculation(config: SpeculativeConfig | None, cost: StepCost | None, ma
         proposer = ToBeDrafted(max_draft_len)
     # Benchmarks with given rates verify all draft tokens.
     known = None if config.synthetic_acceptance_rates is not None else cost
-    return Speculation(proposer, config.num_speculative_tokens, known, reads_steps=config.method in HEAD_METHODS)
+    return Speculation(
+        proposer, config.num_speculative_tokens, known, config.method in HEAD_METHODS, config.disable_by_batch_size
+    )

@@ -32,27 +32,29 @@ class Speculated:
 
     state: Any  # of the proposer
     prediction_state: Any = None
-    proposal: Proposal = NO_PROPOSAL  # for its next tokens
+    proposal: Proposal = NO_PROPOSAL  # for the tokens after its first `num_tokens`
+    num_tokens: int = 0
     is_predicted: bool = False  # the proposal is from the request's prediction
     acceptance: SequenceAcceptance = field(default_factory=SequenceAcceptance)
 
 
 class Speculation:
-    """The draft tokens of one engine, up to `max_draft_tokens` a sequence and step. Without a `proposer` only requests
-    with a prediction have draft tokens. A proposer may leave them to a drafter in the worker; one that `reads_steps`
-    reads what the model has computed in a step before the next. Without a `cost` model every step verifies as many
-    draft tokens as it can."""
+    """The draft tokens of one engine, up to `max_draft_tokens` a sequence and step. Without a `proposer`, and while
+    more than `max_running` sequences run, only requests with a prediction have draft tokens. A proposer may leave them
+    to a drafter in the worker; one that `reads_steps` reads what the model has computed in a step before the next.
+    Without a `cost` model every step verifies as many draft tokens as it can."""
 
     def __init__(
         self, proposer: Proposer | None = None, max_draft_tokens: int = _MOST_PREDICTED, cost: StepCost | None = None,
-        reads_steps: bool = False,
+        reads_steps: bool = False, max_running: int | None = None,
     ) -> None:  # fmt: skip
         self.cost, self._reads_steps = cost, reads_steps
-        self._proposer = proposer
+        self._proposer, self._max_running = proposer, max_running
+        self.follows_all = proposer is not None  # all sequences may have proposals, now
         self._predictions = PredictionProposer()
         self._max_draft_tokens = max_draft_tokens
         self._acceptance = Acceptance()
-        self._num_sequences = 0  # with proposals
+        self._num_sequences = self._num_predicted = 0  # with proposals; from their requests' predictions
         self._was_worth_it = False  # the last step that could have draft tokens had some
         self._draft_s = 0.0  # seconds of one more draft token for all sequences
         self._num_idle_steps = 0  # steps without a drafter's tokens, except trials
@@ -62,21 +64,25 @@ class Speculation:
     @property
     def is_idle(self) -> bool:
         """Whether no sequence has a proposal."""
-        return not self._num_sequences
+        return not (self._num_sequences if self.follows_all else self._num_predicted)
 
-    @property
-    def follows_all(self) -> bool:
-        """Whether all sequences may have proposals, and not only those whose requests have a prediction."""
-        return self._proposer is not None
+    def count_running(self, num_running: int) -> None:
+        """Set `follows_all`, before the tokens of a step are accepted."""
+        if self._max_running is not None:
+            self.follows_all = self._proposer is not None and num_running <= self._max_running
 
     def accept(self, seq: Sequence, tokens: list[int], drafts: tuple[int, ...] | None) -> None:
         """Record the new `tokens` of a sequence, compare the last proposal with them, and make the next one. `drafts`
         are the tokens that a drafter has made: tokens that it could not make do not count against it."""
         about = seq.speculated
         if about is None:
-            if self._proposer is None and not seq.request.prediction:
+            if not self.follows_all and not seq.request.prediction:
                 return
             seq.speculated = about = self._start(seq)
+        num_tokens = len(seq.token_ids)
+        if about.num_tokens != num_tokens - len(tokens):  # not followed for a while: the proposal is an old one
+            about.proposal = NO_PROPOSAL
+        about.num_tokens = num_tokens
         if drafts is not None:
             about.proposal = about.proposal._replace(tokens=drafts)
         if about.proposal.tokens and about.proposal.tokens[0] != DRAFT_PLACEHOLDER:
@@ -92,7 +98,7 @@ class Speculation:
             about.is_predicted = bool(about.proposal.tokens)
         if about.is_predicted:
             return
-        if self._proposer is not None:
+        if self._proposer is not None and self.follows_all:
             most = max(0, min(self._max_draft_tokens, seq.num_tokens_left_to_sample - 1))
             about.proposal = self._proposer.propose(seq, about.state, most)
         if not about.proposal.tokens:
@@ -101,9 +107,7 @@ class Speculation:
     def choose(self, candidates: list[tuple[Sequence, int]], rows: list[PlannedRow]) -> list[tuple[int, ...]]:
         """Return, for each of the sequences, all of which lack one token, the draft tokens that the step of `rows`
         verifies, at most as many as given with it."""
-        draft_tokens: list[tuple[int, ...]] = [
-            seq.speculated.proposal.tokens[:most] if seq.speculated else () for seq, most in candidates
-        ]
+        draft_tokens: list[tuple[int, ...]] = [_proposal(seq).tokens[:most] for seq, most in candidates]
         if not any(draft_tokens):
             return draft_tokens
         if self.cost is None:
@@ -111,13 +115,16 @@ class Speculation:
         work = StepWork.of(rows)
         prompts = StepWork.of([row for row in rows if not row.is_decode])
         asked = [i for i, tokens in enumerate(draft_tokens) if tokens]
+        by_drafter = all(draft_tokens[i][0] == DRAFT_PLACEHOLDER for i in asked)
         found = [
-            Candidate(seq.num_computed_tokens, len(tokens), self._rate(seq))
+            Candidate(
+                seq.num_computed_tokens, len(tokens), self._rate(seq) if by_drafter else _cautious(self._rate(seq))
+            )
             for (seq, _), tokens in zip(candidates, draft_tokens, strict=True)
             if tokens
         ]
         gain = 1.0 if self._was_worth_it else _LEAST_GAIN
-        if all(draft_tokens[i][0] == DRAFT_PLACEHOLDER for i in asked):
+        if by_drafter:
             counts = self._draft_counts(self.cost, work, prompts, found, gain)
         else:
             counts = choose_counts(self.cost, work, prompts, found, gain)
@@ -159,8 +166,7 @@ class Speculation:
             return True
         if self.is_idle:
             return False
-        speculated = [(seq, seq.speculated) for seq in seqs if seq.speculated is not None]
-        found = [(seq, len(about.proposal.tokens)) for seq, about in speculated if about.proposal.tokens]
+        found = [(seq, len(tokens)) for seq in seqs if (tokens := _proposal(seq).tokens)]
         return bool(found) and any(self.choose(found, rows))
 
     @property
@@ -199,6 +205,7 @@ class Speculation:
         if seq.speculated is None:
             return
         self._num_sequences -= 1
+        self._num_predicted -= bool(seq.request.prediction)
         if self._proposer is not None:
             self._proposer.end(seq, seq.speculated.state)
         seq.speculated = None
@@ -207,6 +214,7 @@ class Speculation:
         self._num_sequences += 1
         about = Speculated(None if self._proposer is None else self._proposer.start(seq))
         if seq.request.prediction:
+            self._num_predicted += 1
             about.prediction_state = self._predictions.start(seq)
         return about
 
@@ -215,3 +223,15 @@ class Speculation:
         if about is None:
             return self._acceptance.rates[0]
         return about.acceptance.rate(self._acceptance.rates[about.proposal.level])
+
+
+def _proposal(seq: Sequence) -> Proposal:
+    """Return the proposal for the next tokens of a sequence."""
+    about: Speculated | None = seq.speculated
+    return NO_PROPOSAL if about is None or about.num_tokens != len(seq.token_ids) else about.proposal
+
+
+def _cautious(rate: float) -> float:
+    """Return an acceptance rate of half the odds. Found draft tokens are tried where counts are good, and the best of
+    many counts are better than what follows."""
+    return rate / (2 - rate)

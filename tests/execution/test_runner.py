@@ -53,6 +53,8 @@ def config_of(model: Path, **flags: Any) -> EngineConfig:
         "max_model_len": 96, "block_size": 8, "num_gpu_blocks_override": 30, "check_invariants": True, "device": "cpu",
         "swap_space": 0.001,
     }  # fmt: skip
+    if "speculative_model" not in flags:
+        defaults["speculative_config"] = {"method": "none"}  # tests count steps, and say when they want draft tokens
     return EngineArgs(model=str(model), **(defaults | flags)).create_engine_config()
 
 

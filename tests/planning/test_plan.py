@@ -146,7 +146,7 @@ def test_a_plan_has_this_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "requests": [{"length": "int", "bytes": "int", "at_once": "int"}],
         "prefill": [{"prompt_tokens": "int", **rate}],
         "decode": [{"batch": "int", "context": "int", **rate}],
-        "notes": "list",
+        "notes": ["str"],
     }  # fmt: skip
     assert [entry["batch"] for entry in plan["decode"]] == [1, 2]
     assert all(entry["seconds"] > 0 for entry in plan["prefill"] + plan["decode"])

@@ -36,7 +36,7 @@ def test_both_ways_to_say_it_mean_the_same() -> None:
     assert parse({"model": "ngram"}, num_speculative_tokens=4) == parse(
         {"method": "ngram", "num_speculative_tokens": 4}
     )
-    assert parse(None) is None
+    assert parse(None) is None and parse({"method": "none"}) is None
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,8 @@ def test_one_bound_of_the_lookup_stands_for_both(given: dict[str, Any], bounds: 
         ({"model": "a/b", "prompt_lookup_max": 3}, "is for the method ngram, and the method is draft_model"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "min_token_prob must be between 0 and 1, got 2"),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": True}, "must be an integer, got True"),
+        ({"method": "none", "num_speculative_tokens": 4}, "none takes no num_speculative_tokens; leave out the method"),
+        ({"method": "ngram", "disable_by_batch_size": 0}, "disable_by_batch_size must be 1 or more, got 0"),
         ({"method": "ngram", "synthetic_acceptance_rates": [0.5, 0.6]}, "none greater than the one before"),
         ({"method": "ngram", "rejection_sample_method": "synthetic"}, "needs synthetic_acceptance_rates"),
     ],

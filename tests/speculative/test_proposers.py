@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.sequence import Sequence
+from octavo.speculative import ngram
 from octavo.speculative.ngram import NgramProposer, PredictionProposer
 from octavo.speculative.proposer import Proposer
 from octavo.speculative.suffix import SuffixAutomaton, SuffixProposer
@@ -30,6 +32,14 @@ def draft_tokens(proposer: Proposer, seq: Sequence, tokens: list[int], most: int
         seq.token_ids.append(token)
     proposer.end(seq, state)
     return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_n_grams_have_the_same_hash_alone_and_together(n: int) -> None:
+    tokens = array("i", [random.Random(n).randrange(-1, 1 << 18) for _ in range(200)])
+    found = ngram._hashes(tokens, n)
+    assert found == [ngram._hash(tokens[i : i + n]) for i in range(200 - n + 1)]
+    assert len(set(found)) == len({tuple(tokens[i : i + n]) for i in range(200 - n + 1)})
 
 
 def text(seed: int, length: int) -> list[int]:
