@@ -66,6 +66,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Itera
     with running_server(
         tmp_path_factory.mktemp("metrics"), "--max-model-len", "1024", "--max-num-seqs", "4",
         "--enable-prometheus", "--prometheus-port", str(metrics_port),
+        "--speculative-config.method", "none",  # each output is a token, so that times between them can be counted
     ) as server:  # fmt: skip
         yield server
 
