@@ -87,9 +87,8 @@ class Scheduler:
         possible."""
         self.config = config
         self.cache = cache
-        self._in_flight: deque[Step] = deque()
-        self._num_steps = 0
-        self._num_arrivals = 0
+        self._in_flight: deque[Step] = deque()  # steps without a result, the oldest first
+        self._num_steps = self._num_arrivals = 0
         self._device_runs_ahead, self._num_stages = runs_ahead, num_stages
         self._speculation = speculation
         self.queues = SequenceQueues(config.max_num_seqs, cache, adapters)
@@ -97,7 +96,7 @@ class Scheduler:
             self.queues.on_end.append(self._speculation.end)
         self.tier: DiskTier | None = None  # reads blocks of waiting sequences from the disk
         self._cost = cost
-        self._prompt_token_s = 0.0
+        self._prompt_token_s = 0.0  # predicted by the last step with a part of a prompt
         self._stats = EngineStats()
 
     @property
@@ -388,7 +387,7 @@ class Scheduler:
         if self._speculation is not None:
             self._speculation.count_running(len(self.queues.running))
             may_only_extend &= not self._speculation.follows_all
-        end = 0
+        end = 0  # of the samples so far
         for seq, planned in zip(step.sequences, plan.rows, strict=True):
             row, first, num_tokens, num_sampled_positions, num_forks, draft_tokens = planned
             # 1. Find the row's samples: begin .. end - 1 of the result.
@@ -400,10 +399,10 @@ class Scheduler:
                 outputs.append(self._fail(seq, errors[row]))
             if seq.has_ended:
                 continue
-            # 3. The awaited tokens are here.
+            # 3. Count the row's tokens as no longer awaited.
             if runs_ahead:
                 seq.num_awaited_tokens -= num_sampled_positions
-            # 4. Register full blocks in the prefix index, unless the sequence was preempted since and has others.
+            # 4. Register full blocks in the prefix index, unless the sequence was preempted since and has other blocks.
             num_computed = first + num_tokens - len(draft_tokens)
             if (
                 num_computed >= (seq.num_registered_blocks + 1) * block_size
