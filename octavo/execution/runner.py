@@ -429,11 +429,13 @@ class Runner:
 
     def collect(self, step: SubmittedStep) -> StepResult:
         """Wait for a step, append its valid tokens to their rows, and return its results."""
+        # 1. Wait for the device.
         assert step.done is not None
         step.done.wait()
         self.worker_group.check()
         fetch = partial(self.device.fetch, after=step.done)
         result = StepResult(tokens=[])
+        # 2. Fetch vectors, or tokens, which the tables need for the next step.
         if step.vectors is not None:
             [result.vectors] = fetch([step.vectors])
             if self.device.shares_memory:  # the next step overwrites the device's array
@@ -441,6 +443,7 @@ class Runner:
         if step.sampled is not None:
             tokens, errors = self._fetch_tokens(step, step.sampled, fetch, result)
             result.errors = self._append_valid(step, tokens, errors)
+        # 3. Fetch what requests ask for besides.
         for row, measured in step.prompt_logprobs:
             of_row = result.prompt_logprobs.setdefault(row, [])
             of_row += entries(fetch(measured.arrays), measured.num_top)
