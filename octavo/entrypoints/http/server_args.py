@@ -80,7 +80,10 @@ class ServerArgs(RequestLimits, Flags):
     )  # fmt: skip
     enable_request_id_headers: bool = flag(True, "Send X-Request-Id with every answer.")
     enable_prompt_tokens_details: bool = flag(True, "Say in the usage how many tokens of the prompt were cached.")
-    enable_force_include_usage: bool = flag(False, "End every stream with the usage, whether it was asked for or not.")
+    enable_force_include_usage: bool = flag(
+        False,
+        "End every stream with the usage, and put the usage so far into its chunks, whether it was asked for or not.",
+    )
     return_tokens_as_token_ids: bool = flag(
         False, "Write tokens as token_id:N in log-probabilities, unless a request says otherwise."
     )

@@ -18,7 +18,7 @@ from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.server_state import state_of
 from octavo.entrypoints.http.streaming import DONE, ChunkWriter, EventStream, Push, merge, respond
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
-from octavo.entrypoints.openai.request_bodies import GenerationRequest
+from octavo.entrypoints.openai.request_bodies import GenerationRequest, StreamOptions
 from octavo.entrypoints.openai.response_bodies import (
     ChatChoice,
     CompletionChoice,
@@ -42,6 +42,8 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
 
     def __init__(self, body: RequestT, raw: Request) -> None:
         self._state = state = state_of(raw)
+        if state.args.enable_force_include_usage and body.stream:
+            body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
         self._body = body
         model = state.resolve_model(body.model)
         self._params = body.to_sampling_params(state.engine.config.model.default_sampling_params)
@@ -74,7 +76,7 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         """Return the whole answer, or its stream. Raises `RequestError` for an invalid request."""
         await self.submit()
         if self._body.stream:
-            wants_usage = self._body.wants_usage or self._state.args.enable_force_include_usage
+            wants_usage = self._body.wants_usage
             self._writer = ChunkWriter(self.chunk_kind, self._about, self.text_field, wants_usage=wants_usage)
             self._has_plain_answer = self._is_plain()
             headers = self._headers | self._resumable.headers(self._num_prompt)

@@ -281,7 +281,7 @@ def test_flags_of_vllm_say_what_requests_leave_out(engine: FakeEngine) -> None:
     flags = {"enable_force_include_usage": True, "return_tokens_as_token_ids": True}
     with serving(engine, disable_log_requests=True, **flags) as url:
         streamed = httpx.post(f"{url}/v1/chat/completions", json={**chat, "stream": True}).text
-        assert '"usage":{"prompt_tokens"' in streamed.split("data: ")[-2]
+        assert all('"usage":{"prompt_tokens"' in chunk for chunk in streamed.split("data: ")[1:-1])
         for asked, is_id in ((None, True), (True, True), (False, False)):
             answer = httpx.post(f"{url}/v1/chat/completions", json={**chat, "return_tokens_as_token_ids": asked})
             token = answer.json()["choices"][0]["logprobs"]["content"][0]["token"]
