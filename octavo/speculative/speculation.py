@@ -115,16 +115,13 @@ class Speculation:
         work = StepWork.of(rows)
         prompts = StepWork.of([row for row in rows if not row.is_decode])
         asked = [i for i, tokens in enumerate(draft_tokens) if tokens]
-        by_drafter = all(draft_tokens[i][0] == DRAFT_PLACEHOLDER for i in asked)
-        found = [
-            Candidate(
-                seq.num_computed_tokens, len(tokens), self._rate(seq) if by_drafter else _cautious(self._rate(seq))
-            )
-            for (seq, _), tokens in zip(candidates, draft_tokens, strict=True)
-            if tokens
-        ]
+        by_drafter = [draft_tokens[i][0] == DRAFT_PLACEHOLDER for i in asked]
+        found = []
+        for i, is_made in zip(asked, by_drafter, strict=True):
+            seq, rate = candidates[i][0], self._rate(candidates[i][0])
+            found.append(Candidate(seq.num_computed_tokens, len(draft_tokens[i]), rate if is_made else _cautious(rate)))
         gain = 1.0 if self._was_worth_it else _LEAST_GAIN
-        if by_drafter:
+        if all(by_drafter):
             counts = self._draft_counts(self.cost, work, prompts, found, gain)
         else:
             counts = choose_counts(self.cost, work, prompts, found, gain)

@@ -163,7 +163,11 @@ class SuffixProposer:
             state.older_match = state.match if is_next else (0, 0)
             state.match, state.half = (0, 0), self._half
             if not is_next:
-                state.num_matched = max(0, len(tokens) - self._max_depth)
+                state.num_matched = 0
+        first = max(0, len(tokens) - self._max_depth)
+        if state.num_matched < first:  # not followed for a while: longer matches count as `_max_depth` tokens
+            state.match = state.older_match = (0, 0)
+            state.num_matched = first
         for token in tokens[state.num_matched :]:
             state.match = self._recent.advance(*state.match, token)
             state.older_match = self._older.advance(*state.older_match, token)

@@ -135,6 +135,27 @@ def test_suffixes_guess_what_recent_answers_said() -> None:
     assert not any(draft_tokens(SuffixProposer(24, 0, 1.0, 0.1), sequence([3]), answer)), "0 keeps none"
 
 
+def test_a_sequence_that_was_not_followed_is_matched_by_its_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer, answer = SuffixProposer(24, 100, 1.0, 0.1), list(range(200, 260))
+    draft_tokens(proposer, sequence([1, 2]), answer)
+    seq = sequence([3, *answer[:5]])
+    state = proposer.start(seq)
+    proposer.propose(seq, state, 8)
+    seq.token_ids.extend([*range(1000, 6000), *answer[:40]])
+    advance, advanced = SuffixAutomaton.advance, []
+
+    def count(automaton: SuffixAutomaton, place: int, length: int, token: int) -> tuple[int, int]:
+        advanced.append(token)
+        return advance(automaton, place, length, token)
+
+    monkeypatch.setattr(SuffixAutomaton, "advance", count)
+    proposer.propose(seq, state, 8)
+    assert len(advanced) == 2 * 24, "in both halves"
+    new = proposer.start(seq)
+    proposer.propose(seq, new, 8)
+    assert state.match == new.match and state.match[1] == 24
+
+
 def test_a_suffix_that_went_on_in_many_ways_is_not_guessed() -> None:
     ways = [token for i in range(20) for token in (7, 100 + i)]
     [guess] = draft_tokens(SuffixProposer(24, 0, 1.0, 0.1), sequence([*ways, 7]), [1])

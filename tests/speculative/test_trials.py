@@ -65,6 +65,20 @@ def test_guesses_that_are_never_right_are_tried_in_fewer_than_two_steps_of_a_hun
     assert sum(step > 400 for step in found) <= 72
 
 
+def test_a_prediction_beside_it_makes_a_drafter_no_worse() -> None:
+    """Counts of found draft tokens are the best of many, those of a drafter are not."""
+    cost = StepCostModel((40e-3, 10e-3, 10e-3, 10e-3, 1e-4, 0, 0, 0))
+    speculation = Speculation(ToBeDrafted(100_000), MOST, cost)
+    seqs = []
+    for i, prediction in enumerate(([], [5, 6, 7, 8])):
+        request = EngineRequest(f"r{i}", Prompt([1]), SamplingParams(), [], 100, 0.0, prediction=prediction)
+        seqs.append(Sequence(request, (0.0, i), 0))
+        speculation.accept(seqs[-1], [0], None)
+    made, found = speculation.choose([(seq, MOST) for seq in seqs], [PlannedRow(i, 10, 1, 1) for i in range(2)])
+    assert set(made) == {DRAFT_PLACEHOLDER} and found
+    assert len(made) == 2
+
+
 def test_a_drafter_that_lags_is_not_judged_by_what_it_has_not_guessed() -> None:
     """After a bad beginning it needs five steps to catch up, in which it guesses nothing, and the next takes long."""
     of_beginning, _ = guessed_steps(lambda place: place >= 20, 21)
