@@ -13,7 +13,7 @@ from octavo.loading.checkpoint import resolve
 from octavo.loading.overrides import longest_context
 from octavo.models.description import ModelDescription
 from octavo.models.registry import describe
-from octavo.speculative_config import DEFAULT, DRAFT_METHODS, HEAD_METHODS, SpeculativeConfig, parse
+from octavo.speculative_config import DEFAULT, DRAFT_METHODS, HEAD_METHODS, NO_METHOD, SpeculativeConfig, parse
 
 
 def speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
@@ -36,7 +36,7 @@ def settled_speculation(
     asked = speculative_config(args)
     if asked is not None and pools:
         raise ConfigError(f"{name} pools and samples no tokens; leave speculation out.")
-    is_off = bool(args.speculative_config)  # by the method none
+    is_off = (args.speculative_config or {}).get("method") == NO_METHOD
     if asked is not None or is_off or pools or device != "cpu":
         return asked
     # Draft tokens over states take blocks from snapshots of prefixes. The others are not measured.

@@ -22,6 +22,7 @@ from octavo.models.registry import describe
 from octavo.planning.cache_sizes import CacheSizes, cache_sizes
 from octavo.planning.step_limits import Gpu, GpuSteps, Limit, Rates, StepLimits, model_work
 from octavo.planning.weight_formats import AS_IS, FORMATS, packed_weight_bytes, weights_in, weights_like
+from octavo.speculative_config import SpeculativeConfig
 from octavo.step_cost import StepCost, StepWork
 
 SCHEMA_VERSION = 1
@@ -245,6 +246,16 @@ def _layout(placed: _Placed, description: ModelDescription, options: PlanOptions
     }
 
 
+def _speculation_note(speculative: SpeculativeConfig) -> str:
+    """Return the note that predicted rates of decoding are without draft tokens."""
+    most = speculative.disable_by_batch_size
+    bound = "" if most is None else f" for up to {most} at once"
+    return (
+        f"Decoding is without draft tokens, which the engine tries{bound}: text that repeats comes faster "
+        "(docs/speculation.md)."
+    )
+
+
 def _rates(
     config: EngineConfig,
     description: ModelDescription,
@@ -273,11 +284,7 @@ def _rates(
         own = weights_like(weights, description, dtype)
         cost = measure_steps(replace(config, cache=sizes.config.cache), description, own, dtype)
         if config.speculative is not None:
-            plan["notes"].append(
-                f"Decoding is without draft tokens, which the engine tries for up to "
-                f"{config.speculative.disable_by_batch_size} at once: text that repeats comes faster "
-                "(docs/speculation.md)."
-            )
+            plan["notes"].append(_speculation_note(config.speculative))
         is_quantized = plan["model"]["held_in"] not in ("bfloat16", "float32")
         rates = Rates(speed.bytes_per_s, speed.operations_per_s(is_quantized), speed.bf16_per_s)
         plan["device"] |= {"bytes_per_s": speed.bytes_per_s, "operations_per_s": rates.products_per_s}

@@ -18,9 +18,10 @@ from octavo.ops import load
 from octavo.ops.triton.schedule import MACHINES, sum_exchanges
 from octavo.planning.cache_sizes import cache_sizes
 from octavo.planning.measured_steps import MeasuredStep, _part_of, fitted, measure_steps
-from octavo.planning.serving_plan import SCHEMA_VERSION, PlanOptions, as_text, make_plan
+from octavo.planning.serving_plan import SCHEMA_VERSION, PlanOptions, _speculation_note, as_text, make_plan
 from octavo.planning.step_limits import GPUS, GpuSteps, Rates, StepLimits, model_work
 from octavo.planning.weight_formats import AS_IS, FORMATS, packed_weight_bytes, weights_in
+from octavo.speculative_config import DEFAULT
 from octavo.step_cost import StepWork
 
 _SIZES: dict[str, Any] = {
@@ -107,6 +108,11 @@ def test_the_default_model_takes_what_its_file_s_formats_are_packed_into() -> No
     assert plan["model"]["weight_bytes"] == executor.weight_bytes
     assert plan["cache"][0]["bytes_per_token"] * 600 * 16 == executor.cache_bytes
     assert plan["prefill"] == plan["decode"] == []
+
+
+def test_the_note_on_draft_tokens_names_a_bound_only_where_there_is_one() -> None:
+    assert "which the engine tries for up to 4 at once: text" in _speculation_note(DEFAULT)
+    assert "which the engine tries: text" in _speculation_note(replace(DEFAULT, disable_by_batch_size=None))
 
 
 @pytest.mark.long
