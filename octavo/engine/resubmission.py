@@ -66,8 +66,8 @@ class Resubmission:
         return self._num_steps - self._running.get(state.request.request_id, self._num_steps)
 
     def core_ended(self) -> dict[str, RequestError]:
-        """Find suspects, as the core has died, perhaps before it was ready. Returns the requests to refuse, with their
-        errors."""
+        """Find suspects when the core has ended, perhaps before it was ready. Returns the requests to refuse, with
+        their errors."""
         refused = self._find_suspects() if self._has_core else {}
         self._send(Trials(len(self._suspects)))
         return refused

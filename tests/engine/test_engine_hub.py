@@ -162,18 +162,18 @@ def test_what_was_under_way_to_a_core_as_it_died_is_left_to_the_next_core(
         one, other = await make(), await make()
         engine = hub._engines[0]
         supervisor = engine.supervisor
-        lose, told = supervisor._on_core_ended, list[FrontendMessage]()
+        on_core_ended, told = supervisor._on_core_ended, list[FrontendMessage]()
         request = one.engine.inputs.process({"prompt_token_ids": ANSWER}, SamplingParams(max_tokens=1))
 
-        def lose_as_messages_come(error: OctavoError) -> None:
-            lose(error)
+        def end_as_messages_come(error: OctavoError) -> None:
+            on_core_ended(error)
             with monkeypatch.context() as patch:
                 patch.setattr(supervisor, "tell", told.append)
                 for message in (request, ResetCache(False), DropCacheSession("s", None), GetBlockMap()):
                     assert one.attached is not None
                     engine.take(one.attached, encode_message(message))
 
-        monkeypatch.setattr(supervisor, "_on_core_ended", lose_as_messages_come)
+        monkeypatch.setattr(supervisor, "_on_core_ended", end_as_messages_come)
         assert await ask(one.engine, THREE_CORES) == "length"
         assert not (told or engine._resets or engine._maps)
         assert await other.shared.reset_prefix_cache()

@@ -19,8 +19,9 @@ _INDEXED = LATENT_MODELS["deepseek v3.2, of whose keys its index chooses 8"]
 MODELS = ALL_MODELS | LATENT_MODELS
 # Heads of the cache are multiples of 16 on GPUs.
 MODELS["deepseek v3.2"] = _INDEXED._replace(settings=_INDEXED.settings | {"kv_lora_rank": 32, "index_head_dim": 24})
-NAMES = ("gemma 2", "gpt-oss")
-MORE_NAMES = (
+NAMES = (
+    "gemma 2",
+    "gpt-oss",
     "bloom",
     "llama 4",
     "youtu",
@@ -39,7 +40,7 @@ MORE_NAMES = (
 
 @pytest.mark.long
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="batches are made in the host's memory")
-@pytest.mark.parametrize("name", [*NAMES, *MORE_NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_transformers(name: str) -> None:
     reference: Any = MODELS[name].reference(0)
     description = describe(reference.config.to_dict() | {"architectures": [MODELS[name].architecture]})
