@@ -345,8 +345,10 @@ def remembered(
     `recalled`, and `text` is the length and the digest of the rendered prompt. An answer of Harmony's messages is
     remembered with the end that histories have (github.com/openai/harmony, docs/format.md)."""
     has_end, style = answer[-1] in end_tokens, formats.reasoning
-    if style is not None and style.has_channels and answer[-1] == tokenizer.convert_tokens_to_ids("<|return|>"):
-        answer = [*answer[:-1], tokenizer.convert_tokens_to_ids("<|end|>")]
+    if style is not None and style.has_channels:
+        final, end = map(tokenizer.backend_tokenizer.token_to_id, ("<|return|>", "<|end|>"))
+        if end is not None and answer[-1] == final:
+            answer = [*answer[:-1], end]
     parent, num_known = None, 0
     if recalled is not None:
         parent, num_known = (recalled.answer.key, recalled.answer.digest), recalled.num_known

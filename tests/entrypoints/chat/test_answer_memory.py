@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from octavo.entrypoints.chat.tools.format_detection import _TURN_ENDS, ModelForm
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
 from octavo.loading.tokenizer import ModelTokenizer
+from octavo.request import pack_tokens
 from tests.entrypoints.chat.published import SPECIAL
 from tests.entrypoints.chat.test_history_fuzz import TEMPLATES
 from tests.entrypoints.chat.tools.test_format_detection import THINK, TOOL_TEMPLATES, chat, each
@@ -59,13 +60,13 @@ TOOL = {
 }
 
 
-def bytes_tokenizer(template: str) -> ModelTokenizer:
+def bytes_tokenizer(template: str, ends: Sequence[str] = ENDS) -> ModelTokenizer:
     """A tokenizer of bytes whose marks of turns' ends are tokens."""
     vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([*ENDS, "<s>", "<unk>"])
+    backend.add_special_tokens([*ends, "<s>", "<unk>"])
     return ModelTokenizer(backend, SPECIAL, chat_template=template)
 
 
@@ -314,6 +315,20 @@ def test_calls_and_final_messages_of_harmony_are_recalled() -> None:
     other = talk(user("Other."))
     server.answer(other, thought + final + "<|return|>")
     assert server.recalled(followed(other, {**said, "reasoning_content": "Hm"}, user("Thanks"))) is None
+
+
+@pytest.mark.parametrize("unknown", [None, "<unk>"])
+def test_a_final_message_of_harmony_stays_as_it_is_where_the_tokenizer_has_no_other_end(unknown: str | None) -> None:
+    special = {role: token for role, token in SPECIAL.items() if role != "unk_token"}
+    if unknown is not None:
+        special["unk_token"] = unknown
+    backend = bytes_tokenizer(HARMONY, [end for end in ENDS if end != "<|end|>"]).backend_tokenizer
+    tokenizer = ModelTokenizer(backend, special, chat_template=HARMONY)
+    answer = tokenizer.encode("7.<|return|>", add_special_tokens=False)
+    formats = model_formats(tokenizer)
+    assert formats.reasoning is not None and formats.reasoning.has_channels
+    kept = remembered(b"", None, [], answer, answer[-1:], (0, b""), tokenizer, formats)
+    assert kept.tokens == pack_tokens(answer) and kept.has_end
 
 
 def test_a_memory_is_bounded_and_forgets_what_was_not_used_for_longest() -> None:
