@@ -172,17 +172,35 @@ class BlockFiles:
         self.num_damaged += 1
         return False
 
-    def touch(self, names: Iterable[Name], keep_until: float = 0.0) -> None:
-        """Mark blocks as used now, in order: the last ones go last. Keep them until `keep_until` (`time.time`); without
-        it, those that were used in the last seconds stay as they are."""
-        fresh = time.time_ns() - _FRESH_NS
+    def touch(self, names: Iterable[Name]) -> None:
+        """Mark the blocks of a prompt, its first one first, as used now. Each block gets an earlier time than the block
+        before it, without which it is worth nothing. Where their order is right already, blocks that were used in the
+        last seconds stay as they are, and so do kept ones."""
+        now = time.time_ns()
+        before = now + 1
         for name in names:
             key = self._own, _file_name(name)
-            if (found := self._files.get(key)) is not None and (keep_until or found.used <= fresh):
-                used = max(found.used, self._time(0 if key in self._kept else found.size, keep_until))
-                self._count(key, found.size, used)
-                with contextlib.suppress(OSError):
-                    os.utime(self._path_of(*key), ns=(used, used))  # for other servers, and for the next one
+            if (found := self._files.get(key)) is None or found.used > now:
+                continue
+            if found.used >= before or found.used <= now - _FRESH_NS:
+                self._mark(key, found.size, before - 1)
+                before -= 1
+            else:
+                before = found.used
+
+    def keep(self, names: Iterable[Name], keep_until: float) -> None:
+        """Keep blocks until `time.time` is `keep_until`. Where sessions keep too much already, they are used now."""
+        for name in names:
+            key = self._own, _file_name(name)
+            if (found := self._files.get(key)) is not None:
+                used = self._time(0 if key in self._kept else found.size, keep_until)
+                self._mark(key, found.size, max(found.used, used))
+
+    def _mark(self, key: _Key, size: int, used: int) -> None:
+        """Change the time of a file."""
+        self._count(key, size, used)
+        with contextlib.suppress(OSError):
+            os.utime(self._path_of(*key), ns=(used, used))  # for other servers, and for the next one
 
     def _time(self, size: int, keep_until: float) -> int:
         """Return the time of a file of `size` that is used now: `keep_until`, if sessions may keep so much more."""
@@ -197,7 +215,7 @@ class BlockFiles:
     def keep_session(self, session: str, names: Collection[Name], keep_until: float) -> None:
         """Note that a session has these blocks too, for `drop_session`, and keep those that are there. Blocks that it
         had are forgotten where they are gone."""
-        self.touch(names, keep_until)
+        self.keep(names, keep_until)
         lines = {line for line in self._lines(session) if self._has(line)} | {_file_name(name) for name in names}
         self._write(session + _SESSION, memoryview("\n".join(sorted(lines)).encode()), keep_until)
 
@@ -323,7 +341,8 @@ class BlockFiles:
         if (file := self._files.pop(key, None)) is not None:
             self.num_bytes -= file.size
             self.num_kept_bytes -= self._kept.pop(key, 0)
-            self._sessions.pop(key[1], None)
+            if self._is_session(key):
+                self._sessions.pop(key[1], None)
 
     def _is_session(self, key: _Key) -> bool:
         return key[0] == self._own and key[1].endswith(_SESSION)

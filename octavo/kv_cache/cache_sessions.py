@@ -69,9 +69,7 @@ class CacheSessions:
         if not found:
             return
         keep_until = time.time() + request.cache_ttl_s
-        for name in found:
-            if tier.is_on_its_way(name):
-                tier.keep_until[name] = keep_until
+        tier.keep_on_arrival(found, keep_until)
         self._remember(session, found.keys(), keep_until)
         unsaved = tier.unsaved.keys() & self._sessions[session].names  # of earlier turns too
         tier.do_in_turn(partial(self._files.keep_session, session, [*found, *unsaved], keep_until), may_skip=True)

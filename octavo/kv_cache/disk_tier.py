@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -196,8 +196,8 @@ class DiskTier:
             self.end(fetch)
         if removes_files:
             self.sessions.clear()
-            self.keep_until.clear()
             with self._lock:
+                self.keep_until.clear()
                 self._queue.clear()
                 self._queued.clear()
                 self._queued_bytes = 0
@@ -243,20 +243,30 @@ class DiskTier:
         """Return whether a block is to be written."""
         return name in self.unsaved or name in self._queued
 
+    def keep_on_arrival(self, names: Iterable[Name], keep_until: float) -> None:
+        """Have the folder keep those of these blocks that are on their way there until `time.time` is `keep_until`."""
+        with self._lock:
+            self.keep_until |= {name: keep_until for name in names if self.is_on_its_way(name)}
+
     def forget_block(self, name: Name) -> None:
         """Save a block no longer, if it is not on its way to the writer."""
         self.unsaved.pop(name, None)
-        self.keep_until.pop(name, None)
+        with self._lock:
+            self.keep_until.pop(name, None)
 
     def note_computed(self, name: Name, block: int) -> None:
         if (self._is_emptying or not self.files.knows(name)) and name not in self._queued:
             self.unsaved[name] = block
 
     def save_before_loss(self, name: Name) -> None:
-        """Save a block that is about to be overwritten, if it is not saved yet, reads have earned the time for it, and
-        the writer keeps up."""
+        """Save a block that is about to be overwritten, if it is not saved yet, the writer keeps up, and a session
+        keeps the block or reads have earned the time for it."""
         block = self.unsaved.pop(name, None)
-        if block is not None:
+        if block is None:
+            return
+        if name in self.keep_until:
+            self._save(name, block)
+        else:
             self._earned_s -= self._save(name, block, self._earned_s > 0)
 
     def save_while_busy(self, step_s: float) -> None:
@@ -284,8 +294,8 @@ class DiskTier:
     def _save(self, name: Name, block: int, is_earned: bool = True) -> float:
         """Queue a copy of a block, if there is room. Returns the seconds that this takes, and writing it."""
         if not is_earned or not self._has_room():
-            self.keep_until.pop(name, None)
             with self._lock:
+                self.keep_until.pop(name, None)
                 self._stats.num_disk_dropped += 1
             return 0.0
         begin = self._clock()
@@ -324,7 +334,7 @@ class DiskTier:
     def _write_block(self, name: Name, contents: NDArray[np.uint8]) -> None:
         begin, error, is_written = time.thread_time(), "", False
         try:
-            is_written = self.files.write(name, contents, self.keep_until.pop(name, 0.0))
+            is_written = self.files.write(name, contents, self.keep_until.get(name, 0.0))
         except Exception as e:
             error = (isinstance(e, OSError) and e.strerror) or repr(e)
         if error and error != self._last_error:
@@ -335,6 +345,7 @@ class DiskTier:
             if name in self._queued:  # it was not forgotten
                 self._queued.remove(name)
                 self._queued_bytes -= contents.nbytes
+                self.keep_until.pop(name, None)
             self._stats.num_disk_written += is_written
             self._stats.num_disk_dropped += not is_written
             self._stats.disk_written_bytes += contents.nbytes * is_written
@@ -441,9 +452,11 @@ class DiskTier:
         self._fetches.remove(fetch)
         self._touch(fetch.used)  # not earlier: the readers would wait for it
         fetch.unread.clear()
-        self._abandoned += fetch.reading
         for future in fetch.reading:
-            future.cancel()
+            if future.cancel() or future.done():
+                del self._reading_bytes[future]
+            else:
+                self._abandoned.append(future)
         fetch.reading.clear()
         num_blocks = self._cache.num_prefix_blocks(fetch.keys, fetch.num_found_blocks)
         if num_blocks > fetch.num_cached_blocks:
@@ -491,9 +504,9 @@ class DiskTier:
         return chunks[::-1]
 
     def _touch(self, names: Sequence[Name]) -> None:
-        """Mark blocks as used, the beginning of a prompt last: without it the rest is worth nothing."""
+        """Mark the blocks of a prompt as used."""
         if names:
-            self.do_in_turn(partial(self.files.touch, names[::-1]), may_skip=True)
+            self.do_in_turn(partial(self.files.touch, names), may_skip=True)
 
     def do_in_turn(self, work: Callable[[], None], may_skip: bool = False) -> None:
         """Have the writer do `work` after what it has been given before. With `may_skip` leave it out where too much

@@ -84,10 +84,11 @@ def test_the_blocks_that_were_used_longest_ago_go_first_and_the_bound_holds(
     for number in range(4):
         one.write(name(number), contents(number))
     before = one._files.copy()
-    one.touch([name(1), name(0)])
+    for number in range(4):
+        one.touch([name(number)])
     assert one._files == before, "they were used a moment ago"
     monkeypatch.setattr(block_files, "_FRESH_NS", 0)
-    one.touch([name(1), name(0)])
+    one.touch([name(0), name(1)])
     one.write(name(4), contents(4))
     assert [number for number in range(5) if one.has(name(number))] == [0, 1, 3, 4]
     one.write(name(5), contents(5))
@@ -102,6 +103,22 @@ def test_the_blocks_that_were_used_longest_ago_go_first_and_the_bound_holds(
         "a smaller bound holds from the start"
     )
     assert not files(tmp_path, num_pages=2).write(name(7), np.zeros(2 * PAGE, np.uint8)), "larger than the bound"
+
+
+def test_the_beginning_of_a_prompt_goes_last_though_it_was_written_a_moment_ago(tmp_path: Path) -> None:
+    one = files(tmp_path, num_pages=4)
+    one.write(name(9), contents(9))
+    for number in range(3):
+        one.write(name(number), contents(number))
+    one.touch([name(number) for number in range(3)])
+    before = one._files.copy()
+    one.touch([name(number) for number in range(3)])
+    assert one._files == before, "their order is right already"
+    assert files(tmp_path, num_pages=4)._files == before, "the next server has it too"
+    one.remove([name(9)])
+    for number in range(10, 13):
+        one.write(name(number), contents(number))
+    assert [number for number in range(3) if one.has(name(number))] == [0]
 
 
 def test_two_servers_share_a_folder(tmp_path: Path) -> None:
@@ -172,7 +189,7 @@ def test_sessions_keep_their_blocks_before_others_and_until_their_time(
         write(number)
     one.keep_session("aa11", [name(0), name(1), name(7)], now[0] / 1e3 + 60)
     write(7)
-    one.touch([name(7)], now[0] / 1e3 + 60)
+    one.keep([name(7)], now[0] / 1e3 + 60)
     for number in range(10, 20):
         write(number)
     assert there() == [0, 1, 7, *range(14, 20)] and one.num_kept_bytes == 4 * PAGE
@@ -192,8 +209,18 @@ def test_sessions_keep_no_more_than_their_share(tmp_path: Path) -> None:
         one.write(name(number), contents(number))
     one.keep_session("aa11", [name(number) for number in range(18)], time.time() + 1000)
     assert one.num_kept_bytes == 10 * PAGE
-    one.touch([name(0)], time.time() + 2000)
+    one.keep([name(0)], time.time() + 2000)
     assert one.num_kept_bytes == 10 * PAGE
+
+
+def test_models_in_one_folder_have_sessions_of_the_same_name(tmp_path: Path) -> None:
+    files(tmp_path, fingerprint=b"g" * 16).keep_session("aa11", [name(1)], 0)
+    one = files(tmp_path, num_pages=3)
+    one.keep_session("aa11", [name(0)], time.time() + 1000)
+    for number in range(2):
+        one.write(name(number), contents(number))  # the other model's session goes, as the oldest file
+    assert len([path for path in paths(tmp_path) if path.suffix == ".session"]) == 1
+    assert list(one.sessions()) == ["aa11"]
 
 
 def test_a_dropped_session_takes_only_what_is_its_own(tmp_path: Path) -> None:

@@ -204,6 +204,21 @@ def test_a_busy_engine_saves_in_a_small_share_of_its_time(engines: Any) -> None:
     assert len(one.tier.unsaved) >= 10 - 2 - 7, "saved-up time is bounded"
 
 
+def test_an_idle_engine_leaves_the_writer_little_to_do(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "_IDLE_QUEUE_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(disk_tier, "_IDLE_WAIT_S", 0.0)
+    one, may_go = engines(), threading.Event()
+    write = one.files.write
+    one.files.write = lambda *args: may_go.wait() and write(*args)
+    one.compute(list(range(40)))
+    for _ in range(10):
+        assert one.tier.save_while_idle()
+    assert (one.tier._queued_bytes, len(one.tier.unsaved)) == (2 * BLOCK_BYTES, 10 - 2)
+    may_go.set()
+    one.save()
+    assert one.stats().num_disk_written == 10
+
+
 def test_blocks_that_find_the_queue_full_are_dropped_and_nobody_waits(
     engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +300,31 @@ def test_a_disk_that_hangs_is_waited_for_no_longer_than_computing_takes(engines:
     may_go.set()
     wait_until(lambda: not second.tier._hangs())
     assert second.fetched(list(range(22))) is not None, "until it answers again"
+
+
+def test_blocks_that_nobody_reads_any_more_are_not_waited_for(engines: Any) -> None:
+    first = engines()
+    first.compute(list(range(40)))
+    first.save()
+    second, began, may_go = engines(), threading.Semaphore(0), threading.Event()
+    read = second.files.read
+
+    def hang(*args: Any) -> Any:
+        began.release()
+        may_go.wait()
+        return read(*args)
+
+    second.files.read = hang
+    second.tier._chunks = lambda names: [[name] for name in reversed(names)]
+    seq, fetch = second.begin(list(range(40)))
+    assert fetch is not None and sum(second.tier._reading_bytes.values()) == 9 * BLOCK_BYTES
+    for _ in range(disk_tier._NUM_READERS):
+        began.acquire()
+    second.tier.leave(seq)
+    assert sum(second.tier._reading_bytes.values()) == disk_tier._NUM_READERS * BLOCK_BYTES
+    may_go.set()
+    wait_until(lambda: not second.tier._hangs())
+    assert second.tier._reading_bytes == {}
 
 
 def test_a_disk_that_hangs_while_others_blocks_are_looked_for_stops_nobody(
@@ -405,6 +445,40 @@ def test_a_block_of_a_session_that_is_not_kept_leaves_nothing(engines: Any, monk
     for name in one.contents():
         one.tier.save_before_loss(name)
     assert one.tier.keep_until == {} and one.stats().num_disk_dropped == 5
+
+
+def test_the_blocks_of_a_session_are_saved_also_where_reads_have_earned_no_time(engines: Any) -> None:
+    one = engines()
+    takes_3_ms(one)
+    one.tier._earned_s = -1.0
+    turn_of(one, list(range(22)), "mine")
+    own = one.contents()
+    one.compute(list(range(100, 148)))  # takes every block
+    one.compute(list(range(200, 248)))
+    one.tier.wait_until_saved(timeout_s=0)
+    wait_until(lambda: all(one.files.knows(name) for name in own))
+    assert one.stats().num_disk_dropped == 12 and one.tier._earned_s == -1.0
+
+
+def test_a_block_that_is_kept_while_it_is_written_leaves_nothing(engines: Any) -> None:
+    one, began, may_go = engines(), threading.Event(), threading.Event()
+    write = one.files.write
+
+    def held(*args: Any) -> bool:
+        began.set()
+        may_go.wait()
+        return write(*args)
+
+    one.files.write = held
+    seq = one.compute(list(range(4)))
+    one.tier.save_while_idle()
+    began.wait()
+    seq.request.cache_session, seq.request.cache_ttl_s = "mine", 1000.0
+    one.tier.sessions.keep(seq)
+    may_go.set()
+    one.save()
+    wait_until(lambda: one.files.sessions())
+    assert one.tier.keep_until == {} and len(one.files._kept) == 2, "the block and the session's file"
 
 
 def turn_of(engine: Engine, tokens: list[int], session: str, ttl_s: float = 1000.0) -> None:
