@@ -167,14 +167,18 @@ def watch(port: int, num_streams: int, num_tokens: int, started: Any, found: Any
                 if new is not None:
                     answer += step(new, selector)
                 continue
-            data, now = key.fileobj.recv(1 << 16), time.monotonic()  # type: ignore[union-attr]
+            try:
+                data = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+            except ConnectionError:
+                data = b""
+            now = time.monotonic()
             if last[key.data]:
                 waits.append(now - last[key.data])
             if min(last) > 0 and not started.is_set():
                 started.set()
             last[key.data], ends[key.data] = now, (ends[key.data] + data)[-8:]
             if not data or ends[key.data].endswith(b"\r\n0\r\n\r\n"):
-                num_failed += not data
+                num_failed += not data or b'"error"' in data
                 selector.unregister(key.fileobj)
                 key.fileobj.close()  # type: ignore[union-attr]
         if new is not None and (

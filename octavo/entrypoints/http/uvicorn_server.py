@@ -220,7 +220,9 @@ class HttpProtocol(HttpToolsProtocol):
             if since > self.loop.time() - IDLE_GRACE_S:
                 return False
             del self._idle[oldest]
-            if oldest.cycle is None or oldest.cycle.response_complete:  # else it sends its next request early
+            # Not while the client still gets an answer: it may read late, or send its next request early.
+            is_answered = oldest.cycle is None or oldest.cycle.response_complete
+            if is_answered and not oldest.transport.get_write_buffer_size():
                 oldest.transport.abort()
                 return True
         return False
@@ -299,7 +301,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.response_complete and not self.transport.is_closing():
+        self._idle.pop(self, None)  # the order is that of the times
+        if self.cycle.response_complete and not self.transport.is_closing() and not self._is_lingering:
             self._idle[self] = self.loop.time()
 
     def timeout_keep_alive_handler(self) -> None:

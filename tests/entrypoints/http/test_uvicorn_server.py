@@ -66,6 +66,9 @@ class Client(asyncio.Transport):
             assert self.protocol is not None
             self.protocol.pause_writing()
 
+    def get_write_buffer_size(self) -> int:
+        return 0 if self.reads else len(self.written)
+
     def can_write_eof(self) -> bool:
         return True
 
@@ -294,10 +297,18 @@ def test_connections_without_a_request_give_way_and_those_with_one_do_not(monkey
             busy.append(await client(stream_for_ever, GET))
             assert given_up.is_gone
         assert not any(one.is_gone for one in busy)
+        for one in busy[-2:]:
+            one.abort()
+        refusing = await client(refuse, POST)  # lingers: its client still sends the body
+        unread = Client(reads=False, server=server)
+        unread.connect(stream)
+        await unread.send(GET)
+        await virtual_sleep(uvicorn_server.IDLE_GRACE_S)
         refused = await client(stream, GET)
         assert b"503" in refused.written and refused.is_gone
-        assert all(b"more" in one.written and not one.is_gone for one in busy)
-        for one in busy:
+        assert not unread.is_gone and not refusing.is_gone
+        assert all(b"more" in one.written and not one.is_gone for one in busy[:-2])
+        for one in [*busy, unread, refusing]:
             one.abort()
         assert not server[1]
 
