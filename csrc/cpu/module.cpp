@@ -483,6 +483,7 @@ NB_MODULE(_cpu, m) {
         const octavo::Placement placement = octavo::place_threads(nodes, quota);
         return std::make_pair(placement.threads, placement.cpus);
     });
+    m.def("victim", &octavo::victim);
     m.def("bind_thread", &octavo::bind_thread);
     m.def("num_threads", &octavo::num_threads);
     m.def("nodes_of_threads", &octavo::nodes_of_threads);

@@ -68,9 +68,13 @@ class Pool {
   public:
     explicit Pool(const Placement& placement)
         : size_(placement.threads), cpus_(placement.cpus), claims_(new Claims[static_cast<size_t>(size_)]) {
-        if (cpus_.size() != static_cast<size_t>(size_)) return;
-        for (const int cpu : cpus_) nodes_.push_back(numa_node(cpu));
-        if (std::all_of(nodes_.begin(), nodes_.end(), [&](int node) { return node == nodes_[0]; })) nodes_.clear();
+        if (cpus_.size() == static_cast<size_t>(size_)) {
+            for (const int cpu : cpus_) nodes_.push_back(numa_node(cpu));
+            if (std::all_of(nodes_.begin(), nodes_.end(), [&](int node) { return node == nodes_[0]; })) nodes_.clear();
+        }
+        for (int thread = 0; thread < size_ && !nodes_.empty(); ++thread) {
+            for (int step = 1; step < size_; ++step) victims_.push_back(victim(nodes_, size_, thread, step));
+        }
     }
 
     int size() const { return size_; }
@@ -172,32 +176,13 @@ class Pool {
         return ran;
     }
 
-    // The threads of a node, whose numbers are neighbours; all threads if there is one node.
-    struct Home {
-        int begin, end;
-    };
-    Home home_of(int thread) const {
-        if (nodes_.empty()) return {0, size_};
-        const auto same = [&](int other) {
-            return nodes_[static_cast<size_t>(other)] == nodes_[static_cast<size_t>(thread)];
-        };
-        Home home{thread, thread + 1};
-        while (home.begin > 0 && same(home.begin - 1)) --home.begin;
-        while (home.end < size_ && same(home.end)) ++home.end;
-        return home;
-    }
-
-    // Returns the thread whose share `thread` takes from after `step` others (1 to size_ - 1): those of its own node,
-    // whose memory is near, come first.
-    int victim(int thread, Home home, int step) const {
-        const int at_home = home.end - home.begin;
-        if (step < at_home) return home.begin + (thread - home.begin + step) % at_home;
-        return (home.end + step - at_home) % size_;
+    int victim_of(int thread, int step) const {
+        if (victims_.empty()) return victim(nodes_, size_, thread, step);
+        return victims_[static_cast<size_t>(thread) * static_cast<size_t>(size_ - 1) + static_cast<size_t>(step - 1)];
     }
 
     // Works through all launches of the call: own share, the others' shares, then waits for the tasks that others run.
     void work_through(int thread) {
-        const Home home = home_of(thread);
         int64_t target = 0;
         for (size_t i = 0; i < count_; ++i) {
             const Launch& l = launches_[i];
@@ -206,7 +191,7 @@ class Pool {
             int64_t ran = run_share(thread, launch, l);
             for (int step = 1; step < size_; ++step) {
                 if (completed_.load(std::memory_order_acquire) + ran >= target) break;
-                ran += run_share(victim(thread, home, step), launch, l);
+                ran += run_share(victim_of(thread, step), launch, l);
             }
             if (ran > 0) completed_.fetch_add(ran, std::memory_order_acq_rel);
             spin_until([&] { return completed_.load(std::memory_order_acquire) >= target; });
@@ -252,7 +237,8 @@ class Pool {
 
     const int size_;
     const std::vector<int> cpus_;
-    std::vector<int> nodes_;  // of the threads; empty if they are not bound, or all on one
+    std::vector<int> nodes_;    // of the threads; empty if they are not bound, or all on one
+    std::vector<int> victims_;  // of each thread in turn, on several nodes
     const std::unique_ptr<Claims[]> claims_;
     std::vector<Worker> workers_;
     std::mutex callers_;

@@ -1,6 +1,6 @@
 // The pool that runs kernel tasks. It does not know what they compute. Launches run one after another; the tasks of
-// each run on all threads, the calling one included. One pool serves the process; callers take turns. How many threads:
-// topology.cpp.
+// each run on all threads, the calling one included. One pool serves the process; callers take turns. How many threads,
+// and where: topology.cpp.
 #pragma once
 
 #include <cstddef>
@@ -25,6 +25,10 @@ Placement place_threads(const CoresByNode& nodes, double quota);
 Placement default_placement();
 // Returns the NUMA node of a processor; 0 if the system has no nodes.
 int numa_node(int cpu);
+// Returns the thread whose share `thread` takes from after those of `step` - 1 others (step: 1 to size - 1). Threads of
+// its own node, whose memory is near, come first. nodes[i] is the node of thread i, whose neighbours in number are
+// those of its node; nothing if there is one node.
+int victim(const std::vector<int>& nodes, int size, int thread, int step);
 // Asks the system to provide the whole pages of this memory, when they are first written, on the nodes of the threads
 // (nodes[i]: that of thread i). In shares: the first part of the memory on the node of the first threads, and so on, as
 // the pool shares out tasks. Else the pages take turns. Returns false if the system refuses or cannot do it.

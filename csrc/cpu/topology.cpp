@@ -1,8 +1,8 @@
 // How many threads this process should use, and where: the physical cores in its affinity mask, limited by the CPU
 // quota of its control group (a container's --cpus). More threads than that only take turns, and spin at each other
-// meanwhile. On several NUMA nodes each thread stays on a core, and memory is placed where its readers are: a read
-// from another node goes through the link between the nodes, which is slower than the node's own memory. Declared in
-// thread_pool.h.
+// meanwhile. On several NUMA nodes each thread of the pool stays on a core (the thread that calls is left to the
+// system), and memory is placed where its readers are: a read from another node goes through the link between the
+// nodes, which is slower than the node's own memory. Declared in thread_pool.h.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -40,7 +40,7 @@ std::string first_line(const std::string& path) {
 
 constexpr int kMaxNodes = 64;  // bits of a node mask
 // Modes of mbind (linux/mempolicy.h, which not every system has).
-constexpr int kPreferred = 1, kInterleave = 3;
+constexpr unsigned long kPreferred = 1, kInterleave = 3;
 
 // Returns, by NUMA node, the first hardware thread of each physical core in this process's affinity mask.
 CoresByNode cores_by_node() {
@@ -161,15 +161,28 @@ Placement default_placement() {
     size_t size = sizeof(placement.threads);
     if (sysctlbyname("hw.physicalcpu", &placement.threads, &size, nullptr, 0) != 0) placement.threads = 0;
 #endif
-    if (placement.threads <= 0) placement.threads = static_cast<int>(std::thread::hardware_concurrency());
-    placement.threads = std::max(placement.threads, 1);
-    return placement;
+    if (placement.threads > 0) return placement;
+    const int threads = static_cast<int>(std::thread::hardware_concurrency());
+    return {std::max(1, static_cast<int>(std::min(std::ceil(cpu_quota()), static_cast<double>(threads)))), {}};
+}
+
+int victim(const std::vector<int>& nodes, int size, int thread, int step) {
+    int begin = 0, end = size;  // the threads at home
+    if (!nodes.empty()) {
+        const auto is_home = [&](int other) {
+            return nodes[static_cast<size_t>(other)] == nodes[static_cast<size_t>(thread)];
+        };
+        for (begin = thread; begin > 0 && is_home(begin - 1);) --begin;
+        for (end = thread + 1; end < size && is_home(end);) ++end;
+    }
+    const int at_home = end - begin;
+    return step < at_home ? begin + (thread - begin + step) % at_home : (end + step - at_home) % size;
 }
 
 bool place_pages(void* memory, size_t bytes, size_t page_bytes, const std::vector<int>& nodes, bool in_shares) {
 #ifdef __linux__
-    const auto set_policy = [&](uintptr_t begin, uintptr_t end, int mode, uint64_t mask) {
-        return begin >= end || syscall(SYS_mbind, begin, end - begin, mode, &mask, kMaxNodes + 1, 0) == 0;
+    const auto set_policy = [&](uintptr_t begin, uintptr_t end, unsigned long mode, uint64_t mask) {
+        return begin >= end || syscall(SYS_mbind, begin, end - begin, mode, &mask, kMaxNodes + 1UL, 0UL) == 0;
     };
     // Only whole pages: what lies beside the memory belongs to others.
     const auto address = reinterpret_cast<uintptr_t>(memory);

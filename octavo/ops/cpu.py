@@ -74,7 +74,8 @@ __all__ = [
     "PackedWeight", "Program", "activation", "adapter_table", "add", "add_bias", "add_chosen", "add_rows", "all_gather",
     "all_reduce", "allocate_arena", "allocate_kv_cache", "argmax", "causal_conv", "choose_keys", "copy_blocks",
     "embedding", "experts", "experts_adapter_table",
-    "gated_delta", "gated_recurrence", "gather_blocks", "join_group", "keys_of", "latent_attention", "layer_norm",
+    "gated_delta", "gated_recurrence", "gather_blocks", "join_group", "keep_threads_on", "keys_of",
+    "latent_attention", "layer_norm",
     "linear", "linear_activated", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "logprobs_of",
     "mask_tokens", "multiply",
     "normalize", "num_scan_floats", "num_threads", "pack_linear", "packed_weight", "paged_attention", "penalize",
@@ -130,9 +131,15 @@ def use_threads(num_threads: int | None, cpus: list[int] | None) -> int:
 
 
 def default_cpus() -> list[int] | None:
-    """Return a processor for each thread where threads are bound by default: on several NUMA nodes."""
+    """Return a processor for each thread where each is bound to its own by default: on several NUMA nodes."""
     count, cpus = _cpu.default_placement()
     return cpus if len(cpus) == count == num_threads() else None
+
+
+def keep_threads_on(cpus: list[int]) -> None:
+    """Compute on one thread for each of these processors. The calling thread, which is one of them, is left to the
+    system: what it starts later may run anywhere."""
+    _cpu.set_threads(len(cpus), cpus)
 
 
 def _num_usable_processors() -> int:

@@ -4,13 +4,15 @@ A matrix of a small model is smaller than a large page (2 MiB), so matrices shar
 26 GB/s from large pages and 16 GB/s from small pages. The end of a small page stops the prefetcher, and the address of
 each small page must be looked up (twice in a virtual machine).
 
-Where threads run on several NUMA nodes, a node gets the part of each matrix that its threads multiply, and the pages of
-caches take turns. Containers that forbid the system call (mbind) leave pages where they are first written.
+Where threads run on several NUMA nodes, a node gets the part of a large matrix that its threads multiply. The pages of
+caches and small matrices, experts among them, take turns. Containers that forbid the system call (mbind) leave pages
+where they are first written.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import sys
 import weakref
@@ -25,6 +27,9 @@ from octavo.ops.cpu_arrays import address
 _CHUNK_BYTES = 64 << 20  # reserved addresses; the system provides memory only for pages that are written
 _HUGE_PAGE_BYTES = 2 << 20
 _ALIGNMENT = 64  # a cache line
+# Least bytes of a matrix in shares. Each share is an entry in the system's table of the process's memory, which takes
+# 65,530 of them.
+_LEAST_SHARED_BYTES = 16 << 20
 
 
 class _Arena:
@@ -40,20 +45,26 @@ class _Arena:
         if chunk is None or self._used + num_bytes > chunk.nbytes:
             chunk = np.zeros(max(num_bytes + _HUGE_PAGE_BYTES, _CHUNK_BYTES), np.uint8)
             _cpu.advise_huge_pages(chunk, chunk.nbytes)
+            _place(chunk, in_shares=False)
             self._chunk = weakref.ref(chunk)
             self._used = -address(chunk) % _HUGE_PAGE_BYTES
         begin = self._used
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        return _placed(chunk[begin : begin + num_bytes], in_shares=True)
+        piece = chunk[begin : begin + num_bytes]
+        if num_bytes >= _LEAST_SHARED_BYTES:
+            _place(piece, in_shares=True)
+        return piece
 
 
-def _placed(memory: NDArray[np.uint8], in_shares: bool) -> NDArray[np.uint8]:
-    """Return this memory, whose pages are still to be written, placed on the NUMA nodes of the threads."""
-    if nodes := _cpu.nodes_of_threads():
+def _place(memory: NDArray[np.uint8], in_shares: bool) -> None:
+    """Place memory whose pages are still to be written on the NUMA nodes of the threads."""
+    nodes: list[int] = _cpu.nodes_of_threads()
+    if in_shares and len([*itertools.groupby(nodes)]) > len({*nodes}):
+        return  # neighbouring threads are of different nodes (--cpu-threads-bind)
+    if nodes:
         _cpu.place_pages(
             memory=memory, bytes=memory.nbytes, page_bytes=_HUGE_PAGE_BYTES, nodes=nodes, in_shares=in_shares
         )
-    return memory
 
 
 zeros = _Arena().zeros
@@ -81,4 +92,6 @@ def empty_pages(num_bytes: int) -> NDArray[np.uint8]:
     memory = np.empty(max(size, num_bytes) + alignment, np.uint8)
     begin = -address(memory) % alignment
     _cpu.advise_huge_pages(memory[begin : begin + size], size)
-    return _placed(memory[begin : begin + num_bytes], in_shares=False)
+    found = memory[begin : begin + num_bytes]
+    _place(found, in_shares=False)
+    return found
