@@ -243,7 +243,9 @@ class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         made, name = types.ModuleType(spec.name), f"octavo{spec.name[4:]}"
         try:
             known: Any = importlib.import_module(name) if spec.name.startswith("vllm") else None
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as error:
+            if error.name is None or not (name + ".").startswith(error.name + "."):
+                raise  # a module of Octavo's lacks one
             known = None
 
         def find(attribute: str) -> Any:
@@ -251,7 +253,7 @@ class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 raise AttributeError(attribute)
             if attribute in _HELPERS.get(spec.name, ()):
                 return _HELPERS[spec.name][attribute]
-            return _within(attribute) if known is None else getattr(known, attribute, None) or _within(attribute)
+            return getattr(known, attribute) if hasattr(known, attribute) else _within(attribute)
 
         made.__dict__["__getattr__"] = find
         return made

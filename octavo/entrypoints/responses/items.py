@@ -36,9 +36,7 @@ def response_of(id: str) -> str | None:
 def read_items(value: str | list[Any], owner_id: str, field: str = "input") -> list[Item]:
     """Return the items of a request's `field`, each with an id, which is made of `owner_id` if it has none. Raises
     `RequestError` naming the place."""
-    # A list of parts alone is one message, as transformers' server takes it.
-    kinds = [one.get("type") if isinstance(one, dict) else None for one in value]
-    is_content = isinstance(value, str) or (kinds and all(kind in ("input_text", *_MEDIA) for kind in kinds))
+    is_content = isinstance(value, str) or (field == "input" and _are_parts(value))
     given = [{"role": "user", "content": value}] if is_content else value
     items = []
     for i, item in enumerate(given):
@@ -46,6 +44,11 @@ def read_items(value: str | list[Any], owner_id: str, field: str = "input") -> l
             raise _wrong(f"{field}[{i}]", "should be an object")
         items.append(_read_item(item, f"{field}[{i}]", item_id("msg", owner_id, -1 - i)))
     return items
+
+
+def _are_parts(value: list[Any]) -> bool:
+    """Return whether a list has the parts of a message alone. transformers' server takes it for one message."""
+    return bool(value) and all(isinstance(one, dict) and one.get("type") in ("input_text", *_MEDIA) for one in value)
 
 
 def _read_item(item: Mapping[str, Any], where: str, new_id: str) -> Item:

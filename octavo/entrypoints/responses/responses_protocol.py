@@ -108,7 +108,8 @@ def _check_tools(value: Any) -> Any:
 
 
 def _flat_tool(tool: Any) -> Any:
-    """Return a tool in the form of chat completions, which many clients send, in the form of responses."""
+    """Return a tool, or the choice of one, in the form of chat completions, which many clients send, in the form of
+    responses."""
     is_of_chat = isinstance(tool, dict) and tool.keys() == {"type", "function"} and isinstance(tool["function"], dict)
     return {**tool["function"], "type": tool["type"]} if is_of_chat else tool
 
@@ -152,9 +153,9 @@ class ResponsesRequest(TokenRequest):
     tools: Annotated[list[FunctionTool], BeforeValidator(_check_tools)] | None = described(
         "Functions that the answer may call."
     )
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = described(
-        'Whether to call them: "auto", "none", "required", the one to call, or some of them.'
-    )
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None, BeforeValidator(_flat_tool)
+    ] = described('Whether to call them: "auto", "none", "required", the one to call, or some of them.')
     parallel_tool_calls: bool | None = described("Whether there may be several calls.")
     reasoning: Reasoning | None = described("How much to reason, and how to show it.")
     include: Annotated[list[Text], BeforeValidator(_check_includes)] | None = described(

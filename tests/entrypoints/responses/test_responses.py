@@ -342,6 +342,9 @@ def test_parts_alone_are_one_message_and_tools_may_have_the_form_of_chats(
     expected = prompt(engine)
     made = post(http, input=[{"type": "input_text", "text": "Hi"}], tools=[{"type": "function", "function": plain}])
     assert prompt(engine) == expected and made["tools"][0]["name"] == WEATHER["name"]
+    of_chat = {"type": "function", "function": {"name": WEATHER["name"]}}
+    made = post(http, tools=[{"type": "function", "function": plain}], tool_choice=of_chat)
+    assert made["tool_choice"] == {"type": "function", "name": WEATHER["name"]}
 
 
 def test_tokens_are_counted_as_the_response_has_them(client: openai.OpenAI) -> None:
