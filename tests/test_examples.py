@@ -71,6 +71,7 @@ def test_javascript(server: Server, tmp_path: Path) -> None:
     assert re.search(r"Paris(?s:.*)\ntemperature_of\((Paris|Rome)\)\n", done.stdout), done.stdout
 
 
+@pytest.mark.long
 def test_several_models_behind_nginx(server: Server, tmp_path: Path) -> None:
     nginx = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin")
     if nginx is None:

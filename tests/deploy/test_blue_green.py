@@ -207,6 +207,7 @@ def test_a_server_that_died_is_not_gone_back_to(site: Site) -> None:
     assert site.says() == "second"
 
 
+@pytest.mark.long
 def test_after_a_reboot_the_live_version_and_nginx_come_back(site: Site) -> None:
     site.change(*STUB, "--token", "first")
     site.change(*STUB, "--token", "second")

@@ -132,6 +132,7 @@ VLLM_QUERIES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_no_panel_of_vllms_dashboard_is_empty(prometheus: Prometheus) -> None:
     assert [query for query in VLLM_QUERIES if not finds_data(prometheus, query)] == []

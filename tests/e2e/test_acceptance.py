@@ -263,6 +263,7 @@ def test_locust(server: Server, tmp_path: Path) -> None:
     subprocess.run([*command, "-f", str(tmp_path / "locustfile.py"), "--only-summary"], check=True, timeout=60)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     [

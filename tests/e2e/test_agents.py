@@ -205,7 +205,8 @@ def answers_of(target: Path) -> dict[int, Any]:
     return answers
 
 
-@pytest.mark.parametrize("number", [2 * NUM_QUESTIONS, pytest.param(5000, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [2 * NUM_QUESTIONS, 5000])
 def test_a_batch_that_is_killed_loses_and_repeats_no_line(tmp_path: Path, number: int) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_requests(source, number)

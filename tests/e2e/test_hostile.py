@@ -35,7 +35,8 @@ def test_the_corpus_is_large_and_always_the_same() -> None:
     assert [case.data for case in cases] == [case.data for case in corpus()]
 
 
-@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("step", [4, 1])
 def test_no_request_of_the_corpus_fails_hangs_or_harms_a_stream(server: Server, step: int) -> None:
     """Each `step`th of its bodies."""
     url = urlsplit(server.url)

@@ -94,7 +94,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.long] * (i > 1)) for i, case in enumerate(CASES)]
+)
 def test_a_block_from_disk_has_the_bits_of_a_computed_one(case: str, model: Any) -> None:
     name, settings = CASES[case]
     first = model(name, **settings)
@@ -125,6 +127,7 @@ def test_forks_beams_and_salts_read_what_is_theirs(model: Any) -> None:
     assert [answers(second, PROMPTS, params) for params in (sampled, beams)] == expected
 
 
+@pytest.mark.long
 def test_other_weights_and_settings_find_nothing(model: Any, tmp_path: Path) -> None:
     first = model("qwen3")
     answers(first, PROMPTS)

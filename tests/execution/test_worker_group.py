@@ -350,9 +350,8 @@ def adapted(asked: list[EngineRequest], folders: list[Path]) -> list[EngineReque
     return asked
 
 
-@pytest.mark.parametrize(
-    ("size", "num_stages", "is_tied"), [(2, 1, False), (1, 2, True), pytest.param(4, 2, True, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("size", "num_stages", "is_tied"), [(2, 1, False), (1, 2, True), (4, 2, True)])
 def test_each_worker_has_its_share_of_adapters(
     model: Path, start: Callable[..., EngineCore], tmp_path: Path, size: int, num_stages: int, is_tied: bool
 ) -> None:

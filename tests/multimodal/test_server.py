@@ -68,6 +68,7 @@ def test_the_example_asks_about_a_picture(server: Server) -> None:
     assert done.stdout.endswith(f"\n{len(text) + 4} tokens of prompt, the picture's rows among them\n")
 
 
+@pytest.mark.long
 def test_pictures_are_answered_as_in_scripts(client: openai.OpenAI, llava: Path) -> None:
     answer = ask(client, text("See"), image(A), {"type": "image_url", "image_url": B}, text("and say"))
     assert answer.usage.prompt_tokens == len("USER: \n\nSee and say ASSISTANT:") + 2 * 4

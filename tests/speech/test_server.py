@@ -75,6 +75,7 @@ def test_a_sound_is_written_down_in_all_forms(client: openai.OpenAI) -> None:
         assert [line for line in subtitles.splitlines(True) if " --> " in line] == times
 
 
+@pytest.mark.long
 def test_lines_of_a_batch_are_answered_as_forms_are(client: openai.OpenAI) -> None:
     url = "/v1/audio/transcriptions"
     sound_url = f"data:audio/flac;base64,{base64.b64encode(SHORT).decode()}"

@@ -33,10 +33,8 @@ pytestmark = [
 ]
 
 
-SHORT = ("llama", "gpt-oss", "deepseek v2", "adapters")
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in CASES])
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
 def test_an_engine_launches_what_its_start_has(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
