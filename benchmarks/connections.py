@@ -5,9 +5,10 @@
 The server is real and its engine core is `front_end.py`'s, which only counts: it gives each watched chat a token every
 20 ms. A process reads the chats and notes the times between their tokens, and asks for a new chat each second. Another
 process holds the hostile connections, in equal parts: without a head, with a head that comes byte by byte, with a body
-that does not come, with endless trailers, with answers that nobody reads, and with fifty requests at once. What
-the server cuts or refuses is opened again. Printed are the chats that failed, the longest waits between tokens, how new
-chats fared, and the memory of the server.
+that does not come, with endless trailers, with answers that nobody reads, and with fifty requests at once. What the
+server cuts or refuses is opened again. All three processes want a processor: with fewer than three the attack takes its
+time from the server, and the chats take longer than `--minutes`. Printed are the chats that failed, the longest waits
+between tokens, how new chats fared, and the memory of the server.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -277,19 +277,24 @@ def test_a_damaged_block_ends_the_prefix(engines: Any, tmp_path: Path) -> None:
     assert second.contents() == {name: before[name] for name in second.contents()}
 
 
+def held(work: Callable[..., Any]) -> tuple[Callable[..., Any], threading.Event, threading.Event]:
+    """Return `work` that says when it has begun and waits until it may go on."""
+    began, may_go = threading.Event(), threading.Event()
+
+    def wait(*args: Any) -> Any:
+        began.set()
+        may_go.wait()
+        return work(*args)
+
+    return wait, began, may_go
+
+
 def test_a_disk_that_hangs_is_waited_for_no_longer_than_computing_takes(engines: Any) -> None:
     first = engines()
     first.compute(list(range(22)))
     first.save()
-    second, began, may_go = engines(), threading.Event(), threading.Event()
-    read = second.files.read
-
-    def hang(*args: Any) -> Any:
-        began.set()
-        may_go.wait()
-        return read(*args)
-
-    second.files.read = hang
+    second = engines()
+    second.files.read, began, may_go = held(second.files.read)
     seq, fetch = second.begin(list(range(22)))
     assert fetch is not None and not second.tier.is_over(fetch)
     began.wait()
@@ -461,15 +466,8 @@ def test_the_blocks_of_a_session_are_saved_also_where_reads_have_earned_no_time(
 
 
 def test_a_block_that_is_kept_while_it_is_written_leaves_nothing(engines: Any) -> None:
-    one, began, may_go = engines(), threading.Event(), threading.Event()
-    write = one.files.write
-
-    def held(*args: Any) -> bool:
-        began.set()
-        may_go.wait()
-        return write(*args)
-
-    one.files.write = held
+    one = engines()
+    one.files.write, began, may_go = held(one.files.write)
     seq = one.compute(list(range(4)))
     one.tier.save_while_idle()
     began.wait()
