@@ -132,7 +132,12 @@ class NoModelExecutor:
 
 def bench(num_streams: int, num_steps: int, num_weight_bytes: int, sampled: bool, profile: bool) -> dict[str, float]:
     """Microseconds by part."""
-    args = EngineArgs(max_model_len=2048, max_num_seqs=max(num_streams, 1), enable_prefix_caching=True)
+    args = EngineArgs(
+        max_model_len=2048,
+        max_num_seqs=max(num_streams, 1),
+        enable_prefix_caching=True,
+        speculative_config={"method": "none"},  # a step has one row for each stream
+    )
     config = args.create_engine_config()
     tokenizer = load_tokenizer(config.model.checkpoint)
     text = tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=False).ids

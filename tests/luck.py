@@ -28,6 +28,7 @@ SPEED = "says how long something may take: limits are for waits (tests/waiting.p
 PORT = "binds any port: take one that stays held (tests/ports.py), or listen and read it back"
 SEED = "draws without a seed: take one from a name (tests/seeds.py), or draw inside of a test or fixture"
 MEMORY = "measures the memory of a process that others used: do it in a child (tests/children.py)"
+FILES = "counts open files, of which earlier tests left some: compare what is open (tests/open_files.py)"
 INDEX = "takes a timeout for a failure, which has no output: tests/installing.py says why something is not there"
 
 
@@ -68,6 +69,8 @@ def _wrong(node: ast.AST) -> str | None:
         return PAUSE
     if method == "bind" and isinstance(first, ast.Tuple) and isinstance(first.elts[-1], ast.Constant):
         return PORT if first.elts[-1].value == 0 else None
+    if name == "os.listdir" and isinstance(first, ast.Constant) and first.value == "/proc/self/fd":
+        return FILES
     if (method in SOURCES and not node.args and not node.keywords) or (
         name in ("torch.seed", "random.seed") and not node.args
     ):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.luck import INDEX, MEMORY, PATIENCE, PAUSE, PORT, SEED, SLEEP, SPEED, find_luck
+from tests.luck import FILES, INDEX, MEMORY, PATIENCE, PAUSE, PORT, SEED, SLEEP, SPEED, find_luck
 
 TESTS = Path(__file__).parent
 # (file, what it does): why it may.
@@ -55,6 +55,7 @@ def test_no_test_depends_on_luck() -> None:
         ("psutil.Process().memory_info()", MEMORY),
         ("psutil.Process(pid).memory_info()", None),
         ("resource.getrusage(resource.RUSAGE_SELF)", MEMORY),
+        ("len(os.listdir('/proc/self/fd'))", FILES),
         ("try: pass\n    except (OSError, subprocess.TimeoutExpired) as e: pass", INDEX),
     ],
 )

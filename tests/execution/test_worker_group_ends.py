@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from octavo.execution import host_workers
 from octavo.execution.executor import MultiprocExecutor
 from tests.execution.test_runner import config_of, model, requests, run
 from tests.execution.test_worker_group import start, start_of
+from tests.open_files import open_files
 from tests.waiting import within
 
 __all__ = ["model", "start", "start_of"]
@@ -80,9 +80,9 @@ def test_a_worker_that_ends_at_once_is_named(model: Path, monkeypatch: pytest.Mo
         return process
 
     gc.collect()
-    open_files = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     monkeypatch.setattr(host_workers, "subprocess", SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE))
     with pytest.raises(LoadError, match="worker 1 of 2 ended before it was ready"):
         MultiprocExecutor(config_of(model, tensor_parallel_size=2))
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert open_files() <= before
