@@ -163,7 +163,7 @@ def main() -> None:
     tokenizer = read_tokenizer(str(fetch_default_model()))
     vocabulary = make_vocabulary(tokenizer.backend_tokenizer.to_str(), len(tokenizer), [tokenizer.eos_token_id])
     rng = random.Random(args.seed)
-    total, wrong = Counter[str](), list[str]()
+    total = Counter[str]()
     written, tried, compiled = list[float](), list[float](), list[float]()
     for folder in args.paths:
         paths = sorted(folder.glob("**/*.json")) if folder.is_dir() else [folder]
@@ -181,7 +181,7 @@ def main() -> None:
                 made = make_checked_grammar(WantedGrammar(StructuredOutputsParams(json=schema)))
             except RequestError as error:
                 counts["refused"] += 1
-                print(f"refused: {path}: {error}")
+                print(f"refused: {path}: {error}", flush=True)
                 continue
             written.append(time.process_time() - begin)
             begin = time.thread_time()
@@ -211,12 +211,11 @@ def main() -> None:
                     kind = "invalid ones taken" if is_taken else "valid ones refused"
                     counts[kind] += 1
                     why = next(iter(oracle.iter_errors(value)), None)
-                    wrong.append(f"{kind}: {path.name}: {text[:200]} {'' if why is None else why.message[:200]}")
+                    reason = "" if why is None else why.message[:200]
+                    print(f"{kind}: {path.name}: {text[:200]} {reason}", flush=True)
         print(f"{folder}: " + ", ".join(f"{count} {what}" for what, count in counts.items()))
         total += counts
     print("together: " + ", ".join(f"{count} {what}" for what, count in total.items()))
-    for line in wrong[:40]:
-        print(line)
     for name, times in (("written", written), ("tried", tried), ("compiled", compiled)):
         if times:
             p90 = sorted(times)[int(len(times) * 0.9)]

@@ -21,7 +21,7 @@ def patterns_meet(schema: Schema) -> tuple[bool, bool]:
     if not isinstance(schema, dict):
         return False, False
     has_one = not schema.keys().isdisjoint(("pattern", "format", "patternProperties"))
-    num_parts, num_beside = int("$ref" in schema), 0
+    num_parts, num_beside = int("$ref" in schema) + ("pattern" in schema and "format" in schema), 0
     for keyword, _, child in children(schema):
         child_has, child_meets = patterns_meet(child)
         if child_meets:

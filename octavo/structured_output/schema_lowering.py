@@ -8,11 +8,13 @@ written once, and what is written more than once (`if`, `not`) has a budget.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any
 
-from octavo.structured_output.pattern_cost import length_is_costly, patterns_meet
+from octavo.structured_output.pattern_cost import is_tame, length_is_costly, patterns_meet
 from octavo.structured_output.schema_alternatives import AlternativesWriter
 from octavo.structured_output.schema_keywords import (
     IN_PLACE,
@@ -34,6 +36,8 @@ from octavo.structured_output.schema_validation import array_parts, bounds_of, t
 
 # What llguidance has an expression for. Others say something to readers, as the specification has it.
 _FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
+# Formats beside other keywords of texts, each of which takes llguidance about a millisecond.
+_MAX_FORMATS_BESIDE = 20
 _MAX_DIVISOR = 250  # llguidance takes 20 µs for each unit of it
 # Simple schemas take llguidance milliseconds, whatever is in them: the trial in a process of its own is for the others.
 _MAX_SIMPLE_NODES = 400
@@ -71,6 +75,15 @@ def lower(root: Schema, *, start: Schema = None, closes: bool = False, is_coarse
     )
     is_certain = is_simple and not (writer.has_merges or writer.may_be_empty)
     return Lowered(whole, frozenset(writer.unheld), is_simple, is_certain)
+
+
+@lru_cache(maxsize=1024)
+def _some_text_has(form: str, pattern: str, least: int, most: int | None) -> bool:
+    from llguidance import LLMatcher
+
+    schema = {"type": "string", "format": form, "minLength": least}
+    schema |= ({"pattern": pattern} if pattern else {}) | ({} if most is None else {"maxLength": most})
+    return not LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": schema}]}))
 
 
 class _Writer(ObjectWriter, AlternativesWriter):
@@ -248,10 +261,20 @@ class _Writer(ObjectWriter, AlternativesWriter):
                     del out["maxLength"]
                 self.has_patterns = self.may_be_empty = True
                 self.is_costly |= len(pattern.text) > 500
-        elif schema.get("format") in _FORMATS and not self._is_coarse:
+        if schema.get("format") in _FORMATS and not self._is_coarse and self._has_format(schema["format"], out):
             out["format"] = schema["format"]
             self.has_patterns = True
-            self.may_be_empty |= bool(least) or most is not None
+            self.has_merges |= "pattern" in out
+
+    def _has_format(self, form: str, text: dict[str, Any]) -> bool:
+        """Whether some text has a format and what else `text` says of it: a format alone forbids nothing."""
+        if text.keys().isdisjoint(("pattern", "minLength", "maxLength")):
+            return True
+        pattern, lengths = text.get("pattern", ""), (text.get("minLength", 0), text.get("maxLength"))
+        self._formats_beside.add((form, pattern, *lengths))
+        if len(self._formats_beside) > _MAX_FORMATS_BESIDE or not is_tame(pattern):
+            return not pattern
+        return _some_text_has(form, pattern, *lengths)
 
     def _array(self, schema: dict[str, Any], base: str, out: dict[str, Any]) -> None:
         first, rest = array_parts(schema, self._draft)

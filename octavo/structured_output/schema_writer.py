@@ -23,6 +23,7 @@ class SchemaWriter:
         self._logic = Logic(document)
         self._names: dict[tuple[int, str, bool], str] = {}
         self._waiting: list[tuple[str, Schema, str, bool]] = []
+        self._formats_beside = set[tuple[str, str, int, int | None]]()  # with the pattern and lengths beside each
         self._rewriting = 0
         self._num_rewritten = 0
 

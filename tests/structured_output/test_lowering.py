@@ -202,6 +202,24 @@ def test_a_format_that_is_not_known_says_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("beside", "right", "wrong"),
+    [
+        ({"format": "date", "pattern": "^2"}, "2026-11-27", ["1999-12-31", "2 days"]),
+        ({"format": "email", "maxLength": 12, "pattern": "@a"}, "b@a.org", ["b@c.org", "no@a@b", "longer.name@a.org"]),
+        ({"format": "uri", "minLength": 6, "pattern": "^https?:"}, "https://a", ["ftp://abcd", "https:a b"]),
+        ({"format": "date", "pattern": "^[0-9]+/[0-9]+$"}, "11/2026", ["2026-11-27"]),  # no date is like that
+        ({"format": "uuid", "maxLength": 32}, "0" * 32, ["0" * 33]),
+    ],
+)
+def test_a_format_holds_beside_a_pattern_unless_nothing_has_both(
+    beside: dict[str, Any], right: str, wrong: list[str]
+) -> None:
+    grammar = grammar_of({"type": "object", "properties": {"a": {"type": "string", **beside}}})
+    assert admits(grammar, {"a": right})
+    assert not any(admits(grammar, {"a": one}) for one in wrong)
+
+
+@pytest.mark.parametrize(
     "schema",
     [
         {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
