@@ -48,35 +48,35 @@ class AdminApp:
                 if message["type"] != "http.request" or not message.get("more_body", False):
                     break
             query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
-            content_type, answer = self._answer(scope["method"], scope["path"].strip("/").split("/"), body, query)
+            content_type, answer = await self._answer(scope["method"], scope["path"].strip("/").split("/"), body, query)
             await client.reply(200, content_type, answer)
         except RequestError as error:
             await client.fail(error)
 
-    def _answer(self, method: str, way: list[str], body: bytes, query: dict[str, str]) -> tuple[bytes, bytes]:
+    async def _answer(self, method: str, way: list[str], body: bytes, query: dict[str, str]) -> tuple[bytes, bytes]:
         """Return the content type and the body of an answer. Raises `RequestError`."""
         match method, way:
             case "GET", ["keys"]:
-                return _json({"data": [_shown(key) for key in self._store]})
+                return _json({"data": [_shown(key) for key in await self._store.keys()]})
             case "POST", ["keys"]:
-                key, secret = self._store.create(_settings(body))
+                key, secret = await self._store.create(_settings(body))
                 return _json({**_shown(key), "key": secret})
             case "GET", ["keys", key_id]:
-                return _json(_shown(self._store.get(key_id)))
+                return _json(_shown(await self._store.get(key_id)))
             case "PATCH", ["keys", key_id]:
-                key = self._store.get(key_id)
-                self._store.change(key, _settings(body, key.settings))
+                key = await self._store.get(key_id)
+                await self._store.change(key, _settings(body, key.settings))
                 return _json(_shown(key))
             case "DELETE", ["keys", key_id]:
-                self._store.delete(self._store.get(key_id))
+                await self._store.delete(await self._store.get(key_id))
                 return _json({"id": key_id, "deleted": True})
             case "GET", ["usage"]:
-                return self._usage(query)
+                return await self._usage(query)
         raise RequestError(f"Invalid URL ({method} /{'/'.join(way):.200})", status=404)
 
-    def _usage(self, query: dict[str, str]) -> tuple[bytes, bytes]:
+    async def _usage(self, query: dict[str, str]) -> tuple[bytes, bytes]:
         try:
-            rows = self._store.usage(
+            rows = await self._store.usage(
                 day_number(query.get("since", "1970-01-01")), day_number(query.get("until", "9999-01-01"))
             )
         except ValueError:

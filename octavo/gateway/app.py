@@ -87,7 +87,7 @@ class GatewayApp:
         arrival = time.monotonic()
         client = Client(send, path, streams=False)
         try:
-            key = self._check(scope, path)
+            key = await self._check(scope, path)
             if path == "/v1/models" or path.startswith("/v1/models/"):
                 name = path.removeprefix("/v1/models").removeprefix("/")
                 await self._list_models(scope["method"], name, key, client)
@@ -117,11 +117,14 @@ class GatewayApp:
             logger.exception("Unexpected error while answering a request")
             await client.fail(RequestError("Internal error.", status=500, code="internal_error"))
 
-    def _check(self, scope: Scope, path: str) -> Key | None:
+    async def _check(self, scope: Scope, path: str) -> Key | None:
         """Return the client's key, if it is one of the store. Raises `RequestError`."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         sent = headers.get(b"authorization"), headers.get(b"x-api-key")
-        key = None if self._store is None else next(filter(None, map(self._store.find, sent_keys(*sent))), None)
+        key = None
+        if self._store is not None:
+            for secret in sent_keys(*sent):
+                key = key or await self._store.find(secret)
         if key is not None and self._store is not None:
             self._store.check(key)
         elif (self._store is not None and not self._keys) or not self._keys.admit(*sent):
@@ -199,7 +202,7 @@ class GatewayApp:
                     "The page is at the admin port (--admin-port), because it shows every key.", status=404
                 )
             if scope["path"] == STATS_PATH:
-                self._check(scope, STATS_PATH)
+                await self._check(scope, STATS_PATH)
                 await self._page.send_stats(client)
             else:
                 await self._page.send_file(scope, receive, send)

@@ -73,7 +73,7 @@ class Client:
         """Pass bytes on. Of a stream only whole events: one that breaks off would be no JSON."""
         if not self._is_events:
             if self.meter is not None:  # the last piece waits until the tokens are written
-                self.meter.see(data, is_events=False)
+                await self.meter.see(data, is_events=False)
                 data, self._rest = self._rest, data
             if data:
                 await self._write(data)
@@ -92,13 +92,13 @@ class Client:
         await self._write_events(data[:end])
 
     async def _write_events(self, data: bytes) -> None:
-        if data := self._seen(data):
+        if data := await self._seen(data):
             await self._write(data)
 
-    def _seen(self, events: bytes) -> bytes:
+    async def _seen(self, events: bytes) -> bytes:
         """Count events, and return those that are the client's."""
         if self.meter is not None:
-            self.meter.see(events, is_events=True)
+            await self.meter.see(events, is_events=True)
         if not self.hides_usage:
             return events
         events = events.replace(b',"usage":null}\n\n', b"}\n\n")
@@ -113,9 +113,9 @@ class Client:
             body = b" ".join(self._rest.split())
             await self._finish(error_event(body, self._path))
         else:
-            rest = self._seen(self.progress.flush() or self._rest) if self._is_events else self._rest
+            rest = await self._seen(self.progress.flush() or self._rest) if self._is_events else self._rest
             if self.meter is not None:
-                self.meter.finish(self.progress.num_tokens)
+                await self.meter.finish(self.progress.num_tokens)
             await self._finish(rest)
 
     async def fail(self, error: RequestError) -> None:

@@ -83,7 +83,7 @@ class GatewayMetrics:
         requests = CounterMetricFamily(prefix + "key_requests", "Requests of a key, ever.", labels=["key"])
         tokens = CounterMetricFamily(prefix + "key_tokens", "Tokens of a key, ever.", labels=["key", "kind"])
         by_name: dict[str, list[Key]] = {}
-        for key in self._store or ():
+        for key in () if self._store is None else self._store.counted():
             by_name.setdefault(key.settings.name, []).append(key)
         for label, keys in by_name.items():
             requests.add_metric([label], sum(key.num_requests for key in keys))

@@ -11,6 +11,7 @@ PROMPT_TOKENS = b"x-octavo-prompt-tokens"  # of a resumable stream, before its u
 # What ends streams of the APIs: the tokens are written before the client gets it.
 _ENDS = (b"[DONE]", b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
 _USAGE = b'"usage":'
+_MAX_TOKENS = 1 << 40  # of one request: what a replica says beyond it is nonsense, and databases have 64 bits
 _MAX_TAIL_BYTES = 65_536  # of an answer that is no stream, where its usage is looked for
 _decode = json.JSONDecoder().raw_decode
 
@@ -25,27 +26,27 @@ class Meter:
         self._num_prompt = self._num_completion = 0
         self._written = (0, 0)
 
-    def admit(self, model: str) -> None:
+    async def admit(self, model: str) -> None:
         """Count the request, once, whichever models are asked. Raises `RequestError`."""
         if self._model is None:
-            self._store.admit(self.key, model)
+            await self._store.admit(self.key, model)
         self._model = model
 
     def see_prompt(self, header: bytes) -> None:
         """Note the number of the prompt's tokens, if the replica says it."""
         if header.isdigit():
-            self._num_prompt = max(self._num_prompt, int(header))
+            self._num_prompt = max(self._num_prompt, _count(int(header)))
 
-    def see(self, data: bytes, *, is_events: bool) -> None:
+    async def see(self, data: bytes, *, is_events: bool) -> None:
         """Look for the usage in a piece of an answer, whose events are whole."""
         if not is_events:
             self._tail = (self._tail + data)[-_MAX_TAIL_BYTES:]
             return
         self._look_into(data)
         if any(end in data for end in _ENDS):
-            self.finish()
+            await self.finish()
 
-    def finish(self, at_least: int = 0) -> None:
+    async def finish(self, at_least: int = 0) -> None:
         """Write the tokens that are not written yet. `at_least` so many tokens came, of a stream without a usage."""
         if self._model is None:
             return
@@ -56,7 +57,7 @@ class Meter:
         prompt, completion = self._num_prompt - self._written[0], self._num_completion - self._written[1]
         if prompt or completion:
             self._written = self._num_prompt, self._num_completion
-            self._store.add_tokens(self.key, self._model, prompt, completion)
+            await self._store.add_tokens(self.key, self._model, prompt, completion)
 
     def _look_into(self, data: bytes) -> None:
         begin = data.find(_USAGE)
@@ -70,6 +71,11 @@ class Meter:
                 prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
                 prompt = usage.get("input_tokens") if prompt is None else prompt
                 completion = usage.get("output_tokens") if completion is None else completion
-                self._num_prompt = max(self._num_prompt, prompt if isinstance(prompt, int) else 0)
-                self._num_completion = max(self._num_completion, completion if isinstance(completion, int) else 0)
+                self._num_prompt = max(self._num_prompt, _count(prompt))
+                self._num_completion = max(self._num_completion, _count(completion))
             begin = data.find(_USAGE, begin)
+
+
+def _count(said: object) -> int:
+    """Return a number of tokens that a replica has said, or 0 for something else."""
+    return min(said, _MAX_TOKENS) if isinstance(said, int) else 0

@@ -122,7 +122,7 @@ class OllamaRoutes:
         deployment = self._models.find(request.model)
         if meter is not None:
             check_use(meter.key, deployment)
-            meter.admit(deployment.name)
+            await meter.admit(deployment.name)
         with deployment.hold():
             deployment.ask_to_keep(request.keep_alive)
             if request.keep_alive != 0:

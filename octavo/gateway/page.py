@@ -71,7 +71,7 @@ class Page:
                     "requests": key.num_requests, "prompt_tokens": key.num_prompt_tokens,
                     "completion_tokens": key.num_completion_tokens,
                 }
-                for key in self._store
+                for key in await self._store.keys()
             ],
         }  # fmt: skip
         await client.reply(200, b"application/json", msgspec.json.encode(body))

@@ -110,7 +110,7 @@ class Proxy:
         try:
             await self._answer_with_any([deployment, *others], keeper, request, client)
         finally:
-            request.meter.finish(client.progress.num_tokens)  # type: ignore[union-attr]
+            await request.meter.finish(client.progress.num_tokens)  # type: ignore[union-attr]
 
     async def _answer_with_any(
         self, deployments: list[Deployment], keeper: Replica | None, request: ProxyRequest, client: Client
@@ -118,7 +118,7 @@ class Proxy:
         first_error: RequestError | None = None
         for one in deployments:
             if request.meter is not None:
-                request.meter.admit(one.name)
+                await request.meter.admit(one.name)
             try:
                 with one.hold():
                     if await self._answer_with(one, keeper, request, client):

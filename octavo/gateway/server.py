@@ -26,7 +26,7 @@ from octavo.gateway.admin import AdminApp
 from octavo.gateway.app import GatewayApp
 from octavo.gateway.catalogue import Catalogue, named_models, read_catalogue
 from octavo.gateway.deployment import DISCOVERY_WAIT_S, Launch
-from octavo.gateway.key_store import KeyStore
+from octavo.gateway.key_store import OnLoss, open_keys
 from octavo.gateway.memory_budget import MemoryBudget
 from octavo.gateway.models import FindLocal, Models
 from octavo.gateway.page import Page
@@ -38,7 +38,6 @@ from octavo.processes import allow_files, event_loop_factory
 logger = logging.getLogger("octavo.gateway")
 
 LOOK_INTERVAL_S = 1.0  # at the catalogue's file
-CHECKPOINT_INTERVAL_S = 1.0  # between two times that the log of the file of keys is moved into it
 _DRAIN_POLL_S = 0.02
 
 
@@ -60,9 +59,14 @@ class GatewayArgs(Flags):
         [], "Keys of which clients must send one as bearer token. Also OCTAVO_API_KEY or VLLM_API_KEY."
     )
     keys: str | None = flag(
-        None, "SQLite file of keys with limits, made if it is not there; the admin routes change it. Clients need one."
-    )
-    admin_port: int | None = flag(None, "Port of the admin routes for the file of --keys; 0 is any free one.")
+        None, "Keys with limits, which the admin routes change; clients need one. An SQLite file, made if it is not "
+        "there, or where several gateways share them: postgresql://USER:PASSWORD@HOST/DATABASE.",
+    )  # fmt: skip
+    on_keys_lost: OnLoss = flag(
+        "refuse", "Requests that cannot be counted, as the store of --keys fails: refuse answers with 503, admit lets "
+        "those through whose key the gateway knows, whatever its limits, and counts them later.",
+    )  # fmt: skip
+    admin_port: int | None = flag(None, "Port of the admin routes for --keys; 0 is any free one.")
     admin_host: str = flag("127.0.0.1", "Address of the admin routes.")
     admin_key: list[str] = flag([], "Keys of which the admin routes want one. Also OCTAVO_ADMIN_KEY.")
     memory_gib: float | None = flag(
@@ -100,7 +104,7 @@ class GatewayArgs(Flags):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(self, name):g}.")
         if self.admin_port is not None and (self.keys is None or not self.admin_keys):
-            raise ConfigError("--admin-port needs --keys FILE, and --admin-key or OCTAVO_ADMIN_KEY.")
+            raise ConfigError("--admin-port needs --keys, and --admin-key or OCTAVO_ADMIN_KEY.")
 
     @property
     def admin_keys(self) -> list[str]:
@@ -193,7 +197,7 @@ class GatewayServer(uvicorn.Server):
         budget = MemoryBudget(args.memory_gib)
         self.models = Models(catalogue, budget, launch, replica_timeout_s=args.replica_timeout, find_local=find_local)
         limits = WaitLimits(args.max_waiting, args.max_wait, args.stream_keep_alive)
-        self.store = None if args.keys is None else KeyStore(args.keys)
+        self.store = None if args.keys is None else open_keys(args.keys, args.on_keys_lost)
         keys = ApiKeys(with_environment(args.api_key))
         self.app = GatewayApp(
             self.models, keys, limits, max_body_bytes=args.max_body_bytes, store=self.store,
@@ -205,17 +209,17 @@ class GatewayServer(uvicorn.Server):
         super().__init__(_config(self.app))
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.store is not None:
+            await self.store.open()
         self.models.preload()
         with self.capture_signals():  # they drain from the first moment on
             await self.models.wait_discovered(DISCOVERY_WAIT_S)  # clients wait in the socket's queue
         tasks = [asyncio.ensure_future(self._check_health()), asyncio.ensure_future(self._watch_file())]
         admin = None
-        if self.store is not None:
-            tasks.append(asyncio.ensure_future(self._move_log(self.store)))
-            if self._admin_sock is not None:
-                page = Page(self.models, self.app.metrics, self.store)
-                admin = _AdminServer(_config(AdminApp(self.store, ApiKeys(self._args.admin_keys), page)))
-                tasks.append(asyncio.ensure_future(admin.serve([self._admin_sock])))
+        if self.store is not None and self._admin_sock is not None:
+            page = Page(self.models, self.app.metrics, self.store)
+            admin = _AdminServer(_config(AdminApp(self.store, ApiKeys(self._args.admin_keys), page)))
+            tasks.append(asyncio.ensure_future(admin.serve([self._admin_sock])))
         try:
             await super().serve(sockets)
         finally:
@@ -226,7 +230,7 @@ class GatewayServer(uvicorn.Server):
                 task.cancel()
             await self.models.close()
             if self.store is not None:
-                self.store.close()
+                await self.store.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -275,12 +279,6 @@ class GatewayServer(uvicorn.Server):
         while self.app.num_in_flight and time.monotonic() < deadline and not self.should_exit:  # noqa: ASYNC110
             await asyncio.sleep(_DRAIN_POLL_S)
         return not self.app.num_in_flight
-
-    async def _move_log(self, store: KeyStore) -> None:
-        while True:
-            await asyncio.sleep(CHECKPOINT_INTERVAL_S)
-            if store.has_news:
-                await asyncio.to_thread(store.checkpoint)
 
     async def _check_health(self) -> None:
         while True:

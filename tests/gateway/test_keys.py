@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import ollama
 import pytest
 
 from octavo.errors import ConfigError, RequestError
-from octavo.gateway.key_store import DAY_S, KeySettings, KeyStore, day_number, day_text
+from octavo.gateway.key_store import DAY_S, KeySettings, KeyStore, day_number, day_text, open_keys
+from octavo.gateway.sqlite_keys import SqliteKeys
 from tests.gateway.fakes import Asked, FakeLaunch, Gateway, gateway, until
+from tests.gateway.key_databases import SERVERS, server
 from tests.waiting import Clock
 
 DAY = 20_000
@@ -31,83 +34,128 @@ class Now:
         return self.time
 
 
-def test_limits_hold_in_their_windows_and_after_a_crash(tmp_path: Path) -> None:
-    path, now = str(tmp_path / "keys.db"), Now()
-    store = KeyStore(path, now)
-    key, secret = store.create(KeySettings(name="a", requests_per_minute=2, requests_per_day=3, tokens_per_day=100))
-    other, _ = store.create(KeySettings(name="b", tokens_per_minute=10))
-    assert secret.encode() not in b"".join(file.read_bytes() for file in tmp_path.iterdir()), "only digests are kept"
-    for _ in range(2):
-        store.admit(key, "m")
-    with pytest.raises(RequestError, match="2 of 2 requests") as caught:
-        store.admit(key, "m")
-    assert caught.value.status == 429 and caught.value.retry_after_s == 31
-    store.admit(other, "m")
-    store.add_tokens(other, "m", 7, 3)
-    store = KeyStore(path, now)  # the process was killed
-    found = store.find(secret.encode())
-    assert found is not None and found.settings == key.settings
-    with pytest.raises(RequestError, match="2 of 2 requests"):
-        store.admit(found, "m")
-    other = store.get(other.id)
-    with pytest.raises(RequestError, match="10 of 10 tokens"):
-        store.admit(other, "m")
-    now.time += 60
-    store.admit(other, "n")
-    store.admit(found, "m")
-    with pytest.raises(RequestError, match="requests_per_day") as caught:
-        store.admit(found, "m")
-    assert caught.value.retry_after_s == DAY_S - 89
-    now.time += DAY_S
-    store.admit(found, "m")
-    store.add_tokens(found, "m", 99, 1)
-    with pytest.raises(RequestError, match="tokens_per_day"):
-        store.admit(found, "m")
-    rows = store.usage(0, 10**6)
-    columns = ("name", "day", "model", "requests", "completion_tokens")
-    assert sorted(tuple(row[column] for column in columns) for row in rows) == [
-        ("a", day_text(DAY), "m", 3, 0), ("a", day_text(DAY + 1), "m", 1, 1), ("b", day_text(DAY), "m", 1, 3),
-        ("b", day_text(DAY), "n", 1, 0),
-    ]  # fmt: skip
-    assert day_number(day_text(DAY)) == DAY
-    assert (found.num_requests, found.num_prompt_tokens) == (4, 99)
+@pytest.fixture(scope="module", params=["sqlite", *SERVERS])
+def place(request: pytest.FixtureRequest) -> Iterator[Callable[[Path], str]]:
+    """Makes an address of an empty store."""
+    if request.param == "sqlite":
+        yield lambda folder: str(folder / "keys.db")
+        return
+    with server(request.param) as running:
+        yield lambda _: running.url()
 
 
-def test_keys_expire_are_disabled_and_deleted(tmp_path: Path) -> None:
-    now = Now()
-    store = KeyStore(str(tmp_path / "keys.db"), now)
-    key, secret = store.create(KeySettings(name="a", expires_at=now.time + 10))
-    store.check(key)
-    now.time += 10
-    with pytest.raises(RequestError, match="has expired"):
+async def opened(address: str, now: Now) -> KeyStore:
+    store = open_keys(address, now=now)
+    await store.open()
+    return store
+
+
+def test_limits_hold_in_their_windows_and_after_a_crash(tmp_path: Path, place: Callable[[Path], str]) -> None:
+    address, now = place(tmp_path), Now()
+    secrets: list[bytes] = []
+
+    async def run() -> None:
+        store = await opened(address, now)
+        key, secret = await store.create(
+            KeySettings(name="a", requests_per_minute=2, requests_per_day=3, tokens_per_day=100)
+        )
+        other, _ = await store.create(KeySettings(name="b", tokens_per_minute=10))
+        secrets.append(secret.encode())
+        for _ in range(2):
+            await store.admit(key, "m")
+        with pytest.raises(RequestError, match="2 of 2 requests") as caught:
+            await store.admit(key, "m")
+        assert caught.value.status == 429 and caught.value.retry_after_s == 31
+        await store.admit(other, "m")
+        await store.add_tokens(other, "m", 7, 3)
+        store = await opened(address, now)  # the process was killed
+        found = await store.find(secret.encode())
+        assert found is not None and found.settings == key.settings
+        with pytest.raises(RequestError, match="2 of 2 requests"):
+            await store.admit(found, "m")
+        other = await store.get(other.id)
+        with pytest.raises(RequestError, match="10 of 10 tokens"):
+            await store.admit(other, "m")
+        now.time += 60
+        await store.admit(other, "n")
+        await store.admit(found, "m")
+        with pytest.raises(RequestError, match="requests_per_day") as caught:
+            await store.admit(found, "m")
+        assert caught.value.retry_after_s == DAY_S - 89
+        now.time += DAY_S
+        await store.admit(found, "m")
+        await store.add_tokens(found, "m", 99, 1)
+        with pytest.raises(RequestError, match="tokens_per_day"):
+            await store.admit(found, "m")
+        rows = await store.usage(0, 10**6)
+        columns = ("name", "day", "model", "requests", "completion_tokens")
+        assert sorted(tuple(row[column] for column in columns) for row in rows) == [
+            ("a", day_text(DAY), "m", 3, 0), ("a", day_text(DAY + 1), "m", 1, 1), ("b", day_text(DAY), "m", 1, 3),
+            ("b", day_text(DAY), "n", 1, 0),
+        ]  # fmt: skip
+        assert day_number(day_text(DAY)) == DAY
+        found = await store.get(found.id)
+        assert (found.num_requests, found.num_prompt_tokens) == (4, 99)
+        await store.close()
+
+    asyncio.run(run())
+    assert secrets[0] not in b"".join(file.read_bytes() for file in tmp_path.iterdir()), "only digests are kept"
+
+
+def test_keys_expire_are_disabled_and_deleted(tmp_path: Path, place: Callable[[Path], str]) -> None:
+    async def run() -> None:
+        now = Now()
+        store = await opened(place(tmp_path), now)
+        key, secret = await store.create(KeySettings(name="a", expires_at=now.time + 10))
         store.check(key)
-    store.change(key, KeySettings(name="a", is_enabled=False))
-    with pytest.raises(RequestError, match="is disabled"):
-        store.check(key)
-    store.delete(key)
-    assert store.find(secret.encode()) is None and list(store) == []
+        now.time += 10
+        with pytest.raises(RequestError, match="has expired"):
+            store.check(key)
+        await store.change(key, KeySettings(name="a", is_enabled=False))
+        with pytest.raises(RequestError, match="is disabled"):
+            store.check(key)
+        await store.delete(key)
+        assert await store.find(secret.encode()) is None and await store.keys() == []
+        with pytest.raises(RequestError, match="there is no key"):
+            await store.get(key.id)
+        await store.close()
+
+    asyncio.run(run())
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("no database" * 100)
     with pytest.raises(ConfigError, match="cannot be used"):
-        KeyStore(str(tmp_path / "other"))
+        asyncio.run(opened(str(tmp_path / "other"), Now()))
 
 
-def test_a_file_that_cannot_be_written_admits_nothing_and_loses_nothing(tmp_path: Path) -> None:
-    path = str(tmp_path / "keys.db")
-    store = KeyStore(path, Now())
-    key, _ = store.create(KeySettings(name="a"))
-    store.admit(key, "m")
-    other = sqlite3.connect(path, isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    with pytest.raises(RequestError) as caught:
-        store.admit(key, "m")
-    assert caught.value.status == 503 and key.num_requests == 1
-    store.add_tokens(key, "m", 5, 6)
-    other.execute("ROLLBACK")
-    store.admit(key, "m")
-    (row,) = store.usage(0, 10**6)
-    assert (row["requests"], row["prompt_tokens"], row["completion_tokens"]) == (2, 5, 6)
-    assert (key.num_requests, key.num_prompt_tokens, key.num_completion_tokens) == (2, 5, 6)
-    store.checkpoint()
+@pytest.mark.parametrize("on_loss", ["refuse", "admit"])
+def test_a_file_that_cannot_be_written_loses_nothing(tmp_path: Path, on_loss: Any) -> None:
+    async def run() -> None:
+        path = str(tmp_path / "keys.db")
+        store = SqliteKeys(path, on_loss, Now())
+        await store.open()
+        key, _ = await store.create(KeySettings(name="a"))
+        await store.admit(key, "m")
+        other = sqlite3.connect(path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        if on_loss == "refuse":
+            with pytest.raises(RequestError) as caught:
+                await store.admit(key, "m")
+            assert caught.value.status == 503 and key.num_requests == 1
+        else:
+            await store.admit(key, "m")
+        await store.add_tokens(key, "m", 5, 6)
+        other.execute("ROLLBACK")
+        await store.admit(key, "m")
+        (row,) = await store.usage(0, 10**6)
+        num = 2 if on_loss == "refuse" else 3
+        assert (row["requests"], row["prompt_tokens"], row["completion_tokens"]) == (num, 5, 6)
+        assert (key.num_requests, key.num_prompt_tokens, key.num_completion_tokens) == (num, 5, 6)
+        store.checkpoint()
+        await store.close()
+
+    asyncio.run(run())
 
 
 USAGE = b'{"prompt_tokens": 4, "completion_tokens": 3, "details": {"x": null}}'

@@ -1,0 +1,377 @@
+"""Keys in a database that several gateways share, behind `KeyStore`.
+
+Each gateway sends what it has to count in batches, one at a time, and the database decides by its own counts and clock:
+all gateways together admit no more than a limit. A batch has its writer and a number. One whose answer was lost is sent
+again until there is one, and the database counts it once. What a database has to do for this is `KeyDatabase`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from octavo.errors import ConfigError, OctavoError, RequestError
+from octavo.gateway.key_store import Key, KeySettings, KeyStore, OnLoss, digest_of, limit_error, no_key, not_counted
+
+logger = logging.getLogger("octavo.gateway")
+
+TIMEOUT_S = 2.0  # for an answer of the database; then requests are refused
+CLOSE_S = 5.0  # for what is not written when the gateway ends
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0  # between two tries of a database that does not answer
+FRESH_S = 1.0  # how old a key's settings may be
+_MAX_FOUND = 65_536  # keys that clients have sent, right or wrong, whose settings are kept
+_MAX_BATCH = 256  # requests that one batch admits
+_T = TypeVar("_T")
+
+# Key id, settings as JSON, requests, prompt tokens, completion tokens.
+KeyRow = tuple[str, str, int, int, int]
+# Key id, model, requests, prompt tokens, completion tokens, whether it is a request that may be refused.
+Operation = tuple[str, str, int, int, int, bool]
+# Of an operation: None if it is counted, else [limit's name, used, limit, time], or [] for a key that is not valid.
+Answer = list[Any] | None
+
+
+class LostError(OctavoError):
+    """The database does not answer."""
+
+
+class KeyDatabase(ABC):
+    """What several gateways share. Methods raise `LostError` where the database does not answer; they are called again,
+    and connect again by themselves."""
+
+    address: str  # without its password
+
+    @abstractmethod
+    async def prepare(self) -> None:
+        """Make what is missing in the database. Raises `ConfigError` for one that cannot be used."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close the connections, those that wait for an answer when nobody waits for it any more."""
+
+    @abstractmethod
+    async def count(self, writer: str, number: int, now: float | None, operations: list[Operation]) -> list[Answer]:
+        """Count all operations, at a time in seconds since 1970 or the database's own, each as a whole. A number that
+        the writer has had before is answered as before, and nothing is counted."""
+
+    @abstractmethod
+    async def find(self, digest: bytes) -> KeyRow | None:
+        """Return the key with a digest."""
+
+    @abstractmethod
+    async def get(self, key_id: str) -> KeyRow | None:
+        """Return the key with an id."""
+
+    @abstractmethod
+    async def keys(self) -> list[KeyRow]:
+        """Return all keys, the oldest first."""
+
+    @abstractmethod
+    async def add(self, key_id: str, digest: bytes, settings: str) -> None:
+        """Keep a new key. Raises `RequestError` for settings that cannot be kept."""
+
+    @abstractmethod
+    async def change(self, key_id: str, settings: str) -> bool:
+        """Return whether there is the key, which has the settings then. Raises `RequestError`."""
+
+    @abstractmethod
+    async def delete(self, key_id: str) -> None:
+        """Delete a key; what it has used stays."""
+
+    @abstractmethod
+    async def used(self, first_day: int, last_day: int) -> list[tuple[str, int, str, int, int, int]]:
+        """As `KeyStore.used`."""
+
+
+@dataclass(eq=False)
+class _Admission:
+    """A request that waits for the database. `answer` has an exception, or is cancelled, if it waits no longer."""
+
+    key_id: str
+    model: str
+    answer: asyncio.Future[Answer]
+    was_admitted: bool = False  # without an answer
+
+
+@dataclass
+class _Batch:
+    """Admissions, uses that are counted in any case, and what is done when all are."""
+
+    admissions: list[_Admission] = field(default_factory=list)
+    uses: dict[tuple[str, str], tuple[int, int, int]] = field(default_factory=dict)  # by key id and model
+    written: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def use(self, key_id: str, model: str, requests: int, prompt_tokens: int, completion_tokens: int) -> None:
+        before = self.uses.get((key_id, model), (0, 0, 0))
+        self.uses[key_id, model] = before[0] + requests, before[1] + prompt_tokens, before[2] + completion_tokens
+
+
+class SharedKeys(KeyStore):
+    """Keys of a database."""
+
+    def __init__(self, database: KeyDatabase, on_loss: OnLoss, now: Callable[[], float] | None) -> None:
+        """Without `now` the database's clock says which minute and day it is."""
+        super().__init__(on_loss, now or time.time)
+        self._database, self._batch_now = database, now
+        self._writer, self._num_batches = secrets.token_hex(8), 0
+        self._is_lost = False
+        self._has_work, self._is_idle = asyncio.Event(), asyncio.Event()
+        self._found: OrderedDict[bytes, tuple[float, Key | None]] = OrderedDict()  # by digest, until a time
+        self._finding: dict[bytes, asyncio.Task[Key | None]] = {}
+        self._counted: dict[str, Key] = {}
+
+    async def open(self) -> None:
+        try:
+            await _within(self._database.prepare(), 5 * TIMEOUT_S)
+        except LostError as error:
+            await self._database.close()
+            raise ConfigError(f"--keys {self._database.address} cannot be used: {error}.") from None
+        self._next = _Batch()
+        self._is_idle.set()
+        self._writing = asyncio.ensure_future(self._write())
+
+    async def close(self) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self._is_idle.wait()
+        except TimeoutError:
+            logger.error("%s does not answer: uses that were to be written are lost", self._database.address)
+        self._writing.cancel()
+        await self._database.close()
+
+    async def find(self, secret: bytes) -> Key | None:
+        digest = digest_of(secret)
+        until, known = self._found.get(digest, (0.0, None))
+        if time.monotonic() < until:
+            return known
+        finding = self._finding.get(digest)
+        if finding is None:  # of requests that come at once, one asks
+            finding = self._finding[digest] = asyncio.ensure_future(self._look_up(digest))
+            finding.add_done_callback(lambda done: self._finding.pop(digest) and (done.cancelled() or done.exception()))
+        try:
+            return await asyncio.shield(finding)
+        except LostError as error:
+            if known is not None and self.on_loss == "admit":
+                return known
+            raise self._refusal(error) from None
+
+    async def get(self, key_id: str) -> Key:
+        row = await self._ask(lambda: self._database.get(key_id))
+        if row is None:
+            raise no_key(key_id)
+        return _key(row)
+
+    async def keys(self) -> list[Key]:
+        return [_key(row) for row in await self._ask(self._database.keys)]
+
+    def counted(self) -> Iterable[Key]:
+        return self._counted.values()
+
+    async def add(self, key: Key, digest: bytes) -> None:
+        await self._ask(lambda: self._database.add(key.id, digest, _written(key.settings)))
+        self._found.pop(digest, None)
+
+    async def change(self, key: Key, settings: KeySettings) -> None:
+        if not await self._ask(lambda: self._database.change(key.id, _written(settings))):
+            raise no_key(key.id)
+        key.settings = settings
+        self._forget(key.id)
+
+    async def delete(self, key: Key) -> None:
+        await self._ask(lambda: self._database.delete(key.id))
+        self._forget(key.id)
+
+    async def used(self, first_day: int, last_day: int) -> list[tuple[str, int, str, int, int, int]]:
+        return await self._ask(lambda: self._database.used(first_day, last_day))
+
+    async def admit(self, key: Key, model: str) -> None:
+        try:
+            answer = await self._admitted(key, model)
+        except LostError as error:
+            if self.on_loss == "refuse":
+                raise self._refusal(error) from None
+            answer = None
+        if answer is None:
+            self._count(key, 1, 0, 0)
+        elif answer:
+            name, used, limit, now = answer
+            raise limit_error(key.settings.name, name, used, limit, now)
+        else:
+            self._forget(key.id)
+            message = f"The API key {key.settings.name} was deleted, is disabled or has expired."
+            raise RequestError(message, status=401, code="invalid_api_key")
+
+    async def add_tokens(self, key: Key, model: str, prompt_tokens: int, completion_tokens: int) -> None:
+        self._count(key, 0, prompt_tokens, completion_tokens)
+        self._use(key.id, model, 0, prompt_tokens, completion_tokens)
+        if not self._is_lost:
+            with contextlib.suppress(LostError):
+                await asyncio.shield(self._next.written)
+
+    async def _admitted(self, key: Key, model: str) -> Answer:
+        """Return the database's answer. Raises `LostError`."""
+        if self._is_lost:
+            if self.on_loss == "admit":
+                self._use(key.id, model, 1, 0, 0)
+            raise LostError("it does not answer")
+        admission = _Admission(key.id, model, asyncio.get_running_loop().create_future())
+        self._next.admissions.append(admission)
+        self._wake()
+        return await admission.answer
+
+    async def _write(self) -> None:
+        while True:
+            await self._has_work.wait()
+            batch = self._next
+            self._next = _Batch(batch.admissions[_MAX_BATCH:])
+            batch.admissions = [one for one in batch.admissions[:_MAX_BATCH] if not one.answer.done()]
+            if not self._next.admissions:
+                self._has_work.clear()
+            self._num_batches += 1
+            answers = await self._counted_by_database(batch)
+            for admission, answer in zip(batch.admissions, answers, strict=True):
+                self._settle(admission, answer)
+            if not batch.written.done():
+                batch.written.set_result(None)
+            if not self._has_work.is_set():
+                self._is_idle.set()
+
+    def _wake(self) -> None:
+        self._has_work.set()
+        self._is_idle.clear()
+
+    def _use(self, key_id: str, model: str, requests: int, prompt_tokens: int, completion_tokens: int) -> None:
+        """Have the next batch count a use."""
+        self._next.use(key_id, model, requests, prompt_tokens, completion_tokens)
+        self._wake()
+
+    async def _counted_by_database(self, batch: _Batch) -> list[Answer]:
+        """Send a batch until there is an answer, and return that of its admissions."""
+        uses: list[Operation] = [(*place, *used, False) for place, used in batch.uses.items()]
+        operations = uses + [(one.key_id, one.model, 1, 0, 0, True) for one in batch.admissions]
+        # By keys, so that batches of several gateways lock them in the same order.
+        order = sorted(range(len(operations)), key=lambda index: operations[index][0])
+        in_order = [operations[index] for index in order]
+        num_failed = 0
+        while True:
+            now = None if self._batch_now is None else self._batch_now()
+            try:
+                count = self._database.count(self._writer, self._num_batches, now, in_order)
+                answers = dict(zip(order, await _within(count, TIMEOUT_S), strict=True))
+                break
+            except LostError as error:
+                await self._database.close()
+                num_failed += 1
+                if num_failed > 1 or isinstance(error, _LateError):  # an old connection may fail at once
+                    self._lose(error, batch)
+                    await asyncio.sleep(min(MIN_BACKOFF_S * 2 ** min(num_failed, 10), MAX_BACKOFF_S))
+        if self._is_lost:
+            self._is_lost = False
+            logger.warning("%s answers again, and requests are counted", self._database.address)
+        return [answers[index] for index in range(len(uses), len(operations))]
+
+    def _lose(self, error: LostError, batch: _Batch) -> None:
+        """Have nobody wait for the database any more."""
+        if not self._is_lost:
+            logger.error("%s cannot count requests: %s", self._database.address, error)
+        self._is_lost = True
+        for one in (*batch.admissions, *self._next.admissions):
+            if not one.answer.done():
+                one.was_admitted = self.on_loss == "admit"
+                one.answer.set_exception(error)
+        for one in self._next.admissions:  # those of `batch` may be counted already
+            if one.was_admitted:
+                self._use(one.key_id, one.model, 1, 0, 0)
+        self._next.admissions.clear()
+        for written in (batch.written, self._next.written):
+            if not written.done():
+                written.set_exception(error)
+                written.exception()
+        self._next.written = asyncio.get_running_loop().create_future()
+
+    def _settle(self, admission: _Admission, answer: Answer) -> None:
+        """Tell a request, or set right what was counted if nobody waits for the answer."""
+        is_counted = answer is None
+        if not admission.answer.done():
+            admission.answer.set_result(answer)
+        elif is_counted != admission.was_admitted:
+            self._use(admission.key_id, admission.model, 1 if admission.was_admitted else -1, 0, 0)
+
+    async def _look_up(self, digest: bytes) -> Key | None:
+        """Return the key with a digest, from the database. Raises `LostError`."""
+        row = await self._answered(lambda: self._database.find(digest))
+        key = None if row is None else _key(row)
+        self._found[digest] = time.monotonic() + FRESH_S, key
+        self._found.move_to_end(digest)
+        if len(self._found) > _MAX_FOUND:
+            self._found.popitem(last=False)
+        return key
+
+    def _forget(self, key_id: str) -> None:
+        for digest in [one for one, (_, key) in self._found.items() if key is not None and key.id == key_id]:
+            del self._found[digest]
+
+    async def _ask(self, ask: Callable[[], Awaitable[_T]]) -> _T:
+        """Return what the database answers. Raises `RequestError`."""
+        try:
+            return await self._answered(ask)
+        except LostError as error:
+            raise self._refusal(error) from None
+
+    async def _answered(self, ask: Callable[[], Awaitable[_T]]) -> _T:
+        """Return what the database answers. Raises `LostError`."""
+        try:
+            return await _within(ask(), TIMEOUT_S)
+        except _LateError:
+            raise
+        except LostError:  # an old connection fails at once, a new one may not
+            return await _within(ask(), TIMEOUT_S)
+
+    def _count(self, key: Key, requests: int, prompt_tokens: int, completion_tokens: int) -> None:
+        counted = self._counted.setdefault(key.id, Key(key.id, key.settings))
+        counted.settings = key.settings
+        counted.add(requests, prompt_tokens, completion_tokens)
+
+    def _refusal(self, error: LostError) -> RequestError:
+        logger.debug("%s: %s", self._database.address, error)
+        return not_counted()
+
+
+class _LateError(LostError):
+    """The database has not answered in time."""
+
+
+async def _within(work: Awaitable[_T], seconds: float) -> _T:
+    """Return what comes of work. Raises `LostError` if it takes longer; it is cancelled then, and not waited for, as a
+    driver may wait for the server again."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if task.done():
+        return task.result()
+    task.cancel()
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    raise _LateError(f"it did not answer within {seconds:g} s")
+
+
+def _key(row: KeyRow) -> Key:
+    key = Key(row[0], msgspec.json.decode(row[1], type=KeySettings))
+    key.add(*row[2:])
+    return key
+
+
+def _written(settings: KeySettings) -> str:
+    return msgspec.json.encode(settings).decode()

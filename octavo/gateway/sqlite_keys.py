@@ -1,0 +1,242 @@
+"""Keys in an SQLite file, of one gateway. All of them are in memory, too.
+
+A write takes microseconds, as none waits for the disk, so the event loop does it: methods are `async` for `KeyStore`
+alone. What is written outlives the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from octavo.errors import ConfigError, RequestError
+from octavo.gateway.key_store import (
+    DAY_S,
+    LIMITS,
+    MINUTE_S,
+    Key,
+    KeySettings,
+    KeyStore,
+    OnLoss,
+    digest_of,
+    limit_error,
+    no_key,
+    not_counted,
+)
+
+logger = logging.getLogger("octavo.gateway")
+
+CHECKPOINT_INTERVAL_S = 1.0  # between two times that the log of writes is moved into the file
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS keys (id TEXT PRIMARY KEY, digest BLOB UNIQUE NOT NULL, settings TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS usage (
+    key TEXT NOT NULL, day INTEGER NOT NULL, model TEXT NOT NULL, requests INTEGER NOT NULL DEFAULT 0,
+    prompt_tokens INTEGER NOT NULL DEFAULT 0, completion_tokens INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY (key, day, model)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS minutes (
+    key TEXT PRIMARY KEY, minute INTEGER NOT NULL, requests INTEGER NOT NULL, tokens INTEGER NOT NULL
+) WITHOUT ROWID;
+"""
+
+
+class _Window:
+    """Requests and tokens of a minute or a day."""
+
+    __slots__ = ("number", "requests", "seconds", "tokens")
+
+    def __init__(self, seconds: int) -> None:
+        self.seconds, self.number, self.requests, self.tokens = seconds, -1, 0, 0
+
+    def add(self, now: float, requests: int, tokens: int) -> None:
+        self.at(now)
+        self.requests += requests
+        self.tokens += tokens
+
+    def at(self, now: float) -> _Window:
+        """Return the window itself, empty if the time is another minute or day."""
+        if (number := int(now // self.seconds)) != self.number:
+            self.number, self.requests, self.tokens = number, 0, 0
+        return self
+
+
+class _Windows:
+    """Of a key."""
+
+    def __init__(self) -> None:
+        self.minute, self.day = _Window(MINUTE_S), _Window(DAY_S)
+
+
+class SqliteKeys(KeyStore):
+    """The keys of a file."""
+
+    def __init__(self, path: str, on_loss: OnLoss = "refuse", now: Callable[[], float] = time.time) -> None:
+        super().__init__(on_loss, now)
+        self._path = path
+        self._has_news = False  # uses were written since the last `checkpoint`
+        self._unwritten: list[tuple[Key, str, int, int, int]] = []  # uses, from the last writes that failed
+        self._keys: dict[bytes, Key] = {}  # by digest
+        self._windows: dict[str, _Windows] = {}  # by id
+        self._moving: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        try:
+            self._database = sqlite3.connect(self._path, isolation_level=None, timeout=0.2)
+            self._database.execute("PRAGMA journal_mode=WAL")
+            self._database.execute("PRAGMA synchronous=NORMAL")  # what is written outlives the process
+            self._database.execute("PRAGMA wal_autocheckpoint=0")  # `checkpoint` does it
+            self._database.executescript(_SCHEMA)
+            self._keys = {bytes(digest): key for digest, key in self._read()}
+        except (sqlite3.Error, msgspec.DecodeError) as error:
+            raise ConfigError(f"--keys {self._path} cannot be used: {error}.") from None
+        self._moving = asyncio.ensure_future(self._move_log())
+
+    async def close(self) -> None:
+        if self._moving is not None:
+            self._moving.cancel()
+        self._database.close()
+
+    async def _move_log(self) -> None:
+        while True:
+            await asyncio.sleep(CHECKPOINT_INTERVAL_S)
+            if self._has_news:
+                await asyncio.to_thread(self.checkpoint)
+
+    def checkpoint(self) -> None:
+        """Move the log of writes into the file, in a thread: it waits for the disk."""
+        self._has_news = False
+        with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(self._path)) as database:
+            database.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+    async def find(self, secret: bytes) -> Key | None:
+        return self._keys.get(digest_of(secret))
+
+    async def get(self, key_id: str) -> Key:
+        found = next((key for key in self._keys.values() if key.id == key_id), None)
+        if found is None:
+            raise no_key(key_id)
+        return found
+
+    async def keys(self) -> list[Key]:
+        return list(self._keys.values())
+
+    def counted(self) -> Iterable[Key]:
+        return self._keys.values()
+
+    async def add(self, key: Key, digest: bytes) -> None:
+        self._execute(
+            "INSERT INTO keys (id, digest, settings) VALUES (?, ?, ?)", (key.id, digest, _written(key.settings))
+        )
+        self._keys[digest] = key
+
+    async def change(self, key: Key, settings: KeySettings) -> None:
+        self._execute("UPDATE keys SET settings = ? WHERE id = ?", (_written(settings), key.id))
+        key.settings = settings
+
+    async def delete(self, key: Key) -> None:
+        self._execute("DELETE FROM keys WHERE id = ?", (key.id,))
+        self._keys = {digest: other for digest, other in self._keys.items() if other is not key}
+
+    async def admit(self, key: Key, model: str) -> None:
+        now, windows = self._now(), self._windows_of(key)
+        for name in LIMITS:
+            what, _, per = name.partition("_per_")
+            limit, used = getattr(key.settings, name), getattr(getattr(windows, per).at(now), what)
+            if limit is not None and used >= limit:
+                raise limit_error(key.settings.name, name, used, limit, now)
+        if not self._use(key, model, 1, 0, 0, is_sure=self.on_loss == "admit"):
+            raise not_counted()
+
+    async def add_tokens(self, key: Key, model: str, prompt_tokens: int, completion_tokens: int) -> None:
+        self._use(key, model, 0, prompt_tokens, completion_tokens, is_sure=True)
+
+    async def used(self, first_day: int, last_day: int) -> list[tuple[str, int, str, int, int, int]]:
+        rows = self._execute("SELECT * FROM usage WHERE day BETWEEN ? AND ?", (first_day, last_day))
+        return [(key, day, model, *used) for key, day, model, *used in rows]
+
+    def _use(
+        self, key: Key, model: str, requests: int, prompt_tokens: int, completion_tokens: int, *, is_sure: bool
+    ) -> bool:
+        """Count a use. Returns whether it is counted; one that `is_sure` is, and written with the next one if it cannot
+        be written now."""
+        use = (key, model, requests, prompt_tokens, completion_tokens)
+        try:
+            self._write_uses([use])
+        except sqlite3.Error as error:
+            then = "is written later" if is_sure else "is refused"
+            logger.error("what the key %s uses cannot be written, and %s: %s", key.settings.name, then, error)
+            if is_sure:
+                self._unwritten.append(use)
+        else:
+            is_sure = True
+        if is_sure:
+            key.add(requests, prompt_tokens, completion_tokens)
+            now, windows = self._now(), self._windows_of(key)
+            for window in (windows.minute, windows.day):
+                window.add(now, requests, prompt_tokens + completion_tokens)
+        return is_sure
+
+    def _write_uses(self, uses: list[tuple[Key, str, int, int, int]]) -> None:
+        """Write uses and those that were not written before, all or none."""
+        now = self._now()
+        day, minute = int(now // DAY_S), int(now // MINUTE_S)
+        self._database.execute("BEGIN")
+        try:
+            for key, model, requests, prompt_tokens, completion_tokens in [*self._unwritten, *uses]:
+                self._database.execute(
+                    "INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+                    "requests = requests + excluded.requests, prompt_tokens = prompt_tokens + excluded.prompt_tokens, "
+                    "completion_tokens = completion_tokens + excluded.completion_tokens",
+                    (key.id, day, model, requests, prompt_tokens, completion_tokens),
+                )
+                self._database.execute(
+                    "INSERT INTO minutes VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+                    "requests = excluded.requests + CASE minute WHEN excluded.minute THEN requests ELSE 0 END, "
+                    "tokens = excluded.tokens + CASE minute WHEN excluded.minute THEN tokens ELSE 0 END, "
+                    "minute = excluded.minute",
+                    (key.id, minute, requests, prompt_tokens + completion_tokens),
+                )
+            self._database.execute("COMMIT")
+        except sqlite3.Error:
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+            raise
+        self._has_news = True
+        self._unwritten.clear()
+
+    def _windows_of(self, key: Key) -> _Windows:
+        return self._windows.setdefault(key.id, _Windows())
+
+    def _read(self) -> Iterator[tuple[bytes, Key]]:
+        """Yield the keys of the file and their digests."""
+        now = self._now()
+        today = int(now // DAY_S)
+        for key_id, digest, settings in self._database.execute("SELECT id, digest, settings FROM keys").fetchall():
+            key = Key(key_id, msgspec.json.decode(settings, type=KeySettings))
+            windows = self._windows_of(key)
+            totals = "SELECT sum(requests), sum(prompt_tokens), sum(completion_tokens) FROM usage WHERE key = ?"
+            found = self._database.execute(totals, (key_id,)).fetchone()
+            key.num_requests, key.num_prompt_tokens, key.num_completion_tokens = (one or 0 for one in found)
+            requests, *tokens = self._database.execute(totals + " AND day = ?", (key_id, today)).fetchone()
+            windows.day.add(now, requests or 0, sum(one or 0 for one in tokens))
+            minute = "SELECT requests, tokens FROM minutes WHERE key = ? AND minute = ?"
+            row = self._database.execute(minute, (key_id, int(now // MINUTE_S))).fetchone()
+            windows.minute.add(now, *(row or (0, 0)))
+            yield digest, key
+
+    def _execute(self, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        try:
+            return self._database.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            raise RequestError(f"the file of keys failed: {error}.", status=503, code="keys_unavailable") from None
+
+
+def _written(settings: KeySettings) -> str:
+    return msgspec.json.encode(settings).decode()

@@ -1,0 +1,142 @@
+"""Private servers of the databases that gateways share keys in: in temporary folders, at Unix sockets. Tests that need
+one are skipped where its program or its driver is not there (Debian: postgresql, valkey-server)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.waiting import wait_until
+
+
+class Server:
+    """A database's process. `url` leads to an empty database in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(self.command(), stdout=log, stderr=log, **self.options())
+        wait_until(self.answers, lambda: (self.folder / "log").read_text()[-2000:])
+
+    def kill(self) -> None:
+        """End it as kill -9 does."""
+        self.signal(signal.SIGKILL)
+        assert self._process is not None
+        self._process.wait()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, and to those that it has for its clients."""
+        assert self._process is not None
+        own = psutil.Process(self._process.pid)
+        for one in (own, *own.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal(number)
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.signal(signal.SIGCONT)
+            self._process.send_signal(signal.SIGQUIT)
+            self._process.wait()
+
+    def command(self) -> list[str]:
+        raise NotImplementedError
+
+    def options(self) -> dict[str, Any]:
+        return {}
+
+    def answers(self) -> bool:
+        raise NotImplementedError
+
+    def url(self) -> str:
+        raise NotImplementedError
+
+
+class PostgresqlServer(Server):
+    """PostgreSQL refuses to run as root: then it is another user."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._num_databases = 0
+        shutil.chown(folder, **self.options())
+        options = ["-D", str(folder / "data"), "-A", "trust", "-U", "octavo", "-E", "UTF8", "--no-sync"]
+        subprocess.run([_program("initdb"), *options], check=True, capture_output=True, cwd=folder, **self.options())
+
+    def options(self) -> dict[str, Any]:
+        if os.getuid():
+            return {}
+        names = {one.pw_name for one in pwd.getpwall()}
+        user = pwd.getpwnam("postgres" if "postgres" in names else "nobody")
+        return {"user": user.pw_uid, "group": user.pw_gid}
+
+    def command(self) -> list[str]:
+        settings = ["listen_addresses=", "autovacuum=off", "fsync=off", f"unix_socket_directories={self.folder}"]
+        words = [word for setting in settings for word in ("-c", setting)]
+        return [_program("postgres"), "-D", str(self.folder / "data"), *words]
+
+    def answers(self) -> bool:
+        import psycopg
+
+        with contextlib.suppress(psycopg.Error):
+            self.execute("SELECT 1")
+            return True
+        return False
+
+    def execute(self, statement: str) -> None:
+        import psycopg
+
+        with psycopg.connect(self._at("postgres"), autocommit=True) as connection:
+            connection.execute(statement)  # type: ignore[call-overload]
+
+    def url(self) -> str:
+        self._num_databases += 1
+        self.execute(f"CREATE DATABASE d{self._num_databases}")
+        return self._at(f"d{self._num_databases}")
+
+    def _at(self, name: str) -> str:
+        return f"postgresql:///{name}?host={self.folder}&user=octavo"
+
+
+SERVERS: dict[str, tuple[type[Server], str, str]] = {"postgresql": (PostgresqlServer, "postgres", "psycopg")}
+
+
+@contextlib.contextmanager
+def server(kind: str) -> Any:
+    """A running server, or a skipped test."""
+    make, program, driver = SERVERS[kind]
+    if _find(program) is None or find_spec(driver) is None:
+        pytest.skip(f"{program} or Python's {driver} is not installed")
+    folder = Path(tempfile.mkdtemp(prefix="octavo-keys-"))  # short, for a socket, and not below a folder of root's own
+    running = None
+    try:
+        running = make(folder)
+        running.start()
+        yield running
+    finally:
+        if running is not None:
+            running.close()
+        shutil.rmtree(folder)
+
+
+def _find(program: str) -> str | None:
+    folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    return shutil.which(program) or next((str(one / program) for one in folders if (one / program).exists()), None)
+
+
+def _program(name: str) -> str:
+    found = _find(name)
+    assert found is not None
+    return found

@@ -1,0 +1,199 @@
+"""Several gateways and one database of keys: limits and counts are those of all of them, whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from octavo.errors import ConfigError, RequestError
+from octavo.gateway import shared_keys
+from octavo.gateway.key_store import Key, KeySettings, KeyStore, open_keys
+from tests.gateway.fakes import FakeLaunch, fake_servers, gateway
+from tests.gateway.key_databases import SERVERS, Server, server
+from tests.gateway.test_keys import ADMIN, Keys, Now, answer
+from tests.waiting import until
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def database(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with server(request.param) as running:
+        yield running
+
+
+async def opened(url: str, on_loss: Any = "refuse") -> KeyStore:
+    store = open_keys(url, on_loss, Now())
+    await store.open()
+    return store
+
+
+async def admitted(store: KeyStore, key: Key) -> bool:
+    try:
+        await store.admit(key, "m")
+    except RequestError as error:
+        if error.status != 429:
+            raise
+        return False
+    return True
+
+
+def test_two_gateways_admit_no_more_than_a_limit_together(database: Server) -> None:
+    async def run() -> None:
+        url = database.url()
+        stores = await asyncio.gather(opened(url), opened(url), opened(url))  # tables are made once
+        keys = [(await stores[0].create(KeySettings(name=name, requests_per_minute=40)))[0] for name in "ab"]
+        asks = [admitted(store, key) for _ in range(30) for store in stores for key in keys]
+        assert sum(await asyncio.gather(*asks)) == 80
+        for key in keys:
+            await asyncio.gather(*(store.add_tokens(key, "m", 2, 1) for store in stores for _ in range(10)))
+        found = await stores[1].keys()
+        assert [(one.num_requests, one.num_prompt_tokens, one.num_completion_tokens) for one in found] == [
+            (40, 60, 30)
+        ] * 2
+        assert sum(key.num_requests for store in stores for key in store.counted()) == 80, "each its own"
+        for store in stores:
+            await store.close()
+
+    asyncio.run(run())
+
+
+def test_what_one_gateway_says_of_a_key_the_others_know(database: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        url = database.url()
+        one, other = await opened(url), await opened(url)
+        key, secret = await one.create(KeySettings(name="a"))
+        found = await other.find(secret.encode())
+        assert found is not None and found.id == key.id
+        await one.change(key, KeySettings(name="a", is_enabled=False))
+        with pytest.raises(RequestError, match="is disabled") as caught:
+            await other.admit(found, "m")
+        assert caught.value.status == 401, "at once, though the other one remembers it"
+        await one.change(key, KeySettings(name="b"))
+        await other.admit(found, "m")
+        monkeypatch.setattr(shared_keys, "FRESH_S", 0.0)
+        renamed = await other.find(secret.encode()), await other.find(secret.encode())
+        assert renamed[1] is not None and renamed[1].settings.name == "b" and renamed[1].num_requests == 1
+        await one.delete(key)
+        with pytest.raises(RequestError):
+            await other.admit(found, "m")
+        with pytest.raises(RequestError, match="there is no key"):
+            await other.change(found, KeySettings(name="c"))
+        assert [row["requests"] for row in await other.usage(0, 10**6)] == [1], "what it has used stays"
+        await one.close()
+        await other.close()
+
+    asyncio.run(run())
+
+
+def test_a_batch_whose_answer_is_lost_is_counted_once(database: Server) -> None:
+    async def run() -> None:
+        store = await opened(database.url())
+        key, _ = await store.create(KeySettings(name="a", requests_per_minute=3))
+        inner = store._database  # type: ignore[attr-defined]
+        real: Callable[..., Awaitable[Any]] = inner.count
+        lost = [2]
+
+        async def lossy(*values: Any) -> Any:
+            answers = await real(*values)
+            if lost[0]:
+                lost[0] -= 1
+                raise shared_keys.LostError("the connection broke")
+            return answers
+
+        inner.count = lossy
+        results = await asyncio.gather(
+            *(store.admit(key, "m") for _ in range(2)), store.add_tokens(key, "m", 5, 6), return_exceptions=True
+        )
+        assert [getattr(one, "status", None) for one in results] == [503, 503, None]
+        await until(lambda: store._is_idle.is_set())  # type: ignore[attr-defined]
+        (found,) = await store.keys()
+        used = found.num_requests, found.num_prompt_tokens, found.num_completion_tokens
+        assert used == (0, 5, 6), "those that were refused are not counted"
+        assert [await admitted(store, key) for _ in range(4)] == [True] * 3 + [False]
+        await store.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_database_refuses_or_admits_and_loses_nothing(
+    database: Server, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+) -> None:
+    async def run() -> None:
+        url = database.url()
+        strict, open_ = await opened(url), await opened(url, "admit")
+        key, secret = await strict.create(KeySettings(name="a", requests_per_minute=5))
+        assert await open_.find(secret.encode())
+        await strict.admit(key, "m")
+        monkeypatch.setattr(shared_keys, "TIMEOUT_S", 0.3)
+        await asyncio.to_thread(database.kill) if how == signal.SIGKILL else database.signal(how)
+        for _ in range(3):
+            with pytest.raises(RequestError) as caught:
+                await strict.admit(key, "m")
+            assert (caught.value.status, caught.value.code) == (503, "keys_unavailable")
+        await strict.add_tokens(key, "m", 7, 0)
+        with pytest.raises(RequestError):
+            await strict.keys()
+        for _ in range(10):
+            assert await open_.find(secret.encode()), "it is known"
+            await open_.admit(key, "m")
+        with pytest.raises(RequestError) as caught:
+            await open_.find(b"another")
+        assert caught.value.status == 503
+        monkeypatch.setattr(shared_keys, "TIMEOUT_S", 60.0)
+        await asyncio.to_thread(database.start) if how == signal.SIGKILL else database.signal(signal.SIGCONT)
+        for store in (strict, open_):
+            await until(lambda store=store: store._is_idle.is_set())  # type: ignore[misc]
+        (found,) = await strict.keys()
+        assert (found.num_requests, found.num_prompt_tokens) == (11, 7)
+        assert not await admitted(open_, key), "limits hold again"
+        await strict.close()
+        await open_.close()
+
+    asyncio.run(run())
+
+
+def test_gateways_share_keys_by_their_admin_routes(database: Server) -> None:
+    async def run() -> None:
+        url = database.url()
+        options: dict[str, Any] = {"keys": url, "admin_key": ["root"]}
+        async with fake_servers(answer) as (replica,):
+            models = {"a": {"addresses": [replica.address]}}
+            async with (
+                gateway(models, FakeLaunch(), **options) as one,
+                gateway(models, FakeLaunch(), **options) as other,
+            ):
+                keys, others = Keys(one), Keys(other)
+                async with keys.http, others.http:
+                    key_id, headers = await keys.create(requests_per_day=4)
+                    for gate in (one, other):
+                        gate.http.headers.update(headers)
+                    assert [(await gate.ask(stream=True)).status_code for gate in (one, other) * 3] == [200] * 4 + [
+                        429
+                    ] * 2
+                    assert await keys.used(key_id) == await others.used(key_id) == (4, 16, 12)
+                    assert len(replica.asked) == 4
+                    for gate in (one, other):
+                        assert await gate.metric('octavo_gateway_key_requests_total{key="k"}') == 2
+                    stats = (await others.http.get("/ui/stats")).json()["keys"]
+                    assert [(row["name"], row["requests"]) for row in stats] == [("k", 4)]
+                    table = await others.http.get("/usage", headers=ADMIN)
+                    assert [row["requests"] for row in table.json()["data"]] == [4]
+
+    asyncio.run(run())
+
+
+def test_an_address_that_is_wrong_ends_the_start() -> None:
+    async def run(url: str) -> None:
+        await open_keys(url).open()
+
+    with pytest.raises(ConfigError, match="mysql"):
+        asyncio.run(run("mysql://x"))
+    pytest.importorskip("psycopg")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        asyncio.run(run("postgresql://127.0.0.1:1/x"))
+    with pytest.raises(ConfigError, match="is wrong"):
+        asyncio.run(run("postgresql://[/x"))
