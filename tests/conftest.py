@@ -66,6 +66,7 @@ LONG_SPENT_S = pytest.StashKey[float]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # what is collected stays: looking for garbage among it is a fifth of the time
     config.pluginmanager.register(watchdog, "watchdog")
     if config.getoption("changed_since") is None or config.getoption("all"):
         config.stash[DISTANCES] = None
@@ -108,6 +109,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return LongestFirst(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 CLOCKS = {"monotonic", "perf_counter", "time"}
 DRAWS = {
@@ -35,17 +35,18 @@ INDEX = "takes a timeout for a failure, which has no output: tests/installing.py
 def find_luck(source: str) -> list[tuple[int, str]]:
     """(line, what is wrong) of a module."""
     tree = ast.parse(source)
-    found = {(node.lineno, why) for node in ast.walk(tree) if (why := _wrong(node))}
-    for function in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    found = {(node.lineno, why) for node in nodes if (why := _wrong(node))}  # type: ignore[attr-defined]
+    suspicious = any(name in source for name in ("monotonic", "perf_counter", "time.time", "memory_", "RUSAGE_SELF"))
+    for function in nodes if suspicious else ():
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            found |= {(line, SPEED) for line in _speeds(function)}
+            within = list(ast.walk(function))
+            found |= {(line, SPEED) for line in _speeds(within)}
             if function.name.startswith("test_"):
-                found |= {(line, MEMORY) for line in _own_memory(function)}
+                found |= {(line, MEMORY) for line in _own_memory(within)}
     found |= {(node.lineno, SEED) for node in _at_import(tree) if isinstance(node, ast.Call) and _draws(node)}
-    seeded = {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "manual_seed"
-    }
-    for node in ast.walk(tree):
+    seeded = {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr == "manual_seed"}
+    for node in nodes:
         if isinstance(node, ast.Call) and _name(node.func) == "torch.Generator" and id(node) not in seeded:
             found.add((node.lineno, SEED))
     return sorted(found)
@@ -78,14 +79,15 @@ def _wrong(node: ast.AST) -> str | None:
     return None
 
 
-def _speeds(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[int]:
-    """Lines of assertions that something took less than so long."""
+def _speeds(nodes: Iterable[ast.AST]) -> Iterator[int]:
+    """Lines of a function's assertions that something took less than so long."""
+    assigned = [node for node in nodes if isinstance(node, ast.Assign)]
     measured: set[str] = set()
     for _ in range(2):  # a difference is made of readings
-        for node in ast.walk(function):
-            if isinstance(node, ast.Assign) and _reads_clock(node.value, measured):
+        for node in assigned:
+            if _reads_clock(node.value, measured):
                 measured |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    for node in ast.walk(function):
+    for node in nodes:
         if isinstance(node, ast.Assert):
             for compare in ast.walk(node.test):
                 if isinstance(compare, ast.Compare):
@@ -104,8 +106,7 @@ def _reads_clock(node: ast.AST, measured: set[str]) -> bool:
     )
 
 
-def _own_memory(function: ast.AST) -> Iterator[int]:
-    nodes = list(ast.walk(function))
+def _own_memory(nodes: Iterable[ast.AST]) -> Iterator[int]:
     reads_memory = any(isinstance(node, ast.Attribute) and node.attr.startswith("memory_") for node in nodes)
     for node in nodes:
         if isinstance(node, ast.Call) and _name(node.func) == "psutil.Process" and not node.args and reads_memory:

@@ -22,6 +22,7 @@ NATIVE = "octavo._cpu"  # made of everything in csrc/
 SERVER = "octavo.entrypoints.cli.main"  # the program `octavo`
 NAMES = ":names"
 EVERYTHING = ("pyproject.toml", "constraints.txt")  # a change of these can break any test
+_LEAVES = (ast.expr_context, ast.Name)  # which say nothing of imports, and are most of a module
 _MODULE_NAME = re.compile(r"\b(?:octavo|tests|benchmarks)(?:\.[A-Za-z_]\w*)+|\boctavo\b")
 _FILE_NAME = re.compile(r"[\w./-]*\w\.(?:py|yml|yaml|json|md|toml|conf|service|html|js|css|sh|txt|jinja|csv)\b")
 
@@ -84,7 +85,7 @@ class ImportGraph:
                 if nested:
                     yield from self._named_in(name, node.value)
             elif nested or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                ways.extend(ast.iter_child_nodes(node))
+                ways.extend(each for each in ast.iter_child_nodes(node) if not isinstance(each, _LEAVES))
 
     def _with_packages(self, name: str, found: Iterable[str]) -> Iterator[str]:
         for each in found:

@@ -4,6 +4,7 @@ that starts import nothing that only some requests need."""
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 import subprocess
@@ -18,6 +19,7 @@ ROOT = Path(octavo.__file__).parent
 NATIVE = "_cpu"  # a module without a source file
 
 
+@functools.cache
 def imports() -> dict[tuple[str, str], str]:
     """(importer, imported) of Octavo's top-level packages and modules -> where the import stands. Imports within
     functions and under `if TYPE_CHECKING` count."""

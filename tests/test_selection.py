@@ -50,6 +50,7 @@ def test_the_graph_has_every_import_that_python_makes(graph: ImportGraph) -> Non
     assert not missing
 
 
+@pytest.mark.long
 def test_an_edit_in_any_module_selects_every_test_that_imports_it(graph: ImportGraph) -> None:
     """By a second way: forwards from each test instead of backwards from the module."""
     tests = [name for name in graph.paths if name.rpartition(".")[2].startswith("test_")]

@@ -23,10 +23,12 @@ def run(folder: Path, body: str, *flags: str) -> subprocess.CompletedProcess[str
         "def test_after():\n    pass\n"
     )
     (folder / "pytest.ini").write_text("[pytest]\ntimeout = 1\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.watchdog", "-p", "no:cacheprovider", *flags]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.watchdog", "-p", "xdist", "-p", "pytest_timeout",
+               "-p", "no:cacheprovider", *flags]  # fmt: skip
     root = str(Path(__file__).parents[1])
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    env = outside | {"PYTHONPATH": root, "OCTAVO_TESTS_GRACE_S": "1"}
+    # Other plugins take longer to import than all of this.
+    env = outside | {"PYTHONPATH": root, "OCTAVO_TESTS_GRACE_S": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=within(100))
 
 
