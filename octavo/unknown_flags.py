@@ -30,6 +30,7 @@ _ADVICE = {
         "model_loader_extra_config", "prefill_context_parallel_size", "random_batch_size", "ray_workers_use_nsight",
         "reasoning_parser_plugin", "request_id_prefix", "skip_tokenizer_init", "video_pruning_rate",
     ), _NOT_BUILT),
+    **dict.fromkeys(("max_num_queued_reqs", "max_num_queued_tokens"), "use --max-queue-len or --max-ttft"),
     **dict.fromkeys((
         "cuda_graph_sizes", "cudagraph_capture_sizes", "max_context_len_to_capture", "max_seq_len_to_capture",
     ), _COMPILED),

@@ -111,7 +111,11 @@ inline Ints and_ints(Ints a, Ints b) { return vandq_s32(a, b); }
 inline Ints or_ints(Ints a, Ints b) { return vorrq_s32(a, b); }
 template <int bits>
 inline Ints shift_right(Ints v) {
-    return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(v), bits));
+    if constexpr (bits == 0) {  // clang's intrinsic refuses it
+        return v;
+    } else {
+        return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(v), bits));
+    }
 }
 template <int bits>
 inline Ints shift_left(Ints v) {

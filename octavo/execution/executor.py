@@ -248,11 +248,11 @@ def _open_device(config: EngineConfig, worker_group: WorkerGroup) -> tuple[Devic
 
     # Of all workers on this host, of all engines of the server.
     of_threads = Shard(config.place * on_host.size + on_host.rank, num_workers)
-    own = of_threads.cut(config.cpu_threads or cpu.num_threads())
-    default_cpus = None if config.cpus or config.cpu_threads else cpu.default_cpus()
+    num_threads, default_cpus = cpu.default_threads()
+    own = of_threads.cut(config.cpu_threads or num_threads)
     cpus = None if config.cpus is None else [config.cpus[i] for i in own]
     ops = load(max(1, len(own)), cpus or None)
-    if default_cpus and own:
+    if default_cpus and own and not (config.cpus or config.cpu_threads):
         cpu.keep_threads_on([default_cpus[i] for i in own])
     if not shard.is_whole:
         cpu.join_group(shard.rank, shard.size, worker_group.memory, worker_group.memory_bytes, worker_group.connections)

@@ -73,12 +73,12 @@ from octavo.ops.cpu_recurrent import causal_conv, gated_delta, gated_recurrence,
 __all__ = [
     "PackedWeight", "Program", "activation", "adapter_table", "add", "add_bias", "add_chosen", "add_rows", "all_gather",
     "all_reduce", "allocate_arena", "allocate_kv_cache", "argmax", "causal_conv", "choose_keys", "copy_blocks",
-    "embedding", "experts", "experts_adapter_table",
+    "default_threads", "embedding", "experts", "experts_adapter_table",
     "gated_delta", "gated_recurrence", "gather_blocks", "join_group", "keep_threads_on", "keys_of",
     "latent_attention", "layer_norm",
     "linear", "linear_activated", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs", "logprobs_of",
     "mask_tokens", "multiply",
-    "normalize", "num_scan_floats", "num_threads", "pack_linear", "packed_weight", "paged_attention", "penalize",
+    "normalize", "num_scan_floats", "pack_linear", "packed_weight", "paged_attention", "penalize",
     "place", "pool", "process_row", "quantize", "replace_rows", "rms_norm", "rotary_and_cache", "rotate", "route",
     "rows_by_adapter", "rows_of", "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts",
     "sum_by_segments", "take_rows", "top_tokens", "use_threads",
@@ -130,10 +130,13 @@ def use_threads(num_threads: int | None, cpus: list[int] | None) -> int:
     return found
 
 
-def default_cpus() -> list[int] | None:
-    """Return a processor for each thread where each is bound to its own by default: on several NUMA nodes."""
+def default_threads() -> tuple[int, list[int] | None]:
+    """Return the default number of threads, and a processor for each where each is bound to its own by default: on
+    several NUMA nodes. Engines that this process has already do not matter."""
+    if asked_for := os.environ.get("OCTAVO_CPU_THREADS"):
+        return int(asked_for), None
     count, cpus = _cpu.default_placement()
-    return cpus if len(cpus) == count == num_threads() else None
+    return count, cpus if len(cpus) == count else None
 
 
 def keep_threads_on(cpus: list[int]) -> None:
@@ -144,12 +147,6 @@ def keep_threads_on(cpus: list[int]) -> None:
 
 def _num_usable_processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def num_threads() -> int:
-    """Return the number of threads that compute."""
-    found: int = _cpu.num_threads()
-    return found
 
 
 def place(array: NDArray[Any]) -> NDArray[Any]:
