@@ -3,8 +3,9 @@
 Any other exception that escapes is a bug in Octavo and keeps its traceback.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 
 class OctavoError(Exception):
@@ -23,7 +24,7 @@ class RequestError(OctavoError, ValueError):
     """A refused request. Other requests are not affected.
 
     `param` names the wrong field, `status` is the HTTP status and `code` the OpenAI error code, if there is one. After
-    `retry_after_s` the same request may succeed.
+    `retry_after_s` the same request may succeed. `details` are for programs, in APIs whose errors have them.
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class RequestError(OctavoError, ValueError):
         status: int = 400,
         code: str | None = None,
         retry_after_s: int | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.param = param
         self.status = status
         self.code = code
         self.retry_after_s = retry_after_s
+        self.details = details
 
 
 _OF_A_PROMPT = ("prompt", "prompt_embeds", "multi_modal_data", "multi_modal_uuids")

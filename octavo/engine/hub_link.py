@@ -163,7 +163,7 @@ class Channels(asyncio.Protocol):
             answer.value = await self.answering[call.name](**call.args)
         except RequestError as error:
             answer.error = str(error)
-            fields = ("param", "status", "code", "retry_after_s")
+            fields = ("param", "status", "code", "retry_after_s", "details")
             answer.refusal = {name: getattr(error, name) for name in fields}
         except OctavoError as error:
             answer.error = str(error)

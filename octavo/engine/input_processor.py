@@ -387,6 +387,7 @@ class InputProcessor:
                 f"the prompt has {count} tokens and the model takes {limit} of prompt and output together; {advice}.",
                 param="prompt",
                 code="context_length_exceeded",
+                details={"num_tokens": num_tokens, "limit": min(limit, num_tokens - 1)},
             )
 
     def _refuse_long(self, text: str) -> None:

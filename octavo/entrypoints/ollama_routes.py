@@ -7,8 +7,9 @@ import time
 from typing import Any
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.entrypoints.http.body_reader import replay_body
@@ -16,7 +17,7 @@ from octavo.entrypoints.http.router import Router, read_json, whole_body
 from octavo.entrypoints.http.server_state import ARRIVAL, ServerState, state_of
 from octavo.entrypoints.http.streaming import SERVER_SEND
 from octavo.errors import RequestError
-from octavo.ollama import API_VERSION, plain_name
+from octavo.ollama import API_VERSION, GREETING, plain_name
 from octavo.ollama.answers import AnswerTranslator, loaded_answer
 from octavo.ollama.cards import running, shown, tag
 from octavo.ollama.to_openai import Translated, translate_value
@@ -73,6 +74,14 @@ async def show(raw: Request) -> dict[str, Any]:
         raise RequestError("model is required.", param="model")
     state.resolve_model(plain_name(name))
     return shown(await _card(state))
+
+
+@router.get("/")
+async def greet(raw: Request) -> Response:
+    """Say what Ollama's command line asks for before anything else."""
+    if "text/html" in raw.headers.get("accept", ""):
+        raise HTTPException(404)
+    return PlainTextResponse(GREETING)
 
 
 @router.get("/api/version")

@@ -23,6 +23,7 @@ from octavo.gateway.ollama_routes import OllamaRoutes
 from octavo.gateway.page import STATS_PATH, Page, is_of_page
 from octavo.gateway.proxy import Proxy, ProxyRequest, WaitLimits
 from octavo.gateway.request_body import RequestBody, read_body
+from octavo.ollama import GREETING
 from octavo.ollama import PREFIX as OLLAMA_PREFIX
 from octavo.version import __version__
 
@@ -70,7 +71,7 @@ class GatewayApp:
         path: str = scope["path"]
         client = Client(send, path, streams=False)
         if path in OPEN_PATHS:
-            await self._own(path, client)
+            await self._own(path, client, dict(scope["headers"]).get(b"accept", b""))
             return
         if is_of_page(path):
             await self._show_page(scope, receive, send, client)
@@ -185,13 +186,15 @@ class GatewayApp:
         except TimeoutError:
             raise RequestError(f"The body did not arrive within {BODY_TIMEOUT_S:g} s.", status=408) from None
 
-    async def _own(self, path: str, client: Client) -> None:
+    async def _own(self, path: str, client: Client, accept: bytes) -> None:
         if path == "/metrics":
             await client.reply(200, b"text/plain; version=0.0.4; charset=utf-8", self.metrics.render())
         elif path == "/version":
             await client.reply(200, b"application/json", msgspec.json.encode({"version": __version__}))
         elif self.is_stopping:
             await client.fail(RequestError("The gateway is stopping.", status=503, code="stopping"))
+        elif path == "/" and b"text/html" not in accept:
+            await client.reply(200, b"text/plain; charset=utf-8", GREETING.encode())
         else:
             await client.reply(200, b"application/json", b'{"status":"ok"}')
 

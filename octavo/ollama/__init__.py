@@ -11,6 +11,7 @@ from octavo.errors import RequestError
 PREFIX = "/api/"
 # The version of Ollama's API that these routes follow. Editors refuse servers that answer less than what they need.
 API_VERSION = "0.12.6"
+GREETING = "Ollama is running"  # the answer to HEAD and GET /, which `ollama list` and others begin with
 # Routes of Ollama's that Octavo does not have.
 UNBUILT = frozenset(("/api/create", "/api/copy", "/api/push", "/api/blobs"))
 

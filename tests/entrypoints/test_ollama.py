@@ -90,3 +90,18 @@ def test_bodies_have_the_limits_of_other_routes(http: httpx.Client, body: bytes,
     answer = http.post("/api/chat", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert said in answer.json()["error"]
+
+
+@pytest.mark.parametrize("content_type", [None, "application/x-www-form-urlencoded"])
+def test_curl_needs_no_content_type_and_pages_in_a_browser_do(http: httpx.Client, content_type: str | None) -> None:
+    headers = {"Content-Type": content_type} if content_type else {}
+    body = b'{"model": "org/fake", "prompt": "Hi"}'
+    assert http.post("/api/generate", content=body, headers=headers).status_code == 200
+    refused = http.post("/api/generate", content=body, headers={**headers, "Origin": "http://example.com"})
+    assert refused.status_code == 415 and "application/json" in refused.json()["error"]
+
+
+def test_the_first_request_of_ollamas_command_line_is_answered(http: httpx.Client) -> None:
+    assert http.get("/").text == "Ollama is running"
+    assert http.head("/").status_code == 200
+    assert http.get("/", headers={"Accept": "text/html,*/*"}).status_code == 404

@@ -352,3 +352,13 @@ def test_ollamas_requests_need_no_content_type(clock: Clock) -> None:
             assert response.headers["content-type"].startswith("application/json")
 
     clock.run(run())
+
+
+def test_the_first_request_of_ollamas_command_line_is_answered(clock: Clock) -> None:
+    async def run() -> None:
+        async with gateway({"a": {}}, FakeLaunch(chunks())) as gate:
+            assert (await gate.http.get("/")).text == "Ollama is running"
+            assert (await gate.http.head("/")).status_code == 200
+            assert (await gate.http.get("/", headers={"Accept": "text/html"})).json() == {"status": "ok"}
+
+    clock.run(run())

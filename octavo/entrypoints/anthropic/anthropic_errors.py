@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from octavo.entrypoints.http.body_fields import ResponseModel
@@ -21,16 +22,26 @@ _KINDS = {
 class AnthropicErrorInfo(ResponseModel):
     type: str
     message: str
+    details: dict[str, Any] | None = None
 
 
 class AnthropicError(ResponseModel):
-    """The body of every answer of Messages that is not 2xx."""
+    """The body of every answer of Messages that is not 2xx. `request_id` is the header `request-id` again."""
 
     type: Literal["error"]
     error: AnthropicErrorInfo
+    request_id: str
 
 
-def anthropic_error(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:
+def anthropic_error(
+    message: str, status: int, param: str | None, code: str | None, details: Mapping[str, Any], *, request_id: str
+) -> dict[str, Any]:
     """Return `{"type": "error", "error": {...}}`. `param` and `code` are omitted; the message has their content."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if code == "context_length_exceeded":  # agents know these words, and shorten their conversation
+        counts = f"{details['num_tokens']} tokens > {details['limit']} maximum" if "num_tokens" in details else message
+        error["message"] = f"prompt is too long: {counts}"
+    elif details:
+        error["details"] = dict(details)
+    return {"type": "error", "error": error, "request_id": request_id}

@@ -19,11 +19,18 @@ CacheControl = dict[str, Any]
 
 # Fields that are not built, with the values that ask for nothing. null always asks for nothing.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "billing_policy": (),
+    "compaction": (),
     "container": (),
+    "fallback_credit_token": (),
     "fallbacks": ([],),
     "mcp_servers": ([],),
     "speed": ("standard",),
 }
+
+
+# What a server without threads answers. Anthropic's clients then send whole conversations.
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": []}
 
 
 class _Block(RequestBody):
@@ -198,6 +205,11 @@ class OutputConfig(RequestBody):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonFormat | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unbuilt(cls, data: Any) -> Any:
+        return refuse_unbuilt(data, unbuilt={"task_budget": ()}, within="output_config.")
+
 
 class CountTokensRequest(RequestBody):
     """Body of POST /v1/messages/count_tokens: what a prompt is made of."""
@@ -222,7 +234,14 @@ class CountTokensRequest(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unbuilt(cls, data: Any) -> Any:
-        return refuse_unbuilt(data, unbuilt=_NOT_BUILT)
+        data = refuse_unbuilt(data, unbuilt=_NOT_BUILT)
+        if not isinstance(data, dict) or "thread" not in data:
+            return data
+        if data["thread"] is not None:
+            raise RequestError(
+                "thread is not built; send the whole conversation as messages.", param="thread", details=_NO_THREADS
+            )
+        return {name: value for name, value in data.items() if name != "thread"}
 
 
 class MessagesRequest(CountTokensRequest):

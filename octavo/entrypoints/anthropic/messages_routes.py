@@ -57,11 +57,9 @@ async def create_message(body: MessagesRequest, raw: Request) -> Response:
     params = chat.to_sampling_params(state.engine.config.model.default_sampling_params)
     # Agents send an effort to any model, as they do `thinking`.
     conversation = Conversation(chat, state, params, clamps_max_tokens=True, ignores_unknown_effort=True)
-    request_id = uuid.uuid4().hex
-    resumable = ResumableStream(
-        raw, params, body.resume, f"msg_{request_id}", int(time.time()), can_be=bool(body.stream)
-    )
-    builder, headers = MessageBuilder(body, resumable.id, model), {"request-id": f"req_{request_id}"}
+    message_id = f"msg_{uuid.uuid4().hex}"
+    resumable = ResumableStream(raw, params, body.resume, message_id, int(time.time()), can_be=bool(body.stream))
+    builder = MessageBuilder(body, resumable.id, model)
 
     def write(part: Progress) -> bytes:
         events = b"".join(map(named_event, builder.add(part)))
@@ -71,10 +69,9 @@ async def create_message(body: MessagesRequest, raw: Request) -> Response:
     prompt, outputs = await conversation.submit(resumable.id, push)
     progress = conversation.progress(outputs)
     if body.stream:
-        headers |= resumable.headers(len(prompt.token_ids))
-        return _MessageStream(_stream(write, progress), headers, push)
+        return _MessageStream(_stream(write, progress), resumable.headers(len(prompt.token_ids)), push)
     message = await run_until_disconnect(_collect(builder, progress), raw.receive)
-    return Response(status_code=499) if message is None else JSONResponse(message, headers=headers)
+    return Response(status_code=499) if message is None else JSONResponse(message)
 
 
 @router.post("/v1/messages/count_tokens")

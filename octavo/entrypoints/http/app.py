@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from octavo.entrypoints import ui
 from octavo.entrypoints.http import engine_control, openapi, operator_routes
-from octavo.entrypoints.http.auth_and_limits import AuthAndLimits
+from octavo.entrypoints.http.auth_and_limits import REQUEST_ID, AuthAndLimits
 from octavo.entrypoints.http.body_fields import ID_PATTERN
 from octavo.entrypoints.http.error_responses import UNBUILT_PATHS, add_error_handlers, refuse_not_built
 from octavo.entrypoints.http.router import LazyRoute, RouteSpec, make_routes
@@ -102,6 +102,7 @@ LAZY_ROUTES = {
     "octavo.entrypoints.audio.transcription_routes": ("POST /v1/audio/transcriptions", "POST /v1/audio/translations"),
     "octavo.entrypoints.anthropic.messages_routes": ("POST /v1/messages", "POST /v1/messages/count_tokens"),
     "octavo.entrypoints.ollama_routes": (
+        "GET /",
         "POST /api/chat",
         "POST /api/generate",
         "POST /api/embed",
@@ -154,6 +155,8 @@ class _App(Starlette):
                 asked, answer = Headers(scope=scope), MutableHeaders(raw=message["headers"])
                 if self.sends_ids:
                     _add_id(answer, asked)
+                if REQUEST_ID in scope:
+                    answer["request-id"] = scope[REQUEST_ID]
                 if (form := asked.get("endpoint-load-metrics-format")) is not None:
                     report = load_report(form, self.state.octavo.engine.stats)
                     answer.update({} if report is None else {"endpoint-load-metrics": report})

@@ -9,7 +9,9 @@ and routes get them whole. A refused body is never read to its end: `uvicorn_ser
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Sequence
+from functools import partial
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -33,12 +35,15 @@ from octavo.entrypoints.http.server_state import ARRIVAL, Arrival, ServerState
 from octavo.ollama import PREFIX as OLLAMA_PREFIX
 from octavo.ollama import ollama_error
 
-OPEN_PATHS = ui.OPEN_PATHS | {"/health", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs"}
+OPEN_PATHS = ui.OPEN_PATHS | {"/", "/health", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs"}
 OPEN_PATHS |= {f"/docs/{name}" for name in PAGE_FILES}
 _UNQUEUED_PREFIXES = ("/v1/chat/completions/", "/v1/conversations", "/v1/files", "/v1/batches")
 UPLOAD_PATH = "/v1/files"
+FORM_TYPE = "application/x-www-form-urlencoded"
 AUDIO_PATHS = {"/v1/audio/transcriptions", "/v1/audio/translations"}
 _FORM_BYTES = 1 << 20  # bytes of a form in addition to its file
+# Scope key of the `request-id` of an answer of Anthropic's API
+REQUEST_ID = "octavo.request_id"
 # Scope key of the body of a request from within the server. No client can set it.
 INTERNAL_BODY = "octavo.internal_body"
 # POST routes whose requests do not wait in the engine's queue
@@ -77,7 +82,8 @@ class AuthAndLimits:
         if path.startswith(self._root_path + "/"):
             path = path[len(self._root_path) :]
         if path.startswith(ANTHROPIC_PREFIX):
-            ERROR_FORM.set(anthropic_error)
+            scope[REQUEST_ID] = request_id = f"req_{uuid.uuid4().hex}"
+            ERROR_FORM.set(partial(anthropic_error, request_id=request_id))
         elif path.startswith(OLLAMA_PREFIX):
             ERROR_FORM.set(lambda message, *_: ollama_error(message))
         if path in OPEN_PATHS:
@@ -167,6 +173,8 @@ class AuthAndLimits:
             if content_type == "multipart/form-data":
                 return None
             return error_response("A file must be sent as Content-Type: multipart/form-data.", 415)
+        if path.startswith(OLLAMA_PREFIX) and content_type in ("", FORM_TYPE) and "origin" not in headers:
+            return None  # curl -d sends a form's type; a page in a browser sends its origin with every POST
         # A browser sends text/plain across origins without asking; for JSON it must ask first (CORS preflight).
         is_empty = not content_type and headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
         if content_type != "application/json" and not is_empty:

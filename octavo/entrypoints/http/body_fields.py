@@ -68,9 +68,12 @@ _INSTEAD = {
 }
 
 
-def refuse_unbuilt(data: Any, built: Container[str] = (), unbuilt: Mapping[str, tuple[Any, ...]] = _NOT_BUILT) -> Any:
+def refuse_unbuilt(
+    data: Any, built: Container[str] = (), unbuilt: Mapping[str, tuple[Any, ...]] = _NOT_BUILT, within: str = ""
+) -> Any:
     """Return a request body without the fields of `unbuilt`, except those in `built`, which this route has. Raises
-    `RequestError` for the first such field whose value asks for something."""
+    `RequestError` for the first such field whose value asks for something. `within` is what stands before names of
+    fields if `data` is a part of a body."""
     if not isinstance(data, dict):
         return data
     found = [name for name in data if name in unbuilt and name not in built]
@@ -78,7 +81,7 @@ def refuse_unbuilt(data: Any, built: Container[str] = (), unbuilt: Mapping[str, 
         value = data[name]
         if value is not None and not any(type(value) is type(idle) and value == idle for idle in unbuilt[name]):
             instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-            raise RequestError(f"{name} is not built yet; leave it out{instead}.", param=name)
+            raise RequestError(f"{within}{name} is not built yet; leave it out{instead}.", param=within + name)
     return {name: value for name, value in data.items() if name not in found} if found else data
 
 

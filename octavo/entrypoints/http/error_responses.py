@@ -65,20 +65,30 @@ class ErrorResponse(ResponseModel):
     error: ErrorInfo
 
 
-def error_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> bytes:
+def error_body(
+    message: str,
+    status: int,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    details: Mapping[str, Any] | None = None,
+) -> bytes:
     """Return the error body in the form of the request's API. It is ASCII, so that a message may quote any string of a
     client."""
-    return json.dumps(ERROR_FORM.get()(_shorten(message), status, param and _shorten(param), code)).encode()
+    form = ERROR_FORM.get()
+    return json.dumps(form(_shorten(message), status, param and _shorten(param), code, details or {})).encode()
 
 
-def openai_error(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:
-    """Return OpenAI's form of an error, `{"error": {...}}`."""
+def openai_error(
+    message: str, status: int, param: str | None, code: str | None, details: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return OpenAI's form of an error, `{"error": {...}}`, which has no `details`."""
     kind = {429: "rate_limit_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-# A function from message, status, parameter and code to a body.
-ErrorForm = Callable[[str, int, str | None, str | None], dict[str, Any]]
+# A function from message, status, parameter, code and details to a body.
+ErrorForm = Callable[[str, int, str | None, str | None, Mapping[str, Any]], dict[str, Any]]
 ERROR_FORM: ContextVar[ErrorForm] = ContextVar("error_form", default=openai_error)  # of the request that a task answers
 
 
@@ -92,22 +102,23 @@ def error_response(
     *,
     param: str | None = None,
     code: str | None = None,
+    details: Mapping[str, Any] | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """Return an HTTP response with an error body. A 503 also says when to come back."""
     headers = dict(headers or {})
     if status == 503:
         headers.setdefault("Retry-After", str(RETRY_AFTER_S))
-    return Response(
-        error_body(message, status, param=param, code=code), status, headers=headers, media_type="application/json"
-    )
+    body = error_body(message, status, param=param, code=code, details=details)
+    return Response(body, status, headers=headers, media_type="application/json")
 
 
 def error_fields(error: Exception) -> dict[str, Any]:
     """Return the arguments of `error_body` and `error_response` for an error. An unforeseen error is logged here, once,
     with its traceback."""
     if isinstance(error, RequestError):
-        return {"message": str(error), "status": error.status, "param": error.param, "code": error.code}
+        fields = {name: getattr(error, name) for name in ("status", "param", "code", "details")}
+        return {"message": str(error), **fields}
     if isinstance(error, EngineStoppingError):
         return {"message": "The server is stopping.", "status": 503, "code": "engine_stopping"}
     if isinstance(error, EngineRestartingError):

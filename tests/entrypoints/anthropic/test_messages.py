@@ -148,6 +148,7 @@ def test_events_come_in_the_order_of_the_api(agent_address: tuple[str, FakeEngin
 
         engine.fails_after = (3, RuntimeError("boom"))
         failed = read_events(http)
+        assert failed[-1].pop("request_id").startswith("req_")
         assert failed[-1] == {"type": "error", "error": {"type": "api_error", "message": "Internal error."}}
 
 
@@ -202,6 +203,28 @@ def test_an_answer_goes_on_with_the_last_message(http: httpx.Client, engine: Fak
     assert engine.tokenizer.decode(engine.seen[0][0]).endswith("assistant: The cat sat on the ")
 
 
+def test_clients_that_want_threads_are_told_that_there_are_none(
+    agent: tuple[anthropic.Anthropic, FakeEngine], http: httpx.Client
+) -> None:
+    client, engine = agent
+
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """The weather"""
+        engine.answer = f"It rains in {city}."
+        return "Rain"
+
+    engine.answer = CALL
+    runner = client.beta.messages.tool_runner(model=MODEL, max_tokens=200, tools=[get_weather], messages=HELLO)
+    assert runner.until_done().content[0].text == "It rains in Paris."  # type: ignore[union-attr]
+    assert len(engine.seen) == 2
+    idle: Any = dict.fromkeys(("thread", "compaction", "billing_policy", "fallback_credit_token"))
+    answer = http.post("/v1/messages", json={"messages": HELLO, "max_tokens": 5, **idle})
+    assert answer.status_code == 200 and answer.headers["request-id"]
+    count = http.post("/v1/messages/count_tokens", json={"messages": HELLO, "output_config": {"task_budget": None}})
+    assert count.status_code == 200 and count.headers["request-id"]
+
+
 def test_forced_calls_follow_a_grammar(agent: tuple[anthropic.Anthropic, FakeEngine]) -> None:
     client, engine = agent
     engine.answer = '</think><tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -242,7 +265,13 @@ def test_tokens_are_counted_as_the_message_has_them(agent: tuple[anthropic.Anthr
         ({"messages": HELLO, "mcp_servers": [{"url": "x"}]}, 400, "mcp_servers"),
         ({"messages": HELLO, "nonsense": 1}, 400, "nonsense"),
         ({"messages": HELLO, "context_management": {"edits": [{"type": "compact_20260112"}]}}, 400, "compact"),
-        ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "tokens"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "prompt is too long: 617 tokens > 512 maximum"),
+        ({"messages": [{"role": "user", "content": "x" * 495}]}, 400, "prompt is too long: 512 tokens > 511 maximum"),
+        ({"messages": [{"role": "user", "content": "x" * 600_000}]}, 400, " tokens > 512 maximum"),
+        ({"messages": HELLO, "compaction": {}}, 400, "compaction is not built"),
+        ({"messages": HELLO, "billing_policy": {}}, 400, "billing_policy is not built"),
+        ({"messages": HELLO, "fallback_credit_token": "x"}, 400, "fallback_credit_token is not built"),
+        ({"messages": HELLO, "output_config": {"task_budget": {}}}, 400, "output_config.task_budget is not built"),
         ({"messages": HELLO, "tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, 400, "other"),
         ({"messages": [{"role": "user", "content": [CALL_BLOCK]}]}, 400, "belongs"),
     ],
@@ -252,7 +281,8 @@ def test_refusals_have_the_form_of_the_api(http: httpx.Client, fields: Any, stat
     assert answer.status_code == status
     body = answer.json()
     kind = "not_found_error" if status == 404 else "invalid_request_error"
-    assert body.keys() == {"type", "error"} and body["type"] == "error" and body["error"]["type"] == kind
+    assert body.keys() == {"type", "error", "request_id"} and body["type"] == "error" and body["error"]["type"] == kind
+    assert body["request_id"] == answer.headers["request-id"]
     assert said in body["error"]["message"]
 
 

@@ -157,7 +157,13 @@ def test_the_client_library_knows_the_errors(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/v1/nothing", 404), ("POST", "/", 404), ("GET", "/v1/completions", 405), ("PUT", "/v1/models", 405)],
+    [
+        ("GET", "/v1/nothing", 404),
+        ("POST", "/nothing", 404),
+        ("POST", "/", 405),
+        ("GET", "/v1/completions", 405),
+        ("PUT", "/v1/models", 405),
+    ],
 )
 def test_unknown_routes_and_methods_have_the_error_body_too(
     http: httpx.Client, method: str, path: str, status: int
