@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -36,6 +37,26 @@ def test_what_is_no_checkout_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, str(ADAPTERS / "run.py"), "llama.cpp", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "is no checkout of llama.cpp" in done.stderr
+
+
+def test_flags_of_a_suite_may_be_spelled_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ADAPTERS)
+    suites = importlib.import_module("octavo_suites")
+    served = list[str]()
+    monkeypatch.setattr(suites, "serving", lambda *flags, env: served.extend(flags))
+    suites.RemoteOpenAIServer("a/b", ["--max_model_len=2K", "--max-model-len", 999_999, "--seed", 3, "--dtype=half",
+                                      "--served-model-name", "a", "b"])  # fmt: skip
+    assert served == [
+        "--max-model-len",
+        "2K",
+        "--seed",
+        "3",
+        "--unknown-fields",
+        "warn",
+        "--served-model-name",
+        "a",
+        "b",
+    ]
 
 
 def test_every_rule_says_why() -> None:

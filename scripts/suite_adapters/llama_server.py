@@ -13,8 +13,14 @@ _FLAGS = {
 }  # fmt: skip
 
 
+def _parts(word: str) -> list[str]:
+    """`--flag=value` as a flag and its value."""
+    return word.split("=", 1) if word.startswith("--") else [word]
+
+
 def main() -> None:
-    flags, given, names = ["serve"], sys.argv[1:], os.environ["OCTAVO_SUITE_NAMES"].split()
+    flags, names = ["serve"], os.environ["OCTAVO_SUITE_NAMES"].split()
+    given = [part for word in sys.argv[1:] for part in _parts(word)]
     for flag, value in zip(given, [*given[1:], ""], strict=True):
         if flag == "--alias":
             names.insert(0, value)

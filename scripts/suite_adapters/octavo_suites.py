@@ -21,11 +21,13 @@ import types
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from octavo.config.engine_args import num_tokens
 
 SUITE = os.environ.get("OCTAVO_SUITE", "")
 _START_S = 120.0
@@ -145,22 +147,16 @@ class RemoteOpenAIServer:
         self, model: str, vllm_serve_args: list[str], *, env_dict: dict[str, str] | None = None, **_: Any
     ) -> None:
         flags, names = list[str](), [model]
-        words = list(map(str, vllm_serve_args))
-        while words:
-            flag = words.pop(0)
-            values = []
-            while words and not words[0].startswith("--"):
-                values.append(words.pop(0))
+        for flag, values in _flags_of(vllm_serve_args):
             if flag == "--lora-modules":  # adapters of models that are not here: the model answers to their names
                 names += [re.split(r"[=\"]", value)[3 if value.startswith("{") else 0] for value in values]
             elif flag == "--served-model-name":
                 names = values
-            elif flag.replace("_", "-") == "--max-model-len" and int(values[0]) > _MAX_POSITIONS:
+            elif flag == "--max-model-len" and num_tokens(values[0]) > _MAX_POSITIONS:
                 continue
             elif flag not in _LEFT_OUT:
                 flags += [flag, *values]
-        # vLLM ignores fields that it does not know.
-        self._serving = serving(*flags, "--unknown-fields", "warn", "--served-model-name", *names, env=env_dict)
+        self._serving = serving(*flags, *LIKE_VLLM, "--served-model-name", *names, env=env_dict)
 
     def __enter__(self) -> RemoteOpenAIServer:
         self.url_root = self._serving.__enter__()
@@ -194,6 +190,19 @@ class RemoteOpenAIServer:
         return anthropic.AsyncAnthropic(base_url=self.url_root, api_key=self.DUMMY_API_KEY, max_retries=0, **options)
 
 
+def _flags_of(words: Iterable[object]) -> list[tuple[str, list[str]]]:
+    """Flags as vLLM spells them, each with its values: `--flag value`, `--flag=value`, `--flag` and `--other_flag`."""
+    flags = list[tuple[str, list[str]]]()
+    for word in map(str, words):
+        if word.startswith("--"):
+            flag, is_given, value = word.partition("=")
+            flags.append((flag.replace("_", "-"), [value] if is_given else []))
+        else:
+            flags[-1][1].append(word)
+    return flags
+
+
+LIKE_VLLM = ("--unknown-fields", "warn")  # vLLM ignores fields that it does not know
 # Flags that fit the model that a test asks for, and not the one that is served; half precision, which CPUs have not;
 # and flags whose counterpart is what Octavo does without them.
 _LEFT_OUT = frozenset((
