@@ -27,6 +27,7 @@ from typing import Any
 
 from jsonschema import Draft7Validator, FormatChecker
 from jsonschema.validators import validator_for
+from llguidance import LLMatcher
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -37,9 +38,10 @@ from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output.grammar_builder import MadeGrammar, WantedGrammar, make_checked_grammar
 from octavo.structured_output.token_bytes import make_vocabulary
 from octavo.structured_output.trial import _try
-from tests.structured_output.corpus import admits, random_answer, variants
+from tests.structured_output.corpus import BYTES, admits, random_answer, variants
 
 NUM_ANSWERS, NUM_VARIANTS, PATIENCE_S = 2, 10, 5.0
+MAX_TEXTS = 20_000  # parts of a value that are tried in its orders
 FORMATS = FormatChecker(["date", "uuid"])
 DATE_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)", re.IGNORECASE)
 
@@ -99,49 +101,52 @@ def stated(path: Path) -> tuple[dict[str, Any], list[tuple[Any, bool]]] | None:
     return found["schema"], [(test["data"], test["valid"]) for test in found["tests"]]
 
 
-def in_order(value: Any, schemas: list[Any], root: Any) -> Any:
-    """Return `value` with its properties in the order in which `schemas`, parts of `root`, name them, as answers have
-    them."""
-    parts = list(_parts(schemas, root, set()))
-    if isinstance(value, list):
-        return [in_order(one, [of for part in parts for of in _of_item(part, i)], root) for i, one in enumerate(value)]
-    if not isinstance(value, dict):
-        return value
-    names = dict.fromkeys(name for part in parts for name in part.get("properties", ()))
-    keys = [*(name for name in names if name in value), *(key for key in value if key not in names)]
-    return {key: in_order(value[key], [of for part in parts for of in _of_key(part, key)], root) for key in keys}
+class Reader:
+    """Reads values as a grammar allows them: properties in any order, since a model writes them in the grammar's."""
 
+    def __init__(self, grammar: str) -> None:
+        self._grammar = grammar
+        self._matcher = LLMatcher(BYTES, grammar, log_level=0)
+        self._num_texts = 0
 
-def _parts(schemas: list[Any], root: Any, seen: set[int]) -> Iterator[dict[str, Any]]:
-    for schema in schemas:
-        if not isinstance(schema, dict) or id(schema) in seen:
-            continue
-        seen.add(id(schema))
-        yield schema
-        ref = schema.get("$ref")
-        if isinstance(ref, str) and ref.startswith("#"):
-            target = root
-            for part in ref.split("/")[1:]:
-                part = part.replace("~1", "/").replace("~0", "~")
-                target = target[int(part)] if isinstance(target, list) else target.get(part, {})
-            yield from _parts([target], root, seen)
-        for keyword in ("allOf", "anyOf", "oneOf", "if", "then", "else"):
-            inner = schema.get(keyword, [])
-            yield from _parts(inner if isinstance(inner, list) else [inner], root, seen)
+    def takes(self, value: Any) -> bool:
+        return any(self._matcher.is_accepting() for _ in self._value(value))
 
+    def _text(self, text: str) -> Iterator[None]:
+        """Yield once if the grammar allows a text, and take it back."""
+        self._num_texts += 1
+        data = list(text.encode())
+        num = self._matcher.try_consume_tokens(data) if self._num_texts < MAX_TEXTS else 0
+        if num == len(data):
+            yield
+        self._matcher.rollback(num)
 
-def _of_item(schema: dict[str, Any], index: int) -> list[Any]:
-    items, first = schema.get("items"), schema.get("prefixItems", [])
-    if isinstance(items, list):
-        items, first = schema.get("additionalItems"), items
-    return [first[index] if index < len(first) else items]
+    def _value(self, value: Any) -> Iterator[None]:
+        if isinstance(value, dict):
+            places = {key: self._grammar.find(f"{json.dumps(key)}: ") % sys.maxsize for key in value}
+            for _ in self._text("{"):
+                yield from self._properties({key: value[key] for key in sorted(value, key=places.__getitem__)}, "")
+        elif isinstance(value, list):
+            for _ in self._text("["):
+                yield from self._items(value, 0)
+        else:
+            yield from self._text(json.dumps(value, ensure_ascii=False))
 
+    def _properties(self, left: dict[str, Any], separator: str) -> Iterator[None]:
+        if not left:
+            yield from self._text("}")
+        for key, value in left.items():
+            for _ in self._text(f"{separator}{json.dumps(key, ensure_ascii=False)}: "):
+                for _ in self._value(value):
+                    yield from self._properties({name: left[name] for name in left if name != key}, ", ")
 
-def _of_key(schema: dict[str, Any], key: str) -> list[Any]:
-    if key in schema.get("properties", ()):
-        return [schema["properties"][key]]
-    of_names = [one for pattern, one in schema.get("patternProperties", {}).items() if re.search(pattern, key)]
-    return of_names or [schema.get("additionalProperties")]
+    def _items(self, items: list[Any], index: int) -> Iterator[None]:
+        if index == len(items):
+            yield from self._text("]")
+            return
+        for _ in self._text(", " if index else ""):
+            for _ in self._value(items[index]):
+                yield from self._items(items, index + 1)
 
 
 def texts(made: MadeGrammar, rng: random.Random) -> Iterator[Any]:
@@ -158,8 +163,6 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=150)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    from llguidance import LLMatcher
-
     tokenizer = read_tokenizer(str(fetch_default_model()))
     vocabulary = make_vocabulary(tokenizer.backend_tokenizer.to_str(), len(tokenizer), [tokenizer.eos_token_id])
     rng = random.Random(args.seed)
@@ -198,9 +201,7 @@ def main() -> None:
                     counts["given up"] += 1
                     break
                 text = json.dumps(value)
-                is_taken = admits(made.text, value) or (
-                    of_file is not None and admits(made.text, in_order(value, [schema], schema))
-                )
+                is_taken = Reader(made.text).takes(value) if of_file else admits(made.text, value)
                 is_taken = is_taken and (made.check is None or made.check.problem(text) is None)
                 try:
                     is_valid = verdicts[text] if of_file else oracle.is_valid(value)

@@ -298,9 +298,9 @@ class _Maker:
         if wanted.disable_any_whitespace:
             options = {"whitespace_flexible": False}
         self.has_schemas = True
-        for is_coarse in (False, True):
+        for is_picky, is_coarse in ((False, False), (True, False), (False, True)):
             try:
-                lowered = lower(schema, start=start, closes=closes, is_coarse=is_coarse)
+                lowered = lower(schema, start=start, closes=closes, is_picky=is_picky, is_coarse=is_coarse)
             except RecursionError:
                 raise RequestError(f"{field} cannot be followed: it is nested too deep.", param=field) from None
             except ValueError as e:

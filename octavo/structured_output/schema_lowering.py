@@ -31,13 +31,12 @@ from octavo.structured_output.schema_keywords import (
 from octavo.structured_output.schema_numbers import integer_ranges, number_ranges
 from octavo.structured_output.schema_objects import ObjectWriter
 from octavo.structured_output.schema_patterns import read_pattern
-from octavo.structured_output.schema_references import check_cycles, prune_endless, refs_in
+from octavo.structured_output.schema_references import check_cycles, prune_empty, refs_in
 from octavo.structured_output.schema_validation import array_parts, bounds_of, types_in
 
 # What llguidance has an expression for. Others say something to readers, as the specification has it.
 _FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
-# Formats beside other keywords of texts, each of which takes llguidance about a millisecond.
-_MAX_FORMATS_BESIDE = 20
+_MAX_TRIED = 40  # texts with patterns or formats, each of which takes llguidance about a millisecond
 _MAX_DIVISOR = 250  # llguidance takes 20 µs for each unit of it
 # Simple schemas take llguidance milliseconds, whatever is in them: the trial in a process of its own is for the others.
 _MAX_SIMPLE_NODES = 400
@@ -52,15 +51,18 @@ class Lowered:
     is_certain: bool  # and nothing in it could make llguidance refuse it
 
 
-def lower(root: Schema, *, start: Schema = None, closes: bool = False, is_coarse: bool = False) -> Lowered:
+def lower(
+    root: Schema, *, start: Schema = None, closes: bool = False, is_picky: bool = False, is_coarse: bool = False
+) -> Lowered:
     """`root`, or `start`, which is a schema within it, for llguidance.
 
     `closes`: objects that name their properties and say nothing of others have no others, where nothing else applies to
-    the same object. `is_coarse`: leave out what llguidance may find too much (patterns, rewritten keywords). Raises
-    `SchemaError` for what is no schema and for one that no finite value satisfies.
+    the same object. `is_picky`: leave out the patterns that llguidance refuses by themselves. `is_coarse`: leave out
+    what llguidance may find too much (patterns, rewritten keywords). Raises `SchemaError` for what is no schema and for
+    one that no finite value satisfies.
     """
     document = Document(root)
-    writer = _Writer(document, closes=closes, is_coarse=is_coarse)
+    writer = _Writer(document, closes=closes, is_picky=is_picky, is_coarse=is_coarse)
     try:
         whole = writer.whole(root if start is None else start)
     except (AttributeError, KeyError, OverflowError, TypeError) as e:  # deep within what is written by other keywords
@@ -78,11 +80,11 @@ def lower(root: Schema, *, start: Schema = None, closes: bool = False, is_coarse
 
 
 @lru_cache(maxsize=1024)
-def _some_text_has(form: str, pattern: str, least: int, most: int | None) -> bool:
+def _some_text_has(keywords: tuple[tuple[str, Any], ...]) -> bool:
+    """Whether llguidance follows a schema of a text, and finds one that satisfies it."""
     from llguidance import LLMatcher
 
-    schema = {"type": "string", "format": form, "minLength": least}
-    schema |= ({"pattern": pattern} if pattern else {}) | ({} if most is None else {"maxLength": most})
+    schema = {"type": "string", **dict(keywords)}
     return not LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": schema}]}))
 
 
@@ -94,7 +96,7 @@ class _Writer(ObjectWriter, AlternativesWriter):
             name, schema, base, is_alone = self._waiting.pop()
             self.definitions[name] = self.write(schema, base, is_alone=is_alone)
         check_cycles(self.definitions)
-        prune_endless(self.definitions)
+        prune_empty(self.definitions)
         name = first.removeprefix("#/$defs/")
         found = self.definitions[name]
         if found is False:
@@ -250,31 +252,33 @@ class _Writer(ObjectWriter, AlternativesWriter):
         self.may_be_empty |= most is not None and (least or 0) > most
         if "pattern" in schema:
             pattern = read_pattern(text_of("pattern", schema))
-            if not pattern.is_plain:
+            is_left_out = self._is_coarse or not self._follows(pattern.text)
+            if is_left_out or not pattern.is_plain:
                 self.unheld.add("pattern")
-            if self._is_coarse:
-                self.unheld.add("pattern")
-            elif not pattern.has_boundaries:
+            if not is_left_out and not pattern.has_boundaries:
                 out["pattern"] = pattern.text
                 if most is not None and length_is_costly(pattern.text, most):
                     self.unheld.add("maxLength")
                     del out["maxLength"]
                 self.has_patterns = self.may_be_empty = True
                 self.is_costly |= len(pattern.text) > 500
-        if schema.get("format") in _FORMATS and not self._is_coarse and self._has_format(schema["format"], out):
-            out["format"] = schema["format"]
-            self.has_patterns = True
-            self.has_merges |= "pattern" in out
+        if schema.get("format") in _FORMATS and not self._is_coarse:
+            beside = {name: out[name] for name in ("pattern", "minLength", "maxLength") if name in out}
+            # A format alone forbids nothing: it is left out where no text has it and what else is said.
+            if not beside or self._some_text_has(**beside, format=schema["format"]):
+                out["format"] = schema["format"]
+                self.has_patterns = True
+                self.has_merges |= "pattern" in out
 
-    def _has_format(self, form: str, text: dict[str, Any]) -> bool:
-        """Whether some text has a format and what else `text` says of it: a format alone forbids nothing."""
-        if text.keys().isdisjoint(("pattern", "minLength", "maxLength")):
-            return True
-        pattern, lengths = text.get("pattern", ""), (text.get("minLength", 0), text.get("maxLength"))
-        self._formats_beside.add((form, pattern, *lengths))
-        if len(self._formats_beside) > _MAX_FORMATS_BESIDE or not is_tame(pattern):
-            return not pattern
-        return _some_text_has(form, pattern, *lengths)
+    def _follows(self, pattern: str) -> bool:
+        """Whether llguidance follows an expression, as far as it matters."""
+        return not self._is_picky or self._some_text_has(pattern=pattern)
+
+    def _some_text_has(self, **keywords: Any) -> bool:
+        """Whether some text satisfies keywords; False too where that takes long to find out."""
+        found = tuple(keywords.items())
+        self._tried.add(found)
+        return len(self._tried) <= _MAX_TRIED and is_tame(keywords.get("pattern", "")) and _some_text_has(found)
 
     def _array(self, schema: dict[str, Any], base: str, out: dict[str, Any]) -> None:
         first, rest = array_parts(schema, self._draft)

@@ -60,7 +60,7 @@ class ObjectWriter(SchemaWriter):
         written, is_fuzzy = dict[str, Schema](), self._is_coarse and bool(given)
         for name, one in given.items():
             pattern = read_pattern(name)
-            is_fuzzy |= not pattern.is_plain
+            is_fuzzy |= not pattern.is_plain or not self._follows(pattern.text)
             written[pattern.text] = self.write(one, base, is_alone=True)
         if is_fuzzy:
             self.unheld.add("patternProperties")
@@ -96,7 +96,8 @@ class ObjectWriter(SchemaWriter):
                     if isinstance(one, str) and self._logic.satisfies(found, its_base, one):
                         properties.setdefault(one, rest)
                 return patterns, False
-            if keys == {"pattern"} and not self._is_coarse and (read := read_pattern(found["pattern"])).is_plain:
+            read = read_pattern(found["pattern"]) if keys == {"pattern"} and not self._is_coarse else None
+            if read is not None and read.is_plain and self._follows(read.text):
                 return {read.text: rest}, False
             if keys <= {"minLength", "maxLength"} and not self._is_coarse:
                 least, most = size_of("minLength", found) or 0, size_of("maxLength", found)

@@ -3,11 +3,13 @@ endless values satisfy. `schema_lowering` calls it when all definitions are writ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from octavo.structured_output.schema_keywords import Schema, SchemaError, children
-from octavo.structured_output.schema_validation import types_in
+from octavo.structured_output.schema_keywords import TYPES, Schema, SchemaError, children
+from octavo.structured_output.schema_validation import is_type, types_in
 
+_SIZES = (("string", "minLength", "maxLength"), ("array", "minItems", "maxItems"))
 _MAX_LOOKS = 20_000  # at definitions, to find those that only endless values satisfy
 
 
@@ -47,9 +49,11 @@ def check_cycles(definitions: dict[str, Schema]) -> None:
                 stack.append((following, iter(after[following])))
 
 
-def prune_endless(definitions: dict[str, Schema]) -> None:
-    """Put `false` where only endless values would do, since each has to have another within it."""
-    ending = set[str]()
+def prune_empty(definitions: dict[str, Schema]) -> None:
+    """Put `false` where no type is left, and where only endless values would do, since each has to have another within
+    it: llguidance refuses a schema with a reference to such a definition, needed or not."""
+    ending, types = set[str](), dict[str, frozenset[str]]()
+    empty = {name for name in definitions if not _types_of({"$ref": f"#/$defs/{name}"}, definitions, types)}
     using: dict[str, list[str]] = {name: [] for name in definitions}
     for name, one in definitions.items():
         for ref in set(refs_in(one)):
@@ -58,13 +62,38 @@ def prune_endless(definitions: dict[str, Schema]) -> None:
     while dirty:
         name = dirty.pop()
         num_looks += 1
-        if name not in ending and (num_looks > _MAX_LOOKS or _can_end(definitions[name], ending)):
+        if name not in ending | empty and (num_looks > _MAX_LOOKS or _can_end(definitions[name], ending)):
             ending.add(name)
             dirty += using[name]
     if len(ending) == len(definitions):
         return
     for name, one in definitions.items():
         definitions[name] = _without_endless(one, ending) if name in ending else False
+
+
+def _types_of(schema: Schema, definitions: dict[str, Schema], known: dict[str, frozenset[str]]) -> frozenset[str]:
+    """The types that values of a lowered schema may have, as far as types, enumerations and sizes say. `known` has
+    those of definitions, which do not lead back to where they stand."""
+    if not isinstance(schema, dict):
+        return frozenset(TYPES if schema else ())
+    found = set(types_in(schema) or TYPES)
+    if "number" in found:
+        found.add("integer")
+    for kind, least, most in _SIZES:
+        if schema.get(least, 0) > schema.get(most, math.inf):
+            found.discard(kind)
+    if "enum" in schema:
+        found &= {name for name in TYPES if any(is_type(value, name) for value in schema["enum"])}
+    if "$ref" in schema:
+        name = schema["$ref"].removeprefix("#/$defs/")
+        if name not in known:
+            known[name] = _types_of(definitions[name], definitions, known)
+        found &= known[name]
+    for one in schema.get("allOf", ()):
+        found &= _types_of(one, definitions, known)
+    if "anyOf" in schema:
+        found &= frozenset().union(*(_types_of(one, definitions, known) for one in schema["anyOf"]))
+    return frozenset(found)
 
 
 def _can_end(schema: Schema, ending: set[str]) -> bool:

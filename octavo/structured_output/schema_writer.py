@@ -3,6 +3,8 @@ keywords of objects, `schema_alternatives` those that hold other schemas for the
 
 from __future__ import annotations
 
+from typing import Any
+
 from octavo.structured_output.schema_keywords import Document, Schema, SchemaError
 from octavo.structured_output.schema_logic import Logic
 
@@ -10,7 +12,7 @@ from octavo.structured_output.schema_logic import Logic
 class SchemaWriter:
     """What all keywords' writers share: what has been written so far, and what was found of it."""
 
-    def __init__(self, document: Document, *, closes: bool, is_coarse: bool) -> None:
+    def __init__(self, document: Document, *, closes: bool, is_picky: bool, is_coarse: bool) -> None:
         self.unheld = set[str]()
         self.definitions: dict[str, Schema] = {}
         self.num_nodes = 0
@@ -19,11 +21,12 @@ class SchemaWriter:
         self._document = document
         self._draft = document.draft
         self._closes = closes
+        self._is_picky = is_picky
         self._is_coarse = is_coarse
         self._logic = Logic(document)
         self._names: dict[tuple[int, str, bool], str] = {}
         self._waiting: list[tuple[str, Schema, str, bool]] = []
-        self._formats_beside = set[tuple[str, str, int, int | None]]()  # with the pattern and lengths beside each
+        self._tried = set[tuple[tuple[str, Any], ...]]()  # keywords of texts that llguidance has tried
         self._rewriting = 0
         self._num_rewritten = 0
 
@@ -31,6 +34,9 @@ class SchemaWriter:
         """Raise `SchemaError` where it depends on the way to a reference what it leads to."""
         if len(self._logic.dynamic_anchors) > 1 and self._logic.has_dynamic_references:
             raise SchemaError("$dynamicRef or $recursiveRef among several dynamic anchors is not built: write $ref")
+
+    def _follows(self, pattern: str) -> bool:
+        raise NotImplementedError
 
     def write(self, schema: Schema, base: str, *, is_alone: bool) -> Schema:
         """One schema. `is_alone`: nothing else applies to the same value."""

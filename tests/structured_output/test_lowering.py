@@ -219,6 +219,17 @@ def test_a_format_holds_beside_a_pattern_unless_nothing_has_both(
     assert not any(admits(grammar, {"a": one}) for one in wrong)
 
 
+def test_a_pattern_that_cannot_be_followed_loosens_no_other() -> None:
+    inner_end = {"type": "string", "pattern": "^(a($|/))*$"}
+    others = {"b": {"type": "string", "pattern": "^[0-9]+$"}, "c": {"type": "string", "format": "date"}}
+    made = make_checked_grammar(
+        WantedGrammar(StructuredOutputsParams(json={"type": "object", "properties": {"a": inner_end, **others}}))
+    )
+    assert made.check is not None and made.check.problem('{"a": "a/b"}') is not None
+    assert admits(made.text, {"a": "a/a", "b": "1", "c": "2026-11-27"})
+    assert not admits(made.text, {"b": "one"}) and not admits(made.text, {"c": "today"})
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -245,6 +256,23 @@ def test_what_only_endless_values_satisfy_is_left_out() -> None:
     optional = {"$defs": {"endless": endless}, "type": "object", "properties": {"a": {"$ref": "#/$defs/endless"}}}
     grammar = grammar_of(optional)
     assert admits(grammar, {}) and not admits_start(grammar, '{"a"')
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        {"type": "object", "oneOf": [{"$ref": "#/$defs/text"}, {"$ref": "#/$defs/short"}]},
+        {"type": "string", "enum": [1, None]},
+        {"allOf": [{"$ref": "#/$defs/text"}, {"enum": [1.5, 2]}]},
+        {"type": "array", "minItems": 2, "maxItems": 1},
+        {"anyOf": [{"$ref": "#/$defs/text", "minLength": 5, "maxLength": 4}, {"type": "object", "enum": []}]},
+    ],
+)
+def test_a_definition_that_nothing_satisfies_is_left_out(definition: dict[str, Any]) -> None:
+    texts = {"text": TEXT, "short": {"type": "string", "maxLength": 1}}
+    schema = {"$defs": {"empty": definition, **texts}, "properties": {"a": {"$ref": "#/$defs/empty"}, "b": INTEGER}}
+    grammar = grammar_of({"type": "object", **schema})
+    assert admits(grammar, {"b": 1}) and not admits_start(grammar, '{"a"')
 
 
 def admits_start(grammar: str, text: str) -> bool:
