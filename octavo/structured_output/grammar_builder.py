@@ -25,6 +25,7 @@ from octavo.sampling_params import STRUCTURES, StructuredOutputsParams
 from octavo.structured_output import context_free, lark, structural_tag
 from octavo.structured_output.final_check import FinalCheck
 from octavo.structured_output.lark import escaped, pieces
+from octavo.structured_output.schema_keywords import SILENT
 from octavo.structured_output.schema_lowering import lower
 from octavo.structured_output.trial import GrammarTrial, TrialFailed, TrialsBusy, limits
 
@@ -397,6 +398,8 @@ class _Maker:
         schema = {"type": "object", **schema}
         if schema["type"] != "object":
             raise RequestError(f"{field} must describe an object, not {schema['type']!r:.100}.", param=field)
+        if schema.keys() <= {"type", "properties", *SILENT} and not schema.get("properties"):
+            schema["additionalProperties"] = False  # a function without parameters: whatever came would be made up
         return self._of_schema(schema, field, closes=True, wanted=_PLAIN)
 
 

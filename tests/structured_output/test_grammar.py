@@ -249,6 +249,16 @@ def test_references_in_parameters_are_to_the_whole_schema(reference: str) -> Non
     assert follows(grammar, f"(<a>1</><b>{value}</>)") and not follows(grammar, '(<b>"x"</>)')
 
 
+@pytest.mark.parametrize("schema", [{"type": "object", "properties": {}}, {"type": "object"}, {}, {"title": "f"}])
+def test_a_function_without_parameters_gets_no_arguments(schema: dict[str, Any]) -> None:
+    spelling = Spelling("", "", "", {"f": CallText("", "")})
+    grammar = make_grammar(ToolCalls({"f": schema}, spelling))
+    assert follows(grammar, "{}") and not follows(grammar, '{"time": 1}')
+    opened = make_grammar(ToolCalls({"f": {**schema, "additionalProperties": True}}, spelling))
+    assert follows(opened, '{"time": 1}')
+    assert follows(make_grammar(ToolCalls({"f": {"type": "object", "required": ["a"]}}, spelling)), '{"a": 1}')
+
+
 def test_calls_are_written_as_they_are_spelled() -> None:
     schemas = {"f": OBJECT, "g": {}}
     one = '{"name": "f", "parameters": {"a": 1}}'

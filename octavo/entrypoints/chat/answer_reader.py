@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from octavo.entrypoints.chat.reasoning import Reasoning, new_splitter
+from octavo.entrypoints.chat.reasoning import Reasoning, Splitter, new_splitter
 from octavo.entrypoints.chat.tools.call_ids import CallIdForm, CallIds
 from octavo.entrypoints.chat.tools.call_spelling import arguments_only, list_of_calls, spelling
 from octavo.entrypoints.chat.tools.forced_calls import ForcedCallsReader
@@ -69,6 +69,10 @@ class AnswerFormat:
     def is_plain(self) -> bool:
         """Return whether the whole text is content."""
         return self.reasoning is None and self.new_tool_parser is None
+
+    def new_splitter(self) -> Splitter | None:
+        """Return a splitter for one answer; None if its format has no reasoning."""
+        return None if self.reasoning is None else new_splitter(self.reasoning, self.call_marks, self.new_tool_parser)
 
 
 def check_tool_choice(body: ChatCompletionRequest, formats: ModelFormats) -> None:
@@ -154,10 +158,13 @@ def _has_strict_tools(body: ChatCompletionRequest) -> bool:
     return any(tool.function.strict for tool in body.tools or ())
 
 
+_ANY_OBJECT = {"type": "object", "additionalProperties": True}
+
+
 def _strict_calls(body: ChatCompletionRequest, form: ToolFormat, is_parallel: bool) -> ToolCalls | None:
     """Return a grammar of free text, optionally followed by calls. A function that is not strict takes any object."""
     strict = {tool.function.name for tool in body.tools or () if tool.function.strict}
-    schemas = {name: schema if name in strict else {"type": "object"} for name, schema in body.chosen_tools.items()}
+    schemas = {name: schema if name in strict else _ANY_OBJECT for name, schema in body.chosen_tools.items()}
     spelled = spelling(form, schemas)
     if spelled is None or form is HARMONY:  # Harmony's text is not free: it has channels
         return None
@@ -172,15 +179,8 @@ class AnswerReader:
         self._has_one_call, self._drops = form.has_one_call, False  # whether the current call is dropped
         self._shows_reasoning = form.include_reasoning
         self._ids = CallIds(form.call_ids, form.used_ids)
-        self._splitter = None
-        if form.reasoning is not None:
-            self._splitter = new_splitter(form.reasoning, form.call_marks, form.new_tool_parser)
+        self._splitter = form.new_splitter()
         self._parser = None if form.new_tool_parser is None else form.new_tool_parser()
-
-    @property
-    def is_reasoning(self) -> bool:
-        """Return whether the next text is reasoning."""
-        return self._splitter is not None and self._splitter.is_inside
 
     def add(self, text: str, is_end: bool) -> list[Delta]:
         """Return the deltas that `text` completes; at the end, also those held back."""

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from octavo.engine.detokenizer import make_detokenizer
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.chat.answer_reader import (
     AnswerFormat,
     AnswerReader,
     Delta,
-    ReasoningDelta,
     answer_format,
     check_tool_choice,
     may_want_grammar,
@@ -27,6 +27,7 @@ from octavo.entrypoints.chat.answer_reader import (
 from octavo.entrypoints.chat.answer_recall import AnswerRecall, can_recall
 from octavo.entrypoints.chat.media_parts import embeds_of, media_of, with_embeds
 from octavo.entrypoints.chat.message_rendering import check_template_is_trusted, render_messages
+from octavo.entrypoints.chat.reasoning_count import ReasoningCounter
 from octavo.entrypoints.chat.reasoning_effort import effort_options
 from octavo.entrypoints.http.error_responses import validation_error
 from octavo.entrypoints.http.server_state import PreparedPrompt, ServerState
@@ -63,8 +64,8 @@ class Conversation:
     1. `submit` loads the server's own answers in the history, and fetches the media files (`_loaded`).
     2. `_prepare`, in a thread, decodes the media, renders the prompt, and chooses the answers' format and grammar.
     3. `submit` returns the prompt and the generator of the engine's outputs.
-    4. The caller reads them in one of three ways: `progress` (and `push`), for requests with one choice; `read`, for
-       each output of each choice; or `read_whole`, for each finished choice.
+    4. The caller reads them in one of two ways: `progress` (and `push`), for requests with one choice; or `read`, for
+       each output of each choice.
     5. The answers are remembered as they end (`AnswerRecall`).
     """
 
@@ -91,8 +92,9 @@ class Conversation:
         self._answer_recall = None if answers is None else AnswerRecall(answers, body, state)
         self._files: dict[str, bytes] = {}  # media files by URL; only inside `_loaded`
         self._answer_format: AnswerFormat | None = None  # set by `_prepare`
-        self._readers: dict[int, AnswerReader] = {}  # by index of the choice, for `read`
-        self.num_reasoning_tokens = 0  # over all choices and outputs read so far
+        self._readers: dict[int, AnswerReader] = {}  # by index of the choice
+        self._counters: dict[int, ReasoningCounter] = {}  # by index of the choice
+        self._prompt_token_ids: list[int] = []  # set by `submit`
         self._num_tokens = 0  # of the outputs read by `progress` and `push`
 
     async def submit(
@@ -112,6 +114,7 @@ class Conversation:
                     clamps_max_tokens=self._clamps_max_tokens,
                     sink=sink,
                 )
+        self._prompt_token_ids = prompt.token_ids
         return prompt, outputs if self._answer_recall is None else self._answer_recall.remembering(prompt, outputs)
 
     async def count_tokens(self, length: int) -> int:
@@ -242,36 +245,34 @@ class Conversation:
             )
 
     def read(self, completion: CompletionOutput) -> tuple[list[Delta], str | None]:
-        """Return the deltas of a choice's next output, and its finish reason. All tokens of an output in which
-        reasoning begins or ends count as reasoning."""
-        reader = self._readers.get(completion.index)
-        if reader is None:
-            reader = self._readers[completion.index] = AnswerReader(self._format)
-        was_reasoning = reader.is_reasoning
-        deltas = reader.add(completion.text, is_end=completion.finish_reason is not None)
-        if was_reasoning or reader.is_reasoning:
-            self.num_reasoning_tokens += len(completion.token_ids)
-        return deltas, reader.finish_reason(completion.finish_reason)
+        """Return the deltas of a choice's next output, or of the whole choice, and its finish reason."""
+        index, is_end = completion.index, completion.finish_reason is not None
+        if index not in self._readers:
+            self._readers[index] = AnswerReader(self._format)
+            self._counters[index] = self._new_counter()
+        reader, counter = self._readers[index], self._counters[index]
+        # A stop token has no text, unless the request wants to see it.
+        is_by_token = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
+        num_hidden = int(is_by_token and not self._params.include_stop_str_in_output and bool(completion.token_ids))
+        counter.add(completion.token_ids[: len(completion.token_ids) - num_hidden])
+        if is_end:
+            counter.finish(num_hidden)
+        return reader.add(completion.text, is_end=is_end), reader.finish_reason(completion.finish_reason)
 
-    def read_whole(self, completion: CompletionOutput) -> tuple[list[Delta], str | None]:
-        """Return the deltas of a whole choice, and the finish reason."""
-        reader = AnswerReader(self._format)
-        deltas = reader.add(completion.text, is_end=True)
-        self.num_reasoning_tokens += self._count_reasoning_tokens(completion.token_ids, deltas)
-        return deltas, reader.finish_reason(completion.finish_reason)
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Return the number of reasoning tokens, over all choices and outputs read so far."""
+        return sum(counter.num_tokens for counter in self._counters.values())
 
-    def _count_reasoning_tokens(self, token_ids: list[int], deltas: list[Delta]) -> int:
-        """Return the number of reasoning tokens of a whole choice: those up to the end mark, if it is one token; all
-        tokens, if nothing follows the reasoning; otherwise those of the reasoning text, tokenized again."""
-        if self._format.reasoning is None:
-            return 0
-        marks = self._state.thinking_tokens
-        if marks is not None and (end_mark := marks[1]) in token_ids:
-            return token_ids.index(end_mark) + 1
-        reasoning_text = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
-        if reasoning_text and all(isinstance(delta, ReasoningDelta) for delta in deltas):
-            return len(token_ids)
-        return len(self._state.engine.inputs.encode(reasoning_text, add_special_tokens=False)) if reasoning_text else 0
+    def _new_counter(self) -> ReasoningCounter:
+        params = self._params
+        detokenizer = make_detokenizer(
+            self._state.engine.tokenizer.backend_tokenizer,
+            self._prompt_token_ids,
+            params.skip_special_tokens,
+            params.spaces_between_special_tokens,
+        )
+        return ReasoningCounter(self._format.new_splitter(), detokenizer)
 
 
 def make_chat(fields: Mapping[str, Any]) -> ChatCompletionRequest:

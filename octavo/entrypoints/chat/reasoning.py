@@ -129,7 +129,7 @@ class Reasoning:
 
 def new_splitter(
     reasoning: Reasoning, call_marks: Sequence[str] = (), new_tool_parser: Callable[[], ToolParser] | None = None
-) -> ReasoningSplitter | ChannelSplitter | BlockSplitter | WholeContent:
+) -> Splitter:
     """Return a splitter for one answer."""
     if reasoning.style.stays_in_content:
         return WholeContent(reasoning.style.start if reasoning.is_open else "")
@@ -167,11 +167,22 @@ class ReasoningSplitter:
         self._is_at_start = True  # of the reasoning, or of the content
         self._is_marked = False  # the content has marks
         self._before_call = ""  # line breaks between the reasoning and a possible call
+        self.is_ended_by_call = False
 
     @property
     def is_inside(self) -> bool:
         """Return whether the next text is reasoning."""
         return self._state == "inside"
+
+    @property
+    def is_undecided(self) -> bool:
+        """Return whether later text decides if the text held back is reasoning."""
+        return self._state == "before" or self._trial is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether all further text is content."""
+        return self._state == "after"
 
     def add(self, text: str) -> tuple[str, str]:
         """Return the reasoning and the content that `text` completes."""
@@ -188,7 +199,7 @@ class ReasoningSplitter:
             if self._trial is not None:  # the end of the answer may decide whether it is a call
                 trial, self._trial = self._trial, None
                 if _has_call(trial.add(held[self._num_tried :]) + trial.finish()):
-                    self._state = "after"
+                    self._state, self.is_ended_by_call = "after", True
                     return "", held
                 self._give_up(held)
                 return _sum(self.add(""), self.finish())
@@ -253,7 +264,7 @@ class ReasoningSplitter:
             return False
         self._trial = None
         if _has_call(pieces[:1]):
-            self._state, self._is_at_start = "after", False
+            self._state, self._is_at_start, self.is_ended_by_call = "after", False, True
         else:
             self._give_up(self._held)
         return True
@@ -302,6 +313,8 @@ class ChannelSplitter:
     """Splits an answer of Harmony's messages, as gpt-oss writes them, into (reasoning, content). The sums do not depend
     on how the text is cut. The channel "analysis" is reasoning, all others are content. Calls stay in the content, in
     the form of the format "openai". (github.com/openai/harmony, docs/format.md)"""
+
+    is_undecided = is_over = is_ended_by_call = False  # each mark is decided when it comes, and reasoning may follow
 
     _RECIPIENT = re.compile(r"to=[\w.\-]{0,256}(?:\s[^<\n]{0,64})?")
     _CONSTRAINT = "<|constrain|>"
@@ -381,6 +394,8 @@ class BlockSplitter:
     """Splits an answer of blocks into (reasoning, content). The sums do not depend on how the text is cut. Calls stay
     in the content, with their marks; they end a block that the model forgot to end."""
 
+    is_undecided = is_over = is_ended_by_call = False  # each mark is decided when it comes, and reasoning may follow
+
     def __init__(self, reasoning: Reasoning, blocks: Blocks) -> None:
         style, self._blocks = reasoning.style, blocks
         end = style.end.removesuffix(blocks.header) if blocks.header else style.end
@@ -440,7 +455,8 @@ class BlockSplitter:
 class WholeContent:
     """Returns an answer as content, with the mark of reasoning that the prompt has opened."""
 
-    is_inside = False
+    is_inside = is_undecided = is_ended_by_call = False
+    is_over = True
 
     def __init__(self, start: str) -> None:
         self._start = start
@@ -451,6 +467,9 @@ class WholeContent:
 
     def finish(self) -> tuple[str, str]:
         return "", ""
+
+
+Splitter = ReasoningSplitter | ChannelSplitter | BlockSplitter | WholeContent
 
 
 def held_back(text: str, mark: str) -> int:

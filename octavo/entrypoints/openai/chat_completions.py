@@ -89,7 +89,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
 
     def _choice(self, prompt_index: int, completion: CompletionOutput) -> ChatChoice:
         self._num_completion += len(completion.token_ids)
-        deltas, finish_reason = self._conversation.read_whole(completion)
+        deltas, finish_reason = self._conversation.read(completion)
         self._num_reasoning = self._conversation.num_reasoning_tokens
         return ChatChoice(
             index=completion.index,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ import pytest
 
 from octavo.engine import input_processor
 from octavo.entrypoints.chat.chat_template import render_chat
+from octavo.entrypoints.chat.reasoning import STYLES, Reasoning, new_splitter
+from octavo.entrypoints.chat.reasoning_count import ReasoningCounter
+from octavo.entrypoints.chat.tools.format_parser import FormatParser
+from octavo.entrypoints.chat.tools.tool_formats import FORMATS
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError
 from octavo.structured_output.grammar_builder import make_checked_grammar
@@ -36,6 +41,7 @@ TEMPLATE = (
     "{% endfor %}"
 )
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+HIDDEN = {"include_reasoning": False}
 THOUGHT = "<think>\nWhich city?\n</think>\n\n"
 
 
@@ -105,7 +111,7 @@ def test_an_answer_with_reasoning_and_a_call(client: openai.OpenAI, chatty: Fake
 
 @pytest.mark.parametrize("marks", [["<think>", "</think>"], []])
 def test_the_usage_counts_the_tokens_of_reasoning(tiny_tokenizer: Path, marks: list[str]) -> None:
-    """Alike in streams, where the marks are tokens; else by the text, without its marks."""
+    """Alike in streams and where the reasoning is not shown, with its marks, be they tokens or not."""
     engine = FakeEngine(tiny_tokenizer)
     engine.tokenizer.backend_tokenizer.add_tokens(marks)
     with serving(engine, reasoning_parser="qwen3", disable_log_requests=True) as url:
@@ -116,14 +122,59 @@ def test_the_usage_counts_the_tokens_of_reasoning(tiny_tokenizer: Path, marks: l
             with httpx.Client(timeout=within(60)) as http:
                 whole = http.post(f"{url}/v1/chat/completions", json={"messages": [USER], **fields}).json()["usage"]
                 streamed = http.post(f"{url}/v1/chat/completions", json={**body, "stream": True}).text
-            usage = json.loads(streamed.split("data: ")[-2])["usage"]
-            if marks:
-                assert usage == whole
-            return int(whole["completion_tokens_details"]["reasoning_tokens"])
+                hidden = http.post(f"{url}/v1/chat/completions", json={**body, "stream": True, **HIDDEN}).text
+                asked = {"input": "Hi", "max_output_tokens": fields.get("max_tokens")}
+                response = http.post(f"{url}/v1/responses", json=asked).json()["usage"]
+            found = int(whole["completion_tokens_details"]["reasoning_tokens"])
+            for text in (streamed, hidden):
+                assert json.loads(text.split("data: ")[-2])["usage"] == whole
+            assert response["output_tokens_details"] == {"reasoning_tokens": found}
+            return found
 
         assert count("Four.") == 0
-        assert count("<think>abc</think>Four.") == (5 if marks else 3)
+        length = len(engine.tokenizer.backend_tokenizer.encode("<think>abc</think>", add_special_tokens=False).ids)
+        assert count("<think>abc</think>Four.") == length
         assert count("<think>abcdef", max_tokens=4 if marks else 9) == (4 if marks else 9), "it has not ended"
+        engine.answer = "<think>abc</think>Four."
+        two = httpx.post(f"{url}/v1/chat/completions", json={"messages": [USER], "n": 2}, timeout=within(60)).json()
+        assert two["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2 * length
+
+
+TOKENS = ["\n", "<think>", "a", "</think>", "b", "<tool_call>", CALL.removeprefix("<tool_call>")]
+
+
+class TableDetokenizer:
+    def add(self, token_ids: list[int]) -> str:
+        return "".join(TOKENS[token] for token in token_ids)
+
+    def flush(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "count"),
+    [
+        ("assistant\n", [1, 2, 3, 4], 3),  # was 0 where they came as one output
+        ("assistant\n", [0, 1, 2, 2, 3, 4, 4], 5),
+        ("assistant\n", [4, 1, 2, 3], 0),
+        ("assistant\n", [0, 0], 0),
+        ("<think>", [2, 2, 2], 3),
+        ("<think>", [2, 3, 1, 2, 3], 2),
+        ("<think>", [2, 2, 5, 6], 2),  # a call ends it
+        ("<think>", [2, 5, 2, 3, 4], 4),  # a mark of calls that begins none
+        ("<think>", [2, 5], 2),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_reasoning_is_counted_token_by_token(prompt: str, text: list[int], count: int, size: int) -> None:
+    reasoning = Reasoning.after(prompt, STYLES["qwen3"])
+    assert reasoning is not None
+    parser = partial(FormatParser, FORMATS["hermes"], {"get_weather": {}})
+    counter = ReasoningCounter(new_splitter(reasoning, ("<tool_call>",), parser), TableDetokenizer())
+    for i in range(0, len(text), size):
+        counter.add(text[i : i + size])
+    counter.finish()
+    assert counter.num_tokens == count
 
 
 def test_where_calls_are_not_to_be_parallel_the_first_is_the_only_one(

@@ -1,0 +1,50 @@
+"""Counts the tokens of one answer's reasoning, for the usage. `Conversation` gives it every token, shown or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.engine.detokenizer import Detokenizer
+from octavo.entrypoints.chat.reasoning import Splitter
+
+
+class ReasoningCounter:
+    """Counts tokens from that in which the reasoning begins to that which ends its end mark.
+
+    The answer is split again, token by token: the engine may give many tokens as one text, and the count does not
+    depend on that. Tokens of a call that ends the reasoning do not count.
+    """
+
+    def __init__(self, splitter: Splitter | None, detokenizer: Detokenizer) -> None:
+        """`detokenizer` is a new one, with the options of the request."""
+        self.num_tokens = 0  # so far
+        self._splitter = splitter  # None when the rest is content
+        self._detokenizer = detokenizer
+        self._num_undecided = 0
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Count the next tokens of the answer."""
+        for token in token_ids:
+            if (splitter := self._splitter) is None:
+                return
+            was_inside = splitter.is_inside
+            splitter.add(self._detokenizer.add([token]))
+            self._num_undecided += 1
+            if splitter.is_undecided:
+                continue
+            if (was_inside or splitter.is_inside) and not splitter.is_ended_by_call:
+                self.num_tokens += self._num_undecided
+            self._num_undecided = 0
+            if splitter.is_over:
+                self._splitter = None
+
+    def finish(self, num_hidden: int = 0) -> None:
+        """End the count with the answer. `num_hidden` tokens at its end have no text: they were not given to `add`."""
+        if (splitter := self._splitter) is None:
+            return
+        was_inside = splitter.is_inside
+        splitter.add(self._detokenizer.flush())
+        splitter.finish()
+        if was_inside and not splitter.is_ended_by_call:
+            self.num_tokens += self._num_undecided + num_hidden
+        self._splitter = None
