@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from functools import lru_cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.loading.token_texts import decode, is_byte_level
@@ -107,7 +108,8 @@ class WindowDetokenizer:
     """For any vocabulary.
 
     A window of tokens that have been turned to text is decoded with and without the new ones; the difference is the
-    new text, held back while it ends within a character.
+    new text, held back while it ends within a character. Runs of byte tokens are not decoded in the window: the
+    library turns such a run to text whole or not at all. An incremental UTF-8 decoder reads them.
     """
 
     def __init__(
@@ -119,48 +121,82 @@ class WindowDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._pending = prompt_token_ids[-_CONTEXT_TOKENS:]
-        self._num_read = len(self._pending)
-        self._read_text = self._decode(self._pending)
+        self._byte_values = _byte_values(tokenizer)
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_within_bytes = False
+        self._pending: list[int] = []
+        self._num_read = 0
+        self._read_text = ""
         self._added, self._special = _added_tokens(tokenizer)
         self._glues_added_tokens = not (skip_special_tokens or spaces_between_special_tokens)
         self._last_token = prompt_token_ids[-1] if prompt_token_ids else -1
+        context = [token for token in prompt_token_ids[-_CONTEXT_TOKENS:] if self._has_text(token)]
+        num_bytes = next(
+            (n for n, token in enumerate(reversed(context)) if token not in self._byte_values), len(context)
+        )
+        if num_bytes:
+            self._add_bytes(context[-num_bytes:])
+        else:
+            self._set_window(context)
 
     def add(self, token_ids: list[int]) -> str:
+        # A token without text does not change its neighbours': the window need not grow.
+        token_ids = [token for token in token_ids if self._has_text(token)]
         if self._glues_added_tokens:
             return "".join([self._add_glued(token) for token in token_ids])
-        if self._skip_special_tokens:
-            # They have no text and do not change their neighbours': the window need not grow.
-            token_ids = [token for token in token_ids if token not in self._special]
-        return self._add(token_ids) if token_ids else ""
+        return self._add(token_ids)
 
     def flush(self) -> str:
         text = self._decode(self._pending)[len(self._read_text) :]
         self._read_text += text
-        return text
+        return text + self._bytes.decode(b"", True)
+
+    def _has_text(self, token: int) -> bool:
+        if self._skip_special_tokens and token in self._special:
+            return False
+        return self._tokenizer.id_to_token(token) is not None  # a model may have rows for more
 
     def _add(self, token_ids: list[int]) -> str:
+        if self._byte_values.keys().isdisjoint(token_ids):
+            return self._add_pieces(token_ids) if token_ids else ""
+        parts = []
+        for are_bytes, group in groupby(token_ids, self._byte_values.__contains__):
+            parts.append((self._add_bytes if are_bytes else self._add_pieces)(list(group)))
+        return "".join(parts)
+
+    def _add_bytes(self, token_ids: list[int]) -> str:
+        rest = "" if self._is_within_bytes else self.flush()
+        self._is_within_bytes = True
+        self._set_window(token_ids[-1:])  # pieces that follow are not the first of the text
+        return rest + self._bytes.decode(bytes([self._byte_values[token] for token in token_ids]))
+
+    def _add_pieces(self, token_ids: list[int]) -> str:
+        before = self._bytes.decode(b"", True) if self._is_within_bytes else ""
+        self._is_within_bytes = False
         self._pending += token_ids
         text = self._decode(self._pending)
         tail: list[int] = []
         if text.endswith(_INCOMPLETE):
             if len(self._pending) - self._num_read <= _MAX_CHARACTER_TOKENS:
-                return ""
+                return before
             # These bytes are no character: only the last three can be the beginning of one. The rest goes out as it is,
             # unless the cut lies within a character, whose last byte came in one token with the next one's first.
             tail = self._pending[1 - _MAX_CHARACTER_TOKENS :]
             settled = self._decode(self._pending[: 1 - _MAX_CHARACTER_TOKENS])
             if not text.startswith(settled):
-                return ""
+                return before
             text = settled
         elif len(text) <= len(self._read_text):
-            return ""
+            del self._pending[self._num_read + _CONTEXT_TOKENS :]  # as many as these decide about the next one's blank
+            return before
         new = text[len(self._read_text) :]
-        window = self._pending[self._num_read : len(self._pending) - len(tail)][-_CONTEXT_TOKENS:]
-        self._num_read = len(window)
-        self._read_text = self._decode(window)
-        self._pending = window + tail
-        return new
+        self._set_window(self._pending[self._num_read : len(self._pending) - len(tail)][-_CONTEXT_TOKENS:])
+        self._pending += tail
+        return before + new
+
+    def _set_window(self, token_ids: list[int]) -> None:
+        """These tokens have been turned to text, and are the context of the next ones."""
+        self._pending, self._num_read, self._read_text = token_ids, len(token_ids), self._decode(token_ids)
 
     def _add_glued(self, token: int) -> str:
         last_token, self._last_token = self._last_token, token
@@ -172,6 +208,16 @@ class WindowDetokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return decode(self._tokenizer, token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+@lru_cache(maxsize=4)
+def _byte_values(tokenizer: Tokenizer) -> dict[int, int]:
+    """Return the byte of each byte token, by token: those that a vocabulary with byte fallback writes `<0xE6>`."""
+    pieces = {byte: tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+    tokens = {token: byte for byte, token in pieces.items() if token is not None}
+    half = next((token for token, byte in tokens.items() if byte >= 0x80), None)
+    is_fallback = half is not None and tokenizer.decode([half], skip_special_tokens=False) == _INCOMPLETE
+    return tokens if is_fallback else {}
 
 
 @lru_cache(maxsize=4)  # each call copies them out of the tokenizer

@@ -178,10 +178,10 @@ class PoolingInput:
                     f"truncate_prompt_tokens {limit} leaves no room beside the special tokens.",
                     param="truncate_prompt_tokens",
                 )
-            for _ in range(excess):
-                longer = places[0] if len(places[0]) >= len(places[1]) else places[1]
-                longer.pop(0 if params.truncation_side == "left" else -1)
-            kept = sorted([*places[0], *places[1], *(i for i, owner in enumerate(owners) if owner is None)])
+            kept = [i for i, owner in enumerate(owners) if owner is None]
+            for its, cut in zip(places, num_cut(len(places[0]), len(places[1]), excess), strict=True):
+                kept += its[cut:] if params.truncation_side == "left" else its[: len(its) - cut]
+            kept.sort()
             ids, types = [ids[i] for i in kept], [types[i] for i in kept]
         # A model with one type, whatever its tokenizer says, has no row for a second.
         has_second = 1 in types and self._model.checkpoint.config.get("type_vocab_size") != 1
@@ -213,6 +213,15 @@ class PoolingInput:
                 param="prompt",
                 code="context_length_exceeded",
             )
+
+
+def num_cut(first: int, second: int, excess: int) -> tuple[int, int]:
+    """Return how many tokens each of two texts of `first` and `second` tokens loses if `excess` are cut one by one from
+    the longer text, and from the first where both are equally long."""
+    longer = min(excess, abs(first - second))
+    rest = excess - longer
+    of_first, of_second = (longer, 0) if first > second else (0, longer)
+    return of_first + (rest + 1) // 2, of_second + rest // 2
 
 
 class Scores:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from octavo.lora.pool import AdapterPool
 from octavo.sequence import Sequence
 
@@ -12,21 +14,35 @@ MAX_BYPASSES = 64
 class AdapterTurn:
     """One walk over the waiting sequences, in order."""
 
-    def __init__(self, pool: AdapterPool | None) -> None:
-        self._pool = pool
+    def __init__(self, pool: AdapterPool | None, num_waiting: Counter[str | None]) -> None:
+        """`num_waiting` counts the waiting sequences by adapter."""
+        self._pool, self._num_waiting = pool, num_waiting
         self._passed: list[Sequence] = []  # no room for their adapters
+        self._refused: set[str] = set()  # their adapters: while others start, they get no room
+        self._is_blocked = False  # one of them was bypassed too often
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no sequence that follows may start: each waits for an adapter that was refused."""
+        if self._is_blocked:
+            return None not in self._num_waiting
+        return len(self._refused) == len(self._num_waiting)
 
     def may_start(self, seq: Sequence) -> bool:
         """Return whether its adapter is loaded or can be loaded now, and no sequence before it was bypassed too often.
         Sequences of the base model may always start: they take no room for adapters."""
-        if seq.adapter is None or self._pool is None:
+        adapter = seq.adapter
+        if adapter is None or self._pool is None:
             return True
-        if not any(other.num_bypassed >= MAX_BYPASSES for other in self._passed) and self._pool.can_start(seq.adapter):
+        if not (self._is_blocked or adapter in self._refused) and self._pool.can_start(adapter):
             return True
+        self._refused.add(adapter)
         self._passed.append(seq)
+        self._is_blocked |= seq.num_bypassed >= MAX_BYPASSES
         return False
 
     def started(self, seq: Sequence) -> None:
         if seq.adapter is not None:
             for other in self._passed:
                 other.num_bypassed += 1
+                self._is_blocked |= other.num_bypassed >= MAX_BYPASSES

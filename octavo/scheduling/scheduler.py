@@ -255,7 +255,7 @@ class Scheduler:
         """Admit waiting sequences in order until budget, time, rows or blocks run out. Returns their number. With
         `ahead_of`, admit only sequences that come before this running prompt, and keep `num_reserved_tokens` of the
         budget for running sequences."""
-        waiting, turn = self.queues.waiting, AdapterTurn(self.queues.adapters)
+        waiting, turn = self.queues.waiting, AdapterTurn(self.queues.adapters, self.queues.num_waiting)
         i = num_admitted = 0
         while i < len(waiting) and step.token_budget > num_reserved_tokens and step.has_room:
             seq = waiting[i]
@@ -263,6 +263,8 @@ class Scheduler:
                 break
             # 1. Pass over a sequence that later ones may overtake: it is held, or waits for its adapter or the disk.
             if seq.is_held or not turn.may_start(seq):
+                if turn.is_over:
+                    break
                 i += 1
                 continue
             if self.tier is not None and (state := self.tier.turn(seq)) != "starts":

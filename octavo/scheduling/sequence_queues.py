@@ -7,6 +7,7 @@ with how many tokens.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
@@ -26,6 +27,7 @@ class SequenceQueues:
         self.on_end: list[Callable[[Sequence], None]] = []  # called with each sequence that has ended
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
+        self.num_waiting: Counter[str | None] = Counter()  # by adapter; those of the base model have none
         self.requests: dict[str, list[Sequence]] = {}  # by request
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
 
@@ -45,11 +47,11 @@ class SequenceQueues:
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
         self.requests.setdefault(seq.request.request_id, []).append(seq)
-        insort(self.waiting, seq, key=scheduling_order)
+        self._wait(seq)
 
     def start(self, seq: Sequence) -> None:
         """Move a waiting sequence to the running ones, with a row."""
-        self._leave(self.waiting, seq)
+        self._leave_waiting(seq)
         self._take_row(seq)
 
     def preempt(self, seq: Sequence, may_swap: bool) -> None:
@@ -58,7 +60,7 @@ class SequenceQueues:
         if not (may_swap and self.cache.swap_out(seq)):
             self.cache.release(seq)
         self._return_row(seq)
-        insort(self.waiting, seq, key=scheduling_order)
+        self._wait(seq)
 
     def fork(self, parent: Sequence, index: int) -> Sequence:
         """Start a sibling of `parent`, before its next token is added. With a free row, and if the parent still has
@@ -84,7 +86,7 @@ class SequenceQueues:
         seq.has_ended = True
         self.cache.release(seq)
         if seq.row is None:
-            self._leave(self.waiting, seq)
+            self._leave_waiting(seq)
         else:
             self._return_row(seq)
         siblings = self.requests[seq.request.request_id]
@@ -106,6 +108,7 @@ class SequenceQueues:
         assert running == sorted(running, key=scheduling_order), "running sequences are out of order"
         assert waiting == sorted(waiting, key=scheduling_order), "waiting sequences are out of order"
         assert len(running) + len(waiting) == len(queues) and {*running, *waiting} == {*queues}, "a sequence was lost"
+        assert self.num_waiting == Counter(seq.adapter for seq in waiting), "waiting sequences are counted wrongly"
         for seq in running:
             assert (seq.num_uncomputed_tokens > 0) != seq.is_held or seq in in_flight, "a sequence lacks nothing"
             of_states = [seq.block_tables[state.group] for state in self.cache.states if seq.block_tables]
@@ -117,6 +120,16 @@ class SequenceQueues:
         if not queues:
             pools = [*self.cache.pools, *self.cache.host_pools]
             assert all(pool.num_used == 0 for pool in pools), "blocks are in use when idle"
+
+    def _wait(self, seq: Sequence) -> None:
+        insort(self.waiting, seq, key=scheduling_order)
+        self.num_waiting[seq.adapter] += 1
+
+    def _leave_waiting(self, seq: Sequence) -> None:
+        self._leave(self.waiting, seq)
+        self.num_waiting[seq.adapter] -= 1
+        if not self.num_waiting[seq.adapter]:
+            del self.num_waiting[seq.adapter]
 
     def _take_row(self, seq: Sequence) -> None:
         seq.row = self.free_rows.pop()

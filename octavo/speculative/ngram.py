@@ -8,7 +8,10 @@ token is right.
 
 from __future__ import annotations
 
+from weakref import WeakValueDictionary
+
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.request import Tokens
 from octavo.sequence import Sequence
@@ -75,10 +78,11 @@ def _hashes(tokens: Tokens, n: int) -> list[int]:
 class LookupState:
     """The state of a sequence: the place of the source where it goes on."""
 
-    __slots__ = ("index", "left", "length", "num_seen", "place")
+    __slots__ = ("index", "left", "length", "num_seen", "place", "prediction")
 
     def __init__(self, index: NgramIndex | None = None) -> None:
         self.index = index
+        self.prediction: PlacesIndex | None = None  # of the request's predicted output, if the answer has left it
         self.num_seen = 0  # tokens of the sequence
         self.place = -1  # of the source: its next token, if the sequence goes on like it
         self.length = 0  # tokens before it that agree
@@ -139,9 +143,40 @@ class NgramProposer:
         self._share.end()
 
 
+class PlacesIndex:
+    """All places of each n-gram in a text that does not grow. Like `NgramIndex` it keeps hashes. An n-gram's places are
+    sorted when the first n-gram of its length is looked for."""
+
+    def __init__(self, text: Tokens) -> None:
+        self._text = text
+        self._sorted: dict[int, tuple[NDArray[np.uint64], NDArray[np.int64]]] = {}  # by n: hashes, places behind them
+
+    def find_next(self, end: Tokens, begin: int) -> tuple[int, int] | None:
+        """(place, n): what follows the next occurrence, behind `begin`, of the longest of the n-grams at the `end` of
+        another text that bring a text back to its prediction."""
+        for n in _RETURN_LENGTHS:
+            if min(len(end), len(self._text)) < n:
+                continue
+            if n not in self._sorted:
+                hashes = np.array(_hashes(self._text, n), np.uint64)
+                order = np.argsort(hashes, kind="stable")
+                self._sorted[n] = hashes[order], order + n
+            hashes, places = self._sorted[n]
+            wanted = np.uint64(_hash(end[-n:]))
+            first, last = np.searchsorted(hashes, wanted, "left"), np.searchsorted(hashes, wanted, "right")
+            found = first + np.searchsorted(places[first:last], begin, "right")
+            if found < last:
+                return int(places[found]), n
+        return None
+
+
 class PredictionProposer:
     """Proposes the request's predicted output from its beginning. If the answer differs, proposals go on after the next
     occurrence of the last tokens."""
+
+    def __init__(self) -> None:
+        # By request: its completions share the index, which goes with the last of them.
+        self._indexes = WeakValueDictionary[str, PlacesIndex]()
 
     def start(self, seq: Sequence) -> LookupState:
         state = LookupState()
@@ -151,11 +186,11 @@ class PredictionProposer:
     def propose(self, seq: Sequence, state: LookupState, most: int) -> Proposal:
         prediction = seq.request.prediction
         if not state.follow(seq.token_ids, prediction):
+            if state.prediction is None:
+                state.prediction = self._indexes.setdefault(seq.request.request_id, PlacesIndex(prediction))
+            begin = max(state.place, 0)
             output = seq.token_ids[-min(_RETURN_LENGTHS[0], seq.num_output_tokens) :]
-            state.place, state.length = _find_next(output, prediction, max(state.place, 0), _RETURN_LENGTHS) or (
-                state.place,
-                0,
-            )
+            state.place, state.length = state.prediction.find_next(output, begin) or (begin, 0)
         state.num_seen = len(seq.token_ids)
         return Proposal(tuple(prediction[state.place : state.place + most]), _PREDICTION_LEVELS + _level(state.length))
 

@@ -7,13 +7,14 @@ by a token in constant time on average (Blumer et al. 1985), however long the te
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from octavo.request import Tokens
 from octavo.sequence import Sequence
 from octavo.speculative.proposer import NO_PROPOSAL, Proposal, ReadingShare
 
-# Tokens of long prompts that are read at once, in some milliseconds; the others in later steps.
+# Tokens of long prompts and of answers that are read at once, in some milliseconds; the others in later steps.
 _MOST_READ = 1024
 _MOST_REMEMBERED = 4096  # of an answer
 # Recent answers are kept in two halves; when one is full the older is forgotten. A token takes about 0.8 KB.
@@ -127,6 +128,8 @@ class SuffixProposer:
         self._max_requests = max_requests
         self._recent, self._older = SuffixAutomaton(max_depth), SuffixAutomaton(max_depth)
         self._num_recent = 0  # answers in the younger half
+        self._answers: deque[Tokens] = deque()  # that have ended and are not in it yet; of the first a part may be
+        self._num_read = self._num_unread = 0  # tokens of the first that are in it; of all
         self._half = 0
         self._share = ReadingShare(_MOST_READ)
 
@@ -140,6 +143,7 @@ class SuffixProposer:
         for token in tokens[state.num_read : end]:
             own.read(token)
         state.num_read = end
+        self._read_answers(self._share.num_tokens)
         self._match(state, tokens)
         if end < len(tokens):
             return NO_PROPOSAL
@@ -173,16 +177,36 @@ class SuffixProposer:
             state.older_match = self._older.advance(*state.older_match, token)
         state.num_matched = len(tokens)
 
+    def _read_answers(self, most: int) -> None:
+        """Add the next `most` tokens of ended answers to the recent ones."""
+        while self._answers and most > 0:
+            answer, recent = self._answers[0], self._recent
+            if not self._num_read:
+                recent.begin_text()
+            end = min(len(answer), self._num_read + most)
+            for token in answer[self._num_read : end]:
+                recent.read(token)
+            most -= end - self._num_read
+            self._num_read = end
+            if end < len(answer):
+                return
+            self._drop_answer()
+            self._num_recent += 1
+            if 2 * self._num_recent >= self._max_requests or 2 * recent.num_tokens >= _MOST_CACHED_TOKENS:
+                self._older, self._recent = recent, SuffixAutomaton(self._max_depth)
+                self._num_recent, self._half = 0, self._half + 1
+
+    def _drop_answer(self) -> None:
+        self._num_unread -= len(self._answers.popleft())
+        self._num_read = 0
+
     def end(self, seq: Sequence, state: _State) -> None:
-        """Add its answer to the recent ones."""
+        """Queue its answer for the recent ones, unless its salt keeps it apart from others."""
         self._share.end()
-        if not self._max_requests or not seq.num_output_tokens:
+        if not self._max_requests or not seq.num_output_tokens or seq.request.prompt.cache_salt is not None:
             return
-        recent = self._recent
-        recent.begin_text()
-        for token in seq.token_ids[seq.num_prompt_tokens :][:_MOST_REMEMBERED]:
-            recent.read(token)
-        self._num_recent += 1
-        if 2 * self._num_recent >= self._max_requests or 2 * recent.num_tokens >= _MOST_CACHED_TOKENS:
-            self._older, self._recent = recent, SuffixAutomaton(self._max_depth)
-            self._num_recent, self._half = 0, self._half + 1
+        first = seq.num_prompt_tokens
+        self._answers.append(seq.token_ids[first : first + _MOST_REMEMBERED])
+        self._num_unread += len(self._answers[-1])
+        while self._num_unread > _MOST_CACHED_TOKENS:
+            self._drop_answer()

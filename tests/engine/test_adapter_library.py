@@ -18,9 +18,10 @@ from octavo.config import SchedulerConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import RequestError
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
+from octavo.lora.pool import AdapterPool
 from octavo.request import AdapterSource, EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
-from octavo.scheduling.adapter_turns import MAX_BYPASSES
+from octavo.scheduling.adapter_turns import MAX_BYPASSES, AdapterTurn
 from octavo.step_plan import AdapterMemory, StepPlan, StepResult
 
 NUM_PAGES, NUM_HOST_PAGES, PAGE_BYTES = 12, 9, 100
@@ -269,6 +270,34 @@ def test_an_adapter_without_room_is_passed_by_residents_but_not_for_ever() -> No
             break
     assert "other" in order, "starved"
     assert "more 0" in order[: order.index("other")], "those whose adapter was there went first"
+
+
+@pytest.mark.parametrize("has_base", [False, True])
+def test_who_waits_for_one_adapter_is_asked_about_once(monkeypatch: pytest.MonkeyPatch, has_base: bool) -> None:
+    """However many wait for it, and whether somebody was bypassed too often or not."""
+    core, device = make_core(max_loras=1)
+    core.add(request("first", 1, 50))
+    device.read("1")
+    core.step()
+    for i in range(100):
+        core.add(request(f"other {i}", 2, 1))
+    device.read("2")
+    core.step()
+    asked: list[str] = []
+    can_start = AdapterPool.can_start
+    monkeypatch.setattr(AdapterPool, "can_start", lambda pool, name: asked.append(name) or can_start(pool, name))
+    may_start, walked = AdapterTurn.may_start, list[Any]()
+    monkeypatch.setattr(AdapterTurn, "may_start", lambda turn, seq: walked.append(seq) or may_start(turn, seq))
+    core.step()
+    assert asked == ["2"] and len(walked) == 1
+    for seq in core.scheduler.queues.waiting[:1]:
+        seq.num_bypassed = MAX_BYPASSES
+    core.add(request("too late", 1, 1))
+    if has_base:
+        core.add(request("base", None, 1))
+    outputs = core.step().outputs
+    assert [output.request_id for output in outputs if output.finish_reason] == ["base"] * has_base
+    assert asked == ["2", "2"] and len(walked) == (1 + 102 if has_base else 2)
 
 
 def test_the_least_recently_used_adapter_makes_room() -> None:

@@ -180,6 +180,58 @@ def test_characters_of_byte_tokens_come_whole(make: Any) -> None:
     assert grow(make, tokenizer, [3, *tokens, 7]) == ["Hello", "", "é", "", "", "", "👩", "!", ""]
 
 
+@generated
+@example(text="日本", cuts=[4], num_prompt=0)
+@example(text="x日本é語👩", cuts=[7], num_prompt=2)
+@given(text=st.text(min_size=1), cuts=st.lists(st.integers(0, 60), max_size=5), num_prompt=st.integers(0, 4))
+def test_byte_tokens_give_their_text_however_they_come(make: Any, text: str, cuts: list[int], num_prompt: int) -> None:
+    tokens = [8 + byte for byte in text.encode()]
+    detokenizer = make(metaspace_tokenizer(), [1, 3, 4, 5][:num_prompt], True)
+    ends = [*sorted(cuts), len(tokens)]
+    parts = [detokenizer.add(tokens[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    assert "".join(parts) == text
+    assert detokenizer.add([4]) == " world"
+
+
+@generated
+@given(tokens=st.lists(st.sampled_from([3, 4, 5, *range(8, 264)]), max_size=20), cut=st.integers(0, 20))
+def test_wrong_bytes_spoil_no_neighbour(make: Any, tokens: list[int], cut: int) -> None:
+    tokenizer, pieces = metaspace_tokenizer(), {3: b" Hello", 4: b" world", 5: b" "}
+    detokenizer = make(tokenizer, [3], True)
+    shown = detokenizer.add(tokens[:cut]) + detokenizer.add(tokens[cut:]) + detokenizer.flush()
+    assert shown == b"".join([pieces.get(token) or bytes([token - 8]) for token in tokens]).decode(errors="replace")
+
+
+def test_characters_before_the_one_that_is_cut_off_are_kept(make: Any) -> None:
+    tokens = [8 + byte for byte in "😀😀".encode()][:6]
+    assert "".join(grow(make, metaspace_tokenizer(), tokens)) == "😀\ufffd"
+    detokenizer = make(metaspace_tokenizer(), [], True)
+    assert detokenizer.add(tokens) + detokenizer.flush() == "😀\ufffd"
+
+
+def test_a_character_of_byte_tokens_may_begin_in_the_prompt(make: Any) -> None:
+    tokens = [8 + byte for byte in "é👩".encode()]
+    assert "".join(grow(make, metaspace_tokenizer(), tokens[3:], prompt=[3, *tokens[:3]])) == "👩"
+
+
+def test_tokens_that_the_vocabulary_lacks_do_not_pile_up(make: Any, backend: Tokenizer) -> None:
+    """Models have rows for more tokens than their tokenizer, and may say them."""
+    plain = metaspace_tokenizer()
+    plain.add_tokens([""])
+    for tokenizer, more, hello, world in [
+        (backend, VOCAB_SIZE + 1000, *backend.encode("Hello world").ids),
+        (plain, 5000, 3, 4),
+        (plain, plain.token_to_id("") or 5000, 3, 4),
+    ]:
+        detokenizer = make(tokenizer, [], False)
+        assert detokenizer.add([hello]) == "Hello"
+        for _ in range(100):
+            assert detokenizer.add([more]) == ""
+        if isinstance(detokenizer, WindowDetokenizer):
+            assert len(detokenizer._pending) <= 10
+        assert detokenizer.add([world]) == " world"
+
+
 def byte_tokenizer(*more: bytes) -> Tokenizer:
     """A byte-level vocabulary: token i is byte i, and then those that are given."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -92,6 +92,46 @@ def test_a_prediction_is_guessed_from_its_beginning_and_again_after_an_edit() ->
     assert found[20] == tuple(answer[20:24])
 
 
+class Unsearchable(list[int]):
+    def index(self, *_: Any) -> int:
+        raise AssertionError("a prediction is not searched token by token")
+
+
+def test_a_prediction_is_read_once_however_often_its_answer_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all completions of its request."""
+    hashes, read = ngram._hashes, []
+
+    def count(tokens: Any, n: int) -> list[int]:
+        read.append(n)
+        return hashes(tokens, n)
+
+    monkeypatch.setattr(ngram, "_hashes", count)
+    proposer, seq = PredictionProposer(), sequence([7], Unsearchable([1, 2] * 2000))
+    fork = seq.fork(1)
+    states = [(one, proposer.start(one)) for one in (seq, fork)]
+    for token in [2, 2, 3, 1, 1] * 20:
+        for one, state in states:
+            one.token_ids.append(token)
+            proposer.propose(one, state, 4)
+    assert sorted(read) == [1, 2, 3]
+    states.clear()
+    del state
+    assert not proposer._indexes, "it goes with the last sequence"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_answer_comes_back_at_the_next_place_of_its_last_tokens(seed: int) -> None:
+    prediction, tokens = text(seed, 300), text(seed + 100, 200)
+    index = ngram.PlacesIndex(prediction)
+    for end in range(len(tokens)):
+        before, begin = tokens[max(0, end - 3) : end], random.Random(end).randrange(301)
+        wanted = None
+        for n in (1, 2, 3):
+            places = [i for i in range(max(n, begin + 1), 301) if prediction[i - n : i] == before[-n:]]
+            wanted = (places[0], n) if places and len(before) >= n else wanted
+        assert index.find_next(before, begin) == wanted
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_an_automaton_knows_every_piece_how_often_it_occurs_and_what_follows(seed: int) -> None:
     texts = [text(10 * seed + i, 60) for i in range(3)]
@@ -133,6 +173,36 @@ def test_suffixes_guess_what_recent_answers_said() -> None:
         draft_tokens(proposer, sequence([4]), list(range(300 + 20 * n, 310 + 20 * n)))
     assert not any(draft_tokens(proposer, sequence([3]), answer))
     assert not any(draft_tokens(SuffixProposer(24, 0, 1.0, 0.1), sequence([3]), answer)), "0 keeps none"
+
+
+def test_answers_that_end_together_are_read_in_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer, read = SuffixProposer(24, 1000, 1.0, 0.1), []
+    begun = [(seq, proposer.start(seq)) for seq in [sequence([i]) for i in range(64)]]
+    for seq, _ in begun:
+        seq.token_ids.extend(range(1000, 5000))
+    reads = SuffixAutomaton.read
+    monkeypatch.setattr(SuffixAutomaton, "read", lambda automaton, token: read.append(token) or reads(automaton, token))
+    for seq, state in begun:
+        proposer.end(seq, state)
+    assert not read
+    seq = sequence([1, 2])
+    state = proposer.start(seq)
+    num_steps = 0
+    while proposer._answers:
+        read.clear()
+        proposer.propose(seq, state, 4)
+        assert len(read) <= 1024 + 2
+        num_steps += 1
+    assert num_steps >= 32 and proposer._num_unread == 0, "as many as are kept"
+    seq.token_ids.extend([1000, 1001])
+    assert proposer.propose(seq, state, 4).tokens == (1002, 1003)
+
+
+def test_answers_of_a_salt_are_proposed_to_nobody_else() -> None:
+    proposer, answer = SuffixProposer(24, 100, 1.0, 0.1), list(range(200, 220))
+    request = EngineRequest("r", Prompt([1], cache_salt="mine"), SamplingParams(), [0], 1000, 0.0)
+    draft_tokens(proposer, Sequence(request, (0, 0), 0, token_ids=array("i", [1])), answer)
+    assert not any(draft_tokens(proposer, sequence([3]), answer))
 
 
 def test_a_sequence_that_was_not_followed_is_matched_by_its_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
