@@ -40,7 +40,7 @@ class DummySteps:
     def run_largest(self) -> None:
         """Run the largest step that must fit: the most tokens and sequences, with one sample a sequence, or the most
         vectors if the model pools. Steps with more samples are tried in `_warm_up_steps`."""
-        num_samples = self._max_shape.seqs if self._runner.pooling is None else self._max_vectors
+        num_samples = self._max_shape.seqs if self._runner.pooling_table is None else self._max_vectors
         self.run(self._max_shape.tokens, self._max_shape.seqs, num_samples, self._max_shape.adapted)
 
     def warm_up(self) -> None:
@@ -57,7 +57,7 @@ class DummySteps:
             self.run(num_tokens, max(1, min(num_tokens // 4, num_rows)), 1, adapted)
         # 2. Samples. With draft tokens and prompt log-probabilities a step may sample after any token.
         classes = ops.row_classes(self._max_vectors)
-        if self._runner.pooling is None:
+        if self._runner.pooling_table is None:
             classes = ops.row_classes(self._max_shape.samples, exactly=False)
         for num_samples in classes:
             try:
@@ -108,7 +108,7 @@ class DummySteps:
         logits, argmax_tokens = runner.computation.logits(inputs, hidden)
         if runner.draft_hooks.warm_up_drafter is not None:
             runner.draft_hooks.warm_up_drafter(features)
-        if runner.pooling is not None or runner.links.next is not None:
+        if runner.pooling_table is not None or runner.links.next is not None:
             return
         # The most log-probabilities that a step measures in one call: one for each row, or MAX_ROWS of a prompt.
         num_with_logprobs = min(num_samples, max(self._max_shape.seqs, MAX_ROWS))

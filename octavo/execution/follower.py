@@ -76,7 +76,7 @@ def _run(leader: Connection, args: FollowerArgs) -> None:
         match worker_group.hear():
             case Plan(plan):
                 step = executor.worker.runner.submit(plan)
-                if len(step.samples.rows) and executor.worker.runner.pooling is None:
+                if len(step.samples.rows) and executor.worker.runner.pooling_table is None:
                     steps.append(step)
             case SampledTokens() as sampled:
                 step = steps.popleft()

@@ -62,9 +62,9 @@ class ChainDrafter:
 
     def use_features(self, size: int, dtype: str, num_rows: int) -> None:
         """Make room for features of `size` elements."""
-        self._buffer = self._device.zeros([self._runner.max_num_tokens, size], dtype)
+        self._buffer = self._device.zeros([self._runner.max_step_tokens, size], dtype)
         self._head.features = self._device.as_input(self._buffer)
-        rows: Any = self._ops.place(np.arange(self._runner.max_num_tokens, dtype=np.int64))
+        rows: Any = self._ops.place(np.arange(self._runner.max_step_tokens, dtype=np.int64))
         self._head.rows = self._device.as_input(rows)
         self._last = _RowFeatures(self._device.zeros([num_rows, size], dtype), self._ops)
 

@@ -69,7 +69,7 @@ class ModelDrafter:
         wanting = [
             planned for planned in plan.rows if planned.draft_tokens and planned.draft_tokens[0] == DRAFT_PLACEHOLDER
         ]
-        budget = self._runner.max_num_tokens
+        budget = self._runner.max_step_tokens
         first: list[PlannedRow] = []
         ready: list[PlannedRow] = []  # rows that ask for draft tokens and lack nothing
         caught_up = False

@@ -89,7 +89,7 @@ class _StreamWork(NamedTuple):
     shape: StepShape  # of the step, not of the captured one that may be larger
     inputs: StepArrays[Array]
     captured: CapturedEntry | None  # None: computed call by call
-    sampling: SamplingBatch | None  # None: all samples are greedy
+    sampling_batch: SamplingBatch | None  # None: all samples are greedy
     prompt_logprob_parts: list[PromptPart]
     alignment_parts: list[AlignmentPart]
 
@@ -105,7 +105,7 @@ class Runner:
         ops: Ops,
         device: Device,
         table: SequenceTable,
-        max_num_tokens: int,
+        max_step_tokens: int,
         grammars: GrammarCompiler | None = None,
         adapters: RunnerAdapters | None = None,
         pooling: PoolingConfig | None = None,
@@ -113,10 +113,11 @@ class Runner:
         media: MediaTable | None = None,
         cross: CrossOutputs | None = None,
     ) -> None:
-        """With `pooling` the results are the model's vectors instead of tokens. `media` is for models that take media,
-        `cross` for models with cross attention."""
+        """`table` has the sequences, and a step has at most `max_step_tokens` tokens. `grammars` compile the masks.
+        `adapters`: None if none are served. `pooling`: results are vectors instead of tokens. `media`: for models that
+        take media. `cross`: for models with cross attention. `use_caches` must follow."""
         self.model, self.ops, self.device = model, ops, device
-        self.table, self.max_num_tokens = table, max_num_tokens
+        self.table, self.max_step_tokens = table, max_step_tokens
         self.worker_group, self.links = worker_group, worker_group.links
         self._adapters, self.media, self.cross = adapters, media, cross
         self.draft_hooks = DraftHooks()
@@ -135,13 +136,13 @@ class Runner:
         self._hidden_out: NDArray[np.uint8] | None = None
         if self.links.next is not None and not device.shares_memory:
             row_bytes = cast(StageModel, model).stage_width * 4  # at most: float32
-            self._hidden_out = device.pinned([max_num_tokens * row_bytes], "uint8")
+            self._hidden_out = device.pinned([max_step_tokens * row_bytes], "uint8")
 
     def _build_tables(self, grammars: GrammarCompiler | None, pooling: PoolingConfig | None) -> None:
         """Build the tables that have a row for each running sequence, beside `SequenceTable`."""
         _, num_rows, max_blocks = self.table.blocks.shape
-        self.sampling = SamplingTable(num_rows, grammars)
-        self.pooling = PoolingTable(num_rows) if pooling is not None else None
+        self.sampling_table = SamplingTable(num_rows, grammars)
+        self.pooling_table = PoolingTable(num_rows) if pooling is not None else None
         self._prompt_logprobs = PromptLogprobs()
         self.row_generation = np.zeros(num_rows, np.int64)  # how many sequences have had each row
         self._rows_to_resend: set[int] = set()  # rows whose block tables the device may lack
@@ -152,10 +153,10 @@ class Runner:
         """Return the shape that every step fits in."""
         num_groups, num_rows, max_blocks = self.table.blocks.shape
         shape = StepShape(
-            tokens=self.max_num_tokens,
+            tokens=self.max_step_tokens,
             seqs=num_rows,
-            # A token has one sample, except the last one of a prompt that forks: it has one for each row of its forks.
-            samples=max(self.max_num_tokens, num_rows),
+            # Each token may have a sample, as draft tokens do. Forks add at most one for each row but the first.
+            samples=self.max_step_tokens + num_rows - 1,
             updates=0 if self._device_tables is None else num_groups * num_rows * (max_blocks + UPDATES_PER_DECODE),
             groups=num_groups,
             blocks=max_blocks if self._device_tables is None else 0,
@@ -164,7 +165,7 @@ class Runner:
             pools="" if pooling is None else "texts" if pooling.whole_prompts else "parts",
         )
         if self.media is not None:
-            shape = replace(shape, media=self.max_num_tokens, **self.media.extents)
+            shape = replace(shape, media=self.max_step_tokens, **self.media.extents)
         if self.links.previous is not None:
             stage = cast(StageModel, self.model)
             item_bytes = 4 if stage.residual_dtype == "float32" else 2
@@ -183,7 +184,7 @@ class Runner:
         for shape in reversed(self.device.capture_shapes(self.max_shape)):
             layout = StepLayout(shape)
             staged = [layout.on_host(staging.inputs) for staging in self.buffers.staging]
-            # All padding: a step that changes nothing.
+            # Padding only: this step changes nothing.
             staged[0].query_start_loc[0] = 0
             pad(staged[0], StepShape.empty(shape.groups), self.padding)
             self.buffers.upload(self.buffers.staging[0], layout.num_bytes)
@@ -196,8 +197,8 @@ class Runner:
     @property
     def capture_memory_bytes(self) -> int:
         """An estimate of the memory that `capture` will take: the logits of the largest captured step, and as much
-        again for its intermediate arrays. Smaller captured steps reuse both."""
-        if self.device.shares_memory:
+        again for its intermediate arrays. Smaller captured steps reuse both. Stages before the last make no logits."""
+        if self.device.shares_memory or self.links.next is not None:
             return 0
         max_samples = max((shape.samples for shape in self.device.capture_shapes(self.max_shape)), default=0)
         return 2 * max_samples * self._output_size * 4
@@ -205,50 +206,49 @@ class Runner:
     # A step on its way to the device. `SubmittedStep.result` calls `collect`.
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
-        """Have the device compute a plan with at least one row, after all plans submitted before.
+        """Have the device compute a plan of at least one row, after all plans submitted before.
 
-        If it raises `DeviceMemoryError`, blocks are moved and rows are admitted, and no token is computed: the
-        scheduler can withdraw the plan."""
+        Raises `DeviceMemoryError`: no token is computed, and the scheduler may withdraw the plan. The tables keep its
+        admissions and blocks. Moves and loads of adapters that found no memory come before those of the next plan."""
         self.apply_updates(plan)
         return self.launch(plan)
 
     def apply_updates(self, plan: StepPlan) -> None:
-        """Apply what comes before a plan's rows: admissions, block tables, moves of blocks, loads of adapters.
-
-        Raises as `submit`. Moves and loads that the device had no memory for come before those of the next plan."""
+        """Apply what comes before a plan's rows: admissions, block tables, moves of blocks, loads of adapters. Raises
+        `DeviceMemoryError` as `submit` does."""
         self.table.update(plan)
         self._admit(plan)
         try:
             try:
                 self.mover.move(plan.moves)
-            finally:  # the store must note the loads, even if they wait for the moves
+            finally:  # also after an error: the store must know the loads, which then wait for the next plan
                 if self._adapters is not None:
                     self._adapters.store.load(plan.adapters)
         except self.device.memory_errors as e:
             self.defer_updates(plan)
-            raise self._out_of_memory(plan, e) from None
+            raise self._release_memory_after(plan, e) from None
 
     def _admit(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
             self.row_generation[admission.row] += 1
             if self.media is not None:
                 self.media.admit(admission)
-            if self.pooling is not None:
-                self.pooling.admit(admission)
+            if self.pooling_table is not None:
+                self.pooling_table.admit(admission)
                 continue
-            self.sampling.admit(admission)
+            self.sampling_table.admit(admission)
             if self.cross is not None:
                 self.cross.admit(admission)
             self._prompt_logprobs.admit(admission)
 
     def launch(self, plan: StepPlan) -> SubmittedStep:
-        """Have the device compute the rows of a plan after `apply_updates`. Raises as `submit`. If none of the rows are
-        computed, call `defer_updates` instead."""
+        """Have the device compute a plan's rows. `apply_updates` comes first. A caller that computes none of the rows
+        calls `defer_updates` instead. Raises `DeviceMemoryError` as `submit` does."""
         staging = self.buffers.take()
         try:
             return self._launch_rows(plan, staging)
         except self.device.memory_errors as e:
-            raise self._out_of_memory(plan, e) from None
+            raise self._release_memory_after(plan, e) from None
         finally:
             staging.free_event = self.device.compute.record()
 
@@ -264,22 +264,25 @@ class Runner:
         if self.links.next is None:
             prompt_logprob_parts = self._prompt_logprobs.parts(plan, self.table.tokens)
         alignment_parts = [] if self.cross is None else self.cross.alignment_parts(plan)
-        captured = None if alignment_parts else self._captured_for(shape)  # a replay drops the queries that these read
+        # A replay does not keep the queries that the alignment reads.
+        captured = None if alignment_parts else self._captured_for(shape)
         if captured is not None:
             layout, arrays, inputs = captured.layout, captured.staged[staging.number], captured.inputs
         else:
             layout = StepLayout(shape)
             arrays, inputs = layout.on_host(staging.inputs), self.buffers.on_device(layout)
         # 4. Gather the arrays from the tables.
-        sampling = self._gather(plan, arrays, shape, updates, layout.shape.adapted)
+        samples, sampling_batch = self._gather(plan, arrays, shape, updates, layout.shape.adapted)
         # 5. Wait for the previous stage.
         if self.links.previous is not None:
             self.links.previous.receive(arrays.hidden_in[: shape.tokens])
         # 6. Upload the arrays.
         self.buffers.upload(staging, layout.num_bytes)
-        # 7. Append the step's work to the stream. Step 4 has set `table.samples`.
-        step = SubmittedStep(self, plan, staging, self.table.samples)
-        self._append_work(_StreamWork(step, shape, inputs, captured, sampling, prompt_logprob_parts, alignment_parts))
+        # 7. Append the step's work to the stream.
+        step = SubmittedStep(self, plan, staging, samples)
+        self._append_work(
+            _StreamWork(step, shape, inputs, captured, sampling_batch, prompt_logprob_parts, alignment_parts)
+        )
         # 8. Wait for the step if a next stage needs its hidden states.
         if self.links.next is not None:
             self._send(step, shape.tokens)
@@ -300,13 +303,18 @@ class Runner:
     def _shape_of(self, plan: StepPlan, num_updates: int) -> StepShape:
         """Return the shape of a plan's step."""
         num_seqs, max_shape = len(plan.rows), self.max_shape
+        one_each = plan.has_one_sample_per_row
         shape = StepShape(
-            sum([planned.num_tokens for planned in plan.rows]), num_seqs,
-            num_seqs if plan.has_one_sample_per_row else sum([planned.num_samples for planned in plan.rows]),
-            num_updates, max_shape.groups, max_shape.blocks,
-            hidden_in_bytes=max_shape.hidden_in_bytes, crosses=max_shape.crosses,
+            tokens=sum([planned.num_tokens for planned in plan.rows]),
+            seqs=num_seqs,
+            samples=num_seqs if one_each else sum([planned.num_samples for planned in plan.rows]),
+            updates=num_updates,
+            groups=max_shape.groups,
+            blocks=max_shape.blocks,
+            hidden_in_bytes=max_shape.hidden_in_bytes,
+            crosses=max_shape.crosses,
             adapted=max_shape.adapted and self.table.has_adapters([planned.row for planned in plan.rows]),
-        )  # fmt: skip
+        )
         if self.media is None:
             return shape
         return replace(shape, media=self.media.num_rows(plan), **self.media.extents)
@@ -320,12 +328,12 @@ class Runner:
 
     def _gather(
         self, plan: StepPlan, arrays: StepArrays[NDArray[Any]], shape: StepShape, updates: TableUpdates | None,
-        adapted: bool,
-    ) -> SamplingBatch | None:  # fmt: skip
-        """Fill the step's arrays from the tables. Return the sampler's settings that have no array, if there are
-        some."""
+        has_adapters: bool,
+    ) -> tuple[Samples, SamplingBatch | None]:  # fmt: skip
+        """Fill the step's arrays from the tables. Returns the samples, and the sampler's settings that have no array:
+        None if there are none."""
         row_of = self.table.gather(plan, arrays)
-        if adapted:
+        if has_adapters:
             self.table.gather_adapters(row_of, arrays)
         if self.media is not None:
             self.media.gather(plan, row_of, arrays)
@@ -334,19 +342,19 @@ class Runner:
         if self._device_tables is not None and updates is not None:
             self._device_tables.fill_table_rows(plan, arrays, row_of, self.table.samples, updates)
             pad(arrays, shape, replace(self.padding, num_tokens=shape.tokens))
-        if self.pooling is not None:
-            self.pooling.gather(plan, arrays)
-            return None
-        sampling = self.sampling.build(self.table.samples, self.table.tokens) if shape.samples else None
-        if sampling is not None:
-            write_settings(arrays, sampling)
-        return sampling
+        if self.pooling_table is not None:
+            self.pooling_table.gather(plan, arrays)
+            return self.table.samples, None
+        batch = self.sampling_table.build(self.table.samples, self.table.tokens) if shape.samples else None
+        if batch is not None:
+            write_settings(arrays, batch)
+        return self.table.samples, batch
 
     def _append_work(self, work: _StreamWork) -> None:
         """Append a step's work to the stream, and set its `done` event."""
         step, shape, compute = work.step, work.shape, self.device.compute
         if work.captured is not None:
-            compute.run(partial(work.captured.step.replay, shape))
+            compute.run(partial(work.captured.replayable.replay, shape))
         compute.run(partial(self._compute_and_sample, work))
         to_host = step.staging.tokens if self._hidden_out is None else self._hidden_out
         compute.run(partial(self._download, step, shape.samples), writes=[to_host])
@@ -371,7 +379,7 @@ class Runner:
             step.features = outputs.features[: shape.tokens]
         if self.links.next is not None:
             step.hidden_out = self.device.view(outputs.hidden[: shape.tokens], "uint8")
-        elif self.pooling is not None:
+        elif self.pooling_table is not None:
             step.vectors = outputs.logits[: shape.samples]
             if work.captured is not None and self.device.runs_ahead:  # the next replay overwrites the outputs
                 step.vectors = self.ops.rows_of(step.vectors, np.arange(shape.samples))
@@ -386,7 +394,7 @@ class Runner:
     def _model_outputs(self, work: _StreamWork) -> StepOutputs:
         """In the stream: return the outputs of the replay, or compute them."""
         if work.captured is not None:
-            return work.captured.step.outputs
+            return work.captured.replayable.outputs
         if self.cross is None or not work.alignment_parts:
             return self.computation.outputs(work.inputs, work.shape.samples)
         model = cast(CrossModel, self.model)
@@ -401,7 +409,7 @@ class Runner:
         tokens = outputs.argmax_tokens[:num_samples]
         if self.worker_group.is_leader:
             step.sampled = sample_tokens(
-                self.ops, outputs.logits[:num_samples], tokens, inputs, work.sampling, self.device.shares_memory
+                self.ops, outputs.logits[:num_samples], tokens, inputs, work.sampling_batch, self.device.shares_memory
             )
             step.sampled.tokens = tokens = self.to_target_token_ids(step.sampled.tokens)
         if self._device_tables is not None:
@@ -410,7 +418,7 @@ class Runner:
             self._device_tables.store_last_tokens(self.ops, inputs.sample_table_rows[:num_samples], tokens)
 
     def to_target_token_ids(self, tokens: Array) -> Array:
-        """In the stream: return tokens [N] of a draft model as the target model's ids."""
+        """In the stream: return tokens [N] int64 of a draft model as the target model's ids."""
         if self.draft_hooks.target_token_ids is None:
             return tokens
         own_ids: Any = tokens
@@ -454,8 +462,8 @@ class Runner:
     def _fetch_tokens(
         self, step: SubmittedStep, sampled: SampledTokens, fetch: _Fetch, result: StepResult
     ) -> tuple[NDArray[np.int64], dict[int, str]]:
-        """Return the sampled tokens [N], and errors by sample. Send the tokens to the followers, and set the tokens and
-        log-probabilities of `result`."""
+        """Return the sampled tokens [N] int64, and the errors by sample. Also sends the tokens to the followers, and
+        writes tokens and log-probabilities to `result`."""
         tokens = step.staging.tokens[: len(step.samples.rows)].copy()
         self.worker_group.send_tokens(tokens)
         result.logprobs, errors = sampled.results(tokens, fetch)
@@ -465,8 +473,8 @@ class Runner:
         return tokens, errors
 
     def _append_valid(self, step: SubmittedStep, tokens: NDArray[np.int64], errors: dict[int, str]) -> dict[int, str]:
-        """Append the valid tokens to the rows that still belong to the same sequences. Return the errors of valid
-        tokens, by row."""
+        """Append the valid tokens to the rows that still have the same sequence. Returns the errors of valid tokens,
+        by row."""
         samples = step.samples
         is_kept = self.row_generation[samples.rows] == step.row_generation
         if samples.drafted:
@@ -477,17 +485,17 @@ class Runner:
             samples = Samples(samples.rows[is_kept], samples.forks[is_kept], samples.lengths[is_kept], {})
             tokens = tokens[is_kept]
         self.table.append(samples, tokens)
-        self.sampling.advance(samples.rows, samples.forks, tokens)
+        self.sampling_table.advance(samples.rows, samples.forks, tokens)
         return {int(step.samples.rows[n]): message for n, message in errors.items()}
 
     def _may_replace_tokens(self, row: int) -> bool:
         """Return whether any token may replace a row's sampled tokens: not if the row follows a grammar."""
-        settings = self.sampling.settings[row]
+        settings = self.sampling_table.settings[row]
         return settings is not None and settings.params.grammar is None
 
-    def _out_of_memory(self, plan: StepPlan, error: Exception) -> Exception:
-        """Return the error of a plan that can be withdrawn after the device's memory `error`. If other workers wait for
-        this worker's part, return `error` itself: all must start again."""
+    def _release_memory_after(self, plan: StepPlan, error: Exception) -> Exception:
+        """Free reserved memory, and have a later step send these rows' block tables. Returns the error to raise:
+        `DeviceMemoryError`, or `error` itself if other workers wait for this one, as all must then start again."""
         if self.worker_group.connections:
             return error
         self._rows_to_resend.update(planned.row for planned in plan.rows)
@@ -499,6 +507,6 @@ class Runner:
         )
 
     def defer_updates(self, plan: StepPlan) -> None:
-        """Have a later step upload a plan's block tables, as none of its rows is computed now."""
+        """Have a later step upload the block tables that a plan changed, because no step computes the plan's rows."""
         self._rows_to_resend.update(admission.row for admission in plan.admissions)
         self._rows_to_resend.update(entry.row for entry in plan.new_blocks)

@@ -38,7 +38,7 @@ class CapturedEntry:
     layout: StepLayout
     inputs: StepArrays[Array]
     staged: list[StepArrays[NDArray[Any]]]
-    step: CapturedStep
+    replayable: CapturedStep
 
 
 class SubmittedStep:

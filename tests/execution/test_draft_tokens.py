@@ -89,3 +89,27 @@ def test_right_guesses_save_steps(model: Path) -> None:
         num_steps += 1
     assert found == answer
     assert num_steps == 1 + -(-23 // 4), "a prompt, then four tokens a step"
+
+
+@pytest.mark.parametrize("place", ["cpu", "late device"])
+def test_a_step_of_draft_tokens_and_forks_has_room_for_all_their_samples(model: Path, place: str) -> None:
+    """15 of 16 tokens are sampled after, and the last one four times, for its forks."""
+    config = config_of(model, max_num_batched_tokens=16, max_num_seqs=8)
+    drafting = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    forking = SamplingParams(temperature=1.0, n=4, seed=1, max_tokens=2)
+    todo = [
+        EngineRequest("drafts", Prompt([5, 6, 7]), drafting, [EOS], 16, 0.0),
+        EngineRequest("forks", Prompt([8]), forking, [EOS], 2, 0.0),
+    ]
+    expected = run(EngineCore(config), todo)
+    executor = None if place == "cpu" else late_executor(config, LateDevice(1))
+    core = EngineCore(config, executor, guessing(lambda seq, most: (9,) * min(most, 14)))
+    core.add(todo[0])
+    core.step()  # its prompt
+    for _ in range(2 if place == "late device" else 0):
+        core.step()
+    core.add(todo[1])
+    found = run(core, [])
+    assert {key: told(outputs)["tokens"] for key, outputs in found.items() if key[0] == "forks"} == {
+        key: told(outputs)["tokens"] for key, outputs in expected.items() if key[0] == "forks"
+    }
