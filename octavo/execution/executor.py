@@ -43,7 +43,7 @@ class Executor(Protocol):
     """What the engine core needs of the workers."""
 
     runs_ahead: bool  # a step may be submitted before the last one's tokens are known
-    num_stages: int  # pipeline stages: as many steps may be in flight, each of other sequences
+    num_stages: int  # pipeline stages: as many steps may be in flight
     cache_groups: tuple[CacheGroup, ...]
     max_model_len: int  # the configuration's, or less with --max-model-len auto
     num_blocks: list[int]  # by pool

@@ -11,7 +11,7 @@ from octavo.request import EngineRequest
 def check_request(request: EngineRequest, config: SchedulerConfig, cache: KVCacheManager) -> None:
     """Raise `RequestError` if the request could not run even alone."""
     num_prompt, num_sequences = len(request.prompt.token_ids), request.params.num_sequences
-    if config.whole_pictures:
+    if config.whole_images:
         largest = max((item.num_tokens for item in request.prompt.media), default=0)
         # Each running sequence keeps a token of a step's budget.
         if largest > (room := config.max_num_batched_tokens - config.max_num_seqs):

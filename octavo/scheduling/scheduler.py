@@ -7,7 +7,8 @@ fewer after a prefix hit. Draft tokens follow the last token. They count as comp
 
 The states of a sequence, and the methods that move it there:
 
-    waiting     in `queues.waiting`, without a row           `add`; `update`, for a fork without a free row
+    waiting     in `queues.waiting`, without a row           `add`; `update`, for a fork without a free row, or whose
+                                                             parent has lost its blocks
     running     in `queues.running`, with a row and blocks   `schedule` (`_schedule_waiting`); `update`, for other forks
     in flight   in a step of `_in_flight`, and running,      `schedule` (`Step.mark_in_flight`), until `update`
                 unless preempted or ended since
@@ -17,10 +18,11 @@ The states of a sequence, and the methods that move it there:
                 tokens are computed, none is chosen yet      chooses
     finished    `has_ended`; its row and blocks are free     `update`, `abort`, `withdraw` (`queues.drop`)
 
-With pipeline stages several steps are in flight. Each step has a part of the sequences, and a sequence is in one step
-at a time. A device that runs ahead gets the next step before the tokens of the last step are known. Such a token is
-awaited (`num_awaited_tokens`), and counts like any other token. If the step in flight ends the sequence, the next step
-computes the sequence's row for nothing, and `update` drops the row's result.
+With pipeline stages several steps are in flight. Each step gets an equal part of the sequences. A sequence whose next
+token is awaited is in no other step; the chunks of one prompt may be in several steps at once, in order. A device that
+runs ahead gets the next step before the tokens of the last step are known. Such a token is awaited
+(`num_awaited_tokens`) and counts like any other token. If the step in flight ends the sequence, the next step computes
+the sequence's row for nothing, and `update` drops the row's result.
 """
 
 from __future__ import annotations
@@ -36,13 +38,14 @@ from octavo.kv_cache.block_pool import TableChanges
 from octavo.kv_cache.disk_tier import DiskTier
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.lora.pool import AdapterPool
-from octavo.request import EngineRequest, Prompt, SequenceOutput
+from octavo.request import EngineRequest, SequenceOutput
 from octavo.sampling.draft_verification import count_valid_tokens
 from octavo.scheduling.adapter_turns import AdapterTurn
 from octavo.scheduling.admission_check import check_request
 from octavo.scheduling.beam_search import BeamSearch
 from octavo.scheduling.deadlines import first_token_deadline
 from octavo.scheduling.gauges import set_gauges
+from octavo.scheduling.prompt_chunks import PromptChunks
 from octavo.scheduling.sampled_tokens import (
     accept_drafts,
     end_with_vectors,
@@ -67,10 +70,11 @@ _NO_CHANGES: TableChanges = []
 class Scheduler:
     """Owns the sequences. Each plan with rows that `schedule` returns goes to `update`, in order, or to `withdraw`.
 
-    `add` and `abort` may be called at any time. If `plan.runs_ahead`, `schedule` may be called before the plan's result
-    is known. With pipeline stages every plan runs ahead. On a device that runs ahead, a plan does unless
-    `Speculation.must_wait` or too many of its sequences need their tokens on the host first (`Step.mark_in_flight`);
-    those sequences sit out the next step. On other devices no plan does.
+    One thread calls all methods; `add` and `abort` may come between any two of them. If `plan.runs_ahead`, `schedule`
+    may be called before the plan's result is known. With pipeline stages every plan runs ahead. On a device that runs
+    ahead a plan runs ahead, except in two cases: `Speculation.must_wait` says no, or too many of its sequences need
+    their tokens on the host (`Step.mark_in_flight`). If only a few need them, the plan runs ahead and these few sit out
+    the next step. On other devices no plan runs ahead.
     """
 
     def __init__(
@@ -83,8 +87,9 @@ class Scheduler:
         adapters: AdapterPool | None = None,
         num_stages: int = 1,
     ) -> None:
-        """Without a `cost` model a step has a token budget and no time limit, and the policy `deadline` is not
-        possible."""
+        """`runs_ahead`: the device computes while the host plans. `num_stages`: pipeline stages. `speculation` None: no
+        draft tokens. Without a `cost` model a step has a token budget and no time limit, and the policy `deadline` is
+        not possible."""
         self.config = config
         self.cache = cache
         self._in_flight: deque[Step] = deque()  # steps without a result, the oldest first
@@ -96,7 +101,8 @@ class Scheduler:
             self.queues.on_end.append(self._speculation.end)
         self.tier: DiskTier | None = None  # reads blocks of waiting sequences from the disk
         self._cost = cost
-        self._prompt_token_s = 0.0  # predicted by the last step with a part of a prompt
+        self._chunks = PromptChunks(config, cache)
+        self._prompt_token_s = 0.0  # seconds of a prompt token, as last predicted
         self._stats = EngineStats()
 
     @property
@@ -147,7 +153,8 @@ class Scheduler:
                 self.queues.drop(seq)
 
     def schedule(self) -> StepPlan:
-        """Plan the next step. The plan has no rows only if no sequence can run."""
+        """Plan the next step. The plan has no rows if no sequence can run now: wait for a step in flight, or for the
+        disk."""
         self._num_steps += 1
         step = Step(self.config.max_num_batched_tokens, self._num_steps, self._make_time_limit, self._max_sequences())
         plan = step.plan
@@ -165,7 +172,7 @@ class Scheduler:
         # 5. Add the copies of blocks and the loads of adapters that come before the rows.
         self._add_memory_changes(step)
         if plan.rows:
-            # 6. Predict the step's time.
+            # 6. Sum up the step's work.
             self._describe_work(step)
             # 7. Count the tokens as computed, and the samples as awaited if the plan runs ahead.
             may_run_ahead = self._device_runs_ahead and (
@@ -173,6 +180,7 @@ class Scheduler:
             )
             step.mark_in_flight(may_run_ahead, of_stages=self._num_stages > 1)
             self._in_flight.append(step)
+        assert len(step.sequences) <= step.max_sequences, "a step has no more than its part of the sequences"
         return plan
 
     def _make_time_limit(self) -> TimeLimit | None:
@@ -183,7 +191,7 @@ class Scheduler:
         return step_time_limit(self._cost, self.config.target_step_s, running, bool(self.queues.waiting))
 
     def _max_sequences(self) -> int:
-        """Return the maximum number of sequences in a step. With pipeline stages each step gets an equal part of the
+        """Return the most sequences that a step may have. With pipeline stages each step gets an equal part of the
         running sequences and of the waiting sequences that can get a row."""
         if self._num_stages == 1:
             return self.config.max_num_seqs
@@ -191,8 +199,8 @@ class Scheduler:
         return max(1, -(-(len(self.queues.running) + num_waiting) // self._num_stages))
 
     def _schedule_running(self, step: Step) -> bool:
-        """Schedule running sequences in order. Returns False if blocks ran out: the step then gets no draft tokens and
-        admits no further sequences."""
+        """Schedule running sequences in order. Returns False if blocks ran out; then no draft tokens and no further
+        sequences are added."""
         # The queue itself, not a copy: `_preempt` removes its last entries, `_schedule_waiting` inserts before entry i.
         running = self.queues.running
         has_preempted = False
@@ -210,11 +218,11 @@ class Scheduler:
             # 2. Cut a chunk of a prompt. Each later running sequence keeps one token of the budget, so that a long
             #    prompt stalls no decode. Waiting sequences that come before the prompt leave one for it too.
             if num_tokens > 1:
-                num_later = len(running) - i
+                num_running_after = len(running) - i
                 if self.config.enable_chunked_prefill and not has_preempted:
-                    i += self._schedule_waiting(step, ahead_of=seq, num_reserved_tokens=num_later + 1)
-                most = max(1, step.token_budget - num_later)
-                num_tokens = self._num_chunk_tokens(seq, num_computed, most, step.time_limit)
+                    i += self._schedule_waiting(step, ahead_of=seq, num_reserved_tokens=num_running_after + 1)
+                max_tokens = max(1, step.token_budget - num_running_after)
+                num_tokens = self._chunks.length(seq, num_computed, max_tokens, step.time_limit)
                 if num_tokens == 0:
                     continue
             # 3. Get slots for the tokens; if blocks run out, preempt from the end. Most tokens have a slot: `grow`
@@ -222,7 +230,8 @@ class Scheduler:
             changed: TableChanges | None = _NO_CHANGES if num_computed + num_tokens <= seq.num_ready_slots else None
             while changed is None and (changed := self.cache.grow(seq, num_computed + num_tokens)) is None:
                 if self._in_flight and not step.sequences:
-                    return False  # the steps in flight may end sequences: wait for them before the first preemption
+                    # Nothing is planned yet: the steps in flight may end sequences and free their blocks.
+                    return False
                 has_preempted = True
                 self._preempt(running[-1])
                 if seq.row is None:  # it was the last sequence, and has preempted itself
@@ -238,38 +247,45 @@ class Scheduler:
             return
         row_indices, candidates = [], []
         for index, (seq, planned) in enumerate(zip(step.sequences, step.plan.rows, strict=True)):
-            most = min(step.token_budget, seq.num_tokens_left_to_sample - 1)
-            samples_one_token = planned.num_tokens == planned.num_sampled_positions == 1  # no part of a prompt
-            if samples_one_token and most > 0 and not seq.num_awaited_tokens and _may_draft(seq, planned):
+            max_draft_tokens = min(step.token_budget, seq.num_tokens_left_to_sample - 1)
+            # A decode, or the last token of a prompt, for which nothing is proposed.
+            samples_one_token = planned.num_tokens == planned.num_sampled_positions == 1
+            if samples_one_token and max_draft_tokens > 0 and not seq.num_awaited_tokens and _may_draft(seq, planned):
                 row_indices.append(index)
-                candidates.append((seq, most))
+                candidates.append((seq, max_draft_tokens))
         if not candidates:
             return
-        found = self._speculation.choose(candidates, step.plan.rows)
-        for index, (seq, _), draft_tokens in zip(row_indices, candidates, found, strict=True):
+        proposals = self._speculation.choose(candidates, step.plan.rows)
+        for index, (seq, _), draft_tokens in zip(row_indices, candidates, proposals, strict=True):
             draft_tokens = draft_tokens[: min(step.token_budget, self.cache.num_draft_slots)]
             if draft_tokens and (changed := self.cache.grow_for_drafts(seq, len(draft_tokens))) is not None:
                 step.add_draft_tokens(index, draft_tokens, changed)
 
     def _schedule_waiting(self, step: Step, ahead_of: Sequence | None = None, num_reserved_tokens: int = 0) -> int:
-        """Admit waiting sequences in order until budget, time, rows or blocks run out. Returns their number. With
-        `ahead_of`, admit only sequences that come before this running prompt, and keep `num_reserved_tokens` of the
-        budget for running sequences."""
+        """Admit waiting sequences in order until budget, time, rows or blocks run out. Returns the number of admitted
+        sequences. With `ahead_of`, admit only sequences that come before this running prompt, keep a place in the step
+        for it, and `num_reserved_tokens` of the budget for running sequences."""
+        num_places = step.max_sequences - (ahead_of is not None)
         waiting, turn = self.queues.waiting, AdapterTurn(self.queues.adapters, self.queues.num_waiting)
         i = num_admitted = 0
-        while i < len(waiting) and step.token_budget > num_reserved_tokens and step.has_room:
+        while (
+            i < len(waiting)
+            and step.token_budget > num_reserved_tokens
+            and step.has_room
+            and len(step.sequences) < num_places
+        ):
             seq = waiting[i]
             if ahead_of is not None and scheduling_order(ahead_of) < scheduling_order(seq):
                 break
-            # 1. Pass over a sequence that later ones may overtake: it is held, or waits for its adapter or the disk.
+            # 1. Pass over a sequence that others may overtake: it is held, or waits for its adapter or for the disk.
             if seq.is_held or not turn.may_start(seq):
                 if turn.is_over:
                     break
                 i += 1
                 continue
             if self.tier is not None and (state := self.tier.turn(seq)) != "starts":
-                # "waits": its blocks on disk have no room yet. Running sequences will free some, which later ones must
-                # not take. If none runs, a later one may hold the room, and must start.
+                # "waits": there is no room yet to read its blocks. Running sequences will free blocks, so later
+                # sequences must not take them. If nothing runs, a later sequence may hold the room: let it start.
                 if state == "waits" and (step.sequences or self.queues.running):
                     break
                 i += 1
@@ -298,7 +314,7 @@ class Scheduler:
         Blocks for all its tokens must be free, not only for the chunk: a prompt that runs out of blocks later would
         preempt others.
         """
-        if seq.num_awaited_tokens:  # preempted while a step samples its next token
+        if seq.num_awaited_tokens:  # a step in flight samples its next token; it was preempted meanwhile
             return 0
         # 1. Find its computed tokens: swapped out to the host, or in the prefix cache.
         prefix = None if seq.host_blocks else self.cache.find_prefix(seq)
@@ -307,19 +323,20 @@ class Scheduler:
         must_fit = prefix is not None and not self.config.enable_chunked_prefill
         if must_fit and seq.num_tokens - num_computed > token_budget:
             return 0
-        if self._num_chunk_tokens(seq, num_computed, token_budget, time_limit) == 0:
+        if self._chunks.length(seq, num_computed, token_budget, time_limit) == 0:
             return 0
         # 3. Take the blocks of the computed tokens.
         max_step_tokens = self.config.max_num_batched_tokens
         if prefix is None:
-            if not self.cache.swap_in(seq, max_step_tokens):
-                return 0
-        elif not self.cache.share_prefix(seq, prefix, max_step_tokens):
+            has_blocks = self.cache.swap_in(seq, max_step_tokens)
+        else:
+            has_blocks = self.cache.share_prefix(seq, prefix, max_step_tokens)
+        if not has_blocks:
             return 0
-        elif not seq.is_counted:
+        if prefix is not None and not seq.is_counted:
             self._count_prompt(seq, prefix.num_tokens)
         # 4. Allocate the blocks of the chunk.
-        num_tokens = self._num_chunk_tokens(seq, seq.num_computed_tokens, token_budget, time_limit)
+        num_tokens = self._chunks.length(seq, seq.num_computed_tokens, token_budget, time_limit)
         changed = self.cache.grow(seq, seq.num_computed_tokens + num_tokens)
         assert changed is not None, "`share_prefix` and `swap_in` check that the blocks are free"
         return num_tokens
@@ -331,22 +348,6 @@ class Scheduler:
         self._stats.num_prompt_tokens += seq.num_tokens
         self._stats.num_prefix_queries += seq.num_tokens
         self._stats.num_prefix_hits += num_cached_tokens
-
-    def _num_chunk_tokens(self, seq: Sequence, num_computed: int, most: int, time_limit: TimeLimit | None) -> int:
-        """Return the number of tokens to compute after `num_computed`: at most `most`, and fewer if the time limit,
-        block borders or pictures require it. Returns 0 if the next picture does not fit."""
-        num_tokens = min(seq.num_tokens - num_computed, most)
-        if num_tokens > 1 and self.config.starts_at_pictures:
-            ahead = [item.position - num_computed for item in seq.request.prompt.media]
-            num_tokens = min([num_tokens, *(distance for distance in ahead if distance > 0)])
-        if not self.config.enable_chunked_prefill or (num_tokens == 1 and not self.config.whole_pictures):
-            return num_tokens
-        if time_limit is not None:
-            num_tokens = time_limit.chunk(num_computed, num_tokens)
-        end = self.cache.chunk_end(num_computed, num_computed + num_tokens)
-        if self.config.whole_pictures:
-            end = _end_outside_pictures(seq.request.prompt, num_computed, end, most)
-        return end - num_computed
 
     def _preempt(self, seq: Sequence, may_swap: bool = True) -> None:
         """Preempt a running sequence. Its blocks are swapped out if possible, otherwise freed."""
@@ -378,20 +379,21 @@ class Scheduler:
             self._prompt_token_s = prompt_token_s(self._cost, plan, self.config.max_num_batched_tokens, step.time_limit)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
-        """Account for a finished step. Returns the outputs of its sequences."""
+        """Apply the result of a step. Returns the outputs of its sequences."""
         step = self._in_flight.popleft()
         assert step.plan is plan, "results come in the order of the plans"
         outputs: list[SequenceOutput] = []
         # The loop runs for every token, so it is written for speed: it unpacks rows, and what is rare is asked once.
         block_size, runs_ahead, errors = self.cache.block_size, plan.runs_ahead, result.errors
         has_prompt_results = bool(result.prompt_logprobs or result.alignment)
-        may_only_extend = result.vectors is None and not result.draft_tokens
+        # No vectors, no drafts of the worker, and nobody to tell of tokens.
+        only_adds_tokens = result.vectors is None and not result.draft_tokens
         if self._speculation is not None:
             self._speculation.count_running(len(self.queues.running))
-            may_only_extend &= not self._speculation.follows_all
+            only_adds_tokens &= not self._speculation.follows_all
         end = 0  # of the samples so far
         for seq, planned in zip(step.sequences, plan.rows, strict=True):
-            row, first, num_tokens, num_sampled_positions, num_forks, draft_tokens = planned
+            row, num_computed_before, num_tokens, num_sampled_positions, num_forks, draft_tokens = planned
             # 1. Find the row's samples: begin .. end - 1 of the result.
             begin = end
             if num_sampled_positions:
@@ -404,18 +406,19 @@ class Scheduler:
             # 3. Count the row's tokens as no longer awaited.
             if runs_ahead:
                 seq.num_awaited_tokens -= num_sampled_positions
-            # 4. Register full blocks in the prefix index, unless the sequence was preempted since and has other blocks.
-            num_computed = first + num_tokens - len(draft_tokens)
+            # 4. Register full blocks in the prefix index. Not if the sequence was preempted after this step was planned:
+            #    it may have other blocks.
+            num_computed_now = num_computed_before + num_tokens - len(draft_tokens)
             if (
-                num_computed >= (seq.num_registered_blocks + 1) * block_size
+                num_computed_now >= (seq.num_registered_blocks + 1) * block_size
                 and seq.row is not None
                 and seq.admission_step <= step.number
             ):
-                self.cache.register_computed(seq, num_computed)
+                self.cache.register_computed(seq, num_computed_now)
             if has_prompt_results:
-                keep_prompt_results(seq, row, first, result)
+                keep_prompt_results(seq, row, num_computed_before, result)
             # 5. Apply the samples: most rows only extend their sequence by one token.
-            if may_only_extend and end == begin + 1 and seq.beam_search is None and not seq.request.prediction:
+            if only_adds_tokens and end == begin + 1 and seq.beam_search is None and not seq.request.prediction:
                 logprobs = None if result.logprobs is None else result.logprobs[begin:end]
                 outputs.append(extend(self.queues, seq, result.tokens[begin:end], logprobs))
                 self._stats.num_generation_tokens += 1
@@ -476,8 +479,9 @@ class Scheduler:
         return seq.output([], "error", error=error)
 
     def withdraw(self, plan: StepPlan, error: str) -> list[SequenceOutput]:
-        """Take back the last plan, which ran out of device memory. Of its requests the last in scheduling order ends
-        with an error; the next `schedule` plans the others again. Returns the outputs of the ended request."""
+        """Take back the last plan, which ran out of device memory. The last of its requests in scheduling order ends
+        with an error (503). The next `schedule` plans the others again. Returns the outputs of the request that
+        ended."""
         step = self._in_flight.pop()
         assert step.plan is plan, "only the last plan can be withdrawn"
         scheduled = step.roll_back()
@@ -509,15 +513,3 @@ def _may_draft(seq: Sequence, planned: PlannedRow) -> bool:
     """Return whether a sequence may have draft tokens. It may not in a beam search, when forks start, or with a logits
     processor, which is a caller's code and must never see a rejected token."""
     return seq.beam_search is None and planned.num_forks == 1 and not seq.params.logits_processors
-
-
-def _end_outside_pictures(prompt: Prompt, start: int, end: int, most: int) -> int:
-    """Return the end of a chunk start .. end that cuts no picture. A chunk that would end within a picture ends before
-    it. If it begins with the picture it has all of it, or is empty if the picture has more than `most` tokens."""
-    for item in prompt.media:
-        picture_end = item.position + item.num_tokens
-        if item.position < end < picture_end:
-            if item.position > start:
-                return item.position
-            return picture_end if picture_end - start <= most else start
-    return end

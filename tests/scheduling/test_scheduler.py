@@ -39,8 +39,8 @@ def scheduler(
     speculation: Speculation | None = None,
     cost: StepCost | None = None,
     target_step_s: float | None = None,
-    whole_pictures: bool = False,
-    starts_at_pictures: bool = False,
+    whole_images: bool = False,
+    starts_at_images: bool = False,
     num_stages: int = 1,
 ) -> Scheduler:
     config = SchedulerConfig(
@@ -51,8 +51,8 @@ def scheduler(
         preemption_mode=preemption_mode,
         check_invariants=True,
         target_step_s=target_step_s,
-        whole_pictures=whole_pictures,
-        starts_at_pictures=starts_at_pictures,
+        whole_images=whole_images,
+        starts_at_images=starts_at_images,
     )
     full = CacheGroup(LayerCacheSpec("full", num_kv_heads=1, key_size=8, value_size=8), (0,), pool=0)
     cache = KVCacheManager([full], [num_blocks], SIZE, [num_host_blocks], caching)
@@ -568,7 +568,7 @@ def test_first_come_first_served_overtakes_nobody() -> None:
 
 def test_no_chunk_ends_within_a_picture_whose_tokens_see_each_other() -> None:
     """Beside a decode: a budget of 10 has room for 9 of a prompt's tokens."""
-    s = scheduler(budget=10, max_num_seqs=2, whole_pictures=True)
+    s = scheduler(budget=10, max_num_seqs=2, whole_images=True)
     s.add(request("decode", 3, max_tokens=20))
     step(s)
     pictures = [MediaItem(4, 6, b"a"), MediaItem(10, 8, b"b"), MediaItem(26, 4, b"c")]
@@ -588,7 +588,7 @@ def test_no_chunk_ends_within_a_picture_whose_tokens_see_each_other() -> None:
 
 @pytest.mark.parametrize("chunked", [True, False])
 def test_a_chunk_starts_at_each_picture_that_layers_attend_to(chunked: bool) -> None:
-    s = scheduler(budget=10, starts_at_pictures=True, chunked=chunked)
+    s = scheduler(budget=10, starts_at_images=True, chunked=chunked)
     seen = request("seen", 10, max_tokens=3)
     pictures = tuple(MediaItem(place, 0, b"%d" % place, num_rows=3) for place in (0, 4, 5, 9))
     s.add(msgspec.structs.replace(seen, prompt=msgspec.structs.replace(seen.prompt, media=pictures)))
