@@ -1,7 +1,7 @@
 """The asynchronous engine. It takes text and yields `RequestOutput`s. The core runs in its own process.
 
-The path of a request is here. `supervisor.py` runs the core's process, `control.py` does sleep and pause,
-`adapter_requests.py` loads the adapters that callers name.
+The path of a request is here. `supervisor.py` runs the core's process, `engine_admin.py` has the calls that are no
+requests for text: adapters, pause, sleep and the cache.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.engine.adapter_requests import AdapterRequests
 from octavo.engine.control import EngineControl
 from octavo.engine.core_client import Core, CoreProcess
+from octavo.engine.engine_admin import EngineAdmin
 from octavo.engine.forecast import FirstTokenForecast
 from octavo.engine.generate import EngineCalls, GenerateArgs, length_of
 from octavo.engine.input_processor import InputProcessor
@@ -29,16 +30,14 @@ from octavo.engine.request_log import log_request
 from octavo.engine.request_stream import RequestStream, Sink
 from octavo.engine.resubmission import Resubmission
 from octavo.engine.supervisor import Supervisor, record_ready
-from octavo.engine.vllm_names import refuse_kwargs
 from octavo.engine.wire import Abort, BlockMap, CacheWasReset, CoreMessage, Loading, Ready, Running, StepOutputs
 from octavo.errors import EngineStoppingError, OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.logs import configure_logging
-from octavo.lora.request import LoRARequest
 from octavo.metrics.log_line import LogLine
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.outputs import Output, PoolingOutput, PoolingRequestOutput, RequestOutput
-from octavo.request import AdapterSource, EngineRequest
+from octavo.request import EngineRequest
 from octavo.sampling_params import is_unicode
 from octavo.stats import EngineStats
 
@@ -56,10 +55,11 @@ def _media_kinds(prompt: object) -> Collection[str]:
     media = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
     if media is None:
         return ()
-    return media if isinstance(media, Mapping) else ("image",)  # of the wrong type, which is refused later
+    # A wrong type is refused later; until then it counts as an image, so that a thread handles it.
+    return media if isinstance(media, Mapping) else ("image",)
 
 
-class AsyncLLMEngine(EngineCalls):
+class AsyncLLMEngine(EngineAdmin, EngineCalls):
     """Serves many requests at once with one engine core.
 
     `from_engine_args` makes an engine. A server starts the `core` process earlier, before it has a configuration. All
@@ -67,15 +67,16 @@ class AsyncLLMEngine(EngineCalls):
 
     The states of a request, and the methods that move it there:
 
-        waiting      for the engine: `stream.acceptance` is set   `_wait_until_accepted`
+        waiting      the engine takes no requests now             `_wait_until_accepted`
         running      `_outputs.requests` has its `RequestState`   `_outputs_of`; `take_over`, from another engine
         finished     `state.is_over`                              `_take_step`
         aborted      `state.is_over`; its outputs so far stay     `_abort_request`
-        failed       its stream raises an error                   `_core_ended`, `abort_all_for_shutdown`, `deliver`
+        failed       its stream raises an error                   `_core_ended`, `abort_all_for_shutdown`,
+                                                                  `_wait_until_accepted`, `RequestStream.deliver`
         handed over  another engine has it                        `_hand_over`
 
-    `_streams` has it in every state but the last, until its caller reads no further output (`forget`). If the core
-    dies, `Supervisor` starts another one, within `max_restarts`, and running requests keep running: `Resubmission`
+    `_streams` has the request in every state but the last, until its caller reads no further output (`forget`). If the
+    core dies, `Supervisor` starts another one, within `max_restarts`, and running requests keep running: `Resubmission`
     sends them to the next core with their tokens."""
 
     def __init__(
@@ -96,14 +97,14 @@ class AsyncLLMEngine(EngineCalls):
         find_other: Callable[[EngineRequest], AsyncLLMEngine | None] | None = None,
         make_core: Callable[[EngineConfig, CoreProcess | None], Core] | None = None,
     ) -> None:
-        """`Supervisor` explains restarts, timeouts and `make_core`. The engines of one server share one `inputs`. While
-        a core loads, the engine calls `on_loading` with its place among the host's engines and the share of the weights
-        that are loaded. When the core has died, and its cache with it, the engine calls `on_loss` once, and
-        `find_other` for each running request: it returns another engine that can continue the request now, or None.
-        With `on_engine_death` "fail" running requests fail instead."""
+        """Start the core's process unless `core` is given, and load the tokenizer unless `inputs` is given. Raises
+        `LoadError`. Engines of one server share one `inputs`. For restarts, timeouts and `make_core` see `Supervisor`.
+        `on_loading(place, share)`: a core has loaded this share of its weights. `on_loss()`: the core has died, and its
+        cache with it. `find_other(request)`: return another engine that can continue a running request, or None.
+        `on_engine_death` "fail": running requests fail."""
         self.metrics, self._on_loss, self._find_other = metrics, on_loss, find_other
         self._on_loading = on_loading
-        self._continues = on_engine_death == "continue"
+        self._continues_after_death = on_engine_death == "continue"
         self.stats = EngineStats()  # of the core's last step
         self.forecast = FirstTokenForecast()
         if metrics is not None and config.lora is not None:
@@ -147,10 +148,10 @@ class AsyncLLMEngine(EngineCalls):
         `disable_log_stats`. With `data_parallel_size` the result is a `DataParallelEngine`, which has the same methods.
         `usage_context` has no effect: it is vLLM's, and no use is reported."""
         if isinstance(engine_args, AsyncEngineArgs):
-            log: Any = {"logs_requests": engine_args.logs_requests, "max_log_len": engine_args.max_log_len}
+            options: Any = {"logs_requests": engine_args.logs_requests, "max_log_len": engine_args.max_log_len}
         else:
-            log = {}
-        return cls.from_vllm_config(engine_args.create_engine_config(), metrics=metrics, **log)
+            options = {}
+        return cls.from_vllm_config(engine_args.create_engine_config(), metrics=metrics, **options)
 
     @classmethod
     def from_vllm_config(
@@ -160,20 +161,20 @@ class AsyncLLMEngine(EngineCalls):
         usage_context: UsageContext | None = None,
         metrics: EngineMetrics | None = None,
         disable_log_stats: bool = False,
-        **log: Any,
+        **options: Any,
     ) -> AsyncLLMEngine:
         """As `from_engine_args`, for the result of `create_engine_config`. With `disable_log_stats` the engine makes no
-        metrics of its own. `log` are arguments of the constructor."""
+        metrics of its own. `options` go to the constructor."""
         configure_logging("engine")
         config = replace(vllm_config, log_stats=vllm_config.log_stats and not disable_log_stats)
         ranks = config.served_ranks
         if metrics is None and config.log_stats:
             metrics = EngineMetrics(config.model.served_model_name, config.model.max_model_len, ranks.start)
         if len(ranks) == 1:
-            return cls(config.replica(ranks.start), metrics=metrics, **log)
+            return cls(config.replica(ranks.start), metrics=metrics, **options)
         from octavo.engine.data_parallel import DataParallelEngine
 
-        return cast(AsyncLLMEngine, DataParallelEngine(config, metrics=metrics, **log))
+        return cast(AsyncLLMEngine, DataParallelEngine(config, metrics=metrics, **options))
 
     @property
     def config(self) -> EngineConfig:
@@ -196,10 +197,12 @@ class AsyncLLMEngine(EngineCalls):
 
     @property
     def failure(self) -> OctavoError | None:
+        """The error of an engine that has failed for good; None otherwise."""
         return self._supervisor.failure
 
     @property
     def is_ready(self) -> bool:
+        """Whether the core takes requests."""
         return self._supervisor.is_ready
 
     @property
@@ -213,8 +216,8 @@ class AsyncLLMEngine(EngineCalls):
         return await self._supervisor.wait_ready()
 
     async def check_health(self) -> None:
-        """Raise the present error if the core does not run: `EngineDeadError`, or the error that prevented its
-        start."""
+        """Raise the present error, if there is one: `EngineDeadError`, `EngineRestartingError`, `EngineStoppingError`,
+        or the error that prevented the start."""
         if self.error is not None:
             raise self.error
 
@@ -238,6 +241,8 @@ class AsyncLLMEngine(EngineCalls):
     # A request.
 
     async def prepare(self, args: GenerateArgs) -> EngineRequest:
+        """Return the checked request, for `generate_from`. A thread handles long prompts, grammars and media. Raises
+        `RequestError`."""
         prompt, sampling_params, request_id, lora_request, priority, data_parallel_rank = args
         if not isinstance(request_id, str) or not is_unicode(request_id):
             raise RequestError(f"the request id {request_id!r} is not valid Unicode text.", param="request_id")
@@ -262,9 +267,10 @@ class AsyncLLMEngine(EngineCalls):
         self, request: EngineRequest, external_id: str | None = None, sink: Sink | None = None,
         answer: list[int] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
-        """Like `generate`, for a request from `inputs.process`. Outputs carry `external_id`, if given, in place of the
-        request's id. The `sink` gets outputs while it is open and the caller waits; the caller gets all others, and
-        always the last one. `answer` becomes the list of the first completion's tokens, which grows as they come.
+        """Yield the outputs of a request from `inputs.process`. Raises as `generate`. Outputs carry `external_id`, if
+        given, instead of the request's own id. The `sink` gets outputs while it is open and the caller waits. The
+        caller gets all others, and always the last one. `answer`: an empty list, to which the engine adds the first
+        completion's tokens as they come.
 
         At its `deadline` the request ends with its tokens so far: finish reason "abort", stop reason "timeout".
         """
@@ -280,13 +286,13 @@ class AsyncLLMEngine(EngineCalls):
             async for output in outputs:
                 if isinstance(output, PoolingRequestOutput):
                     return output
-        raise RequestError("the request was not answered before its timeout.", status=408, code="timeout")
+        raise AssertionError("an aborted request raises an error")
 
     async def _outputs_of(
         self, request: EngineRequest, external_id: str | None = None, sink: Sink | None = None,
         answer: list[int] | None = None,
     ) -> AsyncGenerator[Output, None]:  # fmt: skip
-        """Yield the outputs of a checked request. Closing the generator aborts it."""
+        """Yield the outputs of a checked request. Closing the generator aborts the request."""
         # 1. Give the request a stream. From here on it can be aborted.
         stream = self._open_stream(request, external_id or request.request_id, sink)
         timer: asyncio.TimerHandle | None = None
@@ -331,19 +337,21 @@ class AsyncLLMEngine(EngineCalls):
         return stream
 
     async def _wait_until_accepted(self, stream: RequestStream) -> bool:
-        """Wait until the engine takes requests. Returns False if the request ends first."""
+        """Wait until the engine takes requests. Returns False if the request is aborted first. Raises the error of an
+        engine that has failed or is being restarted."""
         self._supervisor.listen()
-        if self.is_ready and not self._control.is_paused:
-            return True
-        acceptance = stream.acceptance = asyncio.ensure_future(self._control.wait_open())
-        try:
-            await asyncio.wait((acceptance,))  # not `await acceptance`: an abort cancels it, and this caller must go on
-        finally:
-            stream.acceptance = None
-            acceptance.cancel()
-        if stream.has_ended_early:
-            return False
-        acceptance.result()
+        while not self.is_ready or self._control.is_paused:  # again: it may be paused before this caller resumes
+            acceptance = stream.acceptance = asyncio.ensure_future(self._control.wait_open())
+            try:
+                await asyncio.wait(
+                    (acceptance,)
+                )  # not `await acceptance`: an abort cancels it, and this caller goes on
+            finally:
+                stream.acceptance = None
+                acceptance.cancel()
+            if stream.has_ended_early:
+                return False
+            acceptance.result()
         return True
 
     def _send_to_core(self, state: RequestState) -> None:
@@ -380,9 +388,19 @@ class AsyncLLMEngine(EngineCalls):
                 stream.wake()
 
     def abort_and_notify(self, stream: RequestStream, stop_reason: str | None = None) -> None:
-        """Abort a request and give its caller the last output."""
-        if self._abort_request(stream, stop_reason) is not None:
+        """Abort a request and give its caller the last output. A request for vectors has none: it fails."""
+        state = self._abort_request(stream, stop_reason)
+        if state is None:
+            return
+        if state.request.pooling is None:
             stream.wake()
+            return
+        state.has_new_output = False  # the stream would bring it before the error
+        if stop_reason == "timeout":
+            error = RequestError("the request was not answered before its timeout.", status=408, code="timeout")
+        else:
+            error = RequestError("the request was aborted before its answer.", status=503, code="aborted")
+        stream.fail(error)
 
     def _abort_running(self) -> None:
         """Abort the requests that the core has. Requests that still wait for the engine keep waiting."""
@@ -449,8 +467,7 @@ class AsyncLLMEngine(EngineCalls):
         self._resubmission.step_ended()
 
     def _deliver(self) -> None:
-        """Deliver new outputs to as many streams as `_DELIVERY_S` allows, and to the others in the next turn of the
-        event loop."""
+        """Deliver new outputs for at most `_DELIVERY_S`. The rest follows in the next turn of the event loop."""
         undelivered, end = self._undelivered, time.monotonic() + _DELIVERY_S
         while undelivered and time.monotonic() < end:
             for _ in range(min(len(undelivered), _STREAMS_PER_CLOCK_READING)):
@@ -484,17 +501,21 @@ class AsyncLLMEngine(EngineCalls):
         if self.metrics is not None:
             self.metrics.num_restarts = self._supervisor.num_restarts
             self.metrics.record_step(self.stats)
-        # 2. Find requests that kill cores. 3. Decide about each running request.
+        # 2. Find requests that kill cores.
         refused = self._resubmission.core_ended()
+        # 3. Decide about each running request.
         failure = self._supervisor.failure
-        may_continue = self._continues and not isinstance(failure, EngineStoppingError)
+        may_continue = self._continues_after_death and not isinstance(failure, EngineStoppingError)
         for stream in list(self._streams.values()):
             request_id = stream.request.request_id
             if (state := self._outputs.requests.get(request_id)) is None:
                 continue
             refusal = refused.get(request_id)
-            if may_continue and refusal is None and (self._hand_over(stream, state) or failure is None):
-                continue  # another engine has it, or this engine's next core will get it
+            if may_continue and refusal is None:
+                if self._hand_over(stream, state):
+                    continue
+                if failure is None:
+                    continue  # this engine's next core gets it
             self._outputs.drop(request_id)
             stream.fail(refusal or error)
 
@@ -521,97 +542,3 @@ class AsyncLLMEngine(EngineCalls):
     def _count_continued(self, number: int) -> None:
         if self.metrics is not None:
             self.metrics.num_continued += number
-
-    # Adapters.
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter into the host's memory and check it, before a request needs it. Raises `RequestError` if it
-        cannot be served."""
-        source = await self._adapters.find(lora_request)
-        await self.load_adapter(source)
-        self.name_adapter(lora_request.lora_int_id, source)
-        return True
-
-    async def remove_lora(self, lora_id: int) -> bool:
-        """Remove the adapter of a `lora_int_id`. Returns whether the id had an adapter."""
-        return self._adapters.remove(lora_id)
-
-    async def list_loras(self) -> set[int]:
-        """Return the named `lora_int_id`s that are not removed."""
-        return self._adapters.named.ids
-
-    async def pin_lora(self, lora_id: int) -> bool:
-        """Keep the adapter of a `lora_int_id` in host memory. The device evicts it only if no other can be evicted."""
-        await self._adapters.pin(lora_id)
-        return True
-
-    def name_adapter(self, lora_id: int, source: AdapterSource) -> None:
-        """List an adapter that a request has named."""
-        self._adapters.named.name(lora_id, source)
-
-    async def load_adapter(self, source: AdapterSource) -> None:
-        """Wait until an adapter is in host memory. Raises `RequestError` if it cannot be served."""
-        await self._adapters.load(source)
-
-    def unload_adapter(self, identity: str) -> None:
-        """Free an adapter's memory once no request uses it."""
-        self._adapters.unload(identity)
-
-    # Pause, sleep and cache.
-
-    async def pause_generation(
-        self, mode: str = "abort", *, wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
-    ) -> None:
-        """Hold new requests until `resume_generation`. `mode` decides about running requests. "abort" ends them with
-        their tokens so far. "wait" (formerly `wait_for_inflight_requests`) lets them finish. "keep" stops computing
-        them; then the cache is not cleared."""
-        await self._control.pause("wait" if wait_for_inflight_requests else mode, clear_cache)
-
-    async def resume_generation(self) -> None:
-        """Take requests again, and continue halted requests. No effect while the engine sleeps."""
-        await self._control.resume()
-
-    async def is_paused(self) -> bool:
-        """Whether the engine holds new requests back, because it is paused or asleep."""
-        return self._control.is_paused
-
-    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Free memory until `wake_up`; requests wait.
-
-        Level 1 keeps the weights and frees the KV cache. Level 2 ends the core's process; a new process waits with only
-        its imports done. On a GPU level 1 does the same as level 2, because a process frees GPU memory only at its end.
-        Waking then reads the weights from the page cache.
-        """
-        await self._control.sleep(level, mode)
-        self._record_sleep()
-
-    async def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Allocate again what `sleep` freed: "weights", the "kv_cache", or both. Requests continue once both are
-        allocated."""
-        await self._control.wake_up(tags)
-        self._record_sleep()
-
-    async def is_sleeping(self) -> bool:
-        """Whether the engine has freed memory and has not woken up."""
-        return self._control.is_sleeping
-
-    def _record_sleep(self) -> None:
-        if self.metrics is not None:
-            self.metrics.sleep_level = self._control.sleep_level
-
-    async def block_map(self) -> BlockMap | None:
-        """Return the use of each KV block, taken between two steps; None if the core does not answer in time.
-
-        Concurrent callers share one answer. The core gathers the map only on request.
-        """
-        return await self._control.block_map()
-
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Empty the prefix cache. Returns False if the core ended before it answered; its cache is gone too."""
-        refuse_kwargs(reset_running_requests=reset_running_requests)
-        return await self._control.reset_prefix_cache()
-
-    async def drop_cache_session(self, session: str, salt: str | None = None) -> int | None:
-        """Free the blocks that requests with this `cache_session` and `cache_salt` have kept, unless another session
-        has them too. Returns their number, or None if there is no such session."""
-        return await self._control.drop_cache_session(session, salt)

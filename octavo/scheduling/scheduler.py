@@ -406,8 +406,8 @@ class Scheduler:
             # 3. Count the row's tokens as no longer awaited.
             if runs_ahead:
                 seq.num_awaited_tokens -= num_sampled_positions
-            # 4. Register full blocks in the prefix index. Not if the sequence was preempted after this step was planned:
-            #    it may have other blocks.
+            # 4. Register full blocks in the prefix index. Not if the sequence was preempted after this step was
+            #    planned: it may have other blocks.
             num_computed_now = num_computed_before + num_tokens - len(draft_tokens)
             if (
                 num_computed_now >= (seq.num_registered_blocks + 1) * block_size

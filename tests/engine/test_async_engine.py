@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from octavo import AsyncEngineArgs, AsyncLLMEngine, PoolingParams, RequestOutput, SamplingParams
+from octavo.engine.pooling_input import PoolingInput, Text
 from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.kv_cache.block_pool import BlockState
 from octavo.sampling_params import RequestOutputKind
@@ -102,6 +103,45 @@ def test_a_model_that_pools_encodes() -> None:
             assert abs((plain[0].outputs.data ** 2).sum() - 1) > 0.01
 
     with_engine(use, runner="pooling")
+
+
+def test_an_aborted_request_for_vectors_says_whether_its_time_was_up() -> None:
+    """While it waits for the engine too."""
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        await engine.wait_ready()
+        await engine.pause_generation("keep")
+        for is_late in (False, True):
+            [request] = PoolingInput(engine.inputs).process([Text.of("A text")], PoolingParams())
+            if is_late:
+                request.deadline = 0.0
+            task = asyncio.ensure_future(engine.pool(request, "mine"))
+            await asyncio.sleep(0)
+            if not is_late:
+                await engine.abort("mine")
+            with pytest.raises(RequestError) as raised:
+                await task
+            assert (raised.value.status, raised.value.code) == ((408, "timeout") if is_late else (503, "aborted"))
+
+    with_engine(use, runner="pooling")
+
+
+def test_no_request_slips_past_a_pause_that_follows_a_resumption() -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        await engine.wait_ready()
+        await engine.pause_generation()
+        answer = asyncio.ensure_future(collect(engine, "The sea", SamplingParams(max_tokens=1), "waits"))
+        await until(lambda: bool(engine._streams) and engine._streams["waits"].acceptance is not None)
+        await engine.resume_generation()
+        await asyncio.sleep(0)
+        await engine.pause_generation("abort")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not engine._outputs.requests, "the core has no request"
+        await engine.resume_generation()
+        assert (await answer)[-1].finished
+
+    with_engine(use)
 
 
 def test_the_wait_for_a_first_token_is_predicted_from_the_prompts_that_wait() -> None:
