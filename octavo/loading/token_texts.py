@@ -47,14 +47,14 @@ def decode(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_token
 def _parts(
     tokenizer: Tokenizer, token_ids: Sequence[int], misread: dict[int, tuple[str, bool]], skips_special: bool
 ) -> Iterator[str]:
-    """Yield the texts of misread tokens, and of the tokens between them."""
+    """Yield the texts of misread tokens, and of the tokens between them. A character may go on behind a hidden one."""
+    if skips_special:
+        token_ids = [token for token in token_ids if token not in misread or not misread[token][1]]
     before = list[int]()
     for is_misread, group in groupby(token_ids, misread.__contains__):
         tokens = list(group)
         if is_misread:
-            yield from [
-                text for text, is_special in map(misread.__getitem__, tokens) if not (is_special and skips_special)
-            ]
+            yield from (misread[token][0] for token in tokens)
         else:  # blanks at the beginning depend on what is before; bytes do not
             context = [] if is_byte_level(tokenizer) else before
             shown = tokenizer.decode([*context, *tokens], skip_special_tokens=skips_special)
