@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import sys
@@ -216,6 +217,17 @@ def one_patch_of_tritons_language() -> None:
     language = sys.modules["triton.language"]
     interpreter._patch_lang(SimpleNamespace(__globals__={"language": language, "core": language.core}))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_store_of_certificates() -> None:
+    """For each client httpx reads all certificate authorities, which takes 25 ms. Here they are read once."""
+    with contextlib.suppress(ImportError):
+        import httpx._transports.default as transports
+
+        make = transports.create_ssl_context  # type: ignore[attr-defined]
+        once = functools.cache(lambda authorities, **asked: make(**asked))
+        transports.create_ssl_context = lambda **asked: once(os.environ.get("SSL_CERT_FILE"), **asked)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

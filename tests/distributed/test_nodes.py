@@ -76,7 +76,7 @@ def node_config(model: Path, port: int, rank: int, size: int = 2, **flags: Any) 
 @pytest.mark.parametrize(
     ("size", "flags"),
     [
-        (2, {"num_gpu_blocks_override": 16}),
+        pytest.param(2, {"num_gpu_blocks_override": 16}, marks=pytest.mark.long),
         (2, {"num_speculative_tokens": 3}),  # of a draft on node 0, which the model is to itself
         pytest.param(3, {}, marks=pytest.mark.long),  # rows go past node 0
         pytest.param(2, {"pipeline_parallel_size": 4, "dtype": "bfloat16"}, marks=pytest.mark.long),

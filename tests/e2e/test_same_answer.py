@@ -1,4 +1,4 @@
-"""A request's logits are the same bits alone, among 64 others, in other chunks, after a prefix hit and a preemption."""
+"""A request's logits are the same bits alone, among others, in other chunks, after a prefix hit and a preemption."""
 
 from __future__ import annotations
 
@@ -39,19 +39,20 @@ def logits_of_subject(llm: LLM, company: list[list[int]], cached_tokens: int = 0
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "cache"),
+    ("dtype", "cache", "num_others"),
     [
-        ("bfloat16", "auto"),
-        pytest.param("bfloat16", "int8", marks=pytest.mark.long),
-        pytest.param("float32", "auto", marks=pytest.mark.long),
-        pytest.param("bfloat16", "fp8_e4m3", marks=pytest.mark.long),
+        ("bfloat16", "auto", 15),
+        pytest.param("bfloat16", "auto", 63, marks=pytest.mark.long),
+        pytest.param("bfloat16", "int8", 63, marks=pytest.mark.long),
+        pytest.param("float32", "auto", 63, marks=pytest.mark.long),
+        pytest.param("bfloat16", "fp8_e4m3", 63, marks=pytest.mark.long),
     ],
 )  # fmt: skip
-def test_logits_are_bitwise_equal_whatever_else_the_engine_does(dtype: str, cache: str) -> None:
+def test_logits_are_bitwise_equal_whatever_else_the_engine_does(dtype: str, cache: str, num_others: int) -> None:
     generator = torch.Generator().manual_seed(0)
     company = [
         torch.randint(100, 40000, (length,), generator=generator).tolist()
-        for length in torch.randint(1, 150, (63,), generator=generator).tolist()
+        for length in torch.randint(1, 150, (num_others,), generator=generator).tolist()
     ]
 
     def engine(**args: Any) -> LLM:
@@ -59,7 +60,7 @@ def test_logits_are_bitwise_equal_whatever_else_the_engine_does(dtype: str, cach
 
     alone = engine(enable_prefix_caching=False)
     expected = logits_of_subject(alone, [])
-    assert torch.equal(logits_of_subject(alone, company), expected), "in a batch of 64"
+    assert torch.equal(logits_of_subject(alone, company), expected), "in a batch"
     chunked = engine(max_num_batched_tokens=29, max_num_seqs=8, enable_prefix_caching=True)
     assert torch.equal(logits_of_subject(chunked, []), expected), "in chunks of at most 29 tokens"
     whole_blocks = (len(chunked.tokenizer(SUBJECT).input_ids) - 1) // 16 * 16
@@ -67,5 +68,7 @@ def test_logits_are_bitwise_equal_whatever_else_the_engine_does(dtype: str, cach
     assert torch.equal(hit, expected), "after a prefix hit, in chunks, beside others"
     small = engine(num_gpu_blocks_override=40, max_num_batched_tokens=64)
     assert torch.equal(logits_of_subject(small, company[:16]), expected), "in a cache that forces preemption"
+    if num_others < 16:
+        return  # tests/execution/test_runner.py swaps a smaller model
     swapping = engine(num_gpu_blocks_override=40, max_num_batched_tokens=64, preemption_mode="swap", swap_space=0.1)
     assert torch.equal(logits_of_subject(swapping, company[:16]), expected), "in a cache that forces swapping"

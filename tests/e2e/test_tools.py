@@ -117,7 +117,7 @@ def ask_at_once(server: Server, bodies: list[dict[str, Any]]) -> list[Any]:
     return [answer.choices[0] for answer in asyncio.run(ask_all())]
 
 
-NUMBERS = [16, pytest.param(200, marks=pytest.mark.long)]
+NUMBERS = [6, pytest.param(200, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("number", NUMBERS)

@@ -79,7 +79,7 @@ def assert_same(found: Outputs, expected: Outputs, place: str) -> None:
         ("cpu", "narrow", "few blocks, swapped"),
         ("cpu", "wide", "graphs"),
         ("late device", "the model", "few blocks, swapped"),
-        ("late device", "small", "call by call"),
+        pytest.param("late device", "small", "call by call", marks=pytest.mark.long),
     ],
 )
 def test_a_draft_changes_no_answer(model: Path, drafts: dict[str, Path], draft: str, flags: str, place: str) -> None:

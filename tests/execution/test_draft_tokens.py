@@ -54,9 +54,17 @@ def proposer(kind: str, answers: Answers, seed: int) -> Callable[[Sequence, int]
     return propose
 
 
-@pytest.mark.parametrize("flags", [{}, {"num_gpu_blocks_override": 13}, {"enforce_eager": True}], ids=str)
-@pytest.mark.parametrize("kind", ["right", "wrong", "random"])
-@pytest.mark.parametrize("place", ["cpu", "late device"])
+FLAGS: list[dict[str, Any]] = [{}, {"num_gpu_blocks_override": 13}, {"enforce_eager": True}]
+# Each kind and each flag once by device; the others are in the long tier.
+CASES = [
+    pytest.param(place, kind, flags, marks=pytest.mark.long if (i + j + k) % 3 else (), id=f"{place}-{kind}-{flags}")
+    for i, place in enumerate(("cpu", "late device"))
+    for j, kind in enumerate(("right", "wrong", "random"))
+    for k, flags in enumerate(FLAGS)
+]
+
+
+@pytest.mark.parametrize(("place", "kind", "flags"), CASES)
 def test_guesses_change_no_answer(model: Path, kind: str, flags: dict[str, Any], place: str) -> None:
     config = config_of(model, **flags)
     expected = run(EngineCore(config), guessed_requests(1), 1)

@@ -73,7 +73,7 @@ LAST_LAYERS = {"pipeline_layer_partition": "1,5"}  # that EAGLE-3 reads
 @pytest.mark.parametrize(
     ("method", "sizes", "flags"),
     [
-        ("eagle", (2, 1), SWAP),
+        pytest.param("eagle", (2, 1), SWAP, marks=pytest.mark.long),
         ("eagle3", (2, 1), {}),
         ("eagle", (1, 2), {}),
         *(

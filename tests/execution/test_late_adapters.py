@@ -88,7 +88,7 @@ def tokens_of(core: EngineCore, requests: list[EngineRequest], seed: int = 0, ab
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "call by call"])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_every_answer_is_the_cpus(model: Path, adapters: list[AdapterSource], seed: int, eager: bool) -> None:
     config, requests = lora_config(model, enforce_eager=eager), adapted_requests(seed, adapters)
     device = LateDevice(seed)

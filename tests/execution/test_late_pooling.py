@@ -77,7 +77,11 @@ def vectors(output: SequenceOutput) -> np.ndarray:
     return np.frombuffer(output.vectors, np.float32).reshape(-1, SIZES["hidden_size"])
 
 
-@pytest.mark.parametrize("flags", [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 96}], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param({}, marks=pytest.mark.long), {"enforce_eager": True}, {"max_num_batched_tokens": 96}],
+    ids=str,
+)
 def test_every_vector_is_the_cpus(folder: Path, tiny_tokenizer: Path, flags: dict[str, Any]) -> None:
     config = config_of(folder, tiny_tokenizer, **flags)
     device = LateDevice(0)

@@ -160,7 +160,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_every_answer_is_the_cpus(model: Path, flags: dict[str, Any], seed: int) -> None:
     config = config_of(model, **flags)
     device = LateDevice(seed)

@@ -30,7 +30,7 @@ ZAMBAS = CUT | ZAMBA | _TWICE, CUT | ZAMBA_2 | _TWICE
 @pytest.mark.parametrize(
     ("sizes", "flags", "overrides"),
     [
-        ((1, 2), {"num_gpu_blocks_override": 60}, GEMMAS[0]),
+        pytest.param((1, 2), {"num_gpu_blocks_override": 60}, GEMMAS[0], marks=pytest.mark.long),
         ((1, 2), {"num_gpu_blocks_override": 60, "dtype": "bfloat16"}, ZAMBAS[1]),
         *(
             pytest.param((size, 2), {"num_gpu_blocks_override": 60, **flags}, overrides, marks=pytest.mark.long)

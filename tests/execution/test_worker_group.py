@@ -89,8 +89,8 @@ def assert_near(found: Outputs, expected: Outputs) -> None:
     [
         (2, {}),
         (4, {"num_gpu_blocks_override": 16}),  # each head of keys is two workers'
-        (2, {"num_gpu_blocks_override": 16, "preemption_mode": "swap"}),
-        (2, {"enforce_eager": True}),
+        pytest.param(2, {"num_gpu_blocks_override": 16, "preemption_mode": "swap"}, marks=pytest.mark.long),
+        pytest.param(2, {"enforce_eager": True}, marks=pytest.mark.long),
     ],
 )
 def test_answers_are_those_of_one_worker(
@@ -124,11 +124,11 @@ BIASES = {"architectures": ["Starcoder2ForCausalLM"], "use_bias": True, "hidden_
     [
         ((4,), {**INT8, "num_gpu_blocks_override": 16}, CUT),
         ((2,), {"enable_expert_parallel": True}, CUT | EXPERTS),
-        ((2,), {"enable_expert_parallel": True}, CUT | DEEPSEEK),
-        ((2,), {**INT8, "num_gpu_blocks_override": 60}, CUT | QWEN_3_5),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
+                ((2,), {"enable_expert_parallel": True}, CUT | DEEPSEEK),
+                ((2,), {**INT8, "num_gpu_blocks_override": 60}, CUT | QWEN_3_5),
                 ((2, 4, 8), {"num_gpu_blocks_override": 16, "preemption_mode": "swap"}, CUT),
                 ((2, 4, 8), {"dtype": "bfloat16", "enforce_eager": True}, CUT),
                 ((2, 4, 8), INT8, CUT),
@@ -183,9 +183,11 @@ def test_bits_are_those_of_one_worker(
 @pytest.mark.parametrize(
     ("sizes", "flags"),
     [
-        ((1, 2), {"num_gpu_blocks_override": 16}),
+        pytest.param((1, 2), {"num_gpu_blocks_override": 16}, marks=pytest.mark.long),
         ((1, 2), {"num_gpu_blocks_override": 16, "preemption_mode": "swap", "pipeline_layer_partition": "3,1"}),
-        ((1, 2), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+        pytest.param(
+            (1, 2), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, marks=pytest.mark.long
+        ),
         pytest.param((1, 4), {"dtype": "bfloat16", "quantization": "int8"}, marks=pytest.mark.long),
         pytest.param((1, 3), {"dtype": "bfloat16", "enforce_eager": True}, marks=pytest.mark.long),
         pytest.param((2, 2), {"scheduling_policy": "deadline"}, marks=pytest.mark.long),

@@ -86,7 +86,7 @@ def test_the_default_model_encodes_and_decodes_as_transformers_does(
     assert default_tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=60) | st.text("ab 12\n\t.'<|>", max_size=60))
 def test_any_text_is_encoded_as_transformers_does(
     default_tokenizer: Any, oracle_with_digits: Tokenizer, text: str

@@ -134,7 +134,9 @@ def write_eagle_head(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle"])
+@pytest.mark.parametrize(
+    "method", ["ngram", *(pytest.param(method, marks=pytest.mark.long) for method in ("draft_model", "eagle"))]
+)
 def test_guessed_tokens_take_their_sequence_s_adapter(
     llm: LLM, adapters: list[LoRARequest], tmp_path: Path, method: str
 ) -> None:

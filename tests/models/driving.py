@@ -17,6 +17,19 @@ from octavo.ops import LayerKVCache, Ops
 from octavo.quantization.stored import StoredWeight
 
 BLOCK_SIZE = 8
+# Small models of the short tier. Nearly every value of a setting that only some descriptions of models have is in one.
+VARIED = {
+    "a.x k1", "apertus", "beam", "biogpt", "bitnet", "bloom", "codegen", "cohere", "ctrl", "dbrx", "deepseek v3",
+    "deepseek v3.2, of whose keys its index chooses 8", "dynamic rope", "ernie 4.5 moe", "falcon 40b",
+    "falcon h1, biases that are multiplied", "falcon h1, norm before the gate", "falcon mamba", "gemma 2", "gemma 3n",
+    "gemma 3n, three streams, not scaled", "gemma 4, experts", "glm 4",
+    "glm moe dsa, of whose keys indexes of some layers choose 8", "gpt bigcode, not multi-query", "gpt-neox japanese",
+    "gpt-neox, sequential, no bias", "gpt-oss", "hunyuan dense", "hyperclova x", "kimi linear", "kolibri 1",
+    "laguna, gates by element", "lfm 3", "llama ratio 3, head 64, tied", "longcat flash", "mamba", "mimo v2 flash",
+    "minimax", "ministral 3", "modernbert decoder", "mpt", "nanochat, yarn", "nemotron h, experts", "olmo hybrid",
+    "openai gpt", "opt, projections, norms after", "persimmon", "phi3, window, longrope", "qwen 3.5", "qwen3 moe",
+    "qwen3 next", "recurrent gemma", "xglm", "zamba", "zamba 2", "zamba 2, biases, no adapters of attention",
+}  # fmt: skip
 
 
 class ArrayWeights:

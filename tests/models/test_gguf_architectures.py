@@ -946,7 +946,10 @@ def write(case: Case, reference: PreTrainedModel, path: Path, quantized: str = "
     return path
 
 
-@pytest.mark.parametrize("name", CASES)
+# A third; the others are in the long tier.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if i % 3 else ()) for i, name in enumerate(CASES)]
+)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path, ops: Ops) -> None:
     case = CASES[name]
     reference = random_model(case.config, seed=seed_of(name))

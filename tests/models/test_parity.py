@@ -23,7 +23,7 @@ from octavo.models.inventory import required_tensors
 from octavo.models.registry import build, describe
 from octavo.ops import Ops
 from octavo.stats import EngineStats
-from tests.models.driving import ArrayWeights, all_logits
+from tests.models.driving import VARIED, ArrayWeights, all_logits
 from tests.models.small_experts import ALL_MODELS
 from tests.models.small_latent import LATENT_MODELS
 from tests.models.small_models import VOCAB
@@ -36,7 +36,7 @@ PROMPT_LENGTHS = (30, 31, 32, 29)
 NUM_TOKENS = 8
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[n if n in VARIED else pytest.param(n, marks=pytest.mark.long) for n in MODELS])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """The reference, and the folder with its checkpoint."""
     model, folder = MODELS[request.param], tmp_path_factory.mktemp("model")

@@ -32,7 +32,7 @@ from octavo.models.inventory import record
 from octavo.models.registry import build, describe
 from octavo.models.sharding import stage_layers, with_shard, with_stage
 from octavo.ops import LayerKVCache, Ops
-from tests.models.driving import ArrayWeights, all_logits
+from tests.models.driving import VARIED, ArrayWeights, all_logits
 from tests.models.small_experts import ALL_MODELS, EXPERT_MODELS, GEMMA_4_MODELS, SIX_LAYERS
 from tests.models.small_latent import LATENT_MODELS
 from tests.models.small_models import MODELS, SIZES, VOCAB
@@ -211,8 +211,8 @@ def test_layers_are_shared_out_among_stages() -> None:
 
 # Without experts; norms over all heads, gates, states of every kind, latent attention, what layers share, several
 # residual streams.
-SHARED_QUICK = {
-    *MODELS, "minicpm 3", "mamba", "mamba 2", "falcon h1, norm after the gate", "qwen 3.5", "lfm 2", "recurrent gemma",
+SHARED_QUICK = VARIED & {*MODELS} | {
+    "minicpm 3", "mamba", "mamba 2", "falcon h1, norm after the gate", "qwen 3.5", "lfm 2", "recurrent gemma",
     "olmo hybrid", "zamba", "zamba 2", "gemma 3n", "gemma 4, shared keys",
 }  # fmt: skip
 OTHERS = RECURRENT_MODELS | LATENT_MODELS | GEMMA_4_MODELS
@@ -383,7 +383,12 @@ NEMOTRON_H: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "config", [DEEPSEEK_V3, QWEN_3_NEXT, NEMOTRON_H], ids=["DeepSeek V3", "Qwen3-Next 80B-A3B", "Nemotron-H"]
+    "config",
+    [
+        pytest.param(DEEPSEEK_V3, id="DeepSeek V3", marks=pytest.mark.long),
+        pytest.param(QWEN_3_NEXT, id="Qwen3-Next 80B-A3B", marks=pytest.mark.long),
+        pytest.param(NEMOTRON_H, id="Nemotron-H"),
+    ],
 )
 def test_a_worker_needs_little_more_than_its_part_of_the_weights(config: dict[str, Any]) -> None:
     description = describe(config)

@@ -21,7 +21,7 @@ from tests.models.test_parity import assert_near, logits_of
 KINDS = ["mamba", "mamba 2", "jamba", "lfm 2", "qwen 3.5", "zamba 2"]
 
 
-@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+@pytest.mark.parametrize("preemption_mode", [pytest.param("recompute", marks=pytest.mark.long), "swap"])
 @pytest.mark.parametrize("name", KINDS)
 def test_prefix_hits_forks_and_too_few_blocks(
     name: str, preemption_mode: str, tmp_path: Path, tiny_tokenizer: Path

@@ -171,7 +171,8 @@ def told(
     ]
 
 
-@pytest.mark.parametrize("more", [{}, pytest.param({"enforce_eager": True}, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("more", [{}, {"enforce_eager": True}])
 def test_answers_are_the_cpus_on_a_device_that_is_late(
     monkeypatch: pytest.MonkeyPatch, folder: Path, more: dict[str, Any]
 ) -> None:
@@ -202,7 +203,10 @@ def test_rows_are_those_of_a_picture_s_own_tiles(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("mode", "num_workers"),
     # Of four workers two have each head of keys.
-    [("recompute", 1), ("swap", 1), ("recompute", 2), pytest.param("swap", 4, marks=pytest.mark.long)],
+    [
+        ("swap", 1),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("recompute", 1), ("recompute", 2), ("swap", 4))),
+    ],
 )
 def test_preempted_and_forked_prompts_see_the_same(folder: Path, mode: str, num_workers: int) -> None:
     params = SamplingParams(temperature=1, seed=5, max_tokens=60, logprobs=1, ignore_eos=True, n=2)

@@ -88,7 +88,7 @@ def told(llm: LLM, *prompts: Any, params: SamplingParams = GREEDY) -> list[Any]:
 @pytest.mark.parametrize(
     ("model_type", "more"),
     [
-        ("llama", {}),
+        pytest.param("llama", {}, marks=pytest.mark.long),
         ("granite", {"embedding_multiplier": 3.0}),  # transformers multiplies what is given
         pytest.param("gemma2", {"query_pre_attn_scalar": 16}, marks=pytest.mark.long),  # and here its embedding does
         # Positions of its own are added to what is given.

@@ -27,19 +27,15 @@ _REPLACED = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A module says in KERNELS which kernels it tests: "products" where it does not. The sets that this machine would
-    choose are tested always, the others in the long tier."""
+    """A module says in KERNELS which kernels it tests: "products" where it does not. The set that this machine would
+    choose for them is tested always, the others in the long tier."""
     names_its_own = any(mark.args[0] == "isa" for mark in metafunc.definition.iter_markers("parametrize"))
     if "isa" not in metafunc.fixturenames or names_its_own:
         return
     kernels = getattr(metafunc.module, "KERNELS", "products")
     available = _cpu.available_isas() if _cpu else ["none is built"]
-    chosen = next(i for i, name in enumerate(available) if name not in _REPLACED)
-    params = [
-        pytest.param(name, marks=pytest.mark.long if i > chosen else ())
-        for i, name in enumerate(available)
-        if kernels in _REPLACED.get(name, {kernels})
-    ]
+    own = [name for name in available if kernels in _REPLACED.get(name, {kernels})]
+    params = [pytest.param(name, marks=pytest.mark.long if i else ()) for i, name in enumerate(own)]
     metafunc.parametrize("isa", params, indirect=True, scope="module")
 
 

@@ -62,7 +62,7 @@ GROUPS = [32, 64, 128, -1]
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("format", ["GPTQ", "GPTQ_V2"])
+@pytest.mark.parametrize("format", ["GPTQ", pytest.param("GPTQ_V2", marks=pytest.mark.long)])  # other zeros, below
 def test_gptq(format: str, bits: int, symmetric: bool, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for group in GROUPS:
         for n, k in [(32, 128), (96, 384), (160, 256), (64, 1152), (8, 128), (328, 640)]:

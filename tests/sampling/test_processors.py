@@ -84,7 +84,7 @@ def special_rows(draw: st.DrawFn) -> Row:
     )
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(st.lists(special_rows(), min_size=1, max_size=6))
 def test_every_combination_equals_the_naive_loops(rows: list[Row]) -> None:
     logits, errors = process(rows)

@@ -9,7 +9,7 @@ from collections import deque
 from octavo.step_plan import StepPlan
 from tests.scheduling.test_scheduler import request, result_of, scheduler
 
-NUM_WORKLOADS = 330
+NUM_WORKLOADS = 110
 
 
 def run(seed: int) -> int:
@@ -44,4 +44,4 @@ def run(seed: int) -> int:
 
 
 def test_a_step_from_before_a_preemption_indexes_no_block_that_the_sequence_got_after_it() -> None:
-    assert sum(run(seed) for seed in range(NUM_WORKLOADS)) > 100, "preemptions are what this is about"
+    assert sum(run(seed) for seed in range(NUM_WORKLOADS)) > 50, "preemptions are what this is about"

@@ -108,7 +108,7 @@ def answers(model: Path, seed: int, speculative: dict[str, Any] | None) -> tuple
     return found, num_drafted
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3))])
 def test_every_answer_is_as_without(model: Path, seed: int) -> None:
     expected, num_drafted = answers(model, seed, {"method": "none"})
     assert num_drafted == {False: 0, True: 0}, "few run, and many"

@@ -157,8 +157,8 @@ def expected(model: Path) -> dict[str, RequestOutput]:
         ("suffix", {}),
         ("prediction", {}),
         ("noise", {}),
-        ("ngram", {"preemption_mode": "swap"}),
-        ("draft_model", {}),
+        pytest.param("ngram", {"preemption_mode": "swap"}, marks=pytest.mark.long),
+        pytest.param("draft_model", {}, marks=pytest.mark.long),
         ("draft_model", {"preemption_mode": "swap"}),
     ],
     ids=str,
@@ -180,7 +180,9 @@ def test_every_answer_is_the_same(
     assert (accepted > 100) == (method == "prediction")
 
 
-@pytest.mark.parametrize("method", ["suffix", "prediction", "noise"])
+@pytest.mark.parametrize(
+    "method", [*(pytest.param(method, marks=pytest.mark.long) for method in ("suffix", "prediction")), "noise"]
+)
 def test_every_answer_is_the_same_on_a_device_that_runs_ahead(
     model: Path, expected: dict[str, RequestOutput], method: str
 ) -> None:
@@ -197,10 +199,11 @@ def test_every_answer_is_the_same_on_a_device_that_runs_ahead(
             assert was.cumulative_logprob == pytest.approx(should_be.cumulative_logprob, abs=2e-3)
 
 
-# One of each kind of state, alone and beside attention.
+# Of each kind of state, alone and beside attention.
 STATES = [
-    "mamba", "mamba 2", "granite hybrid, rope", "qwen3 next", "lfm 2",
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("jamba", "recurrent gemma", "minimax", "kimi linear")),
+    "mamba", "granite hybrid, rope", "qwen3 next",
+    *(pytest.param(name, marks=pytest.mark.long)
+      for name in ("mamba 2", "lfm 2", "jamba", "recurrent gemma", "minimax", "kimi linear")),
 ]  # fmt: skip
 Answers = dict[str, RequestOutput]
 

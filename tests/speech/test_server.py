@@ -101,8 +101,9 @@ def test_lines_of_a_batch_are_answered_as_forms_are(client: openai.OpenAI) -> No
     assert answers["3"]["status_code"] == 400 and answers["3"]["body"]["error"]["param"] == "file_url"
 
 
-def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
-    for data in (SHORT, exact(sound(3, 35))):  # one window, and several
+@pytest.mark.parametrize("seconds", [0, pytest.param(35, marks=pytest.mark.long)])
+def test_a_stream_says_the_same(client: openai.OpenAI, seconds: int) -> None:
+    for data in (exact(sound(3, seconds)) if seconds else SHORT,):  # several windows, and one
         *deltas, done = list(ask(client, data, stream=True, language="en"))
         assert all(event.type == "transcript.text.delta" for event in deltas) and deltas
         assert "".join(event.delta for event in deltas) == done.text and done.type == "transcript.text.done"
@@ -119,6 +120,7 @@ AS_TRANSFORMERS: dict[str, tuple[float, dict[str, str]]] = {
 }
 
 
+@pytest.mark.long
 def test_segments_and_their_times_are_those_of_transformers(client: openai.OpenAI, whisper: Path, theirs: Any) -> None:
     num_segments = 0
     for number, (name, (seconds, asked)) in enumerate(AS_TRANSFORMERS.items()):
@@ -293,6 +295,7 @@ def test_hostile_sounds_are_refused_beside_others(client: openai.OpenAI, server:
     assert server.count('octavo:media_total{kind="audio",outcome="taken"}') >= 4
 
 
+@pytest.mark.long
 def test_clients_that_leave_free_what_they_had(client: openai.OpenAI, server: Server) -> None:
     data = encoded("FLAC", 16_000, 35)
     for _ in range(20):  # more than may be held at once

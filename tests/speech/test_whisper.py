@@ -67,7 +67,13 @@ def test_in_any_company_it_has_the_bits_that_it_has_alone(llm: LLM, start: list[
     assert alone[0] != alone[1]
 
 
-@pytest.mark.parametrize(("mode", "dtype"), [("recompute", "float32"), ("swap", "float32"), ("recompute", "bfloat16")])
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [
+        ("swap", "float32"),
+        *(pytest.param("recompute", dtype, marks=pytest.mark.long) for dtype in ("float32", "bfloat16")),
+    ],
+)
 def test_preempted_it_hears_the_same_again(whisper: Path, start: list[int], mode: str, dtype: str) -> None:
     long = SamplingParams(temperature=0, max_tokens=30, logprobs=1, ignore_eos=True)
     prompts = [asked(start, sound(seed)) for seed in range(3)]

@@ -73,7 +73,7 @@ def test_bounds_hold_to_the_last_digit(is_integer: bool) -> None:
         texts += [f"{n}{f}" for n in ("-3", "-2", "-1", "-0", "0", "1", "2", "9", "179", "180") for f in fractions]
         texts += ["0.05", "0.04", "0.051", "0.000001", "-0.01"]
     rng = random.Random(1)
-    for low, high in rng.sample([*product(bounds, bounds)], 90):
+    for low, high in rng.sample([*product(bounds, bounds)], 40):
         names = rng.choice(["minimum", "exclusiveMinimum"]), rng.choice(["maximum", "exclusiveMaximum"])
         given = {name: bound for name, bound in zip(names, (low, high), strict=True) if bound is not None}
         schema = {"type": "integer" if is_integer else "number", **given}

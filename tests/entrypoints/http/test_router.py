@@ -69,28 +69,25 @@ def test_a_full_queue_refuses_what_would_wait_in_it_and_nothing_else(engine: Fak
     assert refused == waits
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        *((text, True) for text in ("true", "True", "1", "yes", "on", " TRUE ")),
-        *((text, False) for text in ("False", "0", "no", "off")),
-    ],
+BOOLEANS = dict.fromkeys(("true", "True", "1", "yes", "on", " TRUE "), True) | dict.fromkeys(
+    ("False", "0", "no", "off"), False
 )
-def test_booleans_are_read_as_http_clients_write_them(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, text: str, expected: bool
-) -> None:
+
+
+def test_booleans_are_read_as_http_clients_write_them(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     async def pause(mode: str, *, clear_cache: bool) -> None:
         seen.append((mode, clear_cache))
 
     monkeypatch.setattr(engine, "pause_generation", pause, raising=False)
-    assert read_boolean(text, "x") is expected
     with serving(engine, disable_log_requests=True, enable_server_dev_mode=True) as url:
-        assert httpx.post(f"{url}/pause", params={"clear_cache": text}).status_code == 200
+        for text, expected in BOOLEANS.items():
+            assert read_boolean(text, "x") is expected
+            assert httpx.post(f"{url}/pause", params={"clear_cache": text}).status_code == 200
         assert httpx.post(f"{url}/pause", params={"clear_cache": "maybe"}).json()["error"]["param"] == "clear_cache"
         assert httpx.get(f"{url}/v1/responses/x", params={"stream": "maybe"}).json()["error"]["param"] == "stream"
-    assert seen == [("abort", expected)]
+    assert seen == [("abort", expected) for expected in BOOLEANS.values()]
 
 
 def test_known_routes_that_are_not_built_say_so(http: httpx.Client) -> None:
