@@ -191,7 +191,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     min_p: float = 0.0
     """Least probability of a token, relative to the most likely one (Nguyen et al. 2024)."""
     seed: int | None = None
-    """Makes the request's tokens a function of the request alone, whatever else is in the batch."""
+    """Makes the request's tokens a function of the request alone, whatever else is in the batch. -1 is None, as in
+    vLLM."""
     stop: list[str] = msgspec.field(default_factory=list)
     stop_token_ids: list[int] = msgspec.field(default_factory=list)
     bad_words: list[str] = msgspec.field(default_factory=list)
@@ -247,6 +248,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     """Likewise: layers and heads of which it is wanted what the prompt's tokens attend to in what is heard."""
 
     def __post_init__(self) -> None:
+        if type(self.seed) is int and self.seed == -1:
+            self.seed = None
         if isinstance(self.stop, str):
             self.stop = [self.stop]
         for name in ("stop", "stop_token_ids", "bad_words"):

@@ -102,6 +102,7 @@ def test_the_gateway_imports_nothing_of_the_engine() -> None:
     assert found <= {
         "api_keys",
         "errors",
+        "field_names",
         "flags",
         "logs",
         "ollama",

@@ -23,6 +23,10 @@ NAMES = (
 )  # fmt: skip
 
 
+def test_seed_minus_one_is_no_seed() -> None:
+    assert SamplingParams(seed=-1).seed is None and SamplingParams(seed=-2).seed == -2
+
+
 def test_every_promised_name_is_a_keyword() -> None:
     assert set(NAMES) <= set(inspect.signature(SamplingParams).parameters)
 

@@ -19,7 +19,7 @@ from octavo.entrypoints.http.streaming import SERVER_SEND
 from octavo.errors import RequestError
 from octavo.ollama import API_VERSION, GREETING, plain_name
 from octavo.ollama.answers import AnswerTranslator, loaded_answer
-from octavo.ollama.cards import running, shown, tag
+from octavo.ollama.cards import refuse_thinking, running, shown, tag
 from octavo.ollama.to_openai import Translated, translate_value
 
 router = Router(include_in_schema=False)  # Ollama's own documentation describes them
@@ -43,7 +43,12 @@ async def answer(raw: Request) -> Response:
                 param="keep_alive",
             )
         return JSONResponse(loaded_answer(request, "load"))
-    inner = Request(raw.scope, replay_body(body, raw.receive))
+    if request.thinks:
+        state = state_of(raw)
+        state.resolve_model(request.model)
+        refuse_thinking(request, await _card(state))
+    headers = [*request.headers, *raw.scope["headers"]]
+    inner = Request({**raw.scope, "headers": headers}, replay_body(body, raw.receive))
     response: Response = await raw.app.router.plain[request.path].endpoint(inner)
     return _TranslatedResponse(response, request, begin)
 

@@ -24,7 +24,7 @@ from octavo.gateway.request_body import RequestBody
 from octavo.gateway.upstream import UpstreamError
 from octavo.ollama import API_VERSION, UNBUILT, plain_name, refuse_unbuilt
 from octavo.ollama.answers import AnswerTranslator, loaded_answer
-from octavo.ollama.cards import NEVER, running, shown, tag
+from octavo.ollama.cards import NEVER, refuse_thinking, running, shown, tag
 from octavo.ollama.to_openai import PATHS, Translated, translate
 
 _MAX_CARD_BYTES = 16 << 20
@@ -104,7 +104,7 @@ class OllamaRoutes:
         data = msgspec.json.encode(translated.body)
         body = RequestBody(data, translated.model, is_stream, is_json=True, wants_usage=is_stream)
         headers = [one for one in request.headers if one[0] not in (b"content-type", b"accept")]
-        headers.append((b"content-type", b"application/json"))
+        headers = [(b"content-type", b"application/json"), *translated.headers, *headers]
         inner = ProxyRequest(
             "POST", translated.path, translated.path.encode(), headers, body, request.arrival, request.meter
         )
@@ -113,6 +113,8 @@ class OllamaRoutes:
             deployment = self._models.find(translated.model)
             if request.meter is not None:
                 check_use(request.meter.key, deployment)
+            if translated.thinks:
+                refuse_thinking(translated, (await self._cards.of([deployment]))[0])
             deployment.ask_to_keep(translated.keep_alive)
             await self._proxy.answer(inner, client)
 

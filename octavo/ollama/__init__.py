@@ -7,18 +7,38 @@ about models. Nothing of the engine is imported. The API: https://docs.ollama.co
 from __future__ import annotations
 
 from octavo.errors import RequestError
+from octavo.field_names import FieldNames
 
 PREFIX = "/api/"
+# Options, by the fields of OpenAI's API that they become.
+OPTIONS = {
+    "max_tokens": "num_predict", "seed": "seed", "temperature": "temperature", "top_k": "top_k", "top_p": "top_p",
+    "min_p": "min_p", "repetition_penalty": "repeat_penalty", "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty", "stop": "stop",
+}  # fmt: skip
+# Names of OpenAI's fields in errors.
+_NAMES = FieldNames({
+    **{field: f"options.{option}" for field, option in OPTIONS.items()},
+    "logprobs": "top_logprobs",
+    "response_format": "format",
+    "response_format.json_schema.schema": "format",
+    "reasoning_effort": "think",
+    "truncate_prompt_tokens": "truncate",
+    "truncate_prompt_tokens to -1": "truncate to true",
+})  # fmt: skip
 # The version of Ollama's API that these routes follow. Editors refuse servers that answer less than what they need.
 API_VERSION = "0.12.6"
 GREETING = "Ollama is running"  # the answer to HEAD and GET /, which `ollama list` and others begin with
+# Of requests that were Ollama's. With "auto" a chat that is too long leaves out its oldest turns, with "disabled" it is
+# refused. With both a number of tokens that does not fit is lowered.
+TRUNCATION_HEADER = "x-octavo-truncation"
 # Routes of Ollama's that Octavo does not have.
 UNBUILT = frozenset(("/api/create", "/api/copy", "/api/push", "/api/blobs"))
 
 
 def ollama_error(message: str) -> dict[str, str]:
     """Return the body of an answer that is not 2xx, and the last line of a stream that breaks."""
-    return {"error": message}
+    return {"error": _NAMES.in_text(message)}
 
 
 def plain_name(name: str) -> str:

@@ -9,9 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from octavo.errors import RequestError
+from octavo.ollama.to_openai import Translated
+
 Card = Mapping[str, Any]
 NEVER = "9999-12-31T23:59:59Z"  # when a model expires that stays
 _NO_TIME = "1970-01-01T00:00:00Z"
+
+
+def refuse_thinking(request: Translated, card: Card) -> None:
+    """Raise `RequestError` if a request asks for thinking, and the model's card says that it cannot think."""
+    if request.thinks and "thinking" not in card.get("capabilities", ("thinking",)):
+        raise RequestError(f'"{request.name}" does not support thinking', param="think")
 
 
 def tag(name: str, card: Card) -> dict[str, Any]:

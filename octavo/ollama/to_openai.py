@@ -9,13 +9,13 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 
 from octavo.errors import RequestError
-from octavo.ollama import plain_name
+from octavo.ollama import OPTIONS, TRUNCATION_HEADER, plain_name
 
 logger = logging.getLogger("octavo.ollama")
 
@@ -24,11 +24,7 @@ PATHS: dict[str, Kind] = {
     "/api/chat": "chat", "/api/generate": "generate", "/api/embed": "embed", "/api/embeddings": "embeddings",
 }  # fmt: skip
 FOREVER = math.inf
-_OPTIONS = {
-    "seed": "seed", "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-    "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty", "stop": "stop",
-}  # fmt: skip
+_FIELDS = {option: name for name, option in OPTIONS.items()}
 # Samplers that Octavo does not have, and the values that turn them off.
 _UNBUILT_OPTIONS = {"mirostat": 0, "tfs_z": 1, "typical_p": 1}
 # Options of a model's start, and of samplers that are off. Editors send them with every request.
@@ -46,7 +42,8 @@ _IMAGE_TYPES = {"/9j/": "jpeg", "iVBOR": "png", "R0lGOD": "gif", "UklGR": "webp"
 @dataclass(frozen=True, slots=True)
 class Translated:
     """A request of OpenAI's API. `name` is the model as the client wrote it, `model` is its plain name. A request that
-    `only_loads` has no prompt. `keep_alive` is in seconds, None if the client did not say."""
+    `only_loads` has no prompt. `keep_alive` is in seconds, None if the client did not say. `headers` go
+    with the request. One that `thinks` asks for thinking."""
 
     kind: Kind
     name: str
@@ -56,6 +53,8 @@ class Translated:
     streams: bool
     only_loads: bool
     keep_alive: float | None
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    thinks: bool = False
 
 
 class _CalledFunction(msgspec.Struct):
@@ -90,6 +89,7 @@ class _Generation(_Request):
     think: bool | str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    truncate: bool | None = None
 
 
 class _Chat(_Generation):
@@ -144,9 +144,11 @@ def translate_value(path: str, given: Any) -> Translated:
         raise RequestError("model is required.", param="model")
     only_loads = False
     streams = False
+    headers: list[tuple[bytes, bytes]] = []
     if isinstance(body, _Chat | _Generate):
         streams = body.stream is not False
         only_loads = not (body.messages if isinstance(body, _Chat) else _says_something(body))
+        headers = [(TRUNCATION_HEADER.encode(), b"disabled" if body.truncate is False else b"auto")]
         inner, fields = _chat(body) if isinstance(body, _Chat) else _generate(body)
         fields |= {"stream": True, "stream_options": {"include_usage": True}} | _fields_of(body.options or {})
     else:
@@ -154,7 +156,10 @@ def translate_value(path: str, given: Any) -> Translated:
         only_loads = not fields["input"]
     model = plain_name(body.model)
     keep_alive = read_duration(body.keep_alive)
-    return Translated(kind, body.model, model, inner, {"model": model, **fields}, streams, only_loads, keep_alive)
+    return Translated(
+        kind, body.model, model, inner, {"model": model, **fields}, streams, only_loads, keep_alive, headers,
+        thinks=isinstance(body, _Generation) and bool(body.think),
+    )  # fmt: skip
 
 
 def read_duration(value: float | str | None) -> float | None:
@@ -181,7 +186,7 @@ def read_duration(value: float | str | None) -> float | None:
 def _chat(body: _Chat) -> tuple[str, dict[str, Any]]:
     fields = {"messages": _messages(body.messages or ())} | _common(body, is_chat=True)
     if body.tools:
-        fields["tools"] = body.tools
+        fields["tools"] = [_tool(one) for one in body.tools]
     return "/v1/chat/completions", fields
 
 
@@ -230,22 +235,43 @@ def _fields_of(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if value is None or name in _WITHOUT_EFFECT:
             continue
-        if name in _OPTIONS:
-            fields[_OPTIONS[name]] = value
-        elif name == "num_predict":
-            if not isinstance(value, int) or value == 0:
-                raise RequestError(
-                    f"options.num_predict must be a number of tokens, or -1 for as many as fit, got {value!r:.60}.",
-                    param="options.num_predict",
-                )
-            if value > 0:
-                fields["max_tokens"] = value
+        if name in _FIELDS:
+            fields |= _field_of(name, value)
         elif name in _UNBUILT_OPTIONS:
             if value != _UNBUILT_OPTIONS[name]:
                 raise RequestError(f"options.{name} is not built; leave it out.", param=f"options.{name}")
         else:
             logger.warning("the unknown option %.60s of a request is ignored, as Ollama does", name)
+    if type(fields.get("top_p")) in (int, float) and fields["top_p"] == 0:
+        del fields["top_p"]
+        fields["top_k"] = 1  # the likeliest token alone
     return fields
+
+
+def _field_of(name: str, value: Any) -> dict[str, Any]:
+    """Return OpenAI's field for one of Ollama's options, without those of its values that ask for nothing."""
+    is_number = type(value) in (int, float)
+    if name == "num_predict":
+        if not is_number or not float(value).is_integer():
+            raise RequestError(
+                f"options.num_predict must be a number of tokens, or -1 for as many as fit, got {value!r:.60}.",
+                param="options.num_predict",
+            )
+        return {"max_tokens": int(value)} if value > 0 else {}
+    if name == "repeat_penalty" and is_number and value == 0:
+        return {}
+    if name == "stop" and isinstance(value, str | list):
+        value = [one for one in ([value] if isinstance(value, str) else value) if one != ""]
+    return {_FIELDS[name]: value}
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool without the nulls that Ollama's clients write for what it does not have."""
+    tool = {name: value for name, value in tool.items() if value is not None}
+    for name in ("function", "parameters"):
+        if isinstance(tool.get(name), dict):
+            tool[name] = _tool(tool[name])
+    return tool
 
 
 def _messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:

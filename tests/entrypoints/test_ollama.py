@@ -3,10 +3,14 @@ the two share."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import ollama
 import pytest
 
+from octavo.errors import RequestError
+from octavo.ollama.to_openai import translate_value
 from tests.entrypoints.fake_engine import MODEL, FakeEngine
 
 
@@ -105,3 +109,80 @@ def test_the_first_request_of_ollamas_command_line_is_answered(http: httpx.Clien
     assert http.get("/").text == "Ollama is running"
     assert http.head("/").status_code == 200
     assert http.get("/", headers={"Accept": "text/html,*/*"}).status_code == 404
+
+
+def test_the_oldest_messages_make_room(http: httpx.Client, engine: FakeEngine) -> None:
+    turns: Any = [{"role": "system", "content": "Be brief."}]
+    for i in range(9):
+        turns += [{"role": "user", "content": f"{i}" * 60}, {"role": "assistant", "content": "Yes."}]
+    turns.append({"role": "user", "content": "Last?"})
+    asked = {"model": MODEL, "messages": turns, "stream": False}
+    assert http.post("/api/chat", json=asked).json()["message"]["content"] == "Hello there"
+    kept = engine.inputs.tokenizer.decode(engine.seen[-1][0])
+    assert "Be brief." in kept and "Last?" in kept and "333" not in kept and "444" in kept
+    streamed = http.post("/api/chat", json=asked | {"stream": True}).text
+    assert streamed.count("\n") > 5 and '"eval_count":12' in streamed
+    refused = http.post("/api/chat", json=asked | {"truncate": False})
+    assert refused.status_code == 400 and "tokens" in refused.json()["error"]
+    engine.answer = "x" * 600
+    for body in ({"messages": turns[-1:]}, {"prompt": "Hi"}, {"prompt": "Hi", "raw": True}):
+        path = "/api/chat" if "messages" in body else "/api/generate"
+        for options in ({"num_predict": 9000}, {}):
+            asked = {"model": MODEL, "stream": False, "options": options, **body}
+            answer = http.post(path, json=asked).json()
+            assert answer["done_reason"] == "length" and answer["prompt_eval_count"] + answer["eval_count"] == 512
+
+
+def test_a_model_that_cannot_think_is_not_asked_to(http: httpx.Client) -> None:
+    asked = {"model": "alias:latest", "prompt": "Hi", "stream": False}
+    for think in (True, "high"):
+        refused = http.post("/api/generate", json=asked | {"think": think})
+        assert refused.status_code == 400
+        assert refused.json()["error"] == '"alias:latest" does not support thinking'
+    assert http.post("/api/generate", json=asked | {"think": False}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"num_predict": 3.0}, {"max_tokens": 3}),
+        ({"num_predict": 0}, {}),
+        ({"num_predict": -2}, {}),
+        ({"top_p": 0.0, "top_k": 40}, {"top_k": 1}),
+        ({"repeat_penalty": 0}, {}),
+        ({"stop": ["\n", ""]}, {"stop": ["\n"]}),
+        ({"stop": ""}, {"stop": []}),
+        ({"seed": None}, {}),
+    ],
+)
+def test_options_become_fields(options: dict[str, Any], fields: dict[str, Any]) -> None:
+    asked: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    plain, body = (translate_value("/api/chat", {**asked, "options": one}).body for one in ({}, options))
+    assert body == plain | fields
+
+
+@pytest.mark.parametrize("value", [True, 1.5, float("inf"), float("nan"), "3"])
+def test_num_predict_is_a_whole_number(value: object) -> None:
+    with pytest.raises(RequestError, match=r"options\.num_predict"):
+        translate_value("/api/generate", {"model": "m", "prompt": "Hi", "options": {"num_predict": value}})
+
+
+def test_what_a_tool_does_not_have_is_null(http: httpx.Client) -> None:
+    function = {"name": "f", "description": None, "parameters": {"type": "object", "$defs": None, "properties": {}}}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stream": False}
+    tools = [{"type": "function", "items": None, "function": function}]
+    assert http.post("/api/chat", json=body | {"tools": tools}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"top_p": 2}, "options.top_p must be"),
+        ({"temperature": -1}, "options.temperature must be"),
+        ({"stop": [5]}, "options.stop"),
+        ({"repeat_penalty": -1}, "options.repeat_penalty must be"),
+    ],
+)
+def test_errors_name_ollamas_fields(http: httpx.Client, options: dict[str, Any], said: str) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "options": options}
+    assert http.post("/api/chat", json=body).json()["error"].startswith(said)

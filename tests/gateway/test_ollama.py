@@ -21,7 +21,7 @@ from tests.waiting import Clock, virtual_sleep
 CARD = {
     "name": "a", "path": "/models/a", "architecture": "llama", "num_parameters": 134_515_008, "num_layers": 30,
     "hidden_size": 576, "context_length": 8192, "format": "gguf", "quantization": "Q4_1",
-    "capabilities": ["completion", "tools"], "template": "{{ messages }}", "device": "cpu", "num_bytes": 98_362_432,
+    "capabilities": ["completion", "thinking"], "template": "{{ messages }}", "device": "cpu", "num_bytes": 98_362_432,
     "modified_at": "2026-01-02T03:04:05Z", "digest": "ab" * 32,
 }  # fmt: skip
 
@@ -103,7 +103,22 @@ def test_a_chat_is_streamed_and_whole(clock: Clock) -> None:
             assert image["image_url"]["url"].startswith("data:image/png;base64,iVBOR") and text["text"] == "Hi"
             assert "num_ctx" not in asked and asked["stop"] == ["x"]
             whole = await client.chat("m", messages)
+            assert gate.launch.last("org/m").asked[-1].headers["x-octavo-truncation"] == "auto"
             assert (whole.message.content, whole.message.thinking, whole.done) == ('say "no"\n', "hm", True)
+
+    clock.run(run())
+
+
+def test_a_model_that_cannot_think_is_not_asked_to(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CARD, "capabilities", ["completion"])
+
+    async def run() -> None:
+        async with gateway({"a": {}}, FakeLaunch(chunks(delta("x", "stop")))) as gate:
+            asked = {"model": "a:latest", "prompt": "Hi", "stream": False}
+            refused = await gate.http.post("/api/generate", json=asked | {"think": True})
+            assert refused.status_code == 400
+            assert refused.json() == {"error": '"a:latest" does not support thinking'}
+            assert (await gate.http.post("/api/generate", json=asked | {"think": False})).status_code == 200
 
     clock.run(run())
 
@@ -283,7 +298,7 @@ def test_models_are_listed_and_shown(clock: Clock, commands: Commands) -> None:
                 assert set(listed) == {"a", "far", "x"}
                 assert listed["x"].size == CARD["num_bytes"] and listed["x"].details.parameter_size == "134.5M"
                 found = await client.show("a:latest")
-                assert found.capabilities == ["completion", "tools"] and found.template == CARD["template"]
+                assert found.capabilities == ["completion", "thinking"] and found.template == CARD["template"]
                 assert found.modelinfo["llama.context_length"] == 8192
                 assert found.details.quantization_level == "Q4_1"
                 assert (await client.show("far")).capabilities == ["vision"]

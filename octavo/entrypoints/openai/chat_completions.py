@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -12,11 +12,12 @@ from starlette.responses import Response
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.chat.answer_reader import Delta, ReasoningDelta, TextDelta
 from octavo.entrypoints.chat.conversation import Conversation
+from octavo.entrypoints.chat.last_turns import submit_last_turns
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.streaming import ChunkWriter, encode_json
 from octavo.entrypoints.openai.completions import prompt_text
 from octavo.entrypoints.openai.generation_job import LENGTH_OF_ENTRY, GenerationJob
-from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, NamedToolChoice
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, ChatMessage, NamedToolChoice
 from octavo.entrypoints.openai.response_bodies import (
     AssistantMessage,
     CalledFunction,
@@ -26,7 +27,9 @@ from octavo.entrypoints.openai.response_bodies import (
     ToolCall,
 )
 from octavo.entrypoints.openai.stored_chats import keep_chat
+from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.request import Prompt
 
 router = Router(tags=["OpenAI"])
 
@@ -34,7 +37,10 @@ router = Router(tags=["OpenAI"])
 @router.post("/v1/chat/completions", response_model=ChatCompletionResponse)
 async def create_chat_completion(body: ChatCompletionRequest, raw: Request) -> Response:
     """Answer a conversation."""
-    return await ChatJob(body, raw).answer(raw)
+    try:
+        return await ChatJob(body, raw).answer(raw)
+    except RequestError as error:
+        raise body.field_names.renamed(error) from None
 
 
 class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
@@ -46,7 +52,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         super().__init__(body, raw)
         if body.store:  # always a new id: the stored chat is found by it, so clients may not choose it
             self._about["id"] = f"{self.id_prefix}-{uuid.uuid4().hex}"
-        self._conversation = Conversation(body, self._state, self._params)
+        self._conversation = self._conversation_of(body)
         self._role = self._state.args.response_role
         self._prompt_token_ids: list[int] = []
         last = body.messages[-1]
@@ -62,8 +68,23 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         self._finish_reason = "abort"
         self._stop_reason: int | str | None = None
 
+    def _conversation_of(self, body: ChatCompletionRequest) -> Conversation:
+        return Conversation(body, self._state, self._params, clamps_max_tokens=self._truncation is not None)
+
     async def submit(self) -> None:
-        prompt, generator = await self._conversation.submit(self._about["id"], self._push)
+        async def submit(
+            kept: Sequence[ChatMessage], is_tried: bool
+        ) -> tuple[AsyncGenerator[RequestOutput, None], Prompt]:
+            if len(kept) < len(messages):
+                self._conversation = self._conversation_of(self._body.model_copy(update={"messages": kept}))
+            prompt, generator = await self._conversation.submit(self._about["id"], None if is_tried else self._push)
+            return generator, prompt
+
+        messages = self._body.messages
+        if self._truncation == "auto":
+            generator, prompt = await submit_last_turns(messages, [one.role for one in messages], submit)
+        else:
+            generator, prompt = await submit(messages, False)
         self._prompt_token_ids = prompt.token_ids
         if self._body.return_prompt_text:
             is_cut = self._body.truncate_prompt_tokens is not None

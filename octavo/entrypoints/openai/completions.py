@@ -73,6 +73,8 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
 
     def __init__(self, body: CompletionRequest, raw: Request) -> None:
         super().__init__(body, raw)
+        if body.max_tokens is None and self._truncation is not None:
+            self._params.max_tokens = None
         self._prompts: list[_Prompt] = []
 
     async def submit(self) -> None:
@@ -92,7 +94,7 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
                     partial(PreparedPrompt, given, adds_special),
                     length=len(given["prompt_embeds"]) if isinstance(given, dict) else len(given),
                     num_prompts=len(body.prompts),
-                    clamps_max_tokens=body.max_tokens is None,
+                    clamps_max_tokens=body.max_tokens is None or self._truncation is not None,
                     scores_prompt=body.only_prompt,
                     sink=self._push if len(body.prompts) == 1 else None,
                 )

@@ -26,6 +26,7 @@ from octavo.entrypoints.openai.response_bodies import (
     PromptTokensDetails,
     Usage,
 )
+from octavo.ollama import TRUNCATION_HEADER
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
@@ -47,6 +48,8 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         self._body = body
         model = state.resolve_model(body.model)
         self._params = body.to_sampling_params(state.engine.config.model.default_sampling_params)
+        # "auto" or "disabled": as in Responses, and max_tokens is lowered to what fits. Ollama's routes ask for it.
+        self._truncation = raw.headers.get(TRUNCATION_HEADER)
         response_id, self._headers = state.response_id(self.id_prefix, body, raw)
         self._resumable = ResumableStream(
             raw, self._params, body.resume, response_id, int(time.time()), can_be=body.is_resumable

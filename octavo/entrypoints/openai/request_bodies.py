@@ -31,6 +31,7 @@ from octavo.entrypoints.http.body_fields import (
     refuse_unbuilt,
 )
 from octavo.errors import RequestError
+from octavo.field_names import FieldNames
 from octavo.request import MAX_CACHE_TTL_S
 from octavo.sampling_params import (
     MAX_LENGTH_PENALTY,
@@ -560,6 +561,12 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
     def _own_params(self) -> dict[str, Any]:
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return {"max_tokens": max_tokens} | ({"logprobs": self.top_logprobs or 0} if self.logprobs else {})
+
+    @property
+    def field_names(self) -> FieldNames:
+        """Return the fields that errors about sampling parameters are to name."""
+        limit = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        return FieldNames({"logprobs": "top_logprobs", **limit})
 
     @property
     def is_resumable(self) -> bool:

@@ -8,18 +8,21 @@ from octavo.entrypoints.chat.conversation import make_chat
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, TokenRequest
 from octavo.entrypoints.responses.responses_protocol import AllowedTools, NamedFunction, ResponsesRequest
 from octavo.errors import RequestError
+from octavo.field_names import FieldNames
 
 # Names of the chat's fields in errors.
-_NAMES = {
+_NAMES = FieldNames({
     "messages": "input",
     "prompt": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",
-}
+})  # fmt: skip
+renamed = _NAMES.renamed
 
 
 def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompletionRequest:
@@ -49,13 +52,6 @@ def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompl
         return make_chat(fields)
     except RequestError as error:
         raise renamed(error) from None
-
-
-def renamed(error: RequestError) -> RequestError:
-    """Make an error of the chat name the field of the Responses request, and return it."""
-    if error.param in _NAMES:
-        error.param = _NAMES[error.param]
-    return error
 
 
 def _add_tools(fields: dict[str, Any], body: ResponsesRequest) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal
 
 from starlette.requests import Request
@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.chat.conversation import Conversation, Progress
+from octavo.entrypoints.chat.last_turns import submit_last_turns
 from octavo.entrypoints.http.body_fields import ResponseModel
 from octavo.entrypoints.http.pagination import Deleted, Page, page_query, read_boolean, read_integer
 from octavo.entrypoints.http.router import Router
@@ -106,37 +107,22 @@ async def _submit(
     """Submit the conversation to the engine; with `truncation` "auto" only as many of its last turns as fit."""
     messages = await run_off_loop(lambda: to_messages(items, body.instructions), length=_length())
 
-    async def submit(first: int) -> tuple[AsyncGenerator[Progress, None], Push | None]:
-        kept = messages if first == 0 else [*messages[:num_fixed], *messages[first:]]
-        chat = await run_off_loop(lambda: to_chat(body, kept), length=_length())
+    async def submit(
+        kept: Sequence[dict[str, Any]], is_tried: bool
+    ) -> tuple[AsyncGenerator[Progress, None], Push | None]:
+        chat = await run_off_loop(lambda: to_chat(body, list(kept)), length=_length())
         params = chat.to_sampling_params(state.engine.config.model.default_sampling_params)
         builder.set_params(params)
         conversation = Conversation(chat, state, params, clamps_max_tokens=True)
-        push = conversation.push(builder.write) if body.stream and not body.background else None
+        pushes = body.stream and not body.background and not is_tried
+        push = conversation.push(builder.write) if pushes else None
         _, outputs = await conversation.submit(builder.response["id"], push)
         return conversation.progress(outputs), push
 
-    num_fixed = next((i for i, one in enumerate(messages) if one["role"] not in ("system", "developer")), 0)
-    turns = [i for i, one in enumerate(messages) if i > num_fixed and one["role"] == "user"]
     try:
-        try:
-            return await submit(0)
-        except RequestError as error:
-            if body.truncation != "auto" or error.code != "context_length_exceeded" or not turns:
-                raise
-        # Find the longest conversation that fits by bisection; at the least the last turn alone, or its error.
-        low, high = 0, len(turns) - 1
-        while low < high:
-            middle = (low + high) // 2
-            try:
-                tried, _ = await submit(turns[middle])
-                await tried.aclose()
-                high = middle
-            except RequestError as error:
-                if error.code != "context_length_exceeded":
-                    raise
-                low = middle + 1
-        return await submit(turns[low])
+        if body.truncation != "auto":
+            return await submit(messages, False)
+        return await submit_last_turns(messages, [one["role"] for one in messages], submit)
     except RequestError as error:
         raise renamed(error) from None
 

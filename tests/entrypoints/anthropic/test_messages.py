@@ -268,6 +268,8 @@ def test_tokens_are_counted_as_the_message_has_them(agent: tuple[anthropic.Anthr
         ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "prompt is too long: 617 tokens > 512 maximum"),
         ({"messages": [{"role": "user", "content": "x" * 495}]}, 400, "prompt is too long: 512 tokens > 511 maximum"),
         ({"messages": [{"role": "user", "content": "x" * 600_000}]}, 400, " tokens > 512 maximum"),
+        ({"messages": HELLO, "stop_sequences": [""]}, 400, "stop_sequences must be"),
+        ({"messages": HELLO, "tools": [{**WEATHER, "name": "x y"}]}, 400, "tools[0].name "),
         ({"messages": HELLO, "compaction": {}}, 400, "compaction is not built"),
         ({"messages": HELLO, "billing_policy": {}}, 400, "billing_policy is not built"),
         ({"messages": HELLO, "fallback_credit_token": "x"}, 400, "fallback_credit_token is not built"),

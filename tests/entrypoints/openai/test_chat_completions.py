@@ -207,6 +207,8 @@ def test_a_message_of_the_assistant_may_be_empty(
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "only messages of the assistant have"),
         ({"top_logprobs": 2}, "top_logprobs is only allowed when logprobs is true"),
         ({"logprobs": True, "top_logprobs": 21}, "20 log-probabilities of a position here (--max-logprobs), got 21."),
+        ({"logprobs": True, "top_logprobs": 10**9}, "top_logprobs"),
+        ({"max_completion_tokens": 9000}, "max_completion_tokens is 9000, but the prompt has"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs must not set tokenize"),
         ({"max_completion_tokens": 0}, "max_completion_tokens should be greater than or equal to 1"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
@@ -377,3 +379,16 @@ def test_any_role_reaches_the_template(http: httpx.Client, engine: FakeEngine, r
     for path, body in (("/v1/chat/completions", {}), ("/tokenize", {})):
         assert http.post(path, json={"messages": messages, **body}).status_code == 200
     assert f"{role}: x\n" in engine.tokenizer.decode(engine.seen[-1][0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_completion_tokens": 9000}, "max_completion_tokens"),
+        ({"max_tokens": 9000}, "max_tokens"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ],
+)
+def test_errors_name_the_field_that_was_sent(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
+    assert http.post("/v1/chat/completions", json=body).json()["error"]["param"] == param

@@ -1,0 +1,45 @@
+"""Submits as much of a conversation as the model has room for. Chats and Responses with truncation "auto" do."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from octavo.errors import RequestError
+
+T = TypeVar("T")
+Submitted = tuple[AsyncGenerator[Any, None], T]
+
+
+async def submit_last_turns(
+    messages: Sequence[T], roles: Sequence[str], submit: Callable[[Sequence[T], bool], Awaitable[Submitted[Any]]]
+) -> Submitted[Any]:
+    """Submit a conversation without its oldest turns, as few of them as make it fit, and return what `submit` returns.
+    System messages at the beginning and the last turn stay.
+
+    `submit` takes messages, and whether they are only tried: then what it returns is closed. Raises the `RequestError`
+    of the last turn if even that is too long.
+    """
+    num_fixed = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), 0)
+    turns = [i for i, role in enumerate(roles) if i > num_fixed and role == "user"]
+
+    def kept(first: int) -> Sequence[T]:
+        return [*messages[:num_fixed], *messages[first:]]
+
+    try:
+        return await submit(messages, False)
+    except RequestError as error:
+        if error.code != "context_length_exceeded" or not turns:
+            raise
+    low, high = 0, len(turns) - 1  # the fewest turns to leave out are found by bisection
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            tried, _ = await submit(kept(turns[middle]), True)
+            await tried.aclose()
+            high = middle
+        except RequestError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            low = middle + 1
+    return await submit(kept(turns[low]), False)
