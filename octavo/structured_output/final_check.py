@@ -20,6 +20,7 @@ class FinalCheck(msgspec.Struct, frozen=True, array_like=True):
     after: str | None = None  # the content follows the first of these, if there is one
     start: str = ""  # what stands around the content
     end: str = ""
+    calls: tuple[str, ...] = ()  # what begins like this calls functions instead
 
     def problem(self, text: str) -> str | None:
         """Why the answer `text` does not satisfy the schema, or None if it does."""
@@ -27,5 +28,7 @@ class FinalCheck(msgspec.Struct, frozen=True, array_like=True):
 
         if self.after is not None and self.after in text:
             text = text[text.index(self.after) + len(self.after) :]
+        if "".join(text.split()).startswith(tuple("".join(head.split()) for head in self.calls)):
+            return None
         text = text.strip().removeprefix(self.start.strip()).removesuffix(self.end.strip())
         return Validator(json.loads(self.schema)).check_text(text)

@@ -58,13 +58,14 @@ class ParameterText:
 
 @dataclass(frozen=True, slots=True)
 class CallText:
-    """What stands around the arguments of a function: one JSON object, or each one as `parameter` says."""
+    """What stands around the arguments of a function: one JSON object, each one as `parameter` says, or any text."""
 
     before: str
     after: str
     parameter: ParameterText | None = None
     # By name what a value is: "text", one of several texts, or None for JSON.
     parameters: Mapping[str, list[str] | str | None] = field(default_factory=dict)
+    free: str | None = None  # a regular expression of arguments that may be any; "" is any text up to `after`
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +76,12 @@ class Spelling:
     close: str
     separator: str
     calls: Mapping[str, CallText]
+    # Of calls that are JSON objects and nothing else: the keys of the name and of the arguments.
+    keys: tuple[str, str] | None = None
 
     @property
     def has_json_arguments(self) -> bool:
-        return all(call.parameter is None for call in self.calls.values())
+        return all(call.parameter is None and call.free is None for call in self.calls.values())
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -97,6 +100,11 @@ class ToolCalls:
     is_parallel: bool = True  # more than one call is allowed
     # Where calls are optional: the marks that only calls begin with, none if these are the whole answer.
     marks: tuple[str, ...] | None = None
+
+    @property
+    def heads(self) -> dict[str, str]:
+        """Return, by function, how an answer begins that calls it first."""
+        return {name: self.spelling.open + call.before for name, call in self.spelling.calls.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +145,15 @@ class ThinkingBudget:
 
 
 class WantedGrammar(NamedTuple):
-    """What an answer must be: `content` after `reasoning` if any. Without content only the `budget` bounds it."""
+    """What an answer must be: `content`, or `calls` in its place, after `reasoning` if any. Without content only the
+    `budget` bounds it."""
 
     content: StructuredOutputsParams | ToolCalls | None
     reasoning: ReasoningMarks | None = None
     field: str | None = None  # what errors call a structure, where that is not `structured_outputs`
     special_tokens: Mapping[str, int] | None = None  # ids by text: they have no text in a grammar
     budget: ThinkingBudget | None = None
+    calls: ToolCalls | None = None
 
 
 class MadeGrammar(NamedTuple):
@@ -160,7 +170,7 @@ def make_checked_grammar(wanted: WantedGrammar, *, closes_objects: bool = False)
     says anything of others. Raises `RequestError` with the reason if it is not one that can be followed. Takes some
     seconds for the largest.
     """
-    content, reasoning, field, special_tokens, budget = wanted
+    content, reasoning, field, special_tokens, budget, calls = wanted
     is_call = isinstance(content, ToolCalls)
     if content is None:
         assert budget is not None
@@ -182,15 +192,20 @@ def make_checked_grammar(wanted: WantedGrammar, *, closes_objects: bool = False)
             grammar = maker.of_tool_calls(content)
         else:
             grammar = maker.of_structure(content, field)
+        or_calls = None if calls is None else maker.of_tool_calls(calls, is_beside_json=True)
         if reasoning is not None:
             maker.is_certain = False
-            grammar = _after_reasoning(grammar, reasoning, special_tokens or {}, budget, is_call=is_call)
+            grammar = _after_reasoning(
+                grammar, reasoning, special_tokens or {}, budget, or_calls, field, is_call=is_call
+            )
+        elif or_calls is not None:
+            grammar = _joined("start: @answer | @calls", grammar, or_calls, field)
         is_simple = maker.is_simple and len(grammar) <= _MAX_SIMPLE_CHARACTERS
         problem = "" if is_simple and maker.is_certain else _problem(grammar, field, is_simple=is_simple)
         if not problem:
             check = None
             if isinstance(content, StructuredOutputsParams) and content.json is not None and maker.unheld:
-                check = _final_check(content, reasoning, field, maker.unheld)
+                check = _final_check(content, reasoning, field, maker.unheld, calls)
             return MadeGrammar(grammar, check)
         if not maker.has_schemas:
             break
@@ -198,7 +213,11 @@ def make_checked_grammar(wanted: WantedGrammar, *, closes_objects: bool = False)
 
 
 def _final_check(
-    content: StructuredOutputsParams, reasoning: ReasoningMarks | None, field: str, unheld: Collection[str]
+    content: StructuredOutputsParams,
+    reasoning: ReasoningMarks | None,
+    field: str,
+    unheld: Collection[str],
+    calls: ToolCalls | None,
 ) -> FinalCheck:
     if content.final_check == "refuse":
         raise RequestError(
@@ -207,9 +226,10 @@ def _final_check(
             param=field,
         )
     schema = content.json if isinstance(content.json, str) else json.dumps(content.json)
+    heads = () if calls is None else tuple(calls.heads.values())
     if reasoning is None:
-        return FinalCheck(schema, content.final_check)
-    return FinalCheck(schema, content.final_check, reasoning.end, reasoning.answer_start, reasoning.answer_end)
+        return FinalCheck(schema, content.final_check, calls=heads)
+    return FinalCheck(schema, content.final_check, reasoning.end, reasoning.answer_start, reasoning.answer_end, heads)
 
 
 class _Maker:
@@ -321,7 +341,9 @@ class _Maker:
         self.is_certain &= lowered.is_certain
         return grammar
 
-    def of_tool_calls(self, calls: ToolCalls) -> str:
+    def of_tool_calls(self, calls: ToolCalls, *, is_beside_json: bool = False) -> str:
+        """The grammar of calls. With `is_beside_json` calls that are JSON objects are written as schemas: the lexer
+        cannot tell texts that begin alike from other JSON."""
         self.is_certain = False  # of the rules for calls
         special_tokens = self._special_tokens
         literal = partial(lark.literal, special_tokens=special_tokens)
@@ -329,7 +351,13 @@ class _Maker:
         indices = {name: i for i, name in enumerate(calls.schemas)}
         for name, call in spelling.calls.items():
             i, schema = indices[name], calls.schemas[name]
-            if call.parameter is None:
+            if is_beside_json and spelling.keys is not None:
+                grammars.append({**self._of_whole_call(name, spelling.keys, schema, i), "name": f"whole{i}"})
+                lines += [f"call{i}: @whole{i}", f"next{i}: {literal(spelling.separator)} @whole{i}"]
+                continue
+            if call.free is not None:
+                lines += self._of_free_arguments(call, i, literal)
+            elif call.parameter is None:
                 lines.append(f"rest{i}: @arguments{i} {literal(call.after)}")
                 grammars.append({**self._of_arguments(schema, i), "name": f"arguments{i}"})
             else:
@@ -352,6 +380,26 @@ class _Maker:
             self.is_simple = False
             start = _after_free_text(calls, ending, literal, special_tokens, indices)
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(start + lines)}, *grammars]})
+
+    def _of_whole_call(self, name: str, keys: tuple[str, str], schema: Mapping[str, Any], index: int) -> dict[str, Any]:
+        """The grammar of a call that is a JSON object."""
+        grammar = self._of_arguments(schema, index)["json_schema"]
+        beside = {key: grammar.pop(key) for key in ("$defs", "x-guidance") if key in grammar}
+        properties = {keys[0]: {"const": name}, keys[1]: grammar}
+        whole = {"type": "object", "properties": properties, "required": list(keys), "additionalProperties": False}
+        return {"json_schema": {**whole, **beside}}
+
+    def _of_free_arguments(self, call: CallText, index: int, literal: Callable[[str], str]) -> list[str]:
+        """Rules for the arguments of a function that may be any, with what stands after them."""
+        if call.free:
+            return [f"rest{index}: FREE{index} {literal(call.after)}", f"FREE{index}: /{call.free}/"]
+        if not call.after:
+            return [f"rest{index}: /(.|\\n)*/"]
+        first, *rest = pieces(call.after.lstrip(), self._special_tokens)
+        after = literal("".join(rest))
+        if first in self._special_tokens:
+            return [f"rest{index}: /(.|\\n)*/ {literal(first)} {after}"]
+        return [f"rest{index}: free{index} {after}", f"free{index}[lazy]: /(.|\\n)*{escaped(first)}/"]
 
     def _of_parameters(
         self, call: CallText, schema: Mapping[str, Any], index: int, literal: Callable[[str], str]
@@ -412,7 +460,7 @@ def _after_free_text(
 ) -> list[str]:
     """Rules of an answer that is any text, with calls after it or not. What begins as a call must go on as one."""
     spelling, marks = calls.spelling, calls.marks or ()
-    heads = {name: spelling.open + call.before for name, call in spelling.calls.items()}
+    heads = calls.heads
     if not marks:
         start = [f"start: {literal(spelling.open)} call {ending} | FREE", "FREE: /(.|\\n)*/ & ~/\\s*[{\\[](.|\\n)*/"]
         return start
@@ -446,13 +494,12 @@ def _after_reasoning(
     marks: ReasoningMarks,
     special_tokens: Mapping[str, int],
     budget: ThinkingBudget | None,
+    or_calls: str | None,
+    field: str,
     *,
     is_call: bool,
 ) -> str:
-    """`grammar` after any text up to the mark at its end, or, if that is optional, after none."""
-    whole = json.loads(grammar)
-    first, *others = whole["grammars"]
-
+    """`grammar`, or `or_calls`, after any text up to the mark at its end, or, if that is optional, after none."""
     literal = partial(lark.literal, special_tokens=special_tokens)
     end, *more = pieces(marks.end, special_tokens)
     after = " ".join(map(literal, more))
@@ -465,11 +512,27 @@ def _after_reasoning(
     else:
         thought = f"thought: upto {after}\nupto[lazy]: /(.|\\n)*/ {literal(end)}"
     answer = "@answer" if is_call else f"{literal(marks.answer_start)} @answer {literal(marks.answer_end)}"
+    if or_calls is not None:
+        answer = f"({answer} | @calls)"
     rules = (
         f"start: {'reasoning?' if marks.is_optional else 'reasoning'} {answer}\n"
         f"reasoning: {start} thought SPACE?\n{thought}\nSPACE: /\\n{{1,2}}/\n"
     )
-    return json.dumps({**whole, "grammars": [{"lark_grammar": rules}, {**first, "name": "answer"}, *others]})
+    return _joined(rules, grammar, or_calls, field)
+
+
+def _joined(rules: str, grammar: str, or_calls: str | None, field: str) -> str:
+    """Return the grammar of `rules`, in which `@answer` is `grammar` and `@calls` is `or_calls`."""
+    try:
+        whole = json.loads(grammar)
+        first, *others = whole["grammars"]
+        parts = [{**first, "name": "answer"}, *others]
+    except (KeyError, TypeError, ValueError):
+        raise RequestError(f"{field} cannot be read: it is no grammar, or too long.", param=field) from None
+    if or_calls is not None:
+        first, *others = json.loads(or_calls)["grammars"]
+        parts += [{**first, "name": "calls"}, *others]
+    return json.dumps({**whole, "grammars": [{"lark_grammar": rules}, *parts]})
 
 
 def _of_lark(text: str) -> str:

@@ -128,14 +128,18 @@ def wanted_grammar(
     budget: ThinkingBudget | None,
 ) -> WantedGrammar | None:
     """Return the grammar of the answers, or None: the calls that the request forces, calls of `strict` functions if the
-    model calls, or `structure`. The `budget` bounds the reasoning."""
+    model calls, or `structure`, in the place of which there may be calls. The `budget` bounds the reasoning."""
     content: ToolCalls | StructuredOutputsParams | None = structure
+    or_calls = None
     is_parallel = body.parallel_tool_calls is not False
     if body.forces_calls:
         is_named = isinstance(body.tool_choice, NamedToolChoice)
         content = ToolCalls(body.chosen_tools, forced_spelling(body, formats.tools), is_parallel and not is_named)
-    elif content is None and body.chosen_tools and formats.tools is not None and _has_strict_tools(body):
-        content = _strict_calls(body, formats.tools, is_parallel)
+    elif _may_call_instead(body) and formats.tools is not None:
+        or_calls = _optional_calls(body, formats.tools, is_parallel, is_whole=True)
+    elif content is None and formats.tools is not None and formats.tools is not HARMONY and _has_strict_tools(body):
+        # Harmony's text is not free: it has channels.
+        content = _optional_calls(body, formats.tools, is_parallel)
     if content is None:
         return None if budget is None else WantedGrammar(None, budget=budget)
     marks = None
@@ -145,30 +149,52 @@ def wanted_grammar(
             None if reasoning.is_open else style.start, style.end, reasoning.is_optional, style.answer_start,
             style.answer_end,
         )  # fmt: skip
-    return WantedGrammar(content, marks, body.structure_field, special_tokens, budget)
+    return WantedGrammar(content, marks, body.structure_field, special_tokens, budget, or_calls)
 
 
 def may_want_grammar(body: ChatCompletionRequest) -> bool:
     """Return whether `wanted_grammar` may want one beside that of `structure_field`. Making it takes seconds: never do
     it in the event loop."""
-    return body.forces_calls or _has_strict_tools(body) or body.thinking_token_budget is not None
+    is_of_calls = body.forces_calls or _has_strict_tools(body) or _may_call_instead(body)
+    return is_of_calls or body.thinking_token_budget is not None
+
+
+def _may_call_instead(body: ChatCompletionRequest) -> bool:
+    """Return whether an answer is calls or a structure. A structural tag says itself where calls may stand."""
+    structure = body.structure() if body.chosen_tools and not body.forces_calls else None
+    return structure is not None and structure[1].structural_tag is None
 
 
 def _has_strict_tools(body: ChatCompletionRequest) -> bool:
-    return any(tool.function.strict for tool in body.tools or ())
+    return body.tool_choice != "none" and any(tool.function.strict for tool in body.tools or ())
 
 
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
-def _strict_calls(body: ChatCompletionRequest, form: ToolFormat, is_parallel: bool) -> ToolCalls | None:
-    """Return a grammar of free text, optionally followed by calls. A function that is not strict takes any object."""
+def _is_object(body: ChatCompletionRequest) -> bool:
+    """Return whether what the request wants is no JSON, or a JSON object."""
+    structure = body.structure()
+    schema = None if structure is None else structure[1].json
+    return schema is None or (isinstance(schema, dict) and schema.get("type") == "object")
+
+
+def _optional_calls(
+    body: ChatCompletionRequest, form: ToolFormat, is_parallel: bool, *, is_whole: bool = False
+) -> ToolCalls | None:
+    """Return a grammar of free text, optionally followed by calls; with `is_whole`, of calls alone. A function that is
+    not strict takes any object. None if the format cannot spell such calls, or spells them like the lists that the
+    structure may be."""
+    tools = body.chosen_tools
     strict = {tool.function.name for tool in body.tools or () if tool.function.strict}
-    schemas = {name: schema if name in strict else _ANY_OBJECT for name, schema in body.chosen_tools.items()}
-    spelled = spelling(form, schemas)
-    if spelled is None or form is HARMONY:  # Harmony's text is not free: it has channels
+    schemas = {name: schema if name in strict else _ANY_OBJECT for name, schema in tools.items()}
+    num_earlier = len(_used_ids(body))
+    spelled = spelling(form, schemas, num_earlier, tools.keys() - strict)
+    if spelled is None and is_whole:
+        spelled = spelling(form, schemas, num_earlier, tools.keys())
+    if spelled is None or (is_whole and not trigger_marks(form) and spelled.keys is None and not _is_object(body)):
         return None
-    return ToolCalls(schemas, spelled, is_parallel, trigger_marks(form))
+    return ToolCalls(schemas, spelled, is_parallel, None if is_whole else trigger_marks(form))
 
 
 class AnswerReader:

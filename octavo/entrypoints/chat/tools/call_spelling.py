@@ -4,7 +4,7 @@ template writes no calls."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
@@ -16,6 +16,8 @@ _NO_CONSTRAINTS = {"type", "title", "description", "default", "examples", "$comm
 _MAX_DEPTH = 8  # of nested references and choices
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions",
                "$schema", "$comment", "strict"}  # fmt: skip
+# Without brackets outside of texts, as they would end a call.
+_PYTHON_ARGUMENTS = r"""([^"'()]|"(\\[^\n]|[^"\\])*"|'(\\[^\n]|[^'\\])*')*"""
 
 
 def list_of_calls(tools: ToolSchemas) -> Spelling:
@@ -30,9 +32,11 @@ def arguments_only(name: str) -> Spelling:
     return Spelling("", "", "", {name: CallText("", "")})
 
 
-def spelling(form: ToolFormat, tools: ToolSchemas, num_earlier_calls: int = 0) -> Spelling | None:
+def spelling(
+    form: ToolFormat, tools: ToolSchemas, num_earlier_calls: int = 0, free: Collection[str] = ()
+) -> Spelling | None:
     """Return how `form` spells calls of `tools`, after `num_earlier_calls` in the conversation. None if the format is
-    ambiguous for some values."""
+    ambiguous for some values. Functions named in `free` get any arguments where these are not one JSON object."""
     body = form.body
     opened, separator, start, end = form.open, form.separator, form.start, form.end
     closed = "" if form.is_whole_answer else form.close  # models write it after a skipped start
@@ -56,6 +60,9 @@ def spelling(form: ToolFormat, tools: ToolSchemas, num_earlier_calls: int = 0) -
             for name in tools
         }
         for name, schema in tools.items() if not body.json_before else ():
+            if name in free:
+                calls[name] = CallText(f"{body.name_before}{name}{body.name_after}", body.end, free="")
+                continue
             kinds = _parameters(schema, body.value_after.strip().partition("{key}")[0])
             if kinds is None:
                 return None
@@ -63,6 +70,9 @@ def spelling(form: ToolFormat, tools: ToolSchemas, num_earlier_calls: int = 0) -
     elif isinstance(body, PythonCalls):
         calls = {}
         for name, schema in tools.items():
+            if name in free and _is_path(name):
+                calls[name] = CallText(f"{name}(", ")", free=_PYTHON_ARGUMENTS)
+                continue
             kinds = _parameters(schema, None)
             if kinds is None or not _is_path(name) or not all(key.isidentifier() for key in kinds):
                 return None
@@ -71,13 +81,17 @@ def spelling(form: ToolFormat, tools: ToolSchemas, num_earlier_calls: int = 0) -
         if body.is_list:
             return Spelling(f"{opened}{start}[", f"]{end}", ", ", calls)
         return Spelling(f"{opened}{start}", f"{end}{closed}", "\n", calls)
+    elif all(name in free for name in tools):
+        calls = {name: CallText(f"{body.before}{name}{{", "", free="") for name in tools}
     else:
         return None
     wrapped = {
-        name: CallText(start + call.before, call.after + end, call.parameter, call.parameters)
+        name: CallText(start + call.before, call.after + end, call.parameter, call.parameters, call.free)
         for name, call in calls.items()
     }
-    return Spelling(opened, closed, separator, wrapped)
+    is_json = isinstance(body, JsonCalls) and bool(body.name) and not (body.first or opened or start or end)
+    keys = (body.name, body.arguments) if isinstance(body, JsonCalls) and is_json else None
+    return Spelling(opened, closed, separator, wrapped, keys)
 
 
 def written_calls(form: ToolFormat, calls: Sequence[tuple[str, Any]]) -> str:

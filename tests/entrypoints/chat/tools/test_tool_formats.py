@@ -12,18 +12,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.entrypoints.chat.answer_reader import answer_format, wanted_grammar
+from octavo.entrypoints.chat.reasoning import STYLES
 from octavo.entrypoints.chat.tools.call_spelling import spelling
 from octavo.entrypoints.chat.tools.forced_calls import ForcedCallsReader
+from octavo.entrypoints.chat.tools.format_detection import ModelFormats
 from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
-from octavo.entrypoints.chat.tools.tool_formats import FORMATS, KeyedValues, Tags, ToolFormat
+from octavo.entrypoints.chat.tools.tool_formats import FORMATS, HERMES, KeyedValues, Tags, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import Call, ToolParser
-from octavo.structured_output.grammar_builder import ToolCalls
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
+from octavo.sampling_params import StructuredOutputsParams
+from octavo.structured_output.grammar_builder import ReasoningMarks, ToolCalls, WantedGrammar, make_checked_grammar
 from tests.entrypoints.chat.tools.written import TOOLS, write
 from tests.structured_output.grammars import make_grammar
 from tests.structured_output.test_grammar import follows
 
 NAMES = {form: name for name, form in FORMATS.items()}  # once each
 BY_FORMAT = pytest.mark.parametrize("form", [pytest.param(form, id=name) for form, name in NAMES.items()])
+SOME = ("gemma4", "hermes", "llama3_json", "pythonic", "qwen3_coder")
 # Letters, blanks, what JSON and Python escape, and parts of marks.
 TEXTS = st.text(st.sampled_from("ab é世\n\t\"'\\{}[]<>|/=:,`0"), max_size=12)
 VALUES = st.recursive(
@@ -136,6 +142,50 @@ def test_strict_calls_may_come_after_any_text_and_are_valid(name: str) -> None:
     assert follows(grammar, "There is no call.")
     wrong = write(form, [("get_weather", {"city": "A", "unit": "K"})])
     assert not follows(grammar, before + wrong)
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(form, id=name, marks=() if name in SOME else pytest.mark.long) for form, name in NAMES.items()],
+)
+def test_beside_a_structure_an_answer_is_calls_or_the_structure(form: ToolFormat, is_strict: bool) -> None:
+    """A model that could not call, with tools at hand, had to make up what they would have said."""
+    functions = [{"name": name, "parameters": schema, "strict": is_strict} for name, schema in TOOLS.items()]
+    city = {"type": "object", "properties": {"name": {"type": "string"}, "city": {"type": "string"}}}
+    body = ChatCompletionRequest.model_validate({
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [{"type": "function", "function": function} for function in functions],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": city, "strict": True}},
+    })  # fmt: skip
+    structure = body.structure()
+    assert structure is not None
+    for style in (None, STYLES["qwen3"]) if form is HERMES else (None,):
+        formats = ModelFormats(form, style)
+        read_as = answer_format(body, formats, "assistant:")
+        wanted = wanted_grammar(body, read_as, formats, structure[1], {}, None)
+        assert wanted is not None
+        grammar, thought = make_checked_grammar(wanted).text, "" if style is None else "<think>So.</think>\n\n"
+        for calls in (FORCED, FORCED[1:]):
+            assert follows(grammar, thought + write(form, calls, as_forced=True).replace("'", '"'))
+        assert follows(grammar, thought + '{"name": "get_weather", "city": "A"}')
+        for wrong in ("There is no call.", '{"town": "A"}', "[]", ""):
+            assert not follows(grammar, thought + wrong)
+        invalid = write(form, [("get_weather", {"city": "A", "unit": "K"})], as_forced=True).replace("'", '"')
+        is_held = is_strict and not isinstance(form.body, KeyedValues)
+        assert follows(grammar, thought + invalid) is not is_held
+
+
+def test_calls_beside_a_structure_are_not_checked_by_its_schema() -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    schema = {"type": "array", "uniqueItems": True}
+    calls = ToolCalls({"f": {}}, spelling(FORMATS["hermes"], {"f": {}}))
+    for marks, thought in ((None, ""), (ReasoningMarks("<think>", "</think>", True), "<think>\n</think>\n\n")):
+        wanted = WantedGrammar(StructuredOutputsParams(json=schema), marks, calls=calls)
+        check = make_checked_grammar(wanted).check
+        assert check is not None
+        assert check.problem(thought + call) is None
+        assert check.problem(thought + "[1, 1]") is not None
 
 
 KEYWORDS = st.sampled_from(["type", "anyOf", "$ref", "properties", "required", "enum", "a"])
