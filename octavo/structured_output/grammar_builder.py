@@ -38,6 +38,8 @@ DEFAULT_WHITESPACE = r"\r?\n(?: {0,24}|\t{0,6})| {1,2}"
 MAX_CALLS = 32  # in one answer
 _MAX_DEPTH = 100  # of a schema
 _MAX_SIMPLE_CHARACTERS = 1 << 16  # of a grammar that is not tried in a process of its own
+# What llguidance says of references that it merges with others without end.
+_ENDLESS_MERGES = ("circular references with sibling keys", "Schema intersection stack level exceeded")
 _COMMENTS = ("$comment", "title", "description", "examples")  # of a schema, which make no work
 _PIECES = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/')  # of Lark: strings and regular expressions
 
@@ -319,9 +321,10 @@ class _Maker:
         if wanted.disable_any_whitespace:
             options = {"whitespace_flexible": False}
         self.has_schemas = True
-        for is_picky, is_coarse in ((False, False), (True, False), (False, True)):
+        merges_references, levels = True, [{"is_coarse": True}, {"is_picky": True}, {}]
+        while True:
             try:
-                lowered = lower(schema, start=start, closes=closes, is_picky=is_picky, is_coarse=is_coarse)
+                lowered = lower(schema, start=start, closes=closes, merges_references=merges_references, **levels[-1])
             except RecursionError:
                 raise RequestError(f"{field} cannot be followed: it is nested too deep.", param=field) from None
             except ValueError as e:
@@ -333,8 +336,12 @@ class _Maker:
             problem = _problem(text, field, is_simple=lowered.is_simple)
             if not problem:
                 break
+            if merges_references and problem.startswith(_ENDLESS_MERGES):
+                merges_references = False
+                continue
+            levels.pop()
             # What a part of the schema leaves nothing of, the whole of it leaves nothing of.
-            if is_coarse or problem.startswith("Unsatisfiable"):
+            if not levels or problem.startswith("Unsatisfiable"):
                 raise RequestError(f"{field} cannot be followed: {problem}", param=field)
         self.unheld |= lowered.unheld
         self.is_simple &= lowered.is_simple and wanted.whitespace_pattern is None

@@ -34,8 +34,14 @@ from octavo.structured_output.schema_patterns import read_pattern
 from octavo.structured_output.schema_references import check_cycles, prune_empty, refs_in
 from octavo.structured_output.schema_validation import array_parts, bounds_of, types_in
 
-# What llguidance has an expression for. Others say something to readers, as the specification has it.
+# What llguidance has an expression for, and what is one here (RFC 3986, RFC 6901). Others say something to readers, as
+# the specification has it.
 _FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
+_WRITTEN_FORMATS = {
+    "json-pointer": "^(/([^/~]|~[01])*)*$",
+    "relative-json-pointer": "^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$",
+    "uri-reference": r"^([!$&-;=?-\[\]_a-z~]|%[0-9A-Fa-f]{2})*(#([!$&-;=?-Z_a-z~]|%[0-9A-Fa-f]{2})*)?$",
+}
 _MAX_TRIED = 40  # texts with patterns or formats, each of which takes llguidance about a millisecond
 _MAX_DIVISOR = 250  # llguidance takes 20 µs for each unit of it
 # Simple schemas take llguidance milliseconds, whatever is in them: the trial in a process of its own is for the others.
@@ -52,17 +58,19 @@ class Lowered:
 
 
 def lower(
-    root: Schema, *, start: Schema = None, closes: bool = False, is_picky: bool = False, is_coarse: bool = False
-) -> Lowered:
+    root: Schema, *, start: Schema = None, closes: bool = False, is_picky: bool = False, is_coarse: bool = False,
+    merges_references: bool = True,
+) -> Lowered:  # fmt: skip
     """`root`, or `start`, which is a schema within it, for llguidance.
 
     `closes`: objects that name their properties and say nothing of others have no others, where nothing else applies to
     the same object. `is_picky`: leave out the patterns that llguidance refuses by themselves. `is_coarse`: leave out
-    what llguidance may find too much (patterns, rewritten keywords). Raises `SchemaError` for what is no schema and for
-    one that no finite value satisfies.
+    what llguidance may find too much (patterns, rewritten keywords). Without `merges_references`, references beside
+    other keywords are left out, or those where they say a type at most: llguidance merges none that lead back to
+    themselves. Raises `SchemaError` for what is no schema and for one that no finite value satisfies.
     """
     document = Document(root)
-    writer = _Writer(document, closes=closes, is_picky=is_picky, is_coarse=is_coarse)
+    writer = _Writer(document, closes, is_picky, is_coarse, merges_references)
     try:
         whole = writer.whole(root if start is None else start)
     except (AttributeError, KeyError, OverflowError, TypeError) as e:  # deep within what is written by other keywords
@@ -184,6 +192,15 @@ class _Writer(ObjectWriter, AlternativesWriter):
         both = [one for one in both if one is not True and one != {}]
         if False in both:
             return False
+        if not self._merges_references:
+            own = {key: one for key, one in out.items() if key not in ("$ref", "anyOf")}
+            apart = [{key: out[key]} for key in ("$ref", "anyOf") if key in out]
+            parts = [one for one in (own, *apart, *both) if one]
+            plain = [one for one in parts if not any(refs_in(one, in_place=True))]
+            if len(plain) < len(parts) > 1:
+                self.unheld.add("$ref")
+                says_more = any(one.keys() - {"type"} for one in plain)
+                out, both = {}, plain if says_more else [next(one for one in parts if one not in plain)]
         if not both:
             if len(out) > 1 and ("$ref" in out or "anyOf" in out):
                 self.has_merges = True
@@ -262,13 +279,14 @@ class _Writer(ObjectWriter, AlternativesWriter):
                     del out["maxLength"]
                 self.has_patterns = self.may_be_empty = True
                 self.is_costly |= len(pattern.text) > 500
-        if schema.get("format") in _FORMATS and not self._is_coarse:
+        if (form := schema.get("format")) in _FORMATS | _WRITTEN_FORMATS.keys() and not self._is_coarse:
             beside = {name: out[name] for name in ("pattern", "minLength", "maxLength") if name in out}
+            said = {"format": form} if form in _FORMATS else {"pattern": _WRITTEN_FORMATS[form]}
             # A format alone forbids nothing: it is left out where no text has it and what else is said.
-            if not beside or self._some_text_has(**beside, format=schema["format"]):
-                out["format"] = schema["format"]
+            if not beside or (not said.keys() & beside and self._some_text_has(**beside, **said)):
+                out.update(said)
                 self.has_patterns = True
-                self.has_merges |= "pattern" in out
+                self.has_merges |= "pattern" in beside
 
     def _follows(self, pattern: str) -> bool:
         """Whether llguidance follows an expression, as far as it matters."""

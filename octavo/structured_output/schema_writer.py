@@ -12,7 +12,9 @@ from octavo.structured_output.schema_logic import Logic
 class SchemaWriter:
     """What all keywords' writers share: what has been written so far, and what was found of it."""
 
-    def __init__(self, document: Document, *, closes: bool, is_picky: bool, is_coarse: bool) -> None:
+    def __init__(
+        self, document: Document, closes: bool, is_picky: bool, is_coarse: bool, merges_references: bool
+    ) -> None:
         self.unheld = set[str]()
         self.definitions: dict[str, Schema] = {}
         self.num_nodes = 0
@@ -23,6 +25,7 @@ class SchemaWriter:
         self._closes = closes
         self._is_picky = is_picky
         self._is_coarse = is_coarse
+        self._merges_references = merges_references
         self._logic = Logic(document)
         self._names: dict[tuple[int, str, bool], str] = {}
         self._waiting: list[tuple[str, Schema, str, bool]] = []

@@ -209,6 +209,9 @@ def test_a_format_that_is_not_known_says_nothing(name: str) -> None:
         ({"format": "uri", "minLength": 6, "pattern": "^https?:"}, "https://a", ["ftp://abcd", "https:a b"]),
         ({"format": "date", "pattern": "^[0-9]+/[0-9]+$"}, "11/2026", ["2026-11-27"]),  # no date is like that
         ({"format": "uuid", "maxLength": 32}, "0" * 32, ["0" * 33]),
+        ({"format": "uri-reference", "minLength": 1}, "/a/%20?b=[c]#d", ["", "a b", "%2", "a#b#c", "a\\b"]),
+        ({"format": "json-pointer"}, "/a b/~0/ö", ["a", "/~", "/~2"]),
+        ({"format": "relative-json-pointer"}, "10/a", ["/a", "01", "1a"]),
     ],
 )
 def test_a_format_holds_beside_a_pattern_unless_nothing_has_both(
@@ -228,6 +231,24 @@ def test_a_pattern_that_cannot_be_followed_loosens_no_other() -> None:
     assert made.check is not None and made.check.problem('{"a": "a/b"}') is not None
     assert admits(made.text, {"a": "a/a", "b": "1", "c": "2026-11-27"})
     assert not admits(made.text, {"b": "one"}) and not admits(made.text, {"c": "today"})
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        {"allOf": [{"$ref": "#"}, {"required": ["b"], "properties": {"c": {"type": "null"}}}]},
+        {"$ref": "#", "required": ["b"], "properties": {"c": {"type": "null"}}},
+        {"$ref": "#", "type": "object", "not": {"required": ["c"]}},
+        {"anyOf": [{"$ref": "#"}, INTEGER], "allOf": [{"$ref": "#/$defs/needs_b"}]},
+    ],
+)
+def test_what_stands_beside_a_reference_to_the_whole_is_checked(inner: dict[str, Any]) -> None:
+    needs_b = {"required": ["b"], "properties": {"a": {"$ref": "#"}}}
+    schema = {"type": "object", "properties": {"a": inner, "b": INTEGER}, "$defs": {"needs_b": needs_b}}
+    made, right = make_checked_grammar(WantedGrammar(StructuredOutputsParams(json=schema))), {"a": {"b": 1}, "b": 2}
+    assert admits(made.text, right)
+    assert made.check is not None and made.check.problem(json.dumps(right)) is None
+    assert made.check.problem('{"a": {"c": 1}}') is not None
 
 
 @pytest.mark.parametrize(
