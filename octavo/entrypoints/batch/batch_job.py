@@ -43,6 +43,7 @@ class BatchJob:
                 await self._wait(RETRY_S)
             await self._end("completed")
         except asyncio.CancelledError:
+            batch["cancelling_at"] = int(time.time())
             await self._end("cancelled")
         except TimeoutError:
             await self._end("expired")
@@ -144,6 +145,7 @@ class BatchJob:
         batch |= {"status": status, f"{status}_at": int(time.time())}
         if status == "completed":
             batch["finalizing_at"] = batch["completed_at"]
+        life_s = (batch.get("output_expires_after") or {}).get("seconds")
 
         def end(database: Database) -> None:
             for name in ("output_file_id", "error_file_id"):
@@ -152,7 +154,7 @@ class BatchJob:
                 num_bytes = database.num_chunk_bytes(batch[name])
                 if num_bytes and database.get(FILE, batch[name]) is not None:
                     file = stored_files.read(stored_files.find(database, FILE, batch[name]))
-                    stored_files.write(database, FILE, {**file, "bytes": num_bytes})
+                    stored_files.write(database, FILE, {**file, "bytes": num_bytes, **stored_files.lifetime(life_s)})
                 else:
                     database.delete(FILE, batch[name])
                     batch[name] = None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,8 +18,8 @@ from octavo.entrypoints.batch.batch_job import ACTIVE_STATUSES, LIFETIME_S, Batc
 from octavo.entrypoints.batch.batch_lines import URLS
 from octavo.entrypoints.batch.stored_files import BATCH, FILE, PIECE_BYTES, UPLOAD
 from octavo.entrypoints.http.body_fields import MAX_METADATA, Int, RequestBody, ResponseModel, Text, described
-from octavo.entrypoints.http.error_responses import ErrorResponse
-from octavo.entrypoints.http.pagination import Deleted, Page, page_query
+from octavo.entrypoints.http.error_responses import ErrorResponse, validation_error
+from octavo.entrypoints.http.pagination import Deleted, Page, PageQuery, page_parameters, page_query
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import state_of
 from octavo.entrypoints.http.store import Database
@@ -37,11 +37,14 @@ class FileObject(ResponseModel):
     filename: str
     purpose: str
     status: str
+    expires_at: int | None = None
 
 
 class ExpiresAfter(RequestBody):
+    """When a file is deleted: so many seconds after it was created."""
+
     anchor: Literal["created_at"]
-    seconds: Int
+    seconds: Annotated[Int, Field(ge=3600, le=30 * 24 * 3600)]  # OpenAI's limits
 
 
 class BatchRequest(RequestBody):
@@ -53,7 +56,9 @@ class BatchRequest(RequestBody):
     metadata: Annotated[dict[str, Text], Field(max_length=MAX_METADATA)] | None = described(
         "Comes back with the batch."
     )
-    output_expires_after: ExpiresAfter | None = described("Taken; files stay until they are deleted.")
+    output_expires_after: ExpiresAfter | None = described(
+        "When the output and the error file are deleted; they stay if left out."
+    )
 
 
 class BatchObject(ResponseModel):
@@ -88,6 +93,8 @@ class FileStream(EventStream):
     keep_alive = b""
 
 
+MAX_FILES = 10_000  # of one page of the list, as in OpenAI's API
+_EXPIRY = ("expires_after[anchor]", "expires_after[seconds]")
 _UPLOAD = {
     "requestBody": {
         "required": True,
@@ -96,7 +103,12 @@ _UPLOAD = {
                 "schema": {
                     "type": "object",
                     "required": ["file", "purpose"],
-                    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}},
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"const": "batch"},
+                        "expires_after[anchor]": {"const": "created_at"},
+                        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
+                    },
                 }
             }
         },
@@ -106,15 +118,20 @@ _UPLOAD = {
 
 @router.post("/v1/files", openapi_extra=_UPLOAD)
 async def upload_file(raw: Request) -> FileObject:
-    """Keep a file of requests."""
-    store = state_of(raw).store
+    """Keep a file of requests, until it is deleted or as long as `expires_after` says."""
+    state = state_of(raw)
+    store = state.store
     async with raw.form(max_files=1, max_fields=8) as form:
         upload, purpose = form.get("file"), form.get("purpose")
         if not isinstance(upload, UploadFile):
             raise RequestError("file is required.", param="file")
         if purpose != "batch":
             raise RequestError(f"purpose {purpose!r:.60} is not built; batch is.", param="purpose")
-        file = stored_files.new_file((upload.filename or "file")[:255], purpose, upload.size or 0)
+        unknown = form.keys() - {"file", "purpose", *_EXPIRY}
+        if unknown and state.args.unknown_fields == "error":
+            raise RequestError(f"Unrecognized request argument supplied: {min(unknown):.60}", param=min(unknown))
+        life_s = _life_s([form.get(name) for name in _EXPIRY])
+        file = stored_files.new_file((upload.filename or "file")[:255], purpose, upload.size or 0, life_s)
         await store.run(lambda database: stored_files.begin_upload(database, file))
         try:
             number = 0
@@ -128,10 +145,34 @@ async def upload_file(raw: Request) -> FileObject:
     return FileObject(**file)
 
 
-@router.get("/v1/files", openapi_extra=Page.PARAMETERS)
+def _life_s(given: Sequence[Any]) -> int | None:
+    """Return the seconds of an upload's `expires_after`, None if it has none. Raises `RequestError`."""
+    anchor, seconds = given
+    if anchor is seconds is None:
+        return None
+    number = int(seconds) if isinstance(seconds, str) and seconds.isdecimal() and len(seconds) < 12 else seconds
+    fields = {"anchor": anchor, "seconds": number}
+    try:
+        return ExpiresAfter.model_validate({name: value for name, value in fields.items() if value is not None}).seconds
+    except ValidationError as error:
+        raise validation_error(
+            [{**one, "loc": ("expires_after", *one["loc"])} for one in error.errors(include_url=False)]
+        ) from None
+
+
+@router.get(
+    "/v1/files",
+    openapi_extra={"parameters": [
+        *page_parameters(MAX_FILES),
+        {"name": "purpose", "in": "query", "schema": {"type": "string"}, "description": "batch or batch_output."},
+    ]},
+)  # fmt: skip
 async def list_files(raw: Request) -> Page:
     """The files that are kept, the last first."""
-    return Page.of(await _page(raw, FILE), page_query(raw))
+    purpose = raw.query_params.get("purpose")
+    asked = page_query(raw, limit=MAX_FILES, most=MAX_FILES)
+    found = await _page(raw, FILE, asked, {} if purpose is None else {"purpose": purpose})
+    return Page.of([FileObject(**one).model_dump() for one in found], asked)
 
 
 @router.get("/v1/files/{file_id}")
@@ -185,6 +226,7 @@ async def create_batch(body: BatchRequest, raw: Request) -> BatchObject:
         "expires_at": now + LIFETIME_S,
         "request_counts": {"total": 0, "completed": 0, "failed": 0},
         "metadata": body.metadata,
+        "output_expires_after": body.output_expires_after and body.output_expires_after.model_dump(),
     }
     batch |= {name: None for name in BatchObject.model_fields if name not in batch}
 
@@ -201,13 +243,14 @@ async def create_batch(body: BatchRequest, raw: Request) -> BatchObject:
 @router.get("/v1/batches", openapi_extra=Page.PARAMETERS)
 async def list_batches(raw: Request) -> Page:
     """The batches, the last first."""
-    return Page.of(await _page(raw, BATCH), page_query(raw))
+    asked = page_query(raw)
+    return Page.of([_shown(one).model_dump() for one in await _page(raw, BATCH, asked)], asked)
 
 
 @router.get("/v1/batches/{batch_id}")
 async def get_batch(batch_id: str, raw: Request) -> BatchObject:
     """How far a batch is."""
-    return BatchObject(**await _batch(raw, batch_id))
+    return _shown(await _batch(raw, batch_id))
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
@@ -220,7 +263,13 @@ async def cancel_batch(batch_id: str, raw: Request) -> BatchObject:
 
     if await is_under_way():
         await state.background.cancel_anywhere(BATCH, batch_id, is_under_way)
-    return BatchObject(**await _batch(raw, batch_id))
+    return _shown(await _batch(raw, batch_id))
+
+
+def _shown(batch: dict[str, Any]) -> BatchObject:
+    """Return what clients see of a batch. It has output files once they are whole."""
+    is_under_way = batch["status"] in ("validating", "in_progress", "cancelling")
+    return BatchObject(**batch | (dict.fromkeys(("output_file_id", "error_file_id")) if is_under_way else {}))
 
 
 async def _batch(raw: Request, batch_id: str) -> dict[str, Any]:
@@ -228,12 +277,16 @@ async def _batch(raw: Request, batch_id: str) -> dict[str, Any]:
     return stored_files.read(found)
 
 
-async def _page(raw: Request, kind: str) -> list[dict[str, Any]]:
-    """Return the objects of a page, and the next object if there is one."""
-    asked = page_query(raw)
+async def _page(
+    raw: Request, kind: str, asked: PageQuery, fields: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """Return the objects of a page that have these fields, and the next object if there is one."""
 
     def read(database: Database) -> list[dict[str, Any]]:
-        rows = database.page(kind, after=asked.after, limit=asked.limit + 1, is_ascending=asked.is_ascending)
+        stored_files.delete_expired(database)
+        rows = database.page(
+            kind, after=asked.after, limit=asked.limit + 1, is_ascending=asked.is_ascending, fields=fields
+        )
         return [stored_files.read(row) for row in rows]
 
     return await state_of(raw).store.run(read)

@@ -24,23 +24,29 @@ _PIECES_AT_ONCE = 4
 _decode = msgspec.json.Decoder().decode
 
 
-def new_file(filename: str, purpose: str, num_bytes: int) -> dict[str, Any]:
-    """Return a new file object."""
+def new_file(filename: str, purpose: str, num_bytes: int, life_s: int | None = None) -> dict[str, Any]:
+    """Return a new file object, which is deleted after `life_s` seconds if that is not None."""
     return {
         "id": f"file-{uuid.uuid4().hex}",
         "object": "file",
         "bytes": num_bytes,
-        "created_at": int(time.time()),
+        **lifetime(life_s),
         "filename": filename,
         "purpose": purpose,
         "status": "processed",
     }
 
 
+def lifetime(life_s: int | None) -> dict[str, Any]:
+    """Return the times of a file that is created now."""
+    now = int(time.time())
+    return {"created_at": now, "expires_at": None if life_s is None else now + life_s}
+
+
 def find(database: Database, kind: str, id: str) -> Stored:
     """Return a stored object. Raises `RequestError` (404)."""
     stored = database.get(kind, id)
-    if stored is None:
+    if stored is None or (kind == FILE and _is_over(database, read(stored))):
         raise RequestError(f"There is no {kind} {id!r:.100}.", status=404, code="not_found")
     return stored
 
@@ -56,8 +62,29 @@ def write(database: Database, kind: str, value: dict[str, Any], *, is_owned: boo
     database.put(kind, value["id"], encode_json(value), is_owned=is_owned)
 
 
+def _is_over(database: Database, file: dict[str, Any]) -> bool:
+    """Return whether a file has expired. A file that a batch needs expires after the batch."""
+    expires_at = file.get("expires_at")
+    return expires_at is not None and expires_at <= time.time() and _user_of(database, file["id"]) is None
+
+
+def _user_of(database: Database, file_id: str) -> str | None:
+    """Return the id of a batch under way that needs a file; None if there is none."""
+    batches = map(read, database.under_way(BATCH))
+    files = ("input_file_id", "output_file_id", "error_file_id")
+    return next((batch["id"] for batch in batches if file_id in [batch[name] for name in files]), None)
+
+
+def delete_expired(database: Database) -> None:
+    """Delete the files that have expired."""
+    for stored in database.expired(FILE):
+        if _is_over(database, read(stored)):
+            database.delete(FILE, stored.id)
+
+
 def begin_upload(database: Database, file: dict[str, Any]) -> None:
-    """Begin to store an upload. Delete unfinished uploads of dead servers first."""
+    """Begin to store an upload. Delete expired files, and unfinished uploads of dead servers, first."""
+    delete_expired(database)
     for left in database.abandoned(UPLOAD):
         database.delete(UPLOAD, left.id)
     write(database, UPLOAD, file, is_owned=True)
@@ -78,12 +105,10 @@ def end_upload(database: Database, file: dict[str, Any]) -> None:
 def delete(database: Database, file_id: str) -> None:
     """Delete a file. Raises `RequestError` (404), and (409) while a batch needs the file."""
     find(database, FILE, file_id)
-    for stored in database.under_way(BATCH):
-        batch = read(stored)
-        if file_id in (batch["input_file_id"], batch["output_file_id"], batch["error_file_id"]):
-            raise RequestError(
-                f"{batch['id']} is under way and needs this file; cancel it first.", status=409, code="file_in_use"
-            )
+    if (batch_id := _user_of(database, file_id)) is not None:
+        raise RequestError(
+            f"{batch_id} is under way and needs this file; cancel it first.", status=409, code="file_in_use"
+        )
     database.delete(FILE, file_id)
 
 

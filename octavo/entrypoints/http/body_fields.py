@@ -36,6 +36,7 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
+    "prompt_cache_options": ({}, {"mode": "implicit"}, {"ttl": "30m"}, {"mode": "implicit", "ttl": "30m"}),
     "prompt_cache_retention": ("in_memory", "24h"),  # the cache itself decides how long
     "prompt_embeds": (),
     "repetition_detection": (),

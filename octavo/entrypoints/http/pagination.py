@@ -31,16 +31,19 @@ class Deleted(ResponseModel):
     deleted: bool = True
 
 
+def page_parameters(most: int = MAX_LIMIT) -> list[dict[str, Any]]:
+    """Return the description of a page's query, for lists of up to `most` objects."""
+    return [
+        {"name": "after", "in": "query", "schema": {"type": "string"}, "description": "The id to go on after."},
+        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": most}},
+        {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
+    ]
+
+
 class Page(ResponseModel):
     """A page of a list of objects."""
 
-    PARAMETERS: ClassVar[dict[str, Any]] = {
-        "parameters": [
-            {"name": "after", "in": "query", "schema": {"type": "string"}, "description": "The id to go on after."},
-            {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT}},
-            {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
-        ]
-    }
+    PARAMETERS: ClassVar[dict[str, Any]] = {"parameters": page_parameters()}
 
     object: Literal["list"] = "list"
     data: list[dict[str, Any]]
@@ -77,12 +80,12 @@ class Page(ResponseModel):
         return cls.of(rest, query)
 
 
-def page_query(raw: Request, *, limit: int = 20, order: str = "desc") -> PageQuery:
-    """Return the page that a query asks for. Raises `RequestError`."""
+def page_query(raw: Request, *, limit: int = 20, most: int = MAX_LIMIT, order: str = "desc") -> PageQuery:
+    """Return the page that a query asks for, of `limit` objects if it does not say. Raises `RequestError`."""
     order = raw.query_params.get("order", order)
     if order not in ("asc", "desc"):
         raise RequestError(f"order should be asc or desc, got {order!r:.60}.", param="order")
-    limit = read_integer(raw, "limit", limit, least=1, most=MAX_LIMIT)
+    limit = read_integer(raw, "limit", limit, least=1, most=most)
     return PageQuery(raw.query_params.get("after"), limit, order == "asc")
 
 

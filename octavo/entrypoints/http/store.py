@@ -16,7 +16,7 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -127,10 +127,16 @@ class Database:
         found = self._db.execute(f"{_SELECT} WHERE kind = ? AND id = ?", (time.time(), kind, id)).fetchone()
         return None if found is None else _stored(found)
 
-    def page(self, kind: str, *, after: str | None, limit: int, is_ascending: bool) -> list[Stored]:
-        """Return up to `limit` objects in the order of creation, beginning after the object with the id `after`."""
+    def page(
+        self, kind: str, *, after: str | None, limit: int, is_ascending: bool, fields: Mapping[str, str] | None = None
+    ) -> list[Stored]:
+        """Return up to `limit` objects in the order of creation, beginning after the object with the id `after`; only
+        those whose bodies have these `fields`."""
         sign, order = (">", "ASC") if is_ascending else ("<", "DESC")
         where, values = "kind = ?", [kind]
+        for name, value in (fields or {}).items():
+            where += f" AND {_FIELD} = ?"
+            values += [f"$.{name}", value]
         if after is not None:
             where += f" AND number {sign} (SELECT number FROM objects WHERE kind = ? AND id = ?)"
             values += [kind, after]
@@ -138,6 +144,15 @@ class Database:
             f"{_SELECT} WHERE {where} ORDER BY number {order} LIMIT ?", (time.time(), *values, limit)
         ).fetchall()
         return [_stored(row) for row in rows]
+
+    def expired(self, kind: str) -> list[Stored]:
+        """Return the objects whose field `expires_at` is over."""
+        now = time.time()
+        where = f"kind = ? AND {_FIELD} <= ?"
+        return [
+            _stored(row)
+            for row in self._db.execute(f"{_SELECT} WHERE {where}", (now, kind, "$.expires_at", now)).fetchall()
+        ]
 
     def delete(self, kind: str, id: str) -> bool:
         """Delete an object and its content. Return whether it existed."""
@@ -235,6 +250,7 @@ class Database:
         return int((num_pages - num_free) * _PAGE_BYTES)
 
 
+_FIELD = "json_extract(CAST(body AS TEXT), ?)"
 _SELECT = (
     "SELECT id, body, extra, owner IS NOT NULL AND owner NOT IN "
     f"(SELECT owner FROM owners WHERE beat > ? - {DEAD_AFTER_S}) FROM objects"

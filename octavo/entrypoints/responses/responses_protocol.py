@@ -26,7 +26,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "previous_input_messages": ([],),
     "previous_response": (),
     "prompt": (),
-    "prompt_cache_options": (),
 }
 _INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
 

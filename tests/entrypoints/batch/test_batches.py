@@ -13,12 +13,13 @@ import openai
 import pytest
 from tqdm import tqdm
 
-from octavo.entrypoints.batch import answer_lines, batch_job
+from octavo.entrypoints.batch import answer_lines, batch_job, stored_files
 from octavo.entrypoints.batch.batch_lines import LineError, answer_line, checksum, error_line, read_answered, read_line
 from octavo.entrypoints.batch.run_batch_files import BatchFiles
 from octavo.entrypoints.http.app import build_app
 from octavo.entrypoints.http.server_args import ServerArgs
-from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError
+from octavo.entrypoints.http.store import Database, Stored
+from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError, RequestError
 from tests.entrypoints.fake_engine import FakeEngine, serving
 from tests.waiting import wait_until, within
 
@@ -106,7 +107,7 @@ def test_a_batch_is_cancelled_and_its_answers_are_kept(client: openai.OpenAI, en
 
     wait_until(lambda: num_done() == 5)
     ended = client.batches.cancel(batch.id)
-    assert ended.status == "cancelled" and ended.output_file_id
+    assert ended.status == "cancelled" and ended.output_file_id and ended.cancelling_at is not None
     assert len(client.files.content(ended.output_file_id).text.splitlines()) == num_done() == 5
     wait_until(lambda: not engine.active)
 
@@ -149,11 +150,16 @@ def test_files_of_a_batch_under_way_cannot_be_deleted(client: openai.OpenAI, eng
     file = client.files.create(file=("in.jsonl", b"".join(line(str(i)) for i in range(50))), purpose="batch")
     let_through(engine, 5)
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
-    wait_until(lambda: client.batches.retrieve(batch.id).output_file_id)
+    names = [f"{batch.id}_{name}.jsonl" for name in ("output", "error")]
+
+    def outputs() -> list[str]:
+        return [one.id for one in client.files.list(purpose="batch_output") if one.filename in names]
+
+    wait_until(outputs)
     batch = client.batches.retrieve(batch.id)
-    needed = [file.id, batch.output_file_id, batch.error_file_id]
-    for id in needed:
-        assert id is not None
+    assert batch.status == "in_progress" and batch.output_file_id is batch.error_file_id is None
+    assert client.batches.list(limit=1).data[0].output_file_id is None
+    for id in (file.id, *outputs()):
         with pytest.raises(openai.ConflictError, match=f"{batch.id} is under way and needs this file; cancel it"):
             client.files.delete(id)
     client.batches.cancel(batch.id)
@@ -175,7 +181,8 @@ def test_a_batch_whose_file_is_lost_ends_and_says_so(engine: FakeEngine, lost: s
 
         wait_until(lambda: counts() == 5)
         store = url.server.state.store
-        id = getattr(client.batches.retrieve(batch.id), lost)
+        found = store._thread.submit(stored_files.find, store.database, "batch", batch.id).result()
+        id = stored_files.read(found)[lost]
         store._thread.submit(store.database.delete, "file", id).result()
         engine.may_begin = lambda: True
         wait_until(lambda: client.batches.retrieve(batch.id).status not in ("in_progress", "validating"))
@@ -222,6 +229,59 @@ def test_a_batch_that_the_engine_refuses_goes_on_later_and_can_be_cancelled(
     else:
         wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
         assert engine.seen and waits == [batch_job.RETRY_S] * 2
+
+
+def test_files_are_listed_by_purpose(client: openai.OpenAI, http: httpx.Client) -> None:
+    files = [client.files.create(file=("in.jsonl", line("0")), purpose="batch") for _ in range(25)]
+    assert {one.id for one in files} <= {one["id"] for one in http.get("/v1/files").json()["data"]}
+    batch = client.batches.create(input_file_id=files[0].id, endpoint="/v1/chat/completions", completion_window="24h")
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+    for purpose in ("batch", "batch_output"):
+        found = client.files.list(purpose=purpose, limit=10_000).data
+        assert found and {one.purpose for one in found} == {purpose}
+        assert client.files.list(purpose=purpose, limit=1).data[0].id == found[0].id
+    assert client.files.list(purpose="vision").data == []
+    assert http.get("/v1/files?limit=10001").status_code == http.get("/v1/batches?limit=101").status_code == 400
+
+
+def test_files_expire(client: openai.OpenAI, http: httpx.Client) -> None:
+    lives: Any = {"anchor": "created_at", "seconds": 3600}
+    file = client.files.create(file=("in.jsonl", line("0")), purpose="batch", expires_after=lives)
+    assert file.expires_at == file.created_at + 3600
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", output_expires_after=lives
+    )
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+    output = client.files.retrieve(client.batches.retrieve(batch.id).output_file_id or "")
+    assert output.expires_at == output.created_at + 3600
+    for data in (
+        {"expires_after[seconds]": "3600"}, {"expires_after[anchor]": "created_at"},
+        {"expires_after[anchor]": "now", "expires_after[seconds]": "3600"},
+        {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3599"},
+        {"expires_after[anchor]": "created_at", "expires_after[seconds]": "1h"}, {"expires_after": "3600"},
+    ):  # fmt: skip
+        answer = http.post("/v1/files", files={"file": b"x"}, data={"purpose": "batch", **data})
+        assert answer.status_code == 400 and "expires_after" in answer.json()["error"]["param"], data
+
+
+def test_expired_files_are_gone_unless_a_batch_needs_them() -> None:
+    database = Database(None, 1 << 20)
+    file = stored_files.new_file("a", "batch", 1) | {"expires_at": 1}
+    batch = {"id": "b", "input_file_id": file["id"], "output_file_id": None, "error_file_id": None}
+    stored_files.write(database, "file", file)
+    stored_files.write(database, "file", stored_files.new_file("b", "batch", 1, 3600))
+    stored_files.write(database, "batch", batch, is_owned=True)
+    stored_files.delete_expired(database)
+    assert stored_files.find(database, "file", file["id"])
+    stored_files.write(database, "batch", batch)
+    with pytest.raises(RequestError, match="There is no file"):
+        stored_files.find(database, "file", file["id"])
+    stored_files.delete_expired(database)
+    assert [stored_files.read(one)["filename"] for one in every_file(database)] == ["b"]
+
+
+def every_file(database: Database) -> list[Stored]:
+    return database.page("file", after=None, limit=9, is_ascending=True)
 
 
 @pytest.mark.parametrize(

@@ -392,3 +392,22 @@ def test_any_role_reaches_the_template(http: httpx.Client, engine: FakeEngine, r
 def test_errors_name_the_field_that_was_sent(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
     assert http.post("/v1/chat/completions", json=body).json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}, "prompt_cache_retention": "24h"}, 200),
+        ({"prompt_cache_options": {"mode": "explicit"}}, 400),
+        ({"prompt_cache_retention": "1h"}, 400),
+    ],
+)
+def test_what_asks_nothing_of_the_cache_is_taken(
+    http: httpx.Client, path: str, fields: dict[str, Any], status: int
+) -> None:
+    messages = "input" if path == "/v1/responses" else "messages"
+    body = {messages: [{"role": "user", "content": "Hi"}], **fields}
+    answer = http.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    assert status == 200 or answer.json()["error"]["param"] in fields
