@@ -1,6 +1,6 @@
 """Clients' keys, with their limits and what they have used: what the gateway asks of a store of them.
 
-`sqlite_keys` keeps them in a file, for one gateway; `shared_keys` in PostgreSQL, for several. Only digests of
+`sqlite_keys` keeps them in a file, for one gateway; `shared_keys` in PostgreSQL or Valkey, for several. Only digests of
 keys are kept. Each request is counted before a replica gets it, and its tokens before the client gets the end of its
 answer: a gateway that is killed loses no count. Windows of limits are minutes and days of UTC.
 """
@@ -143,7 +143,7 @@ class KeyStore(ABC):
 
 
 def open_keys(address: str, on_loss: OnLoss = "refuse", now: Callable[[], float] | None = None) -> KeyStore:
-    """Return the store at an address: a file, or postgresql://.... Without `now` a database
+    """Return the store at an address: a file, postgresql://... or valkey://.... Without `now` a database
     that is shared has its own clock, so that all gateways agree. Raises `ConfigError`."""
     scheme = address.partition("://")[0] if "://" in address else ""
     if scheme in ("postgresql", "postgres"):
@@ -151,8 +151,13 @@ def open_keys(address: str, on_loss: OnLoss = "refuse", now: Callable[[], float]
         from octavo.gateway.shared_keys import SharedKeys
 
         return SharedKeys(PostgresqlKeys(address), on_loss, now)
+    if scheme in ("valkey", "valkeys", "valkey+unix", "redis", "rediss", "redis+unix"):
+        from octavo.gateway.shared_keys import SharedKeys
+        from octavo.gateway.valkey_keys import ValkeyKeys
+
+        return SharedKeys(ValkeyKeys(address), on_loss, now)
     if scheme:
-        raise ConfigError(f"--keys {scheme}://...: a file or postgresql://... is needed.")
+        raise ConfigError(f"--keys {scheme}://...: a file, postgresql://... or valkey://... is needed.")
     from octavo.gateway.sqlite_keys import SqliteKeys
 
     return SqliteKeys(address, on_loss, now or time.time)

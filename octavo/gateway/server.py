@@ -60,7 +60,7 @@ class GatewayArgs(Flags):
     )
     keys: str | None = flag(
         None, "Keys with limits, which the admin routes change; clients need one. An SQLite file, made if it is not "
-        "there, or where several gateways share them: postgresql://USER:PASSWORD@HOST/DATABASE.",
+        "there, or where several gateways share them: postgresql://USER:PASSWORD@HOST/DATABASE, valkey://HOST/0.",
     )  # fmt: skip
     on_keys_lost: OnLoss = flag(
         "refuse", "Requests that cannot be counted, as the store of --keys fails: refuse answers with 503, admit lets "

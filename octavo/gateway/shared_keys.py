@@ -25,7 +25,8 @@ from octavo.gateway.key_store import Key, KeySettings, KeyStore, OnLoss, digest_
 
 logger = logging.getLogger("octavo.gateway")
 
-TIMEOUT_S = 2.0  # for an answer of the database; then requests are refused
+TIMEOUT_S = 5.0  # for an answer of the database; then requests are refused
+_GRACE_S = 0.05  # for an answer that has come, while the process had no processor to read it
 CLOSE_S = 5.0  # for what is not written when the gateway ends
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0  # between two tries of a database that does not answer
 FRESH_S = 1.0  # how old a key's settings may be
@@ -132,7 +133,7 @@ class SharedKeys(KeyStore):
 
     async def open(self) -> None:
         try:
-            await _within(self._database.prepare(), 5 * TIMEOUT_S)
+            await _within(self._database.prepare(), 2 * TIMEOUT_S)
         except LostError as error:
             await self._database.close()
             raise ConfigError(f"--keys {self._database.address} cannot be used: {error}.") from None
@@ -356,7 +357,8 @@ async def _within(work: Awaitable[_T], seconds: float) -> _T:
     driver may wait for the server again."""
     task = asyncio.ensure_future(work)
     try:
-        await asyncio.wait({task}, timeout=seconds)
+        for limit_s in (seconds, _GRACE_S):
+            await asyncio.wait({task}, timeout=limit_s)
     except asyncio.CancelledError:
         task.cancel()
         raise

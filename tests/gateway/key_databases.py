@@ -1,5 +1,5 @@
 """Private servers of the databases that gateways share keys in: in temporary folders, at Unix sockets. Tests that need
-one are skipped where its program or its driver is not there (Debian: postgresql, valkey-server)."""
+one are skipped where its program or its driver is not there (Debian: postgresql, valkey-server, redis-server)."""
 
 from __future__ import annotations
 
@@ -110,7 +110,40 @@ class PostgresqlServer(Server):
         return f"postgresql:///{name}?host={self.folder}&user=octavo"
 
 
-SERVERS: dict[str, tuple[type[Server], str, str]] = {"postgresql": (PostgresqlServer, "postgres", "psycopg")}
+class ValkeyServer(Server):
+    """Valkey, with an append-only file. Redis does as well."""
+
+    program = "valkey-server"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._num_databases = -1
+
+    def command(self) -> list[str]:
+        own = ["--port", "0", "--unixsocket", str(self.folder / "socket"), "--dir", str(self.folder)]
+        return [_program(self.program), *own, "--appendonly", "yes", "--appendfsync", "no", "--save", ""]
+
+    def answers(self) -> bool:
+        import redis
+
+        with contextlib.suppress(redis.RedisError), redis.Redis(unix_socket_path=str(self.folder / "socket")) as client:
+            return bool(client.ping())
+        return False
+
+    def url(self) -> str:
+        self._num_databases += 1
+        return f"valkey+unix://{self.folder}/socket?db={self._num_databases}"
+
+
+class RedisServer(ValkeyServer):
+    program = "redis-server"
+
+
+SERVERS: dict[str, tuple[type[Server], str, str]] = {
+    "postgresql": (PostgresqlServer, "postgres", "psycopg"),
+    "valkey": (ValkeyServer, "valkey-server", "redis"),
+    "redis": (RedisServer, "redis-server", "redis"),
+}
 
 
 @contextlib.contextmanager

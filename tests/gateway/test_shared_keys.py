@@ -167,6 +167,8 @@ def test_gateways_share_keys_by_their_admin_routes(database: Server) -> None:
                 gateway(models, FakeLaunch(), **options) as other,
             ):
                 keys, others = Keys(one), Keys(other)
+                for gate in (one, other):
+                    gate.server.store._batch_now = Now()  # type: ignore[union-attr]
                 async with keys.http, others.http:
                     key_id, headers = await keys.create(requests_per_day=4)
                     for gate in (one, other):
@@ -184,6 +186,20 @@ def test_gateways_share_keys_by_their_admin_routes(database: Server) -> None:
                     assert [row["requests"] for row in table.json()["data"]] == [4]
 
     asyncio.run(run())
+
+
+def test_a_valkey_that_drops_keys_is_refused() -> None:
+    async def run(url: str) -> None:
+        await open_keys(url).open()
+
+    with server("valkey") as running:
+        import redis
+
+        with redis.Redis(unix_socket_path=str(running.folder / "socket")) as client:
+            client.config_set("maxmemory", "100mb")
+            client.config_set("maxmemory-policy", "allkeys-lru")
+        with pytest.raises(ConfigError, match="noeviction"):
+            asyncio.run(run(running.url()))
 
 
 def test_an_address_that_is_wrong_ends_the_start() -> None:
