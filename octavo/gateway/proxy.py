@@ -253,8 +253,9 @@ class Proxy:
                 self._metrics.requests.labels(deployment.name, replica.name, answer.status).inc()
                 self._metrics.first_byte.labels(deployment.name).observe(time.monotonic() - request.arrival)
             if answer.status < 300 and _KEEPS.match(request.path):
-                for created in _CREATED.findall(data[:8192]):
-                    self._created.add(created.decode(), deployment.name, replica, request.owner)
+                created = [one.decode() for one in _CREATED.findall(data[:8192])]
+                for one in created if not client.progress.is_resumable else [client.progress.id]:
+                    self._created.add(one, deployment.name, replica, request.owner)
             return await self._pass_on(deployment, replica, answer, data, client, is_only)
         finally:
             replica.num_in_flight -= 1
@@ -345,6 +346,8 @@ def _metered(request: ProxyRequest, key: Key, client: Client) -> ProxyRequest:
             f"The API key {settings.name} has a limit of tokens, and those of batches and background responses are not "
             "counted.", status=403, code="not_allowed",
         )  # fmt: skip
+    if body.is_resumed and request.path == "/v1/responses":
+        raise RequestError("resume would give a response an id of another key's.", param="resume", status=403)
     if body.is_json and settings.priority is not None:
         body = body.having(priority=settings.priority)
     if body.streams and not body.wants_usage and request.path in _USAGE_PATHS:

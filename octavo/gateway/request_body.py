@@ -30,6 +30,7 @@ class _Fields(msgspec.Struct):
     conversation: Any = None
     session_id: Any = None
     input_file_id: Any = None
+    resume: Any = None
 
 
 class _Conversation(msgspec.Struct):
@@ -60,6 +61,7 @@ class RequestBody:
     is_json: bool = False
     wants_usage: bool = False  # at the end of its stream
     is_background: bool = False
+    is_resumed: bool = False  # goes on with another server's stream
     session_id: str | None = None
 
     def having(self, **fields: Any) -> RequestBody:
@@ -138,7 +140,7 @@ def read_body(data: bytes, content_type: str) -> RequestBody:
     wants_usage = isinstance(options, dict) and options.get("include_usage") is True
     return RequestBody(
         data, fields.model, fields.stream is True, refers_to, is_json=True, wants_usage=wants_usage,
-        is_background=fields.background is True,
+        is_background=fields.background is True, is_resumed=fields.resume is not None,
         session_id=fields.session_id if isinstance(fields.session_id, str) else None,
     )  # fmt: skip
 

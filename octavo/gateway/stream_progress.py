@@ -12,10 +12,17 @@ import msgspec
 from octavo.gateway.request_body import with_fields
 
 RESUMABLE = b"x-octavo-resumable"
-RESUMABLE_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages"))
+RESUMABLE_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
 _TOKENS = b": tokens "
-_ENDS = (b"data: [DONE]", b"event: message_stop")
+_ENDS = (
+    b"data: [DONE]", b"event: message_stop",
+    b"event: response.completed", b"event: response.incomplete", b"event: response.failed",
+)  # fmt: skip
 _KEEP_ALIVES = (b":", b"event: ping")
+
+
+class _About(msgspec.Struct):
+    id: str
 
 
 class StreamProgress:
@@ -23,6 +30,7 @@ class StreamProgress:
 
     def __init__(self) -> None:
         self._about: bytes | None = None  # JSON
+        self.id = ""  # of the answer
         self._tokens: list[bytes] = []  # JSON lists
         self._waiting: list[bytes] = []  # events without their tokens
         self._rest = b""  # of an event that is not whole
@@ -33,7 +41,7 @@ class StreamProgress:
         """A replica begins to send, or goes on. `about` is its header."""
         if self._about is None and about:
             try:
-                msgspec.json.decode(about, type=dict[str, msgspec.Raw])
+                self.id = msgspec.json.decode(about, type=_About).id
             except msgspec.DecodeError:
                 return
             self._about = about

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,10 @@ import openai
 import psutil
 import pytest
 
+from octavo.gateway.key_store import DAY_S
 from tests.e2e.server import MODEL, Server, openai_client, running_server
+from tests.gateway.key_databases import SERVERS
+from tests.gateway.key_databases import server as database_server
 from tests.waiting import wait_until, within
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the gateway needs SIGHUP and process groups")
@@ -124,27 +128,57 @@ def two_replicas(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"max_tokens": 200, "stream_options": {"include_usage": True}},
+    "/v1/responses": {"max_output_tokens": 200},
+    "/v1/messages": {"max_tokens": 200},
+}
+
+
+def read_stream(path: str, text: str) -> list[Any]:
+    """The answer in a stream's events, which may part it anywhere: its text, and what its end says."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    events = [json.loads(line) for line in lines if line != "[DONE]"]
+    if path == "/v1/chat/completions":
+        assert lines[-1] == "[DONE]" and len({event["id"] for event in events}) == 1
+        choices = [choice for event in events for choice in event["choices"]]
+        deltas = [choice["delta"].get("content") or "" for choice in choices]
+        return ["".join(deltas), choices[-1]["finish_reason"], events[-1]["usage"]["completion_tokens"]]
+    if path == "/v1/responses":
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+        response = events[-1]["response"]
+        assert response["id"] == events[0]["response"]["id"]
+        assert response["output"][0]["content"][0]["text"] == "".join(deltas)
+        return ["".join(deltas), response["status"], response["usage"]["output_tokens"]]
+    assert events[-1]["type"] == "message_stop"
+    deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+    end = next(event for event in events if event["type"] == "message_delta")
+    return ["".join(deltas), end["delta"]["stop_reason"], end["usage"]["output_tokens"]]
+
+
 @pytest.mark.long
-def test_streams_of_a_replica_that_is_killed_go_on_with_equal_bits(two_replicas: Server) -> None:
+@pytest.mark.parametrize("path", BODIES)
+def test_streams_of_a_replica_that_is_killed_go_on_with_equal_bits(two_replicas: Server, path: str) -> None:
     num_streams = 6
     begun = threading.Semaphore(0)
 
-    def ask(number: int) -> tuple[str, str | None, int]:
-        with openai_client(two_replicas) as client:
-            stream = client.chat.completions.create(
-                model="pair", messages=[{"role": "user", "content": f"Tell a tale of {number} hens."}], max_tokens=200,
-                temperature=0.8, seed=number, stream=True, stream_options={"include_usage": True},
-                extra_body={"ignore_eos": True},  # none ends before the kill, whatever its tokens
-            )  # fmt: skip
-            text, reason, num_tokens = "", None, 0
-            for position, chunk in enumerate(stream):
+    def ask(number: int) -> list[Any]:
+        said = [{"role": "user", "content": f"Tell a tale of {number} hens."}]
+        body: dict[str, Any] = {"model": "pair", "stream": True, "temperature": 0.8, "seed": number, **BODIES[path]}
+        if path == "/v1/messages":
+            del body["seed"]
+            body["temperature"] = 0.0
+        else:
+            body["ignore_eos"] = True  # none ends before the kill, whatever its tokens
+        body["input" if path == "/v1/responses" else "messages"] = said
+        text = ""
+        with httpx.stream("POST", two_replicas.url + path, json=body, timeout=within(90)) as response:
+            for position, piece in enumerate(response.iter_text()):
                 if position == 2:
                     begun.release()
-                num_tokens = chunk.usage.completion_tokens if chunk.usage else num_tokens
-                for choice in chunk.choices:
-                    text += choice.delta.content or ""
-                    reason = choice.finish_reason or reason
-            return text, reason, num_tokens
+                text += piece
+        return read_stream(path, text)
 
     with ThreadPoolExecutor(num_streams) as threads:
         expected = list(threads.map(ask, range(num_streams)))
@@ -161,6 +195,8 @@ def test_streams_of_a_replica_that_is_killed_go_on_with_equal_bits(two_replicas:
 
 class Upstream(ThreadingHTTPServer):
     """A server that answers with a usage of 4 and 3 tokens, and counts requests by their user."""
+
+    request_queue_size = 512
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
@@ -190,18 +226,18 @@ class _Answer(BaseHTTPRequestHandler):
         pass
 
 
+def admin(server: Server, method: str, path: str, **fields: Any) -> Any:
+    port = re.findall(r"the admin routes listen at port (\d+)", server.log.read_text())[-1]
+    headers = {"authorization": "Bearer root"}
+    url = f"http://127.0.0.1:{port}{path}"
+    return httpx.request(method, url, headers=headers, timeout=within(60), **fields).json()
+
+
 def test_every_count_is_exact_after_a_kill(tmp_path: Path) -> None:
     file = tmp_path / "models.yaml"
     flags = ("--catalogue", str(file), "--keys", str(tmp_path / "keys.db"), "--admin-port", "0", "--admin-key", "root")
     answered: Counter[str] = Counter()
     num_keys = 8
-
-    def admin(server: Server, method: str, path: str, **fields: Any) -> Any:
-        port = re.findall(r"the admin routes listen at port (\d+)", server.log.read_text())[-1]
-        headers = {"authorization": "Bearer root"}
-        return httpx.request(
-            method, f"http://127.0.0.1:{port}{path}", headers=headers, timeout=within(60), **fields
-        ).json()
 
     def ask(url: str, key_id: str, secret: str) -> None:
         with httpx.Client(headers={"authorization": f"Bearer {secret}"}, timeout=within(60)) as client:
@@ -233,3 +269,67 @@ def test_every_count_is_exact_after_a_kill(tmp_path: Path) -> None:
         assert rest == 0 and counts["prompt_tokens"] == 4 * num_counted
         # At the kill a key had one request under way at most.
         assert answered[key_id] <= num_counted <= upstream.seen[key_id] <= counts["requests"] <= answered[key_id] + 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", SERVERS)
+def test_gateways_with_one_database_keep_limits_though_one_is_killed(tmp_path: Path, kind: str) -> None:
+    """Of three clients of each key two are at a gateway that is killed amid them, and go on at the other one."""
+    num_keys, limit = 8, 50
+    days = {int(time.time() // DAY_S)}
+    answered: Counter[str] = Counter()
+    refused: Counter[str] = Counter()
+    unsure: Counter[str] = Counter()
+    file = tmp_path / "models.yaml"
+
+    def ask(urls: list[str], key_id: str, secret: str) -> None:
+        with httpx.Client(headers={"authorization": f"Bearer {secret}"}, timeout=within(60)) as client:
+            while True:
+                try:
+                    response = client.post(urls[0] + "/v1/chat/completions", json={"model": "m", "user": key_id})
+                except httpx.TransportError:
+                    urls = urls[1:]
+                    continue
+                if response.status_code == 503:  # a machine that is too busy for one of the servers to answer
+                    unsure[key_id] += 1
+                    continue
+                if response.status_code == 429:
+                    refused[key_id] += 1
+                    return
+                assert response.status_code == 200, response.text
+                answered[key_id] += 1
+
+    with (
+        database_server(kind) as database, Upstream() as upstream, ThreadPoolExecutor(3 * num_keys + 1) as threads
+    ):  # fmt: skip
+        threads.submit(upstream.serve_forever)
+        try:
+            file.write_text(f"models:\n  m: {{addresses: ['http://127.0.0.1:{upstream.server_port}']}}\n")
+            flags = (
+                "--catalogue", str(file), "--keys", database.url(), "--admin-port", "0", "--admin-key", "root"
+            )  # fmt: skip
+            (tmp_path / "other").mkdir()
+            with (
+                running_server(tmp_path, *flags, command=COMMAND) as server,
+                running_server(tmp_path / "other", *flags, command=COMMAND) as other,
+            ):
+                settings = [{"name": f"k{number}", "requests_per_day": limit} for number in range(num_keys)]
+                made = [admin(server, "POST", "/keys", json=one) for one in settings]
+                ways = [[server.url, other.url], [server.url, other.url], [other.url]]
+                asking = [threads.submit(ask, way, key["id"], key["key"]) for way in ways for key in made]
+                wait_until(lambda: upstream.seen.total() >= num_keys * limit / 3)
+                os.kill(server.process.pid, signal.SIGKILL)
+                for one in asking:
+                    one.result()
+                used = {key["id"]: key["used"] for key in admin(other, "GET", "/keys")["data"]}
+        finally:
+            upstream.shutdown()
+    assert used.keys() == {key["id"] for key in made} and set(refused.values()) == {3}
+    days.add(int(time.time() // DAY_S))  # two, at midnight, when limits begin anew
+    for key_id, counts in used.items():
+        assert limit - unsure[key_id] <= counts["requests"] <= limit * len(days), "no more, and no less"
+        num_counted, rest = divmod(counts["completion_tokens"], 3)
+        assert rest == 0 and counts["prompt_tokens"] == 4 * num_counted
+        # At the kill a key had two requests under way there at most.
+        assert counts["requests"] - 2 - unsure[key_id] <= answered[key_id]
+        assert answered[key_id] <= num_counted <= upstream.seen[key_id] <= counts["requests"]

@@ -274,6 +274,8 @@ def test_a_key_is_for_its_models_and_sees_no_others(clock: Clock, tmp_path: Path
         _, others = await keys.create()
         found = await gate.http.get(f"/v1/responses/{made}", headers=others)
         assert found.status_code == 404, "what another key has made"
+        chosen = await gate.ask(path="/v1/responses", input="x", stream=True, resume={"id": made})
+        assert chosen.status_code == 403, "whose id it would have"
         lists = await gate.http.get("/v1/files", headers={**others, "x-octavo-model": "a"})
         assert lists.status_code == 403
         changed = await keys.http.patch(f"/keys/{key_id}", json={"models": None, "is_enabled": False})

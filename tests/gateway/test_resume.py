@@ -24,6 +24,9 @@ def replica(dies_after: int | None = None, cut: int = 0) -> Behave:
     """A server that dies after so many entries of the script, and `cut` bytes of the next one."""
 
     async def behave(asked: Asked) -> None:
+        if asked.method == "GET":
+            asked.reply(b'{"kept": true}')
+            return
         assert asked.headers["x-octavo-resumable"] == "1"
         asked.head(content_type="text/event-stream", transfer_encoding="chunked", x_octavo_resumable=json.dumps(ABOUT))
         resume = asked.json.get("resume", {"tokens": []})
@@ -110,5 +113,19 @@ def test_a_replica_that_cannot_go_on_says_why(clock: Clock) -> None:
         async with fake_servers(refuse, refuse) as servers, gateway(at(servers)) as gate:
             answer = await gate.ask(stream=True)
             assert answer.content.endswith(b'data: {"error": {"message": "resume is unknown"}}\n\n')
+
+    clock.run(run())
+
+
+def test_a_response_is_kept_where_its_stream_ended(clock: Clock) -> None:
+    async def run() -> None:
+        async with fake_servers(replica(2), replica()) as servers, gateway(at(servers)) as gate:
+            number = 0
+            while not servers[0].asked:  # either may be chosen
+                number += 1
+                answer = await gate.ask(path="/v1/responses", stream=True, input=f"{number}")
+                assert answer.content == WHOLE
+            kept = await gate.http.get(f"/v1/responses/{ABOUT['id']}")
+            assert kept.json() == {"kept": True} and servers[1].asked[-1].method == "GET"
 
     clock.run(run())

@@ -198,13 +198,13 @@ def _optional_calls(
 
 
 class AnswerReader:
-    """Reads the text of one choice in pieces."""
+    """Reads the text of one choice in pieces. Ids of calls follow from `name`; "" stands for any."""
 
-    def __init__(self, form: AnswerFormat) -> None:
+    def __init__(self, form: AnswerFormat, name: str = "") -> None:
         self.num_calls = 0
         self._has_one_call, self._drops = form.has_one_call, False  # whether the current call is dropped
         self._shows_reasoning = form.include_reasoning
-        self._ids = CallIds(form.call_ids, form.used_ids)
+        self._ids = CallIds(form.call_ids, form.used_ids, name)
         self._splitter = form.new_splitter()
         self._parser = None if form.new_tool_parser is None else form.new_tool_parser()
 

@@ -96,12 +96,14 @@ class Conversation:
         self._counters: dict[int, ReasoningCounter] = {}  # by index of the choice
         self._prompt_token_ids: list[int] = []  # set by `submit`
         self._num_tokens = 0  # of the outputs read by `progress` and `push`
+        self._response_id = ""  # set by `submit`
 
     async def submit(
         self, response_id: str, sink: Sink | None = None
     ) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
         """Check the request. Returns the prompt, and the generator of the outputs, like `ServerState.submit`. Raises
         `RequestError`."""
+        self._response_id = response_id
         async with self._loaded():
             with naming_prompt("messages"):
                 prompt, outputs = await self._state.submit(
@@ -248,7 +250,7 @@ class Conversation:
         """Return the deltas of a choice's next output, or of the whole choice, and its finish reason."""
         index, is_end = completion.index, completion.finish_reason is not None
         if index not in self._readers:
-            self._readers[index] = AnswerReader(self._format)
+            self._readers[index] = AnswerReader(self._format, f"{self._response_id} {index}")
             self._counters[index] = self._new_counter()
         reader, counter = self._readers[index], self._counters[index]
         # A stop token has no text, unless the request wants to see it.

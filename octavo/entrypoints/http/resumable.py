@@ -37,6 +37,7 @@ class ResumableStream:
         """Set the seed of `params`. `name` is the id of a stream that begins here."""
         self.id, self.created = (name, created) if resume is None else (resume.id, resume.created)
         self._num_replayed = 0 if resume is None else len(resume.tokens)  # outputs that another server has sent
+        self.is_resumed, self.has_begun = resume is not None, self._num_replayed > 0  # the client has events
         self.shows_tokens = can_be and _HEADER in raw.headers
         if resume is not None:
             params.seed = resume.seed

@@ -32,6 +32,7 @@ def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompl
         "model": body.model,
         "messages": messages,
         "stream": True,
+        "resume": body.resume,
         "max_tokens": body.max_output_tokens,
         "chat_template_kwargs": body.chat_template_kwargs,
         "parallel_tool_calls": body.parallel_tool_calls,

@@ -219,7 +219,7 @@ def _empty_response(body: ResponsesRequest, response_id: str, model: str) -> dic
     return {
         "id": response_id,
         "object": "response",
-        "created_at": int(time.time()),
+        "created_at": int(time.time()) if body.resume is None else body.resume.created,
         "status": "in_progress",
         "background": bool(body.background),
         "completed_at": None,

@@ -9,6 +9,7 @@ from typing import Any
 
 from octavo.entrypoints.chat.conversation import Progress
 from octavo.entrypoints.http.error_responses import error_fields
+from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.server_state import ServerState
 from octavo.entrypoints.http.store import Database, StoreError
 from octavo.entrypoints.http.streaming import named_event
@@ -31,6 +32,7 @@ class ResponseRun:
         self._builder = builder
         self._items = items
         self._progress = progress
+        self._is_resumed = False
 
     @property
     def response(self) -> dict[str, Any]:
@@ -45,16 +47,19 @@ class ResponseRun:
         await self._keep()
         return self.response
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
+    async def stream(self, resumable: ResumableStream) -> AsyncGenerator[bytes, None]:
         """Yield the events; an error becomes an event."""
+        self._is_resumed = resumable.is_resumed
         try:
-            yield _encode(self._builder.begin())
+            begin = _encode(self._builder.begin())
+            if not resumable.has_begun:
+                yield begin
             async for part in self._progress:
-                events = self._builder.add(part)
-                if part.finish_reason is not None:
+                events, is_last = self._builder.write(part), part.finish_reason is not None
+                if is_last:
                     await self._keep()  # before the client learns that it is complete
-                if events:
-                    yield _encode(events)
+                if shown := resumable.shown(events, part.token_ids, is_last=is_last):
+                    yield shown
         except Exception as error:
             yield _encode(self._fail(error))
         finally:
@@ -76,12 +81,18 @@ class ResponseRun:
 
     async def _keep(self) -> None:
         """Store the response, unless the request says otherwise. If the store has no room, the client still gets the
-        response, which says that it is not stored."""
+        response, which says that it is not stored. One that another server has begun, and stored, is not replaced: its
+        id comes from outside."""
         await self._join()
         if not self.response["store"]:
             return
+
+        def keep(database: Database) -> None:
+            if not self._is_resumed or database.get(stored_responses.KIND, self.response["id"]) is None:
+                stored_responses.write(database, self.response, self._items)
+
         try:
-            await self._state.store.run(lambda database: stored_responses.write(database, self.response, self._items))
+            await self._state.store.run(keep)
         except StoreError as error:
             logger.error("response %s is not stored: %s", self.response["id"], error)
             self.response["store"] = False

@@ -5,12 +5,20 @@ Items of `input` are read by `items`. What asks for something that is not here i
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from octavo.entrypoints.http.body_fields import MAX_METADATA, Int, RequestBody, Text, described, refuse_unbuilt
-from octavo.entrypoints.openai.request_bodies import Effort, FunctionName, StructuredOutputs, TokenRequest, Verbosity
+from octavo.entrypoints.openai.request_bodies import (
+    Effort,
+    FunctionName,
+    Resume,
+    StructuredOutputs,
+    TokenRequest,
+    Verbosity,
+)
 from octavo.errors import RequestError
 
 _NOTE = "Taken and without effect, as OpenAI documents it."
@@ -175,6 +183,9 @@ class ResponsesRequest(TokenRequest):
     structured_outputs: StructuredOutputs | None = described("What the answer must be: json, regex, choice or grammar.")
     chat_template_kwargs: dict[str, Any] | None = described("Variables for the chat template.")
 
+    # Octavo's own.
+    resume: Resume | None = described("Go on with a stream of another server that was lost, as octavo gateway does.")
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_parts(cls, data: Any) -> Any:
@@ -186,6 +197,11 @@ class ResponsesRequest(TokenRequest):
             raise RequestError("background needs store: the response is fetched later.", param="background")
         if self.conversation is not None and self.previous_response_id is not None:
             raise RequestError("conversation and previous_response_id exclude each other.", param="conversation")
+        if self.resume is not None and (not self.is_resumable or not re.fullmatch("resp_[0-9a-f]{32}", self.resume.id)):
+            raise RequestError(
+                "resume goes with the id of a response and a stream, not in the background and without "
+                "log-probabilities.", param="resume",
+            )  # fmt: skip
         return self
 
     @property
@@ -195,6 +211,11 @@ class ResponsesRequest(TokenRequest):
     @property
     def is_stored(self) -> bool:
         return self.store is not False
+
+    @property
+    def is_resumable(self) -> bool:
+        """Return whether another server can go on with the stream, given its tokens."""
+        return bool(self.stream) and not self.background and not self.wants_logprobs
 
     @property
     def wants_logprobs(self) -> bool:

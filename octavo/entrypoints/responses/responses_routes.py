@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from starlette.requests import Request
@@ -14,6 +15,7 @@ from octavo.entrypoints.chat.conversation import Conversation, Progress
 from octavo.entrypoints.chat.last_turns import submit_last_turns
 from octavo.entrypoints.http.body_fields import ResponseModel
 from octavo.entrypoints.http.pagination import Deleted, Page, page_query, read_boolean, read_integer
+from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ARRIVAL, ServerState, state_of
 from octavo.entrypoints.http.store import Stored
@@ -59,16 +61,19 @@ async def create_response(body: ResponsesRequest, raw: Request) -> Response:
     state = state_of(raw)
     model = state.resolve_model(body.model)
     _, headers = state.response_id("resp", body, raw)
-    response_id = f"resp_{uuid.uuid4().hex}"  # always a new id: the stored response is found by it
+    # Always a new id: the stored response is found by it.
+    response_id = f"resp_{uuid.uuid4().hex}" if body.resume is None else body.resume.id
     history, items = await _read(body, state, response_id)
     formatter = LogprobsFormatter(state.engine.tokenizer) if body.wants_logprobs else None
     builder = ResponseBuilder(body, response_id, model, formatter)
-    progress, push = await _submit(body, state, builder, [*history, *items])
+    progress, stream = await _submit(body, raw, builder, [*history, *items])
     if body.background:
-        return await _start(BackgroundRun(state, builder, items, progress), items, state, headers, bool(body.stream))
+        in_background = BackgroundRun(state, builder, items, progress)
+        return await _start(in_background, items, state, headers, bool(body.stream))
     run = ResponseRun(state, builder, items, progress)
     if body.stream:
-        return EventStream(run.stream(), headers, push)
+        headers |= stream.resumable.headers(stream.num_prompt_tokens)
+        return EventStream(run.stream(stream.resumable), headers, stream.push)
     response = await run_until_disconnect(run.collect(), raw.receive)
     if response is None:
         return Response(status_code=499)
@@ -101,23 +106,38 @@ async def _read(body: ResponsesRequest, state: ServerState, response_id: str) ->
     )
 
 
+@dataclass
+class _Stream:
+    """What a response's stream needs."""
+
+    push: Push | None
+    resumable: ResumableStream
+    num_prompt_tokens: int
+
+
 async def _submit(
-    body: ResponsesRequest, state: ServerState, builder: ResponseBuilder, items: list[Item]
-) -> tuple[AsyncGenerator[Progress, None], Push | None]:
+    body: ResponsesRequest, raw: Request, builder: ResponseBuilder, items: list[Item]
+) -> tuple[AsyncGenerator[Progress, None], _Stream]:
     """Submit the conversation to the engine; with `truncation` "auto" only as many of its last turns as fit."""
+    state, response = state_of(raw), builder.response
     messages = await run_off_loop(lambda: to_messages(items, body.instructions), length=_length())
 
-    async def submit(
-        kept: Sequence[dict[str, Any]], is_tried: bool
-    ) -> tuple[AsyncGenerator[Progress, None], Push | None]:
+    async def submit(kept: Sequence[dict[str, Any]], is_tried: bool) -> tuple[AsyncGenerator[Progress, None], _Stream]:
         chat = await run_off_loop(lambda: to_chat(body, list(kept)), length=_length())
         params = chat.to_sampling_params(state.engine.config.model.default_sampling_params)
         builder.set_params(params)
+        resumable = ResumableStream(
+            raw, params, body.resume, response["id"], response["created_at"], can_be=body.is_resumable
+        )
         conversation = Conversation(chat, state, params, clamps_max_tokens=True)
+
+        def write(part: Progress) -> bytes:
+            return resumable.shown(builder.write(part), part.token_ids, is_last=part.finish_reason is not None)
+
         pushes = body.stream and not body.background and not is_tried
-        push = conversation.push(builder.write) if pushes else None
-        _, outputs = await conversation.submit(builder.response["id"], push)
-        return conversation.progress(outputs), push
+        push = conversation.push(write) if pushes else None
+        prompt, outputs = await conversation.submit(response["id"], push)
+        return conversation.progress(outputs), _Stream(push, resumable, len(prompt.token_ids))
 
     try:
         if body.truncation != "auto":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -409,3 +410,49 @@ def test_a_full_store_loses_no_answer_and_the_oldest_leave(tiny_tokenizer: Path,
         refused = http.post("/v1/responses", json={**huge, "background": True})
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "store_failed"
         assert http.post("/v1/responses", json={"input": "Hi"}).json()["store"] is True
+
+
+def resumable(http: httpx.Client, **fields: Any) -> tuple[dict[str, Any], list[str]]:
+    """What is said about a stream whose caller wants to be able to go on with it, and its events."""
+    body = {"model": MODEL, "input": "Hi", "tools": [WEATHER], "stream": True, **fields}
+    response = http.post("/v1/responses", json=body, headers={"X-Octavo-Resumable": "1"})
+    assert response.status_code == 200, response.text
+    text = re.sub(r'"completed_at":\d+', '"completed_at":0', response.text)
+    return json.loads(response.headers.get("x-octavo-resumable", "{}")), text.split("\n\n")[:-1]
+
+
+@pytest.mark.parametrize("answer", ['It\'s "é"\n\nthe end', f"<think>hm</think>so {CALL}\n{CALL}"])
+def test_another_server_goes_on_with_a_stream_at_each_token(
+    http: httpx.Client, engine: FakeEngine, answer: str
+) -> None:
+    engine.answer = answer
+    about, events = resumable(http)
+    tokens: list[list[int]] = []
+    shown = [event for event in events if not event.startswith(":")]
+    _, from_start = resumable(http, resume={**about, "tokens": []})
+    assert from_start == events, "its client has nothing yet"
+    for number, event in enumerate(events):
+        if event.startswith(": tokens "):
+            tokens.append(json.loads(event.removeprefix(": tokens ")))
+            _, rest = resumable(http, resume={**about, "tokens": tokens})
+            assert rest == events[number + 1 :]
+    assert len(tokens) > 5
+    numbers = [json.loads(event.partition("data: ")[2])["sequence_number"] for event in shown]
+    assert numbers == list(range(len(shown)))
+    stored = http.get(f"/v1/responses/{about['id']}").json()
+    last = json.loads(shown[-1].partition("data: ")[2])["response"]
+    assert stored["output"] == last["output"] and stored["created_at"] == about["created"]
+
+
+def test_a_response_that_is_stored_is_not_replaced_by_one_with_its_id(http: httpx.Client, engine: FakeEngine) -> None:
+    engine.answer = "secret"
+    about, _ = resumable(http)
+    engine.answer = "other"
+    assert "other" in resumable(http, resume={**about, "tokens": []})[1][-1]
+    assert "secret" in http.get(f"/v1/responses/{about['id']}").text
+    for fields in ({"include": ["message.output_text.logprobs"]}, {"background": True}):
+        assert resumable(http, **fields)[0] == {}
+    for fields in ({"stream": False}, {"background": True}, {"top_logprobs": 2}, {"resume": {**about, "id": "resp_1"}}):
+        body = {"model": MODEL, "input": "Hi", "stream": True, "resume": {**about, "tokens": []}, **fields}
+        refused = http.post("/v1/responses", json=body)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] in ("resume", "resume.tokens")

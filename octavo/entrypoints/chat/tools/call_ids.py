@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,16 +19,19 @@ class CallIdForm(Enum):
 
 @dataclass(slots=True)
 class CallIds:
-    """Makes the ids of one answer's calls. `used` are the ids of earlier calls in the conversation."""
+    """Makes the ids of one answer's calls. `used` are the ids of earlier calls in the conversation. Ids follow from the
+    `seed`, so that a server that goes on with an answer makes the same; "" draws one."""
 
     form: CallIdForm = CallIdForm.LONG
     used: Iterable[str] = ()
+    seed: str = ""
     _taken: set[str] = field(init=False)
     _num_calls: int = field(init=False)
 
     def __post_init__(self) -> None:
         used = list(self.used)
         self._taken, self._num_calls = set(used), len(used)
+        self.seed = self.seed or uuid.uuid4().hex
 
     def next(self, name: str, own: str = "") -> str:
         """Return the id of a call of the function `name`. The model's `own` id is kept if it has the form and no other
@@ -45,11 +49,14 @@ class CallIds:
         return True
 
     def _new(self, name: str) -> str:
-        if self.form is CallIdForm.SHORT:
-            return uuid.uuid4().hex[:9]
         if self.form is CallIdForm.COUNTED:
             count = self._num_calls
             while (counted := f"functions.{name}:{count}") in self._taken:
                 count += 1
             return counted
-        return f"call_{uuid.uuid4().hex[:24]}"
+        count, new = self._num_calls, ""
+        while not new or new in self._taken:
+            digits = hashlib.blake2b(f"{self.seed} {count}".encode(), digest_size=12).hexdigest()
+            new = digits[:9] if self.form is CallIdForm.SHORT else f"call_{digits}"
+            count += 1
+        return new
