@@ -45,14 +45,19 @@ class Member(NamedTuple):
 class Listener:
     """Listens until `close`. Many threads call `take`, each with one caller."""
 
-    def __init__(self, address: tuple[str, int], take: Callable[[Caller], None]) -> None:
-        """Raises `OSError` if this host cannot listen at the address."""
+    def __init__(self, address: tuple[str, int], take: Callable[[Caller], None], retry_s: float = 1.0) -> None:
+        """After a connection that could not be accepted it waits `retry_s`. Raises `OSError` if this host cannot listen
+        at the address."""
+        self._retry_s = retry_s
+        self._is_closed = threading.Event()
         self._take = take
         self._handshakes = threading.BoundedSemaphore(_MAX_CALLERS)
         self._listener = listen(address)
-        threading.Thread(target=self._listen, name="nodes", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="nodes", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
+        self._is_closed.set()
         # Closing alone would not wake the accepting thread.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -61,8 +66,13 @@ class Listener:
         while True:
             try:
                 connection, address = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if self._is_closed.is_set():
+                    return
+                # The caller has hung up already, or this process has too many files open for now.
+                logger.warning("a connection could not be accepted: %s", error)
+                self._is_closed.wait(self._retry_s)
+                continue
             if not self._handshakes.acquire(blocking=False):
                 connection.close()
                 continue

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from octavo.engine.sleep_levels import SLEEPERS, check_level, woken_by
 from octavo.engine.supervisor import Supervisor
 from octavo.engine.wire import BlockMap, CacheWasReset, DropCacheSession, GetBlockMap, ResetCache, SetPaused
-from octavo.errors import RequestError
+from octavo.errors import OctavoError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,16 @@ class EngineControl:
         if mode not in PAUSE_MODES:
             raise RequestError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}.", param="mode")
         await self._supervisor.wait_ready()
+        was_open = self._is_open.is_set()
         self._is_open.clear()
+        try:
+            await self._halt(mode, clear_cache)
+        except OctavoError:
+            if was_open:
+                await self.resume()
+            raise
+
+    async def _halt(self, mode: str, clear_cache: bool) -> None:
         if mode == "keep":
             self._is_halted = True
             self._supervisor.tell(SetPaused(True))
@@ -118,7 +127,12 @@ class EngineControl:
                 await self.pause(mode, clear_cache=False)
             self._asleep, self.sleep_level = SLEEPERS, level
             if level == 1 and self._supervisor.config.device == "cpu":
-                await self.reset_prefix_cache(frees_memory=True)
+                try:
+                    await self.reset_prefix_cache(frees_memory=True)
+                except OctavoError:
+                    self._asleep, self.sleep_level = frozenset(), 0
+                    await self.resume()
+                    raise
             else:
                 await self._supervisor.end_core()
             logger.info("the engine sleeps (level %d)", level)

@@ -289,7 +289,7 @@ class EngineCore:
         """Start the tower on the media of pending requests, in order, as far as there is room for their rows."""
         for one in several:
             if one.waits_for_media and self._has_media_room:
-                one.media = self.executor.prepare_media(one.request.media, self._media_in_use())
+                one.media = self.executor.prepare_media(one.request.media, self._media_in_use)
                 self._has_media_room = one.media is not None
 
     def _media_in_use(self) -> set[bytes]:

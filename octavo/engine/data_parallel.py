@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -34,6 +34,7 @@ from octavo.request import AdapterSource, EngineRequest
 from octavo.stats import EngineStats
 
 T = TypeVar("T")
+Asking: TypeAlias = Callable[[AsyncLLMEngine], Awaitable[T]]
 _MAX_BLOCKS = 1 << 16  # blocks of an engine that is not ready yet
 
 
@@ -165,7 +166,7 @@ class DataParallelEngine(EngineCalls):
 
     async def wait_ready(self) -> Ready:
         """Return when all engines have been ready once, with the sizes of one."""
-        ready = await self._all(lambda engine: engine.wait_ready())
+        ready = await asyncio.gather(*(engine.wait_ready() for engine in self._engines))
         self._begin()
         return ready[0]
 
@@ -182,7 +183,7 @@ class DataParallelEngine(EngineCalls):
 
     async def wait_failed(self) -> None:
         """Return when all engines have died."""
-        await self._all(lambda engine: engine.wait_failed())
+        await asyncio.gather(*(engine.wait_failed() for engine in self._engines))
 
     async def do_log_stats(self) -> None:
         await self._all(lambda engine: engine.do_log_stats())
@@ -292,7 +293,10 @@ class DataParallelEngine(EngineCalls):
         self, mode: str = "abort", *, wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
     ) -> None:
         mode = "wait" if wait_for_inflight_requests else mode
-        await self._all(lambda engine: engine.pause_generation(mode, clear_cache=clear_cache))
+        await self._all(
+            lambda engine: engine.pause_generation(mode, clear_cache=clear_cache),
+            (lambda engine: engine.is_paused(), lambda engine: engine.resume_generation()),
+        )
 
     async def resume_generation(self) -> None:
         await self._all(lambda engine: engine.resume_generation())
@@ -307,7 +311,10 @@ class DataParallelEngine(EngineCalls):
         return sum(found) if found else None
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        await self._all(lambda engine: engine.sleep(level, mode))
+        await self._all(
+            lambda engine: engine.sleep(level, mode),
+            (lambda engine: engine.is_sleeping(), lambda engine: engine.wake_up()),
+        )
         self._router.forget_caches()
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> None:
@@ -320,6 +327,21 @@ class DataParallelEngine(EngineCalls):
         if self._hosts is not None:
             self._hosts.close()
 
-    async def _all(self, ask: Callable[[AsyncLLMEngine], Awaitable[T]]) -> list[T]:
-        """Call every engine and return the results in order. Raises the first error."""
-        return await asyncio.gather(*(ask(engine) for engine in self._engines))
+    async def _all(self, ask: Asking[T], undo: tuple[Asking[bool], Asking[None]] | None = None) -> list[T]:
+        """Call every engine that has not ended for good, and return the results in order. Raises the first error when
+        all have answered. `undo` says whether an engine is in the state that was asked for, and takes it out of it:
+        after an error no engine is left in it that was not before."""
+        asked = [engine for engine in self._engines if engine.failure is None] or self._engines
+        free = [] if undo is None else [engine for engine in asked if not await undo[0](engine)]
+        results = await asyncio.gather(*map(ask, asked), return_exceptions=True)
+        found = [result for result in results if not isinstance(result, BaseException)]
+        errors = [
+            result
+            for engine, result in zip(asked, results, strict=True)
+            if isinstance(result, BaseException) and (engine.failure is None or not found)
+        ]
+        if not errors:
+            return found
+        if undo is not None:
+            await asyncio.gather(*[undo[1](engine) for engine in free if await undo[0](engine)], return_exceptions=True)
+        raise errors[0]

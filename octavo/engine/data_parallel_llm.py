@@ -45,7 +45,7 @@ class DataParallelLLMEngine(StepCalls):
             raise ConfigError("LLM and LLMEngine run engines on this machine: leave --data-parallel-size-local out.")
         self._in_flight: dict[str, tuple[_Asked, Future[None]]] = {}  # by the caller's ids
         self._outputs = queue.SimpleQueue[tuple[_Asked, Output | Exception]]()
-        self._failed: list[Exception] = []  # to be raised
+        self._failed: list[tuple[str, Exception]] = []  # to be raised, with the caller's ids
         self._is_closed = self._is_asleep = False
         self._loop = event_loop_factory()()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)
@@ -82,6 +82,7 @@ class DataParallelLLMEngine(StepCalls):
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             if (found := self._in_flight.pop(one, None)) is not None:
                 found[1].cancel()
+            self._failed = [failed for failed in self._failed if failed[0] != one]
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._in_flight)
@@ -92,20 +93,20 @@ class DataParallelLLMEngine(StepCalls):
     def step(self) -> list[Output]:
         """Return the outputs since the last call, and wait for at least one."""
         if self._failed:
-            raise self._failed.pop(0)
+            raise self._failed.pop(0)[1]
         outputs: list[Output] = []
         while self._in_flight and not ((outputs or self._failed) and self._outputs.empty()):
             asked, found = self._outputs.get()
             if self._in_flight.get(asked.external_id, (None,))[0] is not asked:  # it was aborted
                 continue
             if isinstance(found, Exception):
-                self._failed.append(found)
+                self._failed.append((asked.external_id, found))
             else:
                 outputs.append(found)
             if isinstance(found, Exception) or found.finished:
                 del self._in_flight[asked.external_id]
         if self._failed and not outputs:
-            raise self._failed.pop(0)
+            raise self._failed.pop(0)[1]
         return outputs
 
     def sleep(self, level: int = 1) -> None:

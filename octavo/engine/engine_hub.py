@@ -367,8 +367,17 @@ class EngineHub:
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
 
+    async def _hold(self, name: str, **args: Any) -> None:
+        """Have every front end pause or sleep. If one cannot, none stays paused: its requests would wait for ever."""
+        try:
+            await self.tell_all(name, **args)
+        except OctavoError:
+            if not self._standing.keys() & {"pause", "sleep"}:
+                await self.tell_all("resume_generation")
+            raise
+
     async def _pause(self, **args: Any) -> None:
-        await self.tell_all("pause_generation", **args)
+        await self._hold("pause_generation", **args)
         self._standing["pause"] = "pause_generation", {**args, "clear_cache": False}
 
     async def _resume(self) -> None:
@@ -378,8 +387,8 @@ class EngineHub:
     async def _sleep(self, level: int, mode: str) -> None:
         """See `EngineControl.sleep`. The memory is freed when no front end has requests any more."""
         check_level(level)
-        await self.tell_all("pause_generation", mode=mode, clear_cache=False)
-        await self.tell_all("sleep", level=level, mode=mode)
+        await self._hold("pause_generation", mode=mode, clear_cache=False)
+        await self._hold("sleep", level=level, mode=mode)
         if self.is_asleep:
             return
         self._asleep = SLEEPERS

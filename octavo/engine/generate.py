@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 
 
 def length_of(prompt: PromptInput) -> int:
-    """Return the length of an unchecked prompt, in characters or tokens; 0 if it is not known."""
+    """Return the length of an unchecked prompt and its prediction, in characters or tokens; 0 if it is not known."""
     if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
         return MAX_INLINE_LENGTH + 1  # each token is thousands of numbers
-    given = prompt.get("prompt_token_ids") or prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return len(given) if isinstance(given, str | list | tuple) else 0
+    parts: tuple[object, ...] = (prompt,)
+    if isinstance(prompt, Mapping):
+        parts = prompt.get("prompt_token_ids") or prompt.get("prompt"), prompt.get("prediction")
+    return sum([len(part) for part in parts if isinstance(part, str | list | tuple)])
 
 
 class GenerateArgs(NamedTuple):

@@ -475,7 +475,8 @@ class OutputProcessor:
         reason: str | None = "error"
         if state.error is None:
             pooled = "abort" if state.pooled is None else "stop"
-            reason = state.completions[0].finish_reason if state.completions else pooled
+            reasons = [completion.finish_reason for completion in state.completions] or [pooled]
+            reason = "abort" if "abort" in reasons else reasons[0]
         num_generated = [len(completion.token_ids) for completion in state.completions]
         self.metrics.record_finished(
             state.metrics,

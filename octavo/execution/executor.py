@@ -88,9 +88,10 @@ class Executor(Protocol):
         """Free an adapter's memory on the host."""
         ...
 
-    def prepare_media(self, media: Sequence[MediaInput], in_use: set[bytes]) -> list[Future[Any]] | None:
+    def prepare_media(self, media: Sequence[MediaInput], in_use: Callable[[], set[bytes]]) -> list[Future[Any]] | None:
         """Compute the rows of a request's media. Plans may admit sequences with them when the futures are done and
-        while their hashes are `in_use`. Returns None if there is no room beside those in use."""
+        while their hashes are `in_use`, which is asked if room is short. Returns None if there is no room beside
+        those in use."""
         ...
 
     def makes_media(self) -> bool:
@@ -149,7 +150,7 @@ class LocalExecutor:
         assert self.worker.adapters is not None, "adapters are not served"
         return self.worker.adapters.prepare(source)
 
-    def prepare_media(self, media: Sequence[MediaInput], in_use: set[bytes]) -> list[Future[Any]] | None:
+    def prepare_media(self, media: Sequence[MediaInput], in_use: Callable[[], set[bytes]]) -> list[Future[Any]] | None:
         assert self.worker.media is not None, "media are not served"
         return self.worker.media.prepare(media, in_use)
 

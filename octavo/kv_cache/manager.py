@@ -115,11 +115,15 @@ class KVCacheManager:
         if (known := self._recall(seq)) is not None:
             return known
         num_blocks = 0
-        if self.enable_prefix_caching and seq.params.prompt_logprobs is None:
+        if self.looks_up(seq):
             extend_block_hashes(seq, self.block_size)
             num_blocks = self.num_prefix_blocks(seq.block_hashes, (seq.num_tokens - 1) // self.block_size)
         tables = [blocks.prefix_table(seq.block_hashes, num_blocks) for blocks in self._groups]
         return Prefix(num_blocks * self.block_size, tables)
+
+    def looks_up(self, seq: Sequence) -> bool:
+        """Return whether a prefix of `seq` may be found at all."""
+        return self.enable_prefix_caching and seq.params.prompt_logprobs is None
 
     def num_prefix_blocks(
         self, keys: list[bytes], limit: int, tiers: collections.abc.Sequence[Container[bytes]] = ()

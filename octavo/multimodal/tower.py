@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -263,18 +263,24 @@ class TowerCache:
     def num_tokens(self) -> int:
         return sum(count for count, _ in self._entries.values())
 
-    def prepare(self, inputs: Sequence[MediaInput], in_use: set[bytes]) -> list[Future[Rows]] | None:
-        """Start the rows of a request's pictures and return their futures. They are kept while they are `in_use`.
-        Return None if the rows in use leave no room for them; without rows in use there is always room."""
+    def prepare(self, inputs: Sequence[MediaInput], in_use: Callable[[], set[bytes]]) -> list[Future[Rows]] | None:
+        """Start the rows of a request's pictures and return their futures. They are kept while they are `in_use`, which
+        is asked only if room is short. Return None if the rows in use leave no room for them; without rows in use there
+        is always room."""
         wanted = {one.content_hash: one.num_tokens for one in inputs}
-        used = {digest: count for digest, (count, _) in self._entries.items() if digest in in_use}
-        if used and sum((used | wanted).values()) > self._max_tokens:
-            return None
-        for digest in list(self._entries):
-            if sum((self._counts() | wanted).values()) <= self._max_tokens:
-                break
-            if digest not in in_use and digest not in wanted:
-                self._entries.pop(digest)[1].cancel()
+        counts = {digest: count for digest, (count, _) in self._entries.items()}
+        num_tokens = sum((counts | wanted).values())
+        if num_tokens > self._max_tokens:
+            kept = in_use()
+            used = {digest: count for digest, count in counts.items() if digest in kept}
+            if used and sum((used | wanted).values()) > self._max_tokens:
+                return None
+            for digest in counts:  # the least recently used first
+                if num_tokens <= self._max_tokens:
+                    break
+                if digest not in kept and digest not in wanted:
+                    num_tokens -= counts[digest]
+                    self._entries.pop(digest)[1].cancel()
         found = []
         for one in inputs:
             entry = self._entries.get(one.content_hash)
@@ -311,6 +317,3 @@ class TowerCache:
     def rows(self, content_hash: bytes) -> Rows:
         """Return the rows of a picture that is in use and ready."""
         return self._entries[content_hash][1].result()
-
-    def _counts(self) -> dict[bytes, int]:
-        return {digest: count for digest, (count, _) in self._entries.items()}

@@ -232,7 +232,7 @@ class SamplingTable:
         if not self._needs_settings or self._needs_settings.isdisjoint(rows.tolist()):
             return None
         masks: Callable[[], Masks] = _no_masks
-        if (grammars := self._grammars) is not None and not grammars.is_empty:
+        if (grammars := self._grammars) is not None and grammars.has_any(rows.tolist()):
             for row, (_, draft_tokens) in samples.drafted.items():
                 grammars.look_ahead(row, draft_tokens)
             firsts = {row: first for row, (first, _) in samples.drafted.items()}
@@ -254,7 +254,7 @@ class SamplingTable:
     def advance(self, rows: NDArray[np.int64], forks: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
         """Advance the grammars by the valid `tokens` [N] that were drawn for `rows` [N]. Only fork 0 of a row continues
         the row."""
-        if self._grammars is None or self._grammars.is_empty:
+        if self._grammars is None or not self._grammars.has_any(rows.tolist()):
             return
         if forks.any():
             continues = forks == 0

@@ -19,13 +19,13 @@ def check_request(request: EngineRequest, config: SchedulerConfig, cache: KVCach
                 f"a picture of {largest} tokens is computed in one step, which has room for {room} of them: "
                 "--max-num-batched-tokens less --max-num-seqs."
             )
-    longest = num_prompt + request.max_tokens
+    longest = num_prompt + max(0, request.max_tokens - 1)  # the last token that is sampled is never computed
     needed = cache.most_blocks(longest, config.max_num_batched_tokens)
     if any(count > pool.num_usable for count, pool in zip(needed, cache.pools, strict=True)):
         capacity = cache.capacity(config.max_num_batched_tokens)
         raise RequestError(
-            f"the request needs {longest} tokens of KV cache ({num_prompt} of prompt and up to {request.max_tokens} of "
-            f"output) and the cache holds {capacity}."
+            f"the request needs {longest} tokens of KV cache ({num_prompt} of prompt and up to {longest - num_prompt} "
+            f"of output, without the last one) and the cache holds {capacity}."
         )
     if request.params.use_beam_search:  # one beam cannot end before the others: they must fit side by side
         for count, pool in zip(needed, cache.pools, strict=True):

@@ -346,7 +346,8 @@ class Scheduler:
         seq.is_counted = True
         seq.num_cached_tokens = num_cached_tokens
         self._stats.num_prompt_tokens += seq.num_tokens
-        self._stats.num_prefix_queries += seq.num_tokens
+        if self.cache.looks_up(seq):
+            self._stats.num_prefix_queries += seq.num_tokens
         self._stats.num_prefix_hits += num_cached_tokens
 
     def _preempt(self, seq: Sequence, may_swap: bool = True) -> None:

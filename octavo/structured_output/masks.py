@@ -8,12 +8,13 @@ waits for them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,7 +64,7 @@ class GrammarCompiler:
         self._num_holders[grammar] += 1
         # It runs whenever the holder goes, in any thread: it takes no lock.
         weakref.finalize(holder, self._released.append, grammar).atexit = False
-        if grammar in self._templates:
+        with contextlib.suppress(KeyError):  # it is not compiled, or another thread drops it now
             self._templates.move_to_end(grammar)
             done: Future[None] = Future()
             done.set_result(None)
@@ -71,15 +72,15 @@ class GrammarCompiler:
         if self._pool is None:
             self._pool = _new_pool("grammar-compiler", _NUM_COMPILING)
             self._eos_token_ids = eos_token_ids
-        return self._pool.submit(self._compile, grammar)
+
+        def compile_it() -> None:
+            self._compile(grammar)
+
+        return self._pool.submit(compile_it)
 
     def matcher(self, grammar: str) -> LLMatcher:
         """A matcher at the beginning of `grammar`, which has been prepared. Copies share what they learn of it."""
-        template = self._templates.get(grammar)
-        if template is None:  # `renewed` has dropped it
-            self._compile(grammar)
-            template = self._templates[grammar]
-        return template.deep_copy()
+        return self._compile(grammar).deep_copy()
 
     def renewed(self, grammar: str) -> LLMatcher:
         """A matcher at the beginning of `grammar` that shares nothing with others. Copies of a template share a lexer,
@@ -93,13 +94,15 @@ class GrammarCompiler:
         assert self._vocabulary is not None
         return -(-self._vocabulary.vocab_size // 32)
 
-    def _compile(self, grammar: str) -> None:
-        if grammar in self._templates:
-            return
+    def _compile(self, grammar: str) -> LLMatcher:
+        """Return the template of a grammar, which is made if there is none. Other threads may drop it at any time."""
+        if (known := self._templates.get(grammar)) is not None:
+            return known
         matcher = self._matcher(grammar)
         matcher.compute_bitmask()  # the first is by far the slowest
         self._templates[grammar] = matcher
         self._drop_idle()
+        return matcher
 
     def _matcher(self, grammar: str) -> LLMatcher:
         import llguidance
@@ -160,9 +163,10 @@ class GrammarTable:
         self._parallel: Any = None
         self._pending: Future[None] | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._rows
+    def has_any(self, rows: Iterable[int]) -> bool:
+        """Return whether a sequence of `rows` follows a grammar. A row keeps its grammar until another sequence takes
+        it: a sequence that has ended is in no step."""
+        return not self._rows.keys().isdisjoint(rows)
 
     def admit(self, row: int, params: SamplingParams, output: list[int], end_token_ids: list[int]) -> None:
         """A sequence takes `row`, with the tokens of its `output` so far; without a grammar the row is forgotten.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from octavo.engine.async_engine import AsyncLLMEngine
-from octavo.errors import EngineDeadError, EngineStoppingError
+from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError
 from octavo.request import AdapterSource
 from tests.engine.stub_engine import ANSWER, HANG, Use, ask
 from tests.waiting import Clock, until
@@ -67,6 +67,28 @@ def test_whoever_waits_for_a_paused_engine_is_told_of_its_end(with_engine: WithE
             engine._supervisor.core.process.kill()
         with pytest.raises(EngineDeadError if how == "core dies" else EngineStoppingError):
             await waiting
+
+    with_engine(use)
+
+
+def test_a_pause_that_fails_halfway_holds_no_requests(with_engine: WithEngine) -> None:
+    """As the core ends before it answers."""
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        await engine.wait_ready()
+        control, supervisor = engine._control, engine._supervisor
+
+        def suspend() -> bool:
+            supervisor._outage = EngineRestartingError("it is being started again.")
+            return True
+
+        control._is_idle = suspend
+        for refused in (engine.pause_generation(), engine.sleep(1)):
+            with pytest.raises(EngineRestartingError):
+                await refused
+            supervisor._outage = None
+            assert not await engine.is_paused() and not await engine.is_sleeping()
+        assert await ask(engine, ANSWER) == "length"
 
     with_engine(use)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,7 +22,7 @@ from octavo.engine.data_parallel import DataParallelEngine
 from octavo.engine.data_parallel_llm import DataParallelLLMEngine
 from octavo.engine.generate import GenerateArgs
 from octavo.engine.wire import UnloadAdapter
-from octavo.errors import ConfigError, EngineDeadError, OctavoError, RequestError
+from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError, OctavoError, RequestError
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.metrics.reader import Histogram
 from octavo.request import AdapterSource
@@ -104,6 +107,20 @@ def test_an_adapter_that_a_request_names_is_every_engines(
     with_engine(use, replicas=2)
 
 
+def test_the_error_of_a_request_that_was_aborted_is_not_raised() -> None:
+    """Both ended before the caller took the first error."""
+    engine = DataParallelLLMEngine.__new__(DataParallelLLMEngine)
+    engine._failed, engine._outputs = [], queue.SimpleQueue()
+    asked: Any = {name: SimpleNamespace(external_id=name) for name in "ab"}
+    engine._in_flight = {name: (one, Future()) for name, one in asked.items()}
+    for name, one in asked.items():
+        engine._outputs.put((one, EngineDeadError(name)))
+    with pytest.raises(EngineDeadError, match="a"):
+        engine.step()
+    engine.abort_request("b")
+    assert not engine.has_unfinished_requests()
+
+
 def test_an_engine_that_dies_takes_its_own_requests_only(with_engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart_policy, "MAX_DELAY_S", 0.0)
 
@@ -163,6 +180,49 @@ def test_the_others_go_on_with_the_requests_of_an_engine_that_dies(with_engine: 
     metrics = with_engine(use, replicas=3)
     assert sum(one.num_continued for one in metrics.of_engines) >= 2
     assert sum(finished(metrics, "length")) == 1
+
+
+def test_engines_that_are_left_are_controlled_without_one_that_has_died(with_engine: Engines) -> None:
+    async def use(engine: DataParallelEngine) -> None:
+        await engine.wait_ready()
+        with pytest.raises(EngineDeadError, match="exit status 7"):
+            await ask(engine, EXIT)
+        await until(lambda: sum(one.has_died for one in engine._engines) == 1)
+        await engine.pause_generation("keep")
+        assert await engine.is_paused()
+        await engine.resume_generation()
+        assert await engine.reset_prefix_cache()
+        await engine.sleep()
+        assert await engine.is_sleeping()
+        await engine.wake_up()
+        assert await ask(engine, ANSWER) == "length"
+
+    with_engine(use, replicas=2, on_engine_death="fail")
+
+
+def test_none_stays_paused_or_asleep_if_one_cannot_follow(with_engine: Engines) -> None:
+    """It is started again now, or its core dies meanwhile."""
+
+    async def use(engine: DataParallelEngine) -> None:
+        await engine.wait_ready()
+        supervisor = engine._engines[1]._supervisor
+        supervisor._outage = EngineRestartingError("it is being started again.")
+        for refused in (engine.pause_generation(), engine.pause_generation("keep"), engine.sleep(1), engine.sleep(2)):
+            with pytest.raises(EngineRestartingError):
+                await refused
+            assert not await engine.is_paused() and not await engine.is_sleeping()
+        supervisor._outage = None
+        await engine.pause_generation("keep")
+        supervisor._outage = EngineRestartingError("it is being started again.")
+        with pytest.raises(EngineRestartingError):
+            await engine.pause_generation()
+        supervisor._outage = None
+        assert [await one.is_paused() for one in engine._engines] == [True, True], "as before"
+        await engine.resume_generation()
+        for number in range(4):
+            assert await ask(engine, [*ANSWER, 9 + number]) == "length"
+
+    with_engine(use, replicas=2)
 
 
 def test_when_none_is_left_the_engine_has_died(with_engine: Engines) -> None:

@@ -153,6 +153,27 @@ def test_all_front_ends_go_on_with_the_next_core(
     with_hub(use, max_restarts=5)
 
 
+def test_no_front_end_stays_paused_if_one_cannot_pause(
+    with_hub: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(**_: Any) -> None:
+        raise RequestError("not now")
+
+    async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
+        one, other = await make(), await make()
+        parts = other.link.channels.answering
+        other.link.channels.answering = {**parts, "pause_generation": fail}
+        with pytest.raises(RequestError, match="not now"):
+            await one.shared.pause_generation()
+        other.link.channels.answering = parts
+        with pytest.raises(RequestError, match="mode must be abort or wait"):
+            await one.shared.sleep(1, "keep")
+        assert not await one.engine.is_paused() and not await other.engine.is_paused()
+        assert await ask((await make()).engine, ANSWER) == await ask(one.engine, ANSWER) == "length"
+
+    with_hub(use)
+
+
 def test_what_was_under_way_to_a_core_as_it_died_is_left_to_the_next_core(
     with_hub: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

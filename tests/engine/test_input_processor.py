@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from octavo.engine.generate import length_of
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.off_loop import MAX_INLINE_LENGTH
 from octavo.engine.wire import decode_frontend_message, encode_message
@@ -291,3 +292,11 @@ def test_text_whose_tokens_the_model_does_not_have_is_refused(model: ModelConfig
 def test_no_parameters_are_the_models_defaults(model: ModelConfig, tokenizer: Any) -> None:
     cool = InputProcessor(engine_config(dataclasses.replace(model, default_sampling_params={"top_k": 3})), tokenizer)
     assert cool.process("hello", None).params.top_k == 3
+
+
+def test_a_prediction_is_part_of_what_is_to_be_tokenized() -> None:
+    """A long one must not hold the event loop."""
+    assert length_of("abc") == length_of({"prompt": "abc"}) == length_of([1, 2, 3]) == 3
+    assert length_of({"prompt_token_ids": [1, 2], "prediction": "x" * 5000}) == 5002
+    assert length_of({"prompt": "ab", "prediction": [1] * 3}) == 5
+    assert length_of({"prompt": None, "prediction": None}) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.wire import Abort
+from octavo.metrics.prometheus import EngineMetrics
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.request import EngineRequest, Prompt, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.structured_output.final_check import FinalCheck
+from tests.engine.test_detokenizer import metaspace_tokenizer
 
 EOS = 2
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
@@ -204,6 +207,21 @@ def test_a_character_that_never_comes_to_its_end_is_shown_as_such(tokenizer: Any
     assert [part.outputs[0].text for part in results] == ["a"] + [""] * (len(tokens) - 2) + ["\ufffd"]
 
 
+def test_characters_of_byte_tokens_come_whole_in_each_kind() -> None:
+    """Four steps go out together, and a limit ends the text within its last character."""
+    kept: Any = SimpleNamespace(backend_tokenizer=metaspace_tokenizer())
+    for text, num_tokens, shown in (("日本", 6, "日本"), ("😀😀", 6, "😀\ufffd")):
+        tokens = [8 + byte for byte in text.encode()][:num_tokens]
+        for kind in (DELTA, FINAL_ONLY):
+            outputs = OutputProcessor(kept, stream_interval=4)
+            outputs.add(request(output_kind=kind))
+            found = []
+            for i, token in enumerate(tokens):
+                results, _ = outputs.process([say([token], finish="length" if i == num_tokens - 1 else None)])
+                found += [result for result in results if isinstance(result, RequestOutput)]
+            assert join(found).text == shown
+
+
 def test_without_detokenization_there_is_no_text(tokenizer: Any) -> None:
     results, _ = run(tokenizer, tokenizer.encode("One two"), detokenize=False)
     assert (results[-1].outputs[0].text, len(results[-1].outputs[0].token_ids)) == ("", 2)
@@ -336,6 +354,18 @@ def test_an_error_ends_its_request_and_tells_the_core_to_drop_the_rest(tokenizer
     assert isinstance(other, RequestOutput)
     assert aborts == [Abort("r")]
     assert list(outputs.requests) == ["other"]
+
+
+@pytest.mark.parametrize(("reasons", "counted"), [("stop abort", "abort"), ("length stop", "length")])
+def test_a_request_of_which_a_completion_was_aborted_is_counted_as_aborted(
+    tokenizer: Any, reasons: str, counted: str
+) -> None:
+    outputs = OutputProcessor(tokenizer, EngineMetrics("m", 100))
+    outputs.add(request(n=2))
+    outputs.process([say([17], i, reason) for i, reason in enumerate(reasons.split()) if reason != "abort"])
+    outputs.abort("r")
+    assert outputs.metrics is not None
+    assert [reason for reason, number in outputs.metrics.num_finished.items() if number] == [counted]
 
 
 def test_metrics_say_when_things_happened(tokenizer: Any) -> None:

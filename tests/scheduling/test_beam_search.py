@@ -165,5 +165,5 @@ def test_beams_that_do_not_fit_side_by_side_are_refused_with_the_numbers() -> No
     with pytest.raises(
         RequestError, match="4 beams of up to 12 tokens need 12 blocks of KV cache at once and it has 10"
     ):
-        s.add(request("wide", 4, max_tokens=8, n=1, best_of=4, use_beam_search=True))
-    s.add(request("narrow", 4, max_tokens=8, n=3, use_beam_search=True))
+        s.add(request("wide", 4, max_tokens=9, n=1, best_of=4, use_beam_search=True))
+    s.add(request("narrow", 4, max_tokens=9, n=3, use_beam_search=True))

@@ -93,7 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if capacity >= UNLIMITED:  # windows and states hold any number of tokens
             return
         with pytest.raises(RequestError, match=f"{capacity + num_more} tokens of KV cache"):
-            self.simulation.add([1] * capacity, SamplingParams(max_tokens=num_more))
+            self.simulation.add([1] * capacity, SamplingParams(max_tokens=num_more + 1))
         self.simulation.requests.popitem()
 
     @precondition(lambda self: self.simulation.requests)

@@ -242,6 +242,29 @@ def test_a_prompt_is_admitted_only_when_all_of_it_fits() -> None:
     assert computed(s) == {"b": 4}
 
 
+@pytest.mark.parametrize(("prompt", "max_tokens"), [(60, 5), (64, 1), (1, 64)])
+def test_a_request_may_fill_the_cache_as_its_last_token_is_not_computed(prompt: int, max_tokens: int) -> None:
+    s = scheduler(num_blocks=16)
+    s.add(request("fits", prompt, max_tokens=max_tokens, ignore_eos=True))
+    with pytest.raises(RequestError, match=rf"needs 65 tokens of KV cache \({prompt} of prompt"):
+        s.add(request("does not", prompt, max_tokens=max_tokens + 1))
+    num_tokens = 0
+    while s.has_work:
+        [output] = step(s)
+        num_tokens += len(output.token_ids)
+    assert (num_tokens, output.finish_reason) == (max_tokens, "length")
+
+
+def test_prompts_that_are_not_looked_up_are_no_queries() -> None:
+    s = scheduler()
+    prompt = list(range(100, 113))
+    s.add(request("looked up", prompt))
+    s.add(request("scored", prompt, prompt_logprobs=0))
+    s.schedule()
+    stats = s.take_stats()
+    assert (stats.num_prefix_queries, stats.num_prompt_tokens) == (13, 26)
+
+
 def test_a_cached_prefix_costs_neither_budget_nor_blocks() -> None:
     s = scheduler(num_blocks=6, budget=16)
     prompt = list(range(100, 113))
@@ -383,8 +406,8 @@ def test_prompt_logprobs_come_whole_with_the_first_token_only() -> None:
 
 def test_a_request_that_can_never_run_is_refused_with_the_numbers() -> None:
     s = scheduler(num_blocks=10, max_num_seqs=4)
-    with pytest.raises(RequestError, match=r"needs 41 tokens .*\(33 of prompt and up to 8 of output\).* holds 40"):
-        s.add(request("long", 33))
+    with pytest.raises(RequestError, match=r"needs 41 tokens .*\(33 of prompt and up to 8 of output, .*\).* holds 40"):
+        s.add(request("long", 33, max_tokens=9))
     with pytest.raises(RequestError, match="5 sequences at once and --max-num-seqs is 4"):
         s.add(request("wide", 3, n=2, best_of=5))
     s.add(request("a", 32))

@@ -33,13 +33,13 @@ class Workload:
         if chance(50):
             kept = integer(0, num_prompt - 1)
             prompt = prompt[:kept] + [integer(1, VOCAB_SIZE - 1) for _ in range(min(num_prompt - kept, 3))]
-        max_tokens = integer(1, max(1, min(self.longest - len(prompt), 24)))
+        max_tokens = integer(1, max(1, min(self.longest + 1 - len(prompt), 24)))
         n = integer(1, min(4, setup.max_num_seqs)) if chance(25) else 1
         best_of = integer(n, min(5, setup.max_num_seqs)) if chance(15) else None
         is_search = chance(15)
         if is_search:  # as wide as the blocks allow, so that beams are short of them
             cache = self.simulation.cache
-            needed = cache.most_blocks(len(prompt) + max_tokens, setup.max_num_batched_tokens)
+            needed = cache.most_blocks(len(prompt) + max_tokens - 1, setup.max_num_batched_tokens)
             best_of = min(pool.num_usable // count for pool, count in zip(cache.pools, needed, strict=True))
             best_of = max(1, min(setup.max_num_seqs, 6, best_of))
             n = integer(1, best_of)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from llguidance import LLParserLimits
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from octavo.sampling.sampling_table import Samples, SamplingTable
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+from octavo.step_plan import Admission
 from octavo.structured_output import masks
 from octavo.structured_output.masks import GrammarCompiler, GrammarTable
 from tests.structured_output.grammars import make_grammar
@@ -155,6 +158,52 @@ def test_a_grammar_is_kept_as_long_as_a_request_has_it(compiler: Compiler, monke
         other = make_grammar(StructuredOutputsParams(choice=[f"other {i}"]))
         compiler.prepare(other, [EOS], compiler).result()
     assert [grammar in compiler._templates for grammar in grammars] == [False] * 4 + [True] * 2
+
+
+def test_a_grammar_that_another_thread_drops_is_compiled_again(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between any two looks at it."""
+
+    class Racing(OrderedDict[str, Any]):
+        def __contains__(self, key: object) -> bool:
+            return super().pop(key, None) is not None  # type: ignore[call-overload]
+
+        def get(self, key: str, default: Any = None) -> Any:
+            return super().pop(key, default)
+
+    compiler._templates = Racing()
+    grammar = make_grammar(StructuredOutputsParams(choice=["a"]))
+    compiler.prepare(grammar, [EOS], compiler).result()
+    compiler.prepare(grammar, [EOS], compiler).result()
+    assert compiler.matcher(grammar) and compiler.matcher(grammar)
+    monkeypatch.setattr(masks, "_NUM_IDLE", 0)
+    other = make_grammar(StructuredOutputsParams(choice=["b"]))
+    assert compiler.matcher(other), "though it is dropped at once: no request has it"
+
+
+def test_a_step_waits_for_no_mask_of_a_sequence_that_is_not_in_it(compiler: Compiler) -> None:
+    """One that has ended keeps its row until another sequence takes it."""
+    compiler.prepare(grammar := make_grammar(StructuredOutputsParams(choice=["a"])), [EOS], compiler).result()
+    table = SamplingTable(2, compiler)
+    params = SamplingParams(temperature=1.0)
+    params.grammar = grammar
+    prompt = np.array([5], np.int32).tobytes()
+    table.admit(Admission(0, prompt, 1, [], params, [EOS], 0, 0))
+    table.admit(Admission(1, prompt, 1, [], SamplingParams(temperature=1.0), [EOS], 0, 0))
+    tokens = np.zeros((2, 8), np.int32)
+
+    def masks_of(row: int) -> int:
+        batch = table.build(Samples(np.array([row]), np.zeros(1, np.int64), np.ones(1, np.int64)), tokens)
+        assert batch is not None
+        return len(batch.masks()[0])
+
+    assert masks_of(0) == 1
+    table.advance(np.array([0]), np.zeros(1, np.int64), np.array([EOS]))
+    assert table._grammars is not None
+    table._grammars._pending = None
+    table._grammars.masks = None  # type: ignore[assignment,method-assign]
+    assert masks_of(1) == 0
 
 
 def test_a_lexer_that_one_request_has_worn_out_serves_no_other(
