@@ -18,7 +18,9 @@ Item = dict[str, Any]
 _ROLES = ("user", "assistant", "system", "developer")
 _MEDIA = ("input_image", "input_audio")  # parts of the user's messages, and of results of functions
 _TEXTS = ("input_text", "output_text", "text", "refusal")
-_KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+# By kind how the id of an item begins; a reference has another item's.
+ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fc", "reasoning": "rs"}
+_KINDS = (*ID_PREFIXES, "item_reference")
 
 
 def item_id(prefix: str, response_id: str, index: int) -> str:
@@ -42,7 +44,7 @@ def read_items(value: str | list[Any], owner_id: str, field: str = "input") -> l
     for i, item in enumerate(given):
         if not isinstance(item, dict):
             raise _wrong(f"{field}[{i}]", "should be an object")
-        items.append(_read_item(item, f"{field}[{i}]", item_id("msg", owner_id, -1 - i)))
+        items.append(_read_item(item, f"{field}[{i}]", owner_id, -1 - i))
     return items
 
 
@@ -51,7 +53,7 @@ def _are_parts(value: list[Any]) -> bool:
     return bool(value) and all(isinstance(one, dict) and one.get("type") in ("input_text", *_MEDIA) for one in value)
 
 
-def _read_item(item: Mapping[str, Any], where: str, new_id: str) -> Item:
+def _read_item(item: Mapping[str, Any], where: str, owner_id: str, index: int) -> Item:
     kind = item.get("type")
     if kind is None:
         kind = "message" if "role" in item else "item_reference" if "id" in item else None
@@ -59,7 +61,7 @@ def _read_item(item: Mapping[str, Any], where: str, new_id: str) -> Item:
         raise _wrong(f"{where}.type", f"is {kind!r:.60}, which is not built; {', '.join(_KINDS)} are")
     if kind == "item_reference":
         return {"type": kind, "id": _text(item, "id", where)}
-    id = item.get("id") or new_id
+    id = item.get("id") or item_id(ID_PREFIXES[kind], owner_id, index)
     if not isinstance(id, str):
         raise _wrong(f"{where}.id", "should be a string")
     if kind == "message":

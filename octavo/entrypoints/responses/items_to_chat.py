@@ -47,7 +47,11 @@ def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompl
     if wanted is not None and wanted.type != "text":
         fields["response_format"] = {"type": wanted.type}
         if wanted.schema_ is not None:
-            fields["response_format"]["json_schema"] = {"name": wanted.name, "schema": wanted.schema_}
+            fields["response_format"]["json_schema"] = {
+                "name": wanted.name,
+                "schema": wanted.schema_,
+                "strict": wanted.strict,
+            }
     _add_tools(fields, body)
     try:
         return make_chat(fields)

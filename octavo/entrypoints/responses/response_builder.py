@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import base64
 import time
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
 from typing import Any
 
 from octavo.entrypoints.chat.answer_reader import CallDelta, Delta, ReasoningDelta, TextDelta
 from octavo.entrypoints.chat.conversation import Progress
 from octavo.entrypoints.http.streaming import named_event
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
-from octavo.entrypoints.responses.items import item_id
+from octavo.entrypoints.responses.items import ID_PREFIXES, item_id
 from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
 from octavo.sampling_params import SamplingParams
 
 Event = dict[str, Any]
+_MAX_HELD_TOKENS = 64  # of which the text may still come: marks, or a part of a character
 
 
 class ResponseBuilder:
@@ -66,8 +69,10 @@ class ResponseBuilder:
         if self._formatter is not None:
             found = self._formatter.chat(progress.token_ids, progress.logprobs or [], self._num_top)
             self._logprobs += [token.model_dump() for token in found.content]
-        for delta in progress.deltas:
-            events += self._add_delta(delta)
+        deltas = _merged(progress.deltas)
+        logprobs = iter(self._take_logprobs(deltas))
+        for delta in deltas:
+            events += self._add_text(delta.text, next(logprobs)) if isinstance(delta, TextDelta) else self._add(delta)
         self.response["usage"] = _usage(progress)
         if progress.finish_reason == "abort":
             reason = progress.stop_reason or "the server stopped"
@@ -90,22 +95,37 @@ class ResponseBuilder:
         self._close("incomplete")
         self.response["status"] = "cancelled"
 
-    def _add_delta(self, delta: Delta) -> list[Event]:
-        if isinstance(delta, CallDelta):
-            return self._add_call(delta)
-        if isinstance(delta, ReasoningDelta):
-            return self._add_reasoning(delta.text)
-        assert isinstance(delta, TextDelta)
+    def _take_logprobs(self, deltas: list[Delta]) -> list[list[dict[str, Any]]]:
+        """Return the log-probabilities of each text in `deltas`. Those of reasoning, of calls, of marks and of the
+        stop token belong to none; those after the last text are kept for the next one."""
+        texts = [delta.text for delta in deltas if isinstance(delta, TextDelta)]
+        if not self._logprobs:
+            return [[] for _ in texts]
+        is_message = self._is_open and self._item["type"] == "message"
+        goes_on = is_message and bool(deltas) and isinstance(deltas[0], TextDelta)
+        found, pending = list[list[dict[str, Any]]](), self._logprobs
+        for i in reversed(range(len(texts))):
+            first, last = tokens_of(texts[i], pending, from_start=goes_on and i == 0)
+            if i == len(texts) - 1:
+                self._logprobs = pending[last:]
+            found.append(pending[first:last])
+            pending = pending[:first]
+        if deltas and not texts:
+            self._logprobs = self._logprobs[-_MAX_HELD_TOKENS:]
+        return found[::-1]
+
+    def _add(self, delta: ReasoningDelta | CallDelta) -> list[Event]:
+        return self._add_call(delta) if isinstance(delta, CallDelta) else self._add_reasoning(delta.text)
+
+    def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
         events = self._open("message")
         part = self._item["content"][0]
-        part["text"] += delta.text
-        logprobs, self._logprobs = self._logprobs, []
+        part["text"] += text
         part["logprobs"] += logprobs
-        return [*events, self._of_part("response.output_text.delta", delta=delta.text, logprobs=logprobs)]
+        return [*events, self._of_part("response.output_text.delta", delta=text, logprobs=logprobs)]
 
     def _add_reasoning(self, text: str) -> list[Event]:
         events = self._open("reasoning")
-        self._logprobs = []  # log-probabilities belong to content only
         self._item["summary" if self._summarizes else "content"][0]["text"] += text
         kind = "summary_text" if self._summarizes else "text"
         return [*events, self._of_reasoning(f"response.reasoning_{kind}.delta", delta=text)]
@@ -114,7 +134,6 @@ class ResponseBuilder:
         events = []
         if delta.name:
             events = self._close("completed")
-            self._logprobs = []
             events += self._open("function_call", call_id=delta.id, name=delta.name)
         if delta.arguments:
             self._item["arguments"] += delta.arguments
@@ -131,10 +150,9 @@ class ResponseBuilder:
         if self._is_open and self._item["type"] == kind:
             return []
         events = self._close("completed")
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
         output = self.response["output"]
         item: dict[str, Any] = {
-            "id": item_id(prefix, self.response["id"], len(output)),
+            "id": item_id(ID_PREFIXES[kind], self.response["id"], len(output)),
             "type": kind,
             "status": "in_progress",
         }
@@ -212,6 +230,35 @@ class ResponseBuilder:
         return len(self.response["output"]) - 1
 
 
+def _merged(deltas: list[Delta]) -> list[Delta]:
+    """Return `deltas` in which no text follows another one."""
+    merged = list[Delta]()
+    for delta in deltas:
+        if isinstance(delta, TextDelta) and merged and isinstance(last := merged[-1], TextDelta):
+            merged[-1] = TextDelta(last.text + delta.text)
+        else:
+            merged.append(delta)
+    return merged
+
+
+def tokens_of(text: str, tokens: list[dict[str, Any]], *, from_start: bool) -> tuple[int, int]:
+    """Return which of `tokens` (log-probabilities with bytes) are of `text`: the first of them, and the one after the
+    last. Tokens at the text's edges may reach beyond it. With `from_start` they are the first tokens, else the last
+    ones that have the text; if none have it (it shows other bytes for wrong ones), as many as are as long."""
+    wanted, joined = text.encode(), b"".join(bytes(token["bytes"]) for token in tokens)
+    ends = [0, *accumulate(len(token["bytes"]) for token in tokens)]
+    if from_start and joined.startswith(wanted):
+        return 0, bisect_left(ends, len(wanted))
+    for end in reversed(ends):
+        at = end - len(wanted)
+        # Readers leave out line breaks before a text; what else stands before it in a token is another text.
+        if at >= 0 and joined.startswith(wanted, at) and not joined[ends[bisect_right(ends, at) - 1] : at].strip():
+            return bisect_right(ends, at) - 1, bisect_left(ends, end)
+    if (at := joined.rfind(wanted)) < 0:
+        at = 0 if from_start else max(0, len(joined) - len(wanted))
+    return bisect_right(ends, at) - 1, min(bisect_left(ends, at + len(wanted)), len(tokens))
+
+
 def _empty_response(body: ResponsesRequest, response_id: str, model: str) -> dict[str, Any]:
     """Return the fields of a response that its request decides."""
     reasoning, text = body.reasoning, body.text
@@ -247,7 +294,7 @@ def _empty_response(body: ResponsesRequest, response_id: str, model: str) -> dic
         "temperature": body.temperature,
         "text": {"format": wanted, "verbosity": (text and text.verbosity) or "medium"},
         "tool_choice": "auto" if body.tool_choice is None else _plain(body.tool_choice),
-        "tools": [{"strict": True, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()],
+        "tools": [{"strict": False, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
         "truncation": body.truncation or "disabled",

@@ -6,7 +6,9 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,7 +18,14 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from octavo.entrypoints.chat.answer_reader import AnswerFormat, AnswerReader
+from octavo.entrypoints.chat.conversation import Progress
+from octavo.entrypoints.chat.reasoning import STYLES, Reasoning
+from octavo.entrypoints.chat.tools.format_parser import FormatParser
+from octavo.entrypoints.chat.tools.tool_formats import FORMATS
 from octavo.entrypoints.http.store import DEAD_AFTER_S, Database
+from octavo.entrypoints.responses.response_builder import ResponseBuilder
+from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
 from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
 from tests.waiting import wait_until, within
 
@@ -207,8 +216,53 @@ def test_what_cuts_or_fails_an_answer_is_said(http: httpx.Client, engine: FakeEn
 def test_log_probabilities_are_of_the_text(http: httpx.Client, engine: FakeEngine) -> None:
     made = post(http, top_logprobs=2, include=["message.output_text.logprobs"])
     logprobs = made["output"][0]["content"][0]["logprobs"]
-    assert "".join(one["token"] for one in logprobs).startswith("Hello there")
+    assert "".join(one["token"] for one in logprobs) == "Hello there"
     assert len(logprobs[0]["top_logprobs"]) == 2 and logprobs[0]["bytes"] == [ord("H")]
+
+
+class Token:
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def model_dump(self) -> dict[str, Any]:
+        return {"token": self._text, "bytes": list(self._text.encode())}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "texts"),
+    [
+        (["<think>", "n", "</think>", "n", "o", "<|im_end|>"], [["n", "o"]]),
+        (["n", "<think>", "o", "n", "<|im_end|>"], [["n", "<think>", "o", "n"]]),
+        (["<think>", "a", "</think>", "\n\n", "a", "<", " b", "<|im_end|>"], [["a", "<", " b"]]),
+        (["<think>", "a", "</think>", "\n\na", "b", "<|im_end|>"], [["\n\na", "b"]]),
+        (["<think>", "a", "</think>", "b", CALL, "b", "<|im_end|>"], [["b"], ["b"]]),
+        (["b", *CALL, "b", "<|im_end|>"], [["b"], ["b"]]),
+    ],
+)
+def test_log_probabilities_are_of_the_text_wherever_the_answer_is_cut(
+    tokens: list[str], texts: list[list[str]]
+) -> None:
+    reasoning = Reasoning.after("assistant:", STYLES["qwen3"])
+    parser = partial(FormatParser, FORMATS["hermes"], {"get_weather": {}})
+    form = AnswerFormat(reasoning, True, parser, call_marks=("<tool_call>",))
+    body = ResponsesRequest.model_validate({"input": "Hi", "top_logprobs": 1})
+    for size in range(1, len(tokens) + 1):
+        formatter: Any = SimpleNamespace(chat=lambda ids, *_: SimpleNamespace(content=[Token(tokens[i]) for i in ids]))
+        reader, builder, shown = AnswerReader(form), ResponseBuilder(body, "resp_1", MODEL, formatter), list[str]()
+        events = builder.begin()
+        for begin in range(0, len(tokens), size):
+            ids = list(range(len(tokens)))[begin : begin + size]
+            is_end = begin + size >= len(tokens)
+            text = "".join(tokens[i] for i in ids).removesuffix("<|im_end|>")
+            deltas = reader.add(text, is_end=is_end)
+            events += builder.add(Progress(deltas, ids, [], "stop" if is_end else None, None, 1, 0, 1, 0))
+        messages = [item for item in builder.response["output"] if item["type"] == "message"]
+        assert [[one["token"] for one in item["content"][0]["logprobs"]] for item in messages] == texts
+        assert ["".join(one).strip() for one in texts] == [item["content"][0]["text"].strip() for item in messages]
+        for event in events:
+            if event["type"] == "response.output_text.delta":
+                shown += [one["token"] for one in event["logprobs"]]
+        assert shown == [one for text in texts for one in text]
 
 
 def test_reasoning_is_sent_again_in_any_form(http: httpx.Client, engine: FakeEngine) -> None:
@@ -333,6 +387,29 @@ def test_refusals_name_the_field(http: httpx.Client, fields: Any, param: str) ->
 
 def test_fields_of_vllms_that_ask_for_nothing_are_taken(http: httpx.Client) -> None:
     post(http, enable_response_messages=False, previous_input_messages=None, vllm_xargs=None, stream_interval=1)
+
+
+def test_what_is_strict_is_held_and_what_is_not_is_not_called_so(http: httpx.Client, engine: FakeEngine) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "array"}, "b": {"type": "object", "properties": {"c": {}}}},
+    }
+    for strict in (None, False, True):
+        form = {"type": "json_schema", "name": "x", "schema": schema, "strict": strict}
+        post(http, text={"format": form}, store=False)
+        assert ('"additionalProperties": false' in str(engine.seen[-1][1].grammar)) is bool(strict)
+        made = post(http, tools=[WEATHER if strict is None else {**WEATHER, "strict": strict}], store=False)
+        assert made["tools"][0]["strict"] is bool(strict)
+        assert (engine.seen[-1][1].grammar is not None) is bool(strict)
+
+
+def test_ids_of_what_is_sent_begin_as_their_kind_does(http: httpx.Client) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "1"}
+    made = post(http, input=[{"role": "user", "content": "Hi"}, {"type": "reasoning", "summary": []}, call, output])
+    items = http.get(f"/v1/responses/{made['id']}/input_items?order=asc").json()["data"]
+    assert [item["id"].partition("_")[0] for item in items] == ["msg", "rs", "fc", "fc"]
+    assert len({item["id"] for item in items}) == 4
 
 
 def test_parts_alone_are_one_message_and_tools_may_have_the_form_of_chats(
