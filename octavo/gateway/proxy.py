@@ -8,6 +8,7 @@ were lost is refused: it may be what ends them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import re
@@ -39,6 +40,9 @@ _KEEPS = re.compile(r"/v1/(?:responses|conversations|chat/completions|files|batc
 _CREATED = re.compile(
     rb'"(?:id|output_file_id|error_file_id)"\s*:\s*"((?:resp|conv|chatcmpl|file|batch)[-_][\w-]{1,100})"'
 )
+_CACHE_SESSIONS = "/v1/cache/sessions/"
+_EVERYWHERE_S = 30.0  # for the answers of all replicas
+_MAX_ANSWER_BYTES = 1 << 16
 _BUSY = (429, 503)
 _MAX_LOST = 2  # replicas that were lost with a request, as engines with a request that kills them
 _USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")  # whose streams have a usage only where it is asked for
@@ -98,6 +102,9 @@ class Proxy:
 
     async def answer(self, request: ProxyRequest, client: Client) -> None:
         """Answer a request. Raises `RequestError` where the gateway itself has to refuse."""
+        if request.method == "DELETE" and request.path.startswith(_CACHE_SESSIONS):
+            await self._answer_everywhere(request, client)
+            return
         deployment, keeper = self._place(request)
         others = [] if keeper is not None else [self._models.find(name) for name in deployment.entry.fallbacks]
         if request.meter is None:
@@ -111,6 +118,54 @@ class Proxy:
             await self._answer_with_any([deployment, *others], keeper, request, client)
         finally:
             await request.meter.finish(client.progress.num_tokens)  # type: ignore[union-attr]
+
+    async def _answer_everywhere(self, request: ProxyRequest, client: Client) -> None:
+        """Ask all replicas that run, of the model that a header names or of all that the client may use. Answer that it
+        is done if one has done it. Raises `RequestError` if one gave no answer, as it may not have done it."""
+        name, key = request.header(MODEL_HEADER), None if request.meter is None else request.meter.key
+        deployments = list(self._models) if name is None else [self._models.find(name.decode("latin-1"))]
+        if key is not None and name is not None:
+            check_use(key, deployments[0])
+        deployments = [one for one in deployments if one.may_be_used_by(key)]
+        if request.meter is not None and deployments:
+            await request.meter.admit(deployments[0].name)
+        with contextlib.ExitStack() as held:
+            for one in deployments:
+                if one.replicas:
+                    held.enter_context(one.hold())
+            places = [(one, replica) for one in deployments for replica in one.replicas]
+            answers = await asyncio.gather(*(self._whole_answer(*place, request) for place in places))
+        lost = [replica.name for (_, replica), answer in zip(places, answers, strict=True) if answer[0] >= 500]
+        if lost:
+            raise RequestError(
+                f"{', '.join(lost)} gave no answer, and may still have it; try again.", status=503, code="replica_lost"
+            )
+        if not answers:
+            raise RequestError("No model runs that could have it.", status=404, code="not_found")
+        await client.reply(*min(answers, key=lambda answer: (answer[0] >= 300, answer[0] != 404)))
+
+    async def _whole_answer(
+        self, deployment: Deployment, replica: Replica, request: ProxyRequest
+    ) -> tuple[int, bytes, bytes]:
+        """Return the status, content type and body of a replica's answer; 503 if there is none."""
+        status, content_type, body = 503, b"", b""
+        replica.num_in_flight += 1
+        try:
+            async with asyncio.timeout(_EVERYWHERE_S):
+                headers = self._headers_for(replica, request)
+                answer = await replica.upstream.send(request.method, request.target, headers, request.body.data)
+                try:
+                    body = await answer.read_all(_MAX_ANSWER_BYTES)
+                    status, content_type = answer.status, answer.header(b"content-type")
+                finally:
+                    answer.close()
+        except (UpstreamError, TimeoutError) as error:
+            logger.warning("%s: replica %s gave no answer: %s", deployment.name, replica.name, error)
+        finally:
+            replica.num_in_flight -= 1
+            deployment.close_if_gone(replica)
+        self._metrics.requests.labels(deployment.name, replica.name, status).inc()
+        return status, content_type, body
 
     async def _answer_with_any(
         self, deployments: list[Deployment], keeper: Replica | None, request: ProxyRequest, client: Client

@@ -171,7 +171,7 @@ async def answer(asked: Asked) -> None:
         asked.begin_stream()
         asked.piece(MESSAGE)
         asked.piece(b"")
-    elif not asked.json.get("stream"):
+    elif not asked.body or not asked.json.get("stream"):
         asked.reply(b'{"id": "resp_1", "usage":%b, "x": "%b"}' % (USAGE, b"y" * 500))
     else:
         asked.begin_stream()
@@ -276,6 +276,10 @@ def test_a_key_is_for_its_models_and_sees_no_others(clock: Clock, tmp_path: Path
         assert found.status_code == 404, "what another key has made"
         chosen = await gate.ask(path="/v1/responses", input="x", stream=True, resume={"id": made})
         assert chosen.status_code == 403, "whose id it would have"
+        assert (await gate.http.delete("/v1/cache/sessions/s")).status_code == 200
+        assert [one.target for one in gate.launch.last("a").asked][-1] == "/v1/cache/sessions/s"
+        elsewhere = await gate.http.delete("/v1/cache/sessions/s", headers={"x-octavo-model": "b"})
+        assert elsewhere.status_code == 403
         lists = await gate.http.get("/v1/files", headers={**others, "x-octavo-model": "a"})
         assert lists.status_code == 403
         changed = await keys.http.patch(f"/keys/{key_id}", json={"models": None, "is_enabled": False})

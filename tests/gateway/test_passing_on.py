@@ -208,3 +208,39 @@ def test_metrics_name_models_and_replicas_of_the_catalogue_alone(clock: Clock) -
             assert "made up" not in (await gate.http.get("/metrics")).text
 
     clock.run(run())
+
+
+def test_a_cache_session_is_deleted_at_every_replica(clock: Clock) -> None:
+    statuses = [404, 200, 404, 400]
+
+    def server(number: int) -> Any:
+        async def behave(asked: Asked) -> None:
+            asked.reply(b'{"by": %d}' % number, statuses[number])
+
+        return behave
+
+    async def run() -> None:
+        async with fake_servers(*map(server, range(4))) as servers:
+            at = [one.address for one in servers]
+            models: dict[str, Any] = {"a": {"addresses": at[:3]}, "b": {"addresses": at[3:]}, "stopped": {}}
+            async with gateway(models) as gate:
+                path = "/v1/cache/sessions/ada%207?cache_salt=x"
+                done = await gate.http.delete(path)
+                assert (done.status_code, done.json()) == (200, {"by": 1})
+                assert [[(one.method, one.target) for one in each.asked] for each in servers] == [
+                    [("DELETE", path)]
+                ] * 4
+                statuses[1] = 404
+                assert (await gate.http.delete(path)).status_code == 404
+                named = await gate.http.delete(path, headers={"x-octavo-model": "b"})
+                assert named.status_code == 400 and [len(one.asked) for one in servers] == [2, 2, 2, 3]
+                statuses[1] = 200
+                servers[2].die()
+                lost = await gate.http.delete(path)
+                assert lost.status_code == 503 and at[2] in lost.json()["error"]["message"]
+                assert len(servers[1].asked) == 3, "the others have done it"
+                assert gate.launch.begun == [], "what is stopped is not started"
+                nowhere = await gate.http.delete(path, headers={"x-octavo-model": "stopped"})
+                assert nowhere.status_code == 404
+
+    clock.run(run())
