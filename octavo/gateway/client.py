@@ -4,13 +4,14 @@ be an event of a stream."""
 from __future__ import annotations
 
 import re
+import uuid
 from typing import Any
 
 import msgspec
 from starlette.types import Send
 
 from octavo.errors import RequestError
-from octavo.gateway.error_bodies import error_body, error_event
+from octavo.gateway.error_bodies import MESSAGES_PREFIX, error_body, error_event
 from octavo.gateway.meter import PROMPT_TOKENS, Meter
 from octavo.gateway.stream_progress import RESUMABLE, StreamProgress
 from octavo.gateway.upstream import HOP_BY_HOP, Answer
@@ -120,9 +121,12 @@ class Client:
 
     async def fail(self, error: RequestError) -> None:
         """Answer with an error. Raises `BrokenAnswerError` if part of another answer has been sent."""
-        body = error_body(error, self._path)
+        request_id = f"req_{uuid.uuid4().hex}"
+        body = error_body(error, self._path, request_id)
         if not self._has_head:
             headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+            if self._path.startswith(MESSAGES_PREFIX):
+                headers.append((b"request-id", request_id.encode()))
             if error.status in (429, 503):
                 headers.append((b"retry-after", b"%d" % (error.retry_after_s or 1)))
             if error.code == "stopping":

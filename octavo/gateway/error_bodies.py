@@ -11,16 +11,18 @@ from octavo.errors import RequestError
 from octavo.ollama import PREFIX as OLLAMA_PREFIX
 from octavo.ollama import ollama_error
 
+MESSAGES_PREFIX = "/v1/messages"
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-def error_body(error: RequestError, path: str) -> bytes:
-    """Return the JSON body of an error, in the form of the API that `path` belongs to."""
+def error_body(error: RequestError, path: str, request_id: str) -> bytes:
+    """Return the JSON body of an error, in the form of the API that `path` belongs to. Messages name the request."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     if path.startswith(OLLAMA_PREFIX):
         return msgspec.json.encode(ollama_error(str(error)))
-    if path.startswith("/v1/messages"):
-        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": str(error)}})
+    if path.startswith(MESSAGES_PREFIX):
+        said = {"type": kind, "message": str(error)}
+        return msgspec.json.encode({"type": "error", "error": said, "request_id": request_id})
     code = error.code or HTTPStatus(error.status).phrase.lower().replace(" ", "_")
     fields = {"message": str(error), "type": kind, "param": error.param, "code": code}
     return msgspec.json.encode({"error": fields})
@@ -28,4 +30,4 @@ def error_body(error: RequestError, path: str) -> bytes:
 
 def error_event(body: bytes, path: str) -> bytes:
     """Return the server-sent event that ends a stream with an error."""
-    return (b"event: error\n" if path.startswith("/v1/messages") else b"") + b"data: " + body + b"\n\n"
+    return (b"event: error\n" if path.startswith(MESSAGES_PREFIX) else b"") + b"data: " + body + b"\n\n"

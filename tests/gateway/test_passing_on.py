@@ -78,7 +78,9 @@ def test_addresses_are_asked_by_their_own_name_with_their_own_key(
                      "api_key_env": "OCTAVO_TEST_KEY"}  # fmt: skip
             async with gateway({"b": entry}, api_key=["client-key", "other-key"]) as gate:
                 assert (await gate.ask("b")).status_code == 401
-                assert (await gate.http.post("/v1/messages", json={})).json()["type"] == "error"
+                refused = await gate.http.post("/v1/messages", json={})
+                assert refused.json()["type"] == "error"
+                assert refused.json()["request_id"] == refused.headers["request-id"]
                 for headers in ({"authorization": "Bearer other-key"}, {"x-api-key": "client-key"}):
                     gate.http.headers = headers  # type: ignore[assignment]
                     assert (await gate.ask("b")).status_code == 200
