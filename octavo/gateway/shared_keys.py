@@ -281,23 +281,24 @@ class SharedKeys(KeyStore):
             logger.warning("%s answers again, and requests are counted", self._database.address)
         return [answers[index] for index in range(len(uses), len(operations))]
 
-    def _lose(self, error: LostError, batch: _Batch) -> None:
-        """Have nobody wait for the database any more."""
+    def _lose(self, error: LostError, batch: _Batch | None = None) -> None:
+        """Have nobody wait for the database any more, for the answer to a batch neither."""
         if not self._is_lost:
             logger.error("%s cannot count requests: %s", self._database.address, error)
         self._is_lost = True
-        for one in (*batch.admissions, *self._next.admissions):
+        sent = [] if batch is None else [batch]
+        for one in [one for each in (*sent, self._next) for one in each.admissions]:
             if not one.answer.done():
                 one.was_admitted = self.on_loss == "admit"
                 one.answer.set_exception(error)
-        for one in self._next.admissions:  # those of `batch` may be counted already
+        for one in self._next.admissions:  # those that are sent may be counted already
             if one.was_admitted:
                 self._use(one.key_id, one.model, 1, 0, 0)
         self._next.admissions.clear()
-        for written in (batch.written, self._next.written):
-            if not written.done():
-                written.set_exception(error)
-                written.exception()
+        for each in (*sent, self._next):
+            if not each.written.done():
+                each.written.set_exception(error)
+                each.written.exception()
         self._next.written = asyncio.get_running_loop().create_future()
 
     def _settle(self, admission: _Admission, answer: Answer) -> None:
@@ -330,13 +331,20 @@ class SharedKeys(KeyStore):
             raise self._refusal(error) from None
 
     async def _answered(self, ask: Callable[[], Awaitable[_T]]) -> _T:
-        """Return what the database answers. Raises `LostError`."""
+        """Return what the database answers. Raises `LostError`, at once where it does not answer already."""
+        if self._is_lost:
+            raise LostError("it does not answer")
         try:
-            return await _within(ask(), TIMEOUT_S)
-        except _LateError:
+            try:
+                return await _within(ask(), TIMEOUT_S)
+            except _LateError:
+                raise
+            except LostError:  # an old connection fails at once, a new one may not
+                return await _within(ask(), TIMEOUT_S)
+        except LostError as error:
+            self._lose(error)
+            self._wake()  # the next batch, though it may be empty, is sent until there is an answer
             raise
-        except LostError:  # an old connection fails at once, a new one may not
-            return await _within(ask(), TIMEOUT_S)
 
     def _count(self, key: Key, requests: int, prompt_tokens: int, completion_tokens: int) -> None:
         counted = self._counted.setdefault(key.id, Key(key.id, key.settings))
