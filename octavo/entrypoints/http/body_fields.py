@@ -209,6 +209,8 @@ def _check_content(value: Any) -> str:
 
 def _check_text_part(part: Any) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else None
+    if kind == "refusal" and isinstance(part.get("refusal"), str):
+        return check_text(part["refusal"])
     if isinstance(kind, str) and kind != "text":
         raise ValueError(f"has a part of type {kind!r}, which is not built yet; only text is")
     if kind is None or not isinstance(part.get("text"), str):
@@ -245,6 +247,13 @@ class TextPart(TypedDict):
 
     type: Literal["text"]
     text: str
+
+
+class RefusalPart(TypedDict):
+    """What the assistant said in the place of an answer. It counts as text."""
+
+    type: Literal["refusal"]
+    refusal: str
 
 
 Uuid = Annotated[
@@ -360,6 +369,7 @@ MessageContent = Annotated[
         json_schema_input_type=str
         | list[
             TextPart
+            | RefusalPart
             | ImagePart
             | VideoPart
             | AudioUrlPart

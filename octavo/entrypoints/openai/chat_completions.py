@@ -24,6 +24,7 @@ from octavo.entrypoints.openai.response_bodies import (
     ChatChoice,
     ChatCompletionResponse,
     ChatLogprobs,
+    ChatTokenLogprob,
     ToolCall,
 )
 from octavo.entrypoints.openai.stored_chats import keep_chat
@@ -64,6 +65,8 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         self._kept: list[Delta] | None = (
             [TextDelta(self._echo)] if body.store else None
         )  # deltas of a stream that will be stored
+        self._kept_logprobs: list[ChatTokenLogprob] = []  # of such a stream
+        self._kept_token_ids: list[int] = []
         self._has_begun = False  # whether the stream has begun
         self._finish_reason = "abort"
         self._stop_reason: int | str | None = None
@@ -105,7 +108,14 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         if self._kept is None or not self._has_begun:
             return
         message = assistant_message(self._role, self._kept)
-        choice = ChatChoice(index=0, message=message, finish_reason=self._finish_reason, stop_reason=self._stop_reason)
+        choice = ChatChoice(
+            index=0,
+            message=message,
+            logprobs=ChatLogprobs(content=self._kept_logprobs) if self._body.logprobs else None,
+            finish_reason=self._finish_reason,
+            stop_reason=self._stop_reason,
+            token_ids=self._kept_token_ids if self._body.return_token_ids else None,
+        )
         await keep_chat(self._state, self._body, self._response([choice]))
 
     def _choice(self, prompt_index: int, completion: CompletionOutput) -> ChatChoice:
@@ -173,6 +183,8 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         self._num_reasoning = self._conversation.num_reasoning_tokens
         if self._kept is not None:
             self._kept += read
+            self._kept_logprobs += logprobs.content if logprobs is not None else ()
+            self._kept_token_ids += completion.token_ids
             self._finish_reason, self._stop_reason = finish_reason or "abort", completion.stop_reason
         deltas = [_fields(delta) for delta in read]
         if not deltas:

@@ -10,10 +10,20 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from octavo.entrypoints.chat.media_parts import check_role, media_of
 from octavo.entrypoints.http.body_fields import (
+    MAX_METADATA,
     MAX_SESSION_LENGTH,
     SESSION_PATTERN,
     Content,
@@ -93,6 +103,52 @@ class NamedToolChoice(RequestBody):
     function: FunctionName
 
 
+class AllowedFunctions(RequestBody):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], Field(min_length=1)]
+
+
+class AllowedToolsChoice(RequestBody):
+    """Some of the tools, as if there were no others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+_CHOICES = (
+    'should be "auto", "none", "required", {"type": "function", "function": {"name": ...}} or '
+    '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}'
+)
+
+
+def _read_tool_choice(value: Any) -> Any:
+    """Return the choice of tools. Responses' forms of it, in which nothing is nested, are taken too. Raises
+    `ValueError`."""
+    if value is None or value in ("auto", "none", "required"):
+        return value
+    kind = value.get("type") if isinstance(value, dict) else None
+    try:
+        if kind == "function":
+            return NamedToolChoice.model_validate(_nested(value, "function"))
+        if kind == "allowed_tools":
+            nested = _nested(value, "allowed_tools")
+            allowed = nested["allowed_tools"]
+            if isinstance(allowed, dict) and isinstance(tools := allowed.get("tools"), list):
+                nested["allowed_tools"] = {**allowed, "tools": [_nested(tool, "function") for tool in tools]}
+            return AllowedToolsChoice.model_validate(nested)
+    except ValidationError:
+        pass
+    raise ValueError(_CHOICES)
+
+
+def _nested(value: Any, name: str) -> Any:
+    """Return an object whose fields, but its type, are in its field `name`."""
+    if not isinstance(value, dict) or name in value:
+        return dict(value) if isinstance(value, dict) else value
+    rest = {key: one for key, one in value.items() if key != "type"}
+    return {"type": value.get("type"), name: rest}
+
+
 class SentFunctionCall(RequestBody):
     name: Text
     arguments: Text | None = None  # blank or null: none
@@ -105,6 +161,9 @@ class SentToolCall(RequestBody):
     type: Literal["function"] = "function"
     function: SentFunctionCall
     index: int | None = None  # of a stream's deltas
+
+
+_SHOWN_ONLY = ("annotations", "refusal")  # fields of answers that say nothing to the model beside the content
 
 
 class ChatMessage(RequestBody):
@@ -129,8 +188,13 @@ class ChatMessage(RequestBody):
             raise RequestError("messages with function_call are not built; use tool_calls.", param="messages")
         if data.get("tool_calls") and data.get("role") != "assistant":
             raise RequestError("only messages of the assistant have tool_calls.", param="messages")
+        if data.get("audio"):
+            raise RequestError("audio of messages is not built; send what was said as content.", param="messages")
         if data.get("role") == "assistant":
-            data = {"content": None, **data}
+            refusal = data.get("refusal")
+            data = {"content": None, **{name: one for name, one in data.items() if name not in _SHOWN_ONLY}}
+            if refusal is not None and not data["content"]:
+                data["content"] = refusal
         return {name: value for name, value in data.items() if name in cls.model_fields or value not in (None, [])}
 
     @field_validator("content")
@@ -536,9 +600,10 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
     top_logprobs: Annotated[Int, Field(ge=-1)] | None = described(
         "Those of this many likeliest tokens, 20 at most unless --max-logprobs says otherwise; -1: of all."
     )
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = described(
-        'Whether to call them: "auto", "none", "required" or the one to call.'
-    )
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice | None,
+        BeforeValidator(_read_tool_choice),
+    ] = described('Whether to call them: "auto", "none", "required", the one to call, or some of them.')
     parallel_tool_calls: bool | None = described("Whether there may be several calls.")
     thinking_token_budget: Annotated[Int, Field(ge=0)] | None = described(
         "Tokens that the reasoning may have; then its end is all that may come."
@@ -588,6 +653,16 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
     def _check_store(self) -> ChatCompletionRequest:
         if self.store and self.num_choices > 1:
             raise RequestError("store keeps one answer; n must be 1.", param="store")
+        metadata = (self.metadata or {}) if self.store else {}
+        if len(metadata) > MAX_METADATA or not all(isinstance(value, str) for value in metadata.values()):
+            raise RequestError(
+                f"metadata of a stored chat are {MAX_METADATA} texts at most, by name.", param="metadata"
+            )
+        for text in (*metadata, *metadata.values()):
+            try:
+                check_text(text)
+            except ValueError as error:
+                raise RequestError(f"metadata {error}.", param="metadata") from None
         return self
 
     @model_validator(mode="after")
@@ -600,10 +675,15 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
             return self
         if not names:
             raise RequestError("tool_choice needs tools.", param="tool_choice")
-        if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
-            raise RequestError(
-                f"tool_choice names {choice.function.name!r}, which is not in tools.", param="tool_choice"
-            )
+        chosen = [choice] if isinstance(choice, NamedToolChoice) else []
+        if isinstance(choice, AllowedToolsChoice):
+            chosen = choice.allowed_tools.tools
+        allowed = {one.function.name for one in chosen}
+        if unknown := allowed - set(names):
+            raise RequestError(f"tool_choice names {min(unknown)!r}, which is not in tools.", param="tool_choice")
+        if isinstance(choice, AllowedToolsChoice):
+            self.tools = [tool for tool in self.tools or () if tool.function.name in allowed]
+            self.tool_choice = choice = choice.allowed_tools.mode
         structure = None if choice == "auto" else self.structure()
         # OpenAI's format is that of a message, which an answer of calls does not have.
         if structure is not None and not structure[0].startswith("response_format"):

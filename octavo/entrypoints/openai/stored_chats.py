@@ -17,10 +17,10 @@ KIND = "chat"
 
 async def keep_chat(state: ServerState, body: ChatCompletionRequest, response: ChatCompletionResponse) -> None:
     """Store an answer. If the store has no room, the client still gets the answer, and the log has the error."""
-    fields = response.model_dump(mode="json", exclude_none=True)
+    fields = response.model_dump(mode="json")
     chat = {**fields, "metadata": body.metadata or {}, "request_id": response.id}
     messages = [
-        {**message.model_dump(mode="json", exclude_none=True), "id": f"{response.id}-{i}"}
+        {"content": None, **message.model_dump(mode="json", exclude_none=True), "id": f"{response.id}-{i}"}
         for i, message in enumerate(body.messages)
     ]
     chat_json, messages_json = encode_json(chat), encode_json(messages)

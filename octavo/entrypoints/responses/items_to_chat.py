@@ -6,7 +6,7 @@ from typing import Any
 
 from octavo.entrypoints.chat.conversation import make_chat
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, TokenRequest
-from octavo.entrypoints.responses.responses_protocol import AllowedTools, NamedFunction, ResponsesRequest
+from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
 from octavo.errors import RequestError
 from octavo.field_names import FieldNames
 
@@ -60,19 +60,9 @@ def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompl
 
 
 def _add_tools(fields: dict[str, Any], body: ResponsesRequest) -> None:
-    choice, tools = body.tool_choice, list(body.tools or ())
-    if isinstance(choice, AllowedTools):
-        allowed = {tool.name for tool in choice.tools}
-        if unknown := allowed - {tool.name for tool in tools}:
-            raise RequestError(f"tool_choice names {min(unknown)!r}, which is not in tools.", param="tool_choice")
-        tools = [tool for tool in tools if tool.name in allowed]
-        fields["tool_choice"] = choice.mode
-    elif isinstance(choice, NamedFunction):
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-    else:
-        fields["tool_choice"] = choice if tools else None  # clients send "auto" without tools
-    if choice == "required" and not tools:
-        raise RequestError("tool_choice needs tools.", param="tool_choice")
+    choice, tools = body.tool_choice, body.tools or ()
+    is_idle = not tools and choice in (None, "auto", "none")  # clients send "auto" without tools
+    fields["tool_choice"] = None if is_idle else choice if isinstance(choice, str) else choice and choice.model_dump()
     if tools:
         fields["tools"] = [
             {"type": "function", "function": tool.model_dump(include={"name", "description", "parameters", "strict"})}

@@ -117,8 +117,14 @@ def _check_tools(value: Any) -> Any:
 def _flat_tool(tool: Any) -> Any:
     """Return a tool, or the choice of one, in the form of chat completions, which many clients send, in the form of
     responses."""
-    is_of_chat = isinstance(tool, dict) and tool.keys() == {"type", "function"} and isinstance(tool["function"], dict)
-    return {**tool["function"], "type": tool["type"]} if is_of_chat else tool
+    if not isinstance(tool, dict):
+        return tool
+    for name in ("function", "allowed_tools"):
+        if tool.keys() == {"type", name} and isinstance(tool[name], dict):
+            tool = {**tool[name], "type": tool["type"]}
+    if tool.get("type") == "allowed_tools" and isinstance(tool.get("tools"), list):
+        tool = {**tool, "tools": [_flat_tool(one) for one in tool["tools"]]}
+    return tool
 
 
 def _check_includes(value: Any) -> Any:

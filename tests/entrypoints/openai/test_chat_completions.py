@@ -10,8 +10,12 @@ import httpx
 import openai
 import pytest
 
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, NamedToolChoice
+from octavo.entrypoints.responses.items_to_chat import to_chat
+from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
 from tests.entrypoints.fake_engine import MODEL, FakeEngine
 
+G = {"type": "function", "name": "g"}
 F = {"type": "function", "function": {"name": "f"}}
 USER = {"role": "user", "content": "Hi"}
 
@@ -169,6 +173,48 @@ def test_an_answer_can_be_sent_back_as_it_came(client: openai.OpenAI, engine: Fa
     assert prompt_of(engine) == f"user: Hi\nassistant: Hello there\nuser: {shown}\nassistant:"
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": None, "refusal": "No."},
+        {"content": [{"type": "refusal", "refusal": "No."}]},
+        {"content": "No.", "refusal": None, "annotations": [{"type": "url_citation"}], "audio": None},
+    ],
+)
+def test_a_refusal_is_what_was_said(http: httpx.Client, engine: FakeEngine, message: dict[str, Any]) -> None:
+    messages = [USER, {"role": "assistant", **message}, USER]
+    answer = http.post("/v1/chat/completions", json={"messages": messages})
+    assert answer.status_code == 200, answer.text
+    assert "assistant: No.\n" in prompt_of(engine)
+
+
+ALLOWED: Any = {"mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}
+FLAT: Any = {"mode": "auto", "tools": [{"type": "function", "name": "f"}]}
+
+
+@pytest.mark.parametrize(
+    ("choice", "mode"),
+    [
+        ({"type": "allowed_tools", "allowed_tools": ALLOWED}, "required"),
+        ({"type": "allowed_tools", "allowed_tools": FLAT}, "auto"),
+        ({"type": "allowed_tools", **FLAT}, "auto"),
+        ({"type": "allowed_tools", **ALLOWED}, "required"),
+        ({"type": "function", "name": "f"}, "f"),
+        ({"type": "function", "function": {"name": "f"}}, "f"),
+    ],
+)
+def test_the_choice_of_tools_has_the_forms_of_both_apis(choice: Any, mode: str) -> None:
+    g = {**F, "function": {"name": "g"}}
+    chat = ChatCompletionRequest.model_validate({"messages": [USER], "tools": [F, g], "tool_choice": choice})
+    asked = {"input": "Hi", "tools": [F, g], "tool_choice": choice}
+    of_response = to_chat(ResponsesRequest.model_validate(asked), [USER])
+    for body in (chat, of_response):
+        if mode == "f":
+            assert isinstance(body.tool_choice, NamedToolChoice) and body.tool_choice.function.name == "f"
+        else:
+            assert (body.tool_choice, list(body.chosen_tools), len(body.tools or ())) == (mode, ["f"], 1)
+
+
 def test_template_options_reach_the_template(client: openai.OpenAI, engine: FakeEngine) -> None:
     chat(client, extra_body={"chat_template_kwargs": {"shout": True}, "add_generation_prompt": False})
     assert prompt_of(engine) == "user: Hi\nLOUD "
@@ -215,6 +261,22 @@ def test_a_message_of_the_assistant_may_be_empty(
         ({"tools": [F, F], "tool_choice": "required"}, "tools must have different names"),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
         ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "names 'g', which is not in"),
+        *(
+            ({"tools": [F], "tool_choice": wrong}, '"required", {"type": "function", "function": {"name": ...}} or')
+            for wrong in (
+                "any",
+                3,
+                {"type": "function"},
+                {"type": "custom", "name": "f"},
+                {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}},
+                {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+            )
+        ),
+        (
+            {"tools": [F], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [G]}},
+            "names 'g', which is not in",
+        ),
+        ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "audio of messages is not built; send what"),
         ({"tools": [F], "tool_choice": "required", "guided_regex": "a"}, "guided_regex and tool_choice exclude"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         (

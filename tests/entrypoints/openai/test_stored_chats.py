@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -55,3 +56,31 @@ def test_no_client_can_put_a_chat_in_the_place_of_anothers(
 def test_what_cannot_be_stored_is_refused(http: httpx.Client) -> None:
     answer = http.post("/v1/chat/completions", json={"messages": HELLO, "store": True, "n": 2})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "store"
+
+
+def test_a_chat_is_kept_as_it_was_sent(http: httpx.Client, engine: FakeEngine) -> None:
+    """With its fields that are null, and the log-probabilities of a stream."""
+    called = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}
+    messages = [*HELLO, called, {"role": "tool", "tool_call_id": "a", "content": "1"}]
+    body = {"messages": messages, "store": True, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+    sent = http.post("/v1/chat/completions", json=body).json()
+    kept = http.get(f"/v1/chat/completions/{sent['id']}").json()
+    assert kept == {**sent, "metadata": {}, "request_id": sent["id"]}
+    assert kept["choices"][0]["message"]["refusal"] is None
+    stream = http.post("/v1/chat/completions", json={**body, "stream": True}).text
+    id = json.loads(stream.partition("data: ")[2].partition("\n")[0])["id"]
+    streamed = http.get(f"/v1/chat/completions/{id}").json()
+    assert streamed["choices"] == sent["choices"]
+    plain = http.post("/v1/chat/completions", json={"messages": HELLO, "store": True}).json()
+    assert http.get(f"/v1/chat/completions/{plain['id']}").json()["choices"][0]["logprobs"] is None
+    found = http.get(f"/v1/chat/completions/{id}/messages").json()["data"]
+    assert found[2]["content"] is None and found[2]["tool_calls"][0]["function"]["name"] == "f"
+
+
+@pytest.mark.parametrize("metadata", [{str(i): "x" for i in range(17)}, {"a": 1}, {"a": "\ud800"}, {"a": None}])
+def test_metadata_of_a_stored_chat_are_sixteen_texts(http: httpx.Client, metadata: dict[str, Any]) -> None:
+    body = {"messages": HELLO, "metadata": metadata}
+    content = json.dumps({**body, "store": True})
+    answer = http.post("/v1/chat/completions", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "metadata"
+    assert http.post("/v1/chat/completions", json={"messages": HELLO, "metadata": {"a": 1}}).status_code == 200
