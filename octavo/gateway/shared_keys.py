@@ -46,9 +46,13 @@ class LostError(OctavoError):
     """The database does not answer."""
 
 
+class LateError(LostError):
+    """The database has not answered in time."""
+
+
 class KeyDatabase(ABC):
-    """What several gateways share. Methods raise `LostError` where the database does not answer; they are called again,
-    and connect again by themselves."""
+    """What several gateways share. Methods raise `LostError` where the database does not answer, `LateError` if it had
+    its time; they are called again, and connect again by themselves."""
 
     address: str  # without its password
 
@@ -136,7 +140,7 @@ class SharedKeys(KeyStore):
             await _within(self._database.prepare(), 2 * TIMEOUT_S)
         except LostError as error:
             await self._database.close()
-            raise ConfigError(f"--keys {self._database.address} cannot be used: {error}.") from None
+            raise ConfigError(f"--keys {self._database.address} cannot be used: {str(error).rstrip('.')}.") from None
         self._next = _Batch()
         self._is_idle.set()
         self._writing = asyncio.ensure_future(self._write())
@@ -273,7 +277,7 @@ class SharedKeys(KeyStore):
             except LostError as error:
                 await self._database.close()
                 num_failed += 1
-                if num_failed > 1 or isinstance(error, _LateError):  # an old connection may fail at once
+                if num_failed > 1 or isinstance(error, LateError):  # an old connection may fail at once
                     self._lose(error, batch)
                     await asyncio.sleep(min(MIN_BACKOFF_S * 2 ** min(num_failed, 10), MAX_BACKOFF_S))
         if self._is_lost:
@@ -337,7 +341,7 @@ class SharedKeys(KeyStore):
         try:
             try:
                 return await _within(ask(), TIMEOUT_S)
-            except _LateError:
+            except LateError:
                 raise
             except LostError:  # an old connection fails at once, a new one may not
                 return await _within(ask(), TIMEOUT_S)
@@ -356,10 +360,6 @@ class SharedKeys(KeyStore):
         return not_counted()
 
 
-class _LateError(LostError):
-    """The database has not answered in time."""
-
-
 async def _within(work: Awaitable[_T], seconds: float) -> _T:
     """Return what comes of work. Raises `LostError` if it takes longer; it is cancelled then, and not waited for, as a
     driver may wait for the server again."""
@@ -374,7 +374,7 @@ async def _within(work: Awaitable[_T], seconds: float) -> _T:
         return task.result()
     task.cancel()
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
-    raise _LateError(f"it did not answer within {seconds:g} s")
+    raise LateError(f"it did not answer within {seconds:g} s")
 
 
 def _key(row: KeyRow) -> Key:

@@ -17,13 +17,14 @@ from urllib.parse import urlsplit
 
 from octavo.errors import ConfigError
 from octavo.gateway.key_store import LIMITS
-from octavo.gateway.shared_keys import TIMEOUT_S, Answer, KeyDatabase, KeyRow, LostError, Operation
+from octavo.gateway.shared_keys import TIMEOUT_S, Answer, KeyDatabase, KeyRow, LateError, LostError, Operation
 
 try:
     from redis.asyncio import BlockingConnectionPool, Redis
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
     from redis.exceptions import RedisError
+    from redis.exceptions import TimeoutError as LateRedisError
 except ImportError as error:
     raise ConfigError(f"--keys valkey://... needs redis-py ({error}): pip install redis.") from None
 
@@ -220,5 +221,7 @@ async def _lost() -> AsyncIterator[None]:
     """Make errors of the driver `LostError`."""
     try:
         yield
+    except LateRedisError as error:
+        raise LateError(str(error)) from None
     except (RedisError, OSError) as error:
         raise LostError(" ".join(str(error).split())[:300] or type(error).__name__) from None

@@ -192,6 +192,29 @@ def test_gateways_share_keys_by_their_admin_routes(database: Server) -> None:
     asyncio.run(run())
 
 
+def test_a_valkey_that_hangs_is_late_and_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    redis = pytest.importorskip("redis")
+
+    async def run() -> None:
+        store = await opened(running.url())
+        client, asked = store._database._client, []  # type: ignore[attr-defined]
+
+        async def late(*words: Any, **options: Any) -> None:
+            asked.append(words)
+            raise redis.TimeoutError("Timeout reading from socket")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "execute_command", late)
+            with pytest.raises(RequestError) as caught:
+                await store.get("key_1")
+            assert caught.value.status == 503 and len(asked) == 1
+        await until(lambda: store._is_idle.is_set())  # type: ignore[attr-defined]
+        await store.close()
+
+    with server("valkey") as running:
+        asyncio.run(run())
+
+
 def test_a_valkey_that_drops_keys_is_refused() -> None:
     async def run(url: str) -> None:
         await open_keys(url).open()
