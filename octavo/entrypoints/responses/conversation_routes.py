@@ -67,7 +67,7 @@ async def create_conversation(body: ConversationRequest, raw: Request) -> Conver
     given = await _read(body.items or [])
 
     def create(database: Database) -> dict[str, Any]:
-        return stored_conversations.create(database, body.metadata or {}, resolved(database, given, "items"))
+        return stored_conversations.create(database, body.metadata or {}, resolved(database, given, field="items"))
 
     return ConversationObject(**await state_of(raw).store.run(create))
 
@@ -117,7 +117,8 @@ async def create_items(conversation_id: str, body: NewItems, raw: Request) -> Pa
     given = await _read(body.items)
 
     def add(database: Database) -> list[Item]:
-        items = resolved(database, given, "items")
+        _, earlier = stored_conversations.find(database, conversation_id)
+        items = resolved(database, given, earlier, "items")
         stored_conversations.append(database, conversation_id, items)
         return items
 

@@ -29,7 +29,7 @@ def create(database: Database, metadata: Mapping[str, str], items: Sequence[Item
         "created_at": int(time.time()),
         "metadata": dict(metadata),
     }
-    _refuse_repeated([], items)
+    refuse_repeated([], items)
     _write(database, conversation, items)
     return conversation
 
@@ -67,7 +67,7 @@ def append(database: Database, conversation_id: str, items: Sequence[Item]) -> N
     """Add items at the end of a conversation. Raises `RequestError` if there is no such conversation, or if it has an
     item already."""
     conversation, earlier = find(database, conversation_id)
-    _refuse_repeated(earlier, items)
+    refuse_repeated(earlier, items)
     _write(database, conversation, [*earlier, *items])
 
 
@@ -85,12 +85,13 @@ def _write(database: Database, conversation: Mapping[str, Any], items: Sequence[
     database.put(KIND, id, encode_json(conversation), encode_json(items))
 
 
-def _refuse_repeated(earlier: Sequence[Item], items: Sequence[Item]) -> None:
+def refuse_repeated(earlier: Sequence[Item], items: Sequence[Item], field: str = "items") -> None:
+    """Raise `RequestError` if an item of `items`, a request's `field`, has the id of another or of an earlier one."""
     known = {item["id"] for item in earlier}
     for item in items:
         if item["id"] in known:
             raise RequestError(
                 f"The conversation already has an item with the id {item['id']!r:.100}; send only what is new.",
-                param="items",
+                param=field,
             )
         known.add(item["id"])

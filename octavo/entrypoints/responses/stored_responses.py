@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -48,11 +49,13 @@ def write(database: Database, response: dict[str, Any], items: list[Item], *, is
 def with_history(
     database: Database, previous_id: str | None, conversation_id: str | None, items: list[Item]
 ) -> tuple[list[Item], list[Item]]:
-    """Return the items of the earlier conversation, and `items` with references replaced by their items. Raises
-    `RequestError`."""
+    """Return the items of the earlier conversation, and `items` with references replaced by their items; those to what
+    was said earlier add nothing. Raises `RequestError`, also for what the conversation could not take."""
     if conversation_id is not None:
         _, earlier = stored_conversations.find(database, conversation_id)
-        return earlier, resolved(database, items)
+        found = resolved(database, items, earlier)
+        stored_conversations.refuse_repeated(earlier, found, "input")
+        return earlier, found
     chain: list[Stored] = []
     response_id = previous_id
     while response_id is not None:
@@ -72,7 +75,7 @@ def with_history(
     history = _before(database, chain[-1]) if chain else []
     for stored in reversed(chain):
         history += [*read_input(stored), *_decode(stored.body)["output"]]
-    return history, resolved(database, items)
+    return history, resolved(database, items, history)
 
 
 def _before(database: Database, stored: Stored) -> list[Item]:
@@ -86,9 +89,19 @@ def _before(database: Database, stored: Stored) -> list[Item]:
     return list(itertools.takewhile(lambda item: item["id"] not in own, items))
 
 
-def resolved(database: Database, items: list[Item], field: str = "input") -> list[Item]:
-    """Return `items`, a request's `field`, with references replaced by their items. Raises `RequestError`."""
-    return [_resolve(database, item, field) if item["type"] == "item_reference" else item for item in items]
+def resolved(database: Database, items: list[Item], earlier: Sequence[Item] = (), field: str = "input") -> list[Item]:
+    """Return `items`, a request's `field`, with references replaced by their items, without those to items that are
+    there already: in `earlier` or before them. Raises `RequestError`."""
+    known = {item["id"] for item in earlier}
+    found = list[Item]()
+    for item in items:
+        if item["type"] == "item_reference":
+            if item["id"] in known:
+                continue
+            item = _resolve(database, item, field)
+        known.add(item["id"])
+        found.append(item)
+    return found
 
 
 def _resolve(database: Database, reference: Item, field: str) -> Item:

@@ -131,6 +131,38 @@ def test_a_turn_that_cannot_be_kept_is_an_error(client: openai.OpenAI, http: htt
             assert b"response.failed" in made and b"response.completed" not in made
 
 
+def test_a_reference_to_what_was_said_adds_nothing(client: openai.OpenAI, engine: FakeEngine) -> None:
+    """Whoever named the item: the conversation, a client, or an earlier response."""
+    mine: Any = {**HI, "id": "mine"}
+    id = client.conversations.create(items=[mine, HI]).id
+    said = [item.id for item in client.conversations.items.list(id, order="asc").data]
+    references: Any = [{"type": "item_reference", "id": one} for one in said]
+    again: Any = {"role": "user", "content": "Again"}
+    first = client.responses.create(model=MODEL, input=[*references, again], conversation=id)
+    assert texts(client, id) == ["Hi", "Hi", "Again", "Hello there"]
+    assert prompt(engine) == "user: Hi\nuser: Hi\nuser: Again\nassistant:"
+    references += [{"type": "item_reference", "id": first.output[0].id}]
+    client.conversations.items.create(id, items=[*references, {**HI, "id": "other"}])
+    assert texts(client, id) == ["Hi", "Hi", "Again", "Hello there", "Hi"]
+    one: Any = {**HI, "id": "own"}
+    response = client.responses.create(model=MODEL, input=[one])
+    for _ in range(2):
+        more: Any = [{"type": "item_reference", "id": "own"}, {"type": "item_reference", "id": response.output[0].id}]
+        response = client.responses.create(model=MODEL, input=[*more, again], previous_response_id=response.id)
+    assert prompt(engine).count("user: Hi\n") == 1 and prompt(engine).count("user: Again\n") == 2
+
+
+def test_an_item_that_is_there_already_is_refused_before_it_is_answered(
+    client: openai.OpenAI, http: httpx.Client, engine: FakeEngine
+) -> None:
+    mine: Any = {**HI, "id": "mine"}
+    id = client.conversations.create(items=[mine]).id
+    for items in ([mine], [{**HI, "id": "two"}, {**HI, "id": "two"}]):
+        answer = http.post("/v1/responses", json={"input": items, "conversation": id})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input"), answer.text
+    assert not engine.seen and texts(client, id) == ["Hi"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
