@@ -52,6 +52,9 @@ from octavo.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 _MAX_UNSENT_BYTES = 256 << 20  # to a front end that does not read
+# A front end that has not done something for so long is asked whether it lives, and given up without an answer: one may
+# wait for its requests for hours, but none is busy for a minute.
+_PROBE_S, _HANGS_S = 10.0, 60.0
 _SNAPSHOT_S = 2.0  # for a front end to give its metrics; one that starts or is stopped has its last ones
 _LOAD, _UNLOAD = "load_lora_adapter", "unload_lora_adapter"
 
@@ -80,8 +83,27 @@ class FrontEnd:
         """Pass a message on. A front end that does not read is given up."""
         self.channels.send(rank, data)
         if self.channels.num_unsent_bytes > _MAX_UNSENT_BYTES:
-            logger.error("front end %d does not read its messages and is given up", self.number)
-            self.channels.close()
+            self._give_up("does not read its messages")
+
+    async def call(self, name: str, **args: Any) -> Any:
+        """Have the front end do something, which may take its time, and return the result. A front end that answers
+        nothing else meanwhile is given up. Raises its `OctavoError`, and `EngineDeadError` if it ends."""
+        asked = asyncio.ensure_future(self.channels.call(name, **args))
+        try:
+            while not (await asyncio.wait((asked,), timeout=_PROBE_S))[0]:
+                try:
+                    await asyncio.wait_for(self.channels.call("snapshot"), _HANGS_S)
+                except TimeoutError:
+                    self._give_up("does not answer")
+                except OctavoError:
+                    pass  # it has ended, and so has the call
+            return await asked
+        finally:
+            asked.cancel()
+
+    def _give_up(self, reason: str) -> None:
+        logger.error("front end %d %s and is given up", self.number, reason)
+        self.channels.close()
 
 
 class _Engine:
@@ -360,7 +382,7 @@ class EngineHub:
         """Have every front end do something, and return their results. One that ends meanwhile has none. Raises the
         first error."""
         results = await asyncio.gather(
-            *(front.channels.call(name, **args) for front in list(self.fronts.values())), return_exceptions=True
+            *(front.call(name, **args) for front in list(self.fronts.values())), return_exceptions=True
         )
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, EngineDeadError):

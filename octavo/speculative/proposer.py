@@ -40,7 +40,12 @@ class ReadingShare:
     @property
     def num_tokens(self) -> int:
         """Tokens that are read of a sequence at once, more than an answer brings in a step."""
-        return max(_LEAST_READ, self._most // max(1, self._num_sequences))
+        return max(_LEAST_READ, self.num_other_tokens)
+
+    @property
+    def num_other_tokens(self) -> int:
+        """Tokens that are read beside them at once of what no sequence waits for."""
+        return max(1, self._most // max(1, self._num_sequences))
 
 
 class Proposer(Protocol):

@@ -143,7 +143,7 @@ class SuffixProposer:
         for token in tokens[state.num_read : end]:
             own.read(token)
         state.num_read = end
-        self._read_answers(self._share.num_tokens)
+        self._read_answers(self._share.num_other_tokens)
         self._match(state, tokens)
         if end < len(tokens):
             return NO_PROPOSAL

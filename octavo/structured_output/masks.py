@@ -164,8 +164,8 @@ class GrammarTable:
         self._pending: Future[None] | None = None
 
     def has_any(self, rows: Iterable[int]) -> bool:
-        """Return whether a sequence of `rows` follows a grammar. A row keeps its grammar until another sequence takes
-        it: a sequence that has ended is in no step."""
+        """Return whether a sequence of `rows` follows a grammar. The row of one that was aborted, or has reached its
+        maximum length, keeps its grammar until another sequence takes it."""
         return not self._rows.keys().isdisjoint(rows)
 
     def admit(self, row: int, params: SamplingParams, output: list[int], end_token_ids: list[int]) -> None:
@@ -185,8 +185,12 @@ class GrammarTable:
         """`tokens` [N] were drawn for `rows` [N]: start to compute what may follow."""
         changed: dict[int, _Row] = {}  # a row has several tokens if draft tokens were accepted
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
-            state = self._rows.get(row)
-            if state is not None and token not in state.end_token_ids:
+            if (state := self._rows.get(row)) is None:
+                continue
+            if token in state.end_token_ids:  # the sequence has ended
+                del self._rows[row]
+                changed.pop(row, None)
+            else:
                 state.output.append(token)
                 changed[row] = state
         if changed:

@@ -174,6 +174,38 @@ def test_no_front_end_stays_paused_if_one_cannot_pause(
     with_hub(use)
 
 
+def test_a_front_end_that_hangs_is_waited_for_only_while_it_answers(
+    with_hub: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_hub, "_PROBE_S", 0.0)
+
+    async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
+        front, may_pause, probes = await make(), asyncio.Event(), list[str]()
+        parts = front.link.channels.answering
+
+        async def pause(**_: Any) -> None:
+            await may_pause.wait()
+
+        async def tell_counts() -> Any:
+            probes.append("asked")
+            if len(probes) == 3:
+                may_pause.set()
+            return await parts["snapshot"]()
+
+        front.link.channels.answering = {**parts, "pause_generation": pause, "snapshot": tell_counts}
+        await hub.tell_all("pause_generation")
+        assert len(probes) >= 3 and front.attached in hub.fronts.values(), "it lives"
+        may_pause.clear()
+        front.link.channels.answering = {"pause_generation": pause, "snapshot": pause}
+        monkeypatch.setattr(engine_hub, "_HANGS_S", 0.0)
+        assert await hub.tell_all("pause_generation") == []
+        await front.is_lost.wait()
+        assert "front end 1 does not answer and is given up" in caplog.messages
+        may_pause.set()
+
+    with_hub(use)
+
+
 def test_what_was_under_way_to_a_core_as_it_died_is_left_to_the_next_core(
     with_hub: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,6 +196,14 @@ def test_answers_that_end_together_are_read_in_later_steps(monkeypatch: pytest.M
     assert num_steps >= 32 and proposer._num_unread == 0, "as many as are kept"
     seq.token_ids.extend([1000, 1001])
     assert proposer.propose(seq, state, 4).tokens == (1002, 1003)
+    for seq, state in [(seq, proposer.start(seq)) for seq in [sequence([i]) for i in range(64)]]:
+        seq.token_ids.extend(range(1000, 2000))
+        proposer.end(seq, state)
+    live = [(seq, proposer.start(seq)) for seq in [sequence([i]) for i in range(255)]]
+    read.clear()
+    for seq, state in live:
+        proposer.propose(seq, state, 4)
+    assert 256 < len(read) <= 1024 + 256, "all sequences of a step together"
 
 
 def test_answers_of_a_salt_are_proposed_to_nobody_else() -> None:

@@ -182,8 +182,10 @@ def test_a_grammar_that_another_thread_drops_is_compiled_again(
     assert compiler.matcher(other), "though it is dropped at once: no request has it"
 
 
-def test_a_step_waits_for_no_mask_of_a_sequence_that_is_not_in_it(compiler: Compiler) -> None:
-    """One that has ended keeps its row until another sequence takes it."""
+def test_a_step_waits_for_no_mask_of_a_sequence_that_is_not_in_it(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was aborted keeps its row until another sequence takes it; of one that ends nothing is kept."""
     compiler.prepare(grammar := make_grammar(StructuredOutputsParams(choice=["a"])), [EOS], compiler).result()
     table = SamplingTable(2, compiler)
     params = SamplingParams(temperature=1.0)
@@ -199,11 +201,13 @@ def test_a_step_waits_for_no_mask_of_a_sequence_that_is_not_in_it(compiler: Comp
         return len(batch.masks()[0])
 
     assert masks_of(0) == 1
-    table.advance(np.array([0]), np.zeros(1, np.int64), np.array([EOS]))
     assert table._grammars is not None
-    table._grammars._pending = None
-    table._grammars.masks = None  # type: ignore[assignment,method-assign]
-    assert masks_of(1) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(table._grammars, "masks", None)
+        assert masks_of(1) == 0
+    table.advance(np.array([0]), np.zeros(1, np.int64), np.array([EOS]))
+    assert not table._grammars._rows
+    assert masks_of(0) == 0
 
 
 def test_a_lexer_that_one_request_has_worn_out_serves_no_other(
