@@ -134,13 +134,15 @@ class Document:
         self._id = "id" if self.draft < 6 else "$id"
         self._resources: dict[str, Schema] | None = None  # by their URI, the whole document by ""
         self._anchors: dict[tuple[str, str], tuple[Schema, str]] = {}
+        self._bases: dict[int, tuple[Schema, str]] = {}  # by the identity of the schemas, which stay
 
     def base_within(self, schema: Mapping[str, Any], base: str) -> str:
         """The URI that references within `schema` are relative to, where those around it are relative to `base`."""
         own = schema.get(self._id)
         if not isinstance(own, str) or own.startswith("#") or ("$ref" in schema and not self.has_plain_refs):
             return base
-        return urldefrag(urljoin(base, own))[0]
+        # Found out once: what is relative must not be joined to what it has already been joined to.
+        return self._bases.setdefault(id(schema), (schema, urldefrag(urljoin(base, own))[0]))[1]
 
     def find(self, reference: str, base: str) -> tuple[Schema, str]:
         """What `reference` points at and the base of that. Raises `SchemaError`."""

@@ -296,6 +296,16 @@ def test_a_definition_that_nothing_satisfies_is_left_out(definition: dict[str, A
     assert admits(grammar, {"b": 1}) and not admits_start(grammar, '{"a"')
 
 
+@pytest.mark.parametrize("name", ["a/b/whole.json", "whole", "https://a.example/b/whole.json"])
+def test_references_within_a_schema_that_has_a_name_are_found(name: str) -> None:
+    inner = {"$id": "c/inner.json", "items": {"$ref": "#/$defs/number"}, "$defs": {"number": INTEGER}, "type": "array"}
+    schema = {"$id": name, "type": "object", "additionalProperties": {"$ref": "#/$defs/list"},
+              "$defs": {"list": {"type": "array", "items": {"$ref": "c/inner.json"}}, "inner": inner}}  # fmt: skip
+    made = grammar_of(schema)
+    assert admits(made, {"x": [[1], []]}) and not admits(made, {"x": [["1"]]})
+    assert Validator(schema).check({"x": [[1]]}) is None and Validator(schema).check({"x": [["1"]]}) is not None
+
+
 def admits_start(grammar: str, text: str) -> bool:
     from llguidance import LLMatcher
 
