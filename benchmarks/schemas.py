@@ -208,9 +208,9 @@ def main() -> None:
                     is_valid = verdicts[text] if of_file else oracle.is_valid(value)
                 except Exception:  # a pattern that is none of Python's
                     continue
-                is_taken = admits(made.text, value) or (
-                    of_file is not None and Reader(made.text).takes(value, MAX_TEXTS[is_valid])
-                )
+                is_taken = any(admits(made.text, one) for one in (value, json.loads(json.dumps(value, sort_keys=True))))
+                if of_file and not is_taken:
+                    is_taken = Reader(made.text).takes(value, MAX_TEXTS[is_valid])
                 is_taken = is_taken and (made.check is None or made.check.problem(text) is None)
                 counts["texts"] += 1
                 if is_taken != is_valid:
