@@ -184,6 +184,11 @@ class ReasoningSplitter:
         """Return whether all further text is content."""
         return self._state == "after"
 
+    def passes_over(self, text: str) -> bool:
+        """Return whether `text` is more of the reasoning, whatever follows. Who wants no text need not add it."""
+        is_within = self._state == "inside" and self._trial is None and not (self._held or self._is_at_start)
+        return is_within and not any(mark[0] in text for mark in (self._style.end, *self._call_marks))
+
     def add(self, text: str) -> tuple[str, str]:
         """Return the reasoning and the content that `text` completes."""
         self._held += text
@@ -474,7 +479,10 @@ Splitter = ReasoningSplitter | ChannelSplitter | BlockSplitter | WholeContent
 
 def held_back(text: str, mark: str) -> int:
     """Return the number of characters at the end of `text` that may begin `mark`."""
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
-    return 0
+    if len(mark) < 2:
+        return 0
+    tail = text[1 - len(mark) :]
+    at = tail.find(mark[0])
+    while at >= 0 and not mark.startswith(tail[at:]):
+        at = tail.find(mark[0], at + 1)
+    return len(tail) - at if at >= 0 else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from octavo.engine.detokenizer import Detokenizer
-from octavo.entrypoints.chat.reasoning import Splitter
+from octavo.entrypoints.chat.reasoning import ReasoningSplitter, Splitter
 
 
 class ReasoningCounter:
@@ -27,8 +27,12 @@ class ReasoningCounter:
         for token in token_ids:
             if (splitter := self._splitter) is None:
                 return
+            text = self._detokenizer.add([token])
+            if isinstance(splitter, ReasoningSplitter) and splitter.passes_over(text):
+                self.num_tokens += 1
+                continue
             was_inside = splitter.is_inside
-            splitter.add(self._detokenizer.add([token]))
+            splitter.add(text)
             self._num_undecided += 1
             if splitter.is_undecided:
                 continue

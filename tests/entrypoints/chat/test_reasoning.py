@@ -8,9 +8,11 @@ import itertools
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from octavo.entrypoints.chat.answer_reader import AnswerFormat, AnswerReader, CallDelta, ReasoningDelta, TextDelta
-from octavo.entrypoints.chat.reasoning import STYLES, Reasoning, new_splitter
+from octavo.entrypoints.chat.reasoning import STYLES, Reasoning, held_back, new_splitter
 from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS
 
@@ -179,3 +181,10 @@ def test_a_call_ends_reasoning_that_was_not_ended(
         assert "".join(d.text for d in deltas if isinstance(d, ReasoningDelta)) == thought
         assert "".join(d.text for d in deltas if isinstance(d, TextDelta)) == content
         assert [d.name for d in deltas if isinstance(d, CallDelta) and d.name] == ["now"] * num_calls
+
+
+@settings(deadline=None, derandomize=True)
+@given(text=st.text(st.sampled_from("ab<"), max_size=8), mark=st.text(st.sampled_from("ab<"), max_size=5))
+def test_what_may_begin_a_mark_is_held_back(text: str, mark: str) -> None:
+    lengths = [n for n in range(1, len(mark)) if text.endswith(mark[:n])]
+    assert held_back(text, mark) == max(lengths, default=0)
