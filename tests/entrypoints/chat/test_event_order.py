@@ -129,6 +129,7 @@ def test_an_error_in_the_middle_is_the_last_event(agent: tuple[httpx.Client, Fak
         assert failed["status"] == "failed" and events[-1]["type"] == "response.failed"
         assert all(item["status"] == "incomplete" for item in failed["output"][-1:]), step
         messages = message_events(http)
+        assert messages[-1].pop("request_id").startswith("req_")
         assert messages[-1] == {"type": "error", "error": {"type": "api_error", "message": "Internal error."}}
         assert whole_message.startswith(message_order(messages[:-1])), step
 
