@@ -358,7 +358,7 @@ class EngineCore:
     def _add_adapter_stats(self, stats: EngineStats, adapters: AdapterLibrary) -> None:
         pool = adapters.pool
         running = dict.fromkeys(seq.adapter for seq in self.scheduler.queues.running if seq.adapter is not None)
-        waiting = dict.fromkeys(seq.adapter for seq in self.scheduler.queues.waiting if seq.adapter is not None)
+        waiting = [adapter for adapter in self.scheduler.queues.num_waiting if adapter is not None]
         preparing = [one.request.adapter.name for one in self._pending.values() if one.request.adapter is not None]
         stats.running_adapters = [adapters.names.get(identity, identity) for identity in running]
         stats.waiting_adapters = [*dict.fromkeys([*(adapters.names.get(one, one) for one in waiting), *preparing])]

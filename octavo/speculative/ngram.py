@@ -21,6 +21,7 @@ from octavo.speculative.proposer import NO_PROPOSAL, Proposal, ReadingShare
 _MOST_READ = 4096
 _FEW = 16  # n-grams that are hashed faster one by one
 _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # of hashes: polynomials modulo 2^64
+_PLACE_BITS = 24  # no prediction has so many tokens
 _PREDICTION_LEVELS = 8  # the first level of proposals from a predicted output
 # N-grams that bring a text back to its prediction, after it has left it; and back to the place that it was quoting, if
 # they come within so many tokens of both.
@@ -47,7 +48,7 @@ class NgramIndex:
                     ends[_hash(tokens[i - n : i])] = i
             else:
                 hashes = _hashes(tokens[first - n : self.num_read], n)
-                ends.update(zip(hashes, range(first, self.num_read + 1), strict=True))
+                ends.update(zip(hashes.tolist(), range(first, self.num_read + 1), strict=True))
 
     def find(self, tokens: Tokens) -> tuple[int, int] | None:
         """(place, n): the longest n-gram at the end of `tokens`, a text, that the index has, and what it is followed
@@ -65,14 +66,13 @@ def _hash(ngram: Tokens) -> int:
     return found
 
 
-def _hashes(tokens: Tokens, n: int) -> list[int]:
+def _hashes(tokens: Tokens, n: int) -> NDArray[np.uint64]:
     """Return `_hash` of each n-gram."""
     values = np.array(tokens, np.int64).astype(np.uint64)
     found = np.zeros(len(values) - n + 1, np.uint64)
     for i in range(n):
         found = found * np.uint64(_FACTOR) + values[i : i + len(found)]
-    hashes: list[int] = found.tolist()
-    return hashes
+    return found
 
 
 class LookupState:
@@ -149,7 +149,8 @@ class PlacesIndex:
 
     def __init__(self, text: Tokens) -> None:
         self._text = text
-        self._sorted: dict[int, tuple[NDArray[np.uint64], NDArray[np.int64]]] = {}  # by n: hashes, places behind them
+        # By n, sorted: the low bits of an n-gram's hash, and the place behind it in `_PLACE_BITS`.
+        self._places: dict[int, NDArray[np.uint64]] = {}
 
     def find_next(self, end: Tokens, begin: int) -> tuple[int, int] | None:
         """(place, n): what follows the next occurrence, behind `begin`, of the longest of the n-grams at the `end` of
@@ -157,16 +158,14 @@ class PlacesIndex:
         for n in _RETURN_LENGTHS:
             if min(len(end), len(self._text)) < n:
                 continue
-            if n not in self._sorted:
-                hashes = np.array(_hashes(self._text, n), np.uint64)
-                order = np.argsort(hashes, kind="stable")
-                self._sorted[n] = hashes[order], order + n
-            hashes, places = self._sorted[n]
-            wanted = np.uint64(_hash(end[-n:]))
-            first, last = np.searchsorted(hashes, wanted, "left"), np.searchsorted(hashes, wanted, "right")
-            found = first + np.searchsorted(places[first:last], begin, "right")
-            if found < last:
-                return int(places[found]), n
+            if n not in self._places:
+                hashes = _hashes(self._text, n) << np.uint64(_PLACE_BITS)
+                self._places[n] = np.sort(hashes + np.arange(n, n + len(hashes), dtype=np.uint64))
+            places = self._places[n]
+            wanted = (_hash(end[-n:]) << _PLACE_BITS) & _MASK
+            at = int(np.searchsorted(places, np.uint64(wanted + begin + 1)))
+            if at < len(places) and (place := int(places[at]) - wanted) >> _PLACE_BITS == 0:
+                return place, n
         return None
 
 
