@@ -16,11 +16,12 @@ from octavo.errors import ConfigError, RequestError
 from octavo.gateway.key_store import LIMITS
 from octavo.gateway.shared_keys import Answer, KeyDatabase, KeyRow, LostError, Operation
 
+_MISSING = ""
 try:
     import psycopg
     from psycopg.conninfo import conninfo_to_dict
-except ImportError as error:
-    raise ConfigError(f"--keys postgresql://... needs psycopg ({error}): pip install 'psycopg[binary]'.") from None
+except ImportError as error:  # `PostgresqlKeys` says it
+    _MISSING = str(error)
 
 # The number in the function's name is the version of all of this.
 _FUNCTION = "octavo_count_1"
@@ -123,6 +124,8 @@ class PostgresqlKeys(KeyDatabase):
 
     def __init__(self, address: str) -> None:
         """Raises `ConfigError`."""
+        if _MISSING:
+            raise ConfigError(f"--keys postgresql://... needs psycopg ({_MISSING}): pip install 'psycopg[binary]'.")
         try:
             parts = conninfo_to_dict(address)
         except psycopg.Error as error:

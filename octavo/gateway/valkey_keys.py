@@ -19,14 +19,15 @@ from octavo.errors import ConfigError
 from octavo.gateway.key_store import LIMITS
 from octavo.gateway.shared_keys import TIMEOUT_S, Answer, KeyDatabase, KeyRow, LateError, LostError, Operation
 
+_MISSING = ""
 try:
     from redis.asyncio import BlockingConnectionPool, Redis
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
     from redis.exceptions import RedisError
     from redis.exceptions import TimeoutError as LateRedisError
-except ImportError as error:
-    raise ConfigError(f"--keys valkey://... needs redis-py ({error}): pip install redis.") from None
+except ImportError as error:  # `ValkeyKeys` says it
+    _MISSING = str(error)
 
 logger = logging.getLogger("octavo.gateway")
 
@@ -110,6 +111,8 @@ class ValkeyKeys(KeyDatabase):
 
     def __init__(self, address: str) -> None:
         """Raises `ConfigError`."""
+        if _MISSING:
+            raise ConfigError(f"--keys valkey://... needs redis-py ({_MISSING}): pip install redis.")
         scheme, _, rest = address.replace("valkey", "redis", 1).partition("://")
         scheme = {"rediss": "rediss", "redis+unix": "unix"}.get(scheme, "redis")
         try:

@@ -229,6 +229,16 @@ def test_a_valkey_that_drops_keys_is_refused() -> None:
             asyncio.run(run(running.url()))
 
 
+@pytest.mark.parametrize(("url", "says"), [("postgresql://x", "needs psycopg"), ("valkey://x", "needs redis-py")])
+def test_a_driver_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, url: str, says: str) -> None:
+    from octavo.gateway import postgresql_keys, valkey_keys
+
+    for module in (postgresql_keys, valkey_keys):
+        monkeypatch.setattr(module, "_MISSING", "no module")
+    with pytest.raises(ConfigError, match=says):
+        open_keys(url)
+
+
 def test_an_address_that_is_wrong_ends_the_start() -> None:
     async def run(url: str) -> None:
         await open_keys(url).open()
