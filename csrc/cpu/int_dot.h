@@ -1,14 +1,19 @@
-// Tiles of products of quantized rows with integer matrices, by vectors. A tile is R rows by one panel. Products of
-// codes and elements are summed in integers, which are exact in any order. A few float operations follow for each
-// group, in one order over the blocks. So a row's bits depend neither on R nor on how the work is cut. int_layouts.h
-// draws the blocks and explains the words. Included by int_dot_amx.h and int_dot_i8mm.h only.
+// The vector code of integer products. A tile is R quantized rows by one panel. Products of codes and elements are
+// added as integers, so their order does not matter. Float operations follow for each group, always in the order of
+// blocks and groups. So a row's bits do not depend on R, nor on how the work is cut. int_layouts.h draws the blocks and
+// defines the words. Included by int_dot_amx.h and int_dot_i8mm.h only.
 //
 // The parameters of a tile's parts:
 //
-//   x    [R]                 the tile's rows, [blocks] each     acc  [R][kVecsPerPanel]  float sums: row r by vector v
-//   b                        number of the block in x           sum  [R][V]              integer sums of group g
-//   g, s                     group, step of the block           v0, V   first vector of outputs, number of vectors
-//   codes, step              the block's codes, and those of step s, from vector v0 on
+//   x    [R]                the tile's rows, [blocks] each
+//   acc  [R][kVecsPerPanel] float sums: row r by vector v of the panel
+//   sum  [R][V]             integer sums of group g: row r by vector v of the V vectors from v0 on
+//   b                       number of the block in x
+//   g, s                    group, step of the block
+//   v0, V                   first vector of outputs, number of vectors
+//   codes, step             the block's codes, and those of step s, from vector v0 on
+//   x_stride                QBlocks from one row to the next
+//   y    [R]                the results; rows lie kMaxEpilogueWidth floats apart
 #pragma once
 
 #include "epilogue.h"
@@ -20,20 +25,23 @@ namespace {
 constexpr int kVecBytes = kLanes * 4;
 
 // Returns the start of group g's integer sum: -z times the sum of the group's elements, or 0 where codes are centred
-// before they are multiplied. z is 8, 32 or 128 for codes of 4, 6 or 8 bits. For groups of 16 elements a QBlock has
-// only -128 times the sum; shifted right by 8 - kBits it is exactly -z times the sum.
+// before they are multiplied. z is 8, 32 or 128 for codes of 4, 6 or 8 bits.
 template <class F>
 inline int32_t start_of_sum(const QBlock& x, int g) {
     static_assert(F::kBits != 6 || F::kGroupElements == 16, "a QBlock has no starts with z = 32 for groups of 32");
-    if (F::kBits == 8 && kCodesAreCentred) return 0;
-    if (F::kBits < 8 && F::kGroupElements == 16) return x.start_z128_by_16[g] >> (8 - F::kBits);
-    if (F::kBits == 4) return x.start_z8[g];
-    return F::kGroupElements == 32 ? x.start_z128[g] : x.start_z128_by_16[g];
+    if constexpr (F::kBits == 8) {
+        if (kCodesAreCentred) return 0;
+        return F::kGroupElements == 32 ? x.start_z128[g] : x.start_z128_by_16[g];
+    } else if constexpr (F::kGroupElements == 16) {
+        return x.start_z128_by_16[g] >> (8 - F::kBits);  // from -128 times the sum to -z times the sum, exactly
+    } else {
+        return x.start_z8[g];
+    }
 }
 
-// The prefetches of a tile: for each block `lines` cache lines of weights from `from` on, and `lora_lines` of LoRA
-// factors. A tile must call prefetch_block once for each block: FactorLines::take has reserved lines for so many calls.
-struct Fetch {
+// What a tile prefetches for each block: `lines` cache lines of weights from `from` on, and `lora_lines` lines of LoRA
+// factors. A tile must call prefetch_block exactly once for each block: FactorLines::take has counted on it.
+struct TilePrefetch {
     const char* from;
     int lines;
     Pieces& lora_factors;
@@ -45,7 +53,7 @@ struct Fetch {
     }
 };
 
-// Begins the sums at zero, or at the values in y.
+// Begins the sums at zero if `is_first`, otherwise at the values in y.
 template <int R>
 __attribute__((always_inline)) inline void load_sums(const float* y, bool is_first, Vec (&acc)[R][kVecsPerPanel]) {
     for (int r = 0; r < R; ++r) {
@@ -65,7 +73,7 @@ __attribute__((always_inline)) inline void store_sums(const Vec (&acc)[R][kVecsP
     }
 }
 
-// Returns nibbles, or the codes of eight bits that the table has for them.
+// Returns the nibbles, or their entries in the table if F has one: codes of eight bits.
 template <class F>
 __attribute__((always_inline)) inline Ints codes_of(Ints nibbles, Ints table) {
     return F::kHasTable ? look_up(table, nibbles) : nibbles;
@@ -133,7 +141,7 @@ __attribute__((always_inline)) inline void add_step8(const QBlock* const* x, int
     }
 }
 
-// Sets `sum` to the integer sums of group g. `table` is centred.
+// Writes the integer sums of group g to `sum`. `table` is centred.
 template <class F, int R, int V>
 __attribute__((always_inline)) inline void dot_group(const QBlock* const* x, int64_t b, const char* codes, int g,
                                                      Ints table, Ints (&sum)[R][V]) {
@@ -142,18 +150,19 @@ __attribute__((always_inline)) inline void dot_group(const QBlock* const* x, int
         const int32_t start = start_of_sum<F>(x[r][b], g);
         for (int v = 0; v < V; ++v) sum[r][v] = F::kBits == 4 ? begin_sums4(start) : set1_int(start);
     }
+    constexpr int kStepsAtOnce = F::kBits == 6 ? 2 : 1;
 #pragma GCC unroll 8
-    for (int s = g * kStepsPerGroup; s < (g + 1) * kStepsPerGroup; ++s) {
+    for (int s = g * kStepsPerGroup; s < (g + 1) * kStepsPerGroup; s += kStepsAtOnce) {
         const char* step = codes + s * kStepBytes;
         if constexpr (F::kCodesPerByte == 2) {
             add_step4<F, R, V>(x, b, step, s, table, sum);
         } else if constexpr (F::kBits == 6) {
-            if (s % 2 == 0) add_two_steps6<R, V>(x, b, step, s, sum);
+            add_two_steps6<R, V>(x, b, step, s, sum);
         } else {
             add_step8<R, V>(x, b, step, s, sum);
         }
     }
-    // Sets without VNNI have summed in 16 bits and add the start only now (simd_pairs.h).
+    // Instruction sets without VNNI have added in 16 bits. They add the start only now (simd_pairs.h).
     if constexpr (F::kBits == 4) {
         for (int r = 0; r < R; ++r) {
             const int32_t start = start_of_sum<F>(x[r][b], g);
@@ -197,12 +206,12 @@ __attribute__((always_inline)) inline void add_minima(const BlocksView& w, const
     }
 }
 
-// Computes y[r, 0 .. kPanel) for R rows over `blocks` blocks. With `is_first` sums begin at zero, otherwise at the
-// values in y. The results are multiplied by `factor`. For each block, vectors of outputs and group: sum the products
-// in integers, then add them, scaled, to the float sums.
+// Computes y[r, 0 .. kPanel) for R rows over `blocks` blocks, and multiplies it by `factor`. The sums begin at zero if
+// `is_first`, otherwise at the values in y. For each block, for each V vectors of outputs, for each group: products are
+// summed as integers, and then added, scaled, to the float sums.
 template <class F, int R>
 void int_tile(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_stride, bool is_first, Vec factor, float* y,
-              Fetch fetch) {
+              TilePrefetch prefetch) {
     constexpr int V = kIntVecs;
     const QBlock* x[R];
     for (int r = 0; r < R; ++r) x[r] = rows + r * x_stride;
@@ -210,7 +219,7 @@ void int_tile(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_stride
     Vec acc[R][kVecsPerPanel];
     load_sums<R>(y, is_first, acc);
     for (int64_t b = 0; b < blocks; ++b, w.next_block()) {
-        fetch.prefetch_block();
+        prefetch.prefetch_block();
 #pragma GCC unroll 8
         for (int v0 = 0; v0 < kVecsPerPanel; v0 += V) {
 #pragma GCC unroll 4

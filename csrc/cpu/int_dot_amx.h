@@ -1,7 +1,7 @@
-// The tiles of int_dot.h by AMX's tile instructions: sixteen rows by a vector of outputs, group by group. A group has
-// the same integer sums as with vectors, and the same float operations follow in the same order, so a row has the same
-// bits either way. A tile instruction takes as long for a group of 32 elements as for 64, and float operations wait for
-// it and for a store. Therefore vectors work on one group while AMX computes the next. Included by int_product.h only.
+// The tiles of int_dot.h on AMX: sixteen rows by a panel, one vector of outputs after the other. The integer sums of a
+// group are those of the vectors, and the same float operations follow in the same order, so a row has the same bits
+// either way. Vectors work on one group while AMX computes the next, because they would otherwise wait for AMX's
+// product and store. Included by int_product.h only.
 //
 // AMX's tile registers, for each group g = 0, 1 of a block:
 //
@@ -24,14 +24,14 @@ namespace {
 constexpr int kAmxRows = 16;
 constexpr int kAmxGroupElements = 32;  // the only size of groups that AMX tiles take
 
-// A task's AMX tiles, where there is no AMX: no rows are a tile.
-template <class F, bool kHasAmx>
+// A task's AMX tiles if F is not computed by AMX: there is no AMX, or groups have 16 elements. No rows are a tile.
+template <class F, bool kTakesAmx>
 struct AmxTilesIf {
     AmxTilesIf(const QBlock*, int64_t, int64_t, int64_t, bool) {}
     static constexpr int64_t num_tiles(int64_t) { return 0; }
     void open_blocks(BlocksView, int64_t) {}
-    template <class Meanwhile>
-    void multiply(BlocksView, int64_t, int64_t, int64_t, bool, Vec, float*, Meanwhile) {}
+    template <class PrefetchBlock>
+    void multiply(BlocksView, int64_t, int64_t, int64_t, bool, Vec, float*, PrefetchBlock) {}
     void configure() {}
 };
 
@@ -48,21 +48,21 @@ struct alignas(64) BlockOfRows {
     uint16_t sums[kAmxRows][2];   // bf16, of each 32 elements
 };
 
-// Quantized rows as BlockOfRows, for all panels that they meet. A thread lays the same rows out once in a launch, for
-// all its tasks. The result of `of` is valid until its next call.
-class RowTiles {
+// The rows of a task, laid out as BlockOfRows for all panels. Each thread lays the same rows out once in a launch. The
+// result of `of` is valid until this thread's next call.
+class RowsForAmx {
   public:
-    static const RowTiles& of(const QBlock* x, int64_t x_stride, int64_t blocks, int64_t rows) {
-        static thread_local RowTiles found;
-        const Rows wanted{launch_number(), x, blocks, rows};
-        if (!(found.rows_ == wanted)) {
-            found.rows_ = wanted;
-            found.lay_out(x_stride);
+    static const RowsForAmx& of(const QBlock* x, int64_t x_stride, int64_t blocks, int64_t rows) {
+        static thread_local RowsForAmx cached;
+        const Rows wanted{launch_number(), x, x_stride, blocks, rows};
+        if (!(cached.rows_ == wanted)) {
+            cached.rows_ = wanted;
+            cached.lay_out();
         }
-        return found;
+        return cached;
     }
 
-    // Returns the blocks of the sixteen rows that begin with `row`, from block `block` on.
+    // Returns the blocks of the sixteen rows from `row`, a multiple of sixteen, beginning with block `block`.
     const BlockOfRows* at(int64_t row, int64_t block) const {
         return blocks_.data() + row / kAmxRows * rows_.blocks + block;
     }
@@ -71,14 +71,16 @@ class RowTiles {
     struct Rows {
         uint64_t launch;
         const QBlock* x;
-        int64_t blocks, rows;
+        int64_t x_stride, blocks, rows;
 
         bool operator==(const Rows& other) const {
-            return launch == other.launch && x == other.x && blocks == other.blocks && rows == other.rows;
+            return launch == other.launch && x == other.x && x_stride == other.x_stride && blocks == other.blocks &&
+                   rows == other.rows;
         }
     };
 
-    void lay_out(int64_t x_stride) {
+    void lay_out() {
+        const int64_t x_stride = rows_.x_stride;
         const int64_t tiles = (rows_.rows + kAmxRows - 1) / kAmxRows;
         if (blocks_.size() < static_cast<size_t>(tiles * rows_.blocks)) blocks_.resize(tiles * rows_.blocks);
         BlockOfRows* to = blocks_.data();
@@ -150,10 +152,10 @@ inline TileShapes amx_tile_shapes() {
 }
 
 // As int_tile, for sixteen rows of y, one vector of outputs after the other. `codes` are the signed codes of `w`. Calls
-// meanwhile() once for each block.
-template <class F, class Meanwhile>
+// prefetch_block() once for each block.
+template <class F, class PrefetchBlock>
 void int_tile_amx(BlocksView w, const char* codes, int64_t blocks, const BlockOfRows* x, bool is_first, Vec factor,
-                  float* y, Meanwhile meanwhile) {
+                  float* y, PrefetchBlock prefetch_block) {
     static_assert(F::kGroupElements == kAmxGroupElements && F::kGroupsPerBlock == 2);
     alignas(64) int32_t sums[2][kAmxRows * kLanes];
     for (int v = 0; v < kVecsPerPanel; ++v, y += kLanes, codes += kVecBytes) {
@@ -162,7 +164,7 @@ void int_tile_amx(BlocksView w, const char* codes, int64_t blocks, const BlockOf
         BlocksView block = w;
         amx_group_sums<0>(x[0], codes, sums[0]);
         for (int64_t b = 0; b < blocks; ++b, block.next_block()) {
-            if (v == 0) meanwhile();
+            if (v == 0) prefetch_block();
             const char* block_codes = codes + b * kSignedBytes;
 #pragma GCC unroll 2
             for (int g = 0; g < 2; ++g) {
@@ -189,14 +191,14 @@ void int_tile_amx(BlocksView w, const char* codes, int64_t blocks, const BlockOf
     }
 }
 
-// A task's AMX tiles. Without `are_used` none are configured.
+// A task's AMX tiles. Unless `are_used`, no tile registers are configured.
 template <class F>
 class AmxTilesIf<F, true> {
   public:
     AmxTilesIf(const QBlock* x, int64_t x_stride, int64_t blocks, int64_t rows, bool are_used) {
         if (!are_used) return;
         scope_.emplace(amx_tile_shapes());
-        rows_ = &RowTiles::of(x, x_stride, blocks, rows);
+        rows_ = &RowsForAmx::of(x, x_stride, blocks, rows);
     }
 
     // Returns how many AMX tiles a batch of rows has; the last may lack some rows. A tile takes as long for one row as
@@ -212,11 +214,12 @@ class AmxTilesIf<F, true> {
     // Opens the codes that `multiply` reads until the next call.
     void open_blocks(BlocksView w, int64_t blocks) { open_signed_codes<F>(w, blocks, codes_); }
 
-    // Computes sixteen of the task's rows from `row` on, over `blocks` blocks from `block` on.
-    template <class Meanwhile>
+    // Computes sixteen of the task's rows from `row`, a multiple of sixteen. Writes sixteen rows of y, also if the
+    // batch has fewer: y must have room for them. `blocks` blocks from `block` on.
+    template <class PrefetchBlock>
     void multiply(BlocksView w, int64_t blocks, int64_t row, int64_t block, bool is_first, Vec factor, float* y,
-                  Meanwhile meanwhile) {
-        int_tile_amx<F>(w, codes_, blocks, rows_->at(row, block), is_first, factor, y, meanwhile);
+                  PrefetchBlock prefetch_block) {
+        int_tile_amx<F>(w, codes_, blocks, rows_->at(row, block), is_first, factor, y, prefetch_block);
     }
 
     // Configures the tiles again after other code has given them other shapes.
@@ -227,7 +230,7 @@ class AmxTilesIf<F, true> {
   private:
     alignas(64) char codes_[kSignedBytes * kOpenedBlocks];
     std::optional<TileScope> scope_;
-    const RowTiles* rows_ = nullptr;
+    const RowsForAmx* rows_ = nullptr;
 };
 
 #else

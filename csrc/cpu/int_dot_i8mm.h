@@ -1,5 +1,5 @@
-// The tiles of int_dot.h by ARM's matrix instructions, which multiply two rows by two outputs (simd_neon.h), and the
-// choice between the two. Included by int_product.h only.
+// The tiles of int_dot.h by ARM's matrix instructions, which multiply two rows by two outputs (simd_neon.h). Included
+// by int_product.h only.
 #pragma once
 
 #include "int_dot.h"
@@ -9,8 +9,10 @@ namespace {
 
 #ifdef OCTAVO_I8MM
 
-// Sets `sum` to the integer sums of group g, for pairs of rows: sum[p][v] are two vectors, each [2 outputs][2 rows] of
-// the four outputs of vector v by the rows 2p and 2p + 1. Lane o of a vector of codes has output o:
+static_assert(!kCodesAreCentred, "usmmla takes unsigned codes, and the table is not centred here");
+
+// Writes the integer sums of group g to `sum`, for pairs of rows: sum[p][v] are two vectors, each [2 outputs][2 rows]
+// of the four outputs of vector v by the rows 2p and 2p + 1. Lane o of a vector of codes has output o:
 //   first            k0 k1 k2 k3 of outputs 0 1 2 3 (low halves of nibbles)
 //   second           k4 k5 k6 k7 of outputs 0 1 2 3 (high halves, or the next step)
 //   operands.of[0]   k0 .. k7 of output 0, k0 .. k7 of output 1; of[1]: of outputs 2 and 3
@@ -51,10 +53,10 @@ __attribute__((always_inline)) inline void dot_group_i8mm(const QBlock* const* x
     }
 }
 
-// As int_tile, by I8MM. If R is odd, the last row is its own neighbour.
+// As int_tile, by I8MM. If R is odd, the last row is paired with itself.
 template <class F, int R>
 void int_tile_i8mm(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_stride, bool is_first, Vec factor,
-                   float* y, Fetch fetch) {
+                   float* y, TilePrefetch prefetch) {
     constexpr int V = kI8mmVecs;
     constexpr int kPairs = (R + 1) / 2;
     const QBlock* x[2 * kPairs];
@@ -63,7 +65,7 @@ void int_tile_i8mm(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_s
     Vec acc[R][kVecsPerPanel];
     load_sums<R>(y, is_first, acc);
     for (int64_t b = 0; b < blocks; ++b, w.next_block()) {
-        fetch.prefetch_block();
+        prefetch.prefetch_block();
         for (int v0 = 0; v0 < kVecsPerPanel; v0 += V) {
 #pragma GCC unroll 4
             for (int g = 0; g < F::kGroupsPerBlock; ++g) {
@@ -82,19 +84,6 @@ void int_tile_i8mm(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_s
 }
 
 #endif
-
-// Computes a tile of R rows. A single row would leave half of an I8MM instruction idle, so vectors take it.
-template <class F, int R>
-inline void int_tile_of_rows(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_stride, bool is_first,
-                             Vec factor, float* y, Fetch fetch) {
-#ifdef OCTAVO_I8MM
-    if constexpr (R > 1) {
-        int_tile_i8mm<F, R>(w, blocks, rows, x_stride, is_first, factor, y, fetch);
-        return;
-    }
-#endif
-    int_tile<F, R>(w, blocks, rows, x_stride, is_first, factor, y, fetch);
-}
 
 }  // namespace
 }  // namespace octavo::OCTAVO_ISA

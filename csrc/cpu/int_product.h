@@ -10,6 +10,19 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
+// Computes a tile of R rows. A single row would leave half of an I8MM instruction idle, so vectors take it.
+template <class F, int R>
+inline void vector_tile(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_stride, bool is_first, Vec factor,
+                        float* y, TilePrefetch prefetch) {
+#ifdef OCTAVO_I8MM
+    if constexpr (R > 1) {
+        int_tile_i8mm<F, R>(w, blocks, rows, x_stride, is_first, factor, y, prefetch);
+        return;
+    }
+#endif
+    int_tile<F, R>(w, blocks, rows, x_stride, is_first, factor, y, prefetch);
+}
+
 // Bytes ahead of where it reads that a task with a single tile of vectors fetches weights. They go to the second-level
 // cache, because what the tile reads fills the first.
 constexpr int kIntPrefetchBytes = 8192;
@@ -133,6 +146,7 @@ class IntProductTask {
     using Opened = typename F::OpenedFormat;
     using Split = TileSplit<Opened>;
     static constexpr int kBatchRows = TaskSizes<F>::kBatchRows;
+    static_assert(kBatchRows % kAmxRows == 0, "AMX writes sixteen rows of y");
 
     struct Batch {
         int64_t first, rows;   // quantized rows of the task
@@ -177,16 +191,16 @@ class IntProductTask {
             const typename Split::Tile tile = batch.split.at(i);
             const int64_t row = batch.first + tile.begin;
             float* y = to + tile.begin * kMaxEpilogueWidth;
-            Fetch fetch{next_weights(w, next, batch.tiles_before + i, run.block), sizes_.fetch_lines,
-                        lora_factors_.pieces(), lora_factors_.take(run.count)};
+            TilePrefetch prefetch{next_weights(w, next, batch.tiles_before + i, run.block), sizes_.fetch_lines,
+                                  lora_factors_.pieces(), lora_factors_.take(run.count)};
             if (tile.uses_amx) {
                 amx_.multiply(view, run.count, row, run.block, run.is_first, factor, y,
-                              [&] { fetch.prefetch_block(); });
+                              [&] { prefetch.prefetch_block(); });
                 continue;
             }
             with_constant<kIntRows>(tile.end - tile.begin, [&](auto r) {
-                int_tile_of_rows<Opened, decltype(r)::kValue>(view, run.count, x_ + row * sizes_.x_stride + run.block,
-                                                              sizes_.x_stride, run.is_first, factor, y, fetch);
+                vector_tile<Opened, decltype(r)::kValue>(view, run.count, x_ + row * sizes_.x_stride + run.block,
+                                                         sizes_.x_stride, run.is_first, factor, y, prefetch);
             });
         }
     }

@@ -30,10 +30,10 @@ class OutlierList {
     static OutlierList& of(const QBlock* x, int64_t x_stride, int64_t blocks, int64_t rows, int64_t batch_rows,
                            int64_t segments) {
         static thread_local OutlierList list;
-        const Rows wanted{launch_number(), x, blocks, rows, batch_rows, segments};
+        const Rows wanted{launch_number(), x, x_stride, blocks, rows, batch_rows, segments};
         if (!(list.rows_ == wanted)) {
             list.rows_ = wanted;
-            list.collect(x_stride);
+            list.collect();
         }
         return list;
     }
@@ -78,16 +78,16 @@ class OutlierList {
     struct Rows {
         uint64_t launch;
         const QBlock* x;
-        int64_t blocks, rows, batch_rows, segments;
+        int64_t x_stride, blocks, rows, batch_rows, segments;
 
         bool operator==(const Rows& other) const {
-            return launch == other.launch && x == other.x && blocks == other.blocks && rows == other.rows &&
-                   batch_rows == other.batch_rows && segments == other.segments;
+            return launch == other.launch && x == other.x && x_stride == other.x_stride && blocks == other.blocks &&
+                   rows == other.rows && batch_rows == other.batch_rows && segments == other.segments;
         }
     };
 
-    void collect(int64_t x_stride) {
-        const auto [launch, x, blocks, rows, batch_rows, segments] = rows_;
+    void collect() {
+        const auto [launch, x, x_stride, blocks, rows, batch_rows, segments] = rows_;
         (void)launch;
         const int64_t segment_blocks = blocks / segments;
         constexpr uint32_t kNone = UINT32_MAX;

@@ -110,7 +110,7 @@ class CrossAttention:
 
     def write(self, rows: Array, positions: Array, slots: Array, cache: LayerKVCache) -> None:
         """Write the keys and values of rows [N, H] of the other network's output to `slots` [N] int64. `positions` [N]
-        have no effect, because nothing is rotated."""
+        may be any valid positions: keys are not rotated."""
         key_value = self._ops.linear(rows, self._key_value, self._dtype)
         key, value = self._heads(key_value[:, : self._kv_size]), self._heads(key_value[:, self._kv_size :])
         if self._norms:

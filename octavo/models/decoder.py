@@ -1,5 +1,5 @@
-"""The network of a `ModelDescription`: an `InputLayer`, blocks, and an `OutputLayer`. A description with bidirectional
-attention gives an encoder. The parts that only some families have are None in the others."""
+"""Builds the network of a `ModelDescription`: an `InputLayer`, blocks, an `OutputLayer`. With bidirectional attention
+it is an encoder. Parts that a model lacks are None."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _NO_CACHE: TablesAndCache = cast(Any, (None, None))  # for layers without a cach
 
 
 class Decoder:
-    """The network: from token ids to hidden states, and from hidden states to logits or vectors."""
+    """The network of one pipeline stage: token ids to hidden states, hidden states to logits or vectors. It follows
+    every protocol of `octavo.models.registry`: `Model`, `PoolingModel`, `StageModel`, `CrossModel`."""
 
     is_recordable = True  # see `Model`
 
@@ -40,6 +41,9 @@ class Decoder:
         dtype: str,
         block: BlockBuilder = Block,
     ) -> None:
+        """Take the stage's tensors from `weights`, and pack them. `max_positions` is the most tokens of a sequence,
+        `dtype` the type of activations, `block` an architecture's own layer. Raises `LoadError` for a missing
+        tensor."""
         self.description, self._ops, self._dtype = description, ops, dtype
         self.vocab_size, self.hidden_size = description.vocab_size, description.hidden_size
         self.layer_caches = description.layer_caches
@@ -66,27 +70,27 @@ class Decoder:
                 parameters, description.layer_prefix, description.shard,
             )  # fmt: skip
         self._layer_scales = self._read_layer_scales(weights)
-        # Called with each layer's index and its input [T, H], in order, for draft heads that read hidden states.
+        # Called with each layer's index and its input [T, streams * H], in order: draft heads read hidden states.
         self.on_layer_input: Callable[[int, Array], None] | None = None
         # 3. From the last layer to logits or vectors.
         self._output = OutputLayer(description, parameters, self._input.embedding)
-        # 4. What workers and adapters ask. `worker._agree_on_stream` replaces the type, before the runner is built, if
-        #    another stage cannot have float32.
+        # 4. What workers and adapters ask.
         self.residual_dtype = self._choose_residual_dtype()
         self._num_weight_bytes = parameters.num_matrix_bytes
         self._matrices, self._expert_matrices = parameters.matrices, parameters.expert_matrices
 
     def _build_embedding_carriers(self, parameters: Parameters) -> None:
-        """Build the makers of rows that end in the embedding and are otherwise zero, for others to add to."""
+        """Build the makers of rows that are zero except for the embedding at their end. Other outputs are added to the
+        zeros."""
         description, size = self.description, self.hidden_size
         # Reused layers read rows [hidden, embedding].
-        self._reused_input: ZeroRows | None = None
+        self._padded_rows: ZeroRows | None = None
         if any(description.layers[i].reused is not None for i in description.stage):
-            self._reused_input = ZeroRows(size, 2 * size, parameters)
+            self._padded_rows = ZeroRows(size, 2 * size, parameters)
         # The next stage reads rows [residual streams, embedding].
-        self._stage_output: ZeroRows | None = None
+        self._stage_rows: ZeroRows | None = None
         if description.carries_embedding and not description.is_last_stage:
-            self._stage_output = ZeroRows(size, description.stage_width, parameters)
+            self._stage_rows = ZeroRows(size, description.stage_width, parameters)
 
     def _build_blocks(self, block: BlockBuilder, parameters: Parameters) -> dict[int, BlockLike]:
         """Build the blocks of this stage, by layer."""
@@ -111,12 +115,12 @@ class Decoder:
             weights.ignore(prefix)
 
     def _read_layer_scales(self, weights: Weights) -> dict[int, float]:
-        """Return the factor of the residual stream after each layer of this stage."""
+        """Return the factor of the residual stream after each layer that has one."""
         description, scales = self.description, dict[int, float]()
         for i in description.stage:
-            name, prefix = description.layers[i].residual_scale_name, description.layer_prefix
-            tensor = f"{prefix}{description.checkpoint_layers[i]}.{name}"
-            scales[i] = 1.0 if name is None else float(weights.take(tensor, (1,))[0])
+            if (name := description.layers[i].residual_scale_name) is not None:
+                tensor = f"{description.layer_prefix}{description.checkpoint_layers[i]}.{name}"
+                scales[i] = float(weights.take(tensor, (1,))[0])
         return scales
 
     def _choose_residual_dtype(self) -> str:
@@ -126,6 +130,10 @@ class Decoder:
         if self.description.is_last_stage:
             readers.append(self._output.accepts_float32_residual)
         return "float32" if self._per_layer_embeddings is None and all(readers) else self._dtype
+
+    def use_residual_dtype(self, dtype: str) -> None:
+        """Set the type of the residual stream, which all stages must share. Call this before a runner is built."""
+        self.residual_dtype = dtype
 
     @property
     def matrices(self) -> tuple[NamedMatrix, ...]:
@@ -158,18 +166,19 @@ class Decoder:
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
         """Return hidden states [T, H] before the final norm; after the final norm in a model that pools.
 
-        A stage that is not the last returns rows [T, `stage_width`]. `caches` belong to the entries of `layer_caches`
+        A stage that is not the last returns rows [T, `stage_width`]. The type is `residual_dtype`, or the model's after
+        the final norm. `caches` belong to the entries of `layer_caches`
         of this stage's layers."""
         # 1. Embed the tokens, or take the rows of the previous stage.
         residual, embedding = self._split_input(batch)
-        # 2. Copy the embedding for its later readers: the layers overwrite it.
+        # 2. Keep copies of the embedding for later readers, because the layers overwrite it.
         per_layer_inputs = stage_output = padded_embedding = None
         if self._per_layer_embeddings is not None:
             per_layer_inputs = self._per_layer_embeddings.embed(batch.token_ids, embedding)
-        if self._stage_output is not None:
-            stage_output = self._stage_output.ending_in(embedding)
-        if self._reused_input is not None:
-            padded_embedding = self._reused_input.ending_in(embedding)
+        if self._stage_rows is not None:
+            stage_output = self._stage_rows.ending_in(embedding)
+        if self._padded_rows is not None:
+            padded_embedding = self._padded_rows.ending_in(embedding)
         # 3. Run the layers. With AltUp there are several residual streams side by side.
         if self._altup is not None and self.description.is_first_stage:
             residual = self._altup.expand(residual)
@@ -188,7 +197,7 @@ class Decoder:
     ) -> Array:  # fmt: skip
         """Return the residual streams [T, streams * H] after this stage's layers."""
         caches_by_layer = self._caches_by_layer(batch, caches)
-        deferred: dict[int, Array] = {}  # by layer: the output that is added to the residual stream after this layer
+        deferred: dict[int, Array] = {}  # by layer: the output to add after that layer
         for layer, block in self._blocks.items():
             if self.on_layer_input is not None:
                 self.on_layer_input(layer, residual)
@@ -197,11 +206,13 @@ class Decoder:
             if (output := block.take_deferred()) is not None:
                 deferred[layer + self.description.layers[layer].deferred_by] = output
             self._after_layer(layer, residual, batch, deferred.pop(layer, None), per_layer_inputs)
+        assert not deferred, "a deferred output would be added in another stage"
         return residual
 
     def _split_input(self, batch: StepBatch) -> tuple[Array, Array]:
-        """Return the residual streams [T, streams * H] before this stage's layers, and the first layer's input [T, H],
-        which is of use only with `carries_embedding`. Both may be the same array."""
+        """Return the residual streams [T, streams * H] before this stage's layers, and the embedding [T, H]. Unless the
+        model `carries_embedding`, a later stage's second array is something else, which nobody reads. Both may be one
+        array."""
         if batch.hidden_in is None:
             embedding = self._input.forward(batch, self.residual_dtype)
             return embedding, embedding
@@ -232,12 +243,12 @@ class Decoder:
             self._ops.add_rows(residual, batch.media_rows[layer + 1], batch.media_indices)
         if self._per_layer_embeddings is not None and per_layer_inputs is not None:
             self._per_layer_embeddings.add_to(residual, layer, per_layer_inputs)
-        if (scale := self._layer_scales[layer]) != 1.0:
+        if (scale := self._layer_scales.get(layer, 1.0)) != 1.0:
             self._ops.add(residual, residual, scale - 1.0)  # residual *= scale, in place
 
     def write_encoder_kv(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
         """Write the cross-attention keys and values of rows [N, H] of an encoder's output to `slots` [N] int64 of their
-        group. `positions` [N] int64 have no effect; `caches` are as in `forward`."""
+        group. `positions` [N] int64 may be any valid positions: keys are not rotated. `caches` are as in `forward`."""
         for layer, number in self.cross_layers:
             layer.write(rows, positions, slots, caches[number])
 
@@ -254,7 +265,8 @@ class Decoder:
         return self._input.embeds_alone
 
     def embed(self, token_ids: Array, dtype: str | None = None) -> Array:
-        """See `InputLayer.embed`."""
+        """Return the embeddings [T, H] of token_ids [T] int32, without positions. The default `dtype` is that of the
+        model."""
         return self._input.embed(token_ids, dtype)
 
     @property
@@ -263,17 +275,18 @@ class Decoder:
         return self._output.makes_logits_alone
 
     def logits(self, hidden: Array) -> Array:
-        """See `OutputLayer.logits`."""
+        """Return the logits [N, vocab_size] float32 of hidden states [N, H] before the final norm."""
         return self._output.logits(hidden)
 
     def logits_of_normed(self, hidden: Array) -> Array:
-        """See `OutputLayer.logits_of_normed`."""
+        """Return the logits [N, vocab_size] float32 of hidden states [N, H] after the final norm."""
         return self._output.logits_of_normed(hidden)
 
     def final_norm(self, hidden: Array) -> Array:
-        """See `OutputLayer.final_norm`."""
+        """Return the final norm of hidden states [N, H], not quantized."""
         return self._output.final_norm(hidden)
 
     def pool(self, hidden: Array, starts: Array, ends: Array) -> Array:
-        """See `OutputLayer.pool`."""
+        """Return vectors [N, size] float32. Vector n pools the rows starts[n] .. ends[n], [N] int64 each, of hidden
+        [T, H]."""
         return self._output.pool(hidden, starts, ends)

@@ -67,6 +67,9 @@ class StageModel(Model, Protocol):
 
     residual_dtype: str  # type of hidden states between layers; all stages must have the same
 
+    def use_residual_dtype(self, dtype: str) -> None:
+        """Set `residual_dtype`. Call this before a runner is built."""
+
     @property
     def stage_width(self) -> int:
         """Return the number of elements of a token's row that a stage sends to the next stage."""
@@ -83,7 +86,8 @@ class CrossModel(Model, Protocol):
 
     def write_encoder_kv(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
         """Write the cross-attention keys and values of rows [N, H] of the other network's output to `slots` [N] int64
-        of their group. `positions` [N] int64 have no effect; `caches` are as in `forward`."""
+        of their group. `positions` [N] int64 may be any valid positions: keys are not rotated. `caches` are as in
+        `forward`."""
 
 
 # Raises `LoadError` for a setting that is not built, and `KeyError` for a needed setting that is absent.

@@ -1,4 +1,4 @@
-"""Runs one chat request: renders its prompt, submits it, and reads its answers as deltas.
+"""One chat request: renders its prompt, submits it, and reads its answers as deltas.
 
 Every API with conversations (chat completions, Responses, Messages) makes a `ChatCompletionRequest` and reads the
 answers with `Conversation`. The API then only writes the deltas in its own form.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -59,14 +60,15 @@ class Progress:
 
 
 class Conversation:
-    """One chat request. The caller counts its tokens (`count_tokens`), or submits it and reads the outputs:
+    """One chat request. Call `count_tokens`, or this, in order:
 
-    1. `submit` loads the server's own answers in the history, and fetches the media files (`_loaded`).
-    2. `_prepare`, in a thread, decodes the media, renders the prompt, and chooses the answers' format and grammar.
-    3. `submit` returns the prompt and the generator of the engine's outputs.
-    4. The caller reads them in one of two ways: `progress` (and `push`), for requests with one choice; or `read`, for
-       each output of each choice.
-    5. The answers are remembered as they end (`AnswerRecall`).
+    1. `push`, if outputs may be written without a switch of tasks.
+    2. `submit`. It loads earlier answers of the server and fetches media files (`_loaded`). A thread renders the prompt
+       and chooses the answers' format and grammar (`_prepare`). The request goes to the engine when the first output is
+       read.
+    3. One of: `progress`, for one choice; `read`, for each output of each choice.
+
+    The answers are remembered as they end (`AnswerRecall`).
     """
 
     def __init__(
@@ -78,9 +80,10 @@ class Conversation:
         clamps_max_tokens: bool = False,
         ignores_unknown_effort: bool = False,
     ) -> None:
-        """With `clamps_max_tokens`, a `max_tokens` that does not fit is lowered; otherwise it is an error. If the
-        model's template has no variable for `reasoning_effort` or `verbosity`, they are an error where the server's
-        `unknown_fields` is "error", unless `ignores_unknown_effort`; otherwise they have no effect."""
+        """Raises `RequestError` for a template that is not trusted, and for a tool choice that is not possible.
+        `clamps_max_tokens`: lower a `max_tokens` that does not fit; without it, that is an error. `reasoning_effort`
+        and `verbosity` have no effect if the template has no variable for them. They are an error instead if the
+        server's `unknown_fields` is "error", unless `ignores_unknown_effort` is set."""
         check_template_is_trusted(body, state.args.trust_request_chat_template)
         check_tool_choice(body, state.formats)
         self._body = body
@@ -90,7 +93,7 @@ class Conversation:
         self._refuses_unknown_effort = state.args.unknown_fields == "error" and not ignores_unknown_effort
         answers = state.answers if can_recall(body) else None
         self._answer_recall = None if answers is None else AnswerRecall(answers, body, state)
-        self._files: dict[str, bytes] = {}  # media files by URL; only inside `_loaded`
+        self._files: dict[str, bytes] = {}  # media files by URL; filled only inside `_loaded`
         self._answer_format: AnswerFormat | None = None  # set by `_prepare`
         self._readers: dict[int, AnswerReader] = {}  # by index of the choice
         self._counters: dict[int, ReasoningCounter] = {}  # by index of the choice
@@ -101,8 +104,8 @@ class Conversation:
     async def submit(
         self, response_id: str, sink: Sink | None = None
     ) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
-        """Check the request. Returns the prompt, and the generator of the outputs, like `ServerState.submit`. Raises
-        `RequestError`."""
+        """Check the request. Returns the prompt, and a generator of outputs, which submits the request when it is first
+        read. `sink` is from `push`. Raises `RequestError`."""
         self._response_id = response_id
         async with self._loaded():
             with naming_prompt("messages"):
@@ -120,7 +123,8 @@ class Conversation:
         return prompt, outputs if self._answer_recall is None else self._answer_recall.remembering(prompt, outputs)
 
     async def count_tokens(self, length: int) -> int:
-        """Return the number of the prompt's tokens. `length` is the length of the request's body."""
+        """Return the number of the prompt's tokens. `length` is the size of the body in bytes: a thread counts long
+        bodies. Raises `RequestError`, also for `prompt_embeds`."""
 
         def count() -> int:
             prepared = self._prepare()
@@ -135,11 +139,11 @@ class Conversation:
 
     @asynccontextmanager
     async def _loaded(self) -> AsyncIterator[None]:
-        """Load earlier answers and fetch the media files; inside the block `_prepare` can read them. `fetched_held`
-        limits how many requests hold files, so that the files fit into memory. Raises `RequestError`."""
+        """Load the server's earlier answers and fetch the media files: `_prepare` can read both inside the block.
+        `fetched_held` limits how many requests hold files, so that they fit in memory. Raises `RequestError`."""
         if self._answer_recall is not None:
             await self._answer_recall.load()
-        media = self._media()
+        media = self._sent_media
         processor = self._state.engine.inputs.media_processor_of(media) if media else None
         if processor is None or not processor.needs_fetching(media):
             yield
@@ -152,21 +156,23 @@ class Conversation:
                 self._files = {}
 
     def _prepare(self) -> PreparedPrompt:
-        """Return the prompt. Sets the format of the answers, and may clear `skip_special_tokens` of the caller's
-        `params`, which are read after this. May run in a thread. Raises `RequestError`."""
+        """Return the prompt, and set the format of the answers. Clears `params.skip_special_tokens` if a mark of the
+        format is a special token: whoever reads `params` must read them after this. May run in a thread. Raises
+        `RequestError`."""
         body, state, params = self._body, self._state, self._params
-        # 1. Decode the media. 2. Render the prompt.
+        # 1. Decode the media.
         media, placeholders = self._decode_media()
+        # 2. Render the prompt.
         prompt = self._render(placeholders)
         # 3. Choose the format of the answers. The reader must see its marks, even if they are special tokens.
         self._answer_format = answer_format(body, state.formats, prompt)
         special_tokens = state.engine.inputs.special_tokens
         if any(token in mark for mark in self._format.marks for token in special_tokens):
             params.skip_special_tokens = False
-        # 4. Say what the grammar of the answers must be.
+        # 4. Choose the grammar of the answers.
         budget = state.thinking_budget(body.thinking_token_budget, self._format.reasoning)
         grammar = wanted_grammar(body, self._format, state.formats, params.structured_outputs, special_tokens, budget)
-        # 5. Take the tokens of the server's own answers, if there are some: such a prompt has neither media nor embeds.
+        # 5. Reuse the tokens of earlier answers, if any are found. Such a prompt has neither media nor embeddings.
         if self._answer_recall is not None and (recalled := self._answer_recall.recall(prompt)) is not None:
             return PreparedPrompt({"prompt": prompt, "prompt_token_ids": recalled.token_ids}, False, grammar)
         embeds = embeds_of([message.content for message in body.messages])
@@ -175,6 +181,7 @@ class Conversation:
         return PreparedPrompt(prompt_with_embeds, bool(body.add_special_tokens), grammar, media)
 
     def _render(self, placeholders: Mapping[str, str] | None) -> str:
+        """Return the prompt text. Raises `RequestError`."""
         body, state = self._body, self._state
         effort = effort_options(state.engine.tokenizer, body, is_strict=self._refuses_unknown_effort)
         return render_messages(
@@ -192,22 +199,23 @@ class Conversation:
 
     def _media_kinds(self) -> set[str]:
         """Return the kinds of the conversation's media."""
-        return {medium.kind.name for medium in self._media()}
+        return {medium.kind.name for medium in self._sent_media}
 
-    def _media(self) -> list[SentMedium]:
+    @cached_property
+    def _sent_media(self) -> list[SentMedium]:
         return media_of([message.content for message in self._body.messages])
 
     def _decode_media(self) -> tuple[dict[str, list[Any]] | None, Mapping[str, str] | None]:
         """Return the decoded media by kind, and the placeholder text of each kind; None and None without media. Raises
         `RequestError`."""
-        if not (media := self._media()):
+        if not (media := self._sent_media):
             return None, None
         processor = self._state.engine.inputs.media_processor_of(media)
         return processor.decode(media, self._files, self._body.cache_salt), processor.placeholders
 
     @property
     def _format(self) -> AnswerFormat:
-        assert self._answer_format is not None, "`submit` comes first"
+        assert self._answer_format is not None, "`submit` or `count_tokens` comes first"
         return self._answer_format
 
     @property
