@@ -64,9 +64,10 @@ class AdminApp:
             case "GET", ["keys", key_id]:
                 return _json(_shown(await self._store.get(key_id)))
             case "PATCH", ["keys", key_id]:
-                key = await self._store.get(key_id)
-                await self._store.change(key, _settings(body, key.settings))
-                return _json(_shown(key))
+                while True:  # until nobody else changes it meanwhile
+                    key = await self._store.get(key_id)
+                    if await self._store.change(key, _settings(body, key.settings)):
+                        return _json(_shown(key))
             case "DELETE", ["keys", key_id]:
                 await self._store.delete(await self._store.get(key_id))
                 return _json({"id": key_id, "deleted": True})

@@ -26,7 +26,7 @@ logger = logging.getLogger("octavo.gateway")
 OnLoss = Literal["refuse", "admit"]  # requests that cannot be counted
 MINUTE_S, DAY_S = 60, 86_400
 LIMITS = ("requests_per_minute", "tokens_per_minute", "requests_per_day", "tokens_per_day")
-_Limit = Annotated[int, Meta(ge=0)] | None
+_Limit = Annotated[int, Meta(ge=0, le=2**53)] | None  # Lua in Valkey has no larger whole numbers
 
 
 class KeySettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -98,8 +98,9 @@ class KeyStore(ABC):
         """Keep a new key."""
 
     @abstractmethod
-    async def change(self, key: Key, settings: KeySettings) -> None:
-        """Give a key these settings."""
+    async def change(self, key: Key, settings: KeySettings) -> bool:
+        """Give a key these settings. Returns False, and changes nothing, if it has others than `key.settings` by now.
+        Raises `RequestError` (404) if there is no such key."""
 
     @abstractmethod
     async def delete(self, key: Key) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from octavo.errors import ConfigError, RequestError
 from octavo.gateway.key_store import LIMITS
-from octavo.gateway.shared_keys import Answer, KeyDatabase, KeyRow, LostError, Operation
+from octavo.gateway.shared_keys import Answer, KeyDatabase, KeyRow, LostError, Operation, is_ambiguous, wrong_address
 
 _MISSING = ""
 try:
@@ -24,9 +24,9 @@ except ImportError as error:  # `PostgresqlKeys` says it
     _MISSING = str(error)
 
 # The number in the function's name is the version of all of this.
-_FUNCTION = "octavo_count_1"
+_FUNCTION = "octavo_count_2"
 _REFUSALS = " ".join(
-    f"WHEN own.{per}_{what} >= (own.settings->>'{name}')::bigint "
+    f"WHEN own.{per}_{what} >= (own.settings->>'{name}')::numeric "
     f"THEN jsonb_build_array('{name}', own.{per}_{what}, own.settings->'{name}', moment)"
     for name in LIMITS
     for what, _, per in [name.partition("_per_")]
@@ -48,7 +48,6 @@ CREATE TABLE IF NOT EXISTS octavo_usage (
 CREATE TABLE IF NOT EXISTS octavo_writers (
     id text PRIMARY KEY, batch bigint NOT NULL, answer jsonb, seen timestamptz NOT NULL DEFAULT now()
 ) WITH (fillfactor = 50);
-DELETE FROM octavo_writers WHERE seen < now() - interval '7 days';
 CREATE OR REPLACE FUNCTION {_FUNCTION}(
     the_writer text, the_batch bigint, the_time double precision, operations jsonb
 ) RETURNS jsonb LANGUAGE plpgsql AS $$
@@ -95,11 +94,11 @@ BEGIN
                 prompt_tokens = k.prompt_tokens + own_prompt,
                 completion_tokens = k.completion_tokens + own_completion,
                 minute = this_minute,
-                minute_requests = own.minute_requests + own_requests,
-                minute_tokens = own.minute_tokens + own_prompt + own_completion,
+                minute_requests = greatest(0, own.minute_requests + own_requests),
+                minute_tokens = greatest(0, own.minute_tokens + own_prompt + own_completion),
                 day = this_day,
-                day_requests = own.day_requests + own_requests,
-                day_tokens = own.day_tokens + own_prompt + own_completion
+                day_requests = greatest(0, own.day_requests + own_requests),
+                day_tokens = greatest(0, own.day_tokens + own_prompt + own_completion)
                 WHERE k.id = own.id;
             INSERT INTO octavo_usage AS u (key, day, model, requests, prompt_tokens, completion_tokens)
                 VALUES (operation->>0, this_day, operation->>1, own_requests, own_prompt, own_completion)
@@ -115,6 +114,7 @@ END $$;
 """
 _HAS_SCHEMA = "SELECT to_regprocedure(%s) IS NOT NULL"
 _SIGNATURE = f"{_FUNCTION}(text, bigint, double precision, jsonb)"
+_CLEAN = "DELETE FROM octavo_writers WHERE seen < now() - interval '7 days' RETURNING id"
 _LOCK = 0x6F637461766F  # of the schema: "octavo"
 _KEY = "SELECT id, settings::text, requests, prompt_tokens, completion_tokens FROM octavo_keys "
 
@@ -126,18 +126,25 @@ class PostgresqlKeys(KeyDatabase):
         """Raises `ConfigError`."""
         if _MISSING:
             raise ConfigError(f"--keys postgresql://... needs psycopg ({_MISSING}): pip install 'psycopg[binary]'.")
+        wrong = wrong_address("PostgreSQL", "postgresql://USER:PASSWORD@HOST:PORT/DATABASE")
         try:
             parts = conninfo_to_dict(address)
-        except psycopg.Error as error:
-            raise ConfigError(f"--keys: the address of PostgreSQL is wrong: {str(error).strip()}.") from None
+        except psycopg.Error:
+            raise wrong from None
+        if is_ambiguous(address) or str(parts.get("port", "")).strip("0123456789,"):
+            raise wrong
         self.address = f"PostgreSQL at {parts.get('host', 'localhost')}"
         self._conninfo = address
         self._connections: dict[str, psycopg.AsyncConnection[tuple[Any, ...]]] = {}
-        self._connecting: dict[str, asyncio.Lock] = {"count": asyncio.Lock(), "read": asyncio.Lock()}
+        self._connecting: dict[str, asyncio.Lock] = {purpose: asyncio.Lock() for purpose in ("count", "find", "admin")}
 
     async def prepare(self) -> None:
-        if (await self._run(_HAS_SCHEMA, (_SIGNATURE,)))[0][0]:  # a role that may not make it will do
-            return
+        if not (await self._run(_HAS_SCHEMA, (_SIGNATURE,)))[0][0]:  # a role that may not make it will do
+            await self._make_schema()
+        with contextlib.suppress(LostError):  # a role that may not
+            await self._run(_CLEAN, ())
+
+    async def _make_schema(self) -> None:
         try:
             async with await psycopg.AsyncConnection.connect(self._conninfo) as connection:
                 await connection.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
@@ -156,7 +163,7 @@ class PostgresqlKeys(KeyDatabase):
         return answers
 
     async def find(self, digest: bytes) -> KeyRow | None:
-        return next(iter(await self._run(_KEY + "WHERE digest = %s", (digest,))), None)
+        return next(iter(await self._run(_KEY + "WHERE digest = %s", (digest,), "find")), None)
 
     async def get(self, key_id: str) -> KeyRow | None:
         return next(iter(await self._run(_KEY + "WHERE id = %s", (key_id,))), None)
@@ -171,9 +178,9 @@ class PostgresqlKeys(KeyDatabase):
         )
         await self._run(statement, (key_id, digest, settings))
 
-    async def change(self, key_id: str, settings: str) -> bool:
-        statement = "UPDATE octavo_keys SET settings = %s WHERE id = %s RETURNING id"
-        return bool(await self._run(statement, (settings, key_id)))
+    async def change(self, key_id: str, before: str, settings: str) -> bool:
+        statement = "UPDATE octavo_keys SET settings = %s WHERE id = %s AND settings = %s::jsonb RETURNING id"
+        return bool(await self._run(statement, (settings, key_id, before)))
 
     async def delete(self, key_id: str) -> None:
         await self._run("DELETE FROM octavo_keys WHERE id = %s RETURNING id", (key_id,))
@@ -185,8 +192,8 @@ class PostgresqlKeys(KeyDatabase):
         )
         return await self._run(statement, (first_day, last_day))
 
-    async def _run(self, statement: str, values: tuple[Any, ...], purpose: str = "read") -> list[Any]:
-        """Return the rows of a statement, on the connection for a purpose: one that counts keeps no reader waiting."""
+    async def _run(self, statement: str, values: tuple[Any, ...], purpose: str = "admin") -> list[Any]:
+        """Return the rows of a statement, on the connection for a purpose: none keeps the others waiting."""
         connection = None
         try:
             async with self._connecting[purpose]:

@@ -86,8 +86,9 @@ class KeyDatabase(ABC):
         """Keep a new key. Raises `RequestError` for settings that cannot be kept."""
 
     @abstractmethod
-    async def change(self, key_id: str, settings: str) -> bool:
-        """Return whether there is the key, which has the settings then. Raises `RequestError`."""
+    async def change(self, key_id: str, before: str, settings: str) -> bool:
+        """Give a key other settings if it has those `before`, as they were read. Returns whether it had. Raises
+        `RequestError`."""
 
     @abstractmethod
     async def delete(self, key_id: str) -> None:
@@ -186,11 +187,17 @@ class SharedKeys(KeyStore):
         await self._ask(lambda: self._database.add(key.id, digest, _written(key.settings)))
         self._found.pop(digest, None)
 
-    async def change(self, key: Key, settings: KeySettings) -> None:
-        if not await self._ask(lambda: self._database.change(key.id, _written(settings))):
+    async def change(self, key: Key, settings: KeySettings) -> bool:
+        row = await self._ask(lambda: self._database.get(key.id))
+        if row is None:
             raise no_key(key.id)
+        if _key(row).settings != key.settings:
+            return False
+        if not await self._ask(lambda: self._database.change(key.id, row[1], _written(settings))):
+            return False
         key.settings = settings
         self._forget(key.id)
+        return True
 
     async def delete(self, key: Key) -> None:
         await self._ask(lambda: self._database.delete(key.id))
@@ -261,7 +268,8 @@ class SharedKeys(KeyStore):
         self._wake()
 
     async def _counted_by_database(self, batch: _Batch) -> list[Answer]:
-        """Send a batch until there is an answer, and return that of its admissions."""
+        """Send a batch until there is an answer, and return that of its admissions. One that the database cannot count
+        is left out, and has no admissions any more."""
         uses: list[Operation] = [(*place, *used, False) for place, used in batch.uses.items()]
         operations = uses + [(one.key_id, one.model, 1, 0, 0, True) for one in batch.admissions]
         # By keys, so that batches of several gateways lock them in the same order.
@@ -280,10 +288,20 @@ class SharedKeys(KeyStore):
                 if num_failed > 1 or isinstance(error, LateError):  # an old connection may fail at once
                     self._lose(error, batch)
                     await asyncio.sleep(min(MIN_BACKOFF_S * 2 ** min(num_failed, 10), MAX_BACKOFF_S))
+            except Exception:  # it answers, but not for these: others are not to wait for them
+                logger.exception(
+                    "%s cannot count a batch of %d operations: left out", self._database.address, len(operations)
+                )
+                for one in batch.admissions:
+                    if not one.answer.done():
+                        one.answer.set_exception(LostError("it cannot count this request"))
+                batch.admissions.clear()
+                answers = {}
+                break
         if self._is_lost:
             self._is_lost = False
             logger.warning("%s answers again, and requests are counted", self._database.address)
-        return [answers[index] for index in range(len(uses), len(operations))]
+        return [answers[len(uses) + index] for index in range(len(batch.admissions))]
 
     def _lose(self, error: LostError, batch: _Batch | None = None) -> None:
         """Have nobody wait for the database any more, for the answer to a batch neither."""
@@ -315,7 +333,13 @@ class SharedKeys(KeyStore):
 
     async def _look_up(self, digest: bytes) -> Key | None:
         """Return the key with a digest, from the database. Raises `LostError`."""
-        row = await self._answered(lambda: self._database.find(digest))
+        try:
+            row = await self._answered(lambda: self._database.find(digest))
+        except LostError as error:
+            if not self._is_lost:
+                self._lose(error)
+                self._wake()  # the next batch, though it may be empty, is sent until there is an answer
+            raise
         key = None if row is None else _key(row)
         self._found[digest] = time.monotonic() + FRESH_S, key
         self._found.move_to_end(digest)
@@ -328,7 +352,8 @@ class SharedKeys(KeyStore):
             del self._found[digest]
 
     async def _ask(self, ask: Callable[[], Awaitable[_T]]) -> _T:
-        """Return what the database answers. Raises `RequestError`."""
+        """Return what the database answers to an admin route. Raises `RequestError`. A read that takes too long for one
+        admin does not make the database lost for clients."""
         try:
             return await self._answered(ask)
         except LostError as error:
@@ -339,16 +364,11 @@ class SharedKeys(KeyStore):
         if self._is_lost:
             raise LostError("it does not answer")
         try:
-            try:
-                return await _within(ask(), TIMEOUT_S)
-            except LateError:
-                raise
-            except LostError:  # an old connection fails at once, a new one may not
-                return await _within(ask(), TIMEOUT_S)
-        except LostError as error:
-            self._lose(error)
-            self._wake()  # the next batch, though it may be empty, is sent until there is an answer
+            return await _within(ask(), TIMEOUT_S)
+        except LateError:
             raise
+        except LostError:  # an old connection fails at once, a new one may not
+            return await _within(ask(), TIMEOUT_S)
 
     def _count(self, key: Key, requests: int, prompt_tokens: int, completion_tokens: int) -> None:
         counted = self._counted.setdefault(key.id, Key(key.id, key.settings))
@@ -358,6 +378,21 @@ class SharedKeys(KeyStore):
     def _refusal(self, error: LostError) -> RequestError:
         logger.debug("%s: %s", self._database.address, error)
         return not_counted()
+
+
+def wrong_address(kind: str, form: str) -> ConfigError:
+    """Return the error for an address that cannot be read, without the address or what a driver says: both may have
+    the password."""
+    return ConfigError(
+        f"--keys: the address of {kind} cannot be read: {form} is needed, where characters of USER and PASSWORD other "
+        "than letters, digits and -._~ are written as %XX, @ as %40."
+    )
+
+
+def is_ambiguous(address: str) -> bool:
+    """Return whether a part of a URL's password may be taken for something else, which errors and logs then tell."""
+    before = address.partition("://")[2].rpartition("@")[0]
+    return any(mark in before for mark in "@/?#")
 
 
 async def _within(work: Awaitable[_T], seconds: float) -> _T:

@@ -136,9 +136,10 @@ class SqliteKeys(KeyStore):
         )
         self._keys[digest] = key
 
-    async def change(self, key: Key, settings: KeySettings) -> None:
+    async def change(self, key: Key, settings: KeySettings) -> bool:
         self._execute("UPDATE keys SET settings = ? WHERE id = ?", (_written(settings), key.id))
         key.settings = settings
+        return True
 
     async def delete(self, key: Key) -> None:
         self._execute("DELETE FROM keys WHERE id = ?", (key.id,))

@@ -16,8 +16,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from octavo.errors import ConfigError
+from octavo.gateway import shared_keys
 from octavo.gateway.key_store import LIMITS
-from octavo.gateway.shared_keys import TIMEOUT_S, Answer, KeyDatabase, KeyRow, LateError, LostError, Operation
+from octavo.gateway.shared_keys import (
+    Answer,
+    KeyDatabase,
+    KeyRow,
+    LateError,
+    LostError,
+    Operation,
+    is_ambiguous,
+    wrong_address,
+)
 
 _MISSING = ""
 try:
@@ -74,9 +84,11 @@ for place, operation in ipairs(cjson.decode(ARGV[4])) do
     local refused = is_admission and refusal(key, settings)
     if not refused then
         for window in pairs(windows) do
-            if settings then
-                redis.call('HINCRBY', key, window .. '_requests', whole(used.requests))
-                redis.call('HINCRBY', key, window .. '_tokens', whole(used.prompt_tokens + used.completion_tokens))
+            local added = {requests = used.requests, tokens = used.prompt_tokens + used.completion_tokens}
+            for what, number in pairs(settings and added or {}) do
+                local name = window .. '_' .. what
+                -- What is taken back may be of the window before.
+                if redis.call('HINCRBY', key, name, whole(number)) < 0 then redis.call('HSET', key, name, '0') end
             end
         end
         for what, number in pairs(used) do
@@ -99,8 +111,8 @@ if not id then return nil end
 return {id, unpack(redis.call('HMGET', KEYS[1] .. 'key:' .. id, unpack(ARGV, 2)))}
 """
 _CHANGE = """
-if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
-redis.call('HSET', KEYS[1], 'settings', ARGV[1])
+if redis.call('HGET', KEYS[1], 'settings') ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'settings', ARGV[2])
 return 1
 """
 
@@ -113,18 +125,24 @@ class ValkeyKeys(KeyDatabase):
         """Raises `ConfigError`."""
         if _MISSING:
             raise ConfigError(f"--keys valkey://... needs redis-py ({_MISSING}): pip install redis.")
-        scheme, _, rest = address.replace("valkey", "redis", 1).partition("://")
-        scheme = {"rediss": "rediss", "redis+unix": "unix"}.get(scheme, "redis")
+        scheme, _, rest = address.partition("://")
+        scheme = {
+            "rediss": "rediss", "valkeys": "rediss", "redis+unix": "unix", "valkey+unix": "unix"
+        }.get(scheme, "redis")  # fmt: skip
+        wrong = wrong_address("Valkey", "valkey://USER:PASSWORD@HOST:PORT/NUMBER")
+        if is_ambiguous(address):
+            raise wrong
+        timeout_s = shared_keys.TIMEOUT_S
         try:
             parts = urlsplit(address)
             self.address = f"Valkey at {parts.hostname or parts.path}"
             # `SharedKeys` tries again, and knows what was counted.
             pool = BlockingConnectionPool.from_url(
-                f"{scheme}://{rest}", max_connections=_MAX_CONNECTIONS, timeout=TIMEOUT_S, decode_responses=True,
-                socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=Retry(NoBackoff(), 0),
+                f"{scheme}://{rest}", max_connections=_MAX_CONNECTIONS, timeout=timeout_s, decode_responses=True,
+                socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0),
             )  # fmt: skip
-        except ValueError as error:
-            raise ConfigError(f"--keys: the address of Valkey is wrong: {error}.") from None
+        except ValueError:
+            raise wrong from None
         self._client = Redis(connection_pool=pool)
         self._count, self._find, self._change = map(self._client.register_script, (_COUNT, _FIND, _CHANGE))
 
@@ -181,9 +199,9 @@ class ValkeyKeys(KeyDatabase):
             pipeline.hset(f"{_PREFIX}digests", digest.hex(), key_id)
             await pipeline.execute()
 
-    async def change(self, key_id: str, settings: str) -> bool:
+    async def change(self, key_id: str, before: str, settings: str) -> bool:
         async with _lost():
-            return bool(await self._change(keys=[f"{_PREFIX}key:{key_id}"], args=[settings]))
+            return bool(await self._change(keys=[f"{_PREFIX}key:{key_id}"], args=[before, settings]))
 
     async def delete(self, key_id: str) -> None:
         async with _lost():

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from octavo.errors import ConfigError, RequestError
@@ -15,13 +16,19 @@ from octavo.gateway.key_store import Key, KeySettings, KeyStore, open_keys
 from tests.gateway.fakes import FakeLaunch, fake_servers, gateway
 from tests.gateway.key_databases import SERVERS, Server, server
 from tests.gateway.test_keys import ADMIN, Keys, Now, answer
-from tests.waiting import until
+from tests.waiting import until, within
 
 
 @pytest.fixture(scope="module", params=SERVERS)
 def database(request: pytest.FixtureRequest) -> Iterator[Server]:
     with server(request.param) as running:
         yield running
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A database of a busy machine is not lost."""
+    monkeypatch.setattr(shared_keys, "TIMEOUT_S", within(60))
 
 
 async def opened(url: str, on_loss: Any = "refuse") -> KeyStore:
@@ -192,6 +199,79 @@ def test_gateways_share_keys_by_their_admin_routes(database: Server) -> None:
     asyncio.run(run())
 
 
+def test_what_cannot_be_counted_ends_no_counting(database: Server) -> None:
+    async def run() -> None:
+        store = await opened(database.url())
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert({"name": "a", "requests_per_day": 10**19}, KeySettings)
+        # As an earlier version may have kept it.
+        key, _ = await store.create(KeySettings(name="a", requests_per_day=10**19))
+        await store.admit(key, "m")
+        inner = store._database  # type: ignore[attr-defined]
+        real = inner.count
+
+        async def broken(*values: Any) -> Any:
+            inner.count = real
+            raise ValueError("out of range")
+
+        inner.count = broken
+        with pytest.raises(RequestError) as caught:
+            await store.admit(key, "m")
+        assert caught.value.status == 503
+        await store.admit(key, "m")
+        await store.close()
+
+    asyncio.run(run())
+
+
+def test_an_admin_who_waits_too_long_ends_no_counting(database: Server) -> None:
+    async def run() -> None:
+        store = await opened(database.url())
+        key, secret = await store.create(KeySettings(name="a"))
+
+        async def late(*values: Any) -> Any:
+            raise shared_keys.LateError("it did not answer")
+
+        store._database.used = late  # type: ignore[attr-defined]
+        with pytest.raises(RequestError) as caught:
+            await store.usage(0, 1)
+        assert caught.value.status == 503
+        await store.admit(key, "m")
+        assert await store.find(secret.encode())
+        await store.close()
+
+    asyncio.run(run())
+
+
+def test_two_changes_of_a_key_are_both_kept(database: Server) -> None:
+    async def run() -> None:
+        store = await opened(database.url())
+        key, _ = await store.create(KeySettings(name="a"))
+        one, other = await store.get(key.id), await store.get(key.id)
+        inner = store._database  # type: ignore[attr-defined]
+        before = await inner.get(key.id)
+        assert await store.change(one, KeySettings(name="a", expires_at=1.5e18))
+        assert not await store.change(other, KeySettings(name="b")), "it read the settings before"
+        assert not await inner.change(key.id, before[1], before[1])
+        other = await store.get(key.id)
+        assert await store.change(other, KeySettings(name="b", expires_at=other.settings.expires_at))
+        assert (await store.get(key.id)).settings == KeySettings(name="b", expires_at=1.5e18)
+        await store.close()
+
+    asyncio.run(run())
+
+
+def test_what_is_taken_back_in_another_minute_admits_no_more_then(database: Server) -> None:
+    async def run() -> None:
+        store = await opened(database.url())
+        key, _ = await store.create(KeySettings(name="a", requests_per_minute=1))
+        store._use(key.id, "m", -1, 0, 0)  # type: ignore[attr-defined]
+        assert [await admitted(store, key) for _ in range(2)] == [True, False]
+        await store.close()
+
+    asyncio.run(run())
+
+
 def test_a_valkey_that_hangs_is_late_and_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     redis = pytest.importorskip("redis")
 
@@ -239,6 +319,24 @@ def test_a_driver_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, url:
         open_keys(url)
 
 
+@pytest.mark.parametrize("scheme", ["postgresql", "valkey"])
+@pytest.mark.parametrize("user", ["u:secret@x", "u:secret/x", "u:12/secret", "u:secret?x", "u:secret#x", "u:secret%zz"])
+def test_no_error_tells_a_password(scheme: str, user: str) -> None:
+    pytest.importorskip("psycopg" if scheme == "postgresql" else "redis")
+    if (scheme, user) == ("valkey", "u:secret%zz"):
+        return  # as it is
+    with pytest.raises(ConfigError, match="%40") as caught:
+        open_keys(f"{scheme}://{user}@127.0.0.1:1/0")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_valkey_may_have_any_name() -> None:
+    pytest.importorskip("redis")
+    store: Any = open_keys("redis://valkey:valkey@valkey/3")
+    values = store._database._client.connection_pool.connection_kwargs
+    assert [values[name] for name in ("username", "password", "host", "db")] == ["valkey"] * 3 + [3]
+
+
 def test_an_address_that_is_wrong_ends_the_start() -> None:
     async def run(url: str) -> None:
         await open_keys(url).open()
@@ -248,5 +346,5 @@ def test_an_address_that_is_wrong_ends_the_start() -> None:
     pytest.importorskip("psycopg")
     with pytest.raises(ConfigError, match="cannot be used"):
         asyncio.run(run("postgresql://127.0.0.1:1/x"))
-    with pytest.raises(ConfigError, match="is wrong"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         asyncio.run(run("postgresql://[/x"))
