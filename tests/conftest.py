@@ -67,7 +67,8 @@ LONG_SPENT_S = pytest.StashKey[float]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # what is collected stays: looking for garbage among it is a fifth of the time
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        gc.disable()  # what is collected stays: looking for garbage among it is a fifth of the time
     config.pluginmanager.register(watchdog, "watchdog")
     if config.getoption("changed_since") is None or config.getoption("all"):
         config.stash[DISTANCES] = None

@@ -70,7 +70,7 @@ def _wrong(node: ast.AST) -> str | None:
         return PAUSE
     if method == "bind" and isinstance(first, ast.Tuple) and isinstance(first.elts[-1], ast.Constant):
         return PORT if first.elts[-1].value == 0 else None
-    if name == "os.listdir" and isinstance(first, ast.Constant) and first.value == "/proc/self/fd":
+    if method == "num_fds" or (name == "len" and isinstance(first, ast.Call) and "/fd'" in ast.unparse(first)):
         return FILES
     if (method in SOURCES and not node.args and not node.keywords) or (
         name in ("torch.seed", "random.seed") and not node.args

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -14,6 +15,7 @@ def open_files() -> set[tuple[str, str]]:
     Only those that are there after and were not before are the test's. Their count says nothing: what earlier tests
     left to the garbage collector may close in between.
     """
+    gc.collect()
     found = set()
     for number in os.listdir(FOLDER):
         try:

@@ -139,8 +139,8 @@ class SchedulerConfig:
     preemption_mode: str
     check_invariants: bool = False
     target_step_s: float | None = None  # longest step while streams wait; None: auto, 0: no bound
-    starts_at_images: bool = False  # layers attend to pictures, and change to the next at its token
-    whole_images: bool = False  # tokens of a picture see each other: one step computes them all
+    starts_at_images: bool = False  # layers attend to images, and change to the next at its token
+    whole_images: bool = False  # tokens of an image see each other: one step computes them all
     stream_interval: int = 1  # tokens in an output at least, but for the first and the last
 
 

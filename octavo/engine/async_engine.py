@@ -343,9 +343,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         while not self.is_ready or self._control.is_paused:  # again: it may be paused before this caller resumes
             acceptance = stream.acceptance = asyncio.ensure_future(self._control.wait_open())
             try:
-                await asyncio.wait(
-                    (acceptance,)
-                )  # not `await acceptance`: an abort cancels it, and this caller goes on
+                # Not `await acceptance`: an abort cancels it, and this caller goes on.
+                await asyncio.wait((acceptance,))
             finally:
                 stream.acceptance = None
                 acceptance.cancel()

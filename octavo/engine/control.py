@@ -9,14 +9,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from octavo.engine.sleep_levels import SLEEPERS, check_level, woken_by
+from octavo.engine.sleep_levels import PAUSE_MODES, SLEEP_MODES, SLEEPERS, check_level, check_mode, woken_by
 from octavo.engine.supervisor import Supervisor
 from octavo.engine.wire import BlockMap, CacheWasReset, DropCacheSession, GetBlockMap, ResetCache, SetPaused
-from octavo.errors import OctavoError, RequestError
+from octavo.errors import OctavoError
 
 logger = logging.getLogger(__name__)
 
-PAUSE_MODES = ("abort", "wait", "keep")
 _BLOCK_MAP_TIMEOUT_S = 5.0  # longer than a step takes
 
 
@@ -53,14 +52,13 @@ class EngineControl:
 
     async def pause(self, mode: str, clear_cache: bool) -> None:
         """See `AsyncLLMEngine.pause_generation`."""
-        if mode not in PAUSE_MODES:
-            raise RequestError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}.", param="mode")
+        check_mode(mode, PAUSE_MODES)
         await self._supervisor.wait_ready()
         was_open = self._is_open.is_set()
         self._is_open.clear()
         try:
             await self._halt(mode, clear_cache)
-        except OctavoError:
+        except (OctavoError, asyncio.CancelledError):
             if was_open:
                 await self.resume()
             raise
@@ -117,11 +115,11 @@ class EngineControl:
     async def sleep(self, level: int, mode: str) -> None:
         """See `AsyncLLMEngine.sleep`."""
         check_level(level)
-        if mode not in ("abort", "wait"):
-            raise RequestError(f"mode must be abort or wait, got {mode!r}.", param="mode")
+        check_mode(mode, SLEEP_MODES)
         async with self._falling_asleep_or_waking:
             if self._asleep:
                 return
+            was_open = self._is_open.is_set()
             await self.pause(mode, clear_cache=False)
             while not self.is_paused:  # resumed before the last request has ended
                 await self.pause(mode, clear_cache=False)
@@ -131,7 +129,8 @@ class EngineControl:
                     await self.reset_prefix_cache(frees_memory=True)
                 except OctavoError:
                     self._asleep, self.sleep_level = frozenset(), 0
-                    await self.resume()
+                    if was_open:
+                        await self.resume()
                     raise
             else:
                 await self._supervisor.end_core()

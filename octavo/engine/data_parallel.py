@@ -311,10 +311,14 @@ class DataParallelEngine(EngineCalls):
         return sum(found) if found else None
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        await self._all(
-            lambda engine: engine.sleep(level, mode),
-            (lambda engine: engine.is_sleeping(), lambda engine: engine.wake_up()),
-        )
+        paused = [engine for engine in self._engines if await engine.is_paused()]
+
+        async def wake(engine: AsyncLLMEngine) -> None:
+            await engine.wake_up()
+            if engine in paused:
+                await engine.pause_generation(clear_cache=False)
+
+        await self._all(lambda engine: engine.sleep(level, mode), (lambda engine: engine.is_sleeping(), wake))
         self._router.forget_caches()
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> None:

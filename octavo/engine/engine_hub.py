@@ -23,7 +23,7 @@ import msgspec
 from octavo.config import EngineConfig
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.hub_link import Answering, Channels, CoreEnded
-from octavo.engine.sleep_levels import SLEEPERS, check_level, woken_by
+from octavo.engine.sleep_levels import PAUSE_MODES, SLEEP_MODES, SLEEPERS, check_level, check_mode, woken_by
 from octavo.engine.supervisor import Supervisor, record_ready
 from octavo.engine.wire import (
     AbortAll,
@@ -276,6 +276,7 @@ class EngineHub:
         self._retired = Snapshot()  # counts of front ends that have ended
         # What a front end that comes later has to do too, by what it is about.
         self._standing: dict[str, tuple[str, dict[str, Any]]] = {}
+        self._num_holding = 0  # pauses under way
         self.answering: dict[str, Answering] = {
             "pause_generation": self._pause,
             "resume_generation": self._resume,
@@ -389,17 +390,21 @@ class EngineHub:
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
 
-    async def _hold(self, name: str, **args: Any) -> None:
-        """Have every front end pause or sleep. If one cannot, none stays paused: its requests would wait for ever."""
+    async def _hold(self, **args: Any) -> None:
+        """Have every front end pause. If one cannot, none stays paused: its requests would wait for ever."""
+        self._num_holding += 1
         try:
-            await self.tell_all(name, **args)
+            await self.tell_all("pause_generation", **args)
         except OctavoError:
-            if not self._standing.keys() & {"pause", "sleep"}:
+            if self._num_holding == 1 and not self._standing.keys() & {"pause", "sleep"}:
                 await self.tell_all("resume_generation")
             raise
+        finally:
+            self._num_holding -= 1
 
     async def _pause(self, **args: Any) -> None:
-        await self._hold("pause_generation", **args)
+        check_mode(args["mode"], PAUSE_MODES)
+        await self._hold(**args)
         self._standing["pause"] = "pause_generation", {**args, "clear_cache": False}
 
     async def _resume(self) -> None:
@@ -409,8 +414,14 @@ class EngineHub:
     async def _sleep(self, level: int, mode: str) -> None:
         """See `EngineControl.sleep`. The memory is freed when no front end has requests any more."""
         check_level(level)
-        await self._hold("pause_generation", mode=mode, clear_cache=False)
-        await self._hold("sleep", level=level, mode=mode)
+        check_mode(mode, SLEEP_MODES)
+        await self._hold(mode=mode, clear_cache=False)
+        try:
+            await self.tell_all("sleep", level=level, mode=mode)
+        except OctavoError:
+            if not self.is_asleep:
+                await self._undo_sleep()
+            raise
         if self.is_asleep:
             return
         self._asleep = SLEEPERS
@@ -418,6 +429,15 @@ class EngineHub:
         if level != 1 or self.config.device != "cpu":
             await self._all_engines(_end_core)
         self._record_sleep(level)
+
+    async def _undo_sleep(self) -> None:
+        """Wake every front end, and leave it paused only if it was before."""
+        paused = self._standing.get("pause")
+        await self._wake_up(None)
+        if paused is None:
+            await self.tell_all("resume_generation")
+        else:
+            await self._pause(**paused[1])
 
     async def _wake_up(self, tags: Iterable[str] | None) -> None:
         chosen = None if tags is None else list(tags)

@@ -17,6 +17,16 @@ def woken_by(tags: Iterable[str] | None) -> frozenset[str]:
     return woken
 
 
+PAUSE_MODES = ("abort", "wait", "keep")
+SLEEP_MODES = ("abort", "wait")
+
+
+def check_mode(mode: str, modes: tuple[str, ...]) -> None:
+    """Raise `RequestError` for a `mode` that is none of `modes`."""
+    if mode not in modes:
+        raise RequestError(f"mode must be one of {', '.join(modes)}, got {mode!r}.", param="mode")
+
+
 def check_level(level: int) -> None:
     """Raise `RequestError` for an unknown level."""
     if level not in (1, 2):

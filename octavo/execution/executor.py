@@ -90,8 +90,8 @@ class Executor(Protocol):
 
     def prepare_media(self, media: Sequence[MediaInput], in_use: Callable[[], set[bytes]]) -> list[Future[Any]] | None:
         """Compute the rows of a request's media. Plans may admit sequences with them when the futures are done and
-        while their hashes are `in_use`, which is asked if room is short. Returns None if there is no room beside
-        those in use."""
+        while their hashes are in `in_use()`, which is called only if room is short. Returns None if there is no room
+        beside those in use."""
         ...
 
     def makes_media(self) -> bool:

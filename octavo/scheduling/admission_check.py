@@ -25,7 +25,7 @@ def check_request(request: EngineRequest, config: SchedulerConfig, cache: KVCach
         capacity = cache.capacity(config.max_num_batched_tokens)
         raise RequestError(
             f"the request needs {longest} tokens of KV cache ({num_prompt} of prompt and up to {longest - num_prompt} "
-            f"of output, without the last one) and the cache holds {capacity}."
+            f"of output: its last token takes none) and the cache holds {capacity}."
         )
     if request.params.use_beam_search:  # one beam cannot end before the others: they must fit side by side
         for count, pool in zip(needed, cache.pools, strict=True):

@@ -88,6 +88,14 @@ def test_a_pause_that_fails_halfway_holds_no_requests(with_engine: WithEngine) -
                 await refused
             supervisor._outage = None
             assert not await engine.is_paused() and not await engine.is_sleeping()
+        control._is_idle = lambda: True
+        await engine.pause_generation()
+        control._is_idle = suspend
+        with pytest.raises(EngineRestartingError):
+            await engine.sleep(1)
+        supervisor._outage = None
+        assert await engine.is_paused(), "as before"
+        await engine.resume_generation()
         assert await ask(engine, ANSWER) == "length"
 
     with_engine(use)

@@ -166,9 +166,20 @@ def test_no_front_end_stays_paused_if_one_cannot_pause(
         with pytest.raises(RequestError, match="not now"):
             await one.shared.pause_generation()
         other.link.channels.answering = parts
-        with pytest.raises(RequestError, match="mode must be abort or wait"):
+        with pytest.raises(RequestError, match="mode must be one of abort, wait"):
             await one.shared.sleep(1, "keep")
         assert not await one.engine.is_paused() and not await other.engine.is_paused()
+        other.link.channels.answering = {**parts, "sleep": fail}
+        with pytest.raises(RequestError, match="not now"):
+            await one.shared.sleep(1, "abort")
+        for front in (one, other):
+            assert not await front.engine.is_paused() and not await front.engine.is_sleeping()
+        other.link.channels.answering = parts
+        await one.shared.pause_generation()
+        with pytest.raises(RequestError, match="mode must be one of"):
+            await one.shared.pause_generation("bogus")
+        assert await one.engine.is_paused() and await other.engine.is_paused()
+        await one.shared.resume_generation()
         assert await ask((await make()).engine, ANSWER) == await ask(one.engine, ANSWER) == "length"
 
     with_hub(use)
