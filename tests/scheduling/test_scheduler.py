@@ -406,7 +406,7 @@ def test_prompt_logprobs_come_whole_with_the_first_token_only() -> None:
 
 def test_a_request_that_can_never_run_is_refused_with_the_numbers() -> None:
     s = scheduler(num_blocks=10, max_num_seqs=4)
-    with pytest.raises(RequestError, match=r"needs 41 tokens .*\(33 of prompt and up to 8 of output, .*\).* holds 40"):
+    with pytest.raises(RequestError, match=r"needs 41 tokens .*\(33 of prompt and up to 8 of output: .*\).* holds 40"):
         s.add(request("long", 33, max_tokens=9))
     with pytest.raises(RequestError, match="5 sequences at once and --max-num-seqs is 4"):
         s.add(request("wide", 3, n=2, best_of=5))
