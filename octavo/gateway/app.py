@@ -123,12 +123,13 @@ class GatewayApp:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         sent = headers.get(b"authorization"), headers.get(b"x-api-key")
         key = None
-        if self._store is not None:
+        is_admitted = self._keys.admit(*sent) if self._keys else self._store is None
+        if not is_admitted and self._store is not None:
             for secret in sent_keys(*sent):
                 key = key or await self._store.find(secret)
-        if key is not None and self._store is not None:
-            self._store.check(key)
-        elif (self._store is not None and not self._keys) or not self._keys.admit(*sent):
+            if key is not None:
+                self._store.check(key)
+        if not is_admitted and key is None:
             raise RequestError(
                 "Incorrect or missing API key; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
                 status=401, code="invalid_api_key",

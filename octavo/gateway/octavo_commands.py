@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
+import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -13,6 +15,9 @@ from octavo.errors import OctavoError
 from octavo.gateway.deployment import Deployment
 from octavo.processes import server_command
 
+logger = logging.getLogger("octavo.gateway")
+
+_FAILED_S = 5.0  # for which a model without a card is not asked for it again
 _MAX_LINE_BYTES = 16 << 20  # a card has the model's chat template
 
 
@@ -48,13 +53,33 @@ class ModelCards:
 
     def __init__(self) -> None:
         self._cards: dict[str, dict[str, Any]] = {}
+        self._making: dict[str, asyncio.Task[None]] = {}
+        self._failed: dict[str, float] = {}  # until a time
+
+    def try_again(self) -> None:
+        """Have the next `of` make cards that could not be made: files have come."""
+        self._failed.clear()
 
     async def of(self, deployments: Sequence[Deployment]) -> list[dict[str, Any]]:
         """Return the cards, empty ones for models whose files are not here."""
         models = [one.entry.model or one.name for one in deployments if one.entry.is_local]
-        if missing := [model for model in dict.fromkeys(models) if model not in self._cards]:
-            async with contextlib.aclosing(run_octavo("show", "--json", *missing, offline=True)) as lines:
+        known, now = self._cards.keys() | self._making.keys(), time.monotonic()
+        if missing := [one for one in dict.fromkeys(models) if one not in known and self._failed.get(one, now) <= now]:
+            self._making |= dict.fromkeys(missing, asyncio.ensure_future(self._make(missing)))
+        if making := {self._making[model] for model in models if model in self._making}:
+            await asyncio.wait(making)  # a client that hangs up ends none of them
+        return [self._cards.get(one.entry.model or one.name, {}) if one.entry.is_local else {} for one in deployments]
+
+    async def _make(self, models: Sequence[str]) -> None:
+        try:
+            async with contextlib.aclosing(run_octavo("show", "--json", *models, offline=True)) as lines:
                 async for card in lines:
                     if "error" not in card:
                         self._cards[card.pop("asked")] = card
-        return [self._cards.get(one.entry.model or one.name, {}) if one.entry.is_local else {} for one in deployments]
+        except OctavoError as error:
+            logger.warning("octavo show %s: %s", " ".join(models), error)
+        finally:
+            for model in models:
+                del self._making[model]
+                if model not in self._cards:
+                    self._failed[model] = time.monotonic() + _FAILED_S

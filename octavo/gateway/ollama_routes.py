@@ -176,6 +176,7 @@ class OllamaRoutes:
                         await client.line(line)
         except OctavoError as error:
             raise RequestError(str(error), status=404, code="pull_failed") from None
+        self._cards.try_again()
         self._models.look_for_more()
         await client.finish({"status": "success"}, streams=streams)
 

@@ -47,6 +47,10 @@ CREATE TABLE IF NOT EXISTS minutes (
 """
 
 
+# Requests, prompt tokens and completion tokens, by key id and model.
+_Uses = dict[tuple[str, str], tuple[int, int, int]]
+
+
 class _Window:
     """Requests and tokens of a minute or a day."""
 
@@ -81,7 +85,7 @@ class SqliteKeys(KeyStore):
         super().__init__(on_loss, now)
         self._path = path
         self._has_news = False  # uses were written since the last `checkpoint`
-        self._unwritten: list[tuple[Key, str, int, int, int]] = []  # uses, from the last writes that failed
+        self._unwritten: _Uses = {}  # from the last writes that failed
         self._keys: dict[bytes, Key] = {}  # by digest
         self._windows: dict[str, _Windows] = {}  # by id
         self._moving: asyncio.Task[None] | None = None
@@ -101,13 +105,23 @@ class SqliteKeys(KeyStore):
     async def close(self) -> None:
         if self._moving is not None:
             self._moving.cancel()
+        self._write_late()
+        if self._unwritten:
+            logger.error("%s cannot be written: uses that were to be written are lost", self._path)
         self._database.close()
 
     async def _move_log(self) -> None:
         while True:
             await asyncio.sleep(CHECKPOINT_INTERVAL_S)
+            self._write_late()
             if self._has_news:
                 await asyncio.to_thread(self.checkpoint)
+
+    def _write_late(self) -> None:
+        """Write what could not be written before, if that is possible now."""
+        if self._unwritten:
+            with contextlib.suppress(sqlite3.Error):
+                self._write_uses(self._unwritten)
 
     def checkpoint(self) -> None:
         """Move the log of writes into the file, in a thread: it waits for the disk."""
@@ -167,14 +181,16 @@ class SqliteKeys(KeyStore):
     ) -> bool:
         """Count a use. Returns whether it is counted; one that `is_sure` is, and written with the next one if it cannot
         be written now."""
-        use = (key, model, requests, prompt_tokens, completion_tokens)
+        before = self._unwritten.get((key.id, model), (0, 0, 0))
+        use = (before[0] + requests, before[1] + prompt_tokens, before[2] + completion_tokens)
+        uses = {**self._unwritten, (key.id, model): use}
         try:
-            self._write_uses([use])
+            self._write_uses(uses)
         except sqlite3.Error as error:
             then = "is written later" if is_sure else "is refused"
             logger.error("what the key %s uses cannot be written, and %s: %s", key.settings.name, then, error)
             if is_sure:
-                self._unwritten.append(use)
+                self._unwritten = uses
         else:
             is_sure = True
         if is_sure:
@@ -184,25 +200,25 @@ class SqliteKeys(KeyStore):
                 window.add(now, requests, prompt_tokens + completion_tokens)
         return is_sure
 
-    def _write_uses(self, uses: list[tuple[Key, str, int, int, int]]) -> None:
-        """Write uses and those that were not written before, all or none."""
+    def _write_uses(self, uses: _Uses) -> None:
+        """Write uses, among them all that were not written before, all or none."""
         now = self._now()
         day, minute = int(now // DAY_S), int(now // MINUTE_S)
         self._database.execute("BEGIN")
         try:
-            for key, model, requests, prompt_tokens, completion_tokens in [*self._unwritten, *uses]:
+            for (key_id, model), (requests, prompt_tokens, completion_tokens) in uses.items():
                 self._database.execute(
                     "INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
                     "requests = requests + excluded.requests, prompt_tokens = prompt_tokens + excluded.prompt_tokens, "
                     "completion_tokens = completion_tokens + excluded.completion_tokens",
-                    (key.id, day, model, requests, prompt_tokens, completion_tokens),
+                    (key_id, day, model, requests, prompt_tokens, completion_tokens),
                 )
                 self._database.execute(
                     "INSERT INTO minutes VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
                     "requests = excluded.requests + CASE minute WHEN excluded.minute THEN requests ELSE 0 END, "
                     "tokens = excluded.tokens + CASE minute WHEN excluded.minute THEN tokens ELSE 0 END, "
                     "minute = excluded.minute",
-                    (key.id, minute, requests, prompt_tokens + completion_tokens),
+                    (key_id, minute, requests, prompt_tokens + completion_tokens),
                 )
             self._database.execute("COMMIT")
         except sqlite3.Error:
@@ -210,7 +226,7 @@ class SqliteKeys(KeyStore):
                 self._database.execute("ROLLBACK")
             raise
         self._has_news = True
-        self._unwritten.clear()
+        self._unwritten = {}
 
     def _windows_of(self, key: Key) -> _Windows:
         return self._windows.setdefault(key.id, _Windows())

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.waiting import wait_until
+from tests.waiting import wait_until, within
 
 
 class Server:
@@ -33,10 +33,13 @@ class Server:
         wait_until(self.answers, lambda: (self.folder / "log").read_text()[-2000:])
 
     def kill(self) -> None:
-        """End it as kill -9 does."""
-        self.signal(signal.SIGKILL)
+        """End it as kill -9 does, with the processes that it has for its clients."""
         assert self._process is not None
+        children = psutil.Process(self._process.pid).children(recursive=True)
+        self.signal(signal.SIGKILL)
         self._process.wait()
+        _, alive = psutil.wait_procs(children, timeout=within(60))
+        assert not alive
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, and to those that it has for its clients."""

@@ -99,7 +99,8 @@ def test_limits_hold_in_their_windows_and_after_a_crash(tmp_path: Path, place: C
         await store.close()
 
     asyncio.run(run())
-    assert secrets[0] not in b"".join(file.read_bytes() for file in tmp_path.iterdir()), "only digests are kept"
+    if address.startswith(str(tmp_path)):
+        assert secrets[0] not in b"".join(file.read_bytes() for file in tmp_path.iterdir()), "only digests are kept"
 
 
 def test_keys_expire_are_disabled_and_deleted(tmp_path: Path, place: Callable[[Path], str]) -> None:
@@ -153,6 +154,28 @@ def test_a_file_that_cannot_be_written_loses_nothing(tmp_path: Path, on_loss: An
         assert (row["requests"], row["prompt_tokens"], row["completion_tokens"]) == (num, 5, 6)
         assert (key.num_requests, key.num_prompt_tokens, key.num_completion_tokens) == (num, 5, 6)
         store.checkpoint()
+        await store.close()
+
+    asyncio.run(run())
+
+
+def test_what_could_not_be_written_is_written_at_the_end(tmp_path: Path) -> None:
+    async def run() -> None:
+        path, now = str(tmp_path / "keys.db"), Now()
+        store = SqliteKeys(path, now=now)
+        await store.open()
+        key, _ = await store.create(KeySettings(name="a"))
+        other = sqlite3.connect(path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        for _ in range(2):
+            await store.add_tokens(key, "m", 5, 6)
+        assert store._unwritten == {(key.id, "m"): (0, 10, 12)}
+        other.execute("ROLLBACK")
+        await store.close()
+        store = SqliteKeys(path, now=now)
+        await store.open()
+        found = await store.get(key.id)
+        assert (found.num_prompt_tokens, found.num_completion_tokens) == (10, 12)
         await store.close()
 
     asyncio.run(run())
@@ -314,6 +337,7 @@ def test_keys_of_flags_have_no_limits_and_admins_a_port_of_their_own(clock: Cloc
     async def test(gate: Gateway, keys: Keys) -> None:
         assert (await gate.ask()).status_code == 401
         plain = {"x-api-key": "plain"}
+        gate.server.store.find = None  # type: ignore[assignment,union-attr]  # they need no store
         assert (await gate.http.post("/v1/completions", json={"model": "a"}, headers=plain)).status_code == 200
         assert (await gate.http.get("/keys", headers=plain)).status_code == 400, "a path as any other"
         for headers in ({"authorization": "Bearer plain"}, {"authorization": ""}):

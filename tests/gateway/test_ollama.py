@@ -33,12 +33,13 @@ class Commands:
         self.ran: list[tuple[str, ...]] = []
         self.lines: list[dict[str, Any]] = []  # of pull
         self.error: str | None = None
+        self.shows = True
         monkeypatch.setattr(octavo_commands, "run_octavo", self.run)
         monkeypatch.setattr(ollama_routes, "run_octavo", self.run)
 
     async def run(self, *words: str, offline: bool = False) -> AsyncIterator[dict[str, Any]]:
         self.ran.append(words)
-        for name in words[2:] if words[0] == "show" else ():
+        for name in words[2:] if words[0] == "show" and self.shows else ():
             yield {"asked": name, **CARD}
         for line in self.lines if words[0] == "pull" else ():
             yield line
@@ -119,6 +120,24 @@ def test_a_model_that_cannot_think_is_not_asked_to(clock: Clock, monkeypatch: py
             assert refused.status_code == 400
             assert refused.json() == {"error": '"a:latest" does not support thinking'}
             assert (await gate.http.post("/api/generate", json=asked | {"think": False})).status_code == 200
+
+    clock.run(run())
+
+
+def test_a_card_that_cannot_be_made_is_asked_for_once(clock: Clock, commands: Commands) -> None:
+    commands.shows, commands.error = False, "no files"
+
+    async def run() -> None:
+        async with gateway({"a": {}}, FakeLaunch(chunks(delta("x", "stop")))) as gate:
+            asked = {"model": "a", "prompt": "Hi", "stream": False, "think": True}
+            asks = [gate.http.post("/api/generate", json=asked) for _ in range(3)]
+            await asyncio.gather(*asks)
+            await gate.http.post("/api/generate", json=asked)
+            assert len(commands.ran) == 1
+            clock.advance(octavo_commands._FAILED_S)
+            commands.shows = True
+            await gate.http.post("/api/generate", json=asked)
+            assert len(commands.ran) == 2 and (await client_of(gate).show("a")).details.parameter_size == "134.5M"
 
     clock.run(run())
 

@@ -16,19 +16,13 @@ from octavo.gateway.key_store import Key, KeySettings, KeyStore, open_keys
 from tests.gateway.fakes import FakeLaunch, fake_servers, gateway
 from tests.gateway.key_databases import SERVERS, Server, server
 from tests.gateway.test_keys import ADMIN, Keys, Now, answer
-from tests.waiting import until, within
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module", params=SERVERS)
 def database(request: pytest.FixtureRequest) -> Iterator[Server]:
     with server(request.param) as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A database of a busy machine is not lost."""
-    monkeypatch.setattr(shared_keys, "TIMEOUT_S", within(60))
 
 
 async def opened(url: str, on_loss: Any = "refuse") -> KeyStore:
