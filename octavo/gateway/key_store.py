@@ -26,7 +26,7 @@ logger = logging.getLogger("octavo.gateway")
 OnLoss = Literal["refuse", "admit"]  # requests that cannot be counted
 MINUTE_S, DAY_S = 60, 86_400
 LIMITS = ("requests_per_minute", "tokens_per_minute", "requests_per_day", "tokens_per_day")
-_Limit = Annotated[int, Meta(ge=0, le=2**53)] | None  # Lua in Valkey has no larger whole numbers
+_Limit = Annotated[int, Meta(ge=0, le=2**63 - 1)] | None  # msgspec and databases have 64 bits
 
 
 class KeySettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -198,9 +198,9 @@ def test_what_cannot_be_counted_ends_no_counting(database: Server) -> None:
         store = await opened(database.url())
         with pytest.raises(msgspec.ValidationError):
             msgspec.convert({"name": "a", "requests_per_day": 10**19}, KeySettings)
-        # As an earlier version may have kept it.
-        key, _ = await store.create(KeySettings(name="a", requests_per_day=10**19))
-        await store.admit(key, "m")
+        for limit in (2**63 - 1, 10**19):  # which an earlier version may have kept
+            key, _ = await store.create(KeySettings(name="a", requests_per_day=limit))
+            await store.admit(key, "m")
         inner = store._database  # type: ignore[attr-defined]
         real = inner.count
 
@@ -266,6 +266,21 @@ def test_what_is_taken_back_in_another_minute_admits_no_more_then(database: Serv
     asyncio.run(run())
 
 
+def test_what_writers_left_long_ago_is_deleted() -> None:
+    psycopg = pytest.importorskip("psycopg")
+
+    async def start(url: str) -> None:
+        await (await opened(url)).close()
+
+    with server("postgresql") as running:
+        url = running.url()
+        asyncio.run(start(url))
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("INSERT INTO octavo_writers VALUES ('old', 1, NULL, now() - interval '8 days')")
+            asyncio.run(start(url))
+            assert connection.execute("SELECT id FROM octavo_writers WHERE id = 'old'").fetchall() == []
+
+
 def test_a_valkey_that_hangs_is_late_and_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     redis = pytest.importorskip("redis")
 
@@ -314,11 +329,9 @@ def test_a_driver_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, url:
 
 
 @pytest.mark.parametrize("scheme", ["postgresql", "valkey"])
-@pytest.mark.parametrize("user", ["u:secret@x", "u:secret/x", "u:12/secret", "u:secret?x", "u:secret#x", "u:secret%zz"])
+@pytest.mark.parametrize("user", ["u:secret@x", "u:secret/x", "u:12/secret", "u:secret?x", "u:secret#x"])
 def test_no_error_tells_a_password(scheme: str, user: str) -> None:
     pytest.importorskip("psycopg" if scheme == "postgresql" else "redis")
-    if (scheme, user) == ("valkey", "u:secret%zz"):
-        return  # as it is
     with pytest.raises(ConfigError, match="%40") as caught:
         open_keys(f"{scheme}://{user}@127.0.0.1:1/0")
     assert "secret" not in str(caught.value)
@@ -340,5 +353,6 @@ def test_an_address_that_is_wrong_ends_the_start() -> None:
     pytest.importorskip("psycopg")
     with pytest.raises(ConfigError, match="cannot be used"):
         asyncio.run(run("postgresql://127.0.0.1:1/x"))
-    with pytest.raises(ConfigError, match="cannot be read"):
-        asyncio.run(run("postgresql://[/x"))
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        asyncio.run(run("postgresql://u:secret%zz@h/x"))
+    assert "secret" not in str(caught.value)
