@@ -185,7 +185,7 @@ def test_streams_of_a_replica_that_is_killed_go_on_with_equal_bits(two_replicas:
     with ThreadPoolExecutor(num_streams) as threads:
         expected = list(threads.map(ask, range(num_streams)))
         for _ in range(num_streams):
-            assert begun.acquire(timeout=0)
+            assert begun.acquire(blocking=False)
         asking = [threads.submit(ask, number) for number in range(num_streams)]
         for _ in range(num_streams):
             assert begun.acquire(timeout=within(90))
