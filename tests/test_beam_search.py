@@ -194,5 +194,5 @@ def test_a_width_out_of_range_is_refused(llm: LLM) -> None:
         llm.beam_search(["a"], BeamSearchParams(beam_width=0, max_tokens=5))
     with pytest.raises(RequestError, match="concurrency_limit must be 1 or more, got 0"):
         llm.beam_search(["a"], BeamSearchParams(beam_width=1, max_tokens=5), concurrency_limit=0)
-    with pytest.raises(RequestError, match="beams of up to 251 tokens need 480 blocks"):
+    with pytest.raises(RequestError, match="beams of up to 250 tokens need 480 blocks"):
         llm.beam_search(["a"], BeamSearchParams(beam_width=30, max_tokens=250))

@@ -28,6 +28,7 @@ from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
 from octavo.multimodal import connector
 from octavo.multimodal.connector import MediaConnector, fetch_all, is_public
+from octavo.request import Prompt
 from octavo.sampling_params import SamplingParams
 from tests.multimodal.conftest import encoded, picture
 from tests.waiting import within
@@ -255,11 +256,13 @@ def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPa
             events.append("fetched")
             return {"http://pictures.test/a.png": PICTURE}
 
-    async def submit(*_: Any, **__: Any) -> tuple[str, str]:
+    prompt = Prompt([1])
+
+    async def submit(*_: Any, **__: Any) -> tuple[Prompt, str]:
         await asyncio.sleep(0)
         assert sum(bool(conversation._files) for conversation in made) == 1
         events.append("decoded")
-        return "prompt", "outputs"
+        return prompt, "outputs"
 
     async def run() -> None:
         inputs = SimpleNamespace(media_processor_of=lambda media: Processor())
@@ -268,7 +271,7 @@ def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPa
             args=ServerArgs(),
         )  # fmt: skip
         made.extend(Conversation(body, state, SamplingParams()) for _ in range(3))
-        assert await asyncio.gather(*(one.submit("a") for one in made)) == [("prompt", "outputs")] * 3
+        assert await asyncio.gather(*(one.submit("a") for one in made)) == [(prompt, "outputs")] * 3
 
     made: list[Conversation] = []
     asyncio.run(run())

@@ -136,8 +136,9 @@ def _read_tool_choice(value: Any) -> Any:
             if isinstance(allowed, dict) and isinstance(tools := allowed.get("tools"), list):
                 nested["allowed_tools"] = {**allowed, "tools": [_nested(tool, "function") for tool in tools]}
             return AllowedToolsChoice.model_validate(nested)
-    except ValidationError:
-        pass
+    except ValidationError as error:
+        if all(one["type"] == "extra_forbidden" for one in error.errors(include_url=False)):
+            raise  # these fields are named, or overlooked where the server does so
     raise ValueError(_CHOICES)
 
 
