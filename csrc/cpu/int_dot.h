@@ -25,9 +25,10 @@ namespace {
 constexpr int kVecBytes = kLanes * 4;
 
 // Returns the start of group g's integer sum: -z times the sum of the group's elements, or 0 where codes are centred
-// before they are multiplied. z is 8, 32 or 128 for codes of 4, 6 or 8 bits.
+// before they are multiplied. z is 8, 32 or 128 for codes of 4, 6 or 8 bits. Formats with a table count as 8 bits,
+// though their codes are nibbles. Codes of 4 and 6 bits keep their start even where kCodesAreCentred.
 template <class F>
-inline int32_t start_of_sum(const QBlock& x, int g) {
+inline int32_t zero_point_term(const QBlock& x, int g) {
     static_assert(F::kBits != 6 || F::kGroupElements == 16, "a QBlock has no starts with z = 32 for groups of 32");
     if constexpr (F::kBits == 8) {
         if (kCodesAreCentred) return 0;
@@ -85,13 +86,14 @@ __attribute__((always_inline)) inline Ints table_of(const BlocksView& w) {
     return F::kHasTable ? load_table(w.table) : set1_int(0);
 }
 
-// Adds a step of eight elements of k: nibbles, two a byte. `table` is centred. Lane o of a vector has output o:
+// Adds a step of eight elements of k: codes of 4 bits or indices of a table, two a byte. `table` is centred. Lane o of
+// a vector has output o:
 //   both   bytes k4:k0  k5:k1  k6:k2  k7:k3, high half : low half
 //   low    bytes k0 k1 k2 k3,     times the row's x0 x1 x2 x3 in every lane
 //   high   bytes k4 k5 k6 k7,     times the row's x4 x5 x6 x7 in every lane
 template <class F, int R, int V>
-__attribute__((always_inline)) inline void add_step4(const QBlock* const* x, int64_t b, const char* step, int s,
-                                                     Ints table, Ints (&sum)[R][V]) {
+__attribute__((always_inline)) inline void add_step_of_nibbles(const QBlock* const* x, int64_t b, const char* step,
+                                                               int s, Ints table, Ints (&sum)[R][V]) {
     const auto add = [](Ints sums, Ints codes, Ints four) __attribute__((always_inline)) {
         return F::kHasTable ? dot_codes8(sums, codes, four) : add_to_sums4(sums, codes, four);
     };
@@ -147,7 +149,7 @@ __attribute__((always_inline)) inline void dot_group(const QBlock* const* x, int
                                                      Ints table, Ints (&sum)[R][V]) {
     constexpr int kStepsPerGroup = F::kGroupElements / F::kCodesPerByte / 4;
     for (int r = 0; r < R; ++r) {
-        const int32_t start = start_of_sum<F>(x[r][b], g);
+        const int32_t start = zero_point_term<F>(x[r][b], g);
         for (int v = 0; v < V; ++v) sum[r][v] = F::kBits == 4 ? begin_sums4(start) : set1_int(start);
     }
     constexpr int kStepsAtOnce = F::kBits == 6 ? 2 : 1;
@@ -155,7 +157,7 @@ __attribute__((always_inline)) inline void dot_group(const QBlock* const* x, int
     for (int s = g * kStepsPerGroup; s < (g + 1) * kStepsPerGroup; s += kStepsAtOnce) {
         const char* step = codes + s * kStepBytes;
         if constexpr (F::kCodesPerByte == 2) {
-            add_step4<F, R, V>(x, b, step, s, table, sum);
+            add_step_of_nibbles<F, R, V>(x, b, step, s, table, sum);
         } else if constexpr (F::kBits == 6) {
             add_two_steps6<R, V>(x, b, step, s, sum);
         } else {
@@ -165,7 +167,7 @@ __attribute__((always_inline)) inline void dot_group(const QBlock* const* x, int
     // Instruction sets without VNNI have added in 16 bits. They add the start only now (simd_pairs.h).
     if constexpr (F::kBits == 4) {
         for (int r = 0; r < R; ++r) {
-            const int32_t start = start_of_sum<F>(x[r][b], g);
+            const int32_t start = zero_point_term<F>(x[r][b], g);
             for (int v = 0; v < V; ++v) sum[r][v] = end_sums4(sum[r][v], start);
         }
     }

@@ -24,7 +24,8 @@ namespace {
 constexpr int kAmxRows = 16;
 constexpr int kAmxGroupElements = 32;  // the only size of groups that AMX tiles take
 
-// A task's AMX tiles if F is not computed by AMX: there is no AMX, or groups have 16 elements. No rows are a tile.
+// Stands in for AMX tiles where there are none (no AMX, or groups of 16 elements): num_tiles is 0, and nothing else
+// does anything.
 template <class F, bool kTakesAmx>
 struct AmxTilesIf {
     AmxTilesIf(const QBlock*, int64_t, int64_t, int64_t, bool) {}
@@ -202,8 +203,8 @@ class AmxTilesIf<F, true> {
     }
 
     // Returns how many AMX tiles a batch of rows has; the last may lack some rows. A tile takes as long for one row as
-    // for sixteen, so vectors are faster for fewer than thirteen rows. With codes of eight bits vectors are also faster
-    // for a single tile, for which codes would have to be copied. (They are faster for groups of 16 elements too: a
+    // for sixteen, so vectors are faster for fewer than thirteen rows. With codes of eight bits AMX takes 32
+    // rows or more: fewer do not pay for copying the codes. (Vectors are faster for groups of 16 elements too: a
     // tile takes as long for 16 elements as for 32.)
     static constexpr int64_t num_tiles(int64_t rows) {
         constexpr int64_t kFewest = 13;

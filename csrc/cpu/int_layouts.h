@@ -46,8 +46,8 @@
 //   set      an instruction set that this file is compiled for  AMX tile   sixteen rows by a panel, on AMX
 //   epilogue panels: the panels that one epilogue finishes together
 //   VNNI, AMX, I8MM: x86's dot products of bytes, x86's tile registers, ARM's products of 2 x 8 by 8 x 2 bytes
-// An integer sum begins at its start, so that codes are multiplied as they are stored. Where products take signed codes
-// (AMX, sets with kCodesAreCentred), z is subtracted from the codes instead and sums begin at 0.
+// An integer sum begins at its start, so that codes are multiplied as they are stored. AMX, and for codes of 8 bits the
+// sets with kCodesAreCentred, subtract z from the codes instead, and sums begin at 0.
 #pragma once
 
 #include "activation_functions.h"

@@ -59,6 +59,11 @@ def _media_kinds(prompt: object) -> Collection[str]:
     return media if isinstance(media, Mapping) else ("image",)
 
 
+def _fail_without_output(stream: RequestStream, state: RequestState, error: OctavoError) -> None:
+    state.has_new_output = False  # the stream would bring it before the error
+    stream.fail(error)
+
+
 class AsyncLLMEngine(EngineAdmin, EngineCalls):
     """Serves many requests at once with one engine core.
 
@@ -99,9 +104,10 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
     ) -> None:
         """Start the core's process unless `core` is given, and load the tokenizer unless `inputs` is given. Raises
         `LoadError`. Engines of one server share one `inputs`. For restarts, timeouts and `make_core` see `Supervisor`.
-        `on_loading(place, share)`: a core has loaded this share of its weights. `on_loss()`: the core has died, and its
-        cache with it. `find_other(request)`: return another engine that can continue a running request, or None.
-        `on_engine_death` "fail": running requests fail."""
+        `on_loading(place, share)`: the core of engine `place` has loaded `share` (0 to 1) of its weights. The timeouts
+        are seconds, None: no limit. `max_log_len`: characters of a prompt in the log, None: all. `on_loss()`: the core
+        has died, and its cache with it. `find_other(request)`: return another engine that can continue a running
+        request, or None. `on_engine_death` "fail": running requests fail."""
         self.metrics, self._on_loss, self._find_other = metrics, on_loss, find_other
         self._on_loading = on_loading
         self._continues_after_death = on_engine_death == "continue"
@@ -281,7 +287,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
 
     async def pool(self, request: EngineRequest, external_id: str | None = None) -> PoolingRequestOutput[PoolingOutput]:
         """Return the result of a request from `PoolingInput.process`. Raises the errors of `generate_from`, and
-        `RequestError` (408) at the request's `deadline`."""
+        `RequestError`: 408 at the request's `deadline`, 503 if it is aborted."""
         async with contextlib.aclosing(self._outputs_of(request, external_id)) as outputs:
             async for output in outputs:
                 if isinstance(output, PoolingRequestOutput):
@@ -369,8 +375,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
     # Aborts. Each ends in `_abort_request`.
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Abort requests. Each stream gets its output so far, with the finish reason "abort". Unknown ids are
-        ignored."""
+        """Abort requests. A stream of text gets its output so far, with the finish reason "abort"; `pool` raises
+        `RequestError` (503). Unknown ids are ignored."""
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             if (stream := self._streams.get(one)) is not None:
                 stream.abort()
@@ -381,8 +387,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         for stream in list(self._streams.values()):
             state = self._abort_request(stream)
             if state is not None and state.metrics.first_token_time is None:
-                state.has_new_output = False  # the stream would bring it before the error
-                stream.fail(EngineStoppingError("the server is stopping."))
+                _fail_without_output(stream, state, EngineStoppingError("the server is stopping."))
             elif state is not None:
                 stream.wake()
 
@@ -394,12 +399,11 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         if state.request.pooling is None:
             stream.wake()
             return
-        state.has_new_output = False  # the stream would bring it before the error
         if stop_reason == "timeout":
             error = RequestError("the request was not answered before its timeout.", status=408, code="timeout")
         else:
             error = RequestError("the request was aborted before its answer.", status=503, code="aborted")
-        stream.fail(error)
+        _fail_without_output(stream, state, error)
 
     def _abort_running(self) -> None:
         """Abort the requests that the core has. Requests that still wait for the engine keep waiting."""

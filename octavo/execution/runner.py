@@ -89,7 +89,7 @@ class _StreamWork(NamedTuple):
     shape: StepShape  # of the step, not of the captured one that may be larger
     inputs: StepArrays[Array]
     captured: CapturedEntry | None  # None: computed call by call
-    sampling_batch: SamplingBatch | None  # None: all samples are greedy
+    sampling_batch: SamplingBatch | None  # None: all samples are greedy, or there are none
     prompt_logprob_parts: list[PromptPart]
     alignment_parts: list[AlignmentPart]
 
@@ -125,7 +125,8 @@ class Runner:
         self.caches: Sequence[LayerKVCache]  # set by `use_caches`, like `mover`
         self.mover: BlockMover
         self._build_tables(grammars, pooling)
-        self._output_size = model.vocab_size if pooling is None else pooling.size  # elements of a sample's output
+        # Elements of a sample's output: logits or a vector.
+        self._output_size = model.vocab_size if pooling is None else pooling.size
         self.max_shape = self._compute_max_shape(pooling)
         self.computation = StepComputation(
             model, ops, device, self.max_shape, self._device_tables, self.links,
@@ -178,9 +179,10 @@ class Runner:
         self.mover = mover
 
     def capture(self) -> None:
-        """Capture steps, the largest first: smaller ones reuse its memory."""
+        """Capture steps (CUDA graphs, or the CPU's program), the largest first: smaller ones reuse its memory. Call
+        `use_caches` first."""
         if not self.device.shares_memory:
-            gc.collect()  # garbage may hold device memory; captures make no more garbage
+            gc.collect()  # free the device memory that garbage holds; capturing makes no new garbage
         for shape in reversed(self.device.capture_shapes(self.max_shape)):
             layout = StepLayout(shape)
             staged = [layout.on_host(staging.inputs) for staging in self.buffers.staging]
@@ -330,8 +332,8 @@ class Runner:
         self, plan: StepPlan, arrays: StepArrays[NDArray[Any]], shape: StepShape, updates: TableUpdates | None,
         has_adapters: bool,
     ) -> tuple[Samples, SamplingBatch | None]:  # fmt: skip
-        """Fill the step's arrays from the tables. Returns the samples, and the sampler's settings that have no array:
-        None if there are none."""
+        """Fill the step's arrays from the tables. Returns the samples and the sampler's settings: None if all samples
+        are greedy, if there are none, or if the model pools."""
         row_of = self.table.gather(plan, arrays)
         if has_adapters:
             self.table.gather_adapters(row_of, arrays)
@@ -436,7 +438,8 @@ class Runner:
     # A step that is done, or that is not computed.
 
     def collect(self, step: SubmittedStep) -> StepResult:
-        """Wait for a step, append its valid tokens to their rows, and return its results."""
+        """Wait for a step, append its valid tokens to their rows, and return its results. Call this once for each step,
+        in the order of submission."""
         # 1. Wait for the device.
         assert step.done is not None
         step.done.wait()
@@ -494,13 +497,13 @@ class Runner:
         return settings is not None and settings.params.grammar is None
 
     def _release_memory_after(self, plan: StepPlan, error: Exception) -> Exception:
-        """Free reserved memory, and have a later step send these rows' block tables. Returns the error to raise:
-        `DeviceMemoryError`, or `error` itself if other workers wait for this one, as all must then start again."""
+        """Free reserved memory, and have a later step upload the block tables of these rows. Returns the error to
+        raise: `DeviceMemoryError`, or `error` itself if other workers wait for this one: all must then start again."""
         if self.worker_group.connections:
             return error
         self._rows_to_resend.update(planned.row for planned in plan.rows)
         self.device.release_memory()
-        reason = str(error).splitlines()[0]
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         return DeviceMemoryError(
             f"the step ran out of device memory ({reason}); lower --max-num-batched-tokens, "
             "--max-num-seqs or --gpu-memory-utilization."

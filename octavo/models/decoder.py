@@ -48,7 +48,7 @@ class Decoder:
         self.vocab_size, self.hidden_size = description.vocab_size, description.hidden_size
         self.layer_caches = description.layer_caches
         self._group_of_cache = {
-            cache: group for group, layers in enumerate(group_layers(self.layer_caches)) for cache in layers.layers
+            i: group for group, members in enumerate(group_layers(self.layer_caches)) for i in members.layers
         }
         self._caches_of_layers = caches_of_layers(description)
         parameters = Parameters(weights, ops, max_positions, dtype)
@@ -124,7 +124,8 @@ class Decoder:
         return scales
 
     def _choose_residual_dtype(self) -> str:
-        """Return the type of the residual stream: float32 if all its readers quantize it, otherwise the model's type.
+        """Return the type of the residual stream: float32 if every reader accepts it and the model has no per-layer
+        embeddings, otherwise the model's type.
         Sums of many layers in bfloat16 are less exact than quantized products (docs/performance.md)."""
         readers = [block.accepts_float32_residual for block in self._blocks.values()]
         if self.description.is_last_stage:
@@ -161,6 +162,7 @@ class Decoder:
 
     @property
     def stage_width(self) -> int:
+        """Elements of a row for the next stage: the residual streams, and the embedding if later layers read it."""
         return self.description.stage_width
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
@@ -265,8 +267,8 @@ class Decoder:
         return self._input.embeds_alone
 
     def embed(self, token_ids: Array, dtype: str | None = None) -> Array:
-        """Return the embeddings [T, H] of token_ids [T] int32, without positions. The default `dtype` is that of the
-        model."""
+        """Return the embeddings of token_ids [T] int32, without positions: [T, H], or [T, embedding_size] if the model
+        `projects_after_norm`. The default `dtype` is that of the model. For the first stage."""
         return self._input.embed(token_ids, dtype)
 
     @property
@@ -275,7 +277,8 @@ class Decoder:
         return self._output.makes_logits_alone
 
     def logits(self, hidden: Array) -> Array:
-        """Return the logits [N, vocab_size] float32 of hidden states [N, H] before the final norm."""
+        """Return the logits [N, vocab_size] float32 of hidden states [N, H] before the final norm. For the last
+        stage."""
         return self._output.logits(hidden)
 
     def logits_of_normed(self, hidden: Array) -> Array:

@@ -10,12 +10,16 @@ from octavo.sequence import Sequence
 
 
 class PromptChunks:
+    """Cuts prompts into chunks. Without chunked prefill only the start of an image (`starts_at_images`) cuts a prompt,
+    and callers must give a `max_tokens` that holds the whole prompt."""
+
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
         self._config, self._cache = config, cache
 
     def length(self, seq: Sequence, num_computed: int, max_tokens: int, time_limit: TimeLimit | None) -> int:
-        """Return the number of tokens to compute after `num_computed`: at most `max_tokens`, and fewer if the time
-        limit, block boundaries or images require it. Returns 0 if the next image does not fit."""
+        """Return the number of tokens to compute after `num_computed`: 1 to `max_tokens`, fewer where the time limit, a
+        block boundary or an image cuts the chunk. A `whole_images` model's image is never cut: a chunk that starts with
+        one has all of it, even past the time limit. Returns 0 only if this image has more than `max_tokens` left."""
         num_tokens = min(seq.num_tokens - num_computed, max_tokens)
         if num_tokens > 1 and self._config.starts_at_images:
             distances = [item.position - num_computed for item in seq.request.prompt.media]

@@ -1,6 +1,7 @@
 """The scheduler plans each step. A step has a token budget. Running sequences take from it first, waiting sequences
 take the rest. With chunked prefill, a waiting sequence that comes before a running prompt in scheduling order takes its
-tokens before that prompt does.
+tokens before that prompt does. In vLLM's terms: a plan is a `SchedulerOutput`, a row a place in the persistent batch,
+running ahead is async scheduling, and awaited tokens are output placeholders.
 
 There is no prefill phase and no decode phase. A sequence has tokens left to compute: one in a decode, many in a prompt,
 fewer after a prefix hit. Draft tokens follow the last token. They count as computed once the result accepts them.
@@ -146,8 +147,8 @@ class Scheduler:
         return first_token_deadline(seq.request, self._cost.seconds(prompt))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or only its sequence `index`, and free the blocks at once. An unknown id is ignored. With an
-        `index` nothing happens before the forks start, and in a beam search: no sequence is that completion then."""
+        """End a request, or only its sequence `index`, and free the blocks at once. An unknown id is ignored. An
+        `index` is ignored before the forks start and in a beam search: no sequence stands for that completion."""
         for seq in list(self.queues.requests.get(request_id, ())):
             if index is None or (seq.index == index and not seq.num_pending_forks and seq.beam_search is None):
                 self.queues.drop(seq)
@@ -159,8 +160,7 @@ class Scheduler:
         step = Step(self.config.max_num_batched_tokens, self._num_steps, self._make_time_limit, self._max_sequences())
         plan = step.plan
         # 1. Schedule running sequences.
-        has_blocks_left = self._schedule_running(step)
-        if has_blocks_left:
+        if self._schedule_running(step):
             # 2. Add draft tokens to decodes.
             self._add_draft_tokens(step)
             # 3. Admit waiting sequences.
@@ -199,8 +199,8 @@ class Scheduler:
         return max(1, -(-(len(self.queues.running) + num_waiting) // self._num_stages))
 
     def _schedule_running(self, step: Step) -> bool:
-        """Schedule running sequences in order. Returns False if blocks ran out; then no draft tokens and no further
-        sequences are added."""
+        """Schedule running sequences in order. Returns False if blocks ran out, even if preemption then found some: the
+        caller adds no draft tokens and admits no sequence."""
         # The queue itself, not a copy: `_preempt` removes its last entries, `_schedule_waiting` inserts before entry i.
         running = self.queues.running
         has_preempted = False
@@ -491,7 +491,7 @@ class Scheduler:
             if self.cache.states:  # the step may have changed the states of some layers
                 self._preempt(seq, may_swap=False)
         outputs = []
-        for seq in self.queues.siblings(max(scheduled, key=scheduling_order)):
+        for seq in self.queues.siblings(max(scheduled, key=scheduling_order)) if scheduled else ():
             output = seq.output([], "error", error=error)
             output.error_status = 503  # Service Unavailable: the same request may fit later
             outputs.append(output)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from octavo.engine.detokenizer import make_detokenizer
-from octavo.engine.off_loop import run_off_loop
+from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.entrypoints.chat.answer_reader import (
     AnswerFormat,
     AnswerReader,
@@ -97,6 +97,7 @@ class Conversation:
         self._answer_format: AnswerFormat | None = None  # set by `_prepare`
         self._readers: dict[int, AnswerReader] = {}  # by index of the choice
         self._counters: dict[int, ReasoningCounter] = {}  # by index of the choice
+        self._counted: list[CompletionOutput] = []  # of the last output, those that a thread has counted
         self._prompt_token_ids: list[int] = []  # set by `submit`
         self._num_tokens = 0  # of the outputs read by `progress` and `push`
         self._response_id = ""  # set by `submit`
@@ -120,11 +121,27 @@ class Conversation:
                     sink=sink,
                 )
         self._prompt_token_ids = prompt.token_ids
-        return prompt, outputs if self._answer_recall is None else self._answer_recall.remembering(prompt, outputs)
+        if self._format.new_splitter() is not None:
+            outputs = self._counting_long(outputs)
+        if self._answer_recall is not None:
+            outputs = self._answer_recall.remembering(prompt, outputs)
+        return prompt, outputs
+
+    async def _counting_long(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+        """Yield `outputs`. A thread counts the reasoning of those with many tokens, before `read` is called."""
+        try:
+            async for output in outputs:
+                self._counted = [one for one in output.outputs if len(one.token_ids) > MAX_INLINE_LENGTH]
+                for completion in self._counted:
+                    count = partial(self._count, completion)
+                    await run_off_loop(count, length=len(completion.token_ids))
+                yield output
+        finally:
+            await outputs.aclose()
 
     async def count_tokens(self, length: int) -> int:
         """Return the number of the prompt's tokens. `length` is the size of the body in bytes: a thread counts long
-        bodies. Raises `RequestError`, also for `prompt_embeds`."""
+        bodies. Do not call `submit` afterwards. Raises `RequestError`, also for `prompt_embeds`."""
 
         def count() -> int:
             prepared = self._prepare()
@@ -156,9 +173,9 @@ class Conversation:
                 self._files = {}
 
     def _prepare(self) -> PreparedPrompt:
-        """Return the prompt, and set the format of the answers. Clears `params.skip_special_tokens` if a mark of the
-        format is a special token: whoever reads `params` must read them after this. May run in a thread. Raises
-        `RequestError`."""
+        """Return the prompt, and set the format of the answers. Changes the caller's `params`, which must be read only
+        afterwards: `skip_special_tokens` is False if a mark of the format is a special token. May run in a thread.
+        Raises `RequestError`."""
         body, state, params = self._body, self._state, self._params
         # 1. Decode the media.
         media, placeholders = self._decode_media()
@@ -255,23 +272,30 @@ class Conversation:
             )
 
     def read(self, completion: CompletionOutput) -> tuple[list[Delta], str | None]:
-        """Return the deltas of a choice's next output, or of the whole choice, and its finish reason."""
+        """Return the new deltas of a choice and its finish reason. `completion` is the choice's next output, or its
+        only one; each may be given once."""
         index, is_end = completion.index, completion.finish_reason is not None
         if index not in self._readers:
             self._readers[index] = AnswerReader(self._format, f"{self._response_id} {index}")
-            self._counters[index] = self._new_counter()
-        reader, counter = self._readers[index], self._counters[index]
+        if not any(completion is one for one in self._counted):
+            self._count(completion)
+        reader = self._readers[index]
+        return reader.add(completion.text, is_end=is_end), reader.finish_reason(completion.finish_reason)
+
+    def _count(self, completion: CompletionOutput) -> None:
+        """Count the reasoning tokens of a choice's next output."""
+        if (counter := self._counters.get(completion.index)) is None:
+            counter = self._counters[completion.index] = self._new_counter()
         # A stop token has no text, unless the request wants to see it.
         is_by_token = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
         num_hidden = int(is_by_token and not self._params.include_stop_str_in_output and bool(completion.token_ids))
         counter.add(completion.token_ids[: len(completion.token_ids) - num_hidden])
-        if is_end:
+        if completion.finish_reason is not None:
             counter.finish(num_hidden)
-        return reader.add(completion.text, is_end=is_end), reader.finish_reason(completion.finish_reason)
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Return the number of reasoning tokens, over all choices and outputs read so far."""
+        """Reasoning tokens of all choices and outputs read so far."""
         return sum(counter.num_tokens for counter in self._counters.values())
 
     def _new_counter(self) -> ReasoningCounter:

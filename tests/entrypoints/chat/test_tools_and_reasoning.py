@@ -13,7 +13,8 @@ import httpx
 import openai
 import pytest
 
-from octavo.engine import input_processor
+from octavo.engine import input_processor, off_loop
+from octavo.entrypoints.chat import conversation
 from octavo.entrypoints.chat.chat_template import render_chat
 from octavo.entrypoints.chat.reasoning import STYLES, Reasoning, new_splitter
 from octavo.entrypoints.chat.reasoning_count import ReasoningCounter
@@ -138,6 +139,31 @@ def test_the_usage_counts_the_tokens_of_reasoning(tiny_tokenizer: Path, marks: l
         engine.answer = "<think>abc</think>Four."
         two = httpx.post(f"{url}/v1/chat/completions", json={"messages": [USER], "n": 2}, timeout=within(60)).json()
         assert two["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2 * length
+
+
+def test_the_reasoning_of_a_long_answer_is_counted_by_a_thread(
+    url: str, chatty: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30,000 tokens would hold the event loop for a tenth of a second."""
+    threads: list[str] = []
+    add = ReasoningCounter.add
+
+    def noted(counter: ReasoningCounter, token_ids: list[int]) -> None:
+        threads.append(threading.current_thread().name)
+        add(counter, token_ids)
+
+    monkeypatch.setattr(ReasoningCounter, "add", noted)
+    monkeypatch.setattr(off_loop, "MAX_INLINE_LENGTH", 40)
+    monkeypatch.setattr(conversation, "MAX_INLINE_LENGTH", 40)
+    for answer, by_thread in (("<think>a</think>b", False), ("<think>" + "a b " * 20 + "</think>Yes.", True)):
+        chatty.answer = answer
+        body = {"messages": [USER], "n": 2}
+        usage = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=within(60)).json()["usage"]
+        reasoning, _, _ = answer.partition("</think>")
+        least = len(chatty.tokenizer.backend_tokenizer.encode(reasoning, add_special_tokens=False).ids)
+        assert usage["completion_tokens_details"]["reasoning_tokens"] > 2 * least
+        assert len(threads) == 2 and all(name.startswith("octavo-text") == by_thread for name in threads)
+        threads.clear()
 
 
 TOKENS = ["\n", "<think>", "a", "</think>", "b", "<tool_call>", CALL.removeprefix("<tool_call>")]
