@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from octavo.config import MediaConfig
+from octavo.entrypoints.chat.answer_reader import AnswerFormat
 from octavo.entrypoints.chat.conversation import Conversation
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
@@ -271,6 +272,8 @@ def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPa
             args=ServerArgs(),
         )  # fmt: skip
         made.extend(Conversation(body, state, SamplingParams()) for _ in range(3))
+        for one in made:
+            one._answer_format = AnswerFormat()  # as `submit` would have it prepared
         assert await asyncio.gather(*(one.submit("a") for one in made)) == [(prompt, "outputs")] * 3
 
     made: list[Conversation] = []
