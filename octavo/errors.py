@@ -45,6 +45,13 @@ class RequestError(OctavoError, ValueError):
         self.details = details
 
 
+def aborted(stop_reason: int | str | None) -> RequestError:
+    """Return the error of an aborted request that has nothing to show. `stop_reason` is that of its completion."""
+    if stop_reason == "timeout":
+        return RequestError("the request was not answered before its timeout.", status=408, code="timeout")
+    return RequestError("the request was aborted before its answer.", status=503, code="aborted")
+
+
 _OF_A_PROMPT = ("prompt", "prompt_embeds", "multi_modal_data", "multi_modal_uuids")
 
 

@@ -31,7 +31,7 @@ from octavo.engine.request_stream import RequestStream, Sink
 from octavo.engine.resubmission import Resubmission
 from octavo.engine.supervisor import Supervisor, record_ready
 from octavo.engine.wire import Abort, BlockMap, CacheWasReset, CoreMessage, Loading, Ready, Running, StepOutputs
-from octavo.errors import EngineStoppingError, OctavoError, RequestError
+from octavo.errors import EngineStoppingError, OctavoError, RequestError, aborted
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.logs import configure_logging
 from octavo.metrics.log_line import LogLine
@@ -399,11 +399,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         if state.request.pooling is None:
             stream.wake()
             return
-        if stop_reason == "timeout":
-            error = RequestError("the request was not answered before its timeout.", status=408, code="timeout")
-        else:
-            error = RequestError("the request was aborted before its answer.", status=503, code="aborted")
-        _fail_without_output(stream, state, error)
+        _fail_without_output(stream, state, aborted(stop_reason))
 
     def _abort_running(self) -> None:
         """Abort the requests that the core has. Requests that still wait for the engine keep waiting."""

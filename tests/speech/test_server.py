@@ -212,13 +212,13 @@ def test_models_of_english_alone_are_told_of_no_language() -> None:
     checkpoint = SimpleNamespace(generation_config={"is_multilingual": False})
     engine: Any = SimpleNamespace(
         tokenizer=SimpleNamespace(vocab={f"<|{name}|>": number for number, name in enumerate(names)}),
-        inputs=SimpleNamespace(encode=lambda text, add_special_tokens: list(range(100))),
+        inputs=SimpleNamespace(encode=lambda text, add_special_tokens: [number % 6 for number in range(100)]),
         config=SimpleNamespace(model=SimpleNamespace(checkpoint=checkpoint, max_model_len=40)),
     )
     scribe = Transcriber(engine)
     assert scribe._prompt(TranscriptionOptions("transcribe"), "en", has_times=False) == [0, 5]
     options = TranscriptionOptions("transcribe", prompt="x")
-    assert scribe._prompt(options, "en", has_times=True) == [3, *range(81, 100), 0]
+    assert scribe._prompt(options, "en", has_times=True) == [3, *(number % 6 for number in range(81, 100)), 0]
     with pytest.raises(RequestError, match="English only"):
         scribe.check(TranscriptionOptions("translate"))
     checkpoint.generation_config = {}
@@ -226,6 +226,28 @@ def test_models_of_english_alone_are_told_of_no_language() -> None:
     del engine.tokenizer.vocab["<|notimestamps|>"]
     with pytest.raises(RequestError, match=r"no <\|notimestamps"):
         Transcriber(engine).check(TranscriptionOptions("translate"))
+
+
+def test_a_prompt_tells_the_model_nothing_and_its_end_alone_is_read() -> None:
+    names = ["startoftranscript", "startofprev", "nospeech", "notimestamps", "endoftext"]
+    read: list[str] = []
+
+    def encode(text: str, add_special_tokens: bool) -> list[int]:
+        read.append(text)
+        return [4 if "<|endoftext|>" in text else 1]
+
+    engine: Any = SimpleNamespace(
+        tokenizer=SimpleNamespace(vocab={f"<|{name}|>": number for number, name in enumerate(names)}),
+        inputs=SimpleNamespace(encode=encode),
+        config=SimpleNamespace(
+            model=SimpleNamespace(checkpoint=SimpleNamespace(generation_config={}), max_model_len=40)
+        ),
+    )
+    with pytest.raises(RequestError, match="prompt has marks of the model") as refused:
+        Transcriber(engine).check(TranscriptionOptions("transcribe", prompt="so <|endoftext|>"))
+    assert refused.value.param == "prompt"
+    Transcriber(engine).check(TranscriptionOptions("transcribe", prompt="x" * 400_000))
+    assert len(read[-1]) < 1000
 
 
 def test_temperatures_draw_by_the_seed(client: openai.OpenAI) -> None:
@@ -242,6 +264,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a temperature": ({"temperature": 2}, "temperature"),
     "no temperature": ({"extra_body": {"temperature": "hot"}}, "temperature must be a number"),
     "a stream of subtitles": ({"stream": True, "response_format": "srt"}, "stream has no srt"),
+    "a stream of no tokens": ({"stream": True, "extra_body": {"top_p": 0}}, "top_p must be"),
     "log-probabilities": ({"include": ["logprobs"]}, "include is not built"),
     "chunks": ({"chunking_strategy": "auto"}, "chunking_strategy is not built"),
     "no field": ({"extra_body": {"nothing": "1"}}, "nothing"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from octavo import LLM, SamplingParams
+from octavo.entrypoints.audio.transcriber import Transcriber, TranscriptionOptions
 from octavo.errors import ConfigError, RequestError
 from octavo.execution.executor import LocalExecutor
 from tests.speech.conftest import features, marks, sound
@@ -90,6 +93,32 @@ def test_preempted_it_hears_the_same_again(whisper: Path, start: list[int], mode
     assert isinstance(executor, LocalExecutor) and executor.worker.media is not None
     assert executor.worker.media.num_runs == 3  # of the encoder
     crowded.close()
+
+
+def test_a_transcript_of_which_a_part_is_aborted_fails(llm: LLM) -> None:
+    """It would lack words, or the language."""
+    given = []
+
+    async def cut_off(request: Any, name: str) -> AsyncIterator[Any]:
+        given.append(request.deadline)
+        yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="abort", stop_reason="timeout", token_ids=[])])
+
+    assert llm.inputs.listener is not None
+    spectrum = llm.inputs.listener.hear(sound(0))
+    asked_of: Any = SimpleNamespace(
+        tokenizer=llm.get_tokenizer(), inputs=llm.inputs, config=llm.config, generate_from=cut_off
+    )
+    scribe = Transcriber(asked_of, deadline=7.0)
+
+    async def whole() -> None:
+        async for _ in scribe.transcribe(spectrum, TranscriptionOptions("transcribe"), "en", "name"):
+            pass
+
+    for work in (lambda: scribe.detect(spectrum, "name"), whole):
+        with pytest.raises(RequestError, match="before its timeout") as refused:
+            asyncio.run(work())
+        assert (refused.value.status, refused.value.code) == (408, "timeout")
+    assert given == [7.0, 7.0]
 
 
 def test_forks_share_what_is_heard(llm: LLM, start: list[int]) -> None:

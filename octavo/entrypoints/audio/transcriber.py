@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
-from octavo.errors import RequestError
+from octavo.errors import RequestError, aborted
 from octavo.multimodal.languages import CODES, LANGUAGES
 from octavo.multimodal.transcript import TIMESTAMP_FRAMES, TIMESTAMP_S, Segment, compression_ratio, split
 from octavo.outputs import RequestOutput
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 _LEAST_WINDOWS = 64
+_MAX_TOKEN_CHARACTERS = 32  # of a prompt that is far too long only an end is tokenized
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +101,13 @@ class SpeechTokens:
 
 
 class Transcriber:
-    """Transcribes sounds with one engine."""
+    """Transcribes sounds with one engine. A transcript of which a part was aborted, or did not come before the
+    `deadline` (`time.monotonic`), fails: it would lack words, and nothing would show it."""
 
-    def __init__(self, engine: EngineClient, data_parallel_rank: int | None = None) -> None:
-        self._engine, self._rank = engine, data_parallel_rank
+    def __init__(
+        self, engine: EngineClient, data_parallel_rank: int | None = None, deadline: float | None = None
+    ) -> None:
+        self._engine, self._rank, self._deadline = engine, data_parallel_rank, deadline
 
     @cached_property
     def tokens(self) -> SpeechTokens:
@@ -125,6 +131,8 @@ class Transcriber:
             raise RequestError("The model knows English only, and translates nothing.", param="model")
         if options.has_words:
             self._check_heads()
+        self._tokens_before(options)
+        self._params(options, options.has_times)
 
     async def detect(self, spectrum: Spectrum, name: str) -> str:
         """Return the code of the language in the first window. `name` names the request in logs."""
@@ -141,11 +149,7 @@ class Transcriber:
     ) -> AsyncGenerator[WindowTranscript, None]:
         """Yield the transcript as it comes: window by window, or token by token for a short sound without times."""
         prompt = self._prompt(options, language, with_times := options.has_times or spectrum.num_frames > self._frames)
-        params = SamplingParams(
-            **{"max_tokens": None, **options.sampling}, temperature=options.temperature, seed=options.seed,
-            detokenize=False, logprobs=0 if options.is_measured else None, speech=self.tokens.rules(with_times),
-            output_kind=RequestOutputKind.FINAL_ONLY if with_times else RequestOutputKind.DELTA,
-        )  # fmt: skip
+        params = self._params(options, with_times)
         if not with_times:
             async for transcript in self._transcribe_once(spectrum, prompt, params, name):
                 yield transcript
@@ -196,15 +200,31 @@ class Transcriber:
                     yield WindowTranscript(new, [], 0, num_prompt_tokens=len(prompt), num_tokens=len(tokens))
 
     def _prompt(self, options: TranscriptionOptions, language: str, has_times: bool) -> list[int]:
-        tokens, longest = self.tokens, self._engine.config.model.max_model_len // 2 - 1
-        found = []
-        if options.prompt is not None and options.prompt.strip():
-            before = self._engine.inputs.encode(" " + options.prompt.strip(), add_special_tokens=False)
-            found = [tokens.previous, *before[-longest:]]
+        tokens, found = self.tokens, self._tokens_before(options)
         found.append(tokens.start)
         if tokens.languages:
             found += [tokens.languages[language], tokens.task(options.task)]
         return found if has_times else [*found, tokens.no_timestamps]
+
+    def _params(self, options: TranscriptionOptions, has_times: bool) -> SamplingParams:
+        return SamplingParams(
+            **{"max_tokens": None, **options.sampling}, temperature=options.temperature, seed=options.seed,
+            detokenize=False, logprobs=0 if options.is_measured else None, speech=self.tokens.rules(has_times),
+            output_kind=RequestOutputKind.FINAL_ONLY if has_times else RequestOutputKind.DELTA,
+        )  # fmt: skip
+
+    def _tokens_before(self, options: TranscriptionOptions) -> list[int]:
+        """Return the tokens of the text that precedes the sound, the mark before them included. Raises `RequestError`
+        if they have other marks, which would tell the model what to do."""
+        text = (options.prompt or "").strip()
+        if not text:
+            return []
+        longest = self._engine.config.model.max_model_len // 2 - 1
+        text = text[-longest * _MAX_TOKEN_CHARACTERS :]
+        found = self._engine.inputs.encode(" " + text, add_special_tokens=False)[-longest:]
+        if any(token >= self.tokens.end for token in found):
+            raise RequestError("prompt has marks of the model, such as <|endoftext|>; leave them out.", param="prompt")
+        return [self.tokens.previous, *found]
 
     async def _no_speech_prob(self, window: Spectrum, name: str) -> float:
         """Return the probability of the no-speech token in the place of the language token."""
@@ -283,9 +303,12 @@ class Transcriber:
         request = await run_off_loop(
             lambda: inputs.process(given, params, data_parallel_rank=self._rank), length=MAX_INLINE_LENGTH + 1
         )
+        request = msgspec.structs.replace(request, deadline=self._deadline)
         outputs = self._engine.generate_from(request, f"{name}-{request.request_id}")
         async with contextlib.aclosing(outputs):
             async for output in outputs:
+                if output.outputs[0].finish_reason == "abort":
+                    raise aborted(output.outputs[0].stop_reason)
                 yield output
 
     def _setting(self, name: str, default: int) -> int:

@@ -18,12 +18,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.engine.off_loop import run_off_loop
+from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.entrypoints.audio.transcriber import Transcriber, TranscriptionOptions, WindowTranscript, segment_measures
 from octavo.entrypoints.http.body_fields import Int, RequestBody, ResponseModel, Text, described
 from octavo.entrypoints.http.pagination import read_boolean
 from octavo.entrypoints.http.router import Router, read_json, validate_body, whole_body
-from octavo.entrypoints.http.server_state import ServerState, requested_rank, state_of
+from octavo.entrypoints.http.server_state import ARRIVAL, ServerState, requested_rank, state_of
 from octavo.entrypoints.http.streaming import EventStream, encode_json, run_until_disconnect
 from octavo.errors import RequestError
 from octavo.media_kinds import AUDIO
@@ -248,7 +248,9 @@ class TranscriptionJob:
         self._state, self._listener, self._body = state, listener, body
         state.resolve_model(body.model)
         self._name, self.headers = state.response_id("audio", body, raw)
-        self._transcriber = Transcriber(state.engine, requested_rank())
+        arrival, limit_s = ARRIVAL.get(), state.args.max_request_time
+        deadline = None if arrival is None or limit_s is None else arrival.at + limit_s
+        self._transcriber = Transcriber(state.engine, requested_rank(), deadline)
         is_verbose = body.response_format == "verbose_json"
         has_times = is_verbose or body.response_format in ("srt", "vtt")
         language = None if body.language is None else self._transcriber.language_of(body.language)
@@ -268,19 +270,25 @@ class TranscriptionJob:
                 transcript
                 async for transcript in self._transcriber.transcribe(spectrum, self._options, language, self._name)
             ]
+        # The segments and words of ten minutes take longer to write than streams may wait.
+        length = MAX_INLINE_LENGTH + 1 if len(heard) > 1 else 0
+        return await run_off_loop(lambda: self._written(heard, spectrum.seconds, language), length=length)
+
+    def _written(self, heard: list[WindowTranscript], seconds: float, language: str) -> Response:
+        """Return the answer of a sound of so many seconds in the form that is asked for."""
         text, kind = "".join(transcript.text for transcript in heard).strip(), self._body.response_format
         if kind == "text":
             return PlainTextResponse(text + "\n", headers=self.headers)
-        usage = AudioUsage(seconds=math.ceil(spectrum.seconds))
+        usage = AudioUsage(seconds=math.ceil(seconds))
         if kind == "json":
             return self._json(Transcription(text=text, usage=usage))
-        segments = self._segments(heard, spectrum.seconds)
+        segments = self._segments(heard, seconds)
         if kind == "verbose_json":
             return self._json(
                 VerboseTranscription(
-                    task=self._options.task, language=self._transcriber.name_of(language), duration=spectrum.seconds,
+                    task=self._options.task, language=self._transcriber.name_of(language), duration=seconds,
                     text=text, usage=usage, segments=segments if self._has_segments else None,
-                    words=self._words(heard, spectrum.seconds) if self._options.has_words else None,
+                    words=self._words(heard, seconds) if self._options.has_words else None,
                 )
             )  # fmt: skip
         cues = [(one.start, one.end, one.text) for one in segments if one.text.strip()]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
-from starlette.datastructures import FormData
+from starlette.datastructures import FormData, UploadFile
+from starlette.requests import Request
 
-from octavo.entrypoints.audio.transcription_routes import AudioRequest, _body_of
+from octavo.entrypoints.audio import transcription_routes
+from octavo.entrypoints.audio.transcription_routes import AudioRequest, TranscriptionJob, _answer, _body_of
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import RequestError
 
@@ -47,3 +52,68 @@ def test_what_is_wrong_with_a_form_is_said(fields: dict[str, str], param: str) -
     with pytest.raises(RequestError) as refused:
         read(**fields)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("becomes", ["left", "left in its stream", "refused", "refused, a stream"])
+def test_what_becomes_of_a_request_leaves_no_file_open_and_no_place_taken(
+    monkeypatch: pytest.MonkeyPatch, becomes: str
+) -> None:
+    uploads: list[Any] = []
+    ended = asyncio.Event()
+    is_stream, is_refused = "stream" in becomes, "refused" in becomes
+
+    class Job(TranscriptionJob):
+        def __init__(self, state: Any, *_: Any) -> None:
+            self._state, self.headers = state, {}
+
+        async def hear(self, upload: UploadFile) -> Any:
+            uploads.append(upload.file)
+            if is_refused:
+                raise RequestError("not a sound.")
+
+        async def _language(self, spectrum: Any) -> str:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def events(self, spectrum: Any) -> AsyncGenerator[bytes, None]:
+            try:
+                yield b"data: {}\n\n"
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+    async def main() -> None:
+        state = SimpleNamespace(
+            engine=SimpleNamespace(inputs=SimpleNamespace(listener=SimpleNamespace(config=SimpleNamespace(max_bytes=1)))),
+            args=ServerArgs(), sounds_held=asyncio.Semaphore(1),
+        )  # fmt: skip
+        sent = httpx.Request("POST", "http://x", data={"stream": str(is_stream)}, files={"file": bytes(2 << 20)})
+        messages: list[Any] = [{"type": "http.request", "body": sent.read()}, {"type": "http.disconnect"}]
+
+        async def receive() -> Any:
+            return messages.pop(0)
+
+        async def send(message: Any) -> None:
+            """The client reads nothing."""
+
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/audio/transcriptions", "query_string": b"",
+            "headers": [(b"content-type", sent.headers["content-type"].encode())],
+            "app": SimpleNamespace(state=SimpleNamespace(octavo=state)),
+        }  # fmt: skip
+        if is_refused:
+            with pytest.raises(RequestError, match="not a sound"):
+                await _answer(Request(scope, receive), "transcribe")
+        else:
+            response = await _answer(Request(scope, receive), "transcribe")
+            assert uploads[0].closed
+            if is_stream:
+                assert state.sounds_held.locked()
+                await response(scope, receive, send)
+                assert ended.is_set()
+            else:
+                assert response.status_code == 499
+        assert uploads[0].closed and not state.sounds_held.locked()
+
+    monkeypatch.setattr(transcription_routes, "TranscriptionJob", Job)
+    asyncio.run(main())
