@@ -136,7 +136,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         cpus=_cpus(args),
         disable_additional_properties=args.disable_additional_properties,
         log_stats=not args.disable_log_stats,
-        lora=lora_config(args, description.impl, device, dtype, media),
+        lora=lora_config(args, description.impl, device, dtype, media, pools=pooling is not None),
         media=media,
         sound=sound_config(args, checkpoint, description, device, pools=pooling is not None),
         prompt_embeds=prompt_embeds_config(args, checkpoint, description, max_model_len, pools=pooling is not None),

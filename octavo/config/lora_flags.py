@@ -16,7 +16,9 @@ from octavo.loading.weight_files import read_json
 MAX_LORA_RANK = 512
 
 
-def lora_config(args: EngineArgs, impl: str, device: str, dtype: str, media: MediaConfig | None) -> LoRAConfig | None:
+def lora_config(
+    args: EngineArgs, impl: str, device: str, dtype: str, media: MediaConfig | None, *, pools: bool
+) -> LoRAConfig | None:
     """Return the configuration of adapters, or None if none are served. Raises `ConfigError` for flags that cannot be
     honoured."""
     own = None if media is None else media.adapter
@@ -33,6 +35,8 @@ def lora_config(args: EngineArgs, impl: str, device: str, dtype: str, media: Med
         return None if own is None else _of_own(own, dtype)
     if impl != "octavo":
         raise ConfigError("--enable-lora is not built for models that transformers computes (--model-impl).")
+    if pools:
+        raise ConfigError("--enable-lora is not built for models that pool.")
     if args.max_lora_rank > MAX_LORA_RANK:
         raise ConfigError(f"--max-lora-rank must be at most {MAX_LORA_RANK}, got {args.max_lora_rank}.")
     if args.lora_dtype == "float16" and device == "cpu":

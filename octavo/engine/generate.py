@@ -144,10 +144,9 @@ class EngineCalls(AsyncConfigNames, ABC):
         from octavo.engine.pooling_input import PoolingInput, Text
 
         refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, trace_headers=trace_headers)
-        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         inputs, text = PoolingInput(self.inputs), Text.of(prompt)
         [request] = await run_off_loop(
-            lambda: inputs.process([text], pooling_params, priority=priority, cache_salt=salt), length=length_of(prompt)
+            lambda: inputs.process([text], pooling_params, priority=priority), length=length_of(prompt)
         )
         yield await self.pool(request, request_id)
 

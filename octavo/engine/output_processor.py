@@ -482,7 +482,7 @@ class OutputProcessor:
             state.metrics,
             len(state.request.prompt.token_ids),
             num_generated,
-            state.request.params,
+            state.request.params if state.request.pooling is None else None,
             reason,
             state.num_cached_tokens,
         )

@@ -17,9 +17,10 @@ from octavo.errors import RequestError, naming_prompt
 from octavo.pooling.scores import similarity
 from octavo.pooling_params import PoolingConfig, PoolingParams
 from octavo.request import EngineRequest, Prompt
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import SamplingParams, is_unicode
 
 _NO_SAMPLING = SamplingParams(max_tokens=1, detokenize=False)
+_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")  # of a prompt that is a dictionary
 _MANY = 16  # texts from which on the tokenizer works on several at once
 
 
@@ -45,21 +46,30 @@ class Text:
     first: str | Sequence[int]
     second: str | None = None
     prompt_name: str | None = None
+    document: tuple[int, int] | None = None  # characters of `first` that alone may be cut; None: any
+    cache_salt: str | None = None
 
     @classmethod
     def of(cls, prompt: PromptInput, prompt_name: str | None = None) -> Text:
-        """Raises `RequestError` for what is no prompt."""
+        """Raises `RequestError` for what is no prompt, and for fields that models which pool do not read."""
         given: Any = prompt
+        salt: Any = None
         if isinstance(prompt, Mapping):
             given = prompt.get("prompt_token_ids")
             given = prompt.get("prompt") if given is None else given
+            salt = prompt.get("cache_salt")
+            if salt is not None and not (isinstance(salt, str) and is_unicode(salt)):
+                raise RequestError("cache_salt must be a string of valid Unicode.", param="cache_salt")
+            for name, value in prompt.items():
+                if value is not None and name not in _FIELDS:
+                    raise RequestError(f"{name} is not built for models that pool; leave it out.", param=str(name))
         if not isinstance(given, str | list | tuple):
             raise RequestError(
                 "a prompt must be text, token ids, or a dictionary with prompt or prompt_token_ids, got "
                 f"{type(prompt).__name__}.",
                 param="prompt",
             )
-        return cls(given, None, prompt_name)
+        return cls(given, None, prompt_name, cache_salt=salt)
 
 
 class PoolingInput:
@@ -130,7 +140,10 @@ class PoolingInput:
         given = [self._given(text, prefix) for text, prefix in written]
         as_text = [(entry, source) for entry, source in zip(given, sources, strict=True) if entry is not None]
         entries, their_sources = [entry for entry, _ in as_text], [source for _, source in as_text]
-        encodings = iter(self._inputs.encode_all(entries, their_sources, add_special_tokens, _MANY))
+        has_offsets = self._limit(params) is not None and any(text.document is not None for text in texts)
+        encodings = iter(
+            self._inputs.encode_all(entries, their_sources, add_special_tokens, _MANY, has_offsets=has_offsets)
+        )
         found = []
         for source, (text, prefix), entry in zip(sources, written, given, strict=True):
             its = params
@@ -139,12 +152,13 @@ class PoolingInput:
                     ids, second_start = self._inputs.check_ids(text.first, "prompt_token_ids", "prompt"), None
                     ids = self._cut_ids(ids, params)
                 else:
-                    ids, second_start = self._cut(next(encodings), params)
+                    ids, second_start = self._cut(next(encodings), params, text.document)
                     if prefix and not self.config.pools_prompts:
                         its = self._skipping(prefix, params, add_special_tokens)
                 self._check_length(ids)
             shown = text.first if isinstance(text.first, str) else None
-            found.append((Prompt(ids, shown, second_start=second_start, cache_salt=cache_salt), its))
+            salt = text.cache_salt or cache_salt
+            found.append((Prompt(ids, shown, second_start=second_start, cache_salt=salt), its))
         return found
 
     def _prefix(self, text: Text) -> str:
@@ -165,17 +179,23 @@ class PoolingInput:
         first = first.lower() if self.config.lowers_case else first
         return first if text.second is None else (first, text.second)
 
-    def _cut(self, encoding: Encoding, params: PoolingParams) -> tuple[list[int], int | None]:
-        """Token ids and where the second text begins. Special tokens stay; of a pair the longer text is cut first."""
+    def _cut(
+        self, encoding: Encoding, params: PoolingParams, document: tuple[int, int] | None = None
+    ) -> tuple[list[int], int | None]:
+        """Token ids and where the second text begins. Special tokens stay, and so does all but the characters of a
+        `document`; of a pair the longer text is cut first."""
         ids, types = list(encoding.ids), list(encoding.type_ids)
         limit = self._limit(params)
         if limit is not None and len(ids) > limit:
             owners = encoding.sequence_ids  # None: a special token
+            if document is not None:
+                first, end = document
+                owners = [0 if first <= begin < stop <= end else None for begin, stop in encoding.offsets]
             places = [[i for i, owner in enumerate(owners) if owner == number] for number in (0, 1)]
             excess = len(ids) - limit
             if excess >= len(places[0]) + len(places[1]):
                 raise RequestError(
-                    f"truncate_prompt_tokens {limit} leaves no room beside the special tokens.",
+                    f"truncate_prompt_tokens {limit} leaves no room beside the tokens that stay.",
                     param="truncate_prompt_tokens",
                 )
             kept = [i for i, owner in enumerate(owners) if owner is None]
@@ -277,7 +297,8 @@ class Scores:
     def _texts(self, config: PoolingConfig, query: str, document: str, instruction: str | None) -> list[Text]:
         if config.score_template is not None:
             given = {"instruction": instruction or config.score_instruction, "query": query, "document": document}
-            return [Text(_filled(config.score_template, given))]
+            text, span = _filled(config.score_template, given)
+            return [Text(text, document=span)]
         if self._is_cross:
             return [Text(query, document)]
         sides = {"search_query": query, "search_document": document}
@@ -298,11 +319,15 @@ class Scores:
         return found
 
 
-def _filled(template: str, texts: Mapping[str, str]) -> str:
-    """`template` with texts in the place of {name}: what stands in the texts is not looked at."""
-    parts = []
+def _filled(template: str, texts: Mapping[str, str]) -> tuple[str, tuple[int, int]]:
+    """`template` with texts in the place of {name}, and where the document begins and ends in it: what stands in the
+    texts is not looked at."""
+    found, document = "", (0, 0)
     while (begin := template.find("{")) >= 0:
         end = template.index("}", begin)
-        parts += [template[:begin], texts[template[begin + 1 : end]]]
+        name, found = template[begin + 1 : end], found + template[:begin]
+        if name == "document":
+            document = len(found), len(found) + len(texts[name])
+        found += texts[name]
         template = template[end + 1 :]
-    return "".join([*parts, template])
+    return found + template, document

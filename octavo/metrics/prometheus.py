@@ -226,12 +226,13 @@ class EngineMetrics:
         metrics: RequestMetrics,
         num_prompt: int,
         num_generated: Sequence[int],
-        params: SamplingParams,
+        params: SamplingParams | None,
         finish_reason: str | None,
         num_cached: int = 0,
     ) -> None:
         """Record the end of a request: the number of prompt tokens, how many of them were cached, and the tokens of
-        each sequence. Phases that the request never reached (an abort in the queue) are not counted."""
+        each sequence. Phases that the request never reached (an abort in the queue) are not counted. A request for
+        vectors has no `params`."""
         reason = finish_reason or "abort"
         self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
         self.prompt_lengths.observe(num_prompt)
@@ -239,8 +240,9 @@ class EngineMetrics:
         self.generation_lengths.observe(num_generation)
         self.longest_generations.observe(max(num_generated, default=0))
         self.preemptions.observe(metrics.num_preemptions)
-        self.params_n.observe(params.n)
-        if params.max_tokens is not None:
+        if params is not None:
+            self.params_n.observe(params.n)
+        if params is not None and params.max_tokens is not None:
             self.params_max_tokens.observe(params.max_tokens)
         intervals = metrics.intervals()
         if "time_in_model_prefill" in intervals:
@@ -248,7 +250,7 @@ class EngineMetrics:
         for name, histogram in self.intervals_s.items():
             if name in intervals:
                 histogram.observe(intervals[name])
-        num_per_sequence = num_generation / params.num_sequences
+        num_per_sequence = num_generation / (1 if params is None else params.num_sequences)
         if "time_in_model_decode" in intervals and num_per_sequence > 1:
             self.request_time_per_token_s.observe(intervals["time_in_model_decode"] / (num_per_sequence - 1))
 

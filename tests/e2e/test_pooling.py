@@ -38,7 +38,7 @@ TEXTS = ["the cat sat on the mat", "a dog ran", "who is on the hill", "slow"]
 
 @contextlib.contextmanager
 def served(folder: Path, *flags: str) -> Iterator[httpx.Client]:
-    given = ("--model", str(folder), "--served-model-name", "small", "--dtype", "float32", "--cpu-threads", "1")
+    given = ("--model", str(folder), "--served-model-name", "small", "小", "--dtype", "float32", "--cpu-threads", "1")
     with (
         running_server(folder, *given, "--disable-log-requests", *flags) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,
@@ -115,6 +115,8 @@ def test_bytes_are_of_the_type_and_order_that_is_asked_for(embeddings: httpx.Cli
             numbers = words.astype(words.dtype.newbyteorder("=")).view(kind).reshape(found.shape)
             assert np.array_equal(numbers.astype(np.float32), found.astype(kind).astype(np.float32))
             assert about["usage"]["prompt_tokens"] > 0 and about["data"][0]["shape"] == [48]
+    named = embeddings.post("/v1/embeddings", json={"input": TEXTS, "encoding_format": "bytes", "model": "小"})
+    assert json.loads(named.headers["metadata"])["model"] == "小"
     only = embeddings.post("/pooling", json={"input": TEXTS, "encoding_format": "bytes_only", "task": "token_embed"})
     assert "metadata" not in only.headers and len(only.content) % (4 * 48) == 0
 
@@ -144,7 +146,7 @@ def test_coheres_route_has_the_vectors_of_the_others_in_every_form(embeddings: h
     assert one(input_type="search_query") == usual(f"query: {TEXTS[0]}")
     assert one(output_dimension=16) == usual(TEXTS[0], dimensions=16)
     assert one(max_tokens=4) == usual("the cat") and one(max_tokens=4, truncate="START") == usual("the mat")
-    assert one(texts=["cat " * 300]) == usual("cat " * 128)
+    assert one(texts=["cat " * 300]) == one(texts=["cat " * 300], max_tokens=1000) == usual("cat " * 128)
 
 
 def test_dimensions_prompts_and_cuts(embeddings: httpx.Client) -> None:

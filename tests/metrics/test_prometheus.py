@@ -187,6 +187,15 @@ def test_a_request_aborted_in_the_queue_counts_no_phase_that_it_never_reached() 
     assert values["request_params_max_tokens_count"] == values["request_prefill_kv_computed_tokens_count"] == 0
 
 
+def test_a_request_for_vectors_has_no_settings_of_sampling() -> None:
+    metrics = EngineMetrics("m", 100)
+    times = finished(first_scheduled_time=10.5, first_token_time=12.0, last_token_time=12.0, finished_time=12.0)
+    metrics.record_finished(times, 7, [], None, "stop")
+    values = samples(metrics)
+    assert values["request_success_total{finished_reason=stop}"] == values["request_prompt_tokens_count"] == 1
+    assert values["request_params_n_count"] == values["request_params_max_tokens_count"] == 0
+
+
 def test_latencies_are_recorded_a_step_at_a_time() -> None:
     metrics = EngineMetrics("m", 100)
     metrics.ttft_s.observe_all([0.05, 0.2])

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from octavo import LLM
+from octavo.engine.pooling_input import PoolingInput, Text
 from octavo.errors import ConfigError, RequestError
 from octavo.pooling_params import PoolingParams
 from tests.models.small_encoders import DECODERS, ENCODERS, VOCAB, SmallEncoder
@@ -183,6 +184,12 @@ def test_a_decoder_judges_by_two_tokens(tmp_path: Path, tiny_tokenizer: Path) ->
     expected = torch.stack([logits[no], logits[yes]]).softmax(0)[1].item()
     assert abs(outputs[0].outputs.score - expected) < 1e-5
     assert outputs[0].outputs.score == outputs[2].outputs.score != outputs[1].outputs.score
+    [whole], [short] = (llm.score("x", document, use_tqdm=False) for document in ("abcdefgh", "abcde"))
+    num_kept = len(whole.prompt_token_ids) - 3
+    [cut] = llm.score("x", "abcdefgh", truncate_prompt_tokens=num_kept, use_tqdm=False)
+    assert cut.prompt_token_ids == short.prompt_token_ids and cut.outputs.score == short.outputs.score
+    with pytest.raises(RequestError, match="leaves no room beside the tokens that stay"):
+        llm.score("x", "abcdefgh", truncate_prompt_tokens=num_kept - 5, use_tqdm=False)
     [again] = llm.score("x", "a", instruction="find", use_tqdm=False)
     assert again.num_cached_tokens > 100
     assert again.outputs.score == outputs[0].outputs.score
@@ -221,6 +228,7 @@ def test_late_interaction_compares_tokens(tmp_path: Path) -> None:
         ({"pooler_config": {"pooling_type": "MEDIAN"}}, "pooling_type must be one of"),
         ({"pooler_config": {"step_tag_id": 3}}, "step_tag_id, which is not built"),
         ({"max_num_batched_tokens": 64}, "lower --max-model-len"),
+        ({"enable_lora": True}, "--enable-lora is not built for models that pool"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -245,6 +253,11 @@ def test_a_pooling_model_does_not_generate(small_bert: tuple[Any, Path], tiny_to
         with pytest.raises(RequestError, match=rf"^prompts\[3\]: {message}") as refusal:
             llm.embed(["a", "b", "c", wrong], params, use_tqdm=False)  # type: ignore[list-item]
         assert refusal.value.param == "prompts"
+    with pytest.raises(RequestError, match="multi_modal_data is not built for models that pool"):
+        llm.embed({"prompt": "a", "multi_modal_data": {"image": 1}}, use_tqdm=False)
+    with pytest.raises(RequestError, match="cache_salt must be a string"):
+        llm.embed({"prompt": "a", "cache_salt": 5}, use_tqdm=False)
+    assert PoolingInput(llm.inputs).process([Text.of({"prompt": "a", "cache_salt": "s"})])[0].prompt.cache_salt == "s"
     with pytest.raises(RequestError, match=r"^data_2\[1\]: "):
         llm.score("a", ["b", "\ud800"], use_tqdm=False)
     assert len(llm.embed("a", use_tqdm=False)[0].outputs.embedding) == 48

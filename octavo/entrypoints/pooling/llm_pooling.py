@@ -169,8 +169,8 @@ def _texts(data: PromptInput | Sequence[PromptInput], name: str) -> list[str]:
     """Return the texts of one side of `score`. Raises `RequestError` for other values, such as token ids."""
     texts = []
     for given in as_prompts(data):
-        text = given.get("prompt") if isinstance(given, Mapping) else given
-        if not isinstance(text, str):
+        text = Text.of(given)
+        if not isinstance(text.first, str) or text.cache_salt is not None:
             raise RequestError(f"{name} must be a text or a list of them, got {given!r:.100}.", param=name)
-        texts.append(text)
+        texts.append(text.first)
     return texts

@@ -156,13 +156,12 @@ class CohereEmbedRequest(PoolingFields):
             raise RequestError("max_tokens cuts texts, and truncate is NONE.", param="max_tokens")
         return self
 
-    @property
-    def cut(self) -> dict[str, Any]:
-        """Return the arguments of `params` that say how texts are cut."""
+    def cut(self, max_model_len: int) -> dict[str, Any]:
+        """Return the arguments of `params` that say how texts are cut, by a model that takes so many tokens."""
         if self.truncate == "NONE" or self.truncate_prompt_tokens is not None:
             return {}
         side = "left" if self.truncate == "START" else "right"
-        return {"truncate_prompt_tokens": self.max_tokens or -1, "truncation_side": side}
+        return {"truncate_prompt_tokens": min(self.max_tokens or max_model_len, max_model_len), "truncation_side": side}
 
     @property
     def all_texts(self) -> list[str]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ml_dtypes
 import msgspec
@@ -25,7 +26,7 @@ from octavo.entrypoints.chat.message_rendering import render_messages
 from octavo.entrypoints.http.piecewise_json import encode_in_pieces
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ARRIVAL, requested_rank, state_of
-from octavo.entrypoints.http.streaming import encode_json, run_until_disconnect
+from octavo.entrypoints.http.streaming import run_until_disconnect
 from octavo.entrypoints.pooling.pooling_protocol import (
     ClassifyRequest,
     ClassifyResponse,
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 router = Router(tags=["Pooling"])
 
 Outputs = Sequence[PoolingRequestOutput[PoolingOutput]]
+_Output = TypeVar("_Output")
+_STARTED_AT_ONCE = 16  # requests, in about a millisecond
 BYTES = "application/octet-stream"
 _IN_BYTES: dict[int | str, dict[str, Any]] = {
     200: {"content": {BYTES: {"schema": {"type": "string", "format": "binary"}}}}
@@ -75,7 +78,8 @@ async def create_cohere_embedding(body: CohereEmbedRequest, raw: Request) -> Res
     """An embedding of each text, in the forms that are asked for: Cohere's route."""
     job = PoolingJob(body, raw, "embd")
     texts, purpose = body.all_texts, body.input_type and prompt_for(job.inputs.config, body.input_type)
-    params = body.params(task="embed", dimensions=body.output_dimension, **body.cut)
+    cut = body.cut(job.max_model_len)
+    params = body.params(task="embed", dimensions=body.output_dimension, **cut)
     given = [InputText(text, None, purpose) for text in texts]
     requests = await job.named(given, params, "inputs" if body.texts is None else "texts")
 
@@ -166,6 +170,7 @@ class PoolingJob:
         self._body, self._raw, self._state = body, raw, state_of(raw)
         self.model = self._state.resolve_model(body.model)
         self.inputs = PoolingInput(self._state.engine.inputs)
+        self.max_model_len = self._state.engine.inputs.model.max_model_len
         self.response_id, self._headers = self._state.response_id(prefix, body, raw)
         arrival = ARRIVAL.get()
         self._scheduling: dict[str, Any] = {
@@ -237,7 +242,8 @@ class PoolingJob:
                 for i, (one, piece, end) in enumerate(zip(found, pieces, ends, strict=True))
             ]
             told = {} if body.encoding_format == "bytes_only" else self.listed(found, data=data)
-            return b"".join(pieces), {"metadata": encode_json(told).decode()} if told else {}
+            # Headers are Latin-1, and a model may have any name: `json` escapes it.
+            return b"".join(pieces), {"metadata": json.dumps(told, separators=(",", ":"))} if told else {}
 
         return await self._respond(requests, write, BYTES)
 
@@ -256,12 +262,7 @@ class PoolingJob:
         self._state.log_pooling(self.response_id, requests)
 
         async def work() -> tuple[bytes, dict[str, str]]:
-            if len(requests) == 1:
-                found = [await self._state.engine.pool(requests[0])]
-            else:
-                async with asyncio.TaskGroup() as group:  # the first failure ends the others
-                    tasks = [group.create_task(self._state.engine.pool(request)) for request in requests]
-                found = [task.result() for task in tasks]
+            found = await _pooled(self._state.engine.pool, requests)
             return await run_off_loop(lambda: write(found), length=sum(one.outputs.data.size for one in found))
 
         try:
@@ -285,6 +286,21 @@ class PoolingJob:
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
         about = {"id": self.response_id, "object": "list", "created": int(time.time()), "model": self.model}
         return about | {"data": data, "usage": usage}
+
+
+async def _pooled(
+    pool: Callable[[EngineRequest], Coroutine[Any, Any, _Output]], requests: Sequence[EngineRequest]
+) -> list[_Output]:
+    """Return the results of all requests, in order. The first failure ends the others."""
+    if len(requests) == 1:
+        return [await pool(requests[0])]
+    tasks: list[asyncio.Task[_Output]] = []
+    async with asyncio.TaskGroup() as group:
+        for request in requests:
+            if len(tasks) % _STARTED_AT_ONCE == 0:
+                await asyncio.sleep(0)  # streams must not wait until all of them have been sent to the core
+            tasks.append(group.create_task(pool(request)))
+    return [task.result() for task in tasks]
 
 
 def _num_tokens(outputs: Outputs) -> int:
