@@ -32,10 +32,12 @@ class BatchStopped(Exception):
 
 
 async def answer_lines(
-    app: Starlette, lines: AsyncIterable[tuple[int, bytes]], write: Write, *, at_once: int, endpoint: str | None = None
-) -> None:
-    """Answer numbered lines, `at_once` at a time, and `write` each answer when it is ready. Of a line that is too long
-    only the beginning is given, without a line break. Raises `BatchStopped`, and the errors of `write`."""
+    app: Starlette, lines: AsyncIterable[tuple[int, bytes]], write: Write, *, at_once: int, endpoint: str | None = None,
+    is_expired: bool = False,
+) -> None:  # fmt: skip
+    """Answer numbered lines, `at_once` at a time, and `write` each answer when it is ready: an error if the batch
+    `is_expired`. Of a line that is too long only the beginning is given, without a line break. Raises `BatchStopped`,
+    and the errors of `write`."""
     slots = asyncio.Semaphore(at_once)
     tasks: set[asyncio.Task[None]] = set()
     failures: list[BaseException] = []
@@ -51,7 +53,7 @@ async def answer_lines(
             await slots.acquire()
             if failures:
                 break
-            task = asyncio.ensure_future(_answer(app, number, text, write, endpoint))
+            task = asyncio.ensure_future(_answer(app, number, text, write, endpoint, is_expired))
             tasks.add(task)
             task.add_done_callback(end)
         while tasks:
@@ -66,8 +68,10 @@ async def answer_lines(
             await asyncio.wait(tasks)
 
 
-async def _answer(app: Starlette, number: int, text: bytes, write: Write, endpoint: str | None) -> None:
-    sum = checksum(text)
+async def _answer(
+    app: Starlette, number: int, text: bytes, write: Write, endpoint: str | None, is_expired: bool
+) -> None:
+    sum = await run_off_loop(lambda: checksum(text), length=len(text) if is_large(text) else 0)
     try:
         if not text.endswith(b"\n"):
             raise LineError("The line is too long.")
@@ -76,6 +80,8 @@ async def _answer(app: Starlette, number: int, text: bytes, write: Write, endpoi
             line = await run_off_loop(lambda: read_line(text, endpoint, decode), length=len(text), is_json=True)
         else:
             line = read_line(text, endpoint)
+        if is_expired:
+            raise LineError("It was not answered before the batch's time was up.", line.custom_id, "batch_expired")
     except LineError as error:
         await write(number, False, error_line(number, sum, error))
         return

@@ -37,16 +37,18 @@ class BatchJob:
 
     async def run(self) -> None:
         """Answer the remaining lines, and store the batch's final status."""
-        batch = self.batch
+        batch, status = self.batch, "completed"
         try:
-            while not await self._answer_all():
-                await self._wait(RETRY_S)
-            await self._end("completed")
+            try:
+                while not await self._answer_all():
+                    await self._wait(RETRY_S)
+            except TimeoutError:
+                status = "expired"
+                await self._answer_all(is_expired=True)
+            await self._end(status)
         except asyncio.CancelledError:
             batch["cancelling_at"] = int(time.time())
             await self._end("cancelled")
-        except TimeoutError:
-            await self._end("expired")
         except BatchStopped as error:
             # It stays unfinished without a living owner: the next server continues it.
             logger.warning("batch %s stops, to be gone on with: %s", batch["id"], error)
@@ -61,15 +63,17 @@ class BatchJob:
         self.batch["errors"] = {"object": "list", "data": [{"code": code, "message": message}]}
         await self._end("failed")
 
-    async def _answer_all(self) -> bool:
-        """Answer the remaining lines. Return whether all lines have an answer; False if the engine takes no requests
-        now. Raises `BatchStopped` when the server ends."""
+    async def _answer_all(self, *, is_expired: bool = False) -> bool:
+        """Answer the remaining lines, with errors if the batch `is_expired`. Return whether all lines have an answer;
+        False if the engine takes no requests now. Raises `BatchStopped` when the server ends, and `TimeoutError` when
+        the batch's time is up."""
         at_once = max(1, self._state.engine.config.scheduler.max_num_seqs // 2)  # leave room for other clients
         try:
             done = await self._begin()
             await answer_lines(
-                self._app, self._left(done), self._write, at_once=at_once, endpoint=self.batch["endpoint"]
-            )
+                self._app, self._left(done, is_expired), self._write, at_once=at_once,
+                endpoint=self.batch["endpoint"], is_expired=is_expired,
+            )  # fmt: skip
         except BatchStopped as error:
             if self._state.is_stopping:
                 raise
@@ -117,11 +121,11 @@ class BatchJob:
     def _lines(self) -> Any:
         return stored_files.read_lines(self._store, self.batch["input_file_id"], self._state.args.max_body_bytes)
 
-    async def _left(self, done: set[int]) -> Any:
+    async def _left(self, done: set[int], is_expired: bool) -> Any:
         async for number, line in self._lines():
             if self._state.is_stopping:
                 raise BatchStopped("the server is stopping")
-            if time.time() > self.batch["expires_at"]:
+            if not is_expired and time.time() > self.batch["expires_at"]:
                 raise TimeoutError
             if number not in done:
                 yield number, line

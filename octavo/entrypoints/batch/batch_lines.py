@@ -31,11 +31,11 @@ _decode = msgspec.json.Decoder().decode
 
 
 class LineError(ValueError):
-    """A line is invalid. It has the line's `custom_id` if that is known."""
+    """A line is invalid, or another error of OpenAI's `code`. It has the line's `custom_id` if that is known."""
 
-    def __init__(self, message: str, custom_id: str | None = None) -> None:
+    def __init__(self, message: str, custom_id: str | None = None, code: str = "invalid_line") -> None:
         super().__init__(message)
-        self.custom_id = custom_id
+        self.custom_id, self.code = custom_id, code
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,8 @@ def answer_line(number: int, sum: int, custom_id: str, status: int, body: bytes)
 
 
 def error_line(number: int, sum: int, error: LineError) -> bytes:
-    """Return the output line of an invalid line."""
-    said = encode_json({"code": "invalid_line", "message": f"Request {number + 1}: {error}"})
+    """Return the output line of a line that is not answered."""
+    said = encode_json({"code": error.code, "message": f"Request {number + 1}: {error}"})
     custom_id = encode_json(error.custom_id)
     return b'%b,"custom_id":%b,"response":null,"error":%b}\n' % (_head(number, sum), custom_id, said)
 

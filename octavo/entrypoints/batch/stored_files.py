@@ -21,6 +21,7 @@ BATCH = "batch"
 UPLOAD = "upload"  # a file that is still being uploaded
 PIECE_BYTES = 1 << 18
 _PIECES_AT_ONCE = 4
+_BEGINNING_BYTES = 1024  # of a line that is too long
 _decode = msgspec.json.Decoder().decode
 
 
@@ -128,19 +129,24 @@ async def read_content(store: Store, file_id: str) -> AsyncIterator[bytes]:
 
 async def read_lines(store: Store, file_id: str, max_bytes: int) -> AsyncIterator[tuple[int, bytes]]:
     """Yield the numbered lines of a file that are not blank; of a line longer than `max_bytes` only the beginning."""
-    number, rest, is_too_long = 0, b"", False
+    number, is_too_long = 0, False
+    parts, num_bytes = list[bytes](), 0  # of the line that is being read
     async for piece in read_content(store, file_id):
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            if is_too_long:
-                is_too_long = False
-            elif line.strip():
-                yield number, line + b"\n"
+        begin = 0
+        while begin < len(piece):
+            end = piece.find(b"\n", begin) + 1 or len(piece)
+            parts.append(piece[begin:end])
+            num_bytes, begin = num_bytes + end - begin, end
+            is_whole = parts[-1].endswith(b"\n")
+            if num_bytes - is_whole > max_bytes and not is_too_long:
+                yield number, b"".join(parts)[: min(max_bytes, _BEGINNING_BYTES)]
+                number, is_too_long = number + 1, True
+            if is_whole and not is_too_long and (line := b"".join(parts)).strip():
+                yield number, line
                 number += 1
-        if len(rest) > max_bytes:
-            if not is_too_long:
-                yield number, rest[:1024]
-                number += 1
-            rest, is_too_long = b"", True
-    if rest.strip() and not is_too_long:
-        yield number, rest + b"\n"
+            if is_whole or is_too_long:
+                parts = []
+            if is_whole:
+                num_bytes, is_too_long = 0, False
+    if (line := b"".join(parts)).strip():
+        yield number, line + b"\n"

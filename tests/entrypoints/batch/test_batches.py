@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import openai
 import pytest
 from tqdm import tqdm
 
-from octavo.entrypoints.batch import answer_lines, batch_job, stored_files
+from octavo.entrypoints.batch import answer_lines, batch_job, batch_routes, stored_files
 from octavo.entrypoints.batch.batch_lines import LineError, answer_line, checksum, error_line, read_answered, read_line
 from octavo.entrypoints.batch.run_batch_files import BatchFiles
 from octavo.entrypoints.http.app import build_app
@@ -112,6 +113,22 @@ def test_a_batch_is_cancelled_and_its_answers_are_kept(client: openai.OpenAI, en
     wait_until(lambda: not engine.active)
 
 
+def test_lines_without_an_answer_say_that_their_batch_has_expired(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_routes, "LIFETIME_S", -1)
+    file = client.files.create(file=("in.jsonl", line("a") + b"{}\n" + line("b")), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "expired")
+    ended = client.batches.retrieve(batch.id)
+    assert ended.output_file_id is None and ended.error_file_id and ended.expired_at is not None
+    assert ended.request_counts is not None and ended.request_counts.failed == 3
+    errors = [json.loads(one) for one in client.files.content(ended.error_file_id).text.splitlines()]
+    assert [(one["custom_id"], one["error"]["code"]) for one in errors] == [
+        ("a", "batch_expired"), (None, "invalid_line"), ("b", "batch_expired"),
+    ]  # fmt: skip
+
+
 def test_large_lines_are_read_as_large_bodies_are(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another process, and no further than the server's limits."""
     here = list[int]()
@@ -144,6 +161,23 @@ def test_large_lines_are_read_as_large_bodies_are(engine: FakeEngine, monkeypatc
         ]  # fmt: skip
         assert "--max-json-nodes" in client.files.content(ended.error_file_id).text
     assert here == [len(lines[0])]
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2, 7, 100])
+def test_lines_are_the_same_however_a_file_is_cut(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    content = b"a\n\n \r\nbb\n" + b"x" * 11 + b"\n" + b"y" * 10 + b"\n" + b"z" * 30 + b"\nc"
+
+    async def pieces(store: Any, file_id: str) -> AsyncIterator[bytes]:
+        for begin in range(0, len(content), num_bytes):
+            yield content[begin : begin + num_bytes]
+
+    async def read() -> list[tuple[int, bytes]]:
+        store: Any = None
+        return [one async for one in stored_files.read_lines(store, "file", 10)]
+
+    monkeypatch.setattr(stored_files, "read_content", pieces)
+    lines = [b"a\n", b"bb\n", b"x" * 10, b"y" * 10 + b"\n", b"z" * 10, b"c\n"]
+    assert asyncio.run(read()) == list(enumerate(lines))
 
 
 def test_files_of_a_batch_under_way_cannot_be_deleted(client: openai.OpenAI, engine: FakeEngine) -> None:
