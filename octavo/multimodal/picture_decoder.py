@@ -17,6 +17,8 @@ MIN_SIDE = 2  # a picture of one pixel is a mistake or an attack; processors tak
 # Scans of a JPEG. Each is a pass over the whole picture, however few bytes it has (bugzilla.redhat.com/1344214: 20,000
 # scans of 32 megapixels in 1.2 MB took 40 s). Progressive files have about ten.
 MAX_SCANS = 500
+# EXIF's tag, and by its value Pillow's number of the transposition that turns the picture upright.
+_ORIENTATION, _TRANSPOSED = 0x0112, {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 MAX_ASPECT = 50  # processors scale the shorter side to a fixed size, and the longer one grows with it
 
 
@@ -62,9 +64,16 @@ def _webp_size(data: bytes) -> tuple[int, int] | None:
 def upright(image: Image) -> Image:
     """Return the picture in RGB, turned by its EXIF orientation, transparent parts on white. Pillow may raise any
     exception for a broken picture."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
-    turned = ImageOps.exif_transpose(image)
+    image.load()
+    try:
+        orientation = image.getexif().get(_ORIENTATION)
+    except Exception:  # the metadata are broken, and the pixels may be whole
+        orientation = None
+    turned = image
+    if orientation in _TRANSPOSED:
+        turned = image.transpose(Image.Transpose(_TRANSPOSED[orientation]))
     if turned.mode.startswith("I;16"):  # Pillow would clip values above 255
         turned = turned.point(lambda value: value / 256).convert("L")
     if turned.has_transparency_data:

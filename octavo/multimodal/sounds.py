@@ -65,12 +65,17 @@ def from_bytes(data: bytes, max_bytes: int, max_seconds: float) -> Samples:
 
 def from_array(given: Any, max_seconds: float) -> Samples:
     """Return the samples of a caller in the same process. It gives samples [n] or [n, channels] at 16 kHz, or a pair of
-    such samples and their rate. Raises `RequestError`."""
+    such samples and their rate. Samples are -1 to 1, or of int16 or int32 (PCM). Raises `RequestError`."""
     rate: Any = RATE
     if isinstance(given, tuple) and len(given) == 2:
         given, rate = given
+    rate = rate.item() if isinstance(rate, np.generic) else rate
+    rate = int(rate) if isinstance(rate, float) and rate.is_integer() else rate
     try:
-        samples = np.asarray(given, np.float32)
+        samples = np.asarray(given)
+        if samples.dtype in (np.int16, np.int32):
+            samples = samples / -float(np.iinfo(samples.dtype).min)
+        samples = np.asarray(samples, np.float32)
     except (TypeError, ValueError):
         refuse("it must be an array of samples, or such an array and its rate.")
     if samples.ndim == 2 and samples.shape[1] <= MAX_CHANNELS:

@@ -93,16 +93,20 @@ def _sampled(count: int, rate: float, limits: dict[str, Any]) -> list[int]:
 
 
 def _decoded(file: Any, wanted: set[int], limits: dict[str, Any]) -> tuple[dict[int, bytes], list[int], int]:
-    """Return the pixels of each wanted frame by position, the frames' height and width, and the number of frames
-    seen."""
+    """Return the pixels of each wanted frame by position, upright, the frames' height and width, and the number of
+    frames seen."""
+    import numpy as np
+
     stream = _stream_of(file, limits)
     frames: dict[int, bytes] = {}
     size: list[int] = []
     index = -1
     for index, frame in enumerate(file.decode(stream)):
         _check_size(frame.width, frame.height, limits)
-        size = size or [frame.height, frame.width]
-        if size != [frame.height, frame.width]:
+        turns = round(frame.rotation / 90) % 4  # counterclockwise, as phones say it
+        upright = [frame.height, frame.width][:: -1 if turns % 2 else 1]
+        size = size or upright
+        if size != upright:
             raise Refused("its frames are of different sizes.")
         if index in wanted:
             if len(wanted) * frame.width * frame.height > limits["max_pixels"]:
@@ -110,7 +114,7 @@ def _decoded(file: Any, wanted: set[int], limits: dict[str, Any]) -> tuple[dict[
                     f"{len(wanted)} of its frames have more than {limits['max_pixels']} pixels together "
                     "(--max-video-pixels)."
                 )
-            frames[index] = frame.to_ndarray(format="rgb24").tobytes()
+            frames[index] = np.rot90(frame.to_ndarray(format="rgb24"), turns).tobytes()
             if index == max(wanted):
                 break
     return frames, size, max(index, max(wanted)) + 1

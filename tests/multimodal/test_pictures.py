@@ -186,6 +186,7 @@ def test_what_looks_alike_is_alike() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     assert reader().from_bytes(encoded(turned, exif=exif)).tobytes() == upright.tobytes()
+    assert reader().from_bytes(encoded(upright, exif=b"Exif\0\0broken")).tobytes() == upright.tobytes()
     clear = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
     white = Image.new("RGB", (8, 8), "white")
     palette = Image.new("P", (8, 8))

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import random
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,20 @@ def forged(data: bytes, box: bytes, offset: int, value: bytes) -> bytes:
     """A file with another value in one of the boxes that its header consists of."""
     at = data.index(box) + offset
     return data[:at] + value + data[at + len(value) :]
+
+
+def test_videos_of_phones_are_upright() -> None:
+    """Files have the frames as the sensor lies, and a matrix that turns them."""
+    given = shades(2)
+    given[:, :24], given[:, 24:] = 255, 0
+    for matrix, white in (((0, 1, -1, 0), np.s_[:, 24:]), ((0, -1, 1, 0), np.s_[:, :24]), ((-1, 0, 0, -1), np.s_[24:])):
+        a, b, c, d = (one << 16 for one in matrix)
+        value = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+        found = read(forged(encoded(given), b"tkhd", 44, value)).frames[0]
+        assert found.shape == ((48, 64, 3) if a else (64, 48, 3))
+        is_white = np.zeros(found.shape[:2], bool)
+        is_white[white] = True
+        assert found[is_white].mean() > 200 and found[~is_white].mean() < 55
 
 
 WRONG: dict[str, tuple[Callable[[], bytes], dict[str, Any], str]] = {

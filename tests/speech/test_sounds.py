@@ -15,7 +15,7 @@ import soundfile
 import torch
 
 from octavo.errors import RequestError
-from octavo.multimodal.sounds import from_bytes
+from octavo.multimodal.sounds import from_array, from_bytes
 from octavo.multimodal.transcript import Segment, as_srt, as_vtt, compression_ratio, split
 from octavo.ops import Ops
 from octavo.sampling.sampling_table import RowSettings, SpecialSample
@@ -88,6 +88,15 @@ def test_sounds_of_all_formats_are_read(form: str, rate: int, channels: int) -> 
 def test_a_wav_that_promises_more_than_it_has_is_what_it_has() -> None:
     samples = from_bytes(wav(size=2**31, data=bytes(32_000)), 100_000, 2)
     assert len(samples) == 16_000 and not samples.any()
+
+
+def test_samples_of_integers_are_those_of_their_type() -> None:
+    """As soundfile and librosa have it. What is above 1 is clipped, which would make noise of them."""
+    as_floats = np.array([0.0, 0.5, -1.0, 0.25], np.float32)
+    for kind in (np.int16, np.int32):
+        samples = (as_floats * -float(np.iinfo(kind).min)).astype(kind)
+        assert np.array_equal(from_array((samples, np.int64(16_000)), 1), as_floats)
+        assert np.array_equal(from_array((np.stack([samples, samples], 1), 16_000.0), 1), as_floats)
 
 
 T = 100  # the first timestamp
