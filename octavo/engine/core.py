@@ -283,7 +283,7 @@ class EngineCore:
                 what = "adapter" if one.adapter is not None else "a picture or a sound"
                 if one.grammar is not None and one.grammar.exception() is not None:
                     what = "structured_outputs"
-                self._refuse(one.request, RequestError(f"{what} failed: {type(error).__name__}."))
+                self._refuse(one.request, RequestError(f"{what} failed: {type(error).__name__}.", status=500))
 
     def _look_at_media(self, several: list[PendingRequest]) -> None:
         """Start the tower on the media of pending requests, in order, as far as there is room for their rows."""

@@ -18,6 +18,8 @@ from octavo.loading.mapped_file import ReadFile
 from octavo.lora.read_peft import ModuleAdapter
 from octavo.quantization import dequantize
 
+_INVOCATION = "adapter.alora.invocation_tokens"  # of aLoRA: the adapter applies from these tokens on
+
 
 def read_gguf_adapter(opened: ReadFile, config: Mapping[str, Any], max_rank: int) -> dict[str, ModuleAdapter]:
     """Return the adapter of each module, by the module's name in transformers. `config` is the base model's. Raises
@@ -28,9 +30,11 @@ def read_gguf_adapter(opened: ReadFile, config: Mapping[str, Any], max_rank: int
         raise LoadError(f"{path} is no LoRA adapter: its general.type is {kind[0]!r}, its adapter.type {kind[1]!r}.")
     if file.metadata.get("split.count", 0) not in (0, 1):
         raise LoadError(f"{path} is a part of an adapter that was split, which is not built; merge its parts.")
-    alpha = file.metadata.get("adapter.lora.alpha")
+    alpha = file.metadata.get("adapter.lora.alpha", 0)
     if not isinstance(alpha, int | float) or isinstance(alpha, bool):
-        raise LoadError(f"{path} does not say adapter.lora.alpha.")
+        raise LoadError(f"{path}: adapter.lora.alpha must be a number, got {str(alpha)[:40]!r}.")
+    if _INVOCATION in file.metadata:
+        raise LoadError(f"{path} is an activated adapter ({_INVOCATION}), which is not built.")
     halves: dict[str, dict[str, TensorInfo]] = {"a": {}, "b": {}}
     for name, info in file.tensors.items():
         base, _, half = name.rpartition(".lora_")
@@ -68,7 +72,8 @@ def read_gguf_adapter(opened: ReadFile, config: Mapping[str, Any], max_rank: int
             raise LoadError(f"{path}: {info.name} has rank {rank}, and --max-lora-rank is {max_rank}.")
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             raise LoadError(f"{path}: {base} has numbers that are not finite.")
-        scaled = np.asarray(b * np.float32(alpha / rank), np.float32)
+        scale = alpha / rank if alpha else 1  # as llama.cpp has it
+        scaled = np.asarray(b * np.float32(scale), np.float32)
         modules[name] = ModuleAdapter(
             np.asarray(a, np.float32), scaled, tensors=names, is_embedding=is_embedding, num_experts=num_experts
         )

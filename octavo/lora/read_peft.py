@@ -35,7 +35,7 @@ _NOT_BUILT: dict[str, tuple[object, ...]] = {
 }
 # Values of init_lora_weights that leave the model's weights unchanged. Other methods (PiSSA, OLoRA, CorDA, LoftQ,
 # LoRA-GA) train on changed base weights, and their adapters are wrong on the model's own weights.
-_INITIAL_WEIGHTS = (None, True, False, "gaussian", "eva", "orthogonal")
+_INITIAL_WEIGHTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 _ROWS_AT_ONCE = 4096
 _EMBEDDING_SUFFIXES = {"lora_embedding_A": "b", "lora_embedding_B": "a"}
 _SUFFIXES = {

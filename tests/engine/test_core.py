@@ -91,14 +91,16 @@ def test_a_request_whose_grammar_is_ready_runs_in_the_next_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "said", "status"),
     [
-        (RequestError("the grammar has no rule 'root'."), "the grammar has no rule 'root'."),
-        (ValueError("a secret path"), "structured_outputs failed: ValueError."),
+        (RequestError("the grammar has no rule 'root'."), "the grammar has no rule 'root'.", 400),
+        (ValueError("a secret path"), "structured_outputs failed: ValueError.", 500),
     ],
 )
 @pytest.mark.parametrize("fails_before", [True, False])
-def test_a_request_whose_grammar_cannot_be_compiled_is_refused(error: Exception, said: str, fails_before: bool) -> None:
+def test_a_request_whose_grammar_cannot_be_compiled_is_refused(
+    error: Exception, said: str, status: int, fails_before: bool
+) -> None:
     engine, grammars = core()
     if fails_before:
         grammars["bad"] = failed(error)
@@ -108,6 +110,7 @@ def test_a_request_whose_grammar_cannot_be_compiled_is_refused(error: Exception,
         grammars["bad"].set_exception(error)
     [output] = engine.step().outputs
     assert (output.request_id, output.finish_reason, output.error) == ("structured", "error", said)
+    assert output.error_status == status
     assert not engine.has_work
 
 

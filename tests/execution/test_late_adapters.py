@@ -18,6 +18,10 @@ from octavo.errors import RequestError
 from octavo.lora.adapter_identity import source
 from octavo.request import AdapterSource, EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
+from octavo.sequence import Sequence
+from octavo.speculative.proposer import ToBeDrafted
+from octavo.speculative.speculation import Speculation
+from octavo.stats import EngineStats
 from octavo.step_plan import AdapterLoad
 from tests.execution.late_device import LateDevice
 from tests.execution.test_runner import EOS, VOCAB, config_of, device_core, save_model
@@ -113,6 +117,23 @@ def test_aborts_and_unloads_disturb_nobody(model: Path, adapters: list[AdapterSo
     found = tokens_of(core, requests, seed, aborts=0.3)
     assert all(tokens == expected[name][: len(tokens)] for name, tokens in found.items())
     assert 0 < sum(len(found[name]) < len(expected[name]) for name in found) < len(requests)
+
+
+def test_a_draft_model_changes_no_answer_of_an_adapter(model: Path, adapters: list[AdapterSource]) -> None:
+    """What it drafts without adapters is verified with the adapter of each sequence."""
+    requests = adapted_requests(1, adapters, 7)
+    speculation, verified = Speculation(ToBeDrafted(96), 3), set[str | None]()
+    count = speculation.count
+
+    def note(seq: Sequence, draft_tokens: tuple[int, ...], num_accepted: int, stats: EngineStats) -> None:
+        verified.add(seq.adapter)
+        count(seq, draft_tokens, num_accepted, stats)
+
+    speculation.count = note  # type: ignore[method-assign]
+    config = lora_config(model, speculative_config={"model": str(model), "num_speculative_tokens": 3})
+    found = tokens_of(EngineCore(config, None, speculation), requests)
+    assert found == tokens_of(EngineCore(lora_config(model)), requests)
+    assert None in verified and len(verified) > 2
 
 
 def test_a_base_request_has_the_bits_of_a_server_without_adapters(model: Path, adapters: list[AdapterSource]) -> None:

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from octavo import LLM, SamplingParams
-from octavo.errors import RequestError
+from octavo.errors import LoadError, RequestError
+from octavo.loading.mapped_file import ReadFile
+from octavo.lora.read_gguf_adapter import read_gguf_adapter
 from octavo.lora.request import LoRARequest
 from tests.lora.random_adapters import write_random_adapter
 
@@ -46,6 +48,10 @@ def convert(folder: Path, path: Path, **changes: NDArray[np.float32]) -> None:
         writer.add_tensor(f"blk.{layer}.{ours}.weight.lora_{half.lower()}", np.ascontiguousarray(tensor))
     for name, tensor in changes.items():
         writer.add_tensor(name, tensor)
+    write(writer)
+
+
+def write(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -74,3 +80,31 @@ def test_gguf_adapters_say_what_those_of_peft_say(tmp_path: Path) -> None:
     model = LoRARequest("x", 3, llm.config.model.checkpoint.path)
     with pytest.raises(RequestError, match="is no LoRA adapter"):
         llm.generate("x", params, use_tqdm=False, lora_request=model)
+
+
+@pytest.mark.parametrize(("alpha", "scale"), [(8.0, 4.0), (0.0, 1.0), (None, 1.0)])
+def test_factors_are_scaled_as_by_llama_cpp(tmp_path: Path, alpha: float | None, scale: float) -> None:
+    """Without an alpha, and with one of 0, they are applied as they are."""
+    values = np.arange(6, dtype=np.float32)
+    writer = gguf.GGUFWriter(path := tmp_path / "adapter.gguf", "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    if alpha is not None:
+        writer.add_float32("adapter.lora.alpha", alpha)
+    writer.add_tensor("blk.0.ffn_up.weight.lora_a", values.reshape(2, 3))
+    writer.add_tensor("blk.0.ffn_up.weight.lora_b", values.reshape(3, 2))
+    write(writer)
+    [(_, found)] = read_gguf_adapter(ReadFile(str(path)), {}, 16).items()
+    assert found.a is not None and found.b is not None
+    assert np.array_equal(found.a, values.reshape(2, 3)) and np.array_equal(found.b, values.reshape(3, 2) * scale)
+
+
+def test_activated_adapters_are_refused(tmp_path: Path) -> None:
+    """They apply to the tokens from certain tokens on alone."""
+    writer = gguf.GGUFWriter(path := tmp_path / "adapter.gguf", "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_array("adapter.alora.invocation_tokens", [1, 2])
+    write(writer)
+    with pytest.raises(LoadError, match=r"activated adapter \(adapter.alora.invocation_tokens\)"):
+        read_gguf_adapter(ReadFile(str(path)), {}, 16)

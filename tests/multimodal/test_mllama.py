@@ -171,12 +171,18 @@ def told(
     ]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("more", [{}, {"enforce_eager": True}])
+@pytest.mark.parametrize(
+    ("names", "more"),
+    [
+        (["two together", "none"], {}),
+        *(pytest.param(list(PROMPTS), more, marks=pytest.mark.long) for more in ({}, {"enforce_eager": True})),
+    ],
+    ids=["few", "all", "all, call by call"],
+)
 def test_answers_are_the_cpus_on_a_device_that_is_late(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, more: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, folder: Path, names: list[str], more: dict[str, Any]
 ) -> None:
-    names, device = list(PROMPTS), LateDevice(1)
+    device = LateDevice(1)
     expected = told(folder, names, GREEDY, **more)
     monkeypatch.setattr(executor, "_open_device", lambda config, worker_group: (device, torch_ref))
     assert told(folder, names, GREEDY, has_same_bits=False, **more) == expected
