@@ -34,6 +34,7 @@ from octavo.processes import child_command
 logger = logging.getLogger(__name__)
 
 _EXIT_GRACE_S = 5.0
+_POLL_MS = 20
 _READ_S = 0.004  # of a turn of the event loop; more than streams get, so that an engine that is ahead finds no queue
 _MAX_PATH_BYTES = 98  # of the sockets' folder; a socket's path, with "/out", has at most 103 bytes (macOS)
 
@@ -110,6 +111,7 @@ class CoreClient:
         self._end_path = Path(self._folder.name, "end")
         self._sender.bind(core_input)
         self._receiver.bind(core_output)
+        self._may_send = False  # once the core's end of `_sender` is connected
         log_level = logging.getLogger("octavo").getEffectiveLevel()
         core.configure(CoreProcessArgs(config, core_input, core_output, str(self._end_path), log_level))
 
@@ -126,7 +128,7 @@ class CoreClient:
 
     async def receive(self, handle: Callable[[CoreMessage], None]) -> None:
         """Call `handle` with every message, until cancelled or until the process has ended and its last message is
-        read.
+        read. `handle` may send.
 
         Messages are handled for some milliseconds; then the event loop serves everything else that waits for it. What
         `handle` raises ends this.
@@ -147,6 +149,7 @@ class CoreClient:
             end = time.monotonic() + _READ_S
             try:
                 while not failed.done() and is_readable(self._receiver):
+                    self._wait_until_it_hears()
                     handle(self._receiver.recv())
                     if time.monotonic() >= end:
                         next_turn = loop.call_soon(read)
@@ -171,6 +174,13 @@ class CoreClient:
             self._stop_reading()
             failed.cancel()  # `read` may be waiting for its turn
             ended.cancel()
+
+    def _wait_until_it_hears(self) -> None:
+        """Return when messages reach a core that has sent one, or when it has ended. It connects both sockets before it
+        sends, but ZeroMQ's thread may accept them in either order, and what is sent too early is lost. The event loop
+        waits for it: some microseconds at most, once."""
+        while not self._may_send:
+            self._may_send = bool(self._sender.poll(_POLL_MS, zmq.POLLOUT)) or self.process.poll() is not None
 
     def end(self) -> None:
         """End the process and free its memory. Its last messages are still received."""

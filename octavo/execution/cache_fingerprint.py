@@ -55,6 +55,7 @@ def cache_fingerprint(
         "lengths": [max_model_len, cache.block_size],
         "groups": [repr(group) for group in groups],
         "block_bytes": list(block_bytes),
+        "workers": config.tensor_parallel_size,  # halves of sums are rounded otherwise than whole ones
         "pooling": repr(model.pooling),
     }
     uses_torch = model.impl == "transformers"

@@ -59,8 +59,8 @@ class Executor(Protocol):
         ...
 
     def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
-        """Return a copy of the contents of blocks, [len(blocks), block_bytes[pool]]. No step may be in flight, and
-        there is one worker, on CPUs."""
+        """Return a copy of the contents of blocks, [len(blocks), block_bytes[pool]], the parts of several workers side
+        by side. No step may be in flight. On CPUs, without pipeline stages."""
         ...
 
     def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
@@ -180,6 +180,8 @@ class MultiprocExecutor(LocalExecutor):
         except BaseException as error:
             self.worker_group.abandon(str(error))
             raise
+        self._parts = list(zip(self.worker.block_bytes, *self.worker_group.block_bytes, strict=True))  # by pool
+        self.block_bytes = [sum(of_pool) for of_pool in self._parts]
 
     def submit(self, plan: StepPlan) -> PendingStep:
         media, rows = self.worker.media, dict[bytes, NDArray[np.float32]]()
@@ -201,6 +203,16 @@ class MultiprocExecutor(LocalExecutor):
         if rows:
             self.worker.take_rows(rows)
         return super().submit(plan)
+
+    def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        parts = self.worker_group.read_blocks(pool, blocks)
+        return np.concatenate([super().read_blocks(pool, blocks), *parts], axis=1)
+
+    def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
+        ends = np.cumsum(self._parts[pool])
+        own, *parts = np.split(contents, ends[:-1], axis=1)
+        self.worker_group.write_blocks(pool, blocks, parts)
+        super().write_blocks(pool, blocks, np.ascontiguousarray(own))
 
     def prepare_adapter(self, source: AdapterSource) -> Future[int]:
         return self.worker_group.prepare_adapter(source, super().prepare_adapter(source))

@@ -16,6 +16,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 import msgspec
+import numpy as np
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.execution.executor import LocalExecutor
@@ -24,15 +25,18 @@ from octavo.execution.submitted_step import SubmittedStep
 from octavo.execution.worker_group import Follower, has_hung_up
 from octavo.execution.worker_messages import (
     AgreedSizes,
+    BlockContents,
     CannotStart,
     ForgetAdapter,
     Number,
     PictureRows,
     Plan,
     PrepareAdapter,
+    ReadBlocks,
     ReleaseCache,
     SampledTokens,
     WorkerReady,
+    WriteBlocks,
 )
 from octavo.logs import configure_logging
 from octavo.processes import follow_parent
@@ -69,7 +73,7 @@ def _run(leader: Connection, args: FollowerArgs) -> None:
     except OctavoError as e:
         worker_group.tell(CannotStart(str(e), isinstance(e, ConfigError)))
         return
-    worker_group.tell(WorkerReady())
+    worker_group.tell(WorkerReady(list(executor.block_bytes)))
     gc.freeze()
     steps: deque[SubmittedStep] = deque()  # whose tokens are not known yet
     while True:
@@ -90,6 +94,11 @@ def _run(leader: Connection, args: FollowerArgs) -> None:
                 executor.forget_adapter(identity)
             case ReleaseCache():
                 executor.release_cache()
+            case ReadBlocks(pool, blocks):
+                worker_group.tell(BlockContents(executor.read_blocks(pool, blocks).tobytes()))
+            case WriteBlocks(pool, blocks, contents):
+                parts = np.frombuffer(contents, np.uint8).reshape(len(blocks), -1)
+                executor.write_blocks(pool, blocks, parts)
             case Number() | AgreedSizes() as other:
                 raise AssertionError(f"nobody has asked for {other}")
 

@@ -17,7 +17,8 @@ import socket
 import subprocess
 import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -34,6 +35,7 @@ from octavo.execution.stage_links import HUNG_UP, NO_LINKS, WorkerRank
 from octavo.execution.worker_messages import (
     AdapterRead,
     AgreedSizes,
+    BlockContents,
     CannotStart,
     ForgetAdapter,
     MemoryOffer,
@@ -42,12 +44,14 @@ from octavo.execution.worker_messages import (
     PictureRows,
     Plan,
     PrepareAdapter,
+    ReadBlocks,
     ReleaseCache,
     SampledTokens,
     Sizes,
     ToFollower,
     ToLeader,
     WorkerReady,
+    WriteBlocks,
     decode_to_follower,
     decode_to_leader,
     encode,
@@ -143,9 +147,8 @@ class Leader(WorkerGroup):
         self.links = host.ends(self.worker_rank).open(self.connections)
         host.let_go(self.worker_rank)
         self._listener = ThreadPoolExecutor(1, "others' adapters")  # for the followers' answers
-        self._early_answers: dict[
-            int, dict[str, AdapterRead]
-        ] = {}  # by worker and adapter: answers that no one waits for yet
+        self._inboxes = [_Inbox(*one) for one in zip(self._worker_ranks, self._followers, strict=True)]
+        self.block_bytes: list[list[int]] = []  # by follower and pool, once they are ready
         # Also when the group is garbage-collected.
         self.close = weakref.finalize(
             self, _end, collectives.leave_group, self._followers, host.processes, self.memory, self._group
@@ -186,7 +189,7 @@ class Leader(WorkerGroup):
 
     def wait_until_ready(self) -> None:
         """Return when all followers are ready. Raises the error of one that could not start."""
-        self._hear_all(WorkerReady)
+        self.block_bytes = [message.block_bytes for message in self._hear_all(WorkerReady)]
         if self._group is not None:
             self._group.be_ready()
 
@@ -232,25 +235,22 @@ class Leader(WorkerGroup):
 
     def _all_read(self, identity: str, own: Future[int]) -> int:
         """Wait for each answer, even if this worker's read failed: later answers belong to a later request."""
-        answers = [self._answer(identity, *one) for one in zip(self._worker_ranks, self._followers, strict=True)]
+        answers = [inbox.wait_for_adapter(identity) for inbox in self._inboxes]
         num_pages = own.result()
         for answer in answers:
             if answer.error is not None:
                 raise (RequestError(answer.error, param="model") if answer.is_of_request else LoadError(answer.error))
         return max(num_pages, *(answer.num_pages for answer in answers))
 
-    def _answer(self, identity: str, worker_rank: WorkerRank, follower: Connection) -> AdapterRead:
-        early = self._early_answers.setdefault(worker_rank.number, {})
-        while identity not in early:
-            try:
-                while not follower.poll(_CLOSED_CHECK_S):  # raises once the group is closed
-                    pass
-                answer = decode_to_leader(follower.recv_bytes())
-            except (EOFError, OSError):
-                raise LoadError(f"{worker_rank} has ended.") from None
-            assert isinstance(answer, AdapterRead)
-            early[answer.identity] = answer
-        return early.pop(identity)
+    def read_blocks(self, pool: int, blocks: Sequence[int]) -> list[NDArray[np.uint8]]:
+        """Return each follower's part of blocks, [len(blocks), bytes of its part]."""
+        self._tell(ReadBlocks(pool, list(blocks)))
+        return [np.frombuffer(inbox.next_contents(), np.uint8).reshape(len(blocks), -1) for inbox in self._inboxes]
+
+    def write_blocks(self, pool: int, blocks: Sequence[int], parts: Sequence[NDArray[np.uint8]]) -> None:
+        """Overwrite each follower's part of blocks, [len(blocks), bytes of its part]."""
+        for part, worker_rank, follower in zip(parts, self._worker_ranks, self._followers, strict=True):
+            self._tell_one(worker_rank, follower, encode(WriteBlocks(pool, list(blocks), part.tobytes())))
 
     def forget_adapter(self, identity: str) -> None:
         self._tell(ForgetAdapter(identity))
@@ -287,10 +287,55 @@ class Leader(WorkerGroup):
     def _tell(self, message: ToFollower) -> None:
         data = encode(message)
         for worker_rank, follower in zip(self._worker_ranks, self._followers, strict=True):
-            try:
-                follower.send_bytes(data)
-            except OSError:
-                raise RuntimeError(f"{worker_rank} has ended.") from None
+            self._tell_one(worker_rank, follower, data)
+
+    def _tell_one(self, worker_rank: WorkerRank, follower: Connection, data: bytes) -> None:
+        try:
+            follower.send_bytes(data)
+        except OSError:
+            raise RuntimeError(f"{worker_rank} has ended.") from None
+
+
+class _Inbox:
+    """What a follower answers once it is ready. One thread waits for adapters, another for blocks, and either takes in
+    what the other waits for."""
+
+    def __init__(self, worker_rank: WorkerRank, follower: Connection) -> None:
+        self._worker_rank, self._follower = worker_rank, follower
+        self._adapters: dict[str, AdapterRead] = {}  # by identity
+        self._contents: deque[bytes] = deque()
+        self._lock = threading.Lock()  # for the next message
+
+    def wait_for_adapter(self, identity: str) -> AdapterRead:
+        """Raises `LoadError` if the worker ends."""
+        try:
+            while identity not in self._adapters:
+                if self._follower.poll(_CLOSED_CHECK_S):  # raises once the group is closed
+                    with self._lock:
+                        if self._follower.poll(0):
+                            self._take_in()
+        except (EOFError, OSError):
+            raise LoadError(f"{self._worker_rank} has ended.") from None
+        return self._adapters.pop(identity)
+
+    def next_contents(self) -> bytes:
+        """Raises `RuntimeError` if the worker ends."""
+        try:
+            with self._lock:
+                while not self._contents:
+                    self._take_in()
+                return self._contents.popleft()
+        except (EOFError, OSError):
+            raise RuntimeError(f"{self._worker_rank} has ended.") from None
+
+    def _take_in(self) -> None:
+        match decode_to_leader(self._follower.recv_bytes()):
+            case AdapterRead() as answer:
+                self._adapters[answer.identity] = answer
+            case BlockContents(contents):
+                self._contents.append(contents)
+            case other:
+                raise AssertionError(f"{self._worker_rank} says {other}")
 
 
 class Follower(WorkerGroup):
@@ -301,7 +346,7 @@ class Follower(WorkerGroup):
     def __init__(self, leader: Connection, orders: FollowerArgs) -> None:
         self.worker_rank, self.memory, self.memory_bytes = orders.worker_rank, orders.memory, orders.memory_bytes
         self._leader = leader
-        self._answering = threading.Lock()  # adapters are read by several threads
+        self._answering = threading.Lock()  # threads that read adapters answer too
         self.links = orders.ends.open(self.connections)
 
     @property
@@ -323,7 +368,9 @@ class Follower(WorkerGroup):
         return message
 
     def tell(self, message: ToLeader) -> None:
-        self._leader.send_bytes(encode(message))
+        data = encode(message)
+        with self._answering:
+            self._leader.send_bytes(data)
 
     def tell_read(self, identity: str, read: Future[int]) -> None:
         """Answer `PrepareAdapter`, in the thread that has read the adapter."""
@@ -336,7 +383,7 @@ class Follower(WorkerGroup):
             logger.error("an adapter could not be read", exc_info=error)
             answer = AdapterRead(identity, 0, type(error).__name__, is_of_request=False)
         # If the first worker has ended, the main thread notices.
-        with contextlib.suppress(OSError), self._answering:
+        with contextlib.suppress(OSError):
             self.tell(answer)
 
     def largest(self, own: int) -> int:

@@ -87,12 +87,29 @@ class ReleaseCache(msgspec.Struct, tag="release_cache"):
     """Give the cache's memory back to the system."""
 
 
+class ReadBlocks(msgspec.Struct, tag="read_blocks"):
+    """Read blocks of the cache; answered by `BlockContents`."""
+
+    pool: int
+    blocks: list[int]
+
+
+class WriteBlocks(msgspec.Struct, tag="write_blocks"):
+    """Overwrite blocks of the cache."""
+
+    pool: int
+    blocks: list[int]
+    contents: bytes  # uint8 [len(blocks), bytes of the worker's part of a block]
+
+
 class MemoryOffer(msgspec.Struct, tag="offer"):
     offer: Offer
 
 
 class WorkerReady(msgspec.Struct, tag="ready"):
     """The worker takes plans."""
+
+    block_bytes: list[int]  # of its part of a block of the cache, by pool
 
 
 class CannotStart(msgspec.Struct, tag="cannot_start"):
@@ -111,8 +128,17 @@ class AdapterRead(msgspec.Struct, tag="adapter_read"):
     is_of_request: bool = True
 
 
-ToFollower = Number | AgreedSizes | Plan | SampledTokens | PictureRows | PrepareAdapter | ForgetAdapter | ReleaseCache
-ToLeader = Number | MemoryOffer | WorkerReady | CannotStart | AdapterRead
+class BlockContents(msgspec.Struct, tag="contents"):
+    """The worker's part of blocks of the cache."""
+
+    contents: bytes  # uint8 [number of blocks, bytes of the worker's part of a block]
+
+
+ToFollower = (
+    Number | AgreedSizes | Plan | SampledTokens | PictureRows | PrepareAdapter | ForgetAdapter | ReleaseCache
+    | ReadBlocks | WriteBlocks
+)  # fmt: skip
+ToLeader = Number | MemoryOffer | WorkerReady | CannotStart | AdapterRead | BlockContents
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_follower = msgspec.msgpack.Decoder(ToFollower).decode

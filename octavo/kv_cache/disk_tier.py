@@ -174,7 +174,8 @@ class DiskTier:
         self._write_s = 0.0  # the writer's processor time for a block, lately
         self._last_error = ""
         self._stats = EngineStats()
-        threading.Thread(target=self._write, name="block-writer", daemon=True).start()
+        self._writer = threading.Thread(target=self._write, name="block-writer", daemon=True)
+        self._writer.start()
         self.sessions = CacheSessions(self, cache, min(memory.block_bytes))
 
     def take_stats(self, stats: EngineStats) -> None:
@@ -218,21 +219,23 @@ class DiskTier:
                 lambda: not (self.unsaved or self._queue or self._is_writing) or self._is_closed, timeout_s
             )
 
-    def save_all(self) -> None:
-        """Save what is unsaved, and wait until it is written; not for ever."""
+    def save_all(self) -> bool:
+        """Save what is unsaved, and wait until it is written; not for ever. Returns whether all is written."""
         end = time.monotonic() + _SAVING_S
         while time.monotonic() < end and self.save_while_idle():
             pass
-        self.wait_until_saved(max(0.0, end - time.monotonic()))
+        return self.wait_until_saved(max(0.0, end - time.monotonic()))
 
     def close(self) -> None:
         """Save what is unsaved, and end the threads. The second call does nothing."""
         if self._is_closed:
             return
-        self.save_all()
+        is_saved = self.save_all()
         with self._lock:
             self._is_closed = True
             self._lock.notify_all()
+        if is_saved:
+            self._writer.join()  # it holds the workers; a disk that hangs holds the writer
         for _ in range(_NUM_READERS):
             self._to_read.put(None)
         self._to_look.put(None)
@@ -565,3 +568,4 @@ def _do_jobs(jobs: _Jobs) -> None:
             except Exception as e:
                 logger.exception("the cache on disk could not be read")
                 future.set_exception(e)
+        del job, future, work  # it waits for the next one, and must keep no engine until then

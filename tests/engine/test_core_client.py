@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -66,6 +67,53 @@ def test_a_core_that_hangs_before_it_has_a_configuration_does_not_keep_its_paren
     core.close()
     assert core.process.returncode == -signal.SIGKILL
     core.close()
+
+
+CONNECTS_LATE = """
+import sys, time
+import msgspec, zmq
+args = msgspec.json.decode(sys.stdin.buffer.readline())
+context = zmq.Context()
+receiver, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+sender.connect(args["output_address"])
+sender.send(b"ready")
+time.sleep(0.2)  # in which ZeroMQ's thread of the parent accepts one connection and not yet the other
+receiver.connect(args["input_address"])
+sender.send(receiver.recv())
+sys.stdin.buffer.read()
+"""
+
+
+def test_what_answers_a_cores_first_message_reaches_it(stub_config: EngineConfig) -> None:
+    client, heard = CoreClient(stub_config, _process_of(CONNECTS_LATE)), list[bytes]()
+
+    async def answer() -> None:
+        answered = asyncio.get_running_loop().create_future()
+
+        def handle(data: bytes) -> None:
+            heard.append(data)
+            if data == b"ready":
+                client.send_data(b"request")
+            else:
+                answered.set_result(None)
+
+        reading = asyncio.create_task(client.receive_data(handle))
+        await asyncio.wait((answered, reading), return_when=asyncio.FIRST_COMPLETED)
+        client.end()
+        await reading
+
+    try:
+        asyncio.run(answer())
+    finally:
+        client.close()
+    assert heard == [b"ready", b"request"]
+
+
+def _process_of(code: str) -> CoreProcess:
+    """Return a core that runs `code`."""
+    core = CoreProcess.__new__(CoreProcess)
+    core.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    return core
 
 
 def test_a_client_that_nobody_has_closed_can_be_collected(stub_config: EngineConfig) -> None:

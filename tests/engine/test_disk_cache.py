@@ -115,6 +115,21 @@ def test_a_block_from_disk_has_the_bits_of_a_computed_one(case: str, model: Any)
     assert all(read[name] == computed[name] for name in read.keys() & computed.keys())
 
 
+@pytest.mark.long
+def test_a_block_has_the_parts_of_all_workers(model: Any) -> None:
+    first = model("qwen3", tensor_parallel_size=2)
+    expected, computed = answers(first, PROMPTS), blocks(first)
+    first.close()
+    second = model("qwen3", tensor_parallel_size=2)
+    assert answers(second, PROMPTS) == expected
+    assert second.llm_engine.metrics.totals["num_disk_hits"] >= 64
+    read = blocks(second)
+    second.close()
+    assert read == computed and len(read) >= 8
+    alone = model("qwen3")
+    assert num_found(alone) == 0, "its sums are rounded otherwise"
+
+
 def test_forks_beams_and_salts_read_what_is_theirs(model: Any) -> None:
     sampled = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=10, ignore_eos=True, logprobs=3)
     beams = SamplingParams(n=3, use_beam_search=True, temperature=0, max_tokens=10, ignore_eos=True)
@@ -182,7 +197,7 @@ def test_evicted_blocks_come_back(model: Any) -> None:
         ({"kv_cache_disk_gib": 0.0}, "--kv-cache-disk-gib must be above 0"),
         ({"kv_cache_disk": None, "kv_cache_disk_gib": 1.0}, "--kv-cache-disk-gib is the size of the folder"),
         ({"kv_cache_disk": ""}, "--kv-cache-disk is empty; name a folder"),
-        ({"tensor_parallel_size": 2}, r"--kv-cache-disk is not built yet with several workers \(-tp, -pp\)"),
+        ({"pipeline_parallel_size": 2}, r"--kv-cache-disk is not built yet with pipeline stages \(-pp\)"),
         ({"enable_prefix_caching": False}, "keeps the blocks of the prefix cache, which is off"),
         ({"kv_cache_disk": "/dev/null/disk"}, "--kv-cache-disk /dev/null/disk: Not a directory; name a folder"),
     ],
