@@ -55,7 +55,7 @@ from octavo.sampling.sampler import SampledTokens, sample_tokens, write_settings
 from octavo.sampling.sampling_table import Samples, SamplingBatch, SamplingTable
 from octavo.speculative.synthetic import SyntheticAcceptance
 from octavo.step_plan import StepPlan, StepResult
-from octavo.structured_output.masks import GrammarCompiler
+from octavo.structured_output.grammar_matching import GrammarCompiler
 
 if TYPE_CHECKING:
     from octavo.execution.adapter_store import AdapterStore

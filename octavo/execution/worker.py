@@ -46,7 +46,7 @@ from octavo.request import MediaInput
 from octavo.speculative.synthetic import SyntheticAcceptance
 from octavo.speculative_config import HEAD_METHODS
 from octavo.step_plan import StepPlan
-from octavo.structured_output.masks import GrammarCompiler
+from octavo.structured_output.grammar_matching import GrammarCompiler
 
 if TYPE_CHECKING:
     from octavo.execution.adapter_store import AdapterStore

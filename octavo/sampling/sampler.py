@@ -22,7 +22,7 @@ from octavo.sampling.processors import process_logits
 from octavo.sampling.random import uniform
 from octavo.sampling.sampling_table import SamplingBatch
 from octavo.sampling.timestamp_rules import follow_rules
-from octavo.structured_output.masks import TokenMask
+from octavo.structured_output.grammar_matching import TokenMask
 
 NOTHING_TO_CHOOSE = (
     "no token could be chosen: allowed_token_ids, bad_words, min_tokens, structured_outputs and logits_processors "

@@ -19,7 +19,7 @@ from octavo.sampling.beam_scores import Beams
 from octavo.sampling.draft_verification import count_valid_tokens
 from octavo.sampling_params import LogitsProcessor, SamplingParams
 from octavo.step_plan import Admission
-from octavo.structured_output.masks import GrammarCompiler, GrammarTable, TokenMask
+from octavo.structured_output.grammar_matching import GrammarCompiler, GrammarTable, TokenMask
 
 # The settings that every request has, each an array.
 _SETTINGS: dict[str, type[np.generic]] = {

@@ -1,7 +1,7 @@
 """What an answer must be, as a grammar in llguidance's own form: JSON text that names Lark grammars and JSON schemas.
 
 The front end makes and checks it before a request is queued; it crosses the wire as text, and
-`octavo.structured_output.masks` has it followed. llguidance itself looks at it in a process of its own
+`octavo.structured_output.grammar_matching` has it followed. llguidance itself looks at it in a process of its own
 (`trial`).
 """
 

@@ -32,7 +32,7 @@ TIME_LIMIT_S = 10
 _PATIENCE = 6  # times as long by the clock, on a machine that gives the process no time
 _SLOW_S = 0.1  # of processor time: from then on a trial gives way to others
 _MAX_SLOW = 4  # slow trials at once; another one ends
-# Where the model runs there must be more stack than here (see `masks`), so that what passes never overflows it.
+# Where the model runs there must be more stack than here (`grammar_matching`), so that what passes never overflows it.
 STACK_BYTES = 4 << 20
 _MEMORY_BYTES = 4 << 30  # of addresses; the largest of our tests takes 0.3 GB
 # In Lark: strings and regular expressions, which are kept, and special tokens.

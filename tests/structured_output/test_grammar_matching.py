@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from octavo.sampling.sampling_table import Samples, SamplingTable
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 from octavo.step_plan import Admission
-from octavo.structured_output import masks
-from octavo.structured_output.masks import GrammarCompiler, GrammarTable
+from octavo.structured_output import grammar_matching
+from octavo.structured_output.grammar_matching import GrammarCompiler, GrammarTable
 from tests.structured_output.grammars import make_grammar
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
@@ -71,7 +71,7 @@ class Request:
 @pytest.fixture(params=[byte_level, sentencepiece])
 def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     tokenizer = request.param()
-    monkeypatch.setattr(masks, "read_tokenizer_json", lambda checkpoint: tokenizer.to_str())
+    monkeypatch.setattr(grammar_matching, "read_tokenizer_json", lambda checkpoint: tokenizer.to_str())
     made = Compiler(SimpleNamespace(), tokenizer.get_vocab_size())  # type: ignore[arg-type]
     made.tokenizer = tokenizer
     return made
@@ -147,7 +147,7 @@ def test_special_tokens_that_a_grammar_names_are_tokens(compiler: Compiler) -> N
 
 
 def test_a_grammar_is_kept_as_long_as_a_request_has_it(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "_NUM_IDLE", 2)
+    monkeypatch.setattr(grammar_matching, "_NUM_IDLE", 2)
     requests = [Request() for _ in range(6)]
     grammars = [make_grammar(StructuredOutputsParams(choice=[f"text {i}"])) for i in range(6)]
     for grammar, request in zip(grammars, requests, strict=True):
@@ -177,7 +177,7 @@ def test_a_grammar_that_another_thread_drops_is_compiled_again(
     compiler.prepare(grammar, [EOS], compiler).result()
     compiler.prepare(grammar, [EOS], compiler).result()
     assert compiler.matcher(grammar) and compiler.matcher(grammar)
-    monkeypatch.setattr(masks, "_NUM_IDLE", 0)
+    monkeypatch.setattr(grammar_matching, "_NUM_IDLE", 0)
     other = make_grammar(StructuredOutputsParams(choice=["b"]))
     assert compiler.matcher(other), "though it is dropped at once: no request has it"
 
@@ -214,7 +214,7 @@ def test_a_lexer_that_one_request_has_worn_out_serves_no_other(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """llguidance bounds the states of a lexer, which copies of a compiled grammar share."""
-    monkeypatch.setattr(masks, "limits", lambda: LLParserLimits(max_lexer_states=1000))
+    monkeypatch.setattr(grammar_matching, "limits", lambda: LLParserLimits(max_lexer_states=1000))
     grammar = make_grammar(StructuredOutputsParams(regex="[ab]*a[ab]{40}|[ab]{0,12}"))
     compiler.prepare(grammar, [EOS], compiler).result()
     table = GrammarTable(compiler, 2)
