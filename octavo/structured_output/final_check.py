@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import msgspec
 
+# Grammars allow it in names only: texts have no escapes of printable characters.
+_ESCAPED = re.compile(r"\\u(?!00[01]|007[fF])")
 MISMATCH = "schema_mismatch"  # the `stop_reason` of an answer that the check finds wrong
 
 
@@ -21,14 +24,19 @@ class FinalCheck(msgspec.Struct, frozen=True, array_like=True):
     start: str = ""  # what stands around the content
     end: str = ""
     calls: tuple[str, ...] = ()  # what begins like this calls functions instead
+    reasoning_start: str = ""  # without it at its beginning an answer has no reasoning, whatever is in it
+    # The grammar holds everything but names of properties that are written with escapes: it takes them for others.
+    is_of_names: bool = False
 
     def problem(self, text: str) -> str | None:
         """Why the answer `text` does not satisfy the schema, or None if it does."""
         from octavo.structured_output.schema_validation import Validator
 
-        if self.after is not None and self.after in text:
+        if self.after is not None and self.after in text and text.lstrip().startswith(self.reasoning_start):
             text = text[text.index(self.after) + len(self.after) :]
         if "".join(text.split()).startswith(tuple("".join(head.split()) for head in self.calls)):
+            return None
+        if self.is_of_names and _ESCAPED.search(text) is None:
             return None
         text = text.strip().removeprefix(self.start.strip()).removesuffix(self.end.strip())
         return Validator(json.loads(self.schema)).check_text(text)

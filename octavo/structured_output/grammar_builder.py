@@ -206,7 +206,8 @@ def make_checked_grammar(wanted: WantedGrammar, *, closes_objects: bool = False)
         problem = "" if is_simple and maker.is_certain else _problem(grammar, field, is_simple=is_simple)
         if not problem:
             check = None
-            if isinstance(content, StructuredOutputsParams) and content.json is not None and maker.unheld:
+            is_checked = bool(maker.unheld) or maker.has_open_objects
+            if isinstance(content, StructuredOutputsParams) and content.json is not None and is_checked:
                 check = _final_check(content, reasoning, field, maker.unheld, calls)
             return MadeGrammar(grammar, check)
         if not maker.has_schemas:
@@ -221,7 +222,7 @@ def _final_check(
     unheld: Collection[str],
     calls: ToolCalls | None,
 ) -> FinalCheck:
-    if content.final_check == "refuse":
+    if unheld and content.final_check == "refuse":
         raise RequestError(
             f"{field} has {', '.join(sorted(unheld))}, which a grammar cannot hold an answer to; with final_check "
             '"report" or "error" the answer is checked when it has ended.',
@@ -229,9 +230,13 @@ def _final_check(
         )
     schema = content.json if isinstance(content.json, str) else json.dumps(content.json)
     heads = () if calls is None else tuple(calls.heads.values())
+    check = FinalCheck(schema, content.final_check, calls=heads, is_of_names=not unheld)
     if reasoning is None:
-        return FinalCheck(schema, content.final_check, calls=heads)
-    return FinalCheck(schema, content.final_check, reasoning.end, reasoning.answer_start, reasoning.answer_end, heads)
+        return check
+    start = reasoning.start if reasoning.is_optional and reasoning.start is not None else ""
+    return msgspec.structs.replace(
+        check, after=reasoning.end, reasoning_start=start, start=reasoning.answer_start, end=reasoning.answer_end
+    )
 
 
 class _Maker:
@@ -239,6 +244,7 @@ class _Maker:
 
     def __init__(self, special_tokens: Mapping[str, int], closes_objects: bool, tries_each: bool) -> None:
         self.unheld = set[str]()  # keywords of schemas that the grammar does not hold answers to
+        self.has_open_objects = False  # in which a name may be written with escapes
         self.is_simple = True  # llguidance's work on it is bounded by its size
         self.is_certain = True  # and it refuses none such
         self.has_schemas = False
@@ -344,6 +350,7 @@ class _Maker:
             if not levels or problem.startswith("Unsatisfiable"):
                 raise RequestError(f"{field} cannot be followed: {problem}", param=field)
         self.unheld |= lowered.unheld
+        self.has_open_objects |= lowered.has_open_objects
         self.is_simple &= lowered.is_simple and wanted.whitespace_pattern is None
         self.is_certain &= lowered.is_certain
         return grammar

@@ -10,7 +10,8 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any
 
-from octavo.structured_output.schema_keywords import TYPES, Document, Schema, children
+from octavo.structured_output.schema_formats import format_keywords
+from octavo.structured_output.schema_keywords import TYPES, Document, Schema, children, size_of
 from octavo.structured_output.schema_validation import Validator, bounds_of, is_type, same, types_in
 
 _BUDGET = 20_000  # schemas looked at
@@ -18,12 +19,12 @@ _MAX_DEPTH = 4
 _MAX_NUMBERS = 4  # that a number is not to be
 _ANNOTATIONS = frozenset(
     ("$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description", "example",
-     "examples", "format", "id", "readOnly", "title", "writeOnly")
+     "examples", "id", "readOnly", "title", "writeOnly")
 )  # fmt: skip
 _OF_NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 _WITH_OPPOSITES = _ANNOTATIONS | _OF_NUMBERS | {
-    "type", "enum", "const", "required", "properties", "anyOf", "oneOf", "allOf", "not", "minLength", "maxLength",
-    "minItems", "maxItems",
+    "type", "enum", "const", "format", "required", "properties", "anyOf", "oneOf", "allOf", "not", "minLength",
+    "maxLength", "minItems", "maxItems",
 }  # fmt: skip
 _CLASSES = [  # of values: integers are numbers that are whole
     name for name in TYPES if name != "integer"
@@ -58,8 +59,8 @@ class Logic:
                 yield one
                 stack.extend(child for _, _, child in children(one))
 
-    def satisfies(self, schema: Schema, base: str, value: Any) -> bool:
-        return self.validator.satisfies(schema, base, value)
+    def satisfies(self, schema: Schema, base: str, value: Any, *, asserts_formats: bool = False) -> bool:
+        return self.validator.satisfies(schema, base, value, asserts_formats=asserts_formats)
 
     def resolved(self, schema: Schema, base: str) -> tuple[Schema, str]:
         """A schema, or what it points at if it only does that."""
@@ -96,7 +97,9 @@ class Logic:
             values = _listed(one)
             if values is not None:
                 self._budget -= len(values)
-                return self._budget >= 0 and not any(self.satisfies(other, other_base, value) for value in values)
+                return self._budget >= 0 and not any(
+                    self.satisfies(other, other_base, value, asserts_formats=True) for value in values
+                )
             for keyword in ("anyOf", "oneOf"):
                 if isinstance(parts := one.get(keyword), list) and all(
                     self._have_none_in_common(part, other, base, other_base, depth + 1, types) for part in parts
@@ -152,7 +155,7 @@ class Logic:
         if not isinstance(schema, dict) or its_base != base:
             return None
         parts = list[Schema]()
-        if not schema.keys() <= _WITH_OPPOSITES:
+        if not schema.keys() <= _WITH_OPPOSITES or format_keywords(schema.get("format")) is not None:
             return None
         values = _listed(schema)
         if values is not None:
@@ -167,7 +170,7 @@ class Logic:
             ("minLength", "string", "maxLength"), ("maxLength", "string", "minLength"),
             ("minItems", "array", "maxItems"), ("maxItems", "array", "minItems"),
         ):  # fmt: skip
-            if isinstance(bound := schema.get(keyword), int):
+            if (bound := size_of(keyword, schema)) is not None:
                 bound += -1 if keyword.startswith("min") else 1
                 parts.append({"type": kind, other: bound} if bound >= 0 else False)
         for keyword, other in (

@@ -9,13 +9,14 @@ written once, and what is written more than once (`if`, `not`) has a budget.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
-from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
 from octavo.structured_output.pattern_cost import is_tame, length_is_costly, patterns_meet
 from octavo.structured_output.schema_alternatives import AlternativesWriter
+from octavo.structured_output.schema_formats import format_keywords
 from octavo.structured_output.schema_keywords import (
     IN_PLACE,
     SILENT,
@@ -28,22 +29,14 @@ from octavo.structured_output.schema_keywords import (
     size_of,
     text_of,
 )
-from octavo.structured_output.schema_numbers import integer_ranges, number_ranges
+from octavo.structured_output.schema_numbers import divisors, integer_ranges, is_exact, number_ranges
 from octavo.structured_output.schema_objects import ObjectWriter
 from octavo.structured_output.schema_patterns import read_pattern
 from octavo.structured_output.schema_references import check_cycles, prune_empty, refs_in
-from octavo.structured_output.schema_validation import array_parts, bounds_of, types_in
+from octavo.structured_output.schema_validation import array_parts, bounds_of, is_type, types_in
 
-# What llguidance has an expression for, and what is one here (RFC 3986, RFC 6901). Others say something to readers, as
-# the specification has it.
-_FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
-_WRITTEN_FORMATS = {
-    "json-pointer": "^(/([^/~]|~[01])*)*$",
-    "relative-json-pointer": "^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$",
-    "uri-reference": r"^([!$&-;=?-\[\]_a-z~]|%[0-9A-Fa-f]{2})*(#([!$&-;=?-Z_a-z~]|%[0-9A-Fa-f]{2})*)?$",
-}
+_MAX_LENGTH = 1 << 31  # which no answer has
 _MAX_TRIED = 40  # texts with patterns or formats, each of which takes llguidance about a millisecond
-_MAX_DIVISOR = 250  # llguidance takes 20 µs for each unit of it
 # Simple schemas take llguidance milliseconds, whatever is in them: the trial in a process of its own is for the others.
 _MAX_SIMPLE_NODES = 400
 _MAX_SIMPLE_DEFINITIONS = 50
@@ -53,6 +46,7 @@ _MAX_SIMPLE_DEFINITIONS = 50
 class Lowered:
     schema: dict[str, Any]
     unheld: frozenset[str]  # keywords that the grammar does not hold answers to, or not fully
+    has_open_objects: bool  # with named properties: a name written with escapes passes for another
     is_simple: bool  # whether llguidance's work on it is bounded by its size
     is_certain: bool  # and nothing in it could make llguidance refuse it
 
@@ -84,7 +78,7 @@ def lower(
         and not (writer.has_patterns and writer.has_merges and writer.patterns_meet())
     )
     is_certain = is_simple and not (writer.has_merges or writer.may_be_empty)
-    return Lowered(whole, frozenset(writer.unheld), is_simple, is_certain)
+    return Lowered(whole, frozenset(writer.unheld), writer.has_open_objects, is_simple, is_certain)
 
 
 @lru_cache(maxsize=1024)
@@ -220,7 +214,14 @@ class _Writer(ObjectWriter, AlternativesWriter):
             rest = {keyword: one for keyword, one in schema.items() if keyword != "enum"}
             values = [one for one in values if self._logic.satisfies(rest, base, one)]
         self.may_be_empty |= not values
-        return {"enum": values} if values else False
+        if not values:
+            return False
+        if not (inexact := [one for one in values if not is_exact(one)]):
+            return {"enum": values}
+        self.unheld.add("enum" if "enum" in schema else "const")
+        types = list({next(name for name in TYPES if is_type(one, name)): None for one in inexact})
+        listed = [one for one in values if is_exact(one)]
+        return {"anyOf": [{"enum": listed}, {"type": types}]} if listed else {"type": types}
 
     def _types(self, schema: dict[str, Any]) -> list[str] | None:
         types = types_in(schema)
@@ -230,37 +231,41 @@ class _Writer(ObjectWriter, AlternativesWriter):
         return types
 
     def _number(self, schema: dict[str, Any], types: list[str] | None, out: dict[str, Any], both: list[Schema]) -> None:
-        divisor = schema.get("multipleOf")
+        divisor, is_integer = schema.get("multipleOf"), _are_integers(types)
         if divisor is not None:
-            if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not divisor > 0:
+            if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not 0 < divisor < math.inf:
                 raise SchemaError(f"multipleOf is a number above 0, not {shown(divisor)}")
-            written = Decimal(repr(divisor)).normalize()
-            if int("".join(map(str, written.as_tuple().digits))) > _MAX_DIVISOR or abs(written.adjusted()) > 8:
-                self.unheld.add("multipleOf")
-            else:
-                out["multipleOf"] = divisor
+            if found := divisors(divisor):
+                ways = [{"multipleOf": one} for one in (found[:1] if is_integer else found)]
+                self._one_of_numbers(ways, types, out, both)
                 self.may_be_empty = True
+            else:
+                self.unheld.add("multipleOf")
         bounds = bounds_of(schema)
         if not bounds:
             return
-        is_integer = types is not None and "integer" in types and "number" not in types
         low = [(bound, is_out) for name, bound, is_out in bounds if name == "minimum"]
         high = [(bound, is_out) for name, bound, is_out in bounds if name == "maximum"]
         find = integer_ranges if is_integer else number_ranges
-        ranges = find(low, high, self.unheld)
-        kind = "integer" if is_integer else "number"
+        self._one_of_numbers(find(low, high, self.unheld), types, out, both)
+
+    def _one_of_numbers(
+        self, ways: list[dict[str, Any]], types: list[str] | None, out: dict[str, Any], both: list[Schema]
+    ) -> None:
+        """Numbers satisfy one of `ways`."""
+        if len(ways) == 1:
+            out.update(ways[0])
+            return
         others = [name for name in TYPES if name not in ("integer", "number") and (types is None or name in types)]
-        if ranges == []:
-            rest = {"type": others} if others else False
-            both.append(rest)
-        elif len(ranges) == 1:
-            out.update(ranges[0])
-        else:
-            whole: list[Schema] = [{"type": kind, **one} for one in ranges]
-            both.append({"anyOf": [*whole, {"type": others}] if others else whole})
+        kind = "integer" if _are_integers(types) else "number"
+        whole: list[Schema] = [{"type": kind, **one} for one in ways]
+        whole += [{"type": others}] if others else []
+        both.append({"anyOf": whole} if len(whole) > 1 else whole[0] if whole else False)
 
     def _string(self, schema: dict[str, Any], out: dict[str, Any]) -> None:
         least, most = size_of("minLength", schema), size_of("maxLength", schema)
+        if most is not None and most >= _MAX_LENGTH:
+            most = None
         if least:
             out["minLength"] = least
         if most is not None:
@@ -279,9 +284,8 @@ class _Writer(ObjectWriter, AlternativesWriter):
                     del out["maxLength"]
                 self.has_patterns = self.may_be_empty = True
                 self.is_costly |= len(pattern.text) > 500
-        if (form := schema.get("format")) in _FORMATS | _WRITTEN_FORMATS.keys() and not self._is_coarse:
+        if (said := format_keywords(schema.get("format"))) is not None and not self._is_coarse:
             beside = {name: out[name] for name in ("pattern", "minLength", "maxLength") if name in out}
-            said = {"format": form} if form in _FORMATS else {"pattern": _WRITTEN_FORMATS[form]}
             # A format alone forbids nothing: it is left out where no text has it and what else is said.
             if not beside or (not said.keys() & beside and self._some_text_has(**beside, **said)):
                 out.update(said)
@@ -329,6 +333,10 @@ class _Writer(ObjectWriter, AlternativesWriter):
     def patterns_meet(self) -> bool:
         """Whether two regular expressions may be applied to one value, whose product llguidance looks at."""
         return any(patterns_meet(one)[1] for one in self.definitions.values())
+
+
+def _are_integers(types: list[str] | None) -> bool:
+    return types is not None and "integer" in types and "number" not in types
 
 
 # Keywords of an object that is described in one place.

@@ -6,7 +6,8 @@ import math
 from decimal import Decimal
 from typing import Any
 
-_MAX_INTEGER = 10**17  # llguidance fails from 10**18 on
+_MAX_INTEGER = 2**53  # llguidance reads numbers as floats
+_MAX_DIVISOR = 250  # llguidance takes 20 µs for each unit of it
 _MAX_DIGITS = 6  # of a bound behind the point
 Bounds = list[tuple[Any, bool]]  # numbers, and whether each is left out
 
@@ -70,6 +71,39 @@ def number_ranges(low: Bounds, high: Bounds, unheld: set[str]) -> list[dict[str,
                 whole["exclusiveMaximum" if other[1] else "maximum"] = _number(other[0])
             found.append(whole)
     return found
+
+
+def is_exact(value: Any) -> bool:
+    """Return whether all numbers in a JSON value are those that llguidance reads, which are floats."""
+    if isinstance(value, dict):
+        return all(map(is_exact, value.values()))
+    if isinstance(value, list):
+        return all(map(is_exact, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return not isinstance(value, int) or abs(value) <= _MAX_INTEGER
+
+
+def divisors(divisor: float) -> list[int | float]:
+    """Return divisors whose multiples are together those of a `multipleOf`, and which llguidance gets right: of 0.25 it
+    knows the multiple 0.50 and not 0.5. Return none where that takes too much, or where it reads another number."""
+    written = Decimal(repr(divisor)).normalize()
+    if int("".join(map(str, written.as_tuple().digits))) > _MAX_DIVISOR or abs(written.adjusted()) > 8:
+        return []
+    digits, found = max(0, -_exponent(written)), [divisor]
+    coefficient = int(written.scaleb(digits))
+    if coefficient > 10:
+        found += [_number(Decimal(math.lcm(coefficient, 10**num)).scaleb(-digits)) for num in range(1, digits)]
+    return found if all(map(_is_exact_divisor, found)) else []
+
+
+def _is_exact_divisor(divisor: float) -> bool:
+    """Return whether llguidance reads a divisor as it is written: it multiplies a float by ten until it is whole, which
+    never ends in the digits of 0.07."""
+    value, exponent = float(divisor), 0
+    while value % 1:
+        value, exponent = value * 10, exponent + 1
+    return Decimal(int(value)).scaleb(-exponent) == Decimal(repr(divisor))
 
 
 def _exponent(value: Decimal) -> int:

@@ -52,6 +52,7 @@ class ObjectWriter(SchemaWriter):
             out["additionalProperties"] = rest
         if needed:
             out["required"] = needed
+        self.has_open_objects |= rest is not False and bool(properties or patterns or needed)
         return self._counted(least, most, properties, needed, patterns, rest, out, both)
 
     def _patterns(self, schema: dict[str, Any], base: str, rest: Schema) -> tuple[dict[str, Schema], Schema]:
@@ -84,6 +85,8 @@ class ObjectWriter(SchemaWriter):
         if rest is False and not patterns:
             return patterns, rest
         found, its_base = self._logic.resolved(names, base)
+        # A pattern applies to named properties too, which what is said of the others does not.
+        takes_pattern = not self._is_coarse and (rest is True or all(one is False for one in properties.values()))
         if isinstance(found, dict) and not patterns:
             keys = found.keys() - SILENT - {"format", "type"}
             if "string" not in (types_in(found) or ["string"]):
@@ -96,10 +99,10 @@ class ObjectWriter(SchemaWriter):
                     if isinstance(one, str) and self._logic.satisfies(found, its_base, one):
                         properties.setdefault(one, rest)
                 return patterns, False
-            read = read_pattern(found["pattern"]) if keys == {"pattern"} and not self._is_coarse else None
+            read = read_pattern(found["pattern"]) if keys == {"pattern"} and takes_pattern else None
             if read is not None and read.is_plain and self._follows(read.text):
                 return {read.text: rest}, False
-            if keys <= {"minLength", "maxLength"} and not self._is_coarse:
+            if keys <= {"minLength", "maxLength"} and takes_pattern:
                 least, most = size_of("minLength", found) or 0, size_of("maxLength", found)
                 if (most or least) <= 200:
                     return {f"^[\\s\\S]{{{least},{'' if most is None else most}}}$": rest}, False
@@ -117,7 +120,7 @@ class ObjectWriter(SchemaWriter):
         is_closed = rest is False and not patterns
         if is_closed and least > len(possible):
             return True
-        if most is not None and most < len(needed):
+        if most is not None and most < max(least, len(needed)):
             return True
         if is_closed and most is not None and most >= len(possible):
             most = None

@@ -1,8 +1,9 @@
 """Whether a JSON value satisfies a schema: the final check of answers whose schema is no grammar as a whole.
 
-All of the vocabulary counts but `format`, which is an annotation. A value is checked as Python's `json` reads it. The
-work is bounded by `_MAX_STEPS`, since schemas come from requests. Regular expressions take linear time
-(`schema_patterns`).
+All of the vocabulary counts. `format` is an annotation, but in `oneOf`, `not` and `if`, which would otherwise not tell
+apart what grammars do. A value is checked as Python's `json` reads it. The
+work is bounded by `_MAX_STEPS` or the length of a long answer, since schemas come from requests. Regular expressions
+take linear time (`schema_patterns`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+from octavo.structured_output.schema_formats import has_format
 from octavo.structured_output.schema_keywords import Document, Schema, SchemaError, children, shown
 from octavo.structured_output.schema_patterns import read_pattern
 
 _MAX_STEPS = 20_000  # schemas applied to values; some 40 ms
+_MAX_STEPS_PER_CHARACTER = 10  # of a long answer
 _MAX_DEPTH = 200
 
 
@@ -30,7 +33,8 @@ class Validator:
     def __init__(self, schema: Schema) -> None:
         self._document = Document(schema)
         self._draft = self._document.draft
-        self._num_steps = 0
+        self._num_steps, self._max_steps = 0, _MAX_STEPS
+        self._asserts_formats = False
         self._enums: dict[int, tuple[list[Any], frozenset[Any]]] = {}  # by the identity of the lists, which stay
 
     def check_text(self, text: str) -> str | None:
@@ -39,6 +43,7 @@ class Validator:
             value = json.loads(text)
         except (RecursionError, ValueError) as e:
             return f"it is no JSON: {e}"
+        self._max_steps = max(_MAX_STEPS, _MAX_STEPS_PER_CHARACTER * len(text))
         return self.check(value)
 
     def check(self, value: Any) -> str | None:
@@ -52,21 +57,24 @@ class Validator:
             return f"it could not be checked: {str(e)[:200] or type(e).__name__}"
         return None
 
-    def satisfies(self, schema: Schema, base: str, value: Any) -> bool:
+    def satisfies(self, schema: Schema, base: str, value: Any, *, asserts_formats: bool = False) -> bool:
         """Whether a value satisfies a schema within the document, whose references are relative to `base`."""
         self._num_steps = 0
-        return self._satisfies(schema, base, value, 0)
+        return self._satisfies(schema, base, value, 0, asserts_formats=asserts_formats)
 
-    def _satisfies(self, schema: Schema, base: str, value: Any, depth: int) -> bool:
+    def _satisfies(self, schema: Schema, base: str, value: Any, depth: int, *, asserts_formats: bool = False) -> bool:
+        outer, self._asserts_formats = self._asserts_formats, self._asserts_formats or asserts_formats
         try:
             self._apply(schema, base, value, "", depth)
         except Invalid:
             return False
+        finally:
+            self._asserts_formats = outer
         return True
 
     def _apply(self, schema: Schema, base: str, value: Any, at: str, depth: int) -> None:
         self._num_steps += 1
-        if self._num_steps > _MAX_STEPS or depth > _MAX_DEPTH:
+        if self._num_steps > self._max_steps or depth > _MAX_DEPTH:
             raise SchemaError("the schema takes too many steps for this value")
         if schema is True:
             return
@@ -82,6 +90,8 @@ class Validator:
                 if keyword == "$ref" and not self._document.has_plain_refs:
                     return
         _check_value(schema, value, at, self._draft)
+        if self._asserts_formats and isinstance(value, str) and not has_format(value, schema.get("format")):
+            raise Invalid(f"{at}: {shown(value)} has not the format {shown(schema['format'])}")
         if "enum" in schema and same(value) not in self._enum(schema["enum"]):
             raise Invalid(f"{at}: {shown(value)} is not in enum")
         self._apply_within(schema, base, value, at, depth + 1)
@@ -102,13 +112,14 @@ class Validator:
         if "anyOf" in schema and not any(self._satisfies(one, base, value, depth) for one in schema["anyOf"]):
             raise Invalid(f"{at}: none of anyOf holds")
         if "oneOf" in schema:
-            num = sum(self._satisfies(one, base, value, depth) for one in schema["oneOf"])
+            num = sum(self._satisfies(one, base, value, depth, asserts_formats=True) for one in schema["oneOf"])
             if num != 1:
                 raise Invalid(f"{at}: {num} alternatives of oneOf hold, and one must")
-        if "not" in schema and self._satisfies(schema["not"], base, value, depth):
+        if "not" in schema and self._satisfies(schema["not"], base, value, depth, asserts_formats=True):
             raise Invalid(f"{at}: not forbids it")
         if "if" in schema and self._draft >= 7:
-            branch = "then" if self._satisfies(schema["if"], base, value, depth) else "else"
+            is_so = self._satisfies(schema["if"], base, value, depth, asserts_formats=True)
+            branch = "then" if is_so else "else"
             if branch in schema:
                 self._apply(schema[branch], base, value, at, depth)
 
@@ -186,7 +197,11 @@ class Validator:
                 keyword in ("dependentSchemas", "dependencies") and isinstance(value, dict) and key in value
             ):
                 is_branch = keyword in ("then", "else")
-                if is_branch and self._satisfies(schema.get("if", True), base, value, depth) != (keyword == "then"):
+                if is_branch and "if" not in schema:
+                    continue
+                if is_branch and (keyword == "then") != self._satisfies(
+                    schema["if"], base, value, depth, asserts_formats=True
+                ):
                     continue
                 if self._satisfies(one, base, value, depth):
                     known |= self._evaluated(one, base, value, depth + 1)

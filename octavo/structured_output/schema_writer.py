@@ -20,6 +20,7 @@ class SchemaWriter:
         self.num_nodes = 0
         self.has_patterns = self.has_merges = self.is_costly = False
         self.may_be_empty = False  # some part of it
+        self.has_open_objects = False  # with properties of a schema of their own, and any others
         self._document = document
         self._draft = document.draft
         self._closes = closes

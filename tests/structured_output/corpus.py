@@ -231,6 +231,8 @@ def random_answer(grammar: str, rng: random.Random, max_bytes: int = 400) -> str
             return text.decode(errors="ignore")
         mask = matcher.compute_bitmask()
         allowed = [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
+        if not allowed:  # it may only end
+            return text.decode(errors="ignore") if matcher.is_accepting() else None
         ends = [byte for byte in allowed if chr(byte) in '"}],:']
         plain = [byte for byte in allowed if (byte < 128 and chr(byte).isalnum()) or chr(byte) in '"{}[],:-._ ']
         byte = rng.choice(ends if ends and rng.random() < 0.5 else plain or allowed)

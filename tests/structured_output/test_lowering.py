@@ -19,7 +19,7 @@ from jsonschema.validators import validator_for
 
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.structured_output.grammar_builder import WantedGrammar, make_checked_grammar
+from octavo.structured_output.grammar_builder import ReasoningMarks, WantedGrammar, make_checked_grammar
 from octavo.structured_output.schema_keywords import SchemaError
 from octavo.structured_output.schema_lowering import lower
 from octavo.structured_output.schema_patterns import read_pattern
@@ -104,14 +104,27 @@ def admits_text(grammar: str, text: str) -> bool:
         {"multipleOf": 123456789},
         {"multipleOf": 1e-12},
         {"minimum": 10**18},
+        {"minimum": 2**53 + 1},
+        {"const": 2**53 + 1},
+        {"enum": [1, 2**53 + 1]},
     ],
 )
 def test_numbers_beyond_what_a_grammar_writes_are_checked_at_the_end(bounds: dict[str, Any]) -> None:
     made = make_checked_grammar(WantedGrammar(StructuredOutputsParams(json={"type": "number", **bounds})))
     assert made.check is not None
-    for value in (0, 1, 123456789, -(2**64), 10**18, 1.5):
+    for value in (0, 1, 123456789, -(2**64), 10**18, 1.5, 2**53, 2**53 + 1):
         assert (made.check.problem(str(value)) is None) == Draft202012Validator(bounds).is_valid(value)
         assert admits(made.text, value) or not Draft202012Validator({"type": "number", **bounds}).is_valid(value)
+
+
+@pytest.mark.parametrize("divisor", [0.25, 0.12, 0.125, 2.5, 0.01, 0.035])
+def test_multiples_may_have_fewer_digits_than_the_divisor(divisor: float) -> None:
+    made = make_checked_grammar(WantedGrammar(StructuredOutputsParams(json={"type": "number", "multipleOf": divisor})))
+    step, half = Fraction(str(divisor)), Fraction(str(divisor)) / 2
+    for number in range(101):
+        right, wrong = (f"{float(number * step):g}", f"{float(number * step + half):.7g}")
+        assert admits_text(made.text, right), right
+        assert not admits_text(made.text, wrong) or (made.check is not None and made.check.problem(wrong)), wrong
 
 
 def test_draft_4_excludes_bounds_by_a_flag() -> None:
@@ -127,7 +140,7 @@ def test_draft_4_excludes_bounds_by_a_flag() -> None:
         ({"not": {"required": ["a"]}, **AB}, [{}, {"b": 1}], [{"a": 1}]),
         ({"not": {"type": ["array", "string"]}}, [1, None, {}, True], ["", []]),
         ({**TEXT, "not": {"enum": ["", "ab", "b"]}}, ["a", "abc", "ba"], ["", "ab", "b"]),
-        ({**TEXT, "not": {"minLength": 3}}, ["", "ab"], ["abc"]),
+        ({**TEXT, "not": {"minLength": 3.0}}, ["", "ab"], ["abc"]),
         ({**INTEGER, "not": {"minimum": 3}}, [2, -4], [3, 9]),
         ({"dependentRequired": {"a": ["b"]}, **AB}, [{}, {"b": 1}, {"a": 1, "b": 1}], [{"a": 1}]),
         ({"dependencies": {"a": ["b"]}, **AB}, [{}, {"a": 1, "b": 1}], [{"a": 1}]),
@@ -180,13 +193,43 @@ def test_keywords_that_no_grammar_has_are_written_with_others(
 def test_the_rest_is_seen_when_the_answer_has_ended(schema: dict[str, Any], right: Any, wrong: Any) -> None:
     made = make_checked_grammar(WantedGrammar(StructuredOutputsParams(json=schema)))
     assert admits(made.text, right)
-    check = check_of({**schema, "$comment": "the same"})
-    if check is not None:
-        assert check.problem(json.dumps(right)) is None
-        assert check.problem(json.dumps(wrong)) is not None
-    else:
-        assert not admits(made.text, wrong)
+    assert made.check is None or made.check.problem(json.dumps(right)) is None
+    assert not admits(made.text, wrong) or made.check is not None
+    if admits(made.text, wrong) and made.check is not None:
+        assert made.check.problem(json.dumps(wrong)) is not None
     assert Validator(schema).check(right) is None
+
+
+def test_a_mark_of_reasoning_within_an_answer_without_reasoning_is_part_of_it() -> None:
+    marks = ReasoningMarks("<think>", "</think>", is_optional=True)
+    schema = {"type": "array", "contains": {"const": 1}}
+    check = make_checked_grammar(WantedGrammar(StructuredOutputsParams(json=schema), marks)).check
+    assert check is not None
+    assert check.problem('["</think>", 1]') is None
+    assert check.problem('<think>[1]</think>\n\n["</think>", 1]') is None
+    assert check.problem('<think>[1]</think>["</think>", 2]') is not None
+
+
+def test_a_long_answer_is_checked_as_a_whole() -> None:
+    kinds = [{"type": "object", "properties": {"kind": {"const": i}, "n": INTEGER}} for i in range(20)]
+    check = check_of({"type": "array", "items": {"oneOf": kinds}, "uniqueItems": True})
+    answer = [{"kind": i % 20, "n": i} for i in range(600)]
+    assert check.problem(json.dumps(answer)) is None
+    assert check.problem(json.dumps([*answer, answer[0]])) is not None
+
+
+def test_a_name_written_with_escapes_is_the_name() -> None:
+    """llguidance takes it for another."""
+    schema = {"type": "object", "properties": {"größe": INTEGER}}
+    made = make_checked_grammar(WantedGrammar(StructuredOutputsParams(json=schema, final_check="refuse")))
+    assert made.check is not None
+    for answer, is_right in [
+        ('{"gr\\u00f6\\u00dfe": ""}', False), ('{"gr\\u00f6\\u00dfe": 1}', True),
+        ('{"größe": 1, "\\u00e9": ""}', True), ('{"größe": 1, "x": "\\u001b"}', True),
+    ]:  # fmt: skip
+        assert admits_text(made.text, answer)
+        assert (made.check.problem(answer) is None) == is_right, answer
+    assert check_of({**schema, "additionalProperties": False}) is None
 
 
 def test_a_key_that_comes_twice_counts_once() -> None:
@@ -220,6 +263,31 @@ def test_a_format_holds_beside_a_pattern_unless_nothing_has_both(
     grammar = grammar_of({"type": "object", "properties": {"a": {"type": "string", **beside}}})
     assert admits(grammar, {"a": right})
     assert not any(admits(grammar, {"a": one}) for one in wrong)
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"oneOf": [{**TEXT, "format": "ipv4"}, {**TEXT, "format": "ipv6"}]}, ["1.2.3.4", "::1"], ["x", 1]),
+        ({"oneOf": [{**TEXT, "format": "date"}, {"const": ""}]}, ["2026-11-27", ""], ["x"]),
+        ({"oneOf": [{**TEXT, "format": "ipv4"}, {**TEXT, "format": "hostname"}]}, ["a.org"], ["1.2.3.4", "a b"]),
+        ({**TEXT, "not": {"format": "json-pointer"}}, ["a"], ["/a"]),
+        ({**TEXT, "if": {"format": "date"}, "then": {"pattern": "^2"}}, ["2026-11-27", "a"], ["1999-11-27"]),
+        ({**TEXT, "not": {"format": "of its own"}, "minLength": 1}, [], []),
+    ],
+)  # fmt: skip
+def test_formats_tell_alternatives_apart(schema: dict[str, Any], right: list[Any], wrong: list[Any]) -> None:
+    if not right:
+        with pytest.raises(SchemaError, match="Unsatisfiable"):
+            lower(schema)
+        return
+    made = make_checked_grammar(WantedGrammar(StructuredOutputsParams(json=schema)))
+
+    def takes(value: Any) -> bool:
+        return admits(made.text, value) and (made.check is None or made.check.problem(json.dumps(value)) is None)
+
+    assert [value for value in right if not takes(value)] == []
+    assert [value for value in wrong if takes(value)] == []
 
 
 def test_a_pattern_that_cannot_be_followed_loosens_no_other() -> None:
@@ -256,6 +324,7 @@ def test_what_stands_beside_a_reference_to_the_whole_is_checked(inner: dict[str,
     [
         {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
         {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"type": "object", "minProperties": 2, "maxProperties": 1},
         {"$defs": {"a": {"type": "array", "prefixItems": [{"$ref": "#/$defs/b"}], "minItems": 1},
                    "b": {"type": "object", "additionalProperties": {"$ref": "#/$defs/a"}, "required": ["x"]}},
          "$ref": "#/$defs/a"},
@@ -477,10 +546,17 @@ def test_the_official_suite(draft: str) -> None:
     assert num > 500
 
 
+def test_a_branch_without_a_condition_is_nothing() -> None:
+    validator = Validator({"then": {"properties": {"a": True}}, "unevaluatedProperties": False})
+    assert validator.check({}) is None and validator.check({"a": 1}) is not None
+
+
 def test_a_bound_is_as_it_is_written() -> None:
     validator = Validator({"multipleOf": 0.01})
     assert validator.check(0.07) is None and validator.check(0.075) is not None
     assert Fraction("0.07") % Fraction("0.01") == 0
+    check = check_of({"type": "number", "multipleOf": 0.07})  # whose digits llguidance does not find
+    assert check.problem("0.14") is None and check.problem("0.1") is not None
 
 
 @pytest.mark.parametrize(
