@@ -154,20 +154,26 @@ def _holds(text: str | None, calls: Sequence[ProbeCall]) -> bool:
 def _way_of_calls(template: str, special: _Special) -> tuple[str, bool, str | None, bool] | None:
     """Return how the template writes a call: the kind of id, whether arguments are text, the content, and whether a
     result must follow. None if it writes no calls."""
-    call, found = CALLS[0], None
+    call = CALLS[0]
     for id_field in ("short_id", "counted_id"):
         for as_text in (False, True):
-            for content in (None, ""):
-                messages = _calling([call], id_field, as_text=as_text, content=content)
-                for needs_result in (False, True):
-                    after = [_result(call, id_field)] if needs_result else []
-                    text = _render(template, special, [*messages, *after], tools=TOOLS)
-                    after_question = _after_question(text)
-                    if _holds(after_question, [call]):
-                        found = found or (id_field, as_text, content, needs_result)
-                        if not any(word in (after_question or "") for word in ("None", "null")):  # a null as a word
-                            return id_field, as_text, content, needs_result
-    return found
+            for needs_result in (False, True):
+                after = [_result(call, id_field)] if needs_result else []
+                written = dict[str | None, str]()  # by content
+                for content in (None, ""):
+                    messages = _calling([call], id_field, as_text=as_text, content=content)
+                    text = _after_question(_render(template, special, [*messages, *after], tools=TOOLS))
+                    if text is not None and _holds(text, [call]):
+                        written[content] = text
+                if written:
+                    # A template that writes a null as a word gets an empty text.
+                    is_word = len(written) == 2 and _num_nulls(written[None]) > _num_nulls(written[""])
+                    return id_field, as_text, "" if is_word else next(iter(written)), needs_result
+    return None
+
+
+def _num_nulls(text: str) -> int:
+    return text.count("None") + text.count("null")
 
 
 @lru_cache(maxsize=64)

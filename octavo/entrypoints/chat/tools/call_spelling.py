@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import ToolSchemas
@@ -202,7 +203,8 @@ def resolve_ref(schema: Any, root: Mapping[str, Any]) -> Any:
         _, _, path = reference.partition("#/")
         target: Any = root
         for part in path.split("/"):
-            target = target.get(part) if isinstance(target, Mapping) else None
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            target = target.get(name) if isinstance(target, Mapping) else None
         if not isinstance(target, Mapping):
             break
         schema = target

@@ -11,7 +11,11 @@ from octavo.entrypoints.chat.tools.format_parser import FormatParser
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS
 from octavo.entrypoints.chat.tools.tool_parser import Call
 
-DEFINITIONS = {"Text": {"type": "string"}, "Count": {"allOf": [{"type": "integer"}, {"minimum": 0}]}}
+DEFINITIONS = {
+    "Text": {"type": "string"},
+    "A/B [~]": {"type": "string"},
+    "Count": {"allOf": [{"type": "integer"}, {"minimum": 0}]},
+}
 
 
 @pytest.mark.parametrize(
@@ -20,6 +24,7 @@ DEFINITIONS = {"Text": {"type": "string"}, "Count": {"allOf": [{"type": "integer
         ({"type": "string"}, "12", "12"),
         ({"allOf": [{"type": "string"}]}, "12", "12"),
         ({"allOf": [{"$ref": "#/$defs/Text"}, {"minLength": 1}]}, "12", "12"),
+        ({"$ref": "#/$defs/A~1B%20[~0]"}, "12", "12"),
         ({"allOf": [{"type": ["string", "integer"]}, {"type": "string"}]}, "12", "12"),
         ({"anyOf": [{"allOf": [{"type": "string"}]}]}, "true", "true"),
         ({"$ref": "#/$defs/Count"}, "12", 12),
