@@ -29,11 +29,13 @@ def flag(
     may_be_function: bool = False,
     short: str | None = None,
     is_flag: bool = True,
+    needs: str | None = None,
 ) -> Any:
     """Return a dataclass field with the help of its flag. `positive` numbers are greater than zero. A list is given as
     `--f a b` or `--f a --f b`; an object as JSON, or key by key as `--f.key value`. `parse` reads a value whose text
     differs from its type's, and raises `ValueError`. With `may_be_function` Python callers may pass a function. `short`
-    is another name, such as -tp. With `is_flag` false the field is only a keyword.
+    is another name, such as -tp. With `is_flag` false the field is only a keyword. `needs` names the field without
+    which the flag would have no effect.
 
     Flags that are not `built` accept only their default, which asks for nothing, so that launch scripts with the
     default work; any other value is refused.
@@ -41,7 +43,7 @@ def flag(
     if default not in (None, "", []) and "default" not in help:
         help = f"{help} Default: {default}."
     metadata = {"help": help, "positive": positive, "built": built, "parse": parse,
-                "may_be_function": may_be_function, "short": short, "is_flag": is_flag}  # fmt: skip
+                "may_be_function": may_be_function, "short": short, "is_flag": is_flag, "needs": needs}  # fmt: skip
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -184,10 +186,12 @@ class Flags(metaclass=_Known):
         return cls(**{name: getattr(args, name) for name in names}, **fixed)
 
     def check_flags(self) -> None:
-        """Raise `ConfigError` for a value of a wrong type, outside its choices, not positive, or not built yet."""
+        """Raise `ConfigError` for a value of a wrong type, outside its choices, not positive, not built yet, or without
+        the flag that it needs."""
+        defaults = {f.name: _default(f) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
         for f in dataclasses.fields(self):  # type: ignore[arg-type]
             value, name = getattr(self, f.name), "--" + f.name.replace("_", "-")
-            default = _default(f)
+            default, needs = defaults[f.name], f.metadata["needs"]
             if not f.metadata["built"] and value != default:
                 raise ConfigError(f"{name} {value} is not built yet; leave it out.")
             if value is None and default is None:
@@ -203,6 +207,8 @@ class Flags(metaclass=_Known):
                 raise ConfigError(f"{name} must be {_TYPE_NAMES[typing.get_origin(kind) or kind]}, got {value!r}.")
             if f.metadata["positive"] and value <= 0:
                 raise ConfigError(f"{name} must be greater than 0, got {value}.")
+            if needs is not None and value != default and getattr(self, needs) == defaults[needs]:
+                raise ConfigError(f"{name} needs --{needs.replace('_', '-')}.")
 
 
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "a list of strings",

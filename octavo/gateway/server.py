@@ -64,11 +64,13 @@ class GatewayArgs(Flags):
     )  # fmt: skip
     on_keys_lost: OnLoss = flag(
         "refuse", "Requests that cannot be counted, as the store of --keys fails: refuse answers with 503, admit lets "
-        "those through whose key the gateway knows, whatever its limits, and counts them later.",
+        "those through whose key the gateway knows, whatever its limits, and counts them later.", needs="keys",
     )  # fmt: skip
     admin_port: int | None = flag(None, "Port of the admin routes for --keys; 0 is any free one.")
-    admin_host: str = flag("127.0.0.1", "Address of the admin routes.")
-    admin_key: list[str] = flag([], "Keys of which the admin routes want one. Also OCTAVO_ADMIN_KEY.")
+    admin_host: str = flag("127.0.0.1", "Address of the admin routes.", needs="admin_port")
+    admin_key: list[str] = flag(
+        [], "Keys of which the admin routes want one. Also OCTAVO_ADMIN_KEY.", needs="admin_port"
+    )
     memory_gib: float | None = flag(
         None, "GiB that the models that run here may take together, by the memory_gib of the catalogue. Default: any.",
         positive=True,

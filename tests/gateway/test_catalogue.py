@@ -110,6 +110,10 @@ def test_the_models_on_this_machine_are_a_catalogue(monkeypatch: pytest.MonkeyPa
         (["m", "--memory-gib", "0"], "greater than 0"),
         (["m", "--stream-keep-alive", "-1"], "0 or more"),
         (["--catalogue", "/nowhere.yaml"], "cannot be read"),
+        (["m", "--on-keys-lost", "admit"], "--on-keys-lost needs --keys."),
+        (["m", "--keys", "k", "--admin-host", "::1"], "--admin-host needs --admin-port."),
+        (["m", "--keys", "k", "--admin-key", "x"], "--admin-key needs --admin-port."),
+        (["m", "--admin-port", "0", "--admin-key", "x"], "--admin-port needs --keys"),
     ],
 )
 def test_a_gateway_that_cannot_be_honoured_does_not_start(

@@ -50,8 +50,9 @@ class ServerArgs(RequestLimits, Flags):
     ssl_keyfile: str | None = flag(None, "Private key file (PEM), for HTTPS.")
     ssl_certfile: str | None = flag(None, "Certificate file (PEM), for HTTPS.")
     ssl_ca_certs: str | None = flag(
-        None, "Certificates (PEM) of the authorities of clients, which must then show a certificate of theirs."
-    )
+        None, "Certificates (PEM) of the authorities of clients, which must then show a certificate of theirs.",
+        needs="ssl_certfile",
+    )  # fmt: skip
     headless: bool = flag(
         False, "Serve nothing, as one of --nnodes other than node 0, or of the hosts of --data-parallel-size-local."
     )
@@ -146,7 +147,9 @@ class ServerArgs(RequestLimits, Flags):
         300.0, "Seconds without a finished step after which a busy engine process is killed and started again; 0: any."
     )
     enable_prometheus: bool = flag(False, "Serve metrics; they are at /metrics in any case.")
-    prometheus_port: int | None = flag(None, "Port of its own for metrics, with --enable-prometheus.")
+    prometheus_port: int | None = flag(
+        None, "Port of its own for metrics, with --enable-prometheus.", needs="enable_prometheus"
+    )
     enable_server_load_tracking: bool = flag(False, "Count requests under way for /load; they are counted in any case.")
     enable_tokenizer_info_endpoint: bool = flag(
         False, "Offer /tokenizer_info: the tokenizer's configuration and chat template."
@@ -210,8 +213,6 @@ class ServerArgs(RequestLimits, Flags):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more, got {value}.")
-        if self.prometheus_port is not None and not self.enable_prometheus:
-            raise ConfigError("--prometheus-port needs --enable-prometheus.")
         if self.api_server_count > 1:
             self._check_front_ends()
         if self.root_path and not self.root_path.startswith("/"):
@@ -222,8 +223,6 @@ class ServerArgs(RequestLimits, Flags):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"--{name.replace('_', '-')}: there is no file {path}.")
-        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
-            raise ConfigError("--ssl-ca-certs needs --ssl-certfile and --ssl-keyfile.")
         if self.uds is not None and self.ssl_certfile is not None:
             raise ConfigError("--uds and --ssl-certfile exclude each other: a socket of the file system needs no TLS.")
         if self.ssl_certfile is not None:

@@ -112,6 +112,7 @@ def test_flags_that_are_unknown_or_of_a_wrong_type_end_with_code_2(
         (["--reasoning-parser", "x"], "--reasoning-parser must be one of"),
         (["--port", "70000"], "--port must be between 0 and 65535"),
         (["--prometheus-port", "9"], "--prometheus-port needs --enable-prometheus"),
+        (["--ssl-ca-certs", __file__], "--ssl-ca-certs needs --ssl-certfile"),
         (["--ssl-keyfile", "k"], "--ssl-keyfile and --ssl-certfile go together"),
         (["--ssl-keyfile", "k", "--ssl-certfile", "c"], "there is no file k"),
         (["--ssl-keyfile", __file__, "--ssl-certfile", __file__], "are not a certificate and its key in PEM form"),
