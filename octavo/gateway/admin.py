@@ -15,6 +15,7 @@ from octavo.errors import RequestError
 from octavo.gateway.client import Client
 from octavo.gateway.key_store import Key, KeySettings, KeyStore, day_number
 from octavo.gateway.page import STATS_PATH, Page, is_of_page
+from octavo.gateway.request_body import parse
 
 _MAX_BODY_BYTES = 1 << 20
 
@@ -94,12 +95,12 @@ class AdminApp:
 
 def _settings(body: bytes, before: KeySettings | None = None) -> KeySettings:
     """Return the settings of a body; keys that it lacks are as `before`. Raises `RequestError`."""
-    try:
-        given = msgspec.json.decode(body, type=dict[str, Any])
-        known = {} if before is None else msgspec.to_builtins(before)
-        return msgspec.convert(known | given, KeySettings)
-    except msgspec.DecodeError as error:  # ValidationError is one
-        raise RequestError(f"The body must be a JSON object with a key's settings: {error}.") from None
+    known = {} if before is None else msgspec.to_builtins(before)
+
+    def read(data: bytes) -> KeySettings:
+        return msgspec.convert(known | msgspec.json.decode(data, type=dict[str, Any]), KeySettings)
+
+    return parse(body, read, "The body must be a JSON object with a key's settings")
 
 
 def _shown(key: Key) -> dict[str, Any]:

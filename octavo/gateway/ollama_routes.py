@@ -20,7 +20,7 @@ from octavo.gateway.meter import Meter
 from octavo.gateway.models import Models
 from octavo.gateway.octavo_commands import ModelCards, run_octavo
 from octavo.gateway.proxy import Proxy, ProxyRequest, check_use
-from octavo.gateway.request_body import RequestBody
+from octavo.gateway.request_body import RequestBody, parse
 from octavo.gateway.upstream import UpstreamError
 from octavo.ollama import API_VERSION, UNBUILT, plain_name, refuse_unbuilt
 from octavo.ollama.answers import AnswerTranslator, loaded_answer
@@ -70,10 +70,7 @@ class OllamaRoutes:
             return client, lambda: self._tags(client, key)
         if path == "/api/ps":
             return client, lambda: self._running(client, key)
-        try:
-            body = msgspec.json.decode(request.body.data, type=_Named)
-        except msgspec.DecodeError as error:
-            raise RequestError(f"{path}: {error}.") from None
+        body = parse(request.body.data, msgspec.json.Decoder(_Named).decode, path)
         name = plain_name(body.model or body.name or "")
         if not name:
             raise RequestError("model is required.", param="model")

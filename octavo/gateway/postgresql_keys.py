@@ -205,7 +205,7 @@ class PostgresqlKeys(KeyDatabase):
                     self._connections[purpose] = connection
             rows: list[Any] = await (await connection.execute(statement, values)).fetchall()
             return rows
-        except psycopg.DataError as error:
+        except (psycopg.DataError, psycopg.IntegrityError) as error:
             raise RequestError(f"PostgreSQL cannot keep this: {_said(error)}.") from None
         except psycopg.Error as error:
             await self._drop(purpose, connection)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +19,9 @@ _CHUNK_CHARS = 1024  # of a prompt that is one text
 _MAX_PREFIXES = 1024  # of a conversation; what comes later does not change where it belongs
 _FORM_FIELD = re.compile(rb'content-disposition:[^\r\n]*;\s*name="?(model|stream)"?\s*[;\r]', re.IGNORECASE)
 _MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")')
+
+
+_T = TypeVar("_T")
 
 
 class _Fields(msgspec.Struct):
@@ -126,10 +129,7 @@ def read_body(data: bytes, content_type: str) -> RequestBody:
         return _read_form(data, options)
     if not data:
         return RequestBody(data)
-    try:
-        fields = _decode_fields(data)
-    except msgspec.DecodeError as error:
-        raise RequestError(f"The body must be a JSON object: {error}.") from None
+    fields = parse(data, _decode_fields, "The body must be a JSON object")
     if fields.model is not None and not isinstance(fields.model, str):
         raise RequestError(f"model must be a string, got {type(fields.model).__name__}.", param="model")
     home = fields.conversation
@@ -143,6 +143,16 @@ def read_body(data: bytes, content_type: str) -> RequestBody:
         is_background=fields.background is True, is_resumed=fields.resume is not None,
         session_id=fields.session_id if isinstance(fields.session_id, str) else None,
     )  # fmt: skip
+
+
+def parse(data: bytes, decode: Callable[[bytes], _T], wanted: str) -> _T:
+    """Return what `decode` makes of a body. Raises `RequestError`, which says what is `wanted`."""
+    try:
+        return decode(data)
+    except msgspec.DecodeError as error:
+        raise RequestError(f"{wanted}: {error}.") from None
+    except RecursionError:
+        raise RequestError(f"{wanted}: this one is nested too deeply.") from None
 
 
 def with_fields(data: bytes, fields: Mapping[str, bytes]) -> bytes:

@@ -39,7 +39,8 @@ KeyRow = tuple[str, str, int, int, int]
 # Key id, model, requests, prompt tokens, completion tokens, whether it is a request that may be refused.
 Operation = tuple[str, str, int, int, int, bool]
 # Of an operation: None if it is counted, else [limit's name, used, limit, time], or [] for a key that is not valid.
-Answer = list[Any] | None
+Verdict = list[Any] | None
+Answer = Verdict | str  # or why it cannot be counted
 
 
 class LostError(OctavoError):
@@ -67,7 +68,8 @@ class KeyDatabase(ABC):
     @abstractmethod
     async def count(self, writer: str, number: int, now: float | None, operations: list[Operation]) -> list[Answer]:
         """Count all operations, at a time in seconds since 1970 or the database's own, each as a whole. A number that
-        the writer has had before is answered as before, and nothing is counted."""
+        the writer has had before is answered as before, and nothing is counted. Where an error other than `LostError`
+        is raised nothing is counted either."""
 
     @abstractmethod
     async def find(self, digest: bytes) -> KeyRow | None:
@@ -105,7 +107,7 @@ class _Admission:
 
     key_id: str
     model: str
-    answer: asyncio.Future[Answer]
+    answer: asyncio.Future[Verdict]
     was_admitted: bool = False  # without an answer
 
 
@@ -230,7 +232,7 @@ class SharedKeys(KeyStore):
             with contextlib.suppress(LostError):
                 await asyncio.shield(self._next.written)
 
-    async def _admitted(self, key: Key, model: str) -> Answer:
+    async def _admitted(self, key: Key, model: str) -> Verdict:
         """Return the database's answer. Raises `LostError`."""
         if self._is_lost:
             if self.on_loss == "admit":
@@ -249,7 +251,6 @@ class SharedKeys(KeyStore):
             batch.admissions = [one for one in batch.admissions[:_MAX_BATCH] if not one.answer.done()]
             if not self._next.admissions:
                 self._has_work.clear()
-            self._num_batches += 1
             answers = await self._counted_by_database(batch)
             for admission, answer in zip(batch.admissions, answers, strict=True):
                 self._settle(admission, answer)
@@ -268,40 +269,48 @@ class SharedKeys(KeyStore):
         self._wake()
 
     async def _counted_by_database(self, batch: _Batch) -> list[Answer]:
-        """Send a batch until there is an answer, and return that of its admissions. One that the database cannot count
-        is left out, and has no admissions any more."""
+        """Send a batch until there is an answer, and return that of its admissions."""
         uses: list[Operation] = [(*place, *used, False) for place, used in batch.uses.items()]
         operations = uses + [(one.key_id, one.model, 1, 0, 0, True) for one in batch.admissions]
         # By keys, so that batches of several gateways lock them in the same order.
         order = sorted(range(len(operations)), key=lambda index: operations[index][0])
-        in_order = [operations[index] for index in order]
-        num_failed = 0
+        answers = dict(zip(order, await self._answers([operations[index] for index in order], batch), strict=True))
+        if self._is_lost:
+            self._is_lost = False
+            logger.warning("%s answers again, and requests are counted", self._database.address)
+        for index, answer in answers.items():
+            if isinstance(answer, str):
+                key_id, model, *used, _ = operations[index]
+                logger.error(
+                    "%s cannot count %d requests, %d prompt tokens and %d completion tokens of %s for %s, which are "
+                    "left out: %s", self._database.address, *used, key_id, model, answer,
+                )  # fmt: skip
+        return [answers[len(uses) + index] for index in range(len(batch.admissions))]
+
+    async def _answers(self, operations: list[Operation], batch: _Batch) -> list[Answer]:
+        """Send operations of a batch until there are answers. Where they cannot be counted together, each half is sent
+        alone: only what is wrong is left out."""
+        self._num_batches += 1
+        number, num_failed = self._num_batches, 0
         while True:
             now = None if self._batch_now is None else self._batch_now()
             try:
-                count = self._database.count(self._writer, self._num_batches, now, in_order)
-                answers = dict(zip(order, await _within(count, TIMEOUT_S), strict=True))
-                break
+                count = self._database.count(self._writer, number, now, operations)
+                answers = await _within(count, TIMEOUT_S)
+                is_whole = len(answers) == len(operations)
+                return answers if is_whole else [f"it gave {len(answers)} answers"] * len(operations)
             except LostError as error:
                 await self._database.close()
                 num_failed += 1
                 if num_failed > 1 or isinstance(error, LateError):  # an old connection may fail at once
                     self._lose(error, batch)
                     await asyncio.sleep(min(MIN_BACKOFF_S * 2 ** min(num_failed, 10), MAX_BACKOFF_S))
-            except Exception:  # it answers, but not for these: others are not to wait for them
-                logger.exception(
-                    "%s cannot count a batch of %d operations: left out", self._database.address, len(operations)
-                )
-                for one in batch.admissions:
-                    if not one.answer.done():
-                        one.answer.set_exception(LostError("it cannot count this request"))
-                batch.admissions.clear()
-                answers = {}
-                break
-        if self._is_lost:
-            self._is_lost = False
-            logger.warning("%s answers again, and requests are counted", self._database.address)
-        return [answers[len(uses) + index] for index in range(len(batch.admissions))]
+            except Exception as error:  # it answers, and has counted nothing
+                if len(operations) < 2:
+                    return [f"{type(error).__name__}: {error}"] * len(operations)
+                half = len(operations) // 2
+                first = await self._answers(operations[:half], batch)
+                return [*first, *await self._answers(operations[half:], batch)]
 
     def _lose(self, error: LostError, batch: _Batch | None = None) -> None:
         """Have nobody wait for the database any more, for the answer to a batch neither."""
@@ -326,7 +335,10 @@ class SharedKeys(KeyStore):
     def _settle(self, admission: _Admission, answer: Answer) -> None:
         """Tell a request, or set right what was counted if nobody waits for the answer."""
         is_counted = answer is None
-        if not admission.answer.done():
+        if isinstance(answer, str):
+            if not admission.answer.done():
+                admission.answer.set_exception(LostError("it cannot count this request"))
+        elif not admission.answer.done():
             admission.answer.set_result(answer)
         elif is_counted != admission.was_admitted:
             self._use(admission.key_id, admission.model, 1 if admission.was_admitted else -1, 0, 0)

@@ -1,7 +1,7 @@
 """Keys in an SQLite file, of one gateway. All of them are in memory, too.
 
-A write takes microseconds, as none waits for the disk, so the event loop does it: methods are `async` for `KeyStore`
-alone. What is written outlives the process.
+A write takes microseconds, as none waits for the disk, so the event loop does it. It does not wait for a lock that
+another process has: it tries again. What is written outlives the process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -34,6 +34,8 @@ from octavo.gateway.key_store import (
 logger = logging.getLogger("octavo.gateway")
 
 CHECKPOINT_INTERVAL_S = 1.0  # between two times that the log of writes is moved into the file
+LOCK_WAIT_S = 0.2  # for another process that has locked the file
+_TRY_INTERVAL_S = 0.01
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS keys (id TEXT PRIMARY KEY, digest BLOB UNIQUE NOT NULL, settings TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS usage (
@@ -49,6 +51,7 @@ CREATE TABLE IF NOT EXISTS minutes (
 
 # Requests, prompt tokens and completion tokens, by key id and model.
 _Uses = dict[tuple[str, str], tuple[int, int, int]]
+_T = TypeVar("_T")
 
 
 class _Window:
@@ -61,7 +64,7 @@ class _Window:
 
     def add(self, now: float, requests: int, tokens: int) -> None:
         self.at(now)
-        self.requests += requests
+        self.requests = max(0, self.requests + requests)  # what is taken back may be of the window before
         self.tokens += tokens
 
     def at(self, now: float) -> _Window:
@@ -85,19 +88,20 @@ class SqliteKeys(KeyStore):
         super().__init__(on_loss, now)
         self._path = path
         self._has_news = False  # uses were written since the last `checkpoint`
-        self._unwritten: _Uses = {}  # from the last writes that failed
+        self._unwritten: _Uses = {}  # from the last writes that failed; a new one after each write
         self._keys: dict[bytes, Key] = {}  # by digest
         self._windows: dict[str, _Windows] = {}  # by id
         self._moving: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         try:
-            self._database = sqlite3.connect(self._path, isolation_level=None, timeout=0.2)
+            self._database = sqlite3.connect(self._path, isolation_level=None, timeout=LOCK_WAIT_S)
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("PRAGMA synchronous=NORMAL")  # what is written outlives the process
             self._database.execute("PRAGMA wal_autocheckpoint=0")  # `checkpoint` does it
             self._database.executescript(_SCHEMA)
             self._keys = {bytes(digest): key for digest, key in self._read()}
+            self._database.execute("PRAGMA busy_timeout=0")  # `_unlocked` waits
         except (sqlite3.Error, msgspec.DecodeError) as error:
             raise ConfigError(f"--keys {self._path} cannot be used: {error}.") from None
         self._moving = asyncio.ensure_future(self._move_log())
@@ -105,7 +109,8 @@ class SqliteKeys(KeyStore):
     async def close(self) -> None:
         if self._moving is not None:
             self._moving.cancel()
-        self._write_late()
+        with contextlib.suppress(sqlite3.Error):
+            await _unlocked(self._write_uses)
         if self._unwritten:
             logger.error("%s cannot be written: uses that were to be written are lost", self._path)
         self._database.close()
@@ -113,15 +118,10 @@ class SqliteKeys(KeyStore):
     async def _move_log(self) -> None:
         while True:
             await asyncio.sleep(CHECKPOINT_INTERVAL_S)
-            self._write_late()
+            with contextlib.suppress(sqlite3.Error):
+                self._write_uses()
             if self._has_news:
                 await asyncio.to_thread(self.checkpoint)
-
-    def _write_late(self) -> None:
-        """Write what could not be written before, if that is possible now."""
-        if self._unwritten:
-            with contextlib.suppress(sqlite3.Error):
-                self._write_uses(self._unwritten)
 
     def checkpoint(self) -> None:
         """Move the log of writes into the file, in a thread: it waits for the disk."""
@@ -145,18 +145,18 @@ class SqliteKeys(KeyStore):
         return self._keys.values()
 
     async def add(self, key: Key, digest: bytes) -> None:
-        self._execute(
+        await self._execute(
             "INSERT INTO keys (id, digest, settings) VALUES (?, ?, ?)", (key.id, digest, _written(key.settings))
         )
         self._keys[digest] = key
 
     async def change(self, key: Key, settings: KeySettings) -> bool:
-        self._execute("UPDATE keys SET settings = ? WHERE id = ?", (_written(settings), key.id))
+        await self._execute("UPDATE keys SET settings = ? WHERE id = ?", (_written(settings), key.id))
         key.settings = settings
         return True
 
     async def delete(self, key: Key) -> None:
-        self._execute("DELETE FROM keys WHERE id = ?", (key.id,))
+        await self._execute("DELETE FROM keys WHERE id = ?", (key.id,))
         self._keys = {digest: other for digest, other in self._keys.items() if other is not key}
 
     async def admit(self, key: Key, model: str) -> None:
@@ -166,47 +166,61 @@ class SqliteKeys(KeyStore):
             limit, used = getattr(key.settings, name), getattr(getattr(windows, per).at(now), what)
             if limit is not None and used >= limit:
                 raise limit_error(key.settings.name, name, used, limit, now)
-        if not self._use(key, model, 1, 0, 0, is_sure=self.on_loss == "admit"):
+        if not await self._use(key, model, 1, 0, 0, is_sure=self.on_loss == "admit"):
             raise not_counted()
 
     async def add_tokens(self, key: Key, model: str, prompt_tokens: int, completion_tokens: int) -> None:
-        self._use(key, model, 0, prompt_tokens, completion_tokens, is_sure=True)
+        await self._use(key, model, 0, prompt_tokens, completion_tokens, is_sure=True)
 
     async def used(self, first_day: int, last_day: int) -> list[tuple[str, int, str, int, int, int]]:
-        rows = self._execute("SELECT * FROM usage WHERE day BETWEEN ? AND ?", (first_day, last_day))
+        rows = await self._execute("SELECT * FROM usage WHERE day BETWEEN ? AND ?", (first_day, last_day))
         return [(key, day, model, *used) for key, day, model, *used in rows]
 
-    def _use(
+    async def _use(
         self, key: Key, model: str, requests: int, prompt_tokens: int, completion_tokens: int, *, is_sure: bool
     ) -> bool:
-        """Count a use. Returns whether it is counted; one that `is_sure` is, and written with the next one if it cannot
-        be written now."""
-        before = self._unwritten.get((key.id, model), (0, 0, 0))
-        use = (before[0] + requests, before[1] + prompt_tokens, before[2] + completion_tokens)
-        uses = {**self._unwritten, (key.id, model): use}
+        """Count a use, so that limits hold for the next request while this one waits. Returns whether it stays counted:
+        one that cannot be written is taken back, unless it `is_sure`, and so written later."""
+        self._count(key, model, requests, prompt_tokens, completion_tokens)
+        uses = self._unwritten
+
+        def write() -> None:
+            if uses is self._unwritten:  # else another request has written this one's use
+                self._write_uses()
+
         try:
-            self._write_uses(uses)
+            if is_sure:
+                write()
+            else:
+                await _unlocked(write)
         except sqlite3.Error as error:
             then = "is written later" if is_sure else "is refused"
             logger.error("what the key %s uses cannot be written, and %s: %s", key.settings.name, then, error)
-            if is_sure:
-                self._unwritten = uses
-        else:
-            is_sure = True
-        if is_sure:
-            key.add(requests, prompt_tokens, completion_tokens)
-            now, windows = self._now(), self._windows_of(key)
-            for window in (windows.minute, windows.day):
-                window.add(now, requests, prompt_tokens + completion_tokens)
-        return is_sure
+            if not is_sure:
+                self._count(key, model, -requests, -prompt_tokens, -completion_tokens)
+                return False
+        key.add(requests, prompt_tokens, completion_tokens)
+        return True
 
-    def _write_uses(self, uses: _Uses) -> None:
-        """Write uses, among them all that were not written before, all or none."""
+    def _count(self, key: Key, model: str, requests: int, prompt_tokens: int, completion_tokens: int) -> None:
+        """Add a use to the key's windows, and to what is to be written."""
+        before = self._unwritten.pop((key.id, model), (0, 0, 0))
+        use = before[0] + requests, before[1] + prompt_tokens, before[2] + completion_tokens
+        if any(use):
+            self._unwritten[key.id, model] = use
+        now, windows = self._now(), self._windows_of(key)
+        for window in (windows.minute, windows.day):
+            window.add(now, requests, prompt_tokens + completion_tokens)
+
+    def _write_uses(self) -> None:
+        """Write what is not written, all or nothing."""
+        if not self._unwritten:
+            return
         now = self._now()
         day, minute = int(now // DAY_S), int(now // MINUTE_S)
         self._database.execute("BEGIN")
         try:
-            for (key_id, model), (requests, prompt_tokens, completion_tokens) in uses.items():
+            for (key_id, model), (requests, prompt_tokens, completion_tokens) in self._unwritten.items():
                 self._database.execute(
                     "INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
                     "requests = requests + excluded.requests, prompt_tokens = prompt_tokens + excluded.prompt_tokens, "
@@ -248,11 +262,24 @@ class SqliteKeys(KeyStore):
             windows.minute.add(now, *(row or (0, 0)))
             yield digest, key
 
-    def _execute(self, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    async def _execute(self, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         try:
-            return self._database.execute(statement, values).fetchall()
+            return await _unlocked(lambda: self._database.execute(statement, values).fetchall())
         except sqlite3.Error as error:
             raise RequestError(f"the file of keys failed: {error}.", status=503, code="keys_unavailable") from None
+
+
+async def _unlocked(work: Callable[[], _T]) -> _T:
+    """Return the result of work on the file, which is done again while another process has locked the file. Raises
+    `sqlite3.Error`, for a lock after `LOCK_WAIT_S`."""
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            return work()
+        except sqlite3.OperationalError:
+            if time.monotonic() >= deadline:
+                raise
+        await asyncio.sleep(_TRY_INTERVAL_S)
 
 
 def _written(settings: KeySettings) -> str:

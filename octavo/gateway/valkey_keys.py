@@ -70,8 +70,7 @@ local function refusal(key, settings)
     return nil
 end
 
-local answers = {}
-for place, operation in ipairs(cjson.decode(ARGV[4])) do
+local function count(operation)
     local id, model, is_admission = operation[1], operation[2], operation[6]
     local used = {requests = operation[3], prompt_tokens = operation[4], completion_tokens = operation[5]}
     local key = prefix .. 'key:' .. id
@@ -98,7 +97,17 @@ for place, operation in ipairs(cjson.decode(ARGV[4])) do
         end
         redis.call('ZADD', prefix .. 'days', windows.day, windows.day)
     end
-    answers[place] = refused or 'null'
+    return refused
+end
+
+-- Written first: where nothing can be written, nothing is counted.
+redis.call('HSET', writer, 'batch', whole(batch), 'answer', '[]')
+local answers = {}
+for place, operation in ipairs(cjson.decode(ARGV[4])) do
+    -- Redis takes nothing back: the script goes on after an error, so that a batch is never counted twice.
+    local is_counted, answer = pcall(count, operation)
+    if not is_counted then answer = cjson.encode(type(answer) == 'table' and answer.err or tostring(answer)) end
+    answers[place] = answer or 'null'
 end
 local answer = '[' .. table.concat(answers, ',') .. ']'
 redis.call('HSET', writer, 'batch', whole(batch), 'answer', answer)

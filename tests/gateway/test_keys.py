@@ -14,11 +14,12 @@ import ollama
 import pytest
 
 from octavo.errors import ConfigError, RequestError
+from octavo.gateway import sqlite_keys
 from octavo.gateway.key_store import DAY_S, KeySettings, KeyStore, day_number, day_text, open_keys
 from octavo.gateway.sqlite_keys import SqliteKeys
 from tests.gateway.fakes import Asked, FakeLaunch, Gateway, gateway, until
 from tests.gateway.key_databases import SERVERS, server
-from tests.waiting import Clock
+from tests.waiting import Clock, within
 
 DAY = 20_000
 ADMIN = {"authorization": "Bearer root"}
@@ -154,6 +155,33 @@ def test_a_file_that_cannot_be_written_loses_nothing(tmp_path: Path, on_loss: An
         assert (row["requests"], row["prompt_tokens"], row["completion_tokens"]) == (num, 5, 6)
         assert (key.num_requests, key.num_prompt_tokens, key.num_completion_tokens) == (num, 5, 6)
         store.checkpoint()
+        await store.close()
+
+    asyncio.run(run())
+
+
+def test_a_file_that_is_locked_for_a_moment_stops_nobody_and_limits_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_keys, "LOCK_WAIT_S", within(60))
+
+    async def run() -> None:
+        path = str(tmp_path / "keys.db")
+        store = SqliteKeys(path, now=Now())
+        await store.open()
+        key, _ = await store.create(KeySettings(name="a", requests_per_day=2))
+        other = sqlite3.connect(path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        asks = [asyncio.ensure_future(store.admit(key, "m")) for _ in range(3)]
+        asks.append(asyncio.ensure_future(store.change(key, KeySettings(name="b", requests_per_day=2))))
+        await asyncio.sleep(0)  # they have asked, and this goes on
+        assert [ask.done() for ask in asks] == [False, False, True, False]
+        other.execute("ROLLBACK")
+        assert await asks[3]
+        results = await asyncio.gather(*asks[:3], return_exceptions=True)
+        assert [getattr(one, "status", None) for one in results] == [None, None, 429]
+        (row,) = await store.usage(0, 10**6)
+        assert (row["requests"], row["name"], key.num_requests) == (2, "b", 2)
         await store.close()
 
     asyncio.run(run())
@@ -344,7 +372,7 @@ def test_keys_of_flags_have_no_limits_and_admins_a_port_of_their_own(clock: Cloc
             assert (await keys.http.get("/keys", headers=headers)).status_code == 401
         for body, says in (
             (b"{", "JSON"), (b"{}", "name"), (b'{"name": "k", "requests_per_day": -1}', "requests_per_day"),
-            (b'{"name": "k", "colour": 1}', "colour"),
+            (b'{"name": "k", "colour": 1}', "colour"), (b'{"name": ' + b"[" * 99_999, "nested"),
         ):  # fmt: skip
             refused = await keys.http.post("/keys", content=body)
             assert refused.status_code == 400 and says in refused.json()["error"]["message"]

@@ -42,7 +42,9 @@ def test_a_name_that_cannot_be_found_is_refused_and_not_searched_for_ever() -> N
         read_body(data, JSON).naming("n")
 
 
-@pytest.mark.parametrize("data", [b"[]", b"1", b'"model"', b"{", b'{"model": ["a"]}', b"\xff"])
+@pytest.mark.parametrize(
+    "data", [b"[]", b"1", b'"model"', b"{", b'{"model": ["a"]}', b"\xff", b'{"x":' + b"[" * 99_999]
+)
 def test_what_is_no_object_is_refused(data: bytes) -> None:
     with pytest.raises(RequestError):
         read_body(data, JSON)

@@ -13,6 +13,7 @@ import pytest
 from octavo.errors import ConfigError, RequestError
 from octavo.gateway import shared_keys
 from octavo.gateway.key_store import Key, KeySettings, KeyStore, open_keys
+from octavo.gateway.shared_keys import KeyDatabase, Operation
 from tests.gateway.fakes import FakeLaunch, fake_servers, gateway
 from tests.gateway.key_databases import SERVERS, Server, server
 from tests.gateway.test_keys import ADMIN, Keys, Now, answer
@@ -216,6 +217,79 @@ def test_what_cannot_be_counted_ends_no_counting(database: Server) -> None:
         await store.close()
 
     asyncio.run(run())
+
+
+class _Choosy(KeyDatabase):
+    """Refuses batches with an operation of the model "wrong", and has counted what is in `counted`."""
+
+    address = "a database"
+
+    def __init__(self) -> None:
+        self.counted: list[Operation] = []
+        self.numbers: list[int] = []
+
+    async def count(self, writer: str, number: int, now: float | None, operations: list[Operation]) -> list[Any]:
+        self.numbers.append(number)
+        if any(one[1] == "wrong" for one in operations):
+            raise RequestError("the model is wrong")
+        self.counted += operations
+        return ["no" if one[1] == "refused" else None for one in operations]
+
+    async def prepare(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def test_only_what_cannot_be_counted_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_Choosy, "__abstractmethods__", frozenset())
+
+    async def run() -> None:
+        database = _Choosy()  # type: ignore[abstract]
+        store = shared_keys.SharedKeys(database, "refuse", Now())
+        await store.open()
+        keys = [Key(f"key_{i}", KeySettings(name="a")) for i in range(5)]
+        asks = [store.admit(key, "wrong" if key is keys[2] else "m") for key in keys]
+        uses = [store.add_tokens(key, "refused" if key is keys[1] else "m", 5, 6) for key in keys]
+        results = await asyncio.gather(*asks, *uses, return_exceptions=True)
+        assert [getattr(one, "status", None) for one in results] == [None, None, 503, *[None] * 7]
+        assert sorted(database.counted) == sorted(
+            [(key.id, "refused" if key is keys[1] else "m", 0, 5, 6, False) for key in keys]
+            + [(key.id, "m", 1, 0, 0, True) for key in keys if key is not keys[2]]
+        )
+        assert database.numbers == [*range(1, len(database.numbers) + 1)]
+        await store.close()
+
+    asyncio.run(run())
+    assert [record.getMessage() for record in caplog.records] == [
+        f"a database cannot count {used} of {place}, which are left out: {why}"
+        for used, place, why in (
+            ("0 requests, 5 prompt tokens and 6 completion tokens", "key_1 for refused", "no"),
+            (
+                "1 requests, 0 prompt tokens and 0 completion tokens",
+                "key_2 for wrong",
+                "RequestError: the model is wrong",
+            ),
+        )
+    ]
+
+
+def test_a_script_that_fails_amid_a_batch_counts_the_rest_once() -> None:
+    async def run(running: Server) -> None:
+        import redis
+
+        store = await opened(running.url())
+        good, bad = [(await store.create(KeySettings(name=name)))[0] for name in "gb"]
+        with redis.Redis(unix_socket_path=str(running.folder / "socket")) as client:
+            client.hset(f"{{octavo}}:key:{bad.id}", "completion_tokens", "no number")
+        results = await asyncio.gather(*(store.admit(key, "m") for key in (good, bad, good)), return_exceptions=True)
+        assert [getattr(one, "status", None) for one in results] == [None, 503, None]
+        assert (await store.get(good.id)).num_requests == 2
+        await store.close()
+
+    with server("valkey") as running:
+        asyncio.run(run(running))
 
 
 def test_an_admin_who_waits_too_long_ends_no_counting(database: Server) -> None:
