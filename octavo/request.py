@@ -140,6 +140,7 @@ class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True, weakref=T
     cache_session: str | None = None  # keeps its blocks on disk under this id
     cache_ttl_s: float = 0.0  # for so long
     session_id: str | None = None  # requests of one session go to one engine, where the load allows it
+    client: str | None = None  # who sent it, for the policy `fair`
     block_hashes: bytes = b""  # of the prompt's full blocks, one after the other, as far as they are known
 
 

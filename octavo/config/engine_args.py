@@ -15,7 +15,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "pt", "dummy"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16", "half", "float"]
 Device = Literal["auto", "cpu", "cuda"]
 AttentionBackend = Literal["auto", "triton"]
-SchedulingPolicy = Literal["fcfs", "priority", "deadline"]
+SchedulingPolicy = Literal["fcfs", "priority", "deadline", "fair"]
 PreemptionMode = Literal["recompute", "swap"]
 
 AUTO_LENGTH = -1  # --max-model-len auto
@@ -123,8 +123,9 @@ class EngineArgs(Flags):
     )
     preemption_mode: PreemptionMode = flag("recompute", "What happens to a request that must give its blocks back.")
     scheduling_policy: SchedulingPolicy = flag(
-        "fcfs", "Who goes first: the first come; the lowest priority value; or whose first token is due first, which "
-        "the request says or its prompt's length.",
+        "fair", "Who goes first: the first come; the lowest priority value; whose first token is due first, which "
+        "the request says or its prompt's length; or clients in turn, of which each address is one, and each --api-key "
+        "of it.",
     )  # fmt: skip
     target_step_time: float | None = flag(
         None, "Milliseconds that a step may take while somebody waits for a stream: prompts are cut to it. 'auto' is "

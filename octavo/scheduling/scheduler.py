@@ -45,6 +45,7 @@ from octavo.scheduling.adapter_turns import AdapterTurn
 from octavo.scheduling.admission_check import check_request
 from octavo.scheduling.beam_search import BeamSearch
 from octavo.scheduling.deadlines import first_token_deadline
+from octavo.scheduling.fair_turns import FairTurns
 from octavo.scheduling.gauges import set_gauges
 from octavo.scheduling.prompt_chunks import PromptChunks
 from octavo.scheduling.sampled_tokens import (
@@ -102,6 +103,7 @@ class Scheduler:
             self.queues.on_end.append(self._speculation.end)
         self.tier: DiskTier | None = None  # reads blocks of waiting sequences from the disk
         self._cost = cost
+        self._turns = FairTurns()
         self._chunks = PromptChunks(config, cache)
         self._prompt_token_s = 0.0  # seconds of a prompt token, as last predicted
         self._stats = EngineStats()
@@ -141,6 +143,8 @@ class Scheduler:
             return seq.request.priority
         if self.config.policy == "fcfs":
             return 0
+        if self.config.policy == "fair":
+            return self._turns.next(seq.request.client)
         assert self._cost is not None, "the deadline policy needs a cost model"
         num_cached = self.cache.find_prefix(seq).num_tokens
         prompt = StepWork().plus(num_cached, seq.num_tokens - num_cached, 1)
@@ -299,6 +303,8 @@ class Scheduler:
             # 3. Start it. This removes it from `waiting`, so that the next one is at i.
             self.queues.start(seq)
             turn.started(seq)
+            if self.config.policy == "fair":
+                self._turns.started(int(seq.key[0]))
             if self.tier is not None:
                 self.tier.leave(seq)
             num_admitted += 1

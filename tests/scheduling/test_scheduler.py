@@ -15,6 +15,7 @@ from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.request import EngineRequest, MediaItem, Prompt, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.scheduling.fair_turns import FairTurns
 from octavo.scheduling.scheduler import Scheduler
 from octavo.scheduling.time_limit import AUTO_STEP_OF_ONE_S, AUTO_STEP_S, MIN_CHUNK_TOKENS, StepCost
 from octavo.sequence import Sequence
@@ -439,6 +440,35 @@ def test_aborted_requests_do_not_pile_up_behind_one_that_waits() -> None:
     s.add(request("patient", 2, priority=1))
     s.abort("runs")
     assert computed(s) == {"patient": 2}
+
+
+def test_clients_take_turns_under_the_fair_policy() -> None:
+    s = scheduler(max_num_seqs=1, policy="fair")
+    order = []
+
+    def ask(name: str) -> None:
+        asked = request(name, 2, max_tokens=1)
+        asked.client = name[0]
+        s.add(asked)
+
+    for i in range(6):
+        ask(f"a{i}")
+    order += computed(s)
+    for name in ("b0", "b1", "c0"):
+        ask(name)
+    for late in ("", "", "", "d0", "", "", "", "", ""):
+        if late:
+            ask(late)
+        order += computed(s)
+    assert order == ["a0", "b0", "c0", "a1", "b1", "d0", "a2", "a3", "a4", "a5"]
+
+
+def test_turns_are_not_kept_for_clients_that_are_gone() -> None:
+    turns = FairTurns()
+    for i in range(10_000):
+        turns.started(turns.next(f"client {i}"))
+        turns.started(turns.next("often"))
+    assert len(turns._last) < 200
 
 
 def test_stats_count_slots_and_take_increments_once() -> None:
