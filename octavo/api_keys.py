@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+import ipaddress
 import os
 from collections.abc import Sequence
 
@@ -32,6 +34,15 @@ class ApiKeys:
         # Digests have equal lengths and every key is compared, so the time reveals nothing about the keys.
         matches = [hmac.compare_digest(one, expected) for one in digests for expected in self._digests]
         return any(matches)
+
+    def client(self, address: str | None, authorization: str | None, x_api_key: str | None) -> str:
+        """Return a name of who sent an admitted request: of the address, and of the key if there are keys. An IPv6
+        network of 64 bits is one address."""
+        if address is not None and ":" in address:
+            with contextlib.suppress(ValueError):  # a proxy may say something else
+                address = str(ipaddress.IPv6Network(f"{address.partition('%')[0]}/64", strict=False))
+        sent = sent_keys(authorization, x_api_key) if self._digests else []
+        return _digest(repr((address, sent)).encode()).hex()[:16]
 
 
 def sent_keys(authorization: str | None, x_api_key: str | None) -> list[bytes]:

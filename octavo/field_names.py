@@ -4,16 +4,21 @@ about a chat's field name the field that the client has sent."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from octavo.errors import RequestError
+
+# A value in quotes, as `repr` writes it; the end of a long one may be cut off. Apostrophes in words are no quotes.
+_QUOTED = r"""(?<!\w)(?P<quote>['"])(?:\\.|(?!(?P=quote)).)*(?:(?P=quote)|\Z)"""
 
 
 class FieldNames:
     """`names` maps names of an error to those of the client's API. `[]` in both stands for the same index in a list.
 
-    A name that is no plain word (`max_tokens`, `tools[].function.name`) is found anywhere in a message. A plain word
-    (`stop`) is found only at the beginning of a message, where it is the subject.
+    A name that is no plain word (`max_tokens`, `tools[].function.name`) is found anywhere in a message, but for what it
+    quotes: values of the client. A plain word (`stop`) is found only at the beginning of a message, where it is the
+    subject.
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:
@@ -23,11 +28,19 @@ class FieldNames:
         at_start = [_pattern(name) for name in longest_first if name.isalpha()]
         alternatives = [rf"(?<![\w.\]])(?:{'|'.join(anywhere)})"] if anywhere else []
         alternatives += [rf"\A(?:{'|'.join(at_start)})"] if at_start else []
-        self._found = re.compile(rf"(?:{'|'.join(alternatives)})(?!\w)")
+        self._found = re.compile(rf"{_QUOTED}|(?P<name>{'|'.join(alternatives)})(?!\w)", re.DOTALL)
 
     def in_text(self, text: str) -> str:
         """Return a message with the names of the client's API."""
         return self._found.sub(self._replace, text)
+
+    @contextmanager
+    def in_errors(self) -> Iterator[None]:
+        """Make the `RequestError` that ends the block name the fields of the client's API."""
+        try:
+            yield
+        except RequestError as error:
+            raise self.renamed(error) from None
 
     def renamed(self, error: RequestError) -> RequestError:
         """Make an error name the fields of the client's API, and return it."""
@@ -37,6 +50,8 @@ class FieldNames:
         return error
 
     def _replace(self, found: re.Match[str]) -> str:
+        if found["name"] is None:
+            return found[0]
         index = re.search(r"\[\d+\]", found[0])
         if index is None:
             return self._names[found[0]]

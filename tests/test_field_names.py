@@ -29,6 +29,13 @@ NAMES = FieldNames({
         ("tools[1].function.names", "tools[1].function.names"),
         ("format is wrong", "text.format is wrong"),
         ("format.json_schema.schema.type is wrong", "text.format.schema.type is wrong"),
+        ("the client's max_tokens is 'max_tokens'", "the client's num_predict is 'max_tokens'"),
+        (
+            'max_tokens: got "don\'t max_tokens", not max_tokens',
+            'num_predict: got "don\'t max_tokens", not num_predict',
+        ),
+        (r"'\' max_tokens', max_tokens", r"'\' max_tokens', num_predict"),
+        ("max_tokens: got 'cut off, max_tokens", "num_predict: got 'cut off, max_tokens"),
     ],
 )
 def test_only_whole_names_are_renamed(text: str, renamed: str) -> None:

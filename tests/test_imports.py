@@ -105,6 +105,7 @@ def test_the_gateway_imports_nothing_of_the_engine() -> None:
         "field_names",
         "flags",
         "logs",
+        "messages_errors",
         "ollama",
         "page_files",
         "processes",

@@ -309,14 +309,11 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                 timer = asyncio.get_running_loop().call_later(delay_s, stream.abort, "timeout")
             # 3. Wait until the engine takes requests, and send it to the core.
             if await self._wait_until_accepted(stream):
-                state = self._outputs.add(request, stream.external_id, answer)
-                stream.follow(state)
-                replayed = [self._outputs.replay(state, token_ids) for token_ids in request.begun]
                 # Before the first output: the caller may be slow, and the watchdog takes a running request that the
                 # core does not have for a hang.
-                self._send_to_core(state)
-                for output in replayed:
-                    yield output
+                self._send_to_core(self._begin(stream, answer))
+            for output in stream.replayed:
+                yield output
             # 4. Yield its outputs. `_handle` brings them.
             while True:
                 output = await stream.get()
@@ -359,6 +356,14 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             acceptance.result()
         return True
 
+    def _begin(self, stream: RequestStream, answer: list[int] | None = None) -> RequestState:
+        """Return the new state of a request. The stream gets the outputs that another server has sent. Raises
+        `RequestError` if these end the answer."""
+        state = self._outputs.add(stream.request, stream.external_id, answer)
+        stream.follow(state)
+        stream.replayed = [self._outputs.replay(state, token_ids) for token_ids in stream.request.begun]
+        return state
+
     def _send_to_core(self, state: RequestState) -> None:
         """Send a request to the core, and count it in the forecast if it has no token yet."""
         if not state.num_tokens:
@@ -386,7 +391,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         reason "abort". Other streams raise `EngineStoppingError`."""
         for stream in list(self._streams.values()):
             state = self._abort_request(stream)
-            if state is not None and state.metrics.first_token_time is None:
+            if state is not None and state.metrics.first_token_time is None and not state.num_tokens:
                 _fail_without_output(stream, state, EngineStoppingError("the server is stopping."))
             elif state is not None:
                 stream.wake()
@@ -412,10 +417,15 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         wakes the stream."""
         request_id = stream.request.request_id
         if stream.acceptance is not None and not stream.has_ended_early:
-            # The core does not have the request. It gets a state only for its last output.
+            # The core does not have the request. It gets a state only for its last outputs.
             stream.has_ended_early = True
             stream.acceptance.cancel()
-            stream.follow(self._outputs.add(stream.request, stream.external_id))
+            try:
+                self._begin(stream)
+            except RequestError as error:
+                self._outputs.drop(request_id)
+                stream.fail(error)
+                return None
             return self._outputs.abort(request_id, stop_reason)
         state = self._outputs.abort(request_id, stop_reason)
         if state is not None and self.is_ready:

@@ -34,7 +34,7 @@ class RequestStream:
 
     __slots__ = (
         "_error", "_is_awaited", "_sink", "_woken", "acceptance", "engine", "external_id", "has_ended_early",
-        "is_undelivered", "request", "state",
+        "is_undelivered", "replayed", "request", "state",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +44,7 @@ class RequestStream:
         self.engine = engine  # the one that computes it now
         self.acceptance: asyncio.Future[None] | None = None  # set while it waits for the engine to take requests
         self.has_ended_early = False  # aborted while it waited
+        self.replayed: list[Output] = []  # the outputs that another server has sent of it
         self.state: RequestState | None = None  # once the engine has it
         self.is_undelivered = False  # the engine will call `deliver`
         self._sink = sink

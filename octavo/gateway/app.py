@@ -111,6 +111,8 @@ class GatewayApp:
             await self._unless_gone(work(), receive)
         except RequestError as error:
             self.metrics.requests.labels("none", "none", error.status).inc()
+            said = ", ".join(filter(None, (str(error.status), error.param, error.code)))
+            logger.info("%s %r is refused: %s", scope["method"], path[:100], said)
             await client.fail(error)
         except (_ClientGoneError, BrokenAnswerError):
             raise

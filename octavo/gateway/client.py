@@ -3,6 +3,7 @@ be an event of a stream."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import uuid
 from typing import Any
@@ -11,19 +12,21 @@ import msgspec
 from starlette.types import Send
 
 from octavo.errors import RequestError
-from octavo.gateway.error_bodies import MESSAGES_PREFIX, error_body, error_event
+from octavo.gateway.error_bodies import error_body, error_event
 from octavo.gateway.meter import PROMPT_TOKENS, Meter
 from octavo.gateway.stream_progress import RESUMABLE, StreamProgress
 from octavo.gateway.upstream import HOP_BY_HOP, Answer
+from octavo.messages_errors import MESSAGES_PREFIX
 
 _NOT_PASSED_ON = HOP_BY_HOP | {b"date", RESUMABLE, PROMPT_TOKENS}
 _EVENTS = b"text/event-stream"
 _EVENT_END = re.compile(rb"(?<=\n\n)|(?<=\r\n\r\n)")
 _MAX_EVENT_BYTES = 1 << 20  # of an event that is held back until it is whole
+WRITE_TIMEOUT_S = 60.0  # in which a client must read some of what waits for it
 
 
 class BrokenAnswerError(Exception):
-    """An answer that cannot be ended as it was begun: its connection has to be cut."""
+    """An answer cannot be ended as it was begun, or its client does not read it: its connection has to be cut."""
 
 
 class Client:
@@ -166,11 +169,15 @@ class Client:
         self._has_head = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def _write(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+    async def _write(self, data: bytes, *, is_last: bool = False) -> None:
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        except TimeoutError:  # it would hold the replica, which would count as lost after its own time
+            raise BrokenAnswerError from None
 
     async def _finish(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        await self._write(data, is_last=True)
 
 
 def _after(data: bytes, end: bytes) -> int:

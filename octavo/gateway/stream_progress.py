@@ -2,7 +2,7 @@
 
 Octavo's servers answer the header X-Octavo-Resumable with the stream's id, time and seed. In the stream a comment with
 tokens follows the events that the tokens make. Events wait here for this comment, so that the client has the text of
-exactly the tokens that are known.
+exactly the tokens that are known. The first events of a response come before any tokens, and pass at once.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ _ENDS = (
     b"event: response.completed", b"event: response.incomplete", b"event: response.failed",
 )  # fmt: skip
 _KEEP_ALIVES = (b":", b"event: ping")
+_BEGINS = (b"event: response.created", b"event: response.in_progress")
 
 
 class _About(msgspec.Struct):
@@ -32,6 +33,7 @@ class StreamProgress:
         self._about: bytes | None = None  # JSON
         self.id = ""  # of the answer
         self._tokens: list[bytes] = []  # JSON lists
+        self._begun: set[bytes] = set()  # what the client has of `_BEGINS`
         self._waiting: list[bytes] = []  # events without their tokens
         self._rest = b""  # of an event that is not whole
         self._num_at_loss = -1
@@ -63,6 +65,10 @@ class StreamProgress:
                 self._waiting = []
             elif event.startswith(_KEEP_ALIVES):
                 ready.append(event)
+            elif (name := event.partition(b"\n")[0]) in _BEGINS:
+                if name not in self._begun:  # a replica that goes on without tokens begins anew
+                    self._begun.add(name)
+                    ready.append(event)
             else:
                 self._waiting.append(event)
                 if event.startswith(_ENDS):

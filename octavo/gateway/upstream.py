@@ -7,6 +7,7 @@ wake-up. What comes is passed on as it came, less the framing of chunks.
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import time
 from collections.abc import Iterable, Sequence
@@ -43,6 +44,8 @@ class Upstream:
         self._ssl = trusted or ssl.create_default_context() if parts.scheme == "https" else None
         self._host_header = parts.netloc.rpartition("@")[2].encode()
         self._prefix = parts.path.rstrip("/").encode()
+        place = re.escape(self._host_header + self._prefix)
+        self._own = re.compile(rb"\Ahttps?://" + place + rb"(?=/)", re.IGNORECASE)
         self._timeout_s = timeout_s
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
@@ -56,15 +59,24 @@ class Upstream:
         message = b"\r\n".join(lines) + b"\r\n\r\n" + body
         while (connection := self._take_idle()) is not None:
             try:
-                return await connection.ask(message, self._timeout_s)
+                return self._seen_from_outside(await connection.ask(message, self._timeout_s))
             except _StaleError:  # it was closed while it was idle, and the replica has not seen the request
                 continue
-        return await (await self._connect()).ask(message, self._timeout_s)
+        return self._seen_from_outside(await (await self._connect()).ask(message, self._timeout_s))
 
     def close(self) -> None:
         """Cut all connections; requests under way end with `UpstreamError`."""
         for connection in list(self._open):
             connection.abort()
+
+    def _seen_from_outside(self, answer: Answer) -> Answer:
+        """Return an answer whose redirection within this address has only a path: clients cannot reach the address."""
+        if answer.header(b"location"):
+            answer.headers = [
+                (name, self._own.sub(b"", value, count=1) if name == b"location" else value)
+                for name, value in answer.headers
+            ]
+        return answer
 
     def _take_idle(self) -> _Connection | None:
         while self._idle:

@@ -252,12 +252,13 @@ def _field_of(name: str, value: Any) -> dict[str, Any]:
     """Return OpenAI's field for one of Ollama's options, without those of its values that ask for nothing."""
     is_number = type(value) in (int, float)
     if name == "num_predict":
-        if not is_number or not float(value).is_integer():
+        value = int(value) if type(value) is float and value.is_integer() else value
+        if type(value) is not int:
             raise RequestError(
                 f"options.num_predict must be a number of tokens, or -1 for as many as fit, got {value!r:.60}.",
                 param="options.num_predict",
             )
-        return {"max_tokens": int(value)} if value > 0 else {}
+        return {"max_tokens": value} if value > 0 else {}
     if name == "repeat_penalty" and is_number and value == 0:
         return {}
     if name == "stop" and isinstance(value, str | list):

@@ -126,6 +126,27 @@ def test_an_aborted_request_for_vectors_says_whether_its_time_was_up() -> None:
     with_engine(use, runner="pooling")
 
 
+@pytest.mark.parametrize("is_stop", [False, True])
+def test_a_request_that_goes_on_has_its_tokens_though_it_is_aborted_while_it_waits(is_stop: bool) -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        await engine.wait_ready()
+        await engine.pause_generation("keep")
+        request = engine.inputs.process("The sea", LONG)
+        request.begun = [[504], [505, 506]]
+
+        async def collect() -> list[RequestOutput]:
+            return [output async for output in engine.generate_from(request, "mine")]
+
+        answer = asyncio.ensure_future(collect())
+        await until(lambda: bool(engine._streams) and engine._streams["mine"].acceptance is not None)
+        await (engine.abort_all_for_shutdown() if is_stop else engine.abort("mine"))
+        outputs = [output.outputs[0] for output in await answer]
+        assert [one.token_ids for one in outputs] == [[504], [505, 506], []]
+        assert [one.finish_reason for one in outputs] == [None, None, "abort"]
+
+    with_engine(use)
+
+
 def test_no_request_slips_past_a_pause_that_follows_a_resumption() -> None:
     async def use(engine: AsyncLLMEngine) -> None:
         await engine.wait_ready()

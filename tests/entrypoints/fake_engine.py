@@ -68,6 +68,7 @@ class FakeEngine:
         self.active: set[str] = set()
         self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.deadlines: list[float | None] = []
+        self.clients: list[str | None] = []
         self.stats = EngineStats()
         self.forecast = FirstTokenForecast()
 
@@ -94,6 +95,7 @@ class FakeEngine:
         }  # fmt: skip
         self.seen.append((request.prompt.token_ids, params, others))
         self.deadlines.append(request.deadline)
+        self.clients.append(request.client)
         outputs = OutputProcessor(self.tokenizer, self.metrics, makes_logprobs_later=True)
         state = outputs.add(request, external_id)
         for group in request.begun:

@@ -133,6 +133,24 @@ def test_the_oldest_messages_make_room(http: httpx.Client, engine: FakeEngine) -
             assert answer["done_reason"] == "length" and answer["prompt_eval_count"] + answer["eval_count"] == 512
 
 
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize(("num_predict", "num_kept"), [(-1, 256), (9000, 256), (12, 500)])
+def test_a_prompt_that_is_too_long_alone_keeps_its_end(
+    http: httpx.Client, engine: FakeEngine, raw: bool, num_predict: int, num_kept: int
+) -> None:
+    text = "a" * 600 + "The end."
+    body = {"model": MODEL, "stream": False, "options": {"num_predict": num_predict}}
+    asked = body | ({"prompt": text, "raw": True} if raw else {"prompt": text, "system": "Be brief."})
+    answer = http.post("/api/generate", json=asked).json()
+    assert answer["response"] == "Hello there" and answer["prompt_eval_count"] == num_kept
+    end = engine.inputs.tokenizer.decode(engine.seen[-1][0])
+    assert end.endswith("The end." if raw else "The end.\nassistant:") and end.startswith("a")
+    engine.seen.clear()
+    for refused in (asked | {"truncate": False}, asked | {"suffix": "x"} if raw else asked | {"images": ["iVBOR"]}):
+        assert http.post("/api/generate", json=refused).status_code == 400
+    assert not engine.seen
+
+
 def test_a_model_that_cannot_think_is_not_asked_to(http: httpx.Client) -> None:
     asked = {"model": "alias:latest", "prompt": "Hi", "stream": False}
     for think in (True, "high"):
@@ -148,6 +166,7 @@ def test_a_model_that_cannot_think_is_not_asked_to(http: httpx.Client) -> None:
         ({"num_predict": 3.0}, {"max_tokens": 3}),
         ({"num_predict": 0}, {}),
         ({"num_predict": -2}, {}),
+        ({"num_predict": 10**400}, {"max_tokens": 10**400}),
         ({"top_p": 0.0, "top_k": 40}, {"top_k": 1}),
         ({"repeat_penalty": 0}, {}),
         ({"stop": ["\n", ""]}, {"stop": ["\n"]}),
@@ -180,6 +199,7 @@ def test_what_a_tool_does_not_have_is_null(http: httpx.Client) -> None:
         ({"top_p": 2}, "options.top_p must be"),
         ({"temperature": -1}, "options.temperature must be"),
         ({"stop": [5]}, "options.stop"),
+        ({"num_predict": 10**400}, "options.num_predict should be"),
         ({"repeat_penalty": -1}, "options.repeat_penalty must be"),
     ],
 )

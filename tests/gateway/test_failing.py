@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octavo.errors import RequestError
+from octavo.gateway.error_bodies import error_body
 from tests.gateway.fakes import Asked, Behave, FakeLaunch, FakeServer, answer_plainly, fake_servers, gateway, until
 from tests.waiting import Clock
 
@@ -91,6 +94,34 @@ def test_a_stream_that_breaks_ends_with_an_error_event(clock: Clock) -> None:
             assert "octavo_gateway_broken_answers_total{" in metrics
 
     clock.run(run())
+
+
+def test_a_client_that_does_not_read_holds_no_replica(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        asked.begin_stream()
+        while True:
+            asked.piece(b"data: " + b"x" * 65536 + b"\n\n")
+            await asked.writer.drain()
+
+    async def run() -> None:
+        async with fake_servers(behave) as servers, gateway(at(servers)) as gate:
+            url = gate.http.base_url
+            _reader, writer = await asyncio.open_connection(url.host, url.port, limit=1)
+            body = b'{"model": "a", "stream": true}'
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            await until(lambda: servers[0].num_hung_up)
+            await until(lambda: not gate.server.app.num_in_flight)
+            (replica,) = gate.deployment("a").replicas
+            assert replica.breaker.num_failures == replica.num_in_flight == 0
+            writer.transport.abort()
+
+    clock.run(run())
+
+
+def test_refusals_of_messages_have_the_types_of_the_api() -> None:
+    for status, kind in ((503, "overloaded_error"), (403, "permission_error"), (413, "request_too_large")):
+        body = json.loads(error_body(RequestError("no", status=status), "/v1/messages/count_tokens", "req_1"))
+        assert body == {"type": "error", "error": {"type": kind, "message": "no"}, "request_id": "req_1"}
 
 
 def test_a_breaker_opens_and_a_replica_that_is_well_again_is_asked_again(clock: Clock) -> None:

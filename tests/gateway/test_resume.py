@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -113,6 +114,40 @@ def test_a_replica_that_cannot_go_on_says_why(clock: Clock) -> None:
         async with fake_servers(refuse, refuse) as servers, gateway(at(servers)) as gate:
             answer = await gate.ask(stream=True)
             assert answer.content.endswith(b'data: {"error": {"message": "resume is unknown"}}\n\n')
+
+    clock.run(run())
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_response_begins_before_its_first_token(clock: Clock, is_lost: bool) -> None:
+    begin = b'event: response.created\ndata: {"n": 0}\n\nevent: response.in_progress\ndata: {"n": 1}\n\n'
+    end = b'event: response.completed\ndata: {"n": 3}\n\n'
+    has_begun = asyncio.Event()
+
+    async def behave(asked: Asked) -> None:
+        asked.head(content_type="text/event-stream", transfer_encoding="chunked", x_octavo_resumable=json.dumps(ABOUT))
+        asked.piece(begin)
+        await asked.writer.drain()
+        if "resume" in asked.json:
+            assert asked.json["resume"] == {**ABOUT, "tokens": []}
+        else:
+            await has_begun.wait()
+            if is_lost:
+                asked.die()
+                return
+        asked.piece(b'event: response.delta\ndata: {"n": 2}\n\n: tokens [1]\n\n' + end)
+        asked.piece(b"")
+
+    async def run() -> None:
+        async with fake_servers(behave, behave) as servers, gateway(at(servers)) as gate:
+            asked = {"model": "a", "stream": True, "input": "Hi"}
+            async with gate.http.stream("POST", "/v1/responses", json=asked) as answer:
+                found = b""
+                async for piece in answer.aiter_raw():
+                    found += piece
+                    if found == begin:
+                        has_begun.set()
+            assert found == begin + b'event: response.delta\ndata: {"n": 2}\n\n' + end
 
     clock.run(run())
 

@@ -127,6 +127,24 @@ def test_a_replica_waits_for_a_client_that_does_not_read(clock: Clock) -> None:
     run_with(clock, behave, work)
 
 
+def test_a_redirection_within_the_address_has_only_a_path(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        asked.reply(b"", 307, location=asked.target[1:])
+
+    async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
+        for said, seen in (
+            (f"{server.address}/v1/files", "/v1/files"),
+            (f"{server.address}1/v1/files", f"{server.address}1/v1/files"),
+            ("https://other/x", "https://other/x"),
+        ):
+            answer = await upstream.send("GET", f"/{said}".encode(), [], b"")
+            assert answer.header(b"location").decode() == seen
+            await answer.read()
+            answer.close()
+
+    run_with(clock, behave, work)
+
+
 def test_nobody_at_the_address_is_an_error_that_says_so(clock: Clock) -> None:
     async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
         server.die()

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.anthropic.answer_blocks import MessageBuilder
 from octavo.entrypoints.anthropic.messages_protocol import CountTokensRequest, MessagesRequest
-from octavo.entrypoints.anthropic.to_chat import to_chat
+from octavo.entrypoints.anthropic.to_chat import NAMES, to_chat
 from octavo.entrypoints.chat.conversation import Conversation, Progress
 from octavo.entrypoints.http.body_fields import ResponseModel
 from octavo.entrypoints.http.error_responses import error_body, error_fields
@@ -49,6 +49,11 @@ class _MessageStream(EventStream):
 @router.post("/v1/messages", response_model=MessageBody)
 async def create_message(body: MessagesRequest, raw: Request) -> Response:
     """Answer a conversation, in the form of Anthropic's API."""
+    with NAMES.in_errors():
+        return await _answer(body, raw)
+
+
+async def _answer(body: MessagesRequest, raw: Request) -> Response:
     state = state_of(raw)
     chat = await run_off_loop(lambda: to_chat(body), length=_length())
     if state.thinking_tokens is not None and body.thinking is not None:  # clients send `thinking` to any model
@@ -79,10 +84,10 @@ async def count_tokens(body: CountTokensRequest, raw: Request) -> TokenCount:
     """The tokens of the prompt that a message would have."""
     state = state_of(raw)
     state.resolve_model(body.model)
-
-    chat = await run_off_loop(lambda: to_chat(body), length=_length())
-    conversation = Conversation(chat, state, chat.to_sampling_params({}), ignores_unknown_effort=True)
-    return TokenCount(input_tokens=await conversation.count_tokens(_length()))
+    with NAMES.in_errors():
+        chat = await run_off_loop(lambda: to_chat(body), length=_length())
+        conversation = Conversation(chat, state, chat.to_sampling_params({}), ignores_unknown_effort=True)
+        return TokenCount(input_tokens=await conversation.count_tokens(_length()))
 
 
 async def _collect(builder: MessageBuilder, progress: AsyncGenerator[Progress, None]) -> dict[str, Any]:

@@ -19,7 +19,21 @@ from octavo.entrypoints.anthropic.messages_protocol import (
 from octavo.entrypoints.chat.conversation import make_chat
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
+from octavo.field_names import FieldNames
 
+# Names of the chat's fields in errors.
+NAMES = FieldNames({
+    "stop": "stop_sequences",
+    "tools[].function.name": "tools[].name",
+    "tools[].function.description": "tools[].description",
+    "tools[].function.parameters": "tools[].input_schema",
+    "tools[].function.strict": "tools[].strict",
+    "tool_choice.function.name": "tool_choice.name",
+    "response_format": "output_config.format",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+})  # fmt: skip
 _CLEAR_THINKING = "clear_thinking_20251015"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 

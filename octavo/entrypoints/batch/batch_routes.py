@@ -17,7 +17,7 @@ from octavo.entrypoints.batch import stored_files
 from octavo.entrypoints.batch.batch_job import ACTIVE_STATUSES, LIFETIME_S, BatchJob
 from octavo.entrypoints.batch.batch_lines import URLS
 from octavo.entrypoints.batch.stored_files import BATCH, FILE, PIECE_BYTES, UPLOAD
-from octavo.entrypoints.http.body_fields import MAX_METADATA, Int, RequestBody, ResponseModel, Text, described
+from octavo.entrypoints.http.body_fields import Int, Metadata, RequestBody, ResponseModel, Text, described
 from octavo.entrypoints.http.error_responses import ErrorResponse, validation_error
 from octavo.entrypoints.http.pagination import Deleted, Page, PageQuery, page_parameters, page_query
 from octavo.entrypoints.http.router import Router
@@ -53,9 +53,7 @@ class BatchRequest(RequestBody):
     input_file_id: Text = Field(description="A file of purpose batch.")
     endpoint: Text = Field(description="The url of all its lines.")
     completion_window: Literal["24h"] = Field(description="24h.")
-    metadata: Annotated[dict[str, Text], Field(max_length=MAX_METADATA)] | None = described(
-        "Comes back with the batch."
-    )
+    metadata: Metadata | None = described("Comes back with the batch.")
     output_expires_after: ExpiresAfter | None = described(
         "When the output and the error file are deleted; they stay if left out."
     )

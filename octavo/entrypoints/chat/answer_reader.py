@@ -19,7 +19,8 @@ from octavo.entrypoints.chat.tools.format_detection import ModelFormats
 from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
 from octavo.entrypoints.chat.tools.tool_formats import HARMONY, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import Call, Piece, ToolParser
-from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, NamedToolChoice
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
+from octavo.entrypoints.openai.tool_choice import NamedToolChoice
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output.grammar_builder import ReasoningMarks, Spelling, ThinkingBudget, ToolCalls, WantedGrammar

@@ -97,7 +97,6 @@ class Conversation:
         self._answer_format: AnswerFormat | None = None  # set by `_prepare`
         self._readers: dict[int, AnswerReader] = {}  # by index of the choice
         self._counters: dict[int, ReasoningCounter] = {}  # by index of the choice
-        self._counted: list[CompletionOutput] = []  # of the last output, those that a thread has counted
         self._prompt_token_ids: list[int] = []  # set by `submit`
         self._num_tokens = 0  # of the outputs read by `progress` and `push`
         self._response_id = ""  # set by `submit`
@@ -122,19 +121,19 @@ class Conversation:
                 )
         self._prompt_token_ids = prompt.token_ids
         if self._format.new_splitter() is not None:
-            outputs = self._counting_long(outputs)
+            outputs = self._counted_early(outputs)
         if self._answer_recall is not None:
             outputs = self._answer_recall.remembering(prompt, outputs)
         return prompt, outputs
 
-    async def _counting_long(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-        """Yield `outputs`. A thread counts the reasoning of those with many tokens, before `read` is called."""
+    async def _counted_early(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+        """Yield `outputs`. A thread counts the reasoning of those with many tokens; `read` would do it in the event
+        loop."""
         try:
             async for output in outputs:
-                self._counted = [one for one in output.outputs if len(one.token_ids) > MAX_INLINE_LENGTH]
-                for completion in self._counted:
-                    count = partial(self._count, completion)
-                    await run_off_loop(count, length=len(completion.token_ids))
+                for completion in output.outputs:
+                    if (length := len(completion.token_ids)) > MAX_INLINE_LENGTH:
+                        await run_off_loop(partial(self._count, completion), length=length)
                 yield output
         finally:
             await outputs.aclose()
@@ -277,21 +276,15 @@ class Conversation:
         index, is_end = completion.index, completion.finish_reason is not None
         if index not in self._readers:
             self._readers[index] = AnswerReader(self._format, f"{self._response_id} {index}")
-        if not any(completion is one for one in self._counted):
-            self._count(completion)
+        self._count(completion)
         reader = self._readers[index]
         return reader.add(completion.text, is_end=is_end), reader.finish_reason(completion.finish_reason)
 
     def _count(self, completion: CompletionOutput) -> None:
-        """Count the reasoning tokens of a choice's next output."""
+        """Count the reasoning tokens of a choice's next output, once."""
         if (counter := self._counters.get(completion.index)) is None:
             counter = self._counters[completion.index] = self._new_counter()
-        # A stop token has no text, unless the request wants to see it.
-        is_by_token = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
-        num_hidden = int(is_by_token and not self._params.include_stop_str_in_output and bool(completion.token_ids))
-        counter.add(completion.token_ids[: len(completion.token_ids) - num_hidden])
-        if completion.finish_reason is not None:
-            counter.finish(num_hidden)
+        counter.count(completion, shows_stop=self._params.include_stop_str_in_output)
 
     @property
     def num_reasoning_tokens(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from octavo.engine.detokenizer import Detokenizer
 from octavo.entrypoints.chat.reasoning import ReasoningSplitter, Splitter
+from octavo.outputs import CompletionOutput
 
 
 class ReasoningCounter:
@@ -21,6 +22,19 @@ class ReasoningCounter:
         self._splitter = splitter  # None when the rest is content
         self._detokenizer = detokenizer
         self._num_undecided = 0
+        self._last: CompletionOutput | None = None
+
+    def count(self, output: CompletionOutput, *, shows_stop: bool) -> None:
+        """Count the answer's next output; the one that was counted last is not counted again. `shows_stop`: the text
+        has the stop token."""
+        if output is self._last:
+            return
+        self._last = output
+        is_by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
+        num_hidden = int(is_by_token and not shows_stop and bool(output.token_ids))
+        self.add(output.token_ids[: len(output.token_ids) - num_hidden])
+        if output.finish_reason is not None:
+            self.finish(num_hidden)
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Count the next tokens of the answer."""

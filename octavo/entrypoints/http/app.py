@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import time
 import uuid
@@ -20,7 +21,7 @@ from octavo.entrypoints import ui
 from octavo.entrypoints.http import engine_control, openapi, operator_routes
 from octavo.entrypoints.http.auth_and_limits import REQUEST_ID, AuthAndLimits
 from octavo.entrypoints.http.body_fields import ID_PATTERN
-from octavo.entrypoints.http.error_responses import UNBUILT_PATHS, add_error_handlers, refuse_not_built
+from octavo.entrypoints.http.error_responses import REFUSED_NAMES, UNBUILT_PATHS, add_error_handlers, refuse_not_built
 from octavo.entrypoints.http.router import LazyRoute, RouteSpec, make_routes
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.server_state import ID_HEADER, ServerState
@@ -33,6 +34,7 @@ from octavo.metrics.load_report import load_report
 if TYPE_CHECKING:
     from octavo.engine.engine_client import EngineClient
 
+logger = logging.getLogger("octavo.server")
 
 ROUTERS = [
     module.router
@@ -147,14 +149,16 @@ class _App(Starlette):
             await super().__call__(scope, receive, send)
             return
         status, begin = 500, time.monotonic()
+        request_id: str | None = None
 
         async def send_noting(message: Message) -> None:
-            nonlocal status
+            nonlocal status, request_id
             if message["type"] == "http.response.start":
                 status = message["status"]
                 asked, answer = Headers(scope=scope), MutableHeaders(raw=message["headers"])
                 if self.sends_ids:
                     _add_id(answer, asked)
+                request_id = answer.get(ID_HEADER)
                 if REQUEST_ID in scope:
                     answer["request-id"] = scope[REQUEST_ID]
                 if (form := asked.get("endpoint-load-metrics-format")) is not None:
@@ -166,7 +170,13 @@ class _App(Starlette):
             await super().__call__(scope, receive, send_noting)
         finally:
             scope.pop(SERVER_SEND, None)  # it refers to the scope: a cycle would wait for a full collection
-            self.counts.record(scope["method"], self._route(scope["path"]), status, time.monotonic() - begin)
+            route = self._route(scope["path"])
+            self.counts.record(scope["method"], route, status, time.monotonic() - begin)
+            if 400 <= status < 500 and REFUSED_NAMES in scope and self.state.octavo.args.logs_requests:
+                said = [str(status), *scope[REFUSED_NAMES]]
+                fields = {"request_id": request_id or scope.get(REQUEST_ID), "status": status}
+                text = "%s: %s %s is refused: %s"
+                logger.info(text, fields["request_id"], scope["method"], route, ", ".join(said), extra=fields)
 
     def _route(self, path: str) -> str:
         """Return the declared path of the route that answers `path`; "none" if there is no such route."""

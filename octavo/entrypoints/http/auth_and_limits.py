@@ -20,7 +20,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.api_keys import ApiKeys
 from octavo.entrypoints import ui
-from octavo.entrypoints.anthropic.anthropic_errors import PREFIX as ANTHROPIC_PREFIX
 from octavo.entrypoints.anthropic.anthropic_errors import anthropic_error
 from octavo.entrypoints.http.body_reader import BodyReader, ClientGoneError, replay_body
 from octavo.entrypoints.http.error_responses import (
@@ -32,6 +31,7 @@ from octavo.entrypoints.http.error_responses import (
 from octavo.entrypoints.http.openapi import PAGE_FILES
 from octavo.entrypoints.http.router import methods_of
 from octavo.entrypoints.http.server_state import ARRIVAL, Arrival, ServerState
+from octavo.messages_errors import MESSAGES_PREFIX
 from octavo.ollama import PREFIX as OLLAMA_PREFIX
 from octavo.ollama import ollama_error
 
@@ -81,7 +81,7 @@ class AuthAndLimits:
         path: str = scope["path"]
         if path.startswith(self._root_path + "/"):
             path = path[len(self._root_path) :]
-        if path.startswith(ANTHROPIC_PREFIX):
+        if path.startswith(MESSAGES_PREFIX):
             scope[REQUEST_ID] = request_id = f"req_{uuid.uuid4().hex}"
             ERROR_FORM.set(partial(anthropic_error, request_id=request_id))
         elif path.startswith(OLLAMA_PREFIX):
@@ -113,7 +113,7 @@ class AuthAndLimits:
             if answer is not None:
                 num_bytes, receive = len(answer), replay_body(answer, receive)
                 del answer  # do not keep the body while the answer streams
-            ARRIVAL.set(Arrival(time.monotonic(), headers, num_bytes))
+            ARRIVAL.set(Arrival(time.monotonic(), headers, num_bytes, self._client(scope, headers)))
             self._state.num_engine_requests += uses_engine
             try:
                 await self._app(scope, receive, send)
@@ -123,6 +123,10 @@ class AuthAndLimits:
             pass
         finally:
             self._state.num_in_flight -= 1
+
+    def _client(self, scope: Scope, headers: Headers) -> str:
+        address, _ = scope["client"] or (None, 0)
+        return self._keys.client(address, headers.get("authorization"), headers.get("x-api-key"))
 
     async def _handle_internal(self, scope: Scope, receive: Receive, send: Send, num_bytes: int) -> None:
         """Handle a request from within the server. Its original request has passed the checks already."""

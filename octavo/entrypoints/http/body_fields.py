@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Annotated, Any, Literal, NotRequired
 
+import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, PlainValidator
 from pydantic_core import CoreSchema
 from typing_extensions import TypedDict
@@ -140,6 +141,15 @@ def check_text(text: str) -> str:
     return text
 
 
+def _check_json(value: dict[str, Any]) -> dict[str, Any]:
+    """Return an object that can be written as JSON again. Raises `ValueError`."""
+    try:
+        msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        raise ValueError("should have valid Unicode, without lone surrogates") from None
+    return value
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -153,6 +163,8 @@ def _whole(value: Any) -> Any:
 Int = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), lt=2**64)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, AfterValidator(check_text)]
+Metadata = Annotated[dict[Text, Text], Field(max_length=MAX_METADATA)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_check_json)]  # of an answer, too
 Texts = Annotated[list[Text], BeforeValidator(_as_list)]
 Id = Annotated[str, Field(pattern=ID_PATTERN)]
 

@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from octavo.entrypoints.http.body_fields import ResponseModel
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, RequestError
@@ -49,6 +50,9 @@ UNBUILT_PATHS = frozenset((
 DEV_MODE_PATHS = frozenset({
     "/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/reset_prefix_cache",
 })  # fmt: skip
+# Scope key of the names in the error that answers a request: its field and its code. Values of clients are not in it.
+REFUSED_NAMES = "octavo.refused_names"
+_NAME = re.compile(r"[\w.\[\]-]{1,80}", re.ASCII)
 MAX_MESSAGE_LENGTH = 1000  # messages quote values of clients, which may be megabytes
 
 
@@ -96,6 +100,16 @@ def _shorten(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE_LENGTH else text[:MAX_MESSAGE_LENGTH] + "..."
 
 
+class _ErrorAnswer(Response):
+    """Tells the request's log line what the error is about."""
+
+    names: tuple[str, ...] = ()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[REFUSED_NAMES] = self.names
+        await super().__call__(scope, receive, send)
+
+
 def error_response(
     message: str,
     status: int,
@@ -110,7 +124,9 @@ def error_response(
     if status == 503:
         headers.setdefault("Retry-After", str(RETRY_AFTER_S))
     body = error_body(message, status, param=param, code=code, details=details)
-    return Response(body, status, headers=headers, media_type="application/json")
+    answer = _ErrorAnswer(body, status, headers=headers, media_type="application/json")
+    answer.names = tuple(name for name in (param, code) if name is not None and _NAME.fullmatch(name))
+    return answer
 
 
 def error_fields(error: Exception) -> dict[str, Any]:

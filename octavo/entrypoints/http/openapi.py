@@ -16,10 +16,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from octavo.entrypoints.anthropic.anthropic_errors import PREFIX as ANTHROPIC_PREFIX
 from octavo.entrypoints.anthropic.anthropic_errors import AnthropicError
 from octavo.entrypoints.http.error_responses import ErrorResponse
 from octavo.entrypoints.http.router import LazyRoute, Router, RouteSpec
+from octavo.messages_errors import MESSAGES_PREFIX
 from octavo.version import __version__
 
 router = Router(include_in_schema=False)
@@ -154,7 +154,7 @@ def _complete(schema: dict[str, Any]) -> dict[str, Any]:
     """Add examples, streams and errors to FastAPI's description, in place, and return it."""
     for path, operations in schema["paths"].items():
         for operation in operations.values():
-            _add_errors(operation, "AnthropicError" if path.startswith(ANTHROPIC_PREFIX) else "ErrorResponse")
+            _add_errors(operation, "AnthropicError" if path.startswith(MESSAGES_PREFIX) else "ErrorResponse")
             if path in _EXAMPLES and "requestBody" in operation:
                 content = operation["requestBody"]["content"]["application/json"]
                 content["examples"] = {name: {"value": value} for name, value in _EXAMPLES[path].items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
@@ -108,6 +109,6 @@ def read_integer(raw: Request, name: str, default: int, *, least: int, most: int
     text = raw.query_params.get(name)
     if text is None:
         return default
-    if not text.lstrip("-").isdecimal() or len(text) > 12 or not least <= int(text) <= most:
+    if not re.fullmatch("-?[0-9]{1,11}", text) or not least <= int(text) <= most:
         raise RequestError(f"{name} should be an integer from {least} to {most}, got {text!r:.60}.", param=name)
     return int(text)

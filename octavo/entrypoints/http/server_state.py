@@ -68,6 +68,7 @@ class Arrival:
     at: float
     headers: Headers
     num_bytes: int  # size of the body
+    client: str | None = None  # who sent it, for --scheduling-policy fair
 
 
 class HasRequestId(Protocol):
@@ -441,7 +442,7 @@ class ServerState:
         cache_session, cache_ttl_s = self._cache_session(body, headers)
         request = msgspec.structs.replace(
             request, deadline=deadline, max_ttft_s=body.max_ttft, session_id=session_id or None,
-            cache_session=cache_session, cache_ttl_s=cache_ttl_s,
+            cache_session=cache_session, cache_ttl_s=cache_ttl_s, client=None if arrival is None else arrival.client,
         )  # fmt: skip
         if (resume := getattr(body, "resume", None)) is not None:
             request = self._resumed(request, resume.tokens)

@@ -13,11 +13,12 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.chat.answer_reader import Delta, ReasoningDelta, TextDelta
 from octavo.entrypoints.chat.conversation import Conversation
 from octavo.entrypoints.chat.last_turns import submit_last_turns
+from octavo.entrypoints.chat.media_parts import media_of
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.streaming import ChunkWriter, encode_json
 from octavo.entrypoints.openai.completions import prompt_text
 from octavo.entrypoints.openai.generation_job import LENGTH_OF_ENTRY, GenerationJob
-from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, ChatMessage, NamedToolChoice
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, ChatMessage
 from octavo.entrypoints.openai.response_bodies import (
     AssistantMessage,
     CalledFunction,
@@ -28,6 +29,7 @@ from octavo.entrypoints.openai.response_bodies import (
     ToolCall,
 )
 from octavo.entrypoints.openai.stored_chats import keep_chat
+from octavo.entrypoints.openai.tool_choice import NamedToolChoice
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.request import Prompt
@@ -38,10 +40,8 @@ router = Router(tags=["OpenAI"])
 @router.post("/v1/chat/completions", response_model=ChatCompletionResponse)
 async def create_chat_completion(body: ChatCompletionRequest, raw: Request) -> Response:
     """Answer a conversation."""
-    try:
+    with body.field_names.in_errors():
         return await ChatJob(body, raw).answer(raw)
-    except RequestError as error:
-        raise body.field_names.renamed(error) from None
 
 
 class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
@@ -75,19 +75,29 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         return Conversation(body, self._state, self._params, clamps_max_tokens=self._truncation is not None)
 
     async def submit(self) -> None:
+        messages: Sequence[ChatMessage] = self._body.messages
+        last_kept = messages
+
         async def submit(
             kept: Sequence[ChatMessage], is_tried: bool
         ) -> tuple[AsyncGenerator[RequestOutput, None], Prompt]:
-            if len(kept) < len(messages):
+            nonlocal last_kept
+            last_kept = kept
+            if len(kept) < len(messages) or self._params.truncate_prompt_tokens is not None:
                 self._conversation = self._conversation_of(self._body.model_copy(update={"messages": kept}))
             prompt, generator = await self._conversation.submit(self._about["id"], None if is_tried else self._push)
             return generator, prompt
 
-        messages = self._body.messages
-        if self._truncation == "auto":
-            generator, prompt = await submit_last_turns(messages, [one.role for one in messages], submit)
-        else:
+        if self._truncation != "auto":
             generator, prompt = await submit(messages, False)
+        else:
+            try:
+                generator, prompt = await submit_last_turns(messages, [one.role for one in messages], submit)
+            except RequestError as error:
+                if error.code != "context_length_exceeded" or media_of([one.content for one in last_kept]):
+                    raise
+                self._cut_prompt()
+                generator, prompt = await submit(last_kept, False)
         self._prompt_token_ids = prompt.token_ids
         if self._body.return_prompt_text:
             is_cut = self._body.truncate_prompt_tokens is not None

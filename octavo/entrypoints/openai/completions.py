@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -87,25 +86,36 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
             if body.suffix and isinstance(given, str):
                 given = fill_in_prompt(self._state.engine.tokenizer, given, body.suffix)
             with naming_prompt("prompt", index, len(body.prompts)):
-                prompt, generator = await self._state.submit(
-                    self._about["id"],
-                    body,
-                    self._params,
-                    partial(PreparedPrompt, given, adds_special),
-                    length=len(given["prompt_embeds"]) if isinstance(given, dict) else len(given),
-                    num_prompts=len(body.prompts),
-                    clamps_max_tokens=body.max_tokens is None or self._truncation is not None,
-                    scores_prompt=body.only_prompt,
-                    sink=self._push if len(body.prompts) == 1 else None,
-                )
+                try:
+                    prompt, generator = await self._submit_one(PreparedPrompt(given, adds_special))
+                except RequestError as error:
+                    may_cut = self._truncation == "auto" and not body.suffix  # whose marks are at the beginning
+                    if error.code != "context_length_exceeded" or not may_cut:
+                        raise
+                    self._cut_prompt()
+                    prompt, generator = await self._submit_one(PreparedPrompt(given, adds_special))
             echo = shown = None
             if body.echo or body.return_prompt_text:
-                is_cut = body.truncate_prompt_tokens is not None
+                is_cut = self._body.truncate_prompt_tokens is not None
                 text = await prompt_text(self._state.engine.tokenizer, prompt, is_cut=is_cut)
                 echo, shown = text if body.echo else None, text if body.return_prompt_text else None
             self._prompts.append(_Prompt(echo, prompt.token_ids, shown))
             self._num_prompt += len(prompt.token_ids)
             self._generators.append(generator)
+
+    async def _submit_one(self, prepared: PreparedPrompt) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
+        body, given = self._body, prepared.prompt
+        return await self._state.submit(
+            self._about["id"],
+            body,
+            self._params,
+            lambda: prepared,
+            length=len(given["prompt_embeds"]) if isinstance(given, dict) else len(given),
+            num_prompts=len(body.prompts),
+            clamps_max_tokens=body.max_tokens is None or self._truncation is not None,
+            scores_prompt=body.only_prompt,
+            sink=self._push if len(body.prompts) == 1 else None,
+        )
 
     def _choice(self, prompt_index: int, completion: CompletionOutput) -> CompletionChoice:
         prompt = self._prompts[prompt_index]

@@ -48,7 +48,8 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         self._body = body
         model = state.resolve_model(body.model)
         self._params = body.to_sampling_params(state.engine.config.model.default_sampling_params)
-        # "auto" or "disabled": as in Responses, and max_tokens is lowered to what fits. Ollama's routes ask for it.
+        # "auto" or "disabled": as in Responses, and max_tokens is lowered to what fits, and with "auto" a prompt is cut
+        # that is still too long. Ollama's routes ask for it.
         self._truncation = raw.headers.get(TRUNCATION_HEADER)
         response_id, self._headers = state.response_id(self.id_prefix, body, raw)
         self._resumable = ResumableStream(
@@ -85,6 +86,14 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
             headers = self._headers | self._resumable.headers(self._num_prompt)
             return EventStream(self._stream(wants_usage), headers, self._push)
         return await respond(self._collect(), raw, self._headers)
+
+    def _cut_prompt(self) -> None:
+        """Have the prompt keep its last tokens: half of what the model takes, as with Ollama, or more if the answer may
+        have less."""
+        limit = self._state.engine.config.model.max_model_len
+        num_kept = limit - min(limit // 2, self._params.max_tokens or limit)
+        self._params.truncate_prompt_tokens = num_kept
+        self._body = self._body.model_copy(update={"truncate_prompt_tokens": num_kept})
 
     @abstractmethod
     async def submit(self) -> None:

@@ -10,16 +10,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from octavo.entrypoints.chat.media_parts import check_role, media_of
 from octavo.entrypoints.http.body_fields import (
@@ -40,6 +31,7 @@ from octavo.entrypoints.http.body_fields import (
     described,
     refuse_unbuilt,
 )
+from octavo.entrypoints.openai.tool_choice import AllowedToolsChoice, NamedToolChoice, ToolChoice
 from octavo.errors import RequestError
 from octavo.field_names import FieldNames
 from octavo.request import MAX_CACHE_TTL_S
@@ -90,64 +82,6 @@ class FunctionDefinition(RequestBody):
 class Tool(RequestBody):
     type: Literal["function"]
     function: FunctionDefinition
-
-
-class FunctionName(RequestBody):
-    name: Text
-
-
-class NamedToolChoice(RequestBody):
-    """The function that must be called."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class AllowedFunctions(RequestBody):
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedToolChoice], Field(min_length=1)]
-
-
-class AllowedToolsChoice(RequestBody):
-    """Some of the tools, as if there were no others."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedFunctions
-
-
-_CHOICES = (
-    'should be "auto", "none", "required", {"type": "function", "function": {"name": ...}} or '
-    '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}'
-)
-
-
-def _read_tool_choice(value: Any) -> Any:
-    """Return the choice of tools. Responses' forms of it, in which nothing is nested, are taken too. Raises
-    `ValueError`."""
-    if value is None or value in ("auto", "none", "required"):
-        return value
-    kind = value.get("type") if isinstance(value, dict) else None
-    try:
-        if kind == "function":
-            return NamedToolChoice.model_validate(_nested(value, "function"))
-        if kind == "allowed_tools":
-            nested = _nested(value, "allowed_tools")
-            allowed = nested["allowed_tools"]
-            if isinstance(allowed, dict) and isinstance(tools := allowed.get("tools"), list):
-                nested["allowed_tools"] = {**allowed, "tools": [_nested(tool, "function") for tool in tools]}
-            return AllowedToolsChoice.model_validate(nested)
-    except ValidationError as error:
-        if all(one["type"] == "extra_forbidden" for one in error.errors(include_url=False)):
-            raise  # these fields are named, or overlooked where the server does so
-    raise ValueError(_CHOICES)
-
-
-def _nested(value: Any, name: str) -> Any:
-    """Return an object whose fields, but its type, are in its field `name`."""
-    if not isinstance(value, dict) or name in value:
-        return dict(value) if isinstance(value, dict) else value
-    rest = {key: one for key, one in value.items() if key != "type"}
-    return {"type": value.get("type"), name: rest}
 
 
 class SentFunctionCall(RequestBody):
@@ -601,10 +535,9 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
     top_logprobs: Annotated[Int, Field(ge=-1)] | None = described(
         "Those of this many likeliest tokens, 20 at most unless --max-logprobs says otherwise; -1: of all."
     )
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice | None,
-        BeforeValidator(_read_tool_choice),
-    ] = described('Whether to call them: "auto", "none", "required", the one to call, or some of them.')
+    tool_choice: ToolChoice = described(
+        'Whether to call them: "auto", "none", "required", the one to call, or some of them.'
+    )
     parallel_tool_calls: bool | None = described("Whether there may be several calls.")
     thinking_token_budget: Annotated[Int, Field(ge=0)] | None = described(
         "Tokens that the reasoning may have; then its end is all that may come."

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from pydantic import Field
 from starlette.requests import Request
 
-from octavo.entrypoints.http.body_fields import MAX_METADATA, RequestBody, Text
+from octavo.entrypoints.http.body_fields import Metadata, RequestBody
 from octavo.entrypoints.http.pagination import MAX_LIMIT, Deleted, Page, page_query
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import state_of
@@ -24,7 +23,7 @@ _decode = msgspec.json.Decoder().decode
 class ChatUpdate(RequestBody):
     """Body of POST /v1/chat/completions/{completion_id}."""
 
-    metadata: Annotated[dict[str, Text], Field(max_length=MAX_METADATA)] | None
+    metadata: Metadata | None
 
 
 @router.get("/v1/chat/completions", openapi_extra=Page.PARAMETERS)

@@ -178,6 +178,7 @@ class PoolingJob:
             "arrival_time": None if arrival is None else arrival.at,
         }  # fmt: skip
         self._length = 0 if arrival is None else arrival.num_bytes
+        self._client = None if arrival is None else arrival.client
 
     async def texts(self, body: TextsRequest, params: PoolingParams) -> list[EngineRequest]:
         """Return the engine's requests for the texts of a body. Raises `RequestError`."""
@@ -259,6 +260,7 @@ class PoolingJob:
         if (rank := requested_rank()) is not None:
             self._state.engine.inputs.check_rank(rank)
             requests = [msgspec.structs.replace(request, data_parallel_rank=rank) for request in requests]
+        requests = [msgspec.structs.replace(request, client=self._client) for request in requests]
         self._state.log_pooling(self.response_id, requests)
 
         async def work() -> tuple[bytes, dict[str, str]]:

@@ -9,7 +9,7 @@ from pydantic import Field, PlainValidator
 from starlette.requests import Request
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.http.body_fields import MAX_METADATA, RequestBody, ResponseModel, Text, described
+from octavo.entrypoints.http.body_fields import Metadata, RequestBody, ResponseModel, described
 from octavo.entrypoints.http.pagination import Deleted, Page, page_query
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ARRIVAL, state_of
@@ -29,7 +29,6 @@ def _check_items(value: Any) -> Any:
 
 
 Items = Annotated[list[Any], PlainValidator(_check_items, json_schema_input_type=list[dict[str, Any]])]
-Metadata = Annotated[dict[str, Text], Field(max_length=MAX_METADATA)]
 _ITEMS = "Messages, function_call, function_call_output, reasoning, item_reference, as in /v1/responses."
 
 

@@ -62,8 +62,7 @@ def _read_item(item: Mapping[str, Any], where: str, owner_id: str, index: int) -
     if kind == "item_reference":
         return {"type": kind, "id": _text(item, "id", where)}
     id = item.get("id") or item_id(ID_PREFIXES[kind], owner_id, index)
-    if not isinstance(id, str):
-        raise _wrong(f"{where}.id", "should be a string")
+    _text({"id": id}, "id", where)
     if kind == "message":
         role = item.get("role")
         if role not in _ROLES:
@@ -126,7 +125,8 @@ def _picture(part: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise _wrong(f"{where}.file_id", "is not built; image_url is")
     uuid = _uuid(part, where)
     url = None if uuid and part.get("image_url") is None else _text(part, "image_url", where)
-    return {"type": "input_image", "image_url": url, "detail": part.get("detail", "auto"), **uuid}
+    detail = "auto" if part.get("detail") is None else _text(part, "detail", where)
+    return {"type": "input_image", "image_url": url, "detail": detail, **uuid}
 
 
 def _sound(part: Mapping[str, Any], where: str) -> dict[str, Any]:

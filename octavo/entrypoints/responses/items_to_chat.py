@@ -7,11 +7,10 @@ from typing import Any
 from octavo.entrypoints.chat.conversation import make_chat
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, TokenRequest
 from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
-from octavo.errors import RequestError
 from octavo.field_names import FieldNames
 
 # Names of the chat's fields in errors.
-_NAMES = FieldNames({
+NAMES = FieldNames({
     "messages": "input",
     "prompt": "input",
     "max_tokens": "max_output_tokens",
@@ -22,7 +21,6 @@ _NAMES = FieldNames({
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",
 })  # fmt: skip
-renamed = _NAMES.renamed
 
 
 def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompletionRequest:
@@ -53,10 +51,7 @@ def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompl
                 "strict": wanted.strict,
             }
     _add_tools(fields, body)
-    try:
-        return make_chat(fields)
-    except RequestError as error:
-        raise renamed(error) from None
+    return make_chat(fields)
 
 
 def _add_tools(fields: dict[str, Any], body: ResponsesRequest) -> None:

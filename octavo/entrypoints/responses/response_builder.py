@@ -17,6 +17,7 @@ from octavo.entrypoints.chat.answer_reader import CallDelta, Delta, ReasoningDel
 from octavo.entrypoints.chat.conversation import Progress
 from octavo.entrypoints.http.streaming import named_event
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
+from octavo.entrypoints.openai.tool_choice import flat
 from octavo.entrypoints.responses.items import ID_PREFIXES, item_id
 from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
 from octavo.sampling_params import SamplingParams
@@ -293,7 +294,7 @@ def _empty_response(body: ResponsesRequest, response_id: str, model: str) -> dic
         "store": body.is_stored,
         "temperature": body.temperature,
         "text": {"format": wanted, "verbosity": (text and text.verbosity) or "medium"},
-        "tool_choice": "auto" if body.tool_choice is None else _plain(body.tool_choice),
+        "tool_choice": flat(body.tool_choice),
         "tools": [{"strict": False, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
@@ -301,10 +302,6 @@ def _empty_response(body: ResponsesRequest, response_id: str, model: str) -> dic
         "usage": None,
         "user": body.user,
     }
-
-
-def _plain(choice: Any) -> Any:
-    return choice if isinstance(choice, str) else choice.model_dump()
 
 
 def _usage(progress: Progress) -> dict[str, Any]:

@@ -10,15 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
-from octavo.entrypoints.http.body_fields import MAX_METADATA, Int, RequestBody, Text, described, refuse_unbuilt
-from octavo.entrypoints.openai.request_bodies import (
-    Effort,
-    FunctionName,
-    Resume,
-    StructuredOutputs,
-    TokenRequest,
-    Verbosity,
-)
+from octavo.entrypoints.http.body_fields import Int, JsonObject, Metadata, RequestBody, Text, described, refuse_unbuilt
+from octavo.entrypoints.openai.request_bodies import Effort, Resume, StructuredOutputs, TokenRequest, Verbosity
+from octavo.entrypoints.openai.tool_choice import FlatToolChoice
 from octavo.errors import RequestError
 
 _NOTE = "Taken and without effect, as OpenAI documents it."
@@ -44,29 +38,17 @@ class FunctionTool(RequestBody):
     type: Literal["function"]
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
-    output_schema: dict[str, Any] | None = None
+    output_schema: JsonObject | None = None
 
 
 class NamedConversation(RequestBody):
     """The conversation with this id."""
 
     id: Text
-
-
-class NamedFunction(FunctionName):
-    type: Literal["function"]
-
-
-class AllowedTools(RequestBody):
-    """Some of the tools."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], Field(min_length=1)]
 
 
 class TextFormat(RequestBody):
@@ -77,7 +59,7 @@ class TextFormat(RequestBody):
     type: Literal["text", "json_object", "json_schema"]
     name: Text | None = None
     description: Text | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
     @model_validator(mode="after")
@@ -115,15 +97,9 @@ def _check_tools(value: Any) -> Any:
 
 
 def _flat_tool(tool: Any) -> Any:
-    """Return a tool, or the choice of one, in the form of chat completions, which many clients send, in the form of
-    responses."""
-    if not isinstance(tool, dict):
-        return tool
-    for name in ("function", "allowed_tools"):
-        if tool.keys() == {"type", name} and isinstance(tool[name], dict):
-            tool = {**tool[name], "type": tool["type"]}
-    if tool.get("type") == "allowed_tools" and isinstance(tool.get("tools"), list):
-        tool = {**tool, "tools": [_flat_tool(one) for one in tool["tools"]]}
+    """Return a tool in the form of chat completions, which many clients send, in the form of Responses."""
+    if isinstance(tool, dict) and tool.keys() == {"type", "function"} and isinstance(tool["function"], dict):
+        return {**tool["function"], "type": tool["type"]}
     return tool
 
 
@@ -158,17 +134,15 @@ class ResponsesRequest(TokenRequest):
     )
     store: bool | None = described("Keep the response, so that it can be retrieved and gone on from; true if left out.")
     background: bool | None = described("Answer at once, and go on without the client.")
-    metadata: Annotated[dict[str, Text], Field(max_length=MAX_METADATA)] | None = described(
-        "Comes back with the response."
-    )
+    metadata: Metadata | None = described("Comes back with the response.")
     max_output_tokens: Annotated[Int, Field(ge=1)] | None = described("Tokens at most, those of reasoning too.")
     text: TextOptions | None = described("What the answer must be, and how long.")
     tools: Annotated[list[FunctionTool], BeforeValidator(_check_tools)] | None = described(
         "Functions that the answer may call."
     )
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None, BeforeValidator(_flat_tool)
-    ] = described('Whether to call them: "auto", "none", "required", the one to call, or some of them.')
+    tool_choice: FlatToolChoice = described(
+        'Whether to call them: "auto", "none", "required", the one to call, or some of them.'
+    )
     parallel_tool_calls: bool | None = described("Whether there may be several calls.")
     reasoning: Reasoning | None = described("How much to reason, and how to show it.")
     include: Annotated[list[Text], BeforeValidator(_check_includes)] | None = described(

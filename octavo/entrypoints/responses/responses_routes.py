@@ -23,7 +23,7 @@ from octavo.entrypoints.http.streaming import EventStream, Push, encode_json, en
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.responses import stored_responses
 from octavo.entrypoints.responses.items import Item, read_items, to_messages
-from octavo.entrypoints.responses.items_to_chat import renamed, to_chat
+from octavo.entrypoints.responses.items_to_chat import NAMES, to_chat
 from octavo.entrypoints.responses.response_builder import ResponseBuilder
 from octavo.entrypoints.responses.response_run import BackgroundRun, ResponseRun, stored_events
 from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
@@ -87,12 +87,10 @@ async def count_input_tokens(body: ResponsesRequest, raw: Request) -> InputToken
     state.resolve_model(body.model)
     history, items = await _read(body, state, "resp_count")
     messages = await run_off_loop(lambda: to_messages([*history, *items], body.instructions), length=_length())
-    try:
+    with NAMES.in_errors():
         chat = await run_off_loop(lambda: to_chat(body, messages), length=_length())
         conversation = Conversation(chat, state, chat.to_sampling_params({}))
         return InputTokens(input_tokens=await conversation.count_tokens(_length()))
-    except RequestError as error:
-        raise renamed(error) from None
 
 
 async def _read(body: ResponsesRequest, state: ServerState, response_id: str) -> tuple[list[Item], list[Item]]:
@@ -139,12 +137,10 @@ async def _submit(
         prompt, outputs = await conversation.submit(response["id"], push)
         return conversation.progress(outputs), _Stream(push, resumable, len(prompt.token_ids))
 
-    try:
+    with NAMES.in_errors():
         if body.truncation != "auto":
             return await submit(messages, False)
         return await submit_last_turns(messages, [one["role"] for one in messages], submit)
-    except RequestError as error:
-        raise renamed(error) from None
 
 
 async def _start(

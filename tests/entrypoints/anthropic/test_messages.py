@@ -264,6 +264,11 @@ def test_tokens_are_counted_as_the_message_has_them(agent: tuple[anthropic.Anthr
         ({"messages": HELLO, "tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "web_search"),
         ({"messages": HELLO, "mcp_servers": [{"url": "x"}]}, 400, "mcp_servers"),
         ({"messages": HELLO, "nonsense": 1}, 400, "nonsense"),
+        ({"messages": HELLO, "reasoning_effort": "low"}, 400, "supplied: reasoning_effort"),
+        (
+            {"messages": HELLO, "tools": [WEATHER], "tool_choice": {"type": "tool", "name": "reasoning_effort"}}, 400,
+            "tool_choice names 'reasoning_effort', which",
+        ),
         ({"messages": HELLO, "context_management": {"edits": [{"type": "compact_20260112"}]}}, 400, "compact"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "prompt is too long: 617 tokens > 512 maximum"),
         ({"messages": [{"role": "user", "content": "x" * 495}]}, 400, "prompt is too long: 512 tokens > 511 maximum"),

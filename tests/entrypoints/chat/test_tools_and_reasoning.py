@@ -166,6 +166,14 @@ def test_the_reasoning_of_a_long_answer_is_counted_by_a_thread(
         threads.clear()
 
 
+def test_log_probabilities_are_those_of_every_token(client: openai.OpenAI, chatty: FakeEngine) -> None:
+    chatty.answer = THOUGHT + "Four."
+    for fields in ({}, {"extra_body": HIDDEN}):
+        choice = both(client, logprobs=True, **fields)
+        assert "".join(one.token for one in choice.logprobs.content).startswith("<think>")
+        assert choice.message.content == "Four."
+
+
 TOKENS = ["\n", "<think>", "a", "</think>", "b", "<tool_call>", CALL.removeprefix("<tool_call>")]
 
 

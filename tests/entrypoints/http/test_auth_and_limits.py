@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive
 
+from octavo.api_keys import ApiKeys
 from octavo.entrypoints.http import auth_and_limits, body_reader, uvicorn_server
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError, RequestError
@@ -177,6 +178,23 @@ def test_a_full_queue_is_429_with_an_estimate_of_the_wait(limited: Address, engi
     assert httpx.get(f"{limited}/v1/models").status_code == 200
     engine.stats = EngineStats(num_running=8, num_waiting=1)
     assert httpx.post(f"{limited}/v1/completions", json=BODY).status_code == 200
+
+
+def test_clients_are_told_apart_by_address_and_key(engine: FakeEngine) -> None:
+    with serving(engine, disable_log_requests=True, api_key=["a", "b"]) as url:
+        for key in "aab":
+            assert httpx.post(f"{url}/v1/completions", json=BODY, headers={"x-api-key": key}).status_code == 200
+    first, again, other = engine.clients
+    assert first == again != other
+    keys = ApiKeys([])
+    names = [
+        keys.client(address, f"Bearer {number}", None)
+        for number, address in enumerate(
+            ("1.2.3.4", "1.2.3.4", "1.2.3.5", "2001:db8::1", "2001:db8::2", "2001:db8:0:1::1")
+        )
+    ]
+    assert names[0] == names[1] and names[3] == names[4] and len({*names}) == 4, "no key is looked for"
+    assert keys.client(None, None, None) != keys.client("x:y", None, None)
 
 
 def test_stalled_uploads_take_no_place_in_the_queue(limited: Address, engine: FakeEngine) -> None:

@@ -223,3 +223,26 @@ def test_requests_are_logged_with_as_much_of_the_prompt_as_allowed(
     with serving(engine, max_log_len=3) as url:
         httpx.post(url + "/v1/completions", json={"prompt": "abcdef", "request_id": "r", "seed": 7})
     assert "cmpl-r-0: 6 prompt tokens: 'abc'... {'seed': 7" in caplog.text
+
+
+def test_a_refused_request_is_one_line_without_what_the_client_wrote(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="octavo.server")
+    with serving(engine, api_key=["k"]) as url, httpx.Client(base_url=url, headers={"X-Request-Id": "r"}) as http:
+        http.get("/v1/models")
+        http.headers["x-api-key"] = "k"
+        for body in ({"prompt": "SECRET", "temperature": -1}, {"prompt": "a", "SECRET prompt": 1}):
+            assert http.post("/v1/completions", json=body).status_code == 400
+        http.get("/v1/responses/SECRET")
+        http.get("/SECRET")
+        assert http.post("/v1/messages", json={"prompt": "SECRET"}).status_code == 400
+    assert [record.getMessage() for record in caplog.records if "refused" in record.getMessage()] == [
+        "r: GET /v1/models is refused: 401, invalid_api_key",
+        "r: POST /v1/completions is refused: 400, temperature",
+        "r: POST /v1/completions is refused: 400",
+        "r: GET /v1/responses/{response_id} is refused: 404, not_found",
+        "r: GET none is refused: 404",
+        "r: POST /v1/messages is refused: 400, messages",
+    ]
+    assert "SECRET" not in caplog.text

@@ -10,7 +10,8 @@ import httpx
 import openai
 import pytest
 
-from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, NamedToolChoice
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
+from octavo.entrypoints.openai.tool_choice import NamedToolChoice
 from octavo.entrypoints.responses.items_to_chat import to_chat
 from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
 from tests.entrypoints.fake_engine import MODEL, FakeEngine

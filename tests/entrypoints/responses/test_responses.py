@@ -378,10 +378,19 @@ def test_pages_of_input_items(http: httpx.Client) -> None:
         ({"temperature": -1}, "temperature"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"nonsense": 1}, "nonsense"),
+        ({"input": [{"role": "user", "content": "x", "id": "\ud800"}]}, "input[0].id"),
+        ({"input": [{"role": "user", "content": "x", "id": 5}]}, "input[0].id"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x", "detail": "\ud800"}]}]},
+            "input[0].content[0].detail",
+        ),
+        ({"tools": [{**WEATHER, "parameters": {"title": "\ud800"}}]}, "tools[0].parameters"),
+        ({"metadata": {"\ud800": "x"}}, "metadata.\ufffd\ufffd\ufffd"),
     ],
 )
 def test_refusals_name_the_field(http: httpx.Client, fields: Any, param: str) -> None:
-    answer = http.post("/v1/responses", json={"input": "Hi", **fields})
+    body = json.dumps({"input": "Hi", **fields})
+    answer = http.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code in (400, 404) and answer.json()["error"]["param"] == param, answer.text
 
 
