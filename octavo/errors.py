@@ -3,9 +3,14 @@
 Any other exception that escapes is a bug in Octavo and keeps its traceback.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+# Control characters and halves of surrogate pairs, which texts from files may hold, and no terminal or message does.
+_NOT_PRINTED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
+_MAX_CHARACTERS = 4000
 
 
 class OctavoError(Exception):
@@ -17,7 +22,13 @@ class ConfigError(OctavoError, ValueError):
 
 
 class LoadError(OctavoError):
-    """A model, tokenizer or checkpoint that cannot be found, read or held in memory."""
+    """A model, tokenizer or checkpoint that cannot be found, read or held in memory.
+
+    Names from files are part of the message, so it is made one printable line of a bounded length."""
+
+    def __init__(self, message: str) -> None:
+        line = _NOT_PRINTED.sub(" ", message)
+        super().__init__(line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}...")
 
 
 class RequestError(OctavoError, ValueError):

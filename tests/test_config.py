@@ -260,6 +260,23 @@ def test_sampling_defaults_come_from_the_model_unless_refused(tmp_path: Path) ->
     assert found.default_sampling_params == {"temperature": 0.6, "top_k": 20}
     assert found.checkpoint.eos_token_ids == (1, 2)
     assert config(model=folder, load_format="dummy", generation_config="vllm").model.default_sampling_params == {}
+    (tmp_path / "generation_config.json").write_text('{"temperature": -1, "top_k": true}')
+    with pytest.raises(
+        ConfigError, match=r"the generation config of .*temperature .*--generation-config none leaves it out"
+    ):
+        config(model=folder, load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_position_embeddings": (1 << 31) - 1}, "says 2147483647 positions, more than the 1073741824"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e300}}, "positions, more than the 1073741824"),
+    ],
+)
+def test_positions_that_no_sequence_has_are_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=message):
+        config(model=write_model(tmp_path, **given), load_format="dummy")
 
 
 def test_settings_of_the_configuration_may_be_overridden(model: dict[str, Any]) -> None:

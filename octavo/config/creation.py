@@ -21,16 +21,18 @@ from octavo.config.prompt_embeds_flag import prompt_embeds_config
 from octavo.config.sound_flags import sound_config
 from octavo.config.sparse_attention import check_cache_of_index, without_needless_index
 from octavo.config.speculation_flags import draft_config, settled_speculation
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, LoadError, RequestError
 from octavo.loading.checkpoint import Checkpoint, resolve
 from octavo.loading.overrides import longest_context, overridden
 from octavo.models.description import ModelDescription
 from octavo.models.registry import by_transformers, describe, unread_settings
 from octavo.pooling_params import PoolingConfig
+from octavo.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_BATCHED_TOKENS = 2048
+_MAX_POSITIONS = 1 << 30
 GIB = 1 << 30
 
 
@@ -151,6 +153,11 @@ def _max_model_len(
     """Return the longest sequence in tokens. Raises `ConfigError` if the flag exceeds the model's positions."""
     config = checkpoint.config.get("text_config") or checkpoint.config
     longest = longest_context(config, description.max_position_embeddings)
+    if longest > _MAX_POSITIONS:
+        raise LoadError(
+            f"the configuration of {checkpoint.name} says {longest} positions, more than the {_MAX_POSITIONS} that a "
+            "sequence may have; --hf-overrides can give it another max_position_embeddings or rope scaling."
+        )
     if args.max_model_len is None or args.max_model_len == AUTO_LENGTH:
         return longest if pooling is None else min(longest, pooling.max_length or longest)
     if args.max_model_len > longest:
@@ -193,7 +200,15 @@ def _default_max_tokens(args: EngineArgs, checkpoint: Checkpoint) -> int | None:
 
 def _default_sampling_params(args: EngineArgs, checkpoint: Checkpoint) -> dict[str, Any]:
     given = _generation_config(args, checkpoint)
-    return {name: given[name] for name in SAMPLING_DEFAULTS if isinstance(given.get(name), int | float)}
+    found = {name: given[name] for name in SAMPLING_DEFAULTS if type(given.get(name)) in (int, float)}
+    try:
+        SamplingParams(**found)
+    except RequestError as e:
+        raise ConfigError(
+            f"the generation config of {checkpoint.name}: {e} --override-generation-config can change it, and "
+            "--generation-config none leaves it out."
+        ) from None
+    return found
 
 
 def _cpus(args: EngineArgs) -> list[int] | None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.errors import ConfigError
 from octavo.execution.step_arrays import StepArrays
 from octavo.kv_cache.groups import CacheGroup
 from octavo.kv_cache.state_blocks import MAX_DRAFT_TOKENS
@@ -45,13 +46,21 @@ class SequenceTable:
             self.max_blocks = max(self.max_blocks, 1 + MAX_DRAFT_TOKENS)
         # np.zeros commits no memory until a row is used.
         self.tokens: NDArray[np.int32]
-        self.tokens = np.zeros((max_num_seqs, max_model_len + 1), np.int32) if tokens_of is None else tokens_of.tokens
+        self.blocks: NDArray[np.int32]
+        try:
+            shape = max_num_seqs, max_model_len + 1
+            self.tokens = np.zeros(shape, np.int32) if tokens_of is None else tokens_of.tokens
+            self.blocks = np.zeros((len(groups), max_num_seqs, self.max_blocks), np.int32)
+        except (MemoryError, ValueError):
+            raise ConfigError(
+                f"the tables of {max_num_seqs} sequences of {max_model_len} tokens do not fit into the memory; lower "
+                "--max-model-len or --max-num-seqs."
+            ) from None
         self.num_ahead, self._vocab_size = num_ahead, vocab_size
-        self.blocks: NDArray[np.int32] = np.zeros((len(groups), max_num_seqs, self.max_blocks), np.int32)
         self.adapter_slots: NDArray[np.int32] = np.full(max_num_seqs, -1, np.int32)
         self.num_known = np.zeros(max_num_seqs, np.int64)  # leading tokens of each row that `tokens` holds
         self.samples: Samples  # of the last gathered step
-        self._numbers = np.arange(max(max_model_len, max_num_seqs) + 2)
+        self._numbers = np.arange(max_num_seqs + 1)
         self._no_forks = np.zeros(max_num_seqs, np.int64)
 
     def update(self, plan: StepPlan) -> None:

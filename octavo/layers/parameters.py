@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, LoadError
 from octavo.layers.product import EndingMatrix
 from octavo.layers.rotary import AttentionTemperature, RopeConfig, distance_buckets, identity_table, rotary_table
 from octavo.layers.tensor_parallel import Shard
@@ -269,6 +269,8 @@ class Parameters:
         """Return the table of cosines and sines; without `rope`, the table that rotates nothing."""
         if rope is None:
             return self._table(("identity",), lambda: identity_table(self.max_positions))
+        if not 0 <= rope.rotary_dim <= head_size:
+            raise LoadError(f"{rope.rotary_dim} rotated elements do not fit into heads of {head_size}.")
         key = rope, head_size
         if key not in self._made:
             self.weights.position_bytes += rotary_table(rope, 1).nbytes

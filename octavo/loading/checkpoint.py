@@ -46,9 +46,13 @@ class Checkpoint:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return the ids of the tokens that end an answer. Configurations hold no id, one id, or a list of ids."""
+        """Return the ids of the tokens that end an answer. Configurations hold no id, one id, or a list of ids; a
+        negative number is none. Raises `LoadError` for anything else."""
         ids = self.generation_config.get("eos_token_id")
-        return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+        found = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(type(token) is int for token in found):
+            raise LoadError(f"{self.name}: eos_token_id is {str(ids)[:60]}, not a token id or a list of such.")
+        return tuple(token for token in found if token >= 0)
 
 
 def resolve(
@@ -135,7 +139,8 @@ _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq
 def _with_quantization(config: dict[str, Any], folder: str, names: list[str]) -> dict[str, Any]:
     """Return the configuration; if the checkpoint is quantized, with a `quantization_config` that names its method."""
     settings = config.get("quantization_config") or config.get("compression_config")
-    settings = settings or (config.get("text_config") or {}).get("quantization_config")
+    text = config.get("text_config")
+    settings = settings or (text.get("quantization_config") if isinstance(text, dict) else None)
     if not settings:
         for name, method in _QUANTIZATION_FILES.items():
             if name in names:

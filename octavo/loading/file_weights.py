@@ -134,7 +134,9 @@ class FileWeights(Weights):
 
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         tensor = self._find(name)
-        if tensor.shape != shape and _without_ones(tensor.shape) != _without_ones(shape):  # GGUF leaves out sizes of 1
+        # GGUF leaves out sizes of 1. Rows of blocks stay rows.
+        is_row = tensor.format in PLAIN or tensor.shape[-1:] == shape[-1:]
+        if tensor.shape != shape and not (is_row and _without_ones(tensor.shape) == _without_ones(shape)):
             raise LoadError(
                 f"{self._source}: tensor {name} has the shape {list(tensor.shape)}; the model's configuration makes it "
                 f"{list(shape)}."

@@ -22,6 +22,7 @@ _TURN_ENDS = (
 )  # fmt: skip
 # Harmony's messages end with <|end|>, and its turns with these tokens.
 _HARMONY_ENDS = {"<|return|>", "<|call|>"}
+_MAX_LAYERS = 1 << 13
 _CONTROL = 3  # the token type of control tokens
 _POOLING_TYPES = {0: None, 1: "MEAN", 2: "CLS", 3: "LAST"}
 
@@ -46,6 +47,9 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
     tensors = file.tensors
     if "token_embd.weight" not in tensors:
         raise LoadError(f"{file.path} has no tensor token_embd.weight: it is not a whole model.")
+    num_layers = metadata.number("block_count")
+    if not 0 < num_layers <= _MAX_LAYERS:  # first of all, as settings make lists of so many entries
+        raise LoadError(f"{file.path}: metadata key {metadata.architecture}.block_count is {num_layers}.")
     has_experts = metadata.number("expert_count", 0) > 0
     settings = {**({} if architecture.experts is None else EXPERTS), **architecture.settings}
     said = {key: setting(metadata) if callable(setting) else setting for key, setting in settings.items()}
@@ -68,7 +72,7 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
         "hidden_size": metadata.number("embedding_length"),
         "intermediate_size": feed_forward,
         # The last layers may predict draft tokens (nextn_predict_layers) and are no part of the model.
-        "num_hidden_layers": metadata.number("block_count") - metadata.number("nextn_predict_layers", 0),
+        "num_hidden_layers": num_layers - metadata.number("nextn_predict_layers", 0),
         **({} if architecture.is_without_heads else _heads(metadata, said.get("num_key_value_heads"))),
         "max_position_embeddings": metadata.number("context_length"),
         **({"layer_norm_eps": eps} if rms_eps is None else {"rms_norm_eps": rms_eps}),
@@ -137,6 +141,9 @@ def _token_ids(file: GGUFFile) -> dict[str, Any]:
     read = {
         name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom", "padding")
     }
+    for name, value in read.items():
+        if value is not None and type(value) is not int:
+            raise LoadError(f"{file.path}: tokenizer.ggml.{name}_token_id is {str(value)[:60]}, no token id.")
     # A chat model ends its turn with eot or eom (Llama 3's <|eot_id|>, <|eom_id|>) where eos ends a document.
     named = [read[name] for name in ("eos", "eot", "eom") if read[name] is not None]
     eos = list(dict.fromkeys([*named, *_turn_ends(file)]))

@@ -32,6 +32,9 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _FEW_TEXTS = 100  # lists of labels are shorter, vocabularies longer
 _MAX_DIMS = 4  # GGML_MAX_DIMS
+# Limits of what is made of a header, which takes many times as much memory as its bytes. The largest models have 2,000
+# tensors, and the largest vocabularies 300,000 tokens and 500,000 merges.
+_MAX_KEYS, _MAX_TENSORS, _MAX_ELEMENTS = 1 << 16, 1 << 18, 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ def read_gguf(path: str, texts: bool = True) -> GGUFFile:
     count, number = (first.metadata.get(f"split.{name}", 0) for name in ("count", "no"))
     if count in (0, 1):
         return first
+    if type(count) is not int or type(number) is not int:
+        raise LoadError(f"{path} is damaged: split.count and split.no are {str((count, number))[:60]}.")
     match = re.fullmatch(r"(.*-)00001-of-(\d{5})\.gguf", path)
     if number != 0 or match is None or int(match[2]) != count:
         raise LoadError(
@@ -96,7 +101,7 @@ def parse_gguf(file: MappedFile, texts: bool = True) -> GGUFFile:
         raise LoadError(f"{path} is not a GGUF file: it has {size} bytes, fewer than the header's 24.")
     try:
         return _parse(file, texts)
-    except (struct.error, IndexError):
+    except (struct.error, IndexError, OverflowError):  # the last one for a position that no file has
         raise LoadError(
             f"{path} is truncated: its header goes on beyond the file's {size} bytes; fetch it again."
         ) from None
@@ -115,7 +120,8 @@ def _parse(file: MappedFile, texts: bool) -> GGUFFile:
         raise LoadError(f"{path} is GGUF version {version}; versions 2 and 3 are read.")
     # A key takes at least 13 bytes and a tensor 24. A count that cannot fit means a damaged file, and the loops below
     # must not run that often.
-    if num_keys * 13 + num_tensors * 24 > len(data):
+    is_too_many = num_keys > _MAX_KEYS or num_tensors > _MAX_TENSORS
+    if is_too_many or num_keys * 13 + num_tensors * 24 > len(data):
         raise LoadError(
             f"{path} is damaged: {num_keys} metadata keys and {num_tensors} tensors do not fit in {len(data)} bytes."
         )
@@ -199,9 +205,15 @@ def _read_value(path: str, data: mmap.mmap, position: int, kind: int, texts: boo
 def _read_array(path: str, data: mmap.mmap, position: int, texts: bool) -> tuple[list[Any] | None, int]:
     kind, count = struct.unpack_from("<IQ", data, position)
     position += 12
+    code = "Q" if kind == _STRING else _SCALARS.get(kind)  # a string begins with its length
+    if code is None:
+        raise LoadError(f"{path} is damaged: an array at byte {position} has elements of the unknown type {kind}.")
+    num_bytes = count * struct.calcsize("<" + code)
+    if num_bytes > len(data) - position:
+        raise IndexError
+    if count > _MAX_ELEMENTS:
+        raise LoadError(f"{path} is damaged: an array at byte {position} has {count} elements.")
     if kind == _STRING:
-        if count * 8 > len(data) - position:
-            raise IndexError
         # The hot loop of the header: a vocabulary and its merges are 100,000 to 500,000 strings.
         length_at, end = _U64.unpack_from, len(data)
         if not texts and count > _FEW_TEXTS:
@@ -218,10 +230,4 @@ def _read_array(path: str, data: mmap.mmap, position: int, texts: bool) -> tuple
                 raise IndexError
             strings.append(data[start:position].decode())
         return strings, position
-    code = _SCALARS.get(kind)
-    if code is None:
-        raise LoadError(f"{path} is damaged: an array at byte {position} has elements of the unknown type {kind}.")
-    num_bytes = count * struct.calcsize("<" + code)
-    if num_bytes > len(data) - position:
-        raise IndexError
     return list(struct.unpack_from(f"<{count}{code}", data, position)), position + num_bytes

@@ -73,7 +73,7 @@ _LFM_SETTINGS: dict[str, Any] = {
 _DELTA_SETTINGS: dict[str, Any] = {
     "linear_conv_kernel_dim": number("ssm.conv_kernel"), "linear_key_head_dim": number("ssm.state_size"),
     "linear_num_key_heads": number("ssm.group_count"), "linear_num_value_heads": number("ssm.time_step_rank"),
-    "linear_value_head_dim": lambda m: m.number("ssm.inner_size") // m.number("ssm.time_step_rank"),
+    "linear_value_head_dim": lambda m: m.number("ssm.inner_size") // m.divisor("ssm.time_step_rank"),
     "layer_types": layers_by({"attn_q.weight": "full_attention"}, "linear_attention"),
 }  # fmt: skip
 _BY_TURNS = {"linear_value_heads_alternate": True}  # value heads are assigned to key heads by turns

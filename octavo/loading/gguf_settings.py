@@ -39,9 +39,13 @@ def rows_of(tensor: str) -> Setting:
 
 
 def each(m: Metadata, key: str) -> list[Any]:
-    """Return a value for each layer; a file may hold a list, or one value for all layers."""
+    """Return a number or None for each layer; a file may hold a list, or one value for all layers. Raises `LoadError`
+    for other values, and for a list with fewer entries than there are layers."""
     value, count = m.get(key), m.number("block_count")
-    return value[:count] if isinstance(value, list) else [value] * count
+    values = value[:count] if isinstance(value, list) else [value] * count
+    if len(values) < count or not all(v is None or isinstance(v, int | float) for v in values):
+        raise LoadError(f"{m.file.path}: {m.architecture}.{key} is not a number for each of {count} layers.")
+    return values
 
 
 def _layer_types(period: int) -> Setting:
@@ -195,12 +199,12 @@ _STATE_SPACE: dict[str, Setting] = {
 }  # fmt: skip
 MAMBA_1 = _STATE_SPACE | {
     "mamba_dt_rank": number("ssm.time_step_rank"),
-    "mamba_expand": lambda m: m.number("ssm.inner_size") / m.number("embedding_length"),
+    "mamba_expand": lambda m: m.number("ssm.inner_size") / m.divisor("embedding_length"),
     **{name: biases("ssm_in", "ssm_out") for name in ("use_bias", "mamba_proj_bias")},
 }  # fmt: skip
 MAMBA_2 = _STATE_SPACE | {
     "mamba_n_heads": number("ssm.time_step_rank"), "mamba_n_groups": number("ssm.group_count"),
-    "mamba_d_head": lambda m: m.number("ssm.inner_size") // m.number("ssm.time_step_rank"),
+    "mamba_d_head": lambda m: m.number("ssm.inner_size") // m.divisor("ssm.time_step_rank"),
     **{name: biases("ssm_in") for name in ("use_bias", "mamba_proj_bias")},
 }  # fmt: skip
 
@@ -211,7 +215,7 @@ def gemma_scalar(num_layers_of_27b: int) -> Setting:
 
     def find(m: Metadata) -> float:
         if m.number("block_count") == num_layers_of_27b:
-            return m.number("embedding_length") / m.number("attention.head_count")
+            return m.number("embedding_length") / m.divisor("attention.head_count")
         return m.head_dim
 
     return find
@@ -227,13 +231,13 @@ def share_cut_off(m: Metadata) -> list[float]:
     """Return for each layer the share of gates that activation sparsity cuts off. Files hold the cut as a number of
     standard deviations."""
     scales = each(m, "activation_sparsity_scale")
-    return [NormalDist().cdf(scale) if math.isfinite(scale) else 0.0 for scale in scales]
+    return [NormalDist().cdf(scale) if scale is not None and math.isfinite(scale) else 0.0 for scale in scales]
 
 
 def xielu(m: Metadata) -> list[tuple[float, ...]]:
     """Return the four parameters of the xIELU activation for each layer, which checkpoints store as tensors."""
     parts = [m.file.metadata.get(f"xielu.{name}") for name in ("alpha_p", "alpha_n", "beta", "eps")]
     count = m.number("block_count")
-    if not all(isinstance(part, list) and len(part) >= count for part in parts):
+    if not all(isinstance(part, list) and len(part) >= count and not isinstance(part[0], str) for part in parts):
         raise LoadError(f"{m.file.path} is damaged: xielu.alpha_p, alpha_n, beta and eps are not {count} numbers each.")
     return [tuple(float(x) for x in numbers) for numbers in zip(*(part or () for part in parts), strict=True)]

@@ -12,6 +12,7 @@ import numpy as np
 from octavo.errors import LoadError
 from octavo.loading.gguf_config import architecture_of
 from octavo.loading.gguf_file import GGUFFile, TensorInfo
+from octavo.loading.gguf_layout import RowOrder
 from octavo.loading.gguf_values import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from octavo.quantization import StoredWeight
 from octavo.quantization.array_functions import FLOATS
@@ -57,7 +58,7 @@ def named_tensors(file: GGUFFile, config: Mapping[str, Any]) -> Iterator[NamedTe
             continue  # part of the configuration
         parts = info.name.split(".")
         is_of_layer = parts[0] == "blk" and len(parts) > 2
-        if is_of_layer and has_mtp and parts[1].isdecimal() and int(parts[1]) >= config["num_hidden_layers"]:
+        if is_of_layer and has_mtp and parts[1].isdecimal() and int(parts[1][:20]) >= config["num_hidden_layers"]:
             continue
         if is_of_layer and (own := architecture.tensor_names.get(".".join(parts[2:]))) is not None:
             yield NamedTensor(f"{architecture.layer_prefix}{parts[1]}.{own}", info, is_rate=parts[2] == "ssm_a")
@@ -75,7 +76,7 @@ def named_tensors(file: GGUFFile, config: Mapping[str, Any]) -> Iterator[NamedTe
         offset = architecture.norm_offset if is_norm else 0.0
         if isinstance(name, str):
             order = architecture.rows.get(module)
-            rows = order(config, info.shape[0]) if order else None
+            rows = _ordered(file, info, order, config) if order else None
             is_untransposed = module in architecture.transposed_modules and kind == "weight"
             yield NamedTensor(f"{prefix}{name}.{kind}", info, rows, offset, is_untransposed, is_flat=is_state_norm)
         elif len(name) == 1:
@@ -85,6 +86,18 @@ def named_tensors(file: GGUFFile, config: Mapping[str, Any]) -> Iterator[NamedTe
             size = info.shape[0] // len(name)
             for i, one in enumerate(name):
                 yield NamedTensor(f"{prefix}{one}.{kind}", info, slice(i * size, (i + 1) * size), offset)
+
+
+def _ordered(file: GGUFFile, info: TensorInfo, order: RowOrder, config: Mapping[str, Any]) -> list[int]:
+    """Return the rows of a tensor in the model's order. Raises `LoadError` unless heads divide the rows."""
+    count = info.shape[0]
+    try:
+        rows = order(config, count)
+        if len(rows) == count and max(rows) < count:
+            return rows
+    except (ValueError, ArithmeticError):
+        pass
+    raise LoadError(f"{file.path} is damaged: the heads of the model do not divide the {count} rows of {info.name}.")
 
 
 def stored_tensor(file: GGUFFile, tensor: NamedTensor) -> StoredWeight:

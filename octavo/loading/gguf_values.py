@@ -17,6 +17,7 @@ from octavo.loading.gguf_file import GGUFFile, TensorInfo
 # Tensors that are read as a part of the configuration, not as weights.
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _REQUIRED: Any = object()
+_LARGEST = (1 << 31) - 1  # of sizes and counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +39,22 @@ class Metadata:
     @overload
     def number(self, key: str, default: None) -> int | None: ...
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
-        """Return an integer. A list with a number for each layer is accepted if all numbers but zeros are equal. Raises
-        `LoadError` otherwise."""
+        """Return a size or count. A list with a number for each layer is accepted if all numbers but zeros are equal.
+        Raises `LoadError` otherwise."""
         value = self.get(key, default)
-        if isinstance(value, list) and value and all(v in (0, max(value)) for v in value):
-            value = max(value)
+        if isinstance(value, list) and len(different := {*value} - {0}) < 2:
+            value = different.pop() if different else 0 if value else value
         if value is default and default is not _REQUIRED:
             return default
-        if type(value) is not int:
+        if type(value) is not int or not 0 <= value <= _LARGEST:
             self._refuse(key, value, "one whole number")
+        return value
+
+    def divisor(self, key: str) -> int:
+        """Return a size or count that is not 0. Raises `LoadError` otherwise."""
+        value = self.number(key)
+        if value == 0:
+            self._refuse(key, value, "a size or count above 0")
         return value
 
     @overload
@@ -71,9 +79,12 @@ class Metadata:
 
     @property
     def head_dim(self) -> int:
-        return self.number(
-            "attention.key_length", self.number("embedding_length") // self.number("attention.head_count")
-        )
+        if self.get("attention.key_length") is not None:
+            return self.divisor("attention.key_length")
+        size = self.number("embedding_length") // self.divisor("attention.head_count")
+        if size == 0:
+            self._refuse("embedding_length", self.number("embedding_length"), "an element for each head")
+        return size
 
     def has(self, name: str, layer: int | None = None) -> bool:
         """Return True if the layer, or any layer for None, has a tensor of this name."""

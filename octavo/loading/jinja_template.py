@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, wraps
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from octavo.errors import RequestError
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -20,14 +25,22 @@ if TYPE_CHECKING:
 # Names of the field with a message's reasoning. Templates read the first name; gpt-oss's template reads "thinking".
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+_MAX_CHARACTERS = 1 << 26  # of a text that a template makes
+# Formats of wide fields, or of fields whose width is computed.
+_WIDE_FIELD = re.compile(r"%[-+ #0]*(\*|\d{6,}|\d*\.(\*|\d{6,}))|\{[^{}]*:[^{}]*(\d{6,}|\{)")
+# Lines that a template may run while a small conversation is rendered to find out about the template. Real ones run
+# a few hundred.
+_MAX_TRIAL_LINES = 200_000
 
 
 @lru_cache(maxsize=32)
 def compile_template(text: str) -> Template:
     """Return the compiled template. Raises `jinja2.TemplateSyntaxError`."""
     from jinja2 import TemplateError, nodes  # here because text completions need no templates
+    from jinja2.compiler import CodeGenerator
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension
+    from jinja2.filters import FILTERS, make_attrgetter
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.utils import Namespace
 
@@ -78,12 +91,99 @@ def compile_template(text: str) -> Template:
     def tojson(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
+        if isinstance(indent, str | int):
+            check_size((indent if isinstance(indent, int) else len(indent)) << 20)
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
+    def check_size(size: int) -> None:
+        if size > _MAX_CHARACTERS:
+            raise SecurityError(f"a chat template must not make a value that takes {size} places.")
+
+    def check_method(text: str, name: str, *args: Any) -> None:
+        """Refuse a call of a text's method whose result would be too long."""
+        numbers = [abs(arg) for arg in args if isinstance(arg, int)]
+        match name, args:
+            case (("center" | "ljust" | "rjust" | "zfill"), _):
+                check_size(max(numbers, default=0))
+            case (("expandtabs" | "indent"), _):
+                width = max([*numbers, *(len(arg) for arg in args if isinstance(arg, str))], default=8)
+                check_size((text.count("\n") + text.count("\t") + 1) * width)
+            case "replace", (str(old), str(new), *_):
+                check_size(len(text) + text.count(old) * len(new))
+            case "format", _ if _WIDE_FIELD.search(text):
+                raise SecurityError("a chat template must not write fields of a hundred thousand characters.")
+
+    def bounded_join(parts: Iterable[Any], separator: str = "") -> str:
+        size, texts = 0, []
+        for part in parts:
+            texts.append(str(part))
+            size += len(texts[-1]) + len(separator)
+            check_size(size)
+        return separator.join(texts)
+
+    class Generator(CodeGenerator):
+        """Writes `a ~ b` as a call that bounds its result."""
+
+        def visit_Concat(self, node: nodes.Concat, frame: Any) -> None:
+            self.write("concat((")
+            for part in node.nodes:
+                self.visit(part, frame)
+                self.write(", ")
+            self.write("))")
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Jinja's sandbox, in which no step makes a text that fills the memory."""
+
+        intercepted_binops = frozenset(("+", "*", "**", "%"))
+        code_generator_class = Generator
+        concat = staticmethod(bounded_join)
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            lengths = [len(side) if isinstance(side, str | list | tuple) else None for side in (left, right)]
+            match operator, lengths, left, right:
+                case "+", (int(one), int(other)), _, _:
+                    check_size(one + other)
+                case ("*", (int(one), None), _, int(count)) | ("*", (None, int(one)), int(count), _):
+                    check_size(one * count * (1 if str in (type(left), type(right)) else 64))
+                case "*", _, int(), int():
+                    check_size(1024 * (left.bit_length() + right.bit_length()))
+                case "**", _, int(), int():
+                    check_size(1024 * left.bit_length() * abs(right))
+                case "%", _, str(), _:
+                    check_method(left, "format")
+            return super().call_binop(context, operator, left, right)
+
+        def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+            owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
+            if isinstance(owner, str):
+                if name == "join" and len(args) == 1:
+                    return bounded_join(args[0], owner)
+                check_method(owner, name, *args, *kwargs.values())
+            return super().call(context, called, *args, **kwargs)
+
+        def wrap_str_format(self, value: Any) -> Any:
+            wrapped = super().wrap_str_format(value)
+            if wrapped is not None:
+                check_method(value.__self__, "format")
+            return wrapped
+
+    def bounded_filter(name: str) -> Any:
+        found = FILTERS[name]
+
+        @wraps(found)  # with the mark of what Jinja passes first
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = args[1:] if hasattr(found, "jinja_pass_arg") else args
+            check_method(str(given[0]), name, *given[1:], *kwargs.values())
+            return found(*args, **kwargs)
+
+        return call
+
+    def join(value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
+        return bounded_join(value if attribute is None else map(make_attrgetter(environment, attribute), value), str(d))
+
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
+    environment.filters |= {name: bounded_filter(name) for name in ("center", "indent", "replace", "format")}
+    environment.filters |= {"tojson": tojson, "join": join}
     environment.globals.update(
         raise_exception=raise_exception,
         strftime_now=lambda form: datetime.now().strftime(form),
@@ -133,11 +233,37 @@ def render_template(
     return text[:end] if text.startswith(_END_MARK, end) else text[:end].rstrip()
 
 
+class EndlessTemplateError(RequestError):
+    """A chat template that runs on and on."""
+
+
+@contextmanager
+def limited_lines() -> Iterator[None]:
+    """Inside this context, raise `EndlessTemplateError` in a template that runs too many lines."""
+    num_lines, before = 0, sys.gettrace()
+
+    def count(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal num_lines
+        if frame.f_code.co_filename != "<template>":
+            return None
+        num_lines += 1
+        if num_lines > _MAX_TRIAL_LINES:
+            raise EndlessTemplateError(f"the chat template runs more than {_MAX_TRIAL_LINES} lines for two messages.")
+        return count
+
+    sys.settrace(count)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
 def text_after_answer(template: str) -> str:
     """Return the text that the template writes after an answer, without blanks around it; "" if the template fails."""
     question, answer = {"role": "user", "content": "Qz7question"}, {"role": "assistant", "content": "Az7answer"}
     try:
-        text = render_template(template, [question, answer], add_generation_prompt=False, tools=None)
+        with limited_lines():
+            text = render_template(template, [question, answer], add_generation_prompt=False, tools=None)
     except Exception:  # the template is the model's program
         return ""
     return text.rpartition(answer["content"])[2].strip()

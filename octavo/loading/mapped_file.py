@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import mmap
 import os
+import stat
 from typing import TYPE_CHECKING, BinaryIO
 
 from octavo.errors import LoadError
@@ -34,6 +35,8 @@ class MappedFile:
     def __init__(self, path: str) -> None:
         self.path = path
         try:
+            if stat.S_ISFIFO(os.stat(path).st_mode):  # opening it would wait for somebody who writes
+                raise LoadError(f"{path} is not a file.")
             with open(path, "rb") as file:
                 if os.fstat(file.fileno()).st_size == 0:
                     raise LoadError(f"{path} is damaged: it has 0 bytes; fetch it again.")

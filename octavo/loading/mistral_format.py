@@ -61,8 +61,11 @@ def mistral_config(source: str, params: Mapping[str, Any]) -> dict[str, Any]:
             "head_dim": params.get("head_dim", params["dim"] // params["n_heads"]),
             "rms_norm_eps": params["norm_eps"],
         }
+        rope = _rope(params)
     except KeyError as e:
         raise LoadError(f"{source} has no {e.args[0]!r}: it is not one of Mistral's models.") from None
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as e:
+        raise LoadError(f"{source} is damaged: one of its numbers is none ({e}); fetch it again.") from None
     window = params.get("sliding_window")
     if isinstance(window, list):
         raise LoadError(f"{source} has a sliding_window for each layer, which is not built.")
@@ -72,7 +75,7 @@ def mistral_config(source: str, params: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_act": "silu",
         "sliding_window": window,
         "max_position_embeddings": length,
-        "rope_parameters": _rope(params),
+        "rope_parameters": rope,
         "tie_word_embeddings": bool(params.get("tied_embeddings", False)),
         "bos_token_id": 1,
         "eos_token_id": 2,

@@ -7,6 +7,7 @@ it.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -69,8 +70,11 @@ def longest_context(config: Mapping[str, Any], num_positions: int) -> int:
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type") or rope.get("type")
     factor = rope.get("factor") or 1.0
+    original = rope.get("original_max_position_embeddings") or num_positions
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in (factor, original)):
+        raise ConfigError(f"the rope scaling of the model's configuration, {str(rope)[:120]}, has no finite numbers.")
     if kind in ("linear", "dynamic"):
         return int(num_positions * factor)
     if kind == "yarn":  # Peng et al. 2023; checkpoints write either length
-        return max(num_positions, int((rope.get("original_max_position_embeddings") or num_positions) * factor))
+        return max(num_positions, int(original * factor))
     return num_positions

@@ -8,6 +8,7 @@ quantization. Shapes and scales are checked here and in `quantized_module`; an e
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -49,7 +50,7 @@ def quantized_tensors(tensors: Tensors, settings: Settings, source: str) -> Tens
     files = QuantizedFiles(tensors, settings, source)
     try:
         METHODS[method](files)
-    except (KeyError, TypeError, ValueError, AttributeError, re.error) as e:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, re.error) as e:
         raise LoadError(f"{source}: its quantization configuration is damaged ({type(e).__name__}: {e}).") from None
     return {name: tensor for name, tensor in files.left.items() if not _UNUSED.fullmatch(name)} | files.made
 
@@ -73,13 +74,15 @@ def _gptq(files: QuantizedFiles) -> None:
                 own |= changes
                 break
         bits = own["bits"]
-        if bits not in (2, 3, 4, 8):
+        if type(bits) is not int or bits not in (2, 3, 4, 8):
             raise module.fail(f"GPTQ with {bits} bits is not built; 2, 3, 4 and 8 are")
         qweight, qzeros = module.tensor("qweight", ("int32",)), module.tensor("qzeros", ("int32",))
         scales = module.tensor("scales", FLOATS)
         if len(qweight.shape) != 2 or qweight.shape[0] * 32 % bits:
             raise module.fail(f"qweight has the shape {list(qweight.shape)}, which is no matrix of {bits} bits")
         num_out, num_in = qweight.shape[1], qweight.shape[0] * 32 // bits
+        if bits == 3 and num_out % 32:
+            raise module.fail(f"{num_out} outputs of 3 bits are not built; multiples of 32 are")
         groups = num_in // module.group(own["group_size"], num_in)
         module.expect("scales", scales.shape, (groups, num_out))
         module.expect("qzeros", qzeros.shape, (groups, -(-num_out * bits // 32)))
@@ -122,7 +125,7 @@ def _awq(files: QuantizedFiles) -> None:
     settings = files.settings
     bits, group = settings.get("bits", settings.get("w_bit")), settings.get("group_size", settings.get("q_group_size"))
     version = str(settings.get("version") or "gemm").lower()
-    if bits != 4:
+    if type(bits) is not int or bits != 4:
         raise files.fail(f"AWQ with {bits} bits is not built; 4 are")
     if version not in ("gemm", "exllama", "gemv"):
         raise files.fail(f"AWQ in the layout {version!r} is not built; gemm and gemv are")
@@ -135,7 +138,7 @@ def _awq(files: QuantizedFiles) -> None:
         if version == "gemv":
             num_out, num_in = qweight.shape[0], qweight.shape[1] * 8
             size = module.group(group, num_in)
-            wide = qzeros.shape[-1] * 8
+            wide = qzeros.shape[-1] * 8 if qzeros.shape else 0
             if wide < num_in // size:
                 raise module.fail(f"qzeros has the shape {list(qzeros.shape)}, too narrow for {num_in // size} groups")
             module.expect("qzeros", qzeros.shape, (num_out, wide // 8))
@@ -203,7 +206,7 @@ def _is_target(target: str, name: str) -> bool:
 
 def _packed_integers(module: QuantizedModule, weights: Settings) -> None:
     bits = weights["num_bits"]
-    if bits not in (4, 8) or weights.get("type", "int") != "int":
+    if type(bits) is not int or bits not in (4, 8) or weights.get("type", "int") != "int":
         raise module.fail(f"packed {weights.get('type')} of {bits} bits are not built; int of 4 and 8 are")
     qweight, scales = module.tensor("weight_packed", ("int32",)), module.tensor("weight_scale", FLOATS)
     module.files.left.pop(f"{module.name}.weight_shape", None)
@@ -256,7 +259,7 @@ def _by_output(scales: NDArray[Any], num_out: int) -> NDArray[Any]:
 
 
 def _scaled_integers(module: QuantizedModule, bits: int, strategy: str | None, group: int | None) -> None:
-    if bits not in (4, 8):
+    if type(bits) is not int or bits not in (4, 8):
         raise module.fail(f"integers of {bits} bits are not built; 4 and 8 are")
     codes, scales = module.tensor("weight", ("int8",)), module.tensor("weight_scale", FLOATS)
     if len(codes.shape) != 2:
@@ -309,8 +312,8 @@ def _fp8_matrix(module: QuantizedModule, scale_name: str, block: Sequence[int] |
         if block is None:
             of_experts = factors.reshape(*experts, -1) if experts else [factors]
             return {"codes": found, "scales": np.concatenate([_by_output(one, num_out) for one in of_experts])}
-        wide = factors.repeat(block[0], -2)[..., :num_out, :].reshape(len(found), -1)
-        return {"codes": found, "scales": wide, "group": np.array([block[1]])}
+        wide = factors[..., np.arange(num_out) // min(block[0], num_out), :].reshape(len(found), -1)
+        return {"codes": found, "scales": wide, "group": np.array([min(block[1], num_in)])}
 
     module.make("FP8_SCALED", codes.shape, INT8, read, part)
 
@@ -425,11 +428,12 @@ def _codebook(module: QuantizedModule) -> None:
         num_out, num_in = state["shape"]
         size, nested_size = state["blocksize"], state.get("nested_blocksize")
         offset = float(state.get("nested_offset", 0))
-        is_sound = all(type(n) is int and n > 0 for n in (num_out, num_in, size))
-    except (ValueError, KeyError, TypeError):
+        is_sound = all(type(n) is int and n > 0 for n in (num_out, num_in, size)) and math.isfinite(offset)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise module.fail("its weight.quant_state is damaged") from None
-    if not is_sound or num_in % size:
-        raise module.fail(f"blocks of {size} do not divide its {num_in} inputs")
+    if not is_sound:
+        raise module.fail("its weight.quant_state is damaged")
+    size = module.group(size, num_in)
     table, absmax = (
         module.tensor("weight.quant_map", ("float32",)),
         module.tensor("weight.absmax", ("uint8", "float32")),
@@ -451,7 +455,7 @@ def _codebook(module: QuantizedModule) -> None:
         if nested is None:
             scales = module.scales(absmax)
         else:
-            units = module.scales(nested[0]).repeat(nested_size)[:num_blocks]
+            units = module.scales(nested[0])[np.arange(num_blocks) // min(nested_size, num_blocks)]
             scales = module.scales(nested[1])[absmax.array()] * units + np.float32(offset)
         return {
             "codes": codes.array().reshape(num_out, -1), "scales": scales.reshape(num_out, -1),
@@ -465,7 +469,7 @@ def _codebook(module: QuantizedModule) -> None:
 def _squeezellm(files: QuantizedFiles) -> None:
     settings = files.settings
     bits = settings.get("wbits", settings.get("bits"))
-    if bits not in (3, 4):
+    if type(bits) is not int or bits not in (3, 4):
         raise files.fail(f"SqueezeLLM with {bits} bits is not built; 3 and 4 are")
     for module in files.modules("qweight"):
         qweight, table = module.tensor("qweight", ("int32",)), module.tensor("lookup_table", FLOATS)
@@ -503,7 +507,8 @@ def _read_squeezellm(
     if sparse is not None:
         assert sparse[0].array is not None and sparse[1].array is not None
         starts, columns, numbers = sparse[0].array(), sparse[1].array(), module.scales(sparse[2]).astype(np.float32)
-        if starts[0] != 0 or starts[-1] != len(columns) or (np.diff(starts) < 0).any():
+        counts = np.diff(starts.astype(np.int64))
+        if starts[0] != 0 or starts[-1] != len(columns) or (counts < 0).any() or (counts > num_in).any():
             raise module.fail(f"rows does not divide {len(columns)} numbers of its sparse part among its outputs")
         if ((columns < 0) | (columns >= num_in)).any():
             raise module.fail(f"some cols of its sparse part are not among its {num_in} inputs")

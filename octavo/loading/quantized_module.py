@@ -54,7 +54,9 @@ class QuantizedModule:
 
     def group(self, group: int | None, num_in: int) -> int:
         """Return the number of elements that share a scale: `num_in`, the whole row, if `group` is -1 or None. Raises
-        `LoadError` for a size that does not divide the row or is not a multiple of 32."""
+        `LoadError` for a size that does not divide the row or is not a multiple of 32, and for a row of nothing."""
+        if num_in == 0:
+            raise self.fail("its matrix has no inputs")
         if group in (-1, None):
             return num_in
         if type(group) is not int or group <= 0 or num_in % group:

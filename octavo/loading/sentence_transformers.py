@@ -48,6 +48,8 @@ def read_sentence_transformer(folder: str) -> SentenceTransformer | None:
     kind, pools_prompts, dense, normalizes = None, True, [], False
     for module in read_json_list(os.path.join(folder, "modules.json")):
         name, path = str(module.get("type", "")).split(".")[-1], str(module.get("path", ""))
+        if os.path.isabs(path) or ".." in path.split("/"):
+            raise LoadError(f"{folder}: modules.json has a module at {path[:60]}, which is outside of the folder.")
         if name == "Pooling":
             kind, pools_prompts = _pooling(folder, path)
         elif name == "Dense":
@@ -61,13 +63,19 @@ def read_sentence_transformer(folder: str) -> SentenceTransformer | None:
             )
     limits = _read(folder, "sentence_bert_config.json")
     settings = _read(folder, "config_sentence_transformers.json")
-    prompts = {str(name): str(text) for name, text in (settings.get("prompts") or {}).items()}
+    given, longest = settings.get("prompts") or {}, limits.get("max_seq_length")
+    if not isinstance(given, dict):
+        raise LoadError(f"{folder}/config_sentence_transformers.json: prompts is {str(given)[:60]}, not an object.")
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise LoadError(f"{folder}/sentence_bert_config.json: max_seq_length is {str(longest)[:60]}, no length.")
+    prompts = {str(name): str(text) for name, text in given.items()}
     for name in ("query", "document"):  # PyLate's settings
         if settings.get(f"{name}_prefix"):
-            prompts.setdefault(name, settings[f"{name}_prefix"])
+            prompts.setdefault(name, str(settings[f"{name}_prefix"]))
+    default = settings.get("default_prompt_name")
     return SentenceTransformer(
-        kind, pools_prompts, dense, normalizes or kind is None, limits.get("max_seq_length"),
-        bool(limits.get("do_lower_case")), prompts, settings.get("default_prompt_name"),
+        kind, pools_prompts, dense, normalizes or kind is None, longest, bool(limits.get("do_lower_case")), prompts,
+        None if default is None else str(default),
     )  # fmt: skip
 
 
@@ -91,7 +99,7 @@ def _pooling(folder: str, path: str) -> tuple[str, bool]:
     modes = [mode for name, mode in _OLD_MODES.items() if settings.get(name)]
     given = settings.get("pooling_mode")
     if given is not None:
-        modes = [given] if isinstance(given, str) else list(given)
+        modes = [given] if isinstance(given, str) else [str(mode) for mode in given] if isinstance(given, list) else []
     if len(modes) != 1 or modes[0] not in _MODES:
         raise LoadError(
             f"{folder}/{path} pools by {' and '.join(map(str, modes)) or 'nothing'}, which is not built yet; one of "
@@ -106,9 +114,10 @@ def _dense(folder: str, path: str) -> DenseConfig:
     if function not in _ACTIVATIONS or settings.get("use_residual"):
         what = function if function not in _ACTIVATIONS else "use_residual"
         raise LoadError(f"{folder}/{path}: {what} in a dense module is not built yet.")
-    return DenseConfig(
-        f"{path}.linear", int(settings["out_features"]), bool(settings.get("bias", True)), _ACTIVATIONS[function]
-    )
+    size = settings.get("out_features")
+    if type(size) is not int or size < 1:
+        raise LoadError(f"{folder}/{path}/config.json: out_features is {str(size)[:60]}, no size.")
+    return DenseConfig(f"{path}.linear", size, bool(settings.get("bias", True)), _ACTIVATIONS[function])
 
 
 def _read(folder: str, name: str) -> dict[str, Any]:

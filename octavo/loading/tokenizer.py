@@ -240,7 +240,18 @@ def load_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> 
 def read_tokenizer(path: str, trust_remote_code: bool = False) -> ModelTokenizer:
     """Return the tokenizer in a folder or a .gguf file. Python code in the folder runs only with `trust_remote_code`.
     Raises `LoadError`."""
-    return _from_gguf(path) if path.endswith(".gguf") else _from_folder(path, trust_remote_code)
+    try:
+        return _from_gguf(path) if path.endswith(".gguf") else _from_folder(path, trust_remote_code)
+    except (LoadError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:  # damaged files raise many types of errors, among them Rust's panics
+        if "custom code" in str(e) and not trust_remote_code:
+            raise LoadError(
+                f"the tokenizer in {path} is Python code of its own, which runs only with --trust-remote-code: read "
+                "it first, or pass another --tokenizer."
+            ) from None
+        reason = str(e).strip().splitlines()[0].rstrip(".") if str(e).strip() else type(e).__name__
+        raise LoadError(f"the tokenizer in {path} cannot be read ({reason}); {WHAT_TO_DO}.") from None
 
 
 def read_tokenizer_json(checkpoint: Checkpoint) -> str:
@@ -262,19 +273,8 @@ def _of_parts(parts: TokenizerParts) -> ModelTokenizer:
 
 
 def _from_folder(folder: str, trust_remote_code: bool) -> ModelTokenizer:
-    try:
-        parts = read_tokenizer_folder(folder)
-        return _from_transformers(folder, trust_remote_code) if parts is None else _of_parts(parts)
-    except LoadError:
-        raise
-    except Exception as e:  # damaged files raise many types of errors, among them bare Exceptions from Rust
-        if "custom code" in str(e) and not trust_remote_code:
-            raise LoadError(
-                f"the tokenizer in {folder} is Python code of its own, which runs only with --trust-remote-code: read "
-                "it first, or pass another --tokenizer."
-            ) from None
-        reason = str(e).strip().splitlines()[0].rstrip(".") if str(e).strip() else type(e).__name__
-        raise LoadError(f"the tokenizer in {folder} cannot be read ({reason}); {WHAT_TO_DO}.") from None
+    parts = read_tokenizer_folder(folder)
+    return _from_transformers(folder, trust_remote_code) if parts is None else _of_parts(parts)
 
 
 def _from_transformers(folder: str, trust_remote_code: bool) -> ModelTokenizer:

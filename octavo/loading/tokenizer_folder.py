@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 from octavo.errors import LoadError
 from octavo.loading.tokenizer_parts import ROLES, TokenizerParts
 from octavo.loading.vocabulary_files import find_vocabulary, read_vocabulary
+from octavo.loading.weight_files import check_text_file, read_text
 
 WHAT_TO_DO = "pass --tokenizer with a folder that has one, a .gguf file or a Hugging Face id"
 # Settings of tokenizer_config.json that only `transformers` follows.
@@ -32,7 +33,9 @@ def read_tokenizer_folder(folder: str) -> TokenizerParts | None:
     if "tokenizer.json" in names:
         if any(config.get(name) for name in _UNUSUAL):
             return None
-        return _with_special_tokens(folder, Backend.from_file(os.path.join(folder, "tokenizer.json")), config)
+        path = os.path.join(folder, "tokenizer.json")
+        check_text_file(path)
+        return _with_special_tokens(folder, Backend.from_file(path), config)
     name = find_vocabulary(names)
     if name is None and not any(n.endswith(".model") or n.startswith("vocab.") for n in names):
         raise LoadError(
@@ -105,18 +108,22 @@ def _chat_template(folder: str, config: Mapping[str, Any]) -> str | dict[str, st
     templates = {}
     for name, path in paths.items():
         if os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
-                templates[name] = file.read()
+            templates[name] = read_text(path)
     if templates:
         return templates["default"] if list(templates) == ["default"] else templates
     template = _read_json(folder, "chat_template.json").get("chat_template") or config.get("chat_template")
-    return {one["name"]: one["template"] for one in template} if isinstance(template, list) else template
+    found = {one["name"]: one["template"] for one in template} if isinstance(template, list) else template
+    texts = [*found, *found.values()] if isinstance(found, dict) else [found or ""]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"chat_template is {str(template)[:60]}, no text and no list of named texts")
+    return found
 
 
 def _read_json(folder: str, name: str) -> dict[str, Any]:
     path = os.path.join(folder, name)
     if not os.path.exists(path):
         return {}
-    with open(path, encoding="utf-8") as file:
-        content: dict[str, Any] = json.load(file)
+    content = json.loads(read_text(path))  # not `read_json`: model_max_length is often larger than 64 bits
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} holds a JSON {type(content).__name__}, expected an object")
     return content

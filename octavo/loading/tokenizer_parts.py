@@ -139,13 +139,15 @@ def merges_from_scores(scores: Mapping[str, float], made: Collection[str] | None
     """
     parts = scores if made is None else made
     tokens = sorted((token for token in scores if token in parts), key=scores.__getitem__, reverse=True)  # stable
+    lengths = sorted({len(part) for part in parts}, reverse=True)  # so that a part is as long as another token
+    are_lengths = frozenset(lengths)
     merges: list[tuple[str, str]] = []
     for _, group in groupby(tokens, key=scores.__getitem__):
         pairs = [
             (token[:i], token[i:])
             for token in group
-            for i in range(len(token) - 1, 0, -1)
-            if token[:i] in parts and token[i:] in parts
+            for i in lengths
+            if len(token) - i in are_lengths and 0 < i < len(token) and token[:i] in parts and token[i:] in parts
         ]
         if len(pairs) > 1:
             pairs.sort(key=lambda pair: (len(pair[0]), len(pair[1])), reverse=True)

@@ -258,7 +258,7 @@ class _Unpickler:
         elif code == "GLOBAL":
             stack.append(_known(*value.split(" ", 1)))
         elif code == "STACK_GLOBAL":
-            stack.append(_known(*self._pop(2)))
+            stack.append(_known(*map(_key, self._pop(2))))
         elif code == "REDUCE":
             name, arguments = self._pop(2)
             stack.append(_make(name, arguments))
@@ -267,7 +267,8 @@ class _Unpickler:
         elif code == "BUILD":  # attributes of a module's state dict: the version of the class that wrote it
             self._pop(1)
             if not isinstance(stack[-1], OrderedDict):
-                raise ValueError(f"it sets attributes of {stack[-1]!s:.60}")
+                of = str(stack[-1]) if isinstance(stack[-1], _Name) else f"a {type(stack[-1]).__name__}"
+                raise ValueError(f"it sets attributes of {of:.60}")
         else:
             raise ValueError(f"its pickle has the instruction {code}, which tensors do not need")
 
@@ -291,15 +292,15 @@ class _Unpickler:
 
 
 def _key(value: Any) -> str:
-    """Return the key of a dictionary or a storage as a text. Raises `ValueError` for other types: a tuple of tuples
-    would take for ever to compare or print."""
+    """Return a name, or the key of a dictionary or a storage, as a text. Raises `ValueError` for other types: a tuple
+    of tuples would take for ever to compare or print."""
     if not isinstance(value, str | int):
-        raise ValueError(f"it has a {type(value).__name__} for a key")
+        raise ValueError(f"it has a {type(value).__name__} for a key or name")
     return str(value)
 
 
 def _known(module: str, name: str) -> _Name:
-    found = _Name(str(module), str(name))
+    found = _Name(module, name)
     if found not in _NAMES:
         raise ValueError(f"it names {found!s:.60}, which is no tensor")
     return found
@@ -333,10 +334,13 @@ def _checked(name: str, tensor: Any, starts: dict[str, int], file_size: int) -> 
         raise ValueError(f"tensor {name[:60]} has a shape of {len(tensor.shape)} sizes that no tensor has")
     if len(tensor.shape) > _MAX_DIMENSIONS:
         raise ValueError(f"tensor {name[:60]} has {len(tensor.shape)} dimensions")
+    # A dimension of size 0 makes the product 0, however large the other dimensions are.
+    if math.prod(max(n, 1) for n in tensor.shape) * tensor.dtype.itemsize >= 1 << 62:
+        raise ValueError(f"tensor {name[:60]} has a shape that no tensor has")
     if math.prod(tensor.shape):
         end = (tensor.offset + _extent(tensor)) * tensor.dtype.itemsize
         room = tensor.storage.num_elements * tensor.storage.dtype.itemsize
-        if end > room or starts[tensor.storage.key] + room > file_size:
+        if end > room or not 0 <= starts[tensor.storage.key] <= file_size - room:
             raise ValueError(f"tensor {name[:60]} ends beyond its storage or the file")
         # With strides of 0, one element could fill a matrix of any size.
         if math.prod(tensor.shape) > tensor.storage.num_elements:

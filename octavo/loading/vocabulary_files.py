@@ -31,7 +31,9 @@ from octavo.loading.tokenizer_parts import (
     sentencepiece,
     word_piece,
 )  # fmt: skip
+from octavo.loading.weight_files import check_text_file, read_text
 
+_MAX_TOKENS = 1 << 22  # the largest vocabularies have 262,144
 _SENTENCEPIECE_CLASSES = ("", "LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "MistralTokenizer")
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 # Llama 3's special tokens, in the order of their ids (github.com/meta-llama/llama3, llama/tokenizer.py).
@@ -121,6 +123,7 @@ def read_vocabulary(folder: str, name: str, config: Mapping[str, Any]) -> Vocabu
         return _gpt2(folder, class_name, config)
     if name == "vocab.txt":
         return _bert(path, config) if class_name in ("", "BertTokenizer") else None
+    check_text_file(path)
     with open(path, "rb") as file:
         start = file.read(4096)
     if _TIKTOKEN_LINE.match(start):
@@ -158,16 +161,16 @@ def _tiktoken(path: str, class_name: str, config: Mapping[str, Any]) -> Vocabula
     named = {int(index): token["content"] for index, token in (config.get("added_tokens_decoder") or {}).items()}
     special = [named[index] for index in sorted(named)] or list(kind.special)
     if named and min(named) == len(ranks):  # fill the ids that no token has
-        special = [named.get(i, f"<|reserved_token_{i}|>") for i in range(len(ranks), max(named) + 1)]
+        num_ids = _bounded(max(named) + 1, "the largest id of added_tokens_decoder")
+        special = [named.get(i, f"<|reserved_token_{i}|>") for i in range(len(ranks), num_ids)]
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     return _framed(backend, {} if named else dict(kind.roles), config, adds_bos=kind.pre.adds_bos and not named)
 
 
 def _tekken(path: str, config: Mapping[str, Any]) -> Vocabulary:
-    with open(path, encoding="utf-8") as file:
-        content = json.load(file)
+    content = json.loads(read_text(path))
     settings = content["config"]
-    num_special = settings["default_num_special_tokens"]
+    num_special = _bounded(settings["default_num_special_tokens"], "default_num_special_tokens")
     listed = content.get("special_tokens") or [{"rank": i, "token_str": t} for i, t in enumerate(_TEKKEN_SPECIAL)]
     by_rank = {token["rank"]: token for token in listed}
     special = [by_rank.get(i, {"token_str": f"<SPECIAL_{i}>"}) for i in range(num_special)]
@@ -199,10 +202,8 @@ def _gpt2(folder: str, class_name: str, config: Mapping[str, Any]) -> Vocabulary
     if class_name not in ("", "GPT2Tokenizer", "Qwen2Tokenizer") or not os.path.exists(merges_path):
         return None
     vocab_path = os.path.join(folder, "vocab.json")
-    with open(vocab_path, encoding="utf-8") as file:
-        vocab = json.load(file)
-    with open(merges_path, encoding="utf-8") as file:
-        lines = [line.rstrip("\n") for line in file if not line.startswith("#version")]
+    vocab = json.loads(read_text(vocab_path))
+    lines = [line for line in read_text(merges_path).split("\n") if not line.startswith("#version")]
     merges: list[Any] = [tuple(line.split(" ")) for line in lines if line]
     is_qwen = class_name == "Qwen2Tokenizer"
     pre = PreTokenizer((QWEN2,), normalizes=True) if is_qwen else PreTokenizer((GPT2,))
@@ -212,8 +213,7 @@ def _gpt2(folder: str, class_name: str, config: Mapping[str, Any]) -> Vocabulary
 
 
 def _bert(path: str, config: Mapping[str, Any]) -> Vocabulary:
-    with open(path, encoding="utf-8") as file:
-        vocab = {line.rstrip("\n"): i for i, line in enumerate(file)}
+    vocab = {line: i for i, line in enumerate(read_text(path).removesuffix("\n").split("\n"))}
     roles = {role: f"[{role.removesuffix('_token').upper()}]" for role in ROLES[2:]}
     backend = word_piece(
         vocab, str(_text(config.get("unk_token", roles["unk_token"]))),
@@ -235,6 +235,12 @@ def _framed(backend: Tokenizer, roles: dict[str, str], config: Mapping[str, Any]
         raise ValueError(f"{missing[0]}, which starts or ends its texts, is not in the vocabulary")
     frame(backend, start, end)
     return Vocabulary(backend, roles)
+
+
+def _bounded(count: int, name: str) -> int:
+    if count > _MAX_TOKENS:
+        raise ValueError(f"{name} is {count}, more than the {_MAX_TOKENS} that a vocabulary may have")
+    return count
 
 
 def _text(token: Any) -> str:

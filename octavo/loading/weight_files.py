@@ -6,8 +6,10 @@ Other files that often lie beside the weights (Meta's consolidated.*, optimizer 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import stat
 from typing import Any
 
 from octavo.errors import LoadError
@@ -15,6 +17,9 @@ from octavo.errors import LoadError
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # any part of a split model but the first
 # Medusa heads and SqueezeLLM's models, under the names that their authors use.
 _OTHER_PT = re.compile(r"medusa_lm_head\.pt|sq-.*\.pt")
+_MAX_TEXT_BYTES = 256 << 20  # the largest tokenizer.json have 35 MB
+_MAX_JSON_DEPTH = 64
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SINGLE = {"safetensors": "model.safetensors", "pt": "pytorch_model.bin"}
 
 
@@ -55,6 +60,8 @@ def complete_shards(folder: str, file_format: str, files: list[str]) -> list[str
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise LoadError(f"{index_path} is damaged: it has no weight_map from tensors to files; fetch it again.")
     shards = sorted(set(weight_map.values()))
+    if not shards:
+        raise LoadError(f"{index_path} is damaged: its weight_map names no file; fetch it again.")
     missing = [s for s in shards if s != os.path.basename(s) or not os.path.isfile(os.path.join(folder, s))]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -84,10 +91,63 @@ def read_json_list(path: str) -> list[dict[str, Any]]:
 
 
 def _read_json(path: str) -> Any:
+    text = read_text(path)
     try:
+        value = json.loads(text, parse_constant=_constant, parse_float=_float, parse_int=_int)
+        _check_depth(value)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()  # raises for half of a pair
+        return value
+    except (json.JSONDecodeError, RecursionError) as e:
+        raise LoadError(f"{path} is damaged: it is not JSON ({e}); fetch it again.") from None
+    except ValueError as e:
+        raise LoadError(f"{path} is damaged: {e}; fetch it again.") from None
+
+
+def read_text(path: str) -> str:
+    """Return the contents of a text file in UTF-8. Raises `LoadError`, also for what `check_text_file` refuses."""
+    try:
+        check_text_file(path)
         with open(path, encoding="utf-8") as file:
-            return json.load(file)
+            return file.read()
     except OSError as e:
         raise LoadError(f"cannot read {path}: {e.strerror or e}.") from None
-    except (ValueError, RecursionError) as e:
-        raise LoadError(f"{path} is damaged: it is not JSON ({e}); fetch it again.") from None
+    except UnicodeDecodeError as e:
+        raise LoadError(f"{path} is damaged: it is not UTF-8 ({e}); fetch it again.") from None
+
+
+def check_text_file(path: str) -> None:
+    """Raise `LoadError` for anything but a file of a size that a text has: reading a pipe or a device may never end."""
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise LoadError(f"{path} is not a file.")
+    if found.st_size > _MAX_TEXT_BYTES:
+        raise LoadError(f"{path} is too large: it has {found.st_size} bytes, and {_MAX_TEXT_BYTES} are read at most.")
+
+
+# What follows refuses values that could not be copied, or sent to another process.
+def _check_depth(value: Any, depth: int = 0) -> None:
+    if depth > _MAX_JSON_DEPTH:
+        raise ValueError(f"it is nested more than {_MAX_JSON_DEPTH} deep")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        if isinstance(item, dict | list):
+            _check_depth(item, depth + 1)
+
+
+def _int(text: str) -> int:
+    if len(text) > 20 or not -1 << 63 <= int(text) < 1 << 63:
+        raise ValueError(f"it has the number {text[:24]}, which takes more than 64 bits")
+    return int(text)
+
+
+def _constant(name: str) -> Any:
+    """Return Infinity in the form in which transformers writes it, which every process can read. Raises `ValueError`
+    for NaN."""
+    if name == "NaN":
+        raise ValueError("it has NaN for a number")
+    return {"__float__": name}
+
+
+def _float(text: str) -> Any:
+    value = float(text)
+    return value if math.isfinite(value) else _constant("Infinity" if value > 0 else "-Infinity")

@@ -5,6 +5,7 @@ front."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,7 @@ def read_gguf_adapter(opened: ReadFile, config: Mapping[str, Any], max_rank: int
     if file.metadata.get("split.count", 0) not in (0, 1):
         raise LoadError(f"{path} is a part of an adapter that was split, which is not built; merge its parts.")
     alpha = file.metadata.get("adapter.lora.alpha", 0)
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool):
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
         raise LoadError(f"{path}: adapter.lora.alpha must be a number, got {str(alpha)[:40]!r}.")
     if _INVOCATION in file.metadata:
         raise LoadError(f"{path} is an activated adapter ({_INVOCATION}), which is not built.")

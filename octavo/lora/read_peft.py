@@ -81,6 +81,8 @@ def read_peft(
         found.tensors[part] = name
         if tensor.dtype.kind in "iub":
             raise LoadError(f"{path}: tensor {name} has {tensor.dtype} numbers, which no factors are.")
+        if tensor.ndim == 0:
+            raise LoadError(f"{path}: tensor {name} is a single number, which no factors are.")
         values = tensor
         if part != "whole" and tensor.dtype != np.float32:
             with np.errstate(over="ignore"):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,14 @@ _OF_SOME = (
     "attention_bias", "attention_multiplier", "embedding_multiplier", "final_logit_softcapping", "logits_scaling",
     "mlp_bias", "residual_multiplier",
 )  # fmt: skip
+# Settings that must be given and are sizes or counts of at least 1; the others among these may be 0, null or a list.
+_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+_SIZES = ("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok")
+_MAX_LAYERS, _MAX_COUNT, _MAX_LABELS = 1 << 13, (1 << 31) - 1, 1 << 20
+# Settings whose defaults are whole numbers though any number is meant, and settings that may be texts.
+_NOT_WHOLE = re.compile(r"\w+_factor|\w*scal\w+|mamba_expand")
+_ANY = ("sliding_window_pattern",)
+_LISTS, _OBJECTS = ("layer_types", "mlp_layer_types"), ("rope_parameters", "rope_scaling")
 _ROPE_NUMBERS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
 _ATTENTION_TYPES = ("full_attention", "sliding_attention")
 _ACTIVATIONS = {
@@ -180,20 +189,48 @@ class _Noted(dict[str, Any]):
     def __init__(self, settings: Config) -> None:
         super().__init__(settings)
         self.read: set[str] = set()
+        self.last = ""  # the setting that was read last
 
     def __getitem__(self, name: str) -> Any:
         self.read.add(name)
+        self.last = name
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
         self.read.add(name)
+        self.last = name
         return super().get(name, default)
 
 
+def _kinds() -> dict[str, type]:
+    """Return the type of each setting that is a number, `int` or `float`, as its default and `_NEEDED` have it."""
+    found: dict[str, type] = {}
+    for setting, value in [item for own in (_DEFAULTS, *_OWN_DEFAULTS.values()) for item in own.items()]:
+        if type(value) is int and found.get(setting) is not float and not _NOT_WHOLE.fullmatch(setting):
+            found[setting] = int
+        elif type(value) in (int, float):
+            found[setting] = float
+    found |= dict.fromkeys((*_NEEDED, *_SIZES), int)
+    return {setting: kind for setting, kind in found.items() if setting not in _ANY}
+
+
+_KINDS = _kinds()
+
+
 def read(name: str, family: Family, given: Config) -> ModelDescription:
-    """Return the description of the model of configuration `given`. Raises `LoadError` for a setting that is not built,
-    `KeyError` for a setting that is absent and has no default."""
-    return _read(name, family, _merged(name, given))
+    """Return the description of the model of configuration `given`. Raises `LoadError` for a setting that is not built
+    or has a wrong value, `KeyError` for a setting that is absent and has no default."""
+    config = _merged(name, given)
+    try:
+        return _read(name, family, config)
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as e:  # of values that `_check_values` lets pass
+        noted = _Noted(_merged(name, given))
+        with suppress(Exception):
+            _read(name, family, noted)
+        raise LoadError(
+            f"{noted.last} = {str(noted.get(noted.last))[:60]} of the model's configuration, or a setting read before "
+            f"it, has a wrong value ({type(e).__name__}: {e})."
+        ) from None
 
 
 def unread(name: str, family: Family, given: Config) -> list[str]:
@@ -275,10 +312,40 @@ def _merged(name: str, given: Config) -> dict[str, Any]:
     for setting in _OF_SOME:
         if setting not in own:
             config.pop(setting, None)
+    _check_values(config, {*_DEFAULTS, *own, *_NEEDED, *_SIZES, *_OBJECTS})
     if config["layer_types"] is not None:
         config["layer_types"] = ["full_attention" if kind == "attention" else kind for kind in config["layer_types"]]
         config.setdefault("num_hidden_layers", len(config["layer_types"]))
     return config
+
+
+def _check_values(config: dict[str, Any], settings: Collection[str]) -> None:
+    """Check the types and ranges of `settings`, and make whole numbers that are written as 64.0 integers, in place.
+    Raises `LoadError`."""
+    for setting in settings:
+        kind, value = _KINDS.get(setting), config.get(setting)
+        if kind is int and isinstance(value, float) and value.is_integer():
+            config[setting] = value = int(value)
+        if kind is int and not isinstance(value, list | str | None) and type(value) is not int:
+            raise LoadError(f"{setting} = {str(value)[:60]} is not a whole number.")
+        if kind is float and (
+            isinstance(value, bool | str | dict) or (type(value) is float and not math.isfinite(value))
+        ):
+            raise LoadError(f"{setting} = {str(value)[:60]} is not a number.")
+        if kind is int and isinstance(value, str) and value != "auto":
+            raise LoadError(f"{setting} = {value[:60]!r} is not a whole number.")
+        least = 1 if setting in _NEEDED else 0 if setting in _SIZES else -1
+        most = _MAX_LAYERS if setting == "num_hidden_layers" else _MAX_COUNT
+        if kind is int and type(value) is int and not least <= value <= most:
+            raise LoadError(f"{setting} = {value} is not a number from {least} to {most}.")
+        if setting in _LISTS and not (value is None or _is_list_of_texts(value)):
+            raise LoadError(f"{setting} = {str(value)[:60]} is not a list of names.")
+        if setting in _OBJECTS and not isinstance(value, dict | None):
+            raise LoadError(f"{setting} = {str(value)[:60]} is not an object.")
+
+
+def _is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
 
 
 def valued(settings: Mapping[str, Any], config: Config, layer: int) -> dict[str, Any]:
@@ -331,7 +398,10 @@ def _feed_forward(family: Family, config: Config, i: int) -> FeedForwardDescript
 
 def num_labels(config: Config) -> int:
     """Return the number of a classifier's labels. transformers writes labels only if there are not two."""
-    return len(config.get("id2label") or ()) or int(config.get("num_labels") or 2)
+    count = len(config.get("id2label") or ()) or config.get("num_labels") or 2
+    if type(count) is not int or not 0 < count <= _MAX_LABELS:
+        raise LoadError(f"num_labels = {str(count)[:60]} is not a number from 1 to {_MAX_LABELS}.")
+    return count
 
 
 def head_size(config: Config) -> int:
@@ -430,7 +500,13 @@ def rope_of(
         "attention_factor": _attention_factor(kind, factor, original, scaling),
     }
     settings |= {name: float(scaling[name]) for name in _ROPE_NUMBERS if scaling.get(name)}
-    return RopeConfig(**settings | valued(changes, config, i))
+    found = RopeConfig(**settings | valued(changes, config, i))
+    if not (0 < found.theta < math.inf and 0 < found.factor < math.inf and found.original_max_position > 0):
+        raise LoadError(
+            f"a rotation with the base {found.theta}, the factor {found.factor} and an original length of "
+            f"{found.original_max_position} is none."
+        )
+    return found
 
 
 def _attention_factor(kind: str, factor: float, original: int, scaling: Config) -> float:

@@ -119,7 +119,10 @@ def by_transformers(config: Mapping[str, Any], impl: str) -> bool:
 
 
 def _named(config: Mapping[str, Any]) -> str:
-    name = str((config.get("architectures") or ["(none)"])[0])
+    names = config.get("architectures") or ["(none)"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise LoadError(f"architectures = {str(names)[:60]} of the model's configuration is not a list of names.")
+    name = names[0]
     return OTHER_NAMES.get(name, name)
 
 
@@ -154,6 +157,9 @@ def describe(
         ) from None
     except LoadError as e:
         raise LoadError(f"{name}: {e}") from None
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as e:
+        reason = f"{type(e).__name__}: {e}"
+        raise LoadError(f"{name}: a setting of the model's configuration has a wrong value ({reason}).") from None
 
 
 def unread_settings(config: Mapping[str, Any], impl: str) -> list[str]:
@@ -189,7 +195,7 @@ def _describe_by_transformers(name: str, config: Mapping[str, Any], code_folder:
         ) from None
     try:
         return describe(config, code_folder)
-    except (LoadError, AttributeError, TypeError, ValueError) as e:  # a configuration may lack attributes
+    except Exception as e:  # a configuration may lack attributes, or have wrong ones
         reason = str(e).rstrip(".")
         raise LoadError(
             f"architecture {name}{about} cannot run through transformers: {reason}. `octavo models` lists those that "

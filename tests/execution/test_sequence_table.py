@@ -7,11 +7,13 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from octavo.errors import ConfigError
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import Padding, StepArrays, StepLayout, StepShape, pad
 from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec
@@ -36,6 +38,13 @@ def admission(row: int, tokens: list[int], blocks: list[list[int]]) -> Admission
 
 def table() -> SequenceTable:
     return SequenceTable(MAX_SEQS, MAX_LEN, SIZE, GROUPS)
+
+
+def test_tables_that_no_memory_holds_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="of 1048576 sequences of 1073741824 tokens do not fit into the memory; lower"
+    ):
+        SequenceTable(1 << 20, 1 << 30, SIZE, GROUPS)
 
 
 def arrays() -> StepArrays[NDArray[Any]]:

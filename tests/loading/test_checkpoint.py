@@ -1,11 +1,15 @@
 """How a name becomes a checkpoint, for files and folders on disk."""
 
 import json
+import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -110,6 +114,19 @@ INDEX = "model.safetensors.index.json"
         ([_write("config.json", "{")], "auto", "config.json is damaged: it is not JSON"),
         ([_write("config.json", "[1]")], "auto", "config.json is damaged: it holds a JSON list"),
         ([_write("config.json", "[" * 100_000)], "auto", "config.json is damaged: it is not JSON"),
+        ([_write("config.json", '{"a": NaN}')], "auto", "config.json is damaged: it has NaN for a number"),
+        (
+            [_write("config.json", '{"a": 1%s}' % ("0" * 19))],
+            "auto",
+            "the number 10000000000000000000, which takes more",
+        ),
+        ([_write("config.json", '{"a": %s}' % ("[" * 99 + "]" * 99))], "auto", "it is nested more than 64 deep"),
+        ([_write("config.json", r'{"a": "\ud800"}')], "auto", "config.json is damaged: .* surrogates not allowed"),
+        (
+            [_remove("config.json"), lambda folder: os.mkfifo(folder / "config.json")],
+            "auto",
+            "config.json is not a file",
+        ),
         ([_write("generation_config.json", "no")], "auto", "generation_config.json is damaged"),
         (
             [_write("a.gguf", ""), _write("b.gguf", "")],
@@ -120,6 +137,11 @@ INDEX = "model.safetensors.index.json"
             [_remove("model.safetensors"), _write("model-1.safetensors", ""), _write(INDEX, "{}")],
             "auto",
             "index.json is damaged: it has no weight_map",
+        ),
+        (
+            [_remove("model.safetensors"), _write("model-1.safetensors", ""), _write(INDEX, '{"weight_map": {}}')],
+            "auto",
+            "index.json is damaged: its weight_map names no file",
         ),
         (
             [
@@ -149,6 +171,24 @@ def test_what_is_wrong_with_a_folder_is_said_in_a_line(
     with pytest.raises(LoadError, match=message) as e:
         resolve(str(hf_folder), load_format=load_format)
     assert "\n" not in str(e.value)
+
+
+def test_infinite_numbers_reach_every_process_as_transformers_writes_them(hf_folder: Path) -> None:
+    config = json.loads((hf_folder / "config.json").read_text()) | {"time_step_limit": [0.0, math.inf], "a": 1}
+    (hf_folder / "config.json").write_text(json.dumps(config).replace('"a": 1', '"a": -1e999'))
+    found = resolve(str(hf_folder)).config
+    assert found["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    assert found["a"] == {"__float__": "-Infinity"}
+    assert msgspec.json.decode(msgspec.json.encode(found)) == found
+
+
+@pytest.mark.parametrize("ids", ["2", [2, None], [[2]], 2.0, True, {"a": 2}])
+def test_ends_of_answers_are_token_ids(ids: Any, hf_folder: Path) -> None:
+    (hf_folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(LoadError, match=r"eos_token_id is .*, not a token id or a list of such"):
+        _ = resolve(str(hf_folder)).eos_token_ids
+    (hf_folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 3]}))
+    assert resolve(str(hf_folder)).eos_token_ids == (3,)
 
 
 @pytest.mark.parametrize("load_format", ["safetensors", "pt"])

@@ -10,8 +10,11 @@ import pytest
 
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint, resolve
+from octavo.loading.gguf_config import gguf_config
 from octavo.loading.gguf_file import read_gguf
+from octavo.loading.gguf_settings import each
 from octavo.loading.gguf_tensors import named_tensors
+from octavo.loading.gguf_values import Metadata
 
 Write = Callable[..., Path]
 Tensors = Callable[..., dict[str, np.ndarray]]
@@ -167,6 +170,13 @@ def test_divisors_of_another_rope_scaling_are_refused(tmp_path: Path, write_gguf
         ({"llama.attention.head_count": [4, 8]}, r"head_count is \[4, 8\], which is not one whole number"),
         ({"llama.attention.head_count": 0}, "0 query and 2 key/value heads"),
         ({"llama.attention.value_length": 8}, "keys of 16 and values of 8"),
+        ({"llama.block_count": 10**9}, "metadata key llama.block_count is 1000000000"),
+        ({"llama.block_count": [-2, -2]}, "llama.block_count is -2, which is not one whole number"),
+        ({"llama.context_length": 1 << 31}, "llama.context_length is 2147483648, which is not one whole number"),
+        ({"llama.embedding_length": 2}, "llama.embedding_length is 2, which is not an element for each head"),
+        ({"llama.attention.key_length": 0}, "llama.attention.key_length is 0, which is not a size or count above 0"),
+        ({"tokenizer.ggml.eos_token_id": "x"}, "tokenizer.ggml.eos_token_id is x, no token id"),
+        ({"tokenizer.ggml.eot_token_id": [1, 2]}, r"tokenizer.ggml.eot_token_id is \[1, 2\], no token id"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(
@@ -174,6 +184,28 @@ def test_what_is_not_built_is_refused_by_name(
 ) -> None:
     with pytest.raises(LoadError, match=message):
         _config(tmp_path, write_gguf, metadata)
+
+
+def test_a_number_may_be_listed_for_many_layers(tmp_path: Path, write_gguf: Write) -> None:
+    many = {"llama.block_count": [2] * (1 << 17), "llama.feed_forward_length": [0, 96] * (1 << 16)}
+    config = _config(tmp_path, write_gguf, many)
+    assert (config["num_hidden_layers"], config["intermediate_size"]) == (2, 96)
+
+
+@pytest.mark.parametrize("num_rows", [2, 66])
+def test_rows_that_no_heads_divide_are_refused(num_rows: int, tmp_path: Path, write_gguf: Write) -> None:
+    tensors = {"token_embd.weight": np.ones((4, 64), np.float32), "blk.0.attn_q.weight": np.ones((num_rows, 64), "f")}
+    file = read_gguf(str(write_gguf(tmp_path / "m.gguf", tensors)))
+    with pytest.raises(LoadError, match=f"do not divide the {num_rows} rows of blk.0.attn_q.weight"):
+        list(named_tensors(file, gguf_config(file)[0]))
+
+
+def test_settings_of_layers_are_numbers_for_all_layers(tmp_path: Path, write_gguf: Write) -> None:
+    embeddings = {"token_embd.weight": np.ones((4, 64), np.float32)}
+    for value in ([1.0], ["a", "b"]):
+        path = write_gguf(tmp_path / "m.gguf", embeddings, {"llama.activation_sparsity_scale": value})
+        with pytest.raises(LoadError, match=r"llama\.activation_sparsity_scale is not a number for each of 2 layers"):
+            each(Metadata(read_gguf(str(path)), "llama"), "activation_sparsity_scale")
 
 
 def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path, write_gguf: Write) -> None:

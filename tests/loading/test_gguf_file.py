@@ -110,6 +110,12 @@ def test_changed_bytes_are_read_or_refused_but_never_crash(
         (b"GGUF" + struct.pack("<IQQ", 3, 1 << 62, 0), f"{1 << 62} tensors do not fit"),
         (b"GGUF" + struct.pack("<IQQQcIIQ", 3, 0, 1, 1, b"k", 9, 8, 1 << 50), "truncated"),
         (b"GGUF" + struct.pack("<IQQQcIIQ", 3, 0, 1, 1, b"k", 9, 9, 1), "unknown type 9"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 17) + bytes(13 << 17), "131072 metadata keys and 0 tensors"),
+        (
+            b"GGUF" + struct.pack("<IQQQcIIQ", 3, 0, 1, 1, b"k", 9, 0, (1 << 23) + 1) + bytes((1 << 23) + 9),
+            "has 8388609 elements",
+        ),
+        (b"GGUF" + struct.pack("<IQQQ11sIf", 3, 0, 1, 11, b"split.count", 6, 2.0), "split.count and split.no are"),
         (b"GGUF" + struct.pack("<IQQQcII", 3, 0, 1, 1, b"k", 77, 0), "unknown type 77"),
         (b"GGUF" + struct.pack("<IQQQcII", 3, 0, 1, 1, b"\xff", 4, 0), "not UTF-8"),
         (b"", "0 bytes"),

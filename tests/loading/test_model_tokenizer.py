@@ -13,10 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
+from jinja2.exceptions import SecurityError
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from octavo.entrypoints.chat.template_traits import template_traits
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.jinja_template import EndlessTemplateError, render_template, text_after_answer
 from octavo.loading.tokenizer import ModelTokenizer, load_tokenizer, read_tokenizer, read_tokenizer_json
 from tests.loading.test_load_tokenizer import CORPUS
 
@@ -361,3 +364,48 @@ def test_the_default_models_chat_is_written_alike(default_checkpoint: Checkpoint
         for adds in (False, True):
             both = [t.apply_chat_template(messages, add_generation_prompt=adds)["input_ids"] for t in (ours, theirs)]
             assert both[0] == both[1]
+
+
+_GROWS = "{%% set ns = namespace(x='aaaa') %%}{%% for i in range(100) %%}{%% set ns.x = %s %%}{%% endfor %%}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 10 ** 10 }}", "{{ 10 ** 10 * 'a' }}", "{{ [1] * 10 ** 10 }}", "{{ 9 ** (9 ** 9) }}",
+        "{{ 'a'.zfill(10 ** 9) }}",
+        "{{ 'a'|center(1000000000) }}", "{{ 'a'.ljust(1000000000) }}", "{{ '\n'|indent(1000000000) }}",
+        "{{ '%1000000000d' % 3 }}", "{{ '%.1000000000f'|format(3) }}", "{{ '{:1000000000}'.format(3) }}",
+        "{{ '{:{}}'.format(3, 1000000000) }}", "{{ messages|tojson(indent=1000000000) }}", _GROWS % "ns.x ~ ns.x",
+        _GROWS % "ns.x + ns.x", _GROWS % "ns.x.replace('a', ns.x)", _GROWS % "ns.x|replace('a', ns.x)",
+        _GROWS % "[ns.x, ns.x]|join", _GROWS % "', '.join([ns.x, ns.x])",
+        "{% set ns = namespace(x='a') %}{% for i in range(100) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}"
+        "{% set ns.x = y %}{% endfor %}",
+        "{% set ns = namespace(x=9) %}{% for i in range(100) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    ],
+)  # fmt: skip
+def test_a_template_makes_no_text_that_fills_the_memory(template: str) -> None:
+    with pytest.raises(SecurityError, match="a chat template must not"):
+        render_template(template, [{"role": "user", "content": "x"}])
+
+
+def test_bounded_operations_of_templates_have_their_results() -> None:
+    template = (
+        "{{ 'a' ~ 1 ~ none ~ absent }} {{ 2 * 'ab' }} {{ [1] + [2] }} {{ 2 ** 10 }} {{ '%3d|%s' % (3, 'x') }} "
+        "{{ '{:>4}'.format(3) }} {{ 'abc'|replace('b', 'ZZ') }} {{ 'a\nb'|indent(2) }} {{ 'q'|center(3) }}| "
+        "{{ messages|map(attribute='role')|join(', ') }} {{ messages|join('+', attribute='content.x') }} "
+        "{{ '-'.join(['a', 'b']) }} {{ '%s'|format('y') }} {{ 'x'.ljust(2) }}|{% set z %}z{% endset %}{{ z }}"
+    )
+    messages = [{"role": "user", "content": {"x": 5}}, {"role": "assistant", "content": {"x": 6}}]
+    assert render_template(template, messages) == (
+        "a1None abab [1, 2] 1024   3|x    3 aZZc a\n  b  q | user, assistant 5+6 a-b y x |z"
+    )
+
+
+@pytest.mark.parametrize("body", ["", "x", "{% set y = j %}"])
+def test_a_template_without_an_end_is_found_out(body: str) -> None:
+    endless = f"{{% for i in range(99999) %}}{{% for j in range(99999) %}}{body}{{% endfor %}}{{% endfor %}}"
+    assert text_after_answer(endless) == ""
+    with pytest.raises(EndlessTemplateError, match="runs more than"):
+        template_traits(object(), endless)  # type: ignore[arg-type]
+    assert sys.gettrace() is None or "limited_lines" not in repr(sys.gettrace())

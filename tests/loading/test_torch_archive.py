@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import pickletools
+import struct
 import zipfile
 from collections.abc import Callable
 from functools import cache
@@ -145,13 +146,29 @@ def test_the_archives_of_these_tests_are_read_if_nothing_is_wrong_with_them(tmp_
         Described(0, (7,), (1,)), Described(3, (4,), (1,)), Described(-1, (2,), (1,)), Described(0, (2,), (-1,)),
         Described(0, (1 << 40,), (0,)), Described(0, (2, 3), (3,)), Described(0, (6,), (1,), 1 << 20),
         Described(0, (2.0,), (1,)), Described(0, (2,), ("1",)), Described(0, (6,), (1,), -6),
-        Described(1 << 62, (1,), (1,)),
+        Described(1 << 62, (1,), (1,)), Described(0, (0, 1 << 58, 1 << 58), (0, 1, 1)),
     ],
 )  # fmt: skip
 def test_tensors_outside_of_their_storage_are_refused(described: Described, tmp_path: Path) -> None:
     write_archive(tmp_path / "m.bin", described, SIX)
     with pytest.raises(LoadError, match="is damaged, or no file of tensors"):
         read_torch_archive(str(tmp_path / "m.bin"))
+
+
+def test_a_storage_that_begins_before_the_file_is_refused(tmp_path: Path) -> None:
+    """Offsets in archives count from a place that archives say too, so they may be negative."""
+    path = tmp_path / "m.bin"
+    write_archive(path, Described(0, (2,), (1,)), SIX)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.comment = bytes(100)
+    raw = bytearray(path.read_bytes())
+    pickle_entry, data_entry = (raw.rindex(name) - 4 for name in (b"m/data.pkl", b"m/data/0"))
+    struct.pack_into("<I", raw, pickle_entry, 1000)
+    struct.pack_into("<I", raw, data_entry, 1000 - 40)
+    end = raw.rindex(b"PK\x05\x06") + 16
+    struct.pack_into("<I", raw, end, struct.unpack_from("<I", raw, end)[0] + 1000)
+    path.write_bytes(raw)
+    assert "ends beyond its storage or the file" in refused(path)
 
 
 def test_compressed_and_incomplete_archives_are_refused(tmp_path: Path) -> None:
@@ -237,7 +254,7 @@ def test_a_file_takes_no_more_memory_than_its_pickle_may_have_bytes(
     assert "instructions" in refused(path)
 
 
-@pytest.mark.parametrize("use", ["key", "storage", "shape", "type"])
+@pytest.mark.parametrize("use", ["key", "storage", "shape", "type", "name", "attributes"])
 def test_tuples_of_tuples_are_never_walked(use: str, tmp_path: Path) -> None:
     """A hundred of them, each with the one before it twice, have 2^100 elements to compare, hash or print."""
     tower = b")" + b"q\x00h\x00\x86" * 100
@@ -248,6 +265,10 @@ def test_tuples_of_tuples_are_never_walked(use: str, tmp_path: Path) -> None:
         storage = b"(" + text + tower + b"K\x00" + none + b"K\x01tQ"
     shape = tower if use == "shape" else b")"
     tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00" + shape + b")\x89NtR"
+    if use == "name":
+        tensor = tower + b"h\x00\x93"
+    if use == "attributes":
+        tensor = tower + b"Nb"
     key = tower if use == "key" else b"K\x00"
     pickled_archive(tmp_path / "m.bin", b"\x80\x02}" + key + tensor + b"s.")
     assert refused(tmp_path / "m.bin")

@@ -21,7 +21,7 @@ from octavo.loading.gguf_file import read_gguf
 from octavo.loading.pre_tokenizers import GPT4O, LLAMA3, QWEN2, TEKKEN
 from octavo.loading.sentencepiece_model import read_sentencepiece
 from octavo.loading.tokenizer import load_tokenizer, read_tokenizer
-from octavo.loading.tokenizer_parts import byte_letters
+from octavo.loading.tokenizer_parts import byte_letters, merges_from_scores
 from tests.loading.test_load_tokenizer import CORPUS
 
 # Texts with special tokens in them mean something else to sentencepiece, which knows of none.
@@ -212,6 +212,27 @@ def test_special_tokens_of_tiktoken_files_have_the_ids_that_the_configuration_gi
     (tmp_path / "tiktoken.model").write_bytes(base64.b64encode(b"a") + b" 0\nb c d\n")
     with pytest.raises(LoadError, match="not every line is a token and its rank"):
         read_tokenizer(str(tmp_path))
+
+
+def test_a_vocabulary_has_no_more_tokens_than_a_file_can_list(tmp_path: Path, ranks: dict[bytes, int]) -> None:
+    """The ids between two of a file's tokens are filled, so two tokens can ask for any number."""
+    _write_ranks(tmp_path / "tiktoken.model", ranks)
+    added = {str(len(ranks) + i): {"content": f"[{i}]", "special": True} for i in (0, 10**12)}
+    config = {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(LoadError, match=r"the largest id of added_tokens_decoder is .*, more than"):
+        read_tokenizer(str(tmp_path))
+    settings = {"pattern": TEKKEN, "default_vocab_size": 10, "default_num_special_tokens": 10**12}
+    (tmp_path / "tekken.json").write_text(json.dumps({"config": settings, "vocab": []}))
+    with pytest.raises(LoadError, match="default_num_special_tokens is 1000000000000, more than"):
+        read_tokenizer(str(tmp_path))
+
+
+def test_merges_of_a_long_token_are_found_by_the_lengths_of_others() -> None:
+    """A token of a million letters has a million places to cut it."""
+    long = "ab" * 500_000
+    assert merges_from_scores({"a": 0.0, "b": 0.0, "ab": 1.0, long: 2.0}) == [("a", "b")]
+    assert merges_from_scores({"a": 0.0, long[1:]: 0.0, long: 2.0}) == [("a", long[1:])]
 
 
 @pytest.mark.parametrize("lists_special", [True, False])

@@ -231,6 +231,7 @@ def broken(folder: Path, **changes: object) -> Path:
             "q_proj.lora_B.weight is of|lora_embedding_A.*say the same",
         ),
         ({"tensors": {"self_attn.q_proj.lora_C.bogus": (4, 4)}}, "is not one that LoRA adapters have"),
+        ({"tensors": {"self_attn.q_proj.lora_A.weight": ()}}, "q_proj.lora_A.weight is a single number"),
         ({"rank_pattern": {"q_proj": 8}}, "q_proj.lora_A.weight has rank 4, and the configuration says 8"),
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not built"),
         *(

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from octavo import LLM
 from octavo.engine.pooling_input import PoolingInput, Text
-from octavo.errors import ConfigError, RequestError
+from octavo.errors import ConfigError, LoadError, RequestError
+from octavo.loading.sentence_transformers import read_sentence_transformer
 from octavo.pooling_params import PoolingParams
 from tests.models.small_encoders import DECODERS, ENCODERS, VOCAB, SmallEncoder
 from tests.models.small_text_encoder import write_model, write_modules, write_tokenizer
@@ -118,6 +119,31 @@ def test_pooling_normalization_and_dense_layers_of_a_sentence_transformers_folde
             hidden = reference(tokens).last_hidden_state[0, 4:]  # without [CLS] and the prompt
             expected = torch.nn.functional.normalize(dense(hidden.mean(0)).tanh(), dim=0)
         np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("modules.json", [{"type": "x.Dense", "path": "../2_Dense"}], "at ../2_Dense, which is outside of the folder"),
+        ("modules.json", [{"type": "x.Pooling", "path": "/tmp"}], "at /tmp, which is outside of the folder"),
+        ("2_Dense/config.json", {"out_features": "20"}, "2_Dense/config.json: out_features is 20, no size"),
+        ("1_Pooling/config.json", {"pooling_mode": 7}, "1_Pooling pools by nothing, which is not built"),
+        (
+            "sentence_bert_config.json",
+            {"max_seq_length": "7"},
+            "sentence_bert_config.json: max_seq_length is 7, no length",
+        ),
+        ("config_sentence_transformers.json", {"prompts": [1]}, r"prompts is \[1\], not an object"),
+    ],
+)
+def test_damaged_settings_of_a_sentence_transformers_folder_are_named(
+    name: str, content: Any, message: str, tmp_path: Path
+) -> None:
+    write_modules(tmp_path, ("Pooling", {"pooling_mode": "mean"}), ("Dense", {"out_features": 20}))
+    assert read_sentence_transformer(str(tmp_path)) is not None
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(LoadError, match=message):
+        read_sentence_transformer(str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["MEAN", "MAX", "MEAN_SQRT", "WEIGHTED_MEAN", "LAST", "ALL"])

@@ -17,8 +17,9 @@ from octavo.errors import LoadError
 from octavo.models.description import ModelDescription
 from octavo.models.families import FAMILIES as ALL_FAMILIES
 from octavo.models.families.dense import FAMILIES
+from octavo.models.inventory import required_tensors
 from octavo.models.multimodal_models import OTHER_NAMES
-from octavo.models.readers import _HEADS, _OWN_DEFAULTS
+from octavo.models.readers import _HEADS, _OWN_DEFAULTS, num_labels
 from octavo.models.registry import architectures, describe
 from tests.models.small_models import MODEL_TYPES
 
@@ -202,6 +203,53 @@ def test_sizes_have_the_names_of_each_configuration_class() -> None:
 def test_what_is_not_built_is_refused_by_name(architecture: str, given: dict[str, Any], message: str) -> None:
     with pytest.raises(LoadError, match=message):
         described(architecture, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"hidden_size": "64"}, "hidden_size = '64' is not a whole number"),
+        ({"hidden_size": 64.5}, "hidden_size = 64.5 is not a whole number"),
+        ({"hidden_size": True}, "hidden_size = True is not a whole number"),
+        ({"hidden_size": -64}, "hidden_size = -64 is not a number from 1 to"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000 is not a number from 1 to 8192"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0 is not a number from 1 to"),
+        ({"n_heads": {}, "num_attention_heads": None}, "num_attention_heads = {} is not a whole number"),
+        ({"num_key_value_heads": -1}, "num_key_value_heads = -1 is not a number from 0 to"),
+        ({"max_position_embeddings": 1 << 40}, "max_position_embeddings = 1099511627776 is not a number from 1 to"),
+        ({"rms_norm_eps": "1e-5"}, "norm_eps = 1e-5 is not a number"),
+        ({"rms_norm_eps": {"__float__": "Infinity"}}, "norm_eps = {'__float__': 'Infinity'} is not a number"),
+        ({"rope_scaling": "linear"}, "rope_scaling = linear is not an object"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "of the model's configuration, or a setting"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -2.0}}, "a rotation with the base .*, the factor -2.0"),
+        ({"rope_theta": 0.0, "rope_parameters": {"rope_theta": -1}}, "a rotation with the base -1.0"),
+        ({"layer_types": 7}, "layer_types = 7 is not a list of names"),
+        ({"layer_types": [["full_attention"]]}, r"layer_types = \[\['full_attention'\]\] is not a list of names"),
+        ({"hidden_act": []}, "has a wrong value"),
+        ({"head_dim": 0, "hidden_size": 8}, "has a wrong value"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures = LlamaForCausalLM .* is not a list of names"),
+        ({"architectures": [7]}, r"architectures = \[7\] .* is not a list of names"),
+    ],
+)  # fmt: skip
+def test_values_that_no_setting_has_are_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(LoadError, match=message) as refused:
+        describe(SIZES | {"architectures": ["MistralForCausalLM"]} | given)
+    assert str(refused.value).isprintable()
+
+
+def test_no_more_rotates_than_there_is() -> None:
+    with pytest.raises(LoadError, match="6 rotated elements do not fit into heads of 3"):
+        required_tensors(described("LlamaForCausalLM", partial_rotary_factor=2.0))
+
+
+def test_whole_numbers_may_be_written_as_floats() -> None:
+    assert described("LlamaForCausalLM", hidden_size=64.0) == described("LlamaForCausalLM", hidden_size=64)
+
+
+@pytest.mark.parametrize("count", [-1, 10**12, "2", 2.0])
+def test_a_classifier_has_a_number_of_labels(count: Any) -> None:
+    with pytest.raises(LoadError, match=r"num_labels = .* is not a number from 1 to"):
+        num_labels({"num_labels": count})
 
 
 @pytest.mark.parametrize("size", SIZES)

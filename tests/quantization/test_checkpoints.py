@@ -4,6 +4,7 @@ the logits of a model that is served from it."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,9 @@ def test_logits_are_those_of_the_values(name: str, tmp_path: Path, tiny_tokenize
 _Q = "model.layers.1.self_attn.q_proj"
 
 
+_MOST = (1 << 31) - 1
+
+
 def _spoiled(tensors: dict[str, np.ndarray], name: str, value: Any) -> dict[str, np.ndarray]:
     spoiled = {key: np.array(x) for key, x in tensors.items()}
     if value is None:
@@ -149,6 +153,8 @@ def _spoiled(tensors: dict[str, np.ndarray], name: str, value: Any) -> dict[str,
         ("gptq 4 desc_act", "g_idx", lambda x: x.astype(np.int64) + 10**12, "g_idx does not divide 128 inputs"),
         ("gptq 4 desc_act", "g_idx", lambda x: x * 0, "g_idx does not divide 128 inputs into 4 groups"),
         ("gptq 3", "qweight", lambda x: x[:-1], "which is no matrix of 3 bits"),
+        ("gptq 4 by row", "qweight", lambda x: x[:0], "its matrix has no inputs"),
+        ("awq gemv", "qzeros", lambda x: x[0, 0], r"qzeros has the shape \[\], too narrow for 4 groups"),
         ("awq", "scales", np.inf, "some of its scales are not finite"),
         ("awq", "qzeros", lambda x: x[:, :-1], r"qzeros has the shape \[4, 15\]; the matrix makes it \[4, 16\]"),
         ("awq gemv", "qzeros", lambda x: x[:, :0], "too narrow for 4 groups"),
@@ -170,6 +176,10 @@ def _spoiled(tensors: dict[str, np.ndarray], name: str, value: Any) -> dict[str,
         ("squeezellm 3 sparse", "qweight", lambda x: x[:-1], "which is no matrix of 3 bits"),
         ("squeezellm 3 sparse", "cols", 128, "some cols of its sparse part are not among its 128 inputs"),
         ("squeezellm 3 sparse", "rows", -1, "rows does not divide .* numbers of its sparse part among its outputs"),
+        ("squeezellm 3 sparse", "rows", lambda x: np.array([0, _MOST, -_MOST - 1, -1, *x[4:]], np.int32),
+         "rows does not divide .* numbers of its sparse part"),
+        ("squeezellm 3 sparse", "rows", lambda x: np.where(np.arange(len(x)) > 0, x[-1], 0).astype(np.int32),
+         "rows does not divide .* numbers of its sparse part"),
         ("squeezellm 3 sparse", "vals", lambda x: x[:-1], "vals has the shape"),
         ("bnb int8", "SCB", np.nan, "some of its scales are not finite"),
         ("bnb int8", "SCB", None, "it has no SCB"),
@@ -194,6 +204,9 @@ def test_damaged_tensors_are_refused(name: str, tensor: str, value: Any, message
         ("gptq 4", {"group_size": 0}, "groups of 0 do not divide"),
         ("gptq 4", {"bits": 5}, "GPTQ with 5 bits is not built; 2, 3, 4 and 8 are"),
         ("gptq 4", {"bits": None}, "GPTQ with None bits is not built"),
+        ("gptq 4", {"bits": 4.0}, "GPTQ with 4.0 bits is not built"),
+        ("awq", {"bits": 4.0}, "AWQ with 4.0 bits is not built"),
+        ("squeezellm", {"wbits": 4.0}, "SqueezeLLM with 4.0 bits is not built"),
         ("gptq 4", {"bits": 8}, r"has the shape|scales has the shape"),
         ("gptq 4", {"checkpoint_format": "marlin"}, "GPTQ in the format 'marlin' .* is not built"),
         ("gptq 4", {"dynamic": {"-:.*q_proj": {}}}, "leaves it out, but it is quantized"),
@@ -226,6 +239,47 @@ def test_configurations_that_do_not_fit_are_refused(
     with pytest.raises(LoadError, match=message) as refused:
         _open(write(tmp_path / "m", stored, form.settings | settings)).take_matrix(f"{_Q}.weight", (128, 128))
     assert "\n" not in str(refused.value)
+
+
+_STATE = f"{_Q}.weight.quant_state.bitsandbytes__nf4"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"blocksize": 1}, "groups of 1 are not built; multiples of 32 are"),
+        ({"nested_offset": 10**400}, "its weight.quant_state is damaged"),
+        ({"nested_offset": math.nan}, "its weight.quant_state is damaged"),
+        ({"shape": [[]] * 2}, "its weight.quant_state is damaged"),
+    ],
+)
+def test_states_of_codebooks_that_do_not_fit_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    stored, _ = tensors_of(FORMATS["nf4 nested"])
+    state = json.loads(stored[_STATE].tobytes()) | changes
+    stored[_STATE] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    with pytest.raises(LoadError, match=message) as refused:
+        _open(write(tmp_path / "m", stored, FORMATS["nf4 nested"].settings)).take_matrix(f"{_Q}.weight", (128, 128))
+    assert "\n" not in str(refused.value)
+
+
+def test_sizes_of_blocks_beyond_the_matrix_take_no_memory(tmp_path: Path) -> None:
+    """A checkpoint may say anything that its scales' shape allows."""
+    form = FORMATS["fp8 blocks"]
+    stored, plain = tensors_of(form)
+    settings = form.settings | {"weight_block_size": [10**12, 10**12]}
+    folder = write(tmp_path / "m", {n: x[:1, :1] if "scale" in n else x for n, x in stored.items()}, settings)
+    found = dequantize(_open(folder, "float32").take_matrix(f"{_Q}.weight", (128, 128)))
+    assert np.array_equal(found, plain[f"{_Q}.weight"])
+    stored, plain = tensors_of(FORMATS["nf4 nested"])
+    for name, tensor in stored.items():
+        if name.endswith("nf4"):
+            state = json.loads(tensor.tobytes()) | {"nested_blocksize": 10**12}
+            stored[name] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+        elif name.endswith("nested_absmax"):
+            stored[name] = tensor[:1]
+    folder = write(tmp_path / "n", stored, FORMATS["nf4 nested"].settings)
+    found = dequantize(_open(folder, "float32").take_matrix(f"{_Q}.weight", (128, 128)))
+    assert np.allclose(found, plain[f"{_Q}.weight"])
 
 
 def test_another_method_than_the_files_is_refused(tmp_path: Path, tiny_tokenizer: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from octavo.loading.jinja_template import render_template
+from octavo.loading.jinja_template import EndlessTemplateError, limited_lines, render_template
 
 if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
@@ -108,7 +108,10 @@ _Special = tuple[tuple[str, str], ...]
 def _render(template: str, special: _Special, messages: Sequence[Mapping[str, Any]], **options: Any) -> str | None:
     variables = {"add_generation_prompt": False, "tools": None, "documents": None, **dict(special), **options}
     try:
-        return render_template(template, messages, keeps_null_content=True, **variables)
+        with limited_lines():
+            return render_template(template, messages, keeps_null_content=True, **variables)
+    except EndlessTemplateError:
+        raise  # a chat would not end either
     except Exception:  # the template is a program of the model: it may raise anything
         return None
 
