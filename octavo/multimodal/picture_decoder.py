@@ -74,8 +74,9 @@ def upright(image: Image) -> Image:
     turned = image
     if orientation in _TRANSPOSED:
         turned = image.transpose(Image.Transpose(_TRANSPOSED[orientation]))
-    if turned.mode.startswith("I;16"):  # Pillow would clip values above 255
-        turned = turned.point(lambda value: value / 256).convert("L")
+    if turned.mode.startswith("I;16"):  # Pillow would clip values above 255, and take the low byte of a transparent one
+        turned = turned.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+        turned.info.pop("transparency", None)
     if turned.has_transparency_data:
         turned = turned.convert("RGBA")
         turned = Image.alpha_composite(Image.new("RGBA", turned.size, "white"), turned)

@@ -198,8 +198,11 @@ def test_what_looks_alike_is_alike() -> None:
         reader(10**4, 10**4).from_bytes(encoded(palette, transparency=0)),
     ):
         assert reader().normalized(image).tobytes() == white.tobytes()
-    grey = Image.new("I;16", (8, 8), 0x8000)
-    assert reader().normalized(grey).getpixel((0, 0)) == (128, 128, 128)
+    for mode in ("I;16", "I;16B"):
+        grey = Image.new(mode, (8, 8), 0x8000)
+        assert reader().normalized(grey).getpixel((0, 0)) == (128, 128, 128)
+    black = Image.new("I;16", (8, 8), 0)
+    assert reader().from_bytes(encoded(black, transparency=0x0100)).getpixel((0, 0)) == (0, 0, 0)
 
 
 def test_a_hash_takes_in_size_settings_bytes_and_salt() -> None:
