@@ -26,7 +26,7 @@ from octavo.entrypoints.chat.message_rendering import render_messages
 from octavo.entrypoints.http.piecewise_json import encode_in_pieces
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ARRIVAL, requested_rank, state_of
-from octavo.entrypoints.http.streaming import run_until_disconnect
+from octavo.entrypoints.http.streaming import run_until_disconnect, spread
 from octavo.entrypoints.pooling.pooling_protocol import (
     ClassifyRequest,
     ClassifyResponse,
@@ -54,7 +54,6 @@ router = Router(tags=["Pooling"])
 
 Outputs = Sequence[PoolingRequestOutput[PoolingOutput]]
 _Output = TypeVar("_Output")
-_STARTED_AT_ONCE = 16  # requests, in about a millisecond
 BYTES = "application/octet-stream"
 _IN_BYTES: dict[int | str, dict[str, Any]] = {
     200: {"content": {BYTES: {"schema": {"type": "string", "format": "binary"}}}}
@@ -298,9 +297,7 @@ async def _pooled(
         return [await pool(requests[0])]
     tasks: list[asyncio.Task[_Output]] = []
     async with asyncio.TaskGroup() as group:
-        for request in requests:
-            if len(tasks) % _STARTED_AT_ONCE == 0:
-                await asyncio.sleep(0)  # streams must not wait until all of them have been sent to the core
+        async for request in spread(requests):
             tasks.append(group.create_task(pool(request)))
     return [task.result() for task in tasks]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
+import pytest
 
-from octavo.entrypoints.pooling.pooling_routes import _STARTED_AT_ONCE, _pooled
+from octavo.entrypoints.http.streaming import STARTED_AT_ONCE, merge
+from octavo.entrypoints.pooling.pooling_routes import _pooled
 from tests.entrypoints.fake_engine import FakeEngine
 
 
@@ -18,7 +21,9 @@ def test_a_model_that_generates_has_no_vectors(http: httpx.Client, engine: FakeE
         assert "generates text and has no vectors" in answer.json()["error"]["message"]
 
 
-def test_many_texts_are_sent_to_the_engine_in_several_turns_of_the_loop() -> None:
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_many_requests_of_a_body_are_sent_to_the_engine_in_several_turns_of_the_loop(is_merged: bool) -> None:
+    """Of texts, and of prompts, whose generators are merged."""
     started: list[int] = []
 
     async def main() -> None:
@@ -31,12 +36,18 @@ def test_many_texts_are_sent_to_the_engine_in_several_turns_of_the_loop() -> Non
             await all_started.wait()
             return -number
 
+        async def generate(number: int) -> AsyncGenerator[Any, None]:
+            yield await pool(number)
+
+        async def merged() -> list[int]:
+            return sorted([output async for _, output in merge([generate(number) for number in range(100)])])[::-1]
+
         numbers: Any = range(100)
-        task = asyncio.ensure_future(_pooled(pool, numbers))
+        task = asyncio.ensure_future(merged() if is_merged else _pooled(pool, numbers))
         while not task.done():
             before = len(started)
             await asyncio.sleep(0)
-            assert len(started) - before <= _STARTED_AT_ONCE
+            assert len(started) - before <= STARTED_AT_ONCE
         assert await task == [-number for number in numbers]
 
     asyncio.run(main())
