@@ -473,4 +473,4 @@ class EngineHub:
 
         await asyncio.gather(*map(ask, self.fronts.values()))
         now = [front.last for front in self.fronts.values()]  # those that have ended meanwhile are in `_retired`
-        return render_sum(snapshot(self.metrics), sum_of([self._retired, *now]))
+        return await asyncio.to_thread(lambda: render_sum(snapshot(self.metrics), sum_of([self._retired, *now])))

@@ -2,8 +2,8 @@
 none.
 
 The engine's front end records once a step or once a request, never once a token. Recording adds to plain Python
-numbers; only a scrape (`render`) builds Prometheus's objects. Nothing here is global, so two engines in one process
-stay apart.
+numbers; only a scrape (`render`), which threads may do meanwhile, builds Prometheus's objects. Nothing here is global,
+so two engines in one process stay apart.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ class EngineMetrics:
 
     def record_startup(self, process: str, seconds: dict[str, float]) -> None:
         """Record the seconds of each phase of a process's start, in order."""
-        self.startup_s |= {(process, phase): value for phase, value in seconds.items()}
+        # Not in place: a thread may be rendering.
+        self.startup_s = self.startup_s | {(process, phase): value for phase, value in seconds.items()}
 
     def record_step(self, stats: EngineStats) -> None:
         """Record one step, as the core reports it."""

@@ -101,7 +101,7 @@ async def _serve(given: FrontEndArgs) -> None:
     state.hub = channels
 
     async def tell_counts() -> Any:
-        return msgspec.to_builtins(snapshot(metrics))
+        return await asyncio.to_thread(lambda: msgspec.to_builtins(snapshot(metrics)))
 
     async def stop() -> None:
         server.stop()

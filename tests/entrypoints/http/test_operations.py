@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import tracemalloc
 from pathlib import Path
@@ -86,7 +87,18 @@ def test_an_answer_carries_the_name_that_was_asked_for(http: httpx.Client) -> No
     assert http.post("/v1/completions", json={"prompt": "a"}).json()["model"] == MODEL
 
 
-def test_metrics_are_in_prometheus_text_form(http: httpx.Client) -> None:
+def test_metrics_are_in_prometheus_text_form(
+    http: httpx.Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is written off the event loop: streams would wait."""
+    render = engine.metrics.render
+
+    def render_off_loop() -> Any:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        return render()
+
+    monkeypatch.setattr(engine.metrics, "render", render_off_loop)
     http.post("/v1/completions", json={"prompt": "a"})
     response = http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
