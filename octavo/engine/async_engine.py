@@ -24,7 +24,7 @@ from octavo.engine.engine_admin import EngineAdmin
 from octavo.engine.forecast import FirstTokenForecast
 from octavo.engine.generate import EngineCalls, GenerateArgs, length_of
 from octavo.engine.input_processor import InputProcessor
-from octavo.engine.off_loop import run_off_loop
+from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.request_log import log_request
 from octavo.engine.request_stream import RequestStream, Sink
@@ -291,6 +291,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         async with contextlib.aclosing(self._outputs_of(request, external_id)) as outputs:
             async for output in outputs:
                 if isinstance(output, PoolingRequestOutput):
+                    if callable(make := output.outputs):
+                        output.outputs = PoolingOutput(await run_off_loop(make, length=MAX_INLINE_LENGTH + 1))
                     return output
         raise AssertionError("an aborted request raises an error")
 

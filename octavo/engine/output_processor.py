@@ -315,8 +315,9 @@ class OutputProcessor:
         makes_logprobs_later: bool = False,
         stream_interval: int = 1,
     ) -> None:
-        """`makes_logprobs_later`: log-probabilities stay as the core sent them until they are read. A request's outputs
-        have at least `stream_interval` new tokens, but for the first and the last."""
+        """`makes_logprobs_later`: log-probabilities stay as the core sent them until they are read, and callers make
+        the vectors of tokens, by calling `outputs` of their result. A request's outputs have at least `stream_interval`
+        new tokens, but for the first and the last."""
         self.tokenizer = tokenizer
         self.makes_logprobs_later = makes_logprobs_later
         self._interval = stream_interval
@@ -453,10 +454,12 @@ class OutputProcessor:
         request = state.request
         assert request.pooling is not None and output.vectors is not None
         self._begin(state, output, now)
-        num_tokens = len(request.prompt.token_ids)
+        make = partial(finished, output.vectors, len(request.prompt.token_ids), request.pooling)
+        is_later = self.makes_logprobs_later and request.pooling.is_by_token  # those may be millions of numbers
+        pooled: Any = make if is_later else PoolingOutput(make())
         state.pooled = PoolingRequestOutput(
-            state.external_id, PoolingOutput(finished(output.vectors, num_tokens, request.pooling)),
-            request.prompt.token_ids, metrics=state.metrics, num_cached_tokens=state.num_cached_tokens,
+            state.external_id, pooled, request.prompt.token_ids, metrics=state.metrics,
+            num_cached_tokens=state.num_cached_tokens,
         )  # fmt: skip
 
     def _begin(self, state: RequestState, output: SequenceOutput, now: float) -> None:

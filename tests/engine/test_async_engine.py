@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from typing import Any
 
+import numpy as np
 import pytest
 
 from octavo import AsyncEngineArgs, AsyncLLMEngine, PoolingParams, RequestOutput, SamplingParams
 from octavo.engine.pooling_input import PoolingInput, Text
 from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.kv_cache.block_pool import BlockState
+from octavo.pooling.vectors import finished
 from octavo.sampling_params import RequestOutputKind
 from tests.waiting import until, within
 
@@ -103,6 +106,24 @@ def test_a_model_that_pools_encodes() -> None:
             assert abs((plain[0].outputs.data ** 2).sum() - 1) > 0.01
 
     with_engine(use, runner="pooling")
+
+
+def test_vectors_of_tokens_are_made_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text may have millions of numbers."""
+
+    def off_loop(*args: Any) -> Any:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        return finished(*args)
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        [request] = PoolingInput(engine.inputs).process([Text.of("A text")], PoolingParams(task="token_embed"))
+        vectors = (await engine.pool(request)).outputs.data
+        assert len(vectors) == len(request.prompt.token_ids)
+        assert np.allclose(np.square(vectors).sum(1), 1, atol=1e-5)
+
+    monkeypatch.setattr("octavo.pooling.vectors.finished", off_loop)
+    with_engine(use, runner="pooling", enable_chunked_prefill=False)
 
 
 def test_an_aborted_request_for_vectors_says_whether_its_time_was_up() -> None:
