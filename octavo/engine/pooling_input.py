@@ -163,6 +163,10 @@ class PoolingInput:
 
     def _prefix(self, text: Text) -> str:
         if not isinstance(text.first, str):
+            if text.prompt_name:
+                raise RequestError(
+                    "prompt_name is of texts, and token ids are none; leave it out.", param="prompt_name"
+                )
             return ""
         name = self.config.default_prompt if text.prompt_name is None else text.prompt_name
         if not name:

@@ -162,16 +162,7 @@ async def _answer(raw: Request, task: str) -> Response:
             raise RequestError("file is required, as an uploaded file.", param="file")
         body = _body_of(form, task, state)
         job = TranscriptionJob(state, listener, body, raw, task)
-        if body.stream:
-            # The form's file is deleted when this returns, so read the sound now.
-            await state.sounds_held.acquire()
-            try:
-                spectrum = await job.hear(upload)
-            except BaseException:
-                state.sounds_held.release()
-                raise
-            return _HeldStream(job.events(spectrum), job.headers)
-        found = await run_until_disconnect(job.whole(upload), raw.receive)
+        found = await run_until_disconnect(job.stream(upload) if body.stream else job.whole(upload), raw.receive)
     return Response(status_code=499) if found is None else found
 
 
@@ -294,6 +285,16 @@ class TranscriptionJob:
         cues = [(one.start, one.end, one.text) for one in segments if one.text.strip()]
         made = as_srt(cues) if kind == "srt" else as_vtt(cues)
         return PlainTextResponse(made, headers=self.headers)
+
+    async def stream(self, upload: UploadFile) -> Response:
+        """Return the answer as a stream. The sound is read now: the form's file is deleted before the stream begins."""
+        await self._state.sounds_held.acquire()
+        try:
+            spectrum = await self.hear(upload)
+        except BaseException:
+            self._state.sounds_held.release()
+            raise
+        return _HeldStream(self.events(spectrum), self.headers)
 
     async def hear(self, upload: UploadFile) -> Spectrum:
         """Return the spectrum of an uploaded sound file. Raises `RequestError`."""

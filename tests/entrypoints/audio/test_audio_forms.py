@@ -54,7 +54,9 @@ def test_what_is_wrong_with_a_form_is_said(fields: dict[str, str], param: str) -
     assert refused.value.param == param
 
 
-@pytest.mark.parametrize("becomes", ["left", "left in its stream", "refused", "refused, a stream"])
+@pytest.mark.parametrize(
+    "becomes", ["left", "left before its stream", "left in its stream", "refused", "refused, a stream"]
+)
 def test_what_becomes_of_a_request_leaves_no_file_open_and_no_place_taken(
     monkeypatch: pytest.MonkeyPatch, becomes: str
 ) -> None:
@@ -70,6 +72,8 @@ def test_what_becomes_of_a_request_leaves_no_file_open_and_no_place_taken(
             uploads.append(upload.file)
             if is_refused:
                 raise RequestError("not a sound.")
+            if "before" in becomes:
+                await asyncio.Event().wait()
 
         async def _language(self, spectrum: Any) -> str:
             await asyncio.Event().wait()
@@ -88,9 +92,13 @@ def test_what_becomes_of_a_request_leaves_no_file_open_and_no_place_taken(
             args=ServerArgs(), sounds_held=asyncio.Semaphore(1),
         )  # fmt: skip
         sent = httpx.Request("POST", "http://x", data={"stream": str(is_stream)}, files={"file": bytes(2 << 20)})
-        messages: list[Any] = [{"type": "http.request", "body": sent.read()}, {"type": "http.disconnect"}]
+        messages: list[Any] = [{"type": "http.request", "body": sent.read()}]
+        leaves = asyncio.Event()
 
         async def receive() -> Any:
+            if not messages:
+                await leaves.wait()
+                return {"type": "http.disconnect"}
             return messages.pop(0)
 
         async def send(message: Any) -> None:
@@ -101,14 +109,17 @@ def test_what_becomes_of_a_request_leaves_no_file_open_and_no_place_taken(
             "headers": [(b"content-type", sent.headers["content-type"].encode())],
             "app": SimpleNamespace(state=SimpleNamespace(octavo=state)),
         }  # fmt: skip
+        if "in its" not in becomes:
+            leaves.set()
         if is_refused:
             with pytest.raises(RequestError, match="not a sound"):
                 await _answer(Request(scope, receive), "transcribe")
         else:
             response = await _answer(Request(scope, receive), "transcribe")
             assert uploads[0].closed
-            if is_stream:
+            if "in its" in becomes:
                 assert state.sounds_held.locked()
+                leaves.set()
                 await response(scope, receive, send)
                 assert ended.is_set()
             else:
