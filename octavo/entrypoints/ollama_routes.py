@@ -96,8 +96,8 @@ async def version() -> dict[str, str]:
 
 
 def _translated(path: str, given: Any) -> tuple[Translated, bytes]:
-    request = translate_value(path, given)
     try:
+        request = translate_value(path, given)
         return request, msgspec.json.encode(request.body)
     except UnicodeEncodeError:
         raise RequestError("The body has half of a surrogate pair, which is no text.") from None

@@ -34,7 +34,7 @@ logger = logging.getLogger("octavo.gateway")
 MODEL_HEADER = b"x-octavo-model"  # names the model of a request without one in its body
 SESSION_HEADER = b"x-session-id"
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
-_NOT_PASSED_ON = HOP_BY_HOP | {b"host", b"content-length", b"expect", MODEL_HEADER, RESUMABLE}
+_NOT_PASSED_ON = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding", MODEL_HEADER, RESUMABLE}
 _LISTS = {"/v1/files", "/v1/batches", "/v1/chat/completions"}
 _KEEPS = re.compile(r"/v1/(?:responses|conversations|chat/completions|files|batches)(?:/(?!input_tokens$)([^/]+))?")
 _CREATED = re.compile(
@@ -46,6 +46,11 @@ _MAX_ANSWER_BYTES = 1 << 16
 _BUSY = (429, 503)
 _MAX_LOST = 2  # replicas that were lost with a request, as engines with a request that kills them
 _USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")  # whose streams have a usage only where it is asked for
+_PRIORITY_PATHS = frozenset((
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate", "/invocations",
+    "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
+    "/v2/rerank",
+))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -346,6 +351,7 @@ class Proxy:
         dropped = _NOT_PASSED_ON | _KEY_HEADERS if own or self._keeps_keys else _NOT_PASSED_ON
         if request.body.streams and request.path in RESUMABLE_PATHS:
             own.append((RESUMABLE, b"1"))
+        own.append((b"accept-encoding", b"identity"))  # events and usages are read in what comes
         return [header for header in request.headers if header[0] not in dropped] + own
 
     async def until_ready(self, deployment: Deployment, client: Client) -> None:
@@ -403,7 +409,7 @@ def _metered(request: ProxyRequest, key: Key, client: Client) -> ProxyRequest:
         )  # fmt: skip
     if body.is_resumed and request.path == "/v1/responses":
         raise RequestError("resume would give a response an id of another key's.", param="resume", status=403)
-    if body.is_json and settings.priority is not None:
+    if body.is_json and settings.priority is not None and request.path in _PRIORITY_PATHS:
         body = body.having(priority=settings.priority)
     if body.streams and not body.wants_usage and request.path in _USAGE_PATHS:
         body = body.having(stream_options={"include_usage": True})

@@ -348,10 +348,16 @@ def test_limits_refuse_with_the_time_to_come_back(clock: Clock, tmp_path: Path) 
         gate.http.headers.update(headers)
         for _ in range(3):
             assert (await gate.ask()).status_code == 200
-        assert gate.launch.last("a").asked[-1].json["priority"] == 7
+        asked = gate.launch.last("a").asked
+        assert asked[-1].json["priority"] == 7
         refused = await gate.ask()
         assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= DAY_S + 1
-        assert len(gate.launch.last("a").asked) == 3 and await keys.used(key_id) == (3, 12, 9)
+        assert len(asked) == 3 and await keys.used(key_id) == (3, 12, 9)
+        key_id, headers = await keys.create(priority=7)
+        gate.http.headers.update(headers)
+        for path, priority in (("/v1/messages", 7), ("/v1/messages/count_tokens", None), ("/tokenize", None)):
+            assert (await gate.ask(path=path)).status_code == 200
+            assert asked[-1].json.get("priority") == priority, "routes without the field would refuse it"
         key_id, headers = await keys.create(tokens_per_day=7)
         gate.http.headers.update(headers)
         assert (await gate.ask(path="/v1/batches")).status_code == 403

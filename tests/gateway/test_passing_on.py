@@ -25,6 +25,7 @@ def test_bytes_pass_unchanged_both_ways_but_for_the_name_of_an_alias(clock: Cloc
             asked = gate.launch.last("a").asked[0]
             assert asked.body == body.replace(b'"model" :"gpt-4o"', b'"model" :"a"')
             assert asked.target == "/v1/chat/completions?x=%2F1" and asked.headers["x-request-id"] == "r"
+            assert asked.headers["accept-encoding"] == "identity", "what is compressed cannot be read"
 
     clock.run(run())
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, Tag, model_validator
 
-from octavo.entrypoints.http.body_fields import Int, RequestBody, Text, described, refuse_unbuilt
+from octavo.entrypoints.http.body_fields import Int, Priority, RequestBody, Text, described, refuse_unbuilt
 from octavo.entrypoints.openai.request_bodies import Resume
 from octavo.errors import RequestError
 
@@ -260,6 +260,7 @@ class MessagesRequest(CountTokensRequest):
     inference_geo: Text | None = described(_NOTE)
     diagnostics: dict[str, Any] | None = described(_NOTE)
     user_profile_id: Text | None = described(_NOTE)
+    priority: Priority = described("Octavo's own: lower goes first, with --scheduling-policy priority.", default=0)
     resume: Resume | None = described("Go on with a stream of another server that was lost, as octavo gateway does.")
 
     @model_validator(mode="after")

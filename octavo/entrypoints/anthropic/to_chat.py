@@ -79,6 +79,7 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
         fields |= {
             "max_tokens": body.max_tokens,
             "resume": body.resume,
+            "priority": body.priority,
             "stop": body.stop_sequences,
             "temperature": body.temperature,
             "top_p": body.top_p,

@@ -161,6 +161,7 @@ def _whole(value: Any) -> Any:
 
 # An integer of up to 64 bits, as the wire and the arrays have.
 Int = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), lt=2**64)]
+Priority = Annotated[Int, Field(ge=-(2**31), lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, AfterValidator(check_text)]
 Metadata = Annotated[dict[Text, Text], Field(max_length=MAX_METADATA)]

@@ -21,6 +21,7 @@ from octavo.entrypoints.http.body_fields import (
     Id,
     Int,
     MessageContent,
+    Priority,
     Prompt,
     Prompts,
     RequestBody,
@@ -252,9 +253,7 @@ class TokenRequest(PromptRequest):
     bad_words: list[Text] | None = described("Texts that must not come.")
     allowed_token_ids: list[TokenId] | None = described("Only these tokens may come.")
     # vLLM's others.
-    priority: Annotated[Int, Field(ge=-(2**31), lt=2**31)] = described(
-        "Lower goes first, with --scheduling-policy priority.", default=0
-    )
+    priority: Priority = described("Lower goes first, with --scheduling-policy priority.", default=0)
     request_id: Id | None = described("Becomes part of the answer's id, and comes back as header X-Request-Id.")
     session_id: Annotated[Text, Field(min_length=1, max_length=MAX_SESSION_LENGTH)] | None = described(
         "Requests of one session go to one replica (octavo gateway) and one engine (-dp), where the load allows it; "

@@ -11,6 +11,7 @@ from octavo.engine.pooling_input import Text as InputText
 from octavo.entrypoints.http.body_fields import (
     Id,
     Int,
+    Priority,
     Prompts,
     RequestBody,
     ResponseModel,
@@ -38,9 +39,7 @@ class PoolingFields(PromptRequest):
     normalize: bool | None = described("A former name of use_activation.")
     softmax: bool | None = described("Another.")
     activation: bool | None = described("Another.")
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = described(
-        "Lower goes first, with --scheduling-policy priority.", default=0
-    )
+    priority: Priority = described("Lower goes first, with --scheduling-policy priority.", default=0)
     cache_salt: Annotated[Text, Field(min_length=1)] | None = described(
         "Requests with different salts share no cached prefixes; encoders keep none."
     )

@@ -18,6 +18,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from octavo.gateway.proxy import _PRIORITY_PATHS
 from tests.entrypoints.fake_engine import FakeEngine, serving
 
 NUM_EXAMPLES = int(os.environ.get("OCTAVO_TEST_EXAMPLES", "20"))  # of each route and kind; more are for an afternoon
@@ -186,3 +187,14 @@ def test_whatever_the_description_allows_or_forbids_is_answered_as_described(
 def test_errors_of_single_routes_are_described(http: httpx.Client, path: str, method: str, status: str) -> None:
     described = http.get("/openapi.json").json()["paths"][path][method]["responses"][status]
     assert described["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorResponse"}
+
+
+def test_the_gateway_gives_a_keys_priority_to_the_routes_that_take_one(http: httpx.Client) -> None:
+    description = http.get("/openapi.json").json()
+    schemas, takers = description["components"]["schemas"], set()
+    for path, operations in description["paths"].items():
+        body = operations.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json", {})
+        name = body.get("schema", {}).get("$ref", "").rpartition("/")[2]
+        if "priority" in schemas.get(name, {}).get("properties", ()):
+            takers.add(path)
+    assert takers | {"/invocations"} == _PRIORITY_PATHS | {"/v1/responses/input_tokens"}
