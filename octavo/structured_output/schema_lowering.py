@@ -40,6 +40,7 @@ _MAX_TRIED = 40  # texts with patterns or formats, each of which takes llguidanc
 # Simple schemas take llguidance milliseconds, whatever is in them: the trial in a process of its own is for the others.
 _MAX_SIMPLE_NODES = 400
 _MAX_SIMPLE_DEFINITIONS = 50
+_MAX_SIMPLE_ALTERNATIVES, _MAX_ALTERNATIVES = 64, 256  # that apply to one value, multiplied by each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +191,13 @@ class _Writer(ObjectWriter, AlternativesWriter):
             own = {key: one for key, one in out.items() if key not in ("$ref", "anyOf")}
             apart = [{key: out[key]} for key in ("$ref", "anyOf") if key in out]
             parts = [one for one in (own, *apart, *both) if one]
-            plain = [one for one in parts if not any(refs_in(one, in_place=True))]
+            # Of objects and arrays llguidance merges the parts, too.
+            plain = [one for one in parts if not any(refs_in(one, in_place=not self._is_coarse))]
             if len(plain) < len(parts) > 1:
                 self.unheld.add("$ref")
                 says_more = any(one.keys() - {"type"} for one in plain)
                 out, both = {}, plain if says_more else [next(one for one in parts if one not in plain)]
+        both = self._bounded(out, both)
         if not both:
             if len(out) > 1 and ("$ref" in out or "anyOf" in out):
                 self.has_merges = True
@@ -203,6 +206,19 @@ class _Writer(ObjectWriter, AlternativesWriter):
             return both[0]
         self.has_merges = True
         return {**out, "allOf": both}
+
+    def _bounded(self, out: dict[str, Any], both: list[Schema]) -> list[Schema]:
+        """Return as much of `both` as llguidance has room for: it multiplies alternatives by each other."""
+        num, kept = _num_alternatives(out), list[Schema]()
+        for one in both:
+            more = _num_alternatives(one)
+            if num > 1 and more > 1 and num * more > _MAX_ALTERNATIVES:
+                self.unheld.add("anyOf")
+                continue
+            num *= more
+            kept.append(one)
+        self.is_costly |= len(kept) > 1 and num > _MAX_SIMPLE_ALTERNATIVES
+        return kept
 
     def _listed(self, schema: dict[str, Any], base: str) -> Schema:
         """A schema with `enum` or `const`: those of the values that satisfy all of it."""
@@ -274,16 +290,16 @@ class _Writer(ObjectWriter, AlternativesWriter):
         self.may_be_empty |= most is not None and (least or 0) > most
         if "pattern" in schema:
             pattern = read_pattern(text_of("pattern", schema))
-            is_left_out = self._is_coarse or not self._follows(pattern.text)
+            is_left_out = self._is_coarse or not self._follows(pattern.grammar)
             if is_left_out or not pattern.is_plain:
                 self.unheld.add("pattern")
             if not is_left_out and not pattern.has_boundaries:
-                out["pattern"] = pattern.text
-                if most is not None and length_is_costly(pattern.text, most):
+                out["pattern"] = pattern.grammar
+                if most is not None and length_is_costly(pattern.grammar, most):
                     self.unheld.add("maxLength")
                     del out["maxLength"]
                 self.has_patterns = self.may_be_empty = True
-                self.is_costly |= len(pattern.text) > 500
+                self.is_costly |= len(pattern.grammar) > 500
         if (said := format_keywords(schema.get("format"))) is not None and not self._is_coarse:
             beside = {name: out[name] for name in ("pattern", "minLength", "maxLength") if name in out}
             # A format alone forbids nothing: it is left out where no text has it and what else is said.
@@ -333,6 +349,12 @@ class _Writer(ObjectWriter, AlternativesWriter):
     def patterns_meet(self) -> bool:
         """Whether two regular expressions may be applied to one value, whose product llguidance looks at."""
         return any(patterns_meet(one)[1] for one in self.definitions.values())
+
+
+def _num_alternatives(schema: Schema) -> int:
+    if not isinstance(schema, dict):
+        return 1
+    return len(schema.get("anyOf", "1")) * math.prod(map(_num_alternatives, schema.get("allOf", ())))
 
 
 def _are_integers(types: list[str] | None) -> bool:

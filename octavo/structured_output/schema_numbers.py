@@ -53,8 +53,7 @@ def number_ranges(low: Bounds, high: Bounds, unheld: set[str]) -> list[dict[str,
     if most is not None and not _is_plain(most[0]):
         unheld.add("maximum")
         most = None
-    if least is not None and most is not None and least[1] and 0 <= least[0] == int(least[0]) == int(most[0]):
-        least = (least[0] + Decimal((0, (1,), -12)), False)
+    least, most = _beyond(least, 1), _beyond(most, -1)
     lows = [least, *(((cut, False)) for cut in _cuts(least, negative=True))]
     highs = [most, *(((cut, False)) for cut in _cuts(most, negative=False))]
     found = []
@@ -104,6 +103,15 @@ def _is_exact_divisor(divisor: float) -> bool:
     while value % 1:
         value, exponent = value * 10, exponent + 1
     return Decimal(int(value)).scaleb(-exponent) == Decimal(repr(divisor))
+
+
+def _beyond(bound: tuple[Decimal, bool] | None, sign: int) -> tuple[Decimal, bool] | None:
+    """Return a bound that is within in the place of a whole one that is left out, away from 0: beside another bound
+    with the same whole part, be it that of a schema for the same value, llguidance takes it for one that is within."""
+    if bound is None or not bound[1] or bound[0] != int(bound[0]) or bound[0] * sign < 0:
+        return bound
+    places = min(12, 15 - len(str(abs(int(bound[0])))))  # a float has no more
+    return bound if places < 1 else (bound[0] + Decimal((int(sign < 0), (1,), -places)), False)
 
 
 def _exponent(value: Decimal) -> int:

@@ -61,8 +61,8 @@ class ObjectWriter(SchemaWriter):
         written, is_fuzzy = dict[str, Schema](), self._is_coarse and bool(given)
         for name, one in given.items():
             pattern = read_pattern(name)
-            is_fuzzy |= not pattern.is_plain or not self._follows(pattern.text)
-            written[pattern.text] = self.write(one, base, is_alone=True)
+            is_fuzzy |= not pattern.is_plain or not self._follows(pattern.grammar)
+            written[pattern.grammar] = self.write(one, base, is_alone=True)
         if is_fuzzy:
             self.unheld.add("patternProperties")
             return {}, True
@@ -100,8 +100,8 @@ class ObjectWriter(SchemaWriter):
                         properties.setdefault(one, rest)
                 return patterns, False
             read = read_pattern(found["pattern"]) if keys == {"pattern"} and takes_pattern else None
-            if read is not None and read.is_plain and self._follows(read.text):
-                return {read.text: rest}, False
+            if read is not None and read.is_plain and self._follows(read.grammar):
+                return {read.grammar: rest}, False
             if keys <= {"minLength", "maxLength"} and takes_pattern:
                 least, most = size_of("minLength", found) or 0, size_of("maxLength", found)
                 if (most or least) <= 200:

@@ -19,6 +19,7 @@ _FIXED = re.compile(
 )
 _LONE_HALF = r"\\u(?:[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[dD][c-fC-F][0-9a-fA-F]{2})"
 _LONE_HALVES = re.compile(f"{_LONE_HALF}(?:-{_LONE_HALF})?(?!-)")
+_CLASS_BEGIN = re.compile(r"\\[pP](?:\{[^{}]*\}|.)|\\.|\[", re.DOTALL)  # or an escape
 _OWN_CLASS = re.compile(r"\\[dDwWsSpP]")
 _META = frozenset(r"\.+*?()|[]{}^$#&-~")
 
@@ -31,6 +32,11 @@ class Pattern:
     required: tuple[str, ...] = ()
     forbidden: tuple[str, ...] = ()
     has_boundaries: bool = False  # \b or \B, which only the final check knows
+
+    @property
+    def grammar(self) -> str:
+        """The text as llguidance gets it right within the quotes of JSON."""
+        return _in_json(self.text)
 
     @property
     def is_plain(self) -> bool:
@@ -75,6 +81,41 @@ def read_pattern(pattern: str) -> Pattern:
     if not made.is_plain:  # llguidance reads the others
         made.check()
     return made
+
+
+@lru_cache(maxsize=1024)
+def _in_json(text: str) -> str:
+    """Return an expression without the character 0 in classes that have all other control characters but not the quote
+    or the backslash: llguidance adds these to classes with all control characters, but to no others."""
+    parts, i = list[str](), 0
+    while (found := _CLASS_BEGIN.search(text, i)) is not None:
+        begin = end = found.start()
+        if text[begin] == "[":
+            depth = 0
+            while end == begin or depth:
+                depth += {"[": 1, "]": -1}.get(text[end], 0)
+                end += 2 if text[end] == "\\" else 1
+        else:
+            end = found.end()
+        one = text[begin:end]
+        parts += [text[i:begin], _without_zero(one) if _is_misquoted(one) else one]
+        i = end
+    return "".join(parts) + text[i:]
+
+
+def _without_zero(text: str) -> str:
+    return f"[^\\x00{text[2:]}" if text.startswith("[^") else f"[{text}&&[^\\x00]]"
+
+
+def _is_misquoted(text: str) -> bool:
+    if text.startswith("\\") and text[1] not in "pP":
+        return False
+    try:
+        return all(_found(text, chr(i)) for i in range(32) if i != 10) and not (
+            _found(text, '"') and _found(text, "\\")
+        )
+    except ValueError:  # it cannot be read, which is found out elsewhere
+        return False
 
 
 def _place_of_look_ahead(pattern: str, *, is_anchored: bool) -> int | None:

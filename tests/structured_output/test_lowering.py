@@ -127,6 +127,16 @@ def test_multiples_may_have_fewer_digits_than_the_divisor(divisor: float) -> Non
         assert not admits_text(made.text, wrong) or (made.check is not None and made.check.problem(wrong)), wrong
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "inside"), [(-1.05, -1, -1.04), (1, 1.05, 1.04), (-0.5, 0, -0.4), (0, 0.5, 0.4)]
+)
+def test_whole_bounds_that_are_left_out_are_not_within(low: float, high: float, inside: float) -> None:
+    bounds = [{"exclusiveMinimum": low}, {"exclusiveMaximum": high}]
+    for schema in ({**bounds[0], **bounds[1]}, {"allOf": bounds}):
+        grammar = grammar_of({"type": "number", **schema})
+        assert [value for value in (low, inside, high) if admits(grammar, value)] == [inside]
+
+
 def test_draft_4_excludes_bounds_by_a_flag() -> None:
     schema = {"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 3, "exclusiveMaximum": False}
     grammar = grammar_of(schema)
@@ -186,6 +196,8 @@ def test_keywords_that_no_grammar_has_are_written_with_others(
         ({**TEXT, "pattern": r"\bon\b"}, "on it", "once"),
         ({**TEXT, "pattern": r"^(?!on)[a-z]+$"}, "off", "one"),
         ({"type": "object", "minProperties": 2}, {"a": 1, "b": 2}, {"a": 1}),
+        ({"type": "object", "allOf": [{"anyOf": [{"required": [f"a{i}"]}, {"required": ["b"]}]} for i in range(20)]},
+         {"b": 2}, {f"a{i}": 1 for i in range(19)}),
         ({"type": "string", "pattern": r"^(?:\S+\s+){0,49}\S+$", "maxLength": 500}, "ab " * 20 + "c", "a" * 501),
         ({**AB, "unevaluatedProperties": False, "allOf": [True], "additionalProperties": True}, {"a": 1}, {"a": ""}),
     ],
@@ -308,6 +320,7 @@ def test_a_pattern_that_cannot_be_followed_loosens_no_other() -> None:
         {"$ref": "#", "required": ["b"], "properties": {"c": {"type": "null"}}},
         {"$ref": "#", "type": "object", "not": {"required": ["c"]}},
         {"anyOf": [{"$ref": "#"}, INTEGER], "allOf": [{"$ref": "#/$defs/needs_b"}]},
+        {"properties": {"a": {"required": ["b"]}}, "allOf": [{"properties": {"a": {"$ref": "#"}}}], "required": ["b"]},
     ],
 )
 def test_what_stands_beside_a_reference_to_the_whole_is_checked(inner: dict[str, Any]) -> None:
@@ -557,6 +570,29 @@ def test_a_bound_is_as_it_is_written() -> None:
     assert Fraction("0.07") % Fraction("0.01") == 0
     check = check_of({"type": "number", "multipleOf": 0.07})  # whose digits llguidance does not find
     assert check.problem("0.14") is None and check.problem("0.1") is not None
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r'^[^"]*$',
+        r"^[^\\]*$",
+        r'^[^"\n]+$',
+        r'^[^"\\/]+$',
+        r'^(a|[^"])$',
+        r"^\P{P}*$",
+        r"^[\x00-!#-z]*$",
+        r'^(?:[^\d"])+$',
+    ],
+)
+def test_a_class_without_quotes_or_backslashes_has_none(pattern: str) -> None:
+    """llguidance adds them to classes with all control characters."""
+    grammar = grammar_of({"type": "string", "pattern": pattern})
+    named = grammar_of({"type": "object", "patternProperties": {pattern: INTEGER}, "additionalProperties": False})
+    read, rng = read_pattern(pattern), random.Random(pattern)
+    for _ in range(60):
+        text = "".join(rng.choices('"\\a/\n\x01 5', k=rng.randrange(4)))
+        assert admits(grammar, text) == admits(named, {text: 1}) == read.matches(text), text
 
 
 @pytest.mark.parametrize(
