@@ -94,7 +94,7 @@ class GatewayApp:
                 await self._list_models(scope["method"], name, key, client)
                 return
             meter = None if self._store is None or key is None else Meter(self._store, key)
-            headers = [(name, value) for name, value in scope["headers"]]
+            headers = _with_sender(scope)
             types = [value for name, value in headers if name == b"content-type"]
             data = await self._read(receive)
             query = scope["query_string"]
@@ -231,3 +231,14 @@ class GatewayApp:
         if name:
             found = next(one for one in listed if one["id"] == name)
         await client.reply(200, b"application/json", msgspec.json.encode(found))
+
+
+def _with_sender(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """Return a request's headers, and the client's address among them: replicas on this host believe the gateway, and
+    let clients take turns."""
+    name = b"x-forwarded-for"
+    way = [value for own, value in scope["headers"] if own == name]
+    if scope["client"] is not None:
+        way.append(scope["client"][0].encode())
+    others = [(own, value) for own, value in scope["headers"] if own != name]
+    return [*others, (name, b", ".join(way))] if way else others

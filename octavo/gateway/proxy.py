@@ -45,7 +45,9 @@ _EVERYWHERE_S = 30.0  # for the answers of all replicas
 _MAX_ANSWER_BYTES = 1 << 16
 _BUSY = (429, 503)
 _MAX_LOST = 2  # replicas that were lost with a request, as engines with a request that kills them
-_USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")  # whose streams have a usage only where it is asked for
+# Routes whose streams have a usage only where it is asked for.
+_USAGE_PATHS = ("/v1/chat/completions", "/v1/completions", "/invocations")
+_UNCOUNTED_PATHS = ("/v1/batches", "/generate")  # whose answers have no usage
 _PRIORITY_PATHS = frozenset((
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate", "/invocations",
     "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
@@ -402,10 +404,10 @@ def _metered(request: ProxyRequest, key: Key, client: Client) -> ProxyRequest:
     counted."""
     body, settings = request.body, key.settings
     has_budget = settings.tokens_per_day is not None or settings.tokens_per_minute is not None
-    if has_budget and (body.is_background or (request.method, request.path) == ("POST", "/v1/batches")):
+    if has_budget and (body.is_background or (request.method == "POST" and request.path in _UNCOUNTED_PATHS)):
         raise RequestError(
-            f"The API key {settings.name} has a limit of tokens, and those of batches and background responses are not "
-            "counted.", status=403, code="not_allowed",
+            f"The API key {settings.name} has a limit of tokens, and those of batches, background responses and "
+            "/generate are not counted.", status=403, code="not_allowed",
         )  # fmt: skip
     if body.is_resumed and request.path == "/v1/responses":
         raise RequestError("resume would give a response an id of another key's.", param="resume", status=403)

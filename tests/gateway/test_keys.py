@@ -272,19 +272,21 @@ def test_tokens_are_counted_in_every_api(clock: Clock, tmp_path: Path) -> None:
         stream = await gate.ask(stream=True)
         assert stream.content == b'data: {"choices":[{"delta":{"content":"\\"usage\\":{"}}]}\n\ndata: [DONE]\n\n'
         assert await keys.used(key_id) == (1, 4, 3)
+        assert (await gate.ask(path="/invocations", stream=True)).content == stream.content
+        assert await keys.used(key_id) == (2, 8, 6)
         wanted = await gate.ask(stream=True, stream_options={"include_usage": True})
         assert b"completion_tokens" in wanted.content
         assert (await gate.ask()).json()["x"] == "y" * 500
         assert (await gate.ask(path="/v1/messages", stream=True)).content == MESSAGE
-        assert await keys.used(key_id) == (4, 16, 12)
+        assert await keys.used(key_id) == (5, 20, 15)
         client = ollama.AsyncClient(str(gate.http.base_url), headers=headers)
         assert (await client.generate("a", "x")).eval_count == 3
-        assert await keys.used(key_id) == (5, 20, 15)
+        assert await keys.used(key_id) == (6, 24, 18)
         rows = (await keys.http.get("/usage")).json()["data"]
-        assert {row["model"] for row in rows} == {"a"} and sum(row["requests"] for row in rows) == 5
+        assert {row["model"] for row in rows} == {"a"} and sum(row["requests"] for row in rows) == 6
         table = await keys.http.get("/usage?format=csv&since=2000-01-01")
         assert table.text.splitlines()[0].startswith("key,name,day,model,requests")
-        assert await gate.metric('octavo_gateway_key_tokens_total{key="k",kind="prompt"}') == 20
+        assert await gate.metric('octavo_gateway_key_tokens_total{key="k",kind="prompt"}') == 24
 
     with_keys(clock, tmp_path, test)
 
@@ -360,7 +362,7 @@ def test_limits_refuse_with_the_time_to_come_back(clock: Clock, tmp_path: Path) 
             assert asked[-1].json.get("priority") == priority, "routes without the field would refuse it"
         key_id, headers = await keys.create(tokens_per_day=7)
         gate.http.headers.update(headers)
-        assert (await gate.ask(path="/v1/batches")).status_code == 403
+        assert (await gate.ask(path="/v1/batches")).status_code == (await gate.ask(path="/generate")).status_code == 403
         assert (await gate.ask(path="/v1/responses", background=True)).status_code == 403
         assert (await gate.ask()).status_code == 200 and (await gate.ask()).status_code == 429
 

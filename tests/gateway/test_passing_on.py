@@ -19,12 +19,14 @@ def test_bytes_pass_unchanged_both_ways_but_for_the_name_of_an_alias(clock: Cloc
     async def run() -> None:
         async with gateway({"a": {"aliases": ["gpt-4o"]}}, FakeLaunch(behave)) as gate:
             body = b'{ "messages" : [{"role":"user","model":"gpt-4o","content":"\\u00e9 1.0e2"}], "model" :"gpt-4o" }'
-            response = await gate.http.post("/v1/chat/completions?x=%2F1", content=body, headers={"x-request-id": "r"})
+            sent = {"x-request-id": "r", "x-forwarded-for": "1.2.3.4"}
+            response = await gate.http.post("/v1/chat/completions?x=%2F1", content=body, headers=sent)
             assert (response.status_code, response.content) == (201, b' {"odd":  "spacing" }\n')
             assert response.headers["x-own"] == "kept"
             asked = gate.launch.last("a").asked[0]
             assert asked.body == body.replace(b'"model" :"gpt-4o"', b'"model" :"a"')
             assert asked.target == "/v1/chat/completions?x=%2F1" and asked.headers["x-request-id"] == "r"
+            assert asked.headers["x-forwarded-for"] == "1.2.3.4, 127.0.0.1", "who says so is known"
             assert asked.headers["accept-encoding"] == "identity", "what is compressed cannot be read"
 
     clock.run(run())

@@ -184,8 +184,11 @@ def test_clients_are_told_apart_by_address_and_key(engine: FakeEngine) -> None:
     with serving(engine, disable_log_requests=True, api_key=["a", "b"]) as url:
         for key in "aab":
             assert httpx.post(f"{url}/v1/completions", json=BODY, headers={"x-api-key": key}).status_code == 200
-    first, again, other = engine.clients
-    assert first == again != other
+        for way in ("1.2.3.4", "5.6.7.8, 1.2.3.4", "1.2.3.4, 127.0.0.1", "5.6.7.8"):  # as the gateway here says
+            headers = {"x-api-key": "a", "x-forwarded-for": way}
+            assert httpx.post(f"{url}/v1/completions", json=BODY, headers=headers).status_code == 200
+    first, again, other, *ways = engine.clients
+    assert first == again != other and ways[0] == ways[1] == ways[2] != ways[3] and first not in ways
     keys = ApiKeys([])
     names = [
         keys.client(address, f"Bearer {number}", None)
