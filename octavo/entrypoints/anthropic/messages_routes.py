@@ -71,7 +71,10 @@ async def _answer(body: MessagesRequest, raw: Request) -> Response:
         return resumable.shown(events, part.token_ids, is_last=part.finish_reason is not None)
 
     push = conversation.push(write) if body.stream else None
-    prompt, outputs = await conversation.submit(resumable.id, push)
+    submitted = await run_until_disconnect(conversation.submit(resumable.id, push), raw.receive)
+    if submitted is None:
+        return Response(status_code=499)
+    prompt, outputs = submitted
     progress = conversation.progress(outputs)
     if body.stream:
         return _MessageStream(_stream(write, progress), resumable.headers(len(prompt.token_ids)), push)

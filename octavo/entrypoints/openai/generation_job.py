@@ -16,7 +16,7 @@ from starlette.responses import Response
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.server_state import state_of
-from octavo.entrypoints.http.streaming import DONE, ChunkWriter, EventStream, Push, merge, respond
+from octavo.entrypoints.http.streaming import DONE, ChunkWriter, EventStream, Push, merge, respond, run_until_disconnect
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.openai.request_bodies import GenerationRequest, StreamOptions
 from octavo.entrypoints.openai.response_bodies import (
@@ -78,7 +78,8 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
 
     async def answer(self, raw: Request) -> Response:
         """Return the whole answer, or its stream. Raises `RequestError` for an invalid request."""
-        await self.submit()
+        if await run_until_disconnect(self._submitted(), raw.receive) is None:
+            return Response(status_code=499)
         if self._body.stream:
             wants_usage = self._body.wants_usage
             self._writer = ChunkWriter(self.chunk_kind, self._about, self.text_field, wants_usage=wants_usage)
@@ -86,6 +87,10 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
             headers = self._headers | self._resumable.headers(self._num_prompt)
             return EventStream(self._stream(wants_usage), headers, self._push)
         return await respond(self._collect(), raw, self._headers)
+
+    async def _submitted(self) -> bool:
+        await self.submit()
+        return True
 
     def _cut_prompt(self) -> None:
         """Have the prompt keep its last tokens: half of what the model takes, as with Ollama, or more if the answer may

@@ -66,7 +66,11 @@ async def create_response(body: ResponsesRequest, raw: Request) -> Response:
     history, items = await _read(body, state, response_id)
     formatter = LogprobsFormatter(state.engine.tokenizer) if body.wants_logprobs else None
     builder = ResponseBuilder(body, response_id, model, formatter)
-    progress, stream = await _submit(body, raw, builder, [*history, *items])
+    submitting = _submit(body, raw, builder, [*history, *items])
+    submitted = await (submitting if body.background else run_until_disconnect(submitting, raw.receive))
+    if submitted is None:
+        return Response(status_code=499)
+    progress, stream = submitted
     if body.background:
         in_background = BackgroundRun(state, builder, items, progress)
         return await _start(in_background, items, state, headers, bool(body.stream))

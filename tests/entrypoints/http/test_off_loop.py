@@ -16,7 +16,7 @@ from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.entrypoints.chat import message_rendering
 from octavo.entrypoints.http import router
 from octavo.entrypoints.http.router import MAX_INLINE_BYTES
-from tests.entrypoints.fake_engine import FakeEngine
+from tests.entrypoints.fake_engine import MODEL, FakeEngine
 from tests.leaving import ask_and_leave
 from tests.waiting import until, wait_until, within
 
@@ -146,6 +146,39 @@ def test_a_client_who_leaves_meanwhile_leaves_nothing_behind(
     hold.may_go.set()
     assert http.post("/v1/completions", json=SHORT).status_code == 200
     wait_until(lambda: not engine.active)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_nothing_is_fetched_for_a_client_who_has_left(
+    address: str, engine: FakeEngine, route: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_asked, is_left = threading.Event(), threading.Event()
+
+    class Pictures:
+        def needs_fetching(self, media: Any) -> bool:
+            return True
+
+        async def fetch(self, media: Any) -> dict[str, bytes]:
+            is_asked.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                is_left.set()
+            return {}
+
+    monkeypatch.setattr(engine.inputs, "media_processor_of", lambda media: Pictures())
+    url = "http://pictures.test/a.png"
+    parts: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"type": "image_url", "image_url": {"url": url}},
+        "/v1/messages": {"type": "image", "source": {"type": "url", "url": url}},
+        "/v1/responses": {"type": "input_image", "image_url": url},
+    }
+    turns = [{"role": "user", "content": [parts[route]]}]
+    body = {"input": turns} if route == "/v1/responses" else {"messages": turns, "max_tokens": 1}
+    ask_and_leave(address, route, {"model": MODEL, "stream": stream} | body, once=is_asked.is_set)
+    wait_until(is_left.is_set)
+    assert not engine.active
 
 
 def test_a_cancelled_caller_does_not_wait_for_its_work() -> None:
