@@ -6,9 +6,10 @@ An architecture is a set of settings of these classes: see `octavo.models.famili
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, NamedTuple, TypeVar
 
+from octavo.errors import LoadError
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.altup import PROJECTIONS, UNEMBED, AltUpDescription
 from octavo.layers.attention import AttentionDescription
@@ -26,6 +27,26 @@ from octavo.layers.reused_layer import ReusedLayerDescription
 from octavo.layers.tensor_parallel import WHOLE, Shard
 
 _Mixer = TypeVar("_Mixer")
+
+
+# The types of fields with numbers, by their annotations.
+_NUMBERS: dict[str, Any] = {
+    "int": int, "int | None": int | None, "float": int | float, "float | None": int | float | None,
+}  # fmt: skip
+_LARGEST = (1 << 31) - 1
+
+
+def check_numbers(description: Any) -> None:
+    """Raise `LoadError` if a field of a description, or of one inside it, should be a number and is not: configurations
+    may hold a list or a text in its place."""
+    for field in fields(description):
+        value, kind = getattr(description, field.name), _NUMBERS.get(field.type)
+        if kind is not None and not (isinstance(value, kind) and (value is None or abs(value) <= _LARGEST)):
+            name = f"{type(description).__name__}.{field.name}"
+            raise LoadError(f"the model's configuration makes {name} {str(value)[:60]}, which it cannot be.")
+        for one in value if isinstance(value, tuple) else (value,):
+            if is_dataclass(one) and not isinstance(one, type):
+                check_numbers(one)
 
 
 class OutputScales(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, cast
 
+from octavo.errors import LoadError, OctavoError
 from octavo.loading.recording import RecordedTensor, RecordingWeights
 from octavo.models.description import ModelDescription
 from octavo.models.registry import Builder, build
@@ -15,8 +16,15 @@ from octavo.ops import Ops
 
 
 def record(description: ModelDescription, weights: RecordingWeights, builder: Builder = build) -> None:
-    """Run the model's constructor over `weights`, which record the tensors that it takes."""
-    builder(description, weights, cast(Ops, _NoOps()), 1, "float32")
+    """Run the model's constructor over `weights`, which record the tensors that it takes. Raises `LoadError` for a
+    description whose sizes do not fit each other."""
+    try:
+        builder(description, weights, cast(Ops, _NoOps()), 1, "float32")
+    except (TypeError, ValueError, LookupError, ArithmeticError, AssertionError) as e:
+        if isinstance(e, OctavoError):
+            raise
+        reason = f"{type(e).__name__}: {e}"
+        raise LoadError(f"the sizes of the model's configuration do not fit each other ({reason}).") from e
 
 
 def adaptable_modules(description: ModelDescription) -> list[str]:

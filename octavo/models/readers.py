@@ -123,7 +123,7 @@ _OF_SOME = (
 # Settings that must be given and are sizes or counts of at least 1; the others among these may be 0, null or a list.
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _SIZES = ("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok")
-_MAX_LAYERS, _MAX_COUNT, _MAX_LABELS = 1 << 13, (1 << 31) - 1, 1 << 20
+_MAX_LAYERS, _MAX_EXPERTS, _MAX_LABELS, _MAX_COUNT = 1 << 13, 1 << 13, 1 << 20, (1 << 31) - 1
 # Settings whose defaults are whole numbers though any number is meant, and settings that may be texts.
 _NOT_WHOLE = re.compile(r"\w+_factor|\w*scal\w+|mamba_expand")
 _ANY = ("sliding_window_pattern",)
@@ -335,7 +335,7 @@ def _check_values(config: dict[str, Any], settings: Collection[str]) -> None:
         if kind is int and isinstance(value, str) and value != "auto":
             raise LoadError(f"{setting} = {value[:60]!r} is not a whole number.")
         least = 1 if setting in _NEEDED else 0 if setting in _SIZES else -1
-        most = _MAX_LAYERS if setting == "num_hidden_layers" else _MAX_COUNT
+        most = {"num_hidden_layers": _MAX_LAYERS, "num_experts": _MAX_EXPERTS}.get(setting, _MAX_COUNT)
         if kind is int and type(value) is int and not least <= value <= most:
             raise LoadError(f"{setting} = {value} is not a number from {least} to {most}.")
         if setting in _LISTS and not (value is None or _is_list_of_texts(value)):

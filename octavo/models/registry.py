@@ -17,7 +17,7 @@ from octavo.layers.cross_attention import CrossAttention
 from octavo.layers.parameters import NamedMatrix
 from octavo.loading.weights import Weights
 from octavo.models.decoder import Decoder
-from octavo.models.description import ModelDescription
+from octavo.models.description import ModelDescription, check_numbers
 from octavo.models.families import FAMILIES
 from octavo.models.multimodal_models import MEDIA_FAMILIES, OTHER_NAMES, read_media
 from octavo.models.pooling_models import decoder_of, with_pooling
@@ -148,6 +148,7 @@ def describe(
     try:
         reader, _ = _ARCHITECTURES[name]
         description = reader(config)
+        check_numbers(description)
         return description if pooling is None else with_pooling(given, description, config, pooling)
     except KeyError as e:
         raise LoadError(f"the model's configuration has no {e.args[0]!r}.") from None

@@ -237,6 +237,20 @@ def test_values_that_no_setting_has_are_refused_by_name(given: dict[str, Any], m
     assert str(refused.value).isprintable()
 
 
+def test_a_field_of_a_description_is_a_number() -> None:
+    """Settings may be lists where a class has one for each layer, and other classes take one number."""
+    with pytest.raises(LoadError, match=r"makes \w+\.hidden_size \[64\], which it cannot be"):
+        described("LlamaForCausalLM", hidden_size=[64], head_dim=8)
+    with pytest.raises(LoadError, match="num_experts = 1048576 is not a number from -1 to 8192"):
+        described("MixtralForCausalLM", num_local_experts=1 << 20)
+
+
+def test_sizes_that_do_not_fit_each_other_are_refused() -> None:
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "partial_rotary_factor": 0.95}
+    with pytest.raises(LoadError, match="the sizes of the model's configuration do not fit each other"):
+        required_tensors(described("LlamaForCausalLM", hidden_size=256, num_attention_heads=16, rope_scaling=yarn))
+
+
 def test_no_more_rotates_than_there_is() -> None:
     with pytest.raises(LoadError, match="6 rotated elements do not fit into heads of 3"):
         required_tensors(described("LlamaForCausalLM", partial_rotary_factor=2.0))
