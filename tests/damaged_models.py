@@ -406,18 +406,22 @@ def faults(first: int, number: int) -> Iterator[str]:
             f"--first={first}",
             f"--number={end - first}",
         ]
-        with tempfile.TemporaryFile("w+") as errors:
-            child = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, check=False)
+        about: dict[str, Any] = {}
+        with (
+            tempfile.TemporaryFile("w+") as errors,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as child,
+        ):
+            assert child.stdout is not None
+            for line in child.stdout:
+                about |= json.loads(line)
+                if fault := about.pop("fault", None):
+                    yield f"seed {about['seed']} ({about['what']}): {fault}"
+            code = child.wait()
             errors.seek(0)
             log = errors.read()[-3000:]
-        about: dict[str, Any] = {}
-        for line in child.stdout.splitlines():
-            about |= json.loads(line)
-            if fault := about.pop("fault", None):
-                yield f"seed {about['seed']} ({about['what']}): {fault}"
-        if child.returncode == 0:
+        if code == 0:
             return
-        yield f"seed {about.get('seed')} ({about.get('what')}) ended its process with {child.returncode}:\n{log}"
+        yield f"seed {about.get('seed')} ({about.get('what')}) ended its process with {code}:\n{log}"
         first = about.get("seed", end) + 1
 
 

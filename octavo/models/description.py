@@ -40,7 +40,7 @@ def check_numbers(description: Any) -> None:
     """Raise `LoadError` if a field of a description, or of one inside it, should be a number and is not: configurations
     may hold a list or a text in its place."""
     for field in fields(description):
-        value, kind = getattr(description, field.name), _NUMBERS.get(field.type)
+        value, kind = getattr(description, field.name), _NUMBERS.get(str(field.type))
         if kind is not None and not (isinstance(value, kind) and (value is None or abs(value) <= _LARGEST)):
             name = f"{type(description).__name__}.{field.name}"
             raise LoadError(f"the model's configuration makes {name} {str(value)[:60]}, which it cannot be.")
