@@ -1,4 +1,5 @@
-"""The admin routes: keys and what they have used, and the page at /ui. They have a port and a key of their own."""
+"""The admin routes: keys and what they have used, metrics, and the page at /ui. They have a port and a key of their
+own."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from octavo.api_keys import ApiKeys
 from octavo.errors import RequestError
 from octavo.gateway.client import Client
+from octavo.gateway.gateway_metrics import METRICS_TYPE, GatewayMetrics
 from octavo.gateway.key_store import Key, KeySettings, KeyStore, day_number
 from octavo.gateway.page import STATS_PATH, Page, is_of_page
 from octavo.gateway.request_body import parse
@@ -23,8 +25,8 @@ _MAX_BODY_BYTES = 1 << 20
 class AdminApp:
     """Call it as an ASGI application."""
 
-    def __init__(self, store: KeyStore, admin_keys: ApiKeys, page: Page) -> None:
-        self._store, self._admin_keys, self._page = store, admin_keys, page
+    def __init__(self, store: KeyStore, admin_keys: ApiKeys, page: Page, metrics: GatewayMetrics) -> None:
+        self._store, self._admin_keys, self._page, self._metrics = store, admin_keys, page, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -72,6 +74,8 @@ class AdminApp:
             case "DELETE", ["keys", key_id]:
                 await self._store.delete(await self._store.get(key_id))
                 return _json({"id": key_id, "deleted": True})
+            case "GET", ["metrics"]:
+                return METRICS_TYPE, self._metrics.render(shows_keys=True)
             case "GET", ["usage"]:
                 return await self._usage(query)
         raise RequestError(f"Invalid URL ({method} /{'/'.join(way):.200})", status=404)

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from octavo.api_keys import ApiKeys, sent_keys
 from octavo.errors import RequestError
 from octavo.gateway.client import BrokenAnswerError, Client
-from octavo.gateway.gateway_metrics import GatewayMetrics
+from octavo.gateway.gateway_metrics import METRICS_TYPE, GatewayMetrics
 from octavo.gateway.key_store import Key, KeyStore
 from octavo.gateway.meter import Meter
 from octavo.gateway.models import Models
@@ -191,7 +191,7 @@ class GatewayApp:
 
     async def _own(self, path: str, client: Client, accept: bytes) -> None:
         if path == "/metrics":
-            await client.reply(200, b"text/plain; version=0.0.4; charset=utf-8", self.metrics.render())
+            await client.reply(200, METRICS_TYPE, self.metrics.render())
         elif path == "/version":
             await client.reply(200, b"application/json", msgspec.json.encode({"version": __version__}))
         elif self.is_stopping:

@@ -11,15 +11,18 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from octavo.gateway.key_store import Key, KeyStore
 from octavo.gateway.models import Models
 
+METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+_PREFIX = "octavo_gateway_"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class GatewayMetrics:
-    """Counters are incremented where things happen; gauges are read from `models` when Prometheus asks."""
+    """Counters are incremented where things happen; gauges are read from `models` when Prometheus asks. What keys have
+    used is apart: it has the names of clients."""
 
     def __init__(self, models: Models, store: KeyStore | None = None) -> None:
         self._registry = CollectorRegistry()
-        self._models, self._store = models, store
+        self._models = models
         on = self._registry
         labels = ["model", "replica"]
         self.requests = Counter(
@@ -48,13 +51,16 @@ class GatewayMetrics:
             "octavo_gateway_disconnects", "Requests whose client hung up before the end of the answer.", registry=on
         )
         self._registry.register(self)
+        self._of_keys = CollectorRegistry()
+        self._of_keys.register(_KeyMetrics(store))
 
-    def render(self) -> bytes:
-        return generate_latest(self._registry)
+    def render(self, *, shows_keys: bool = False) -> bytes:
+        """Return the metrics in Prometheus's text format."""
+        return generate_latest(self._registry) + (generate_latest(self._of_keys) if shows_keys else b"")
 
     def collect(self) -> Iterator[Metric]:
         """Prometheus's collector protocol."""
-        prefix = "octavo_gateway_"
+        prefix = _PREFIX
         in_flight = GaugeMetricFamily(
             prefix + "requests_in_flight", "Requests that a replica is answering.", labels=["model", "replica"]
         )
@@ -80,8 +86,23 @@ class GatewayMetrics:
                 in_flight.add_metric([*name, replica.name], replica.num_in_flight)
                 up.add_metric([*name, replica.name], replica.takes_requests())
         yield from (in_flight, up, ready, held, starts, failed, affine)
-        requests = CounterMetricFamily(prefix + "key_requests", "Requests of a key, ever.", labels=["key"])
-        tokens = CounterMetricFamily(prefix + "key_tokens", "Tokens of a key, ever.", labels=["key", "kind"])
+        budget = self._models.budget
+        yield GaugeMetricFamily(prefix + "memory_held_gib", "Memory of the models that run here.", budget.held_gib)
+        yield CounterMetricFamily(
+            prefix + "evictions", "Models that stopped because another needed the memory.", budget.num_evictions
+        )
+
+
+class _KeyMetrics:
+    """What the keys of a store have used."""
+
+    def __init__(self, store: KeyStore | None) -> None:
+        self._store = store
+
+    def collect(self) -> Iterator[Metric]:
+        """Prometheus's collector protocol."""
+        requests = CounterMetricFamily(_PREFIX + "key_requests", "Requests of a key, ever.", labels=["key"])
+        tokens = CounterMetricFamily(_PREFIX + "key_tokens", "Tokens of a key, ever.", labels=["key", "kind"])
         by_name: dict[str, list[Key]] = {}
         for key in () if self._store is None else self._store.counted():
             by_name.setdefault(key.settings.name, []).append(key)
@@ -90,8 +111,3 @@ class GatewayMetrics:
             tokens.add_metric([label, "prompt"], sum(key.num_prompt_tokens for key in keys))
             tokens.add_metric([label, "completion"], sum(key.num_completion_tokens for key in keys))
         yield from (requests, tokens)
-        budget = self._models.budget
-        yield GaugeMetricFamily(prefix + "memory_held_gib", "Memory of the models that run here.", budget.held_gib)
-        yield CounterMetricFamily(
-            prefix + "evictions", "Models that stopped because another needed the memory.", budget.num_evictions
-        )

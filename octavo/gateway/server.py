@@ -220,7 +220,7 @@ class GatewayServer(uvicorn.Server):
         admin = None
         if self.store is not None and self._admin_sock is not None:
             page = Page(self.models, self.app.metrics, self.store)
-            admin = _AdminServer(_config(AdminApp(self.store, ApiKeys(self._args.admin_keys), page)))
+            admin = _AdminServer(_config(AdminApp(self.store, ApiKeys(self._args.admin_keys), page, self.app.metrics)))
             tasks.append(asyncio.ensure_future(admin.serve([self._admin_sock])))
         try:
             await super().serve(sockets)

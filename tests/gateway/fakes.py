@@ -159,8 +159,8 @@ class Gateway:
     def deployment(self, name: str) -> Any:
         return self.server.models.find(name)
 
-    async def metric(self, sample: str) -> float:
-        for line in (await self.http.get("/metrics")).text.splitlines():
+    async def metric(self, sample: str, http: httpx.AsyncClient | None = None) -> float:
+        for line in (await (http or self.http).get("/metrics")).text.splitlines():
             if line.startswith(sample + " "):
                 return float(line.rpartition(" ")[2])
         return 0.0

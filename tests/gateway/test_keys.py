@@ -286,7 +286,10 @@ def test_tokens_are_counted_in_every_api(clock: Clock, tmp_path: Path) -> None:
         assert {row["model"] for row in rows} == {"a"} and sum(row["requests"] for row in rows) == 6
         table = await keys.http.get("/usage?format=csv&since=2000-01-01")
         assert table.text.splitlines()[0].startswith("key,name,day,model,requests")
-        assert await gate.metric('octavo_gateway_key_tokens_total{key="k",kind="prompt"}') == 24
+        assert await gate.metric('octavo_gateway_key_tokens_total{key="k",kind="prompt"}', keys.http) == 24
+        assert await gate.metric('octavo_gateway_model_ready{model="a"}', keys.http) == 1
+        assert "octavo_gateway_key" not in (await gate.http.get("/metrics")).text, "which anybody may read"
+        assert (await keys.http.get("/metrics", headers={"authorization": "Bearer no"})).status_code == 401
 
     with_keys(clock, tmp_path, test)
 

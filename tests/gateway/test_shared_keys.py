@@ -184,8 +184,8 @@ def test_gateways_share_keys_by_their_admin_routes(database: Server) -> None:
                     ] * 2
                     assert await keys.used(key_id) == await others.used(key_id) == (4, 16, 12)
                     assert len(replica.asked) == 4
-                    for gate in (one, other):
-                        assert await gate.metric('octavo_gateway_key_requests_total{key="k"}') == 2
+                    for gate, http in ((one, keys.http), (other, others.http)):
+                        assert await gate.metric('octavo_gateway_key_requests_total{key="k"}', http) == 2
                     stats = (await others.http.get("/ui/stats")).json()["keys"]
                     assert [(row["name"], row["requests"]) for row in stats] == [("k", 4)]
                     table = await others.http.get("/usage", headers=ADMIN)
