@@ -107,7 +107,7 @@ class ObjectWriter(SchemaWriter):
                 if (most or least) <= 200:
                     return {f"^[\\s\\S]{{{least},{'' if most is None else most}}}$": rest}, False
         elif found is False:
-            return patterns, False
+            return {}, False
         self.unheld.add("propertyNames")
         return patterns, rest
 

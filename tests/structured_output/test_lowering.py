@@ -160,6 +160,7 @@ def test_draft_4_excludes_bounds_by_a_flag() -> None:
           "properties": {"a": {"enum": [1, 2]}, "b": INTEGER}}, [{}, {"a": 2}, {"a": 1, "b": 1}], [{"a": 1}]),
         ({"type": "object", "propertyNames": {"pattern": "^[a-c]+$"}}, [{}, {"ab": 1}], [{"d": 1}, {"a": 1, "": 2}]),
         ({"type": "object", "propertyNames": {"enum": ["x", 3]}}, [{}, {"x": 1}], [{"y": 1}]),
+        ({"type": "object", "patternProperties": {"b$": {}}, "propertyNames": False}, [{}], [{"b": 1}, {"y": 1}]),
         ({**AB, "minProperties": 1}, [{"a": 1}, {"b": 1}, {"a": 1, "b": 1}], [{}]),
         ({**AB, "maxProperties": 1}, [{"a": 1}, {"b": 1}, {}], [{"a": 1, "b": 1}]),
         ({"type": "array", "uniqueItems": True, "maxItems": 1}, [[], [1]], [[1, 1]]),

@@ -103,7 +103,9 @@ class Schemas:
             }
         else:
             self.keywords |= {
-                "items": lambda depth: choose([self.schema(depth), [self.schema(depth), self.schema(depth)]]),
+                "items": lambda depth: choose(
+                    [{"allOf": [self.schema(depth)]}, [self.schema(depth), self.schema(depth)]]
+                ),
                 "additionalItems": self.schema,
                 "dependencies": lambda depth: {choose(_NAMES): choose([_names(rng), self.schema(depth)])},
             }

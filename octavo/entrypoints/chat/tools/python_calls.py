@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
 import re
 from typing import Any
 
@@ -20,6 +21,9 @@ _TEXTS = {
 _WITHIN_TEXT = re.compile(r'\\.|["\n\r]', re.DOTALL)
 _LINE_BREAKS = {"\n": "\\n", "\r": "\\r"}
 _LEADING_ZEROS = re.compile(r"(?<![\w.])0+(?=\d)")
+# Names of arguments and functions that Python keeps for itself, such as `from`, are read with a suffix.
+_SUFFIX = "_keyword_"
+_KEYWORD = re.compile(rf"\b({'|'.join(keyword.kwlist)})(?=\s{{0,64}}(?:=(?!=)|\())")
 _HEAD = re.compile(r"\s*([\w.\-]{1,256})\s*(?=\{)")
 
 
@@ -58,17 +62,21 @@ def _text_at(text: str, position: int, open_quotes: set[str]) -> re.Match[str] |
 
 
 def _repaired(text: str) -> str:
-    """Return `text` as valid Python: line breaks and apostrophes in texts are escaped, and leading zeros of numbers
-    removed."""
+    """Return `text` as valid Python: line breaks and apostrophes in texts are escaped, leading zeros of numbers
+    removed, and names that are keywords have a suffix."""
     parts, position, begin, open_quotes = list[str](), 0, 0, set[str]()
     while position < len(text):
         if (quoted := _text_at(text, position, open_quotes)) is None:
             position += 1
             continue
-        parts.append(_LEADING_ZEROS.sub("", text[begin:position]))
+        parts.append(_repaired_code(text[begin:position]))
         parts.append(f'"{_WITHIN_TEXT.sub(_escaped, quoted[1])}"')
         position = begin = quoted.end()
-    return "".join(parts) + _LEADING_ZEROS.sub("", text[begin:])
+    return "".join(parts) + _repaired_code(text[begin:])
+
+
+def _repaired_code(code: str) -> str:
+    return _KEYWORD.sub(rf"\1{_SUFFIX}", _LEADING_ZEROS.sub("", code))
 
 
 def _escaped(found: re.Match[str]) -> str:
@@ -92,13 +100,13 @@ def _call(node: ast.expr) -> Call:
     if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
         raise ValueError("not a call with named arguments")
     arguments = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
+    for argument in node.keywords:
+        if argument.arg is None:
             raise ValueError("** has no name")
-        arguments[keyword.arg] = ast.literal_eval(_with_json_names(keyword.value))
+        arguments[argument.arg.removesuffix(_SUFFIX)] = ast.literal_eval(_with_json_names(argument.value))
     # JSON's texts may escape a character as two surrogates; join them.
     written = json.loads(json.dumps(arguments))
-    return Call(ast.unparse(node.func), to_json(written))
+    return Call(ast.unparse(node.func).replace(_SUFFIX, ""), to_json(written))
 
 
 def _with_json_names(node: ast.expr) -> Any:

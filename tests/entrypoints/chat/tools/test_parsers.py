@@ -129,6 +129,14 @@ GOOD: list[tuple[str, str, str | None, list[Any]]] = [
         None,
         [("get_weather", {"city": "It's\nhere", "days": 7})],
     ),
+    # Python keeps some names for itself.
+    (
+        "pythonic",
+        '[now(from="in=3, (if", in=07), now(is=[1])]',
+        None,
+        [("now", {"from": "in=3, (if", "in": 7}), ("now", {"is": [1]})],
+    ),
+    ("gemma3", "```tool_code\nassert(class='a', not=None)\n```", None, [("assert", {"class": "a", "not": None})]),
     (
         "lfm2",
         '<|tool_call_start|>[get_weather(city="a\nb \\"c\\"", days=0)]<|tool_call_end|>',
