@@ -20,6 +20,7 @@ from schemathesis.specs.openapi.checks import (
 
 from octavo.gateway.proxy import _PRIORITY_PATHS
 from tests.entrypoints.fake_engine import FakeEngine, serving
+from tests.waiting import within
 
 NUM_EXAMPLES = int(os.environ.get("OCTAVO_TEST_EXAMPLES", "20"))  # of each route and kind; more are for an afternoon
 POST_ROUTES = {
@@ -127,7 +128,8 @@ def test_the_page_is_open_where_keys_are_asked_for_and_knows_its_prefix(shared_e
         assert page.status_code == 200
         assert 'src="/llm/docs/swagger-ui-bundle.js"' in page.text
         assert httpx.get(f"{url}/llm/docs/swagger-ui.css").status_code == 200
-        assert httpx.get(f"{url}/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
+        description = httpx.get(f"{url}/llm/openapi.json", timeout=within(60)).json()  # it takes seconds to make
+        assert description["servers"] == [{"url": "/llm"}]
         assert httpx.get(f"{url}/llm/v1/models").status_code == 401
 
 
