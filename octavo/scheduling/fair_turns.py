@@ -1,8 +1,8 @@
 """The order of `--scheduling-policy fair`: clients take turns, one request each, however many one of them sends.
 
-This is start-time fair queueing (P. Goyal, H. Vin, H. Cheng, 1996) with requests of equal size. A request's turn never
-changes, so a preempted sequence returns to its old place. Nobody starves: clients that arrive later take the present
-turn, and the next ones.
+This is start-time fair queueing (P. Goyal, H. Vin, H. Cheng, 1996) with requests of equal size, but that a new client
+begins with the next turn. A request's turn never changes, so a preempted sequence returns to its old place. Nobody
+starves: once the first request of a turn has started, those that arrive have a later one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class FairTurns:
 
     def next(self, client: str | None) -> int:
         """Return the turn of a client's next request."""
-        turn = max(self._present, self._last.get(client, -1) + 1)
+        turn = max(self._present, self._last.get(client, 0)) + 1
         self._last[client] = turn
         return turn
 
@@ -28,5 +28,5 @@ class FairTurns:
         """A request has started."""
         self._present = max(self._present, turn)
         if len(self._last) >= 2 * self._num_pruned + _MIN_PRUNED:
-            self._last = {client: last for client, last in self._last.items() if last >= self._present}
+            self._last = {client: last for client, last in self._last.items() if last > self._present}
             self._num_pruned = len(self._last)

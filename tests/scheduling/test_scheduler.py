@@ -460,7 +460,19 @@ def test_clients_take_turns_under_the_fair_policy() -> None:
         if late:
             ask(late)
         order += computed(s)
-    assert order == ["a0", "b0", "c0", "a1", "b1", "d0", "a2", "a3", "a4", "a5"]
+    assert order == ["a0", "a1", "b0", "c0", "a2", "b1", "d0", "a3", "a4", "a5"]
+
+
+def test_new_clients_without_end_do_not_keep_an_old_one_waiting() -> None:
+    s = scheduler(max_num_seqs=1, policy="fair")
+    ran = []
+    for i in range(20):
+        for name in (["old0", "old1", "old2"] if i == 0 else []) + [f"new{i}"]:
+            asked = request(name, 2, max_tokens=1)
+            asked.client = name if name.startswith("new") else "old"
+            s.add(asked)
+        ran += computed(s)
+    assert {"old0", "old1", "old2"} < set(ran)
 
 
 def test_turns_are_not_kept_for_clients_that_are_gone() -> None:
