@@ -40,6 +40,7 @@ _MAX_DEPTH = 100  # of a schema
 _MAX_SIMPLE_CHARACTERS = 1 << 16  # of a grammar that is not tried in a process of its own
 # What llguidance says of references that it merges with others without end.
 _ENDLESS_MERGES = ("circular references with sibling keys", "Schema intersection stack level exceeded")
+_EMPTY_DEFINITION = re.compile(r"^Unsatisfiable.* while processing \S*#/\$defs/(\d+)$")
 _COMMENTS = ("$comment", "title", "description", "examples")  # of a schema, which make no work
 _PIECES = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/')  # of Lark: strings and regular expressions
 
@@ -328,9 +329,12 @@ class _Maker:
             options = {"whitespace_flexible": False}
         self.has_schemas = True
         merges_references, levels = True, [{"is_coarse": True}, {"is_picky": True}, {}]
+        empty = frozenset[str]()
         while True:
             try:
-                lowered = lower(schema, start=start, closes=closes, merges_references=merges_references, **levels[-1])
+                lowered = lower(
+                    schema, start=start, closes=closes, merges_references=merges_references, empty=empty, **levels[-1]
+                )
             except RecursionError:
                 raise RequestError(f"{field} cannot be followed: it is nested too deep.", param=field) from None
             except ValueError as e:
@@ -342,6 +346,12 @@ class _Maker:
             problem = _problem(text, field, is_simple=lowered.is_simple)
             if not problem:
                 break
+            # A definition that nothing satisfies may stand where the schema can do without it.
+            of_definition = _EMPTY_DEFINITION.search(problem)
+            if of_definition is not None and of_definition[1] not in empty:
+                empty |= {of_definition[1]}
+                continue
+            empty = frozenset()
             if merges_references and problem.startswith(_ENDLESS_MERGES):
                 merges_references = False
                 continue
@@ -622,6 +632,6 @@ def _first_line(problem: object) -> str:
     if not lines:
         return ""
     # What is wrong with a regular expression comes after a drawing of where it is.
-    reasons = [line for line in lines[1:] if line.startswith("error:")]
+    reasons = [line for line in lines[1:] if line.startswith(("error:", "while processing"))]
     shown = " ".join([lines[0], *reasons[:1]])
     return shown if len(shown) <= 300 else shown[:300] + "..."

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -54,7 +55,7 @@ class Lowered:
 
 def lower(
     root: Schema, *, start: Schema = None, closes: bool = False, is_picky: bool = False, is_coarse: bool = False,
-    merges_references: bool = True,
+    merges_references: bool = True, empty: Collection[str] = (),
 ) -> Lowered:  # fmt: skip
     """`root`, or `start`, which is a schema within it, for llguidance.
 
@@ -62,12 +63,13 @@ def lower(
     the same object. `is_picky`: leave out the patterns that llguidance refuses by themselves. `is_coarse`: leave out
     what llguidance may find too much (patterns, rewritten keywords). Without `merges_references`, references beside
     other keywords are left out, or those where they say a type at most: llguidance merges none that lead back to
-    themselves. Raises `SchemaError` for what is no schema and for one that no finite value satisfies.
+    themselves. `empty` are definitions of the result that nothing satisfies. Raises `SchemaError` for what is no schema
+    and for one that no finite value satisfies.
     """
     document = Document(root)
     writer = _Writer(document, closes, is_picky, is_coarse, merges_references)
     try:
-        whole = writer.whole(root if start is None else start)
+        whole = writer.whole(root if start is None else start, empty)
     except (AttributeError, KeyError, OverflowError, TypeError) as e:  # deep within what is written by other keywords
         raise SchemaError(f"a keyword of it has a value of another kind than it takes: {e}") from None
     if writer.unheld:
@@ -92,12 +94,13 @@ def _some_text_has(keywords: tuple[tuple[str, Any], ...]) -> bool:
 
 
 class _Writer(ObjectWriter, AlternativesWriter):
-    def whole(self, root: Schema) -> dict[str, Any]:
+    def whole(self, root: Schema, empty: Collection[str]) -> dict[str, Any]:
         base = self._document.base_within(self._document.root, "") if isinstance(self._document.root, dict) else ""
         first = self._ref_to(root, base, is_alone=True)
         while self._waiting:
             name, schema, base, is_alone = self._waiting.pop()
             self.definitions[name] = self.write(schema, base, is_alone=is_alone)
+        self.definitions |= dict.fromkeys(empty, False)
         check_cycles(self.definitions)
         prune_empty(self.definitions)
         name = first.removeprefix("#/$defs/")

@@ -367,13 +367,17 @@ def test_what_only_endless_values_satisfy_is_left_out() -> None:
     [
         {"type": "object", "oneOf": [{"$ref": "#/$defs/text"}, {"$ref": "#/$defs/short"}]},
         {"type": "string", "enum": [1, None]},
+        {"type": "string", "maxLength": 1, "not": {"maxLength": 2}},
+        {"type": "object", "required": ["x"], "properties": {"x": TEXT}, "allOf": [{"properties": {"x": INTEGER}}]},
+        {"type": "array", "items": {"type": "array", "items": {"$ref": "#/$defs/none"}, "minItems": 1}, "minItems": 1},
         {"allOf": [{"$ref": "#/$defs/text"}, {"enum": [1.5, 2]}]},
         {"type": "array", "minItems": 2, "maxItems": 1},
         {"anyOf": [{"$ref": "#/$defs/text", "minLength": 5, "maxLength": 4}, {"type": "object", "enum": []}]},
     ],
 )
 def test_a_definition_that_nothing_satisfies_is_left_out(definition: dict[str, Any]) -> None:
-    texts = {"text": TEXT, "short": {"type": "string", "maxLength": 1}}
+    none = {"type": "string", "pattern": "^a$", "allOf": [{"pattern": "^b$"}]}
+    texts = {"text": TEXT, "short": {"type": "string", "maxLength": 1}, "none": none}
     schema = {"$defs": {"empty": definition, **texts}, "properties": {"a": {"$ref": "#/$defs/empty"}, "b": INTEGER}}
     grammar = grammar_of({"type": "object", **schema})
     assert admits(grammar, {"b": 1}) and not admits_start(grammar, '{"a"')
