@@ -9,6 +9,7 @@ the rest of the file still fits; other changes are of bytes.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import faulthandler
 import json
@@ -31,7 +32,6 @@ import numpy as np
 from tests.quantization.checkpoints import FORMATS, HEAD_SIZE, KV_HEADS, LAYERS, tensors_of, write
 
 _MEMORY_BYTES = 12 << 30  # of the process; what a load takes beyond is a fault
-_LONGEST_LOAD_S = 60  # a load that takes longer ends its process, which is a fault
 _TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -329,7 +329,9 @@ def undamaged(form: str) -> Path:
 
 @cache
 def _scratch() -> str:
-    return tempfile.mkdtemp(prefix="damaged-models-")
+    folder = tempfile.mkdtemp(prefix="damaged-models-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def make_damaged(seed: int, folder: Path) -> tuple[Path, str]:
@@ -375,37 +377,31 @@ def fault_of(path: Path) -> str | None:
     return None
 
 
-def _child(first: int, number: int) -> None:
-    """Load damaged models, and write a line of JSON before and after each."""
+def _child(first: int, number: int, seconds: float) -> None:
+    """Load damaged models, and write a line of JSON before and after each. A load of more than `seconds`, unless they
+    are 0, ends the process."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ["TQDM_DISABLE"] = "1"
     folder = Path(_scratch()) / "now"
-    try:
-        for seed in range(first, first + number):
-            shutil.rmtree(folder, ignore_errors=True)
-            path, what = make_damaged(seed, folder)
-            print(json.dumps({"seed": seed, "what": what}), file=out, flush=True)
-            faulthandler.dump_traceback_later(_LONGEST_LOAD_S, exit=True)
-            print(json.dumps({"fault": fault_of(path)}), file=out, flush=True)
-            faulthandler.cancel_dump_traceback_later()
-    finally:
-        shutil.rmtree(_scratch(), ignore_errors=True)
+    for seed in range(first, first + number):
+        shutil.rmtree(folder, ignore_errors=True)
+        path, what = make_damaged(seed, folder)
+        print(json.dumps({"seed": seed, "what": what}), file=out, flush=True)
+        if seconds:
+            faulthandler.dump_traceback_later(seconds, exit=True)
+        print(json.dumps({"fault": fault_of(path)}), file=out, flush=True)
+        faulthandler.cancel_dump_traceback_later()
 
 
-def faults(first: int, number: int) -> Iterator[str]:
-    """Yield what goes wrong with the damaged models of some seeds, in new processes."""
+def faults(first: int, number: int, seconds: float = 0) -> Iterator[str]:
+    """Yield what goes wrong with the damaged models of some seeds, in new processes. A load that takes longer than
+    `seconds` goes wrong, unless they are 0."""
     end = first + number
     while first < end:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.damaged_models",
-            "--child",
-            f"--first={first}",
-            f"--number={end - first}",
-        ]
+        options = f"--first={first}", f"--number={end - first}", f"--seconds={seconds}"
+        command = [sys.executable, "-m", "tests.damaged_models", "--child", *options]
         about: dict[str, Any] = {}
         with (
             tempfile.TemporaryFile("w+") as errors,
@@ -429,13 +425,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0, help="seed")
     parser.add_argument("--number", type=int, default=1000, help="of seeds")
+    parser.add_argument("--seconds", type=float, default=60, help="of a load that goes wrong if it takes longer")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        _child(args.first, args.number)
+        _child(args.first, args.number, args.seconds)
         return
     count = 0
-    for fault in faults(args.first, args.number):
+    for fault in faults(args.first, args.number, args.seconds):
         count += 1
         print(fault, flush=True)
     print(f"{count} of {args.number} loads went wrong")

@@ -132,7 +132,7 @@ class FileWeights(Weights):
         tensor = self._find(name)
         return tensor.is_untransposed or tensor.shape == untransposed_shape
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         tensor = self._find(name)
         # GGUF leaves out sizes of 1. Rows of blocks stay rows.
         is_row = tensor.format in PLAIN or tensor.shape[-1:] == shape[-1:]
@@ -141,6 +141,10 @@ class FileWeights(Weights):
                 f"{self._source}: tensor {name} has the shape {list(tensor.shape)}; the model's configuration makes it "
                 f"{list(shape)}."
             )
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
+        self.check_shape(name, shape)
+        tensor = self._find(name)
         self.stored_format(name)
         self._mark_taken(name, tensor)
         return tensor.read()

@@ -58,6 +58,8 @@ class RecordingWeights(Weights):
     def take(
         self, name: str, shape: tuple[int, ...], dtype: str | None = None, own: range | None = None
     ) -> NDArray[Any]:
+        if self._weights is not None:
+            self._weights.check_shape(name, shape)
         num_own = None if own is None else len(own)
         self.tensors.append(RecordedTensor(name, shape, None, num_own=num_own))
         return _zeros(shape if num_own is None else (num_own, *shape[1:]), FLOATS[dtype or self._dtype])
@@ -74,6 +76,8 @@ class RecordingWeights(Weights):
     ) -> StoredWeight:
         if is_transposed and self.is_untransposed(name):
             shape, is_transposed = (*shape[:-2], shape[-1], shape[-2]), False
+        if self._weights is not None:
+            self._weights.check_shape(name, shape)
         if order is not None:  # all rows are zeros, so only their number counts
             assert rows is None
             rows = (0, len(order))

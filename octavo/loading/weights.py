@@ -42,6 +42,9 @@ class Weights:
         cannot be read."""
         raise NotImplementedError
 
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise `LoadError` if the tensor is absent or has another shape."""
+
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         """Return the tensor as it is stored: a matrix as [N, K], a tensor of another number of dimensions as one row.
         Raises `LoadError` if it is absent, cannot be read, or has another shape."""

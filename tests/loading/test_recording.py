@@ -102,3 +102,10 @@ def test_absent_tensors_and_shares_that_cannot_be_cut_are_refused_as_by_the_chec
         weights.take_matrix("lm_head.weight", (49152, 576))
     with pytest.raises(ConfigError, match=r"columns 0 to 100 of a Q4_1 matrix \[576, 576\]"):
         weights.take_matrix("model.layers.0.self_attn.q_proj.weight", (576, 576), columns=(0, 100))
+    # Before anything of the wrong size is made.
+    with pytest.raises(
+        LoadError, match=r"embed_tokens\.weight has the shape \[49152, 576\]; .* makes it \[2147483647, 576\]"
+    ):
+        weights.take("model.embed_tokens.weight", ((1 << 31) - 1, 576))
+    with pytest.raises(LoadError, match=r"has the shape \[576, 576\]; the model's configuration makes it \[576, 577\]"):
+        weights.take_matrix("model.layers.0.self_attn.q_proj.weight", (576, 577))
