@@ -292,7 +292,12 @@ class Parameters:
         return self._table((name,), make)
 
     def _table(self, key: tuple[object, ...], make: Callable[[], NDArray[np.float32]]) -> Array:
-        return self.once(key, lambda: self.ops.place(make()))
+        try:
+            return self.once(key, lambda: self.ops.place(make()))
+        except MemoryError:
+            raise LoadError(
+                f"a table of {self.max_positions} positions does not fit into the memory; lower --max-model-len."
+            ) from None
 
     def once(self, key: object, make: Callable[[], _Made]) -> _Made:
         """Return the object that layers with the same `key` share; `make` makes it for the first of them."""

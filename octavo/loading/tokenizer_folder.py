@@ -113,7 +113,7 @@ def _chat_template(folder: str, config: Mapping[str, Any]) -> str | dict[str, st
         return templates["default"] if list(templates) == ["default"] else templates
     template = _read_json(folder, "chat_template.json").get("chat_template") or config.get("chat_template")
     found = {one["name"]: one["template"] for one in template} if isinstance(template, list) else template
-    texts = [*found, *found.values()] if isinstance(found, dict) else [found or ""]
+    texts = [*found, *found.values()] if isinstance(found, dict) else [] if found is None else [found]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"chat_template is {str(template)[:60]}, no text and no list of named texts")
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,10 +10,13 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from octavo.errors import LoadError
+from octavo.layers.parameters import Parameters
 from octavo.layers.rotary import AttentionTemperature, RopeConfig, alibi_slopes, identity_table, rotary_table
 from octavo.loading.recording import RecordingWeights
-from octavo.models.inventory import record
+from octavo.models.inventory import _NoOps, record
 from octavo.models.registry import describe
+from octavo.ops import Ops
 from tests.models.small_models import SIZES
 
 THETA = {"rope_theta": 100000.0}
@@ -33,6 +36,14 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "longrope, long": LONG | {"original_max_position_embeddings": 1024},
     "proportional": {"partial_rotary_factor": 0.5, "factor": 2.0},
 }  # fmt: skip
+
+
+def test_a_table_that_no_memory_holds_is_refused() -> None:
+    parameters = Parameters(RecordingWeights("float32"), cast(Ops, _NoOps()), 1 << 45, "float32")
+    with pytest.raises(
+        LoadError, match=f"a table of {1 << 45} positions does not fit into the memory; lower --max-mod"
+    ):
+        parameters.rotary(RopeConfig(10000.0, 64), 64)
 
 
 @pytest.mark.parametrize("name", SCALINGS)

@@ -357,6 +357,15 @@ def test_a_folder_without_a_tokenizer_or_with_a_damaged_one_is_refused(hf_folder
         assert "\n" not in str(e.value)
 
 
+@pytest.mark.parametrize("template", [7, False, ["x"], [{"name": 1, "template": "x"}], {"default": None}])
+def test_a_chat_template_is_text(template: Any, tokenizer_folder: Path) -> None:
+    path = tokenizer_folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    (tokenizer_folder / "chat_template.jinja").unlink()
+    with pytest.raises(LoadError, match=r"the tokenizer in .* cannot be read"):
+        load_tokenizer(resolve(str(tokenizer_folder)))
+
+
 CODE = """
 from pathlib import Path
 
