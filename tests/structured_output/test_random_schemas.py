@@ -27,7 +27,7 @@ NUM_VALUES = 40
 _NAMES = ["a", "ab", "b", "x"]
 _TEXTS = ["", "a", "ab", "abc", "b1", "é", "😀b", 'q"\\', "a\nb", "-"]
 _NUMBERS = [0, 1, 2, 3, -1, -2, 10, 0.5, 2.5, -0.25, 1.75]
-_PATTERNS = ["^a", "b$", "^[a-c]{1,2}$", "[0-9]", "^(a|x)$", "^a|b$", "^$", "^(?!a)", "."]
+_PATTERNS = ["^a", "b$", "^[a-c]{1,2}$", "[0-9]", "^(a|x)$", "^a|b$", "^$", "^(?!a)", ".", '^[^"]*$']
 _TYPES = ["null", "boolean", "integer", "number", "string", "array", "object"]
 _FIRST, _DRAFT_7 = "https://json-schema.org/draft/2020-12/schema", "http://json-schema.org/draft-07/schema#"
 

@@ -4,6 +4,7 @@ read."""
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from octavo.entrypoints.chat.answer_reader import answer_format, wanted_grammar
 from octavo.entrypoints.chat.reasoning import STYLES
-from octavo.entrypoints.chat.tools.call_spelling import spelling
+from octavo.entrypoints.chat.tools.call_spelling import list_of_calls, spelling
 from octavo.entrypoints.chat.tools.forced_calls import ForcedCallsReader
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats
 from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
@@ -24,6 +26,7 @@ from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output.grammar_builder import ReasoningMarks, ToolCalls, WantedGrammar, make_checked_grammar
 from tests.entrypoints.chat.tools.written import TOOLS, write
+from tests.structured_output.corpus import random_answer
 from tests.structured_output.grammars import make_grammar
 from tests.structured_output.test_grammar import follows
 
@@ -128,6 +131,37 @@ def test_forced_calls_are_written_and_read_in_the_format(form: ToolFormat) -> No
     for new_reader in readers:
         for cuts in ([], list(range(len(text))), [7, 20, 21]):
             assert read(new_reader, text, cuts) == ("", FORCED)
+
+
+LEAVES: list[dict[str, Any]] = [
+    {"type": "string"}, {"type": "integer"}, {"type": ["string", "null"]}, {"enum": ["a", "b c", "</x>"]},
+    {"enum": [1, 2]}, {"type": "array", "items": {"type": "string"}, "maxItems": 2}, {"$ref": "#/$defs/D"},
+    {"const": "x"}, {"type": "boolean"},
+    {"type": "object", "properties": {"k": {"type": ["integer", "null"]}}, "required": ["k"]},
+]  # fmt: skip
+
+
+@BY_FORMAT
+def test_any_forced_calls_are_read_as_their_schemas_say(form: ToolFormat) -> None:
+    rng = random.Random(NAMES[form])
+    for _ in range(3):
+        names = rng.sample(["city", "from", "größe", "x_y"], rng.randint(1, 3))
+        schema = {
+            "type": "object", "properties": {name: rng.choice(LEAVES) for name in names}, "required": names[:1],
+            "$defs": {"D": rng.choice(LEAVES[:3])},
+        }  # fmt: skip
+        tools: dict[str, Any] = {"get": schema, "get_all": {"type": "object", "properties": {}}}
+        spelled = spelling(form, tools) or list_of_calls(tools)
+        answer = random_answer(make_grammar(ToolCalls(tools, spelled)), rng, 500)
+        if answer is None:
+            continue
+        new_reader: Callable[[], ToolParser] = partial(FormatParser, form, tools)
+        if spelled.has_json_arguments:
+            new_reader = partial(ForcedCallsReader, spelled)
+        content, calls = read(new_reader, answer, rng.sample(range(len(answer)), min(len(answer), 5)))
+        assert content == "" and calls, answer
+        for name, arguments in calls:
+            assert Draft202012Validator(tools[name]).is_valid(arguments), (answer, schema)
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "deepseek_v31", "step3", "llama3_json", "pythonic"])
