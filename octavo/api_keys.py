@@ -36,13 +36,15 @@ class ApiKeys:
         return any(matches)
 
     def client(self, address: str | None, authorization: str | None, x_api_key: str | None) -> str:
-        """Return a name of who sent an admitted request: of the address, and of the key if there are keys. An IPv6
-        network of 64 bits is one address."""
+        """Return a name for the sender of an admitted request: a hash of its address and, if the server has keys, of
+        the key that admits it. The addresses of an IPv6 network of 64 bits count as one."""
         if address is not None and ":" in address:
             with contextlib.suppress(ValueError):  # a proxy may say something else
-                address = str(ipaddress.IPv6Network(f"{address.partition('%')[0]}/64", strict=False))
-        sent = sent_keys(authorization, x_api_key) if self._digests else []
-        return _digest(repr((address, sent)).encode()).hex()[:16]
+                found = ipaddress.IPv6Address(address)
+                address = str(found.ipv4_mapped or ipaddress.IPv6Network((found.packed, 64), strict=False))
+        digests = [_digest(key) for key in sent_keys(authorization, x_api_key)]
+        key = next((digest for digest in digests if digest in self._digests), b"")
+        return _digest(repr((address, key)).encode()).hex()[:16]
 
 
 def sent_keys(authorization: str | None, x_api_key: str | None) -> list[bytes]:

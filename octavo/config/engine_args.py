@@ -123,9 +123,8 @@ class EngineArgs(Flags):
     )
     preemption_mode: PreemptionMode = flag("recompute", "What happens to a request that must give its blocks back.")
     scheduling_policy: SchedulingPolicy = flag(
-        "fair", "Who goes first: the first come; the lowest priority value; whose first token is due first, which "
-        "the request says or its prompt's length; or clients in turn, of which each address is one, and each --api-key "
-        "of it.",
+        "fair", "Order of waiting requests. fair: clients take turns; a client is an address, with its --api-key. "
+        "fcfs: by arrival. priority: the lowest value first. deadline: the first token that is due first.",
     )  # fmt: skip
     target_step_time: float | None = flag(
         None, "Milliseconds that a step may take while somebody waits for a stream: prompts are cut to it. 'auto' is "

@@ -176,9 +176,9 @@ class CoreClient:
             ended.cancel()
 
     def _wait_until_it_hears(self) -> None:
-        """Return when messages reach a core that has sent one, or when it has ended. It connects both sockets before it
-        sends, but ZeroMQ's thread may accept them in either order, and what is sent too early is lost. The event loop
-        waits for it: some microseconds at most, once."""
+        """Wait until the core is connected to `_sender`, or has ended. The core connects both sockets before its first
+        message, but ZeroMQ may accept them in either order, and what is sent in between is lost. The event loop is held
+        for microseconds, once."""
         while not self._may_send:
             self._may_send = bool(self._sender.poll(_POLL_MS, zmq.POLLOUT)) or self.process.poll() is not None
 

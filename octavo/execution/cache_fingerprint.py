@@ -55,9 +55,10 @@ def cache_fingerprint(
         "lengths": [max_model_len, cache.block_size],
         "groups": [repr(group) for group in groups],
         "block_bytes": list(block_bytes),
-        "workers": config.tensor_parallel_size,  # halves of sums are rounded otherwise than whole ones
         "pooling": repr(model.pooling),
     }
+    if config.tensor_parallel_size > 1:
+        facts["workers"] = config.tensor_parallel_size  # sums over several workers round differently
     uses_torch = model.impl == "transformers"
     if model.impl == "transformers":
         facts["code_folder"] = None if model.code_folder is None else _hash_of_files(Path(model.code_folder), "*.py")

@@ -64,7 +64,8 @@ from octavo.step_plan import Admission, StepPlan
 
 logger = logging.getLogger(__name__)
 
-_CLOSED_CHECK_S = 0.2
+_LOOK_S = 0.02  # between looks for an adapter that another thread has taken in, or for a group that is closed
+_ANSWER_S = 10.0  # for a follower's blocks: one that hangs in a step that was broken off gives none
 
 _Message = TypeVar("_Message", bound=ToLeader)
 
@@ -297,8 +298,8 @@ class Leader(WorkerGroup):
 
 
 class _Inbox:
-    """What a follower answers once it is ready. One thread waits for adapters, another for blocks, and either takes in
-    what the other waits for."""
+    """Messages of one follower once it is ready. Two threads read them, one for adapters and one for blocks; each
+    stores those that the other waits for."""
 
     def __init__(self, worker_rank: WorkerRank, follower: Connection) -> None:
         self._worker_rank, self._follower = worker_rank, follower
@@ -310,7 +311,7 @@ class _Inbox:
         """Raises `LoadError` if the worker ends."""
         try:
             while identity not in self._adapters:
-                if self._follower.poll(_CLOSED_CHECK_S):  # raises once the group is closed
+                if self._follower.poll(_LOOK_S):  # raises once the group is closed
                     with self._lock:
                         if self._follower.poll(0):
                             self._take_in()
@@ -319,10 +320,12 @@ class _Inbox:
         return self._adapters.pop(identity)
 
     def next_contents(self) -> bytes:
-        """Raises `RuntimeError` if the worker ends."""
+        """Raises `RuntimeError` if the worker ends or hangs."""
         try:
             with self._lock:
                 while not self._contents:
+                    if not self._follower.poll(_ANSWER_S):
+                        raise RuntimeError(f"{self._worker_rank} does not answer.")
                     self._take_in()
                 return self._contents.popleft()
         except (EOFError, OSError):

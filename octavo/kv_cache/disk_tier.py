@@ -230,12 +230,17 @@ class DiskTier:
         """Save what is unsaved, and end the threads. The second call does nothing."""
         if self._is_closed:
             return
-        is_saved = self.save_all()
-        with self._lock:
-            self._is_closed = True
-            self._lock.notify_all()
+        is_saved = False
+        try:
+            is_saved = self.save_all()
+        except RuntimeError as e:  # a worker has ended, or hangs in a step that was broken off
+            logger.warning("blocks of the KV cache are not kept on disk: %s", e)
+        finally:
+            with self._lock:
+                self._is_closed = True
+                self._lock.notify_all()
         if is_saved:
-            self._writer.join()  # it holds the workers; a disk that hangs holds the writer
+            self._writer.join()  # it refers to the executor; where the disk hangs it never ends
         for _ in range(_NUM_READERS):
             self._to_read.put(None)
         self._to_look.put(None)
@@ -568,4 +573,4 @@ def _do_jobs(jobs: _Jobs) -> None:
             except Exception as e:
                 logger.exception("the cache on disk could not be read")
                 future.set_exception(e)
-        del job, future, work  # it waits for the next one, and must keep no engine until then
+        del job, future, work  # while the thread waits they would keep the engine alive

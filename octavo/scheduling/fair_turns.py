@@ -1,32 +1,39 @@
-"""The order of `--scheduling-policy fair`: clients take turns, one request each, however many one of them sends.
+"""The order of `--scheduling-policy fair`: clients take turns of one request each.
 
-This is start-time fair queueing (P. Goyal, H. Vin, H. Cheng, 1996) with requests of equal size, but that a new client
-begins with the next turn. A request's turn never changes, so a preempted sequence returns to its old place. Nobody
-starves: once the first request of a turn has started, those that arrive have a later one.
+A client's next request gets the turn after those that it has waiting, counted from the turn that starts now. A
+request keeps its turn when it is preempted. Nobody starves: requests that arrive after a turn has begun get a later
+one. This is start-time fair queueing (P. Goyal, H. Vin, H. Cheng, 1996) with requests of equal size, but that a new
+client begins with the next turn.
 """
 
 from __future__ import annotations
 
-_MIN_PRUNED = 64
+from collections import Counter
 
 
 class FairTurns:
     """Gives each request its turn. Smaller turns go first."""
 
     def __init__(self) -> None:
-        self._present = 0  # the turn of the last request that has started
-        self._last: dict[str | None, int] = {}  # the last turn of each client
-        self._num_pruned = 0  # clients that were left after the last look for those of past turns
+        self._present = 0  # the highest turn of a request that has started
+        self._clients: dict[str, str | None] = {}  # of requests that have not started, by id
+        self._num_waiting: Counter[str | None] = Counter()  # of them, by client
 
-    def next(self, client: str | None) -> int:
+    def add(self, request_id: str, client: str | None) -> int:
         """Return the turn of a client's next request."""
-        turn = max(self._present, self._last.get(client, 0)) + 1
-        self._last[client] = turn
-        return turn
+        self._clients[request_id] = client
+        self._num_waiting[client] += 1
+        return self._present + self._num_waiting[client]
 
-    def started(self, turn: int) -> None:
-        """A request has started."""
+    def started(self, request_id: str, turn: int) -> None:
+        """A request has started, perhaps not for the first time."""
         self._present = max(self._present, turn)
-        if len(self._last) >= 2 * self._num_pruned + _MIN_PRUNED:
-            self._last = {client: last for client, last in self._last.items() if last > self._present}
-            self._num_pruned = len(self._last)
+        self.remove(request_id)
+
+    def remove(self, request_id: str) -> None:
+        """A request does not wait any more, or never did: its client's later ones count from where it would be."""
+        if request_id in self._clients:
+            client = self._clients.pop(request_id)
+            self._num_waiting[client] -= 1
+            if not self._num_waiting[client]:
+                del self._num_waiting[client]

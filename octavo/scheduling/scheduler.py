@@ -103,7 +103,9 @@ class Scheduler:
             self.queues.on_end.append(self._speculation.end)
         self.tier: DiskTier | None = None  # reads blocks of waiting sequences from the disk
         self._cost = cost
-        self._turns = FairTurns()
+        self._turns = FairTurns()  # for the policy `fair`
+        if config.policy == "fair":
+            self.queues.on_end.append(lambda seq: self._turns.remove(seq.request.request_id))
         self._chunks = PromptChunks(config, cache)
         self._prompt_token_s = 0.0  # seconds of a prompt token, as last predicted
         self._stats = EngineStats()
@@ -144,7 +146,7 @@ class Scheduler:
         if self.config.policy == "fcfs":
             return 0
         if self.config.policy == "fair":
-            return self._turns.next(seq.request.client)
+            return self._turns.add(seq.request.request_id, seq.request.client)
         assert self._cost is not None, "the deadline policy needs a cost model"
         num_cached = self.cache.find_prefix(seq).num_tokens
         prompt = StepWork().plus(num_cached, seq.num_tokens - num_cached, 1)
@@ -304,7 +306,7 @@ class Scheduler:
             self.queues.start(seq)
             turn.started(seq)
             if self.config.policy == "fair":
-                self._turns.started(int(seq.key[0]))
+                self._turns.started(seq.request.request_id, int(seq.key[0]))
             if self.tier is not None:
                 self.tier.leave(seq)
             num_admitted += 1

@@ -15,7 +15,6 @@ from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.request import EngineRequest, MediaItem, Prompt, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import RequestOutputKind, SamplingParams
-from octavo.scheduling.fair_turns import FairTurns
 from octavo.scheduling.scheduler import Scheduler
 from octavo.scheduling.time_limit import AUTO_STEP_OF_ONE_S, AUTO_STEP_S, MIN_CHUNK_TOKENS, StepCost
 from octavo.sequence import Sequence
@@ -475,12 +474,23 @@ def test_new_clients_without_end_do_not_keep_an_old_one_waiting() -> None:
     assert {"old0", "old1", "old2"} < set(ran)
 
 
-def test_turns_are_not_kept_for_clients_that_are_gone() -> None:
-    turns = FairTurns()
-    for i in range(10_000):
-        turns.started(turns.next(f"client {i}"))
-        turns.started(turns.next("often"))
-    assert len(turns._last) < 200
+def test_a_client_that_gives_requests_up_waits_no_longer_for_it() -> None:
+    s = scheduler(max_num_seqs=1, policy="fair")
+    for name in ("a0", "b0", *(f"a{i}" for i in range(1, 100))):
+        asked = request(name, 2, max_tokens=1)
+        asked.client = name[0]
+        s.add(asked)
+    order = [*computed(s)]
+    for i in range(1, 100):
+        s.abort(f"a{i}")
+    for name in ("a100", "b1", "b2"):
+        asked = request(name, 2, max_tokens=1)
+        asked.client = name[0]
+        s.add(asked)
+    for _ in range(4):
+        order += computed(s)
+    assert order == ["a0", "b0", "a100", "b1", "b2"]
+    assert not s._turns._clients and not s._turns._num_waiting, "clients that are gone are kept"
 
 
 def test_stats_count_slots_and_take_increments_once() -> None:

@@ -101,13 +101,17 @@ class SpeechTokens:
 
 
 class Transcriber:
-    """Transcribes sounds with one engine. A transcript of which a part was aborted, or did not come before the
-    `deadline` (`time.monotonic`), fails: it would lack words, and nothing would show it."""
+    """Transcribes sounds with one engine, for a `client` of `--scheduling-policy fair`. Raises `RequestError` if a part
+    is aborted or misses the `deadline` (`time.monotonic`): an incomplete transcript would look complete."""
 
     def __init__(
-        self, engine: EngineClient, data_parallel_rank: int | None = None, deadline: float | None = None
+        self,
+        engine: EngineClient,
+        data_parallel_rank: int | None = None,
+        deadline: float | None = None,
+        client: str | None = None,
     ) -> None:
-        self._engine, self._rank, self._deadline = engine, data_parallel_rank, deadline
+        self._engine, self._rank, self._deadline, self._client = engine, data_parallel_rank, deadline, client
 
     @cached_property
     def tokens(self) -> SpeechTokens:
@@ -303,7 +307,7 @@ class Transcriber:
         request = await run_off_loop(
             lambda: inputs.process(given, params, data_parallel_rank=self._rank), length=MAX_INLINE_LENGTH + 1
         )
-        request = msgspec.structs.replace(request, deadline=self._deadline)
+        request = msgspec.structs.replace(request, deadline=self._deadline, client=self._client)
         outputs = self._engine.generate_from(request, f"{name}-{request.request_id}")
         async with contextlib.aclosing(outputs):
             async for output in outputs:

@@ -241,7 +241,8 @@ class TranscriptionJob:
         self._name, self.headers = state.response_id("audio", body, raw)
         arrival, limit_s = ARRIVAL.get(), state.args.max_request_time
         deadline = None if arrival is None or limit_s is None else arrival.at + limit_s
-        self._transcriber = Transcriber(state.engine, requested_rank(), deadline)
+        client = None if arrival is None else arrival.client
+        self._transcriber = Transcriber(state.engine, requested_rank(), deadline, client)
         is_verbose = body.response_format == "verbose_json"
         has_times = is_verbose or body.response_format in ("srt", "vtt")
         language = None if body.language is None else self._transcriber.language_of(body.language)

@@ -198,6 +198,12 @@ def test_clients_are_told_apart_by_address_and_key(engine: FakeEngine) -> None:
     ]
     assert names[0] == names[1] and names[3] == names[4] and len({*names}) == 4, "no key is looked for"
     assert keys.client(None, None, None) != keys.client("x:y", None, None)
+    mapped = [keys.client(one, None, None) for one in ("::ffff:1.2.3.4", "1.2.3.4", "::ffff:1.2.3.5", "fe80::1%eth0")]
+    assert mapped[0] == mapped[1] == names[0] and len({*mapped}) == 3, "a socket for both kinds shows IPv4 so"
+    keys = ApiKeys(["a", "b"])
+    sent = [("Bearer 1", "a"), ("Bearer 2", "a"), (None, "a"), ("Bearer a", "a"), (None, "b")]
+    *same, other = (keys.client("1.2.3.4", *one) for one in sent)
+    assert len({*same}) == 1 and other not in same, "keys that admit nobody make no other clients"
 
 
 def test_stalled_uploads_take_no_place_in_the_queue(limited: Address, engine: FakeEngine) -> None:
