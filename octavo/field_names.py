@@ -16,9 +16,9 @@ _QUOTED = r"""(?<!\w)(?P<quote>['"])(?:\\.|(?!(?P=quote)).)*(?:(?P=quote)|\Z)"""
 class FieldNames:
     """`names` maps names of an error to those of the client's API. `[]` in both stands for the same index in a list.
 
-    A name that is no plain word (`max_tokens`, `tools[].function.name`) is found anywhere in a message, but for what it
-    quotes: values of the client. A plain word (`stop`) is found only at the beginning of a message, where it is the
-    subject.
+    A name that is no plain word (`max_tokens`, `tools[].function.name`) is found anywhere in a message except within
+    quotes, which hold the client's values. A plain word (`stop`) is found only at the beginning of a message, where it
+    is the subject.
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:

@@ -119,6 +119,11 @@ class InputProcessor:
         """Return a new, unique request id."""
         return f"{self._id_prefix}{next(self._ids)}"
 
+    def _begin(self, token_ids: list[int]) -> list[int]:
+        """Return the tokens that the tokenizer puts before a text (BOS), if these tokens begin with them."""
+        pairs = zip(token_ids, self.encode(""), strict=False)
+        return [own for own, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+
     def encode_all(
         self,
         texts: Sequence[str | tuple[str, str]],
@@ -324,7 +329,9 @@ class InputProcessor:
             token_ids = self.encode(asked, add_special_tokens) if isinstance(asked, str) else asked
         if keep is not None:
             keep = keep if keep > 0 else max(1, limit - (params.max_tokens or 1))
+            first = self._begin(token_ids)[: keep - 1] if isinstance(asked, str) else []
             token_ids = token_ids[:keep] if params.truncation_side == "right" else token_ids[-keep:]
+            token_ids[: len(first)] = first
         self.check_known(token_ids)
         self._check_length(len(token_ids), room=room)
         return Prompt(token_ids, text, media=items, cache_salt=salt), media

@@ -68,8 +68,8 @@ class KeyDatabase(ABC):
     @abstractmethod
     async def count(self, writer: str, number: int, now: float | None, operations: list[Operation]) -> list[Answer]:
         """Count all operations, at a time in seconds since 1970 or the database's own, each as a whole. A number that
-        the writer has had before is answered as before, and nothing is counted. Where an error other than `LostError`
-        is raised nothing is counted either."""
+        the writer has had before is answered as before, and nothing is counted. Any error other than `LostError` means
+        that nothing was counted."""
 
     @abstractmethod
     async def find(self, digest: bytes) -> KeyRow | None:

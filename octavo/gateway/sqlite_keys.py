@@ -151,9 +151,21 @@ class SqliteKeys(KeyStore):
         self._keys[digest] = key
 
     async def change(self, key: Key, settings: KeySettings) -> bool:
-        await self._execute("UPDATE keys SET settings = ? WHERE id = ?", (_written(settings), key.id))
-        key.settings = settings
-        return True
+        before = key.settings
+
+        def write() -> bool | None:  # None: there is no such key
+            if key.settings != before:  # another request has changed it while this one waited
+                return False
+            statement = "UPDATE keys SET settings = ? WHERE id = ?"
+            if not self._database.execute(statement, (_written(settings), key.id)).rowcount:
+                return None
+            key.settings = settings
+            return True
+
+        is_changed = await self._answer(write)
+        if is_changed is None:
+            raise no_key(key.id)
+        return is_changed
 
     async def delete(self, key: Key) -> None:
         await self._execute("DELETE FROM keys WHERE id = ?", (key.id,))
@@ -179,8 +191,8 @@ class SqliteKeys(KeyStore):
     async def _use(
         self, key: Key, model: str, requests: int, prompt_tokens: int, completion_tokens: int, *, is_sure: bool
     ) -> bool:
-        """Count a use, so that limits hold for the next request while this one waits. Returns whether it stays counted:
-        one that cannot be written is taken back, unless it `is_sure`, and so written later."""
+        """Count a use at once, so that limits hold while the write waits. Return whether it stays counted. A use that
+        cannot be written is taken back; with `is_sure` it is written later."""
         self._count(key, model, requests, prompt_tokens, completion_tokens)
         uses = self._unwritten
 
@@ -189,21 +201,18 @@ class SqliteKeys(KeyStore):
                 self._write_uses()
 
         try:
-            if is_sure:
-                write()
-            else:
-                await _unlocked(write)
+            await _unlocked(write)
         except sqlite3.Error as error:
             then = "is written later" if is_sure else "is refused"
             logger.error("what the key %s uses cannot be written, and %s: %s", key.settings.name, then, error)
             if not is_sure:
                 self._count(key, model, -requests, -prompt_tokens, -completion_tokens)
                 return False
-        key.add(requests, prompt_tokens, completion_tokens)
         return True
 
     def _count(self, key: Key, model: str, requests: int, prompt_tokens: int, completion_tokens: int) -> None:
-        """Add a use to the key's windows, and to what is to be written."""
+        """Add a use to the key, to its windows, and to what is to be written."""
+        key.add(requests, prompt_tokens, completion_tokens)
         before = self._unwritten.pop((key.id, model), (0, 0, 0))
         use = before[0] + requests, before[1] + prompt_tokens, before[2] + completion_tokens
         if any(use):
@@ -263,8 +272,11 @@ class SqliteKeys(KeyStore):
             yield digest, key
 
     async def _execute(self, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        return await self._answer(lambda: self._database.execute(statement, values).fetchall())
+
+    async def _answer(self, work: Callable[[], _T]) -> _T:
         try:
-            return await _unlocked(lambda: self._database.execute(statement, values).fetchall())
+            return await _unlocked(work)
         except sqlite3.Error as error:
             raise RequestError(f"the file of keys failed: {error}.", status=503, code="keys_unavailable") from None
 

@@ -70,7 +70,7 @@ class Upstream:
             connection.abort()
 
     def _seen_from_outside(self, answer: Answer) -> Answer:
-        """Return an answer whose redirection within this address has only a path: clients cannot reach the address."""
+        """Make a redirect to this address relative: clients cannot reach the address."""
         if answer.header(b"location"):
             answer.headers = [
                 (name, self._own.sub(b"", value, count=1) if name == b"location" else value)

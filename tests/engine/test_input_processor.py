@@ -209,6 +209,19 @@ def test_a_prompt_that_is_too_long_is_cut_to_what_fits(inputs: InputProcessor) -
         assert request.max_tokens == MAX_LEN - kept
 
 
+def test_a_text_that_is_cut_keeps_what_its_model_begins_with(model: ModelConfig, tokenizer: Any) -> None:
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    begin = backend.id_to_token(1)
+    backend.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 1)])
+    inputs = InputProcessor(engine_config(model), SimpleNamespace(backend_tokenizer=backend, eos_token_id=EOS))
+    whole = backend.encode("a b c d e f").ids
+    for keep, kept in ((3, [1, *whole[-2:]]), (1, whole[-1:]), (99, whole)):
+        params = SamplingParams(truncate_prompt_tokens=keep)
+        assert inputs.process("a b c d e f", params).prompt.token_ids == kept
+    params = SamplingParams(truncate_prompt_tokens=3)
+    assert inputs.process({"prompt_token_ids": whole}, params).prompt.token_ids == whole[-3:], "as they are given"
+
+
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
 def test_token_ids_in_parameters_must_be_the_models(inputs: InputProcessor, name: str) -> None:
     for token, is_valid in ((0, True), (VOCAB_SIZE - 1, True), (VOCAB_SIZE, False)):

@@ -10,6 +10,7 @@ import ollama
 import pytest
 
 from octavo.errors import RequestError
+from octavo.ollama import TRUNCATION_HEADER
 from octavo.ollama.to_openai import translate_value
 from tests.entrypoints.fake_engine import MODEL, FakeEngine
 
@@ -150,6 +151,12 @@ def test_a_prompt_that_is_too_long_alone_keeps_its_end(
     for refused in (asked | {"truncate": False}, asked | {"suffix": "x"} if raw else asked | {"images": ["iVBOR"]}):
         assert http.post("/api/generate", json=refused).status_code == 400
     assert not engine.seen
+
+
+def test_of_several_prompts_only_those_that_are_too_long_are_cut(http: httpx.Client, engine: FakeEngine) -> None:
+    body = {"model": MODEL, "prompt": ["a" * 600, "b" * 300], "max_tokens": 300}
+    assert http.post("/v1/completions", json=body, headers={TRUNCATION_HEADER: "auto"}).status_code == 200
+    assert [len(token_ids) for token_ids, *_ in engine.seen[-2:]] == [256, 300]
 
 
 def test_a_model_that_cannot_think_is_not_asked_to(http: httpx.Client) -> None:

@@ -187,6 +187,38 @@ def test_a_file_that_is_locked_for_a_moment_stops_nobody_and_limits_hold(
     asyncio.run(run())
 
 
+def test_a_locked_file_loses_no_change_and_counts_whole_uses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        path = str(tmp_path / "keys.db")
+        store = SqliteKeys(path, now=Now())
+        await store.open()
+        key, _ = await store.create(KeySettings(name="a"))
+        gone, _ = await store.create(KeySettings(name="gone"))
+        other = sqlite3.connect(path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        changes = [asyncio.ensure_future(store.change(key, KeySettings(name=name))) for name in "bc"]
+        deleting = asyncio.ensure_future(store.delete(gone))
+        changing = asyncio.ensure_future(store.change(gone, KeySettings(name="b")))
+        leaving, tokens = (asyncio.ensure_future(store.add_tokens(key, "m", n, 0)) for n in (5, 6))
+        await asyncio.sleep(0)
+        assert not tokens.done(), "it is written before the answer ends"
+        leaving.cancel()  # its client hangs up
+        await asyncio.sleep(0)
+        other.execute("ROLLBACK")
+        assert sorted(await asyncio.gather(*changes)) == [False, True]
+        await deleting
+        with pytest.raises(RequestError) as caught:
+            await changing
+        assert caught.value.status == 404
+        await tokens
+        (row,) = await store.usage(0, 10**6)
+        assert row["prompt_tokens"] == key.num_prompt_tokens == 11
+        await store.close()
+
+    asyncio.run(run())
+    assert not caplog.records
+
+
 def test_what_could_not_be_written_is_written_at_the_end(tmp_path: Path) -> None:
     async def run() -> None:
         path, now = str(tmp_path / "keys.db"), Now()

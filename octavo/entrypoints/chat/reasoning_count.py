@@ -25,8 +25,8 @@ class ReasoningCounter:
         self._last: CompletionOutput | None = None
 
     def count(self, output: CompletionOutput, *, shows_stop: bool) -> None:
-        """Count the answer's next output; the one that was counted last is not counted again. `shows_stop`: the text
-        has the stop token."""
+        """Count the tokens of the answer's next output. A second call with the same output does nothing. `shows_stop`:
+        the stop token is part of the text."""
         if output is self._last:
             return
         self._last = output

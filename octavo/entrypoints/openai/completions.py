@@ -77,12 +77,13 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
         self._prompts: list[_Prompt] = []
 
     async def submit(self) -> None:
-        body = self._body
+        body, params = self._body, self._params
         if len(body.prompts) > MAX_PROMPTS:
             raise RequestError(f"prompt has {len(body.prompts)} entries; {MAX_PROMPTS} is the most.", param="prompt")
         adds_special = body.add_special_tokens is not False
         for index, given in enumerate(body.prompts):
             await asyncio.sleep(0)  # let other tasks run between two prompts
+            self._body, self._params = body, params  # the prompt before may have been cut
             if body.suffix and isinstance(given, str):
                 given = fill_in_prompt(self._state.engine.tokenizer, given, body.suffix)
             with naming_prompt("prompt", index, len(body.prompts)):

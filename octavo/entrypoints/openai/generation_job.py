@@ -3,6 +3,7 @@ answer or the chunks of a stream."""
 
 from __future__ import annotations
 
+import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
@@ -48,8 +49,8 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         self._body = body
         model = state.resolve_model(body.model)
         self._params = body.to_sampling_params(state.engine.config.model.default_sampling_params)
-        # "auto" or "disabled": as in Responses, and max_tokens is lowered to what fits, and with "auto" a prompt is cut
-        # that is still too long. Ollama's routes ask for it.
+        # "auto" leaves out old turns, then cuts the prompt; "disabled" refuses. Both lower max_tokens to what fits.
+        # Ollama's routes send it.
         self._truncation = raw.headers.get(TRUNCATION_HEADER)
         response_id, self._headers = state.response_id(self.id_prefix, body, raw)
         self._resumable = ResumableStream(
@@ -93,10 +94,10 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         return True
 
     def _cut_prompt(self) -> None:
-        """Have the prompt keep its last tokens: half of what the model takes, as with Ollama, or more if the answer may
-        have less."""
+        """Have the prompt keep its last tokens: half of what the model takes, or more if the answer may have less."""
         limit = self._state.engine.config.model.max_model_len
         num_kept = limit - min(limit // 2, self._params.max_tokens or limit)
+        self._params = copy.copy(self._params)  # other prompts have them, too
         self._params.truncate_prompt_tokens = num_kept
         self._body = self._body.model_copy(update={"truncate_prompt_tokens": num_kept})
 

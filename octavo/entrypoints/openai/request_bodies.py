@@ -525,6 +525,10 @@ class TemplateRequest(PromptRequest):
         return self
 
 
+_CHAT_NAMES = FieldNames({"logprobs": "top_logprobs"})
+_CHAT_NAMES_BY_LIMIT = FieldNames({"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"})
+
+
 class ChatCompletionRequest(GenerationRequest, TemplateRequest):
     """Body of POST /v1/chat/completions."""
 
@@ -563,8 +567,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
     @property
     def field_names(self) -> FieldNames:
         """Return the fields that errors about sampling parameters are to name."""
-        limit = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-        return FieldNames({"logprobs": "top_logprobs", **limit})
+        return _CHAT_NAMES if self.max_completion_tokens is None else _CHAT_NAMES_BY_LIMIT
 
     @property
     def is_resumable(self) -> bool:
