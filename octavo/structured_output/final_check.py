@@ -10,8 +10,7 @@ import re
 
 import msgspec
 
-# Grammars allow it in names only: texts have no escapes of printable characters.
-_ESCAPED = re.compile(r"\\u(?!00[01]|007[fF])")
+_ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\u")
 MISMATCH = "schema_mismatch"  # the `stop_reason` of an answer that the check finds wrong
 
 
@@ -24,7 +23,7 @@ class FinalCheck(msgspec.Struct, frozen=True, array_like=True):
     start: str = ""  # what stands around the content
     end: str = ""
     calls: tuple[str, ...] = ()  # what begins like this calls functions instead
-    reasoning_start: str = ""  # without it at its beginning an answer has no reasoning, whatever is in it
+    reasoning_start: str = ""  # an answer that does not begin with this has no reasoning
     # The grammar holds everything but names of properties that are written with escapes: it takes them for others.
     is_of_names: bool = False
 

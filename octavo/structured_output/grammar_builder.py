@@ -41,6 +41,8 @@ _MAX_SIMPLE_CHARACTERS = 1 << 16  # of a grammar that is not tried in a process 
 # What llguidance says of references that it merges with others without end.
 _ENDLESS_MERGES = ("circular references with sibling keys", "Schema intersection stack level exceeded")
 _EMPTY_DEFINITION = re.compile(r"^Unsatisfiable.* while processing \S*#/\$defs/(\d+)$")
+_WHERE = re.compile(r" while processing \S*#/\$defs/\d+\S*$")  # numbers that callers do not have
+_MAX_ROUNDS = 8  # each finds one empty definition, and tries the whole schema
 _COMMENTS = ("$comment", "title", "description", "examples")  # of a schema, which make no work
 _PIECES = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/')  # of Lark: strings and regular expressions
 
@@ -213,7 +215,7 @@ def make_checked_grammar(wanted: WantedGrammar, *, closes_objects: bool = False)
             return MadeGrammar(grammar, check)
         if not maker.has_schemas:
             break
-    raise RequestError(f"{field} cannot be followed: {problem}", param=field)
+    raise RequestError(f"{field} cannot be followed: {_WHERE.sub('', problem)}", param=field)
 
 
 def _final_check(
@@ -329,7 +331,7 @@ class _Maker:
             options = {"whitespace_flexible": False}
         self.has_schemas = True
         merges_references, levels = True, [{"is_coarse": True}, {"is_picky": True}, {}]
-        empty = frozenset[str]()
+        empty, num_rounds = frozenset[str](), 0
         while True:
             try:
                 lowered = lower(
@@ -348,17 +350,18 @@ class _Maker:
                 break
             # A definition that nothing satisfies may stand where the schema can do without it.
             of_definition = _EMPTY_DEFINITION.search(problem)
-            if of_definition is not None and of_definition[1] not in empty:
+            if of_definition is not None and of_definition[1] not in empty and num_rounds < _MAX_ROUNDS:
                 empty |= {of_definition[1]}
+                num_rounds += 1
                 continue
-            empty = frozenset()
+            empty = frozenset()  # each level has numbers of its own
             if merges_references and problem.startswith(_ENDLESS_MERGES):
                 merges_references = False
                 continue
             levels.pop()
             # What a part of the schema leaves nothing of, the whole of it leaves nothing of.
             if not levels or problem.startswith("Unsatisfiable"):
-                raise RequestError(f"{field} cannot be followed: {problem}", param=field)
+                raise RequestError(f"{field} cannot be followed: {_WHERE.sub('', problem)}", param=field)
         self.unheld |= lowered.unheld
         self.has_open_objects |= lowered.has_open_objects
         self.is_simple &= lowered.is_simple and wanted.whitespace_pattern is None

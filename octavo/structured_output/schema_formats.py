@@ -1,5 +1,4 @@
-"""The formats of texts that grammars hold: those that llguidance has an expression for, and those written here. Others
-say something to readers, as the specification has it."""
+"""Formats that grammars hold: llguidance's own, and those written here as patterns. Others are annotations."""
 
 from __future__ import annotations
 

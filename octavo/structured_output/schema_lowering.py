@@ -32,7 +32,7 @@ from octavo.structured_output.schema_keywords import (
 )
 from octavo.structured_output.schema_numbers import divisors, integer_ranges, is_exact, number_ranges
 from octavo.structured_output.schema_objects import ObjectWriter
-from octavo.structured_output.schema_patterns import read_pattern
+from octavo.structured_output.schema_patterns import Pattern, read_pattern
 from octavo.structured_output.schema_references import check_cycles, prune_empty, refs_in
 from octavo.structured_output.schema_validation import array_parts, bounds_of, is_type, types_in
 
@@ -293,7 +293,7 @@ class _Writer(ObjectWriter, AlternativesWriter):
         self.may_be_empty |= most is not None and (least or 0) > most
         if "pattern" in schema:
             pattern = read_pattern(text_of("pattern", schema))
-            is_left_out = self._is_coarse or not self._follows(pattern.grammar)
+            is_left_out = self._is_coarse or not self._follows(pattern)
             if is_left_out or not pattern.is_plain:
                 self.unheld.add("pattern")
             if not is_left_out and not pattern.has_boundaries:
@@ -311,9 +311,13 @@ class _Writer(ObjectWriter, AlternativesWriter):
                 self.has_patterns = True
                 self.has_merges |= "pattern" in beside
 
-    def _follows(self, pattern: str) -> bool:
-        """Whether llguidance follows an expression, as far as it matters."""
-        return not self._is_picky or self._some_text_has(pattern=pattern)
+    def _follows(self, pattern: Pattern) -> bool:
+        """Whether llguidance follows an expression, as far as it matters. Raises `ValueError` for one that the final
+        check cannot read either."""
+        if not self._is_picky or self._some_text_has(pattern=pattern.grammar):
+            return True
+        pattern.check()
+        return False
 
     def _some_text_has(self, **keywords: Any) -> bool:
         """Whether some text satisfies keywords; False too where that takes long to find out."""

@@ -106,8 +106,8 @@ def _is_exact_divisor(divisor: float) -> bool:
 
 
 def _beyond(bound: tuple[Decimal, bool] | None, sign: int) -> tuple[Decimal, bool] | None:
-    """Return a bound that is within in the place of a whole one that is left out, away from 0: beside another bound
-    with the same whole part, be it that of a schema for the same value, llguidance takes it for one that is within."""
+    """Return an inclusive bound 1e-12 inside an exclusive whole one. llguidance treats the exclusive bound as inclusive
+    when another bound, be it of another part of an `allOf`, has the same whole part."""
     if bound is None or not bound[1] or bound[0] != int(bound[0]) or bound[0] * sign < 0:
         return bound
     places = min(12, 15 - len(str(abs(int(bound[0])))))  # a float has no more

@@ -61,7 +61,7 @@ class ObjectWriter(SchemaWriter):
         written, is_fuzzy = dict[str, Schema](), self._is_coarse and bool(given)
         for name, one in given.items():
             pattern = read_pattern(name)
-            is_fuzzy |= not pattern.is_plain or not self._follows(pattern.grammar)
+            is_fuzzy |= not pattern.is_plain or not self._follows(pattern)
             written[pattern.grammar] = self.write(one, base, is_alone=True)
         if is_fuzzy:
             self.unheld.add("patternProperties")
@@ -100,7 +100,7 @@ class ObjectWriter(SchemaWriter):
                         properties.setdefault(one, rest)
                 return patterns, False
             read = read_pattern(found["pattern"]) if keys == {"pattern"} and takes_pattern else None
-            if read is not None and read.is_plain and self._follows(read.grammar):
+            if read is not None and read.is_plain and self._follows(read):
                 return {read.grammar: rest}, False
             if keys <= {"minLength", "maxLength"} and takes_pattern:
                 least, most = size_of("minLength", found) or 0, size_of("maxLength", found)

@@ -85,16 +85,17 @@ def read_pattern(pattern: str) -> Pattern:
 
 @lru_cache(maxsize=1024)
 def _in_json(text: str) -> str:
-    """Return an expression without the character 0 in classes that have all other control characters but not the quote
-    or the backslash: llguidance adds these to classes with all control characters, but to no others."""
+    """Return the expression with U+0000 removed from classes that have every control character but lack the quote or
+    the backslash. llguidance would add both to such classes."""
     parts, i = list[str](), 0
     while (found := _CLASS_BEGIN.search(text, i)) is not None:
         begin = end = found.start()
         if text[begin] == "[":
             depth = 0
-            while end == begin or depth:
+            while (end == begin or depth) and end < len(text):
                 depth += {"[": 1, "]": -1}.get(text[end], 0)
-                end += 2 if text[end] == "\\" else 1
+                piece = _CLASS_BEGIN.match(text, end)
+                end = end + 1 if piece is None else piece.end()
         else:
             end = found.end()
         one = text[begin:end]

@@ -203,7 +203,7 @@ class Validator:
                     schema["if"], base, value, depth, asserts_formats=True
                 ):
                     continue
-                if self._satisfies(one, base, value, depth):
+                if self._satisfies(one, base, value, depth, asserts_formats=keyword in ("oneOf", "if")):
                     known |= self._evaluated(one, base, value, depth + 1)
         if isinstance(value, dict):
             known |= schema.get("properties", {}).keys() & value.keys()

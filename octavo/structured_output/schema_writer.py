@@ -7,6 +7,7 @@ from typing import Any
 
 from octavo.structured_output.schema_keywords import Document, Schema, SchemaError
 from octavo.structured_output.schema_logic import Logic
+from octavo.structured_output.schema_patterns import Pattern
 
 
 class SchemaWriter:
@@ -39,7 +40,7 @@ class SchemaWriter:
         if len(self._logic.dynamic_anchors) > 1 and self._logic.has_dynamic_references:
             raise SchemaError("$dynamicRef or $recursiveRef among several dynamic anchors is not built: write $ref")
 
-    def _follows(self, pattern: str) -> bool:
+    def _follows(self, pattern: Pattern) -> bool:
         raise NotImplementedError
 
     def write(self, schema: Schema, base: str, *, is_alone: bool) -> Schema:

@@ -19,6 +19,7 @@ from jsonschema.validators import validator_for
 
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
+from octavo.structured_output import grammar_builder
 from octavo.structured_output.grammar_builder import ReasoningMarks, WantedGrammar, make_checked_grammar
 from octavo.structured_output.schema_keywords import SchemaError
 from octavo.structured_output.schema_lowering import lower
@@ -242,6 +243,9 @@ def test_a_name_written_with_escapes_is_the_name() -> None:
     ]:  # fmt: skip
         assert admits_text(made.text, answer)
         assert (made.check.problem(answer) is None) == is_right, answer
+    assert made.check.problem('{"größe": "", "x": "C:\\\\users"}') is None  # no escape: the grammar holds it
+    odd = check_of({"type": "object", "properties": {"a\nb": INTEGER}})
+    assert odd.problem('{"a\\u000ab": ""}') is not None
     assert check_of({**schema, "additionalProperties": False}) is None
 
 
@@ -381,6 +385,22 @@ def test_a_definition_that_nothing_satisfies_is_left_out(definition: dict[str, A
     schema = {"$defs": {"empty": definition, **texts}, "properties": {"a": {"$ref": "#/$defs/empty"}, "b": INTEGER}}
     grammar = grammar_of({"type": "object", **schema})
     assert admits(grammar, {"b": 1}) and not admits_start(grammar, '{"a"')
+
+
+def test_the_number_of_empty_definitions_that_are_looked_for_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    num = 0
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal num
+        num += 1
+        return lower(*args, **options)
+
+    monkeypatch.setattr(grammar_builder, "lower", counted)
+    empty = {f"a{i}": {"type": "string", "pattern": "^a$", "allOf": [{"pattern": f"^b{i}$"}]} for i in range(12)}
+    properties = {name: {"$ref": f"#/$defs/{name}"} for name in empty}
+    with pytest.raises(RequestError, match="Unsatisfiable") as caught:
+        grammar_of({"type": "object", "properties": properties, "$defs": empty})
+    assert num == 10 and "$defs" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["a/b/whole.json", "whole", "https://a.example/b/whole.json"])
@@ -639,3 +659,18 @@ def test_a_hyphen_beside_a_class_is_a_hyphen(pattern: str, meaning: str) -> None
 def test_patterns_that_need_to_go_back_are_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"not known|not built|half of a surrogate"):
         read_pattern(pattern)
+
+
+@pytest.mark.parametrize("pattern", [r"[\p{[}]", r"[\p{]}]", r"[\p"])
+def test_a_class_that_cannot_be_read_is_refused_with_the_field(pattern: str) -> None:
+    with pytest.raises(RequestError, match="pattern"):
+        grammar_of({"type": "string", "pattern": pattern})
+    with pytest.raises(RequestError, match="pattern"):
+        grammar_of({"type": "object", "patternProperties": {pattern: INTEGER}})
+
+
+def test_formats_tell_evaluated_properties_apart() -> None:
+    parts = [{"properties": {"k": {"format": form}, name: True}} for form, name in (("ipv4", "a"), ("ipv6", "b"))]
+    validator = Validator({"oneOf": parts, "unevaluatedProperties": False})
+    assert validator.check({"k": "1.2.3.4", "a": 1}) is None
+    assert validator.check({"k": "1.2.3.4", "b": 1}) is not None

@@ -103,10 +103,15 @@ def _call(node: ast.expr) -> Call:
     for argument in node.keywords:
         if argument.arg is None:
             raise ValueError("** has no name")
-        arguments[argument.arg.removesuffix(_SUFFIX)] = ast.literal_eval(_with_json_names(argument.value))
+        arguments[_without_suffix(argument.arg)] = ast.literal_eval(_with_json_names(argument.value))
     # JSON's texts may escape a character as two surrogates; join them.
     written = json.loads(json.dumps(arguments))
-    return Call(ast.unparse(node.func).replace(_SUFFIX, ""), to_json(written))
+    return Call(".".join(map(_without_suffix, ast.unparse(node.func).split("."))), to_json(written))
+
+
+def _without_suffix(name: str) -> str:
+    bare = name.removesuffix(_SUFFIX)
+    return bare if keyword.iskeyword(bare) else name
 
 
 def _with_json_names(node: ast.expr) -> Any:

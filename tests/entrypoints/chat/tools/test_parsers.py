@@ -136,6 +136,7 @@ GOOD: list[tuple[str, str, str | None, list[Any]]] = [
         None,
         [("now", {"from": "in=3, (if", "in": 7}), ("now", {"is": [1]})],
     ),
+    ("pythonic", "[get_keyword_ideas(a_keyword_=1)]", None, [("get_keyword_ideas", {"a_keyword_": 1})]),
     ("gemma3", "```tool_code\nassert(class='a', not=None)\n```", None, [("assert", {"class": "a", "not": None})]),
     (
         "lfm2",
