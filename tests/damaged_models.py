@@ -15,7 +15,6 @@ import faulthandler
 import json
 import os
 import random
-import resource
 import shutil
 import struct
 import subprocess
@@ -380,7 +379,10 @@ def fault_of(path: Path) -> str | None:
 def _child(first: int, number: int, seconds: float) -> None:
     """Load damaged models, and write a line of JSON before and after each. A load of more than `seconds`, unless they
     are 0, ends the process."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    with contextlib.suppress(ImportError, ValueError):  # not every system has such limits
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ["TQDM_DISABLE"] = "1"

@@ -265,6 +265,8 @@ def test_sampling_defaults_come_from_the_model_unless_refused(tmp_path: Path) ->
         ConfigError, match=r"the generation config of .*temperature .*--generation-config none leaves it out"
     ):
         config(model=folder, load_format="dummy")
+    bert = {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 64, "num_attention_heads": 4}
+    assert config(model=write_model(tmp_path, **bert), load_format="dummy").model.default_sampling_params == {}
 
 
 @pytest.mark.parametrize(

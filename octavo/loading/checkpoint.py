@@ -46,8 +46,8 @@ class Checkpoint:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return the ids of the tokens that end an answer. Configurations hold no id, one id, or a list of ids; a
-        negative number is none. Raises `LoadError` for anything else."""
+        """Return the ids of the tokens that end an answer. Negative ids are ignored. Raises `LoadError` for anything
+        but an id or a list of ids."""
         ids = self.generation_config.get("eos_token_id")
         found = ids if isinstance(ids, list) else [] if ids is None else [ids]
         if not all(type(token) is int for token in found):

@@ -32,8 +32,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _FEW_TEXTS = 100  # lists of labels are shorter, vocabularies longer
 _MAX_DIMS = 4  # GGML_MAX_DIMS
-# Limits of what is made of a header, which takes many times as much memory as its bytes. The largest models have 2,000
-# tensors, and the largest vocabularies 300,000 tokens and 500,000 merges.
+# Limits of a header. Python objects take many times the bytes of the file. The largest models have 2,000 tensors,
+# and the largest vocabularies 300,000 tokens and 500,000 merges.
 _MAX_KEYS, _MAX_TENSORS, _MAX_ELEMENTS = 1 << 16, 1 << 18, 1 << 23
 
 

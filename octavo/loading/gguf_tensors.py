@@ -58,7 +58,8 @@ def named_tensors(file: GGUFFile, config: Mapping[str, Any]) -> Iterator[NamedTe
             continue  # part of the configuration
         parts = info.name.split(".")
         is_of_layer = parts[0] == "blk" and len(parts) > 2
-        if is_of_layer and has_mtp and parts[1].isdecimal() and int(parts[1][:20]) >= config["num_hidden_layers"]:
+        is_number = is_of_layer and parts[1].isdecimal() and len(parts[1]) < 10
+        if has_mtp and is_number and int(parts[1]) >= config["num_hidden_layers"]:
             continue
         if is_of_layer and (own := architecture.tensor_names.get(".".join(parts[2:]))) is not None:
             yield NamedTensor(f"{architecture.layer_prefix}{parts[1]}.{own}", info, is_rate=parts[2] == "ssm_a")

@@ -10,10 +10,11 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from contextlib import contextmanager
 from datetime import datetime
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
+from string import Formatter
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,10 +25,15 @@ if TYPE_CHECKING:
 
 # Names of the field with a message's reasoning. Templates read the first name; gpt-oss's template reads "thinking".
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# Jinja's filters that write their value as a text first.
+_TEXT_FILTERS = (
+    "capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower", "pprint", "replace", "string",
+    "striptags", "title", "trim", "truncate", "upper", "urlencode", "urlize", "wordcount", "wordwrap",
+)  # fmt: skip
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 _MAX_CHARACTERS = 1 << 26  # of a text that a template makes
-# Formats of wide fields, or of fields whose width is computed.
-_WIDE_FIELD = re.compile(r"%[-+ #0]*(\*|\d{6,}|\d*\.(\*|\d{6,}))|\{[^{}]*:[^{}]*(\d{6,}|\{)")
+# A conversion of the operator %: width, precision and letter. A letter ( begins a key that has parentheses in it.
+_PERCENT = re.compile(r"%(?:\([^()]*\))?[-+ #0]*(\*|\d*)(?:\.(\*|\d*))?[hlL]?(.)?", re.DOTALL)
 # Lines that a template may run while a small conversation is rendered to find out about the template. Real ones run
 # a few hundred.
 _MAX_TRIAL_LINES = 200_000
@@ -70,6 +76,9 @@ def compile_template(text: str) -> Template:
             SafeNamespace._check(name)
             super().__setitem__(name, value)
 
+        def __repr__(self) -> str:  # without the values, whose text is of any length
+            return "<Namespace>"
+
         @staticmethod
         def _check(name: Any) -> None:
             if isinstance(name, str) and name.startswith("_"):
@@ -91,6 +100,7 @@ def compile_template(text: str) -> Template:
     def tojson(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
+        check_text(value)
         if isinstance(indent, str | int):
             check_size((indent if isinstance(indent, int) else len(indent)) << 20)
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -110,13 +120,53 @@ def compile_template(text: str) -> Template:
                 check_size((text.count("\n") + text.count("\t") + 1) * width)
             case "replace", (str(old), str(new), *_):
                 check_size(len(text) + text.count(old) * len(new))
-            case "format", _ if _WIDE_FIELD.search(text):
-                raise SecurityError("a chat template must not write fields of a hundred thousand characters.")
+            case "format", _:
+                check_percent(text, args)
+
+    def check_text(value: Any, times: int = 1) -> None:
+        """Refuse a value whose text, written `times` times, would be too long."""
+        sizes: dict[int, tuple[int, Any]] = {}  # by identity of the value: a list may have one element many times
+
+        def size_of(one: Any) -> int:
+            if isinstance(one, str):
+                return len(one)
+            if not isinstance(one, Mapping | Set | ValuesView | list | tuple):
+                return 64
+            if id(one) not in sizes:
+                items: Iterable[Any] = [*one, *one.values()] if isinstance(one, Mapping) else [*one]
+                sizes[id(one)] = (64 + sum(size_of(item) for item in items), one)  # kept, so that its id stays its own
+            return sizes[id(one)][0]
+
+        check_size(size_of(value) * times)
+
+    def check_fields(widths: Iterable[str], values: Any, times: int) -> None:
+        check_size(sum(int(width[:12] or 0) for width in widths))
+        check_text(values, times)
+
+    def check_percent(text: str, values: Any) -> None:
+        """Refuse `text % values` if the result would be too long."""
+        found = _PERCENT.findall(text)
+        if any("*" in one or one[2] == "(" for one in found):
+            raise SecurityError("a chat template must not compute the width of a field.")
+        widths = [number for width, precision, _ in found for number in (width, precision)]
+        check_fields(widths, values, 1 if isinstance(values, tuple) else len(found))
+
+    def check_braces(text: str, values: Any) -> None:
+        """Refuse `text.format(values)` if the result would be too long. Raises `ValueError` as `format` does."""
+        specs = [spec or "" for _, name, spec, _ in Formatter().parse(text) if name is not None]
+        if any("{" in spec for spec in specs):
+            raise SecurityError("a chat template must not compute the width of a field.")
+        check_fields(re.findall(r"\d+", " ".join(specs)), values, len(specs))
+
+    def finalize(value: Any) -> Any:
+        if not isinstance(value, str):
+            check_text(value)
+        return value
 
     def bounded_join(parts: Iterable[Any], separator: str = "") -> str:
         size, texts = 0, []
         for part in parts:
-            texts.append(str(part))
+            texts.append(str(finalize(part)))
             size += len(texts[-1]) + len(separator)
             check_size(size)
         return separator.join(texts)
@@ -150,22 +200,29 @@ def compile_template(text: str) -> Template:
                 case "**", _, int(), int():
                     check_size(1024 * left.bit_length() * abs(right))
                 case "%", _, str(), _:
-                    check_method(left, "format")
+                    check_percent(left, right)
             return super().call_binop(context, operator, left, right)
 
         def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
             owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
             if isinstance(owner, str):
                 if name == "join" and len(args) == 1:
-                    return bounded_join(args[0], owner)
+                    args = (list(args[0]),)
+                    check_size(sum(len(part) + len(owner) for part in args[0] if isinstance(part, str)))
                 check_method(owner, name, *args, *kwargs.values())
             return super().call(context, called, *args, **kwargs)
 
         def wrap_str_format(self, value: Any) -> Any:
             wrapped = super().wrap_str_format(value)
-            if wrapped is not None:
-                check_method(value.__self__, "format")
-            return wrapped
+            if wrapped is None:
+                return None
+
+            @wraps(wrapped)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                check_braces(value.__self__, [args, kwargs])
+                return wrapped(*args, **kwargs)
+
+            return call
 
     def bounded_filter(name: str) -> Any:
         found = FILTERS[name]
@@ -173,6 +230,7 @@ def compile_template(text: str) -> Template:
         @wraps(found)  # with the mark of what Jinja passes first
         def call(*args: Any, **kwargs: Any) -> Any:
             given = args[1:] if hasattr(found, "jinja_pass_arg") else args
+            check_text(given[0])
             check_method(str(given[0]), name, *given[1:], *kwargs.values())
             return found(*args, **kwargs)
 
@@ -181,8 +239,9 @@ def compile_template(text: str) -> Template:
     def join(value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
         return bounded_join(value if attribute is None else map(make_attrgetter(environment, attribute), value), str(d))
 
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
-    environment.filters |= {name: bounded_filter(name) for name in ("center", "indent", "replace", "format")}
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=finalize)
+    environment.filters |= {name: bounded_filter(name) for name in _TEXT_FILTERS}
     environment.filters |= {"tojson": tojson, "join": join}
     environment.globals.update(
         raise_exception=raise_exception,
@@ -234,22 +293,26 @@ def render_template(
 
 
 class EndlessTemplateError(RequestError):
-    """A chat template that runs on and on."""
+    """The chat template ran more lines than a small conversation can need."""
 
 
 @contextmanager
 def limited_lines() -> Iterator[None]:
     """Inside this context, raise `EndlessTemplateError` in a template that runs too many lines."""
-    num_lines, before = 0, sys.gettrace()
+    num_lines, before = 0, sys.gettrace()  # a debugger's, or one that measures coverage
 
-    def count(frame: FrameType, event: str, _: object) -> Any:
+    def count(frame: FrameType, event: str, argument: Any, earlier: Any = before) -> Any:
         nonlocal num_lines
+        if earlier is not None:
+            earlier = earlier(frame, event, argument)
         if frame.f_code.co_filename != "<template>":
-            return None
+            return earlier
         num_lines += 1
         if num_lines > _MAX_TRIAL_LINES:
-            raise EndlessTemplateError(f"the chat template runs more than {_MAX_TRIAL_LINES} lines for two messages.")
-        return count
+            raise EndlessTemplateError(
+                f"the chat template runs more than {_MAX_TRIAL_LINES} lines for a small conversation."
+            )
+        return count if before is None else partial(count, earlier=earlier)
 
     sys.settrace(count)
     try:

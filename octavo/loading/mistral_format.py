@@ -65,7 +65,7 @@ def mistral_config(source: str, params: Mapping[str, Any]) -> dict[str, Any]:
     except KeyError as e:
         raise LoadError(f"{source} has no {e.args[0]!r}: it is not one of Mistral's models.") from None
     except (TypeError, ValueError, ArithmeticError, AttributeError) as e:
-        raise LoadError(f"{source} is damaged: one of its numbers is none ({e}); fetch it again.") from None
+        raise LoadError(f"{source} is damaged: a setting has the wrong type or value ({e}); fetch it again.") from None
     window = params.get("sliding_window")
     if isinstance(window, list):
         raise LoadError(f"{source} has a sliding_window for each layer, which is not built.")

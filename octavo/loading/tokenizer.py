@@ -242,9 +242,11 @@ def read_tokenizer(path: str, trust_remote_code: bool = False) -> ModelTokenizer
     Raises `LoadError`."""
     try:
         return _from_gguf(path) if path.endswith(".gguf") else _from_folder(path, trust_remote_code)
-    except (LoadError, KeyboardInterrupt, SystemExit):
+    except (LoadError, MemoryError):
         raise
-    except BaseException as e:  # damaged files raise many types of errors, among them Rust's panics
+    except BaseException as e:  # damaged files raise many types of errors
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":  # of Rust, which is no Exception
+            raise
         if "custom code" in str(e) and not trust_remote_code:
             raise LoadError(
                 f"the tokenizer in {path} is Python code of its own, which runs only with --trust-remote-code: read "

@@ -5,7 +5,6 @@ special tokens and chat templates. The rules are from `transformers` (5.23).
 from __future__ import annotations
 
 import glob
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from octavo.errors import LoadError
 from octavo.loading.tokenizer_parts import ROLES, TokenizerParts
 from octavo.loading.vocabulary_files import find_vocabulary, read_vocabulary
-from octavo.loading.weight_files import check_text_file, read_text
+from octavo.loading.weight_files import check_text_file, read_json, read_text
 
 WHAT_TO_DO = "pass --tokenizer with a folder that has one, a .gguf file or a Hugging Face id"
 # Settings of tokenizer_config.json that only `transformers` follows.
@@ -121,9 +120,4 @@ def _chat_template(folder: str, config: Mapping[str, Any]) -> str | dict[str, st
 
 def _read_json(folder: str, name: str) -> dict[str, Any]:
     path = os.path.join(folder, name)
-    if not os.path.exists(path):
-        return {}
-    content = json.loads(read_text(path))  # not `read_json`: model_max_length is often larger than 64 bits
-    if not isinstance(content, dict):
-        raise ValueError(f"{name} holds a JSON {type(content).__name__}, expected an object")
-    return content
+    return read_json(path) if os.path.exists(path) else {}

@@ -139,15 +139,22 @@ def merges_from_scores(scores: Mapping[str, float], made: Collection[str] | None
     """
     parts = scores if made is None else made
     tokens = sorted((token for token in scores if token in parts), key=scores.__getitem__, reverse=True)  # stable
-    lengths = sorted({len(part) for part in parts}, reverse=True)  # so that a part is as long as another token
+    lengths = sorted({len(part) for part in parts}, reverse=True)
     are_lengths = frozenset(lengths)
+
+    def cuts(size: int) -> Iterable[int]:
+        """Return where a token of this length may be cut: only where both parts have a length that some token has."""
+        if size <= len(lengths):
+            return range(size - 1, 0, -1)
+        return [i for i in lengths if 0 < i < size and size - i in are_lengths]
+
     merges: list[tuple[str, str]] = []
     for _, group in groupby(tokens, key=scores.__getitem__):
         pairs = [
             (token[:i], token[i:])
             for token in group
-            for i in lengths
-            if len(token) - i in are_lengths and 0 < i < len(token) and token[:i] in parts and token[i:] in parts
+            for i in cuts(len(token))
+            if token[:i] in parts and token[i:] in parts
         ]
         if len(pairs) > 1:
             pairs.sort(key=lambda pair: (len(pair[0]), len(pair[1])), reverse=True)

@@ -117,7 +117,8 @@ def read_text(path: str) -> str:
 
 
 def check_text_file(path: str) -> None:
-    """Raise `LoadError` for anything but a file of a size that a text has: reading a pipe or a device may never end."""
+    """Raise `LoadError` unless `path` is a regular file of at most `_MAX_TEXT_BYTES`. Reading a pipe or a device may
+    never end."""
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
         raise LoadError(f"{path} is not a file.")
@@ -125,7 +126,7 @@ def check_text_file(path: str) -> None:
         raise LoadError(f"{path} is too large: it has {found.st_size} bytes, and {_MAX_TEXT_BYTES} are read at most.")
 
 
-# What follows refuses values that could not be copied, or sent to another process.
+# The functions below refuse JSON values that cannot be copied or sent to another process, or change them.
 def _check_depth(value: Any, depth: int = 0) -> None:
     if depth > _MAX_JSON_DEPTH:
         raise ValueError(f"it is nested more than {_MAX_JSON_DEPTH} deep")
@@ -134,17 +135,13 @@ def _check_depth(value: Any, depth: int = 0) -> None:
             _check_depth(item, depth + 1)
 
 
-def _int(text: str) -> int:
-    if len(text) > 20 or not -1 << 63 <= int(text) < 1 << 63:
-        raise ValueError(f"it has the number {text[:24]}, which takes more than 64 bits")
-    return int(text)
+def _int(text: str) -> Any:
+    """Return an integer, or a float if the number takes more than 64 bits: transformers writes 10**30 for no limit."""
+    return int(text) if len(text) <= 20 and -1 << 63 <= int(text) < 1 << 63 else _float(text)
 
 
 def _constant(name: str) -> Any:
-    """Return Infinity in the form in which transformers writes it, which every process can read. Raises `ValueError`
-    for NaN."""
-    if name == "NaN":
-        raise ValueError("it has NaN for a number")
+    """Return Infinity or NaN in the form in which transformers writes it, which every process can read."""
     return {"__float__": name}
 
 

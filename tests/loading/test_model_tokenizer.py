@@ -1,5 +1,6 @@
 """`ModelTokenizer` against `transformers`, over every kind of tokenizer.json and of the files beside it."""
 
+import asyncio
 import dataclasses
 import enum
 import json
@@ -243,6 +244,16 @@ def test_the_grammars_vocabulary_is_neither_cut_nor_padded(tmp_path: Path) -> No
     assert len(Tokenizer.from_str(text).encode("hello " * 20).ids) == 22
 
 
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, asyncio.CancelledError])
+def test_an_end_from_outside_is_no_damage(error: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(folder: str) -> None:
+        raise error
+
+    monkeypatch.setattr("octavo.loading.tokenizer.read_tokenizer_folder", stopped)
+    with pytest.raises(error):
+        read_tokenizer(str(tmp_path))
+
+
 def test_a_role_that_is_no_token_is_refused(tmp_path: Path) -> None:
     write(tmp_path, byte_level(), {"tokenizer_config.json": {"eos_token": 7}})
     with pytest.raises(LoadError, match=r"cannot be read .eos_token is 7, not a token"):
@@ -381,6 +392,14 @@ _GROWS = "{%% set ns = namespace(x='aaaa') %%}{%% for i in range(100) %%}{%% set
         _GROWS % "[ns.x, ns.x]|join", _GROWS % "', '.join([ns.x, ns.x])",
         "{% set ns = namespace(x='a') %}{% for i in range(100) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}"
         "{% set ns.x = y %}{% endfor %}",
+        "{{ '%(a)1000000000d' % {'a': 3} }}", "{{ '%((a))1000000000d' % {'(a)': 3} }}", "{{ '%*d' % (9999999999, 3) }}",
+        "{{ '%(a)99999d' * 100000 % {'a': 3} }}", "{{ '{:>99999}' * 100000 }}{{ ('{0:>99999}' * 100000).format(3) }}",
+        "{{ '{a:1000000000}'.format_map({'a': 3}) }}", _GROWS % "'%s%s' % (ns.x, ns.x)",
+        _GROWS % "'%s%s'|format(ns.x, ns.x)", _GROWS % "'{0}{0}'.format(ns.x)",
+        _GROWS % "[ns.x, ns.x]" + "{{ ns.x }}", _GROWS % "{'a': ns.x, 'b': ns.x}.values()" + "{{ ns.x|tojson }}",
+        _GROWS % "(ns.x, ns.x)" + "{{ ns.x|upper }}", _GROWS % "{1: 2, 3: ns.x, 4: ns.x}.items()" + "{{ ns.x }}",
+        _GROWS % "[ns.x, ns.x]" + "{{ 'a' ~ ns.x }}",
+        _GROWS % "[ns.x, ns.x]" + "{{ '%s' % ns.x }}", _GROWS % "[ns.x, ns.x]" + "{{ '{}'.format(ns.x) }}",
         "{% set ns = namespace(x=9) %}{% for i in range(100) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
     ],
 )  # fmt: skip
@@ -400,6 +419,42 @@ def test_bounded_operations_of_templates_have_their_results() -> None:
     assert render_template(template, messages) == (
         "a1None abab [1, 2] 1024   3|x    3 aZZc a\n  b  q | user, assistant 5+6 a-b y x |z"
     )
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("""{{ '{{"name": "{}", "arguments": {}}}'.format('f', '{}') }}""", '{"name": "f", "arguments": {}}'),
+        ("""{{ '{"type": "function", "function": {"name": "%s"}}' % 'f' }}""",
+         '{"type": "function", "function": {"name": "f"}}'),
+        ("{{ '50% * {}'.format(2) }} {{ '**100%** {}'.format(2) }}", "50% * 2 **100%** 2"),
+        ("{{ '100%% **%s** %(a' % 'x' if false else '100%% **%s**' % 'x' }}", "100% **x**"),
+        ("{{ '{\"a\": 1234567, \"b\": %s}' % 5 }}", '{"a": 1234567, "b": 5}'),
+        ("{{ '{a:>3}{b!r}'.format_map({'a': 1, 'b': 'c'}) }}", "  1'c'"),
+    ],
+)  # fmt: skip
+def test_braces_and_percent_signs_of_other_texts_are_no_fields(template: str, text: str) -> None:
+    assert render_template(template, []) == text
+
+
+def test_a_joined_number_is_refused_as_in_python() -> None:
+    with pytest.raises(TypeError, match="expected str instance, int found"):
+        render_template("{{ ', '.join([1]) }}", [])
+
+
+def test_the_tracer_of_a_debugger_sees_the_template() -> None:
+    seen, before = set(), sys.gettrace()
+
+    def tracer(frame: Any, event: str, _: object) -> Any:
+        seen.add((frame.f_code.co_filename, event))
+        return tracer
+
+    sys.settrace(tracer)
+    try:
+        text_after_answer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    finally:
+        sys.settrace(before)
+    assert {("<template>", "call"), ("<template>", "line"), ("<template>", "return")} <= seen
 
 
 @pytest.mark.parametrize("body", ["", "x", "{% set y = j %}"])

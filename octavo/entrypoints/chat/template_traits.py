@@ -107,13 +107,22 @@ _Special = tuple[tuple[str, str], ...]
 
 def _render(template: str, special: _Special, messages: Sequence[Mapping[str, Any]], **options: Any) -> str | None:
     variables = {"add_generation_prompt": False, "tools": None, "documents": None, **dict(special), **options}
+    if endless := _endless(template):
+        raise EndlessTemplateError(endless[0])
     try:
         with limited_lines():
             return render_template(template, messages, keeps_null_content=True, **variables)
-    except EndlessTemplateError:
+    except EndlessTemplateError as error:
+        _endless(template).append(str(error))
         raise  # a chat would not end either
     except Exception:  # the template is a program of the model: it may raise anything
         return None
+
+
+@lru_cache(maxsize=64)
+def _endless(template: str) -> list[str]:
+    """Return a list for the error of a template that runs on and on, so that no other chat renders it."""
+    return []
 
 
 def _render_anyhow(template: str, special: _Special, messages: Sequence[Mapping[str, Any]]) -> str | None:

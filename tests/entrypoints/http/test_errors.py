@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,8 +12,9 @@ import openai
 import pytest
 
 from octavo.errors import EngineDeadError
-from tests.entrypoints.fake_engine import FakeEngine
-from tests.waiting import wait_until
+from octavo.loading.jinja_template import limited_lines
+from tests.entrypoints.fake_engine import FakeEngine, serving
+from tests.waiting import wait_until, within
 
 ROUTES = ["/v1/completions", "/v1/chat/completions"]
 JSON = {"Content-Type": "application/json"}
@@ -321,3 +323,29 @@ def test_a_header_that_is_no_id_is_refused(http: httpx.Client) -> None:
         response = http.post("/v1/completions", json={"prompt": "a"}, headers={b"X-Request-Id": header})
         assert response.status_code == 400
         assert error_of(response)["param"] == "request_id"
+
+
+def test_a_template_without_an_end_fails_its_chats_and_not_the_start(
+    tiny_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, num_runs = FakeEngine(tiny_tokenizer), 0
+    engine.tokenizer.chat_template = (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{# of this test #}"
+    )
+
+    def counted() -> Any:
+        nonlocal num_runs
+        num_runs += 1
+        return limited_lines()
+
+    monkeypatch.setattr("octavo.entrypoints.chat.template_traits.limited_lines", counted)
+    with (
+        serving(engine, disable_log_requests=True) as address,
+        httpx.Client(base_url=address, timeout=within(60)) as http,
+    ):
+        for _ in range(2):
+            response = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
+            assert response.status_code == 400
+            assert "lines for a small conversation" in error_of(response)["message"]
+        assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+    assert num_runs == 1

@@ -43,6 +43,7 @@ from octavo.entrypoints.chat.tools.tool_formats import (
     ToolFormat,
 )
 from octavo.entrypoints.chat.tools.tool_parser import Call, JsonScanner, load_json
+from octavo.loading.jinja_template import EndlessTemplateError
 
 if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
@@ -83,10 +84,24 @@ def model_formats(
     model_type: str | None = None,
     response_template: Mapping[str, Any] | None = None,
 ) -> ModelFormats:
-    """Return the named formats; those named `AUTO` are recognised."""
+    """Return the named formats; those named `AUTO` are recognised. A template without an end counts as none."""
     template: str | None = None
     with suppress(Exception):
         template = tokenizer.get_chat_template(None, TOOLS)
+    try:
+        return _formats(tokenizer, template, tool_parser, reasoning_parser, model_type, response_template)
+    except EndlessTemplateError:  # each chat fails with it
+        return _formats(tokenizer, None, tool_parser, reasoning_parser, model_type, response_template)
+
+
+def _formats(
+    tokenizer: ModelTokenizer,
+    template: str | None,
+    tool_parser: str,
+    reasoning_parser: str,
+    model_type: str | None,
+    response_template: Mapping[str, Any] | None,
+) -> ModelFormats:
     stated = (response_template or {}).get("fields")
     fields = stated if isinstance(stated, Mapping) else {}
     why = ""
