@@ -14,14 +14,14 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.api_keys import ApiKeys, sent_keys
 from octavo.errors import RequestError
-from octavo.gateway.client import BrokenAnswerError, Client
+from octavo.gateway.client import TRANSPORT, BrokenAnswerError, Client, while_read
 from octavo.gateway.gateway_metrics import METRICS_TYPE, GatewayMetrics
 from octavo.gateway.key_store import Key, KeyStore
 from octavo.gateway.meter import Meter
 from octavo.gateway.models import Models
 from octavo.gateway.ollama_routes import OllamaRoutes
 from octavo.gateway.page import STATS_PATH, Page, is_of_page
-from octavo.gateway.proxy import Proxy, ProxyRequest, WaitLimits
+from octavo.gateway.proxy import Proxy, ProxyRequest, WaitLimits, route_of
 from octavo.gateway.request_body import RequestBody, read_body
 from octavo.ollama import GREETING
 from octavo.ollama import PREFIX as OLLAMA_PREFIX
@@ -31,6 +31,7 @@ logger = logging.getLogger("octavo.gateway")
 
 OPEN_PATHS = ("/", "/health", "/ping", "/metrics", "/version")
 BODY_TIMEOUT_S = 60.0
+_MAX_LINES = 5
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
@@ -55,6 +56,7 @@ class GatewayApp:
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self.num_in_flight = 0
+        self._second = self._num_lines = 0  # that `_log_refusal` counts
         self._page = Page(models, self.metrics, None) if store is None else None
 
     @property
@@ -78,7 +80,7 @@ class GatewayApp:
             return
         self.num_in_flight += 1
         try:
-            await self._answer(scope, receive, send, path)
+            await self._answer(scope, receive, while_read(send, scope.get(TRANSPORT)), path)
         except (_ClientGoneError, BrokenAnswerError):
             pass  # of the second uvicorn cuts the connection, as the answer was not ended
         finally:
@@ -111,14 +113,26 @@ class GatewayApp:
             await self._unless_gone(work(), receive)
         except RequestError as error:
             self.metrics.requests.labels("none", "none", error.status).inc()
-            said = ", ".join(filter(None, (str(error.status), error.param, error.code)))
-            logger.info("%s %r is refused: %s", scope["method"], path[:100], said)
+            if 400 <= error.status < 500 and not client.has_begun:
+                self._log_refusal(scope["method"], path, error)
             await client.fail(error)
         except (_ClientGoneError, BrokenAnswerError):
             raise
         except Exception:  # a fault of the gateway's own
             logger.exception("Unexpected error while answering a request")
             await client.fail(RequestError("Internal error.", status=500, code="internal_error"))
+
+    def _log_refusal(self, method: str, path: str, error: RequestError) -> None:
+        """Write a line without what the client wrote. Of those that anybody can have, with no key, `_MAX_LINES` a
+        second."""
+        if error.status in (401, 404):
+            if (second := int(time.monotonic())) != self._second:
+                self._second, self._num_lines = second, 0
+            self._num_lines += 1
+            if self._num_lines > _MAX_LINES:
+                return
+        said = ", ".join(filter(None, (str(error.status), error.param, error.code)))
+        logger.info("%s %s is refused: %s", method, route_of(path) or "none", said)
 
     async def _check(self, scope: Scope, path: str) -> Key | None:
         """Return the client's key, if it is one of the store. Raises `RequestError`."""
@@ -234,8 +248,8 @@ class GatewayApp:
 
 
 def _with_sender(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """Return a request's headers, and the client's address among them: replicas on this host believe the gateway, and
-    let clients take turns."""
+    """Return the headers with the client's address appended to X-Forwarded-For. Replicas on this host use it to let
+    clients take turns."""
     name = b"x-forwarded-for"
     way = [value for own, value in scope["headers"] if own == name]
     if scope["client"] is not None:

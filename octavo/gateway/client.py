@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
+import struct
 import uuid
 from typing import Any
 
 import msgspec
-from starlette.types import Send
+from starlette.types import Message, Send
 
 from octavo.errors import RequestError
 from octavo.gateway.error_bodies import error_body, error_event
@@ -23,10 +25,34 @@ _EVENTS = b"text/event-stream"
 _EVENT_END = re.compile(rb"(?<=\n\n)|(?<=\r\n\r\n)")
 _MAX_EVENT_BYTES = 1 << 20  # of an event that is held back until it is whole
 WRITE_TIMEOUT_S = 60.0  # in which a client must read some of what waits for it
+TRANSPORT = "octavo.transport"  # scope key of the client's connection
 
 
 class BrokenAnswerError(Exception):
     """An answer cannot be ended as it was begun, or its client does not read it: its connection has to be cut."""
+
+
+def while_read(send: Send, transport: asyncio.Transport | None) -> Send:
+    """Return a `send` that resets the connection of a client that has read nothing for `WRITE_TIMEOUT_S`, and raises
+    `BrokenAnswerError`: it would hold the replica, which would count as lost after its own time."""
+    if transport is None:
+        return send
+
+    async def send_while_read(message: Message) -> None:
+        while True:
+            num_waiting = transport.get_write_buffer_size()
+            try:
+                async with asyncio.timeout(WRITE_TIMEOUT_S):
+                    return await send(message)  # waits before it writes, so it can be called again
+            except TimeoutError:
+                if transport.get_write_buffer_size() < num_waiting:
+                    continue
+                if (sock := transport.get_extra_info("socket")) is not None:
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                transport.abort()
+                raise BrokenAnswerError from None
+
+    return send_while_read
 
 
 class Client:
@@ -45,6 +71,11 @@ class Client:
         self.hides_usage = False  # of a stream, which the gateway has asked for
         self.num_lost = 0  # replicas that were lost before they answered it
         self.load_s = 0.0  # how long the request has waited for its model
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has a status."""
+        return self._has_head
 
     @property
     def takes_comments(self) -> bool:
@@ -170,11 +201,7 @@ class Client:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _write(self, data: bytes, *, is_last: bool = False) -> None:
-        try:
-            async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
-        except TimeoutError:  # it would hold the replica, which would count as lost after its own time
-            raise BrokenAnswerError from None
+        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     async def _finish(self, data: bytes) -> None:
         await self._write(data, is_last=True)

@@ -48,6 +48,13 @@ _MAX_LOST = 2  # replicas that were lost with a request, as engines with a reque
 # Routes whose streams have a usage only where it is asked for.
 _USAGE_PATHS = ("/v1/chat/completions", "/v1/completions", "/invocations")
 _UNCOUNTED_PATHS = ("/v1/batches", "/generate")  # whose answers have no usage
+_ROUTES = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/conversations", "/v1/messages", "/v1/models",
+    "/v1/files", "/v1/batches", "/v1/audio", "/v1/cache/sessions", "/v1/embeddings", "/v2/embed", "/pooling",
+    "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/generate", "/invocations",
+    "/tokenize", "/detokenize", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/ps",
+    "/api/show", "/api/pull", "/api/delete", "/api/version",
+)  # fmt: skip
 _PRIORITY_PATHS = frozenset((
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate", "/invocations",
     "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
@@ -351,6 +358,8 @@ class Proxy:
     def _headers_for(self, replica: Replica, request: ProxyRequest) -> list[tuple[bytes, bytes]]:
         own = replica.auth_headers()
         dropped = _NOT_PASSED_ON | _KEY_HEADERS if own or self._keeps_keys else _NOT_PASSED_ON
+        if not replica.upstream.is_near:  # another company's API is not told who asks
+            dropped |= {b"x-forwarded-for"}
         if request.body.streams and request.path in RESUMABLE_PATHS:
             own.append((RESUMABLE, b"1"))
         own.append((b"accept-encoding", b"identity"))  # events and usages are read in what comes
@@ -390,6 +399,11 @@ class Proxy:
             task.cancel()
 
 
+def route_of(path: str) -> str | None:
+    """Return the known route to which a path belongs, which has no ids."""
+    return next((route for route in _ROUTES if path == route or path.startswith(route + "/")), None)
+
+
 def check_use(key: Key, deployment: Deployment) -> None:
     """Raise `RequestError` if a key is not for a model."""
     if not deployment.may_be_used_by(key):
@@ -404,10 +418,11 @@ def _metered(request: ProxyRequest, key: Key, client: Client) -> ProxyRequest:
     counted."""
     body, settings = request.body, key.settings
     has_budget = settings.tokens_per_day is not None or settings.tokens_per_minute is not None
-    if has_budget and (body.is_background or (request.method == "POST" and request.path in _UNCOUNTED_PATHS)):
+    is_uncounted = request.path.rstrip("/") in _UNCOUNTED_PATHS or route_of(request.path) is None
+    if has_budget and (body.is_background or (request.method == "POST" and is_uncounted)):
         raise RequestError(
-            f"The API key {settings.name} has a limit of tokens, and those of batches, background responses and "
-            "/generate are not counted.", status=403, code="not_allowed",
+            f"The API key {settings.name} has a limit of tokens, and those of batches, background responses, "
+            "/generate and unknown routes are not counted.", status=403, code="not_allowed",
         )  # fmt: skip
     if body.is_resumed and request.path == "/v1/responses":
         raise RequestError("resume would give a response an id of another key's.", param="resume", status=403)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from octavo.api_keys import ApiKeys, with_environment
 from octavo.errors import ConfigError
@@ -25,6 +26,7 @@ from octavo.flags import Flags, flag
 from octavo.gateway.admin import AdminApp
 from octavo.gateway.app import GatewayApp
 from octavo.gateway.catalogue import Catalogue, named_models, read_catalogue
+from octavo.gateway.client import TRANSPORT
 from octavo.gateway.deployment import DISCOVERY_WAIT_S, Launch
 from octavo.gateway.key_store import OnLoss, open_keys
 from octavo.gateway.memory_budget import MemoryBudget
@@ -171,9 +173,17 @@ async def _serve(
     await server.serve([sock])
 
 
+class _Protocol(HttpToolsProtocol):
+    """Shows the application its client's connection."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope[TRANSPORT] = self.transport  # type: ignore[literal-required]
+
+
 def _config(app: Any) -> uvicorn.Config:
     options: dict[str, Any] = {
-        "loop": "none", "http": "httptools", "ws": "none", "lifespan": "off", "interface": "asgi3",
+        "loop": "none", "http": _Protocol, "ws": "none", "lifespan": "off", "interface": "asgi3",
         "log_config": None, "server_header": False, "proxy_headers": False,
     }  # fmt: skip
     return uvicorn.Config(

@@ -7,6 +7,7 @@ wake-up. What comes is passed on as it came, less the framing of chunks.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import re
 import ssl
 import time
@@ -49,6 +50,15 @@ class Upstream:
         self._timeout_s = timeout_s
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the address is of this host or of a private network, by its number or as a name without a dot."""
+        try:
+            address = ipaddress.ip_address(self._host)
+        except ValueError:
+            return "." not in self._host
+        return address.is_loopback or address.is_private
 
     async def send(self, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Answer:
         """Send a request and return its answer once the status and headers are here. Raises `UpstreamError`."""

@@ -398,6 +398,8 @@ def test_limits_refuse_with_the_time_to_come_back(clock: Clock, tmp_path: Path) 
         key_id, headers = await keys.create(tokens_per_day=7)
         gate.http.headers.update(headers)
         assert (await gate.ask(path="/v1/batches")).status_code == (await gate.ask(path="/generate")).status_code == 403
+        for path in ("/llm/generate", "/llm/v1/chat/completions", "/generate/"):  # of a replica with --root-path /llm
+            assert (await gate.ask(path=path)).status_code == 403
         assert (await gate.ask(path="/v1/responses", background=True)).status_code == 403
         assert (await gate.ask()).status_code == 200 and (await gate.ask()).status_code == 429
 

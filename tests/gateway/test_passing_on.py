@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import json
+import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from octavo.gateway.client import WRITE_TIMEOUT_S, BrokenAnswerError, while_read
+from octavo.gateway.upstream import Upstream
 from tests.gateway.fakes import Asked, FakeLaunch, fake_servers, gateway, until
 from tests.waiting import Clock
 
@@ -247,5 +253,102 @@ def test_a_cache_session_is_deleted_at_every_replica(clock: Clock) -> None:
                 assert gate.launch.begun == [], "what is stopped is not started"
                 nowhere = await gate.http.delete(path, headers={"x-octavo-model": "stopped"})
                 assert nowhere.status_code == 404
+
+    clock.run(run())
+
+
+def test_a_line_of_a_refusal_has_no_word_of_the_client(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="octavo.gateway")
+
+    async def run() -> None:
+        async with gateway({"a": {}}, api_key=["k"]) as gate:
+            for i in range(9):
+                assert (await gate.http.get(f"/SECRET/{i}")).status_code == 401
+            gate.http.headers["x-api-key"] = "k"
+            for method, path in (("PUT", "/v1/files/SECRET"), ("HEAD", "/v1/responses/SECRET"), ("HEAD", "/SECRET")):
+                await gate.http.request(method, path, json={"model": "a"}, headers={"content-encoding": "gzip"})
+
+    clock.run(run())
+    lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    known = ["PUT /v1/files is refused: 415", "HEAD /v1/responses is refused: 405", "HEAD none is refused: 405"]
+    assert lines[-3:] == known and "SECRET" not in "".join(lines)
+    assert set(lines[:-3]) == {"GET none is refused: 401, invalid_api_key"} and 5 <= len(lines[:-3]) < 9
+
+
+def test_a_stream_that_breaks_is_not_refused(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="octavo.gateway")
+
+    async def behave(asked: Asked) -> None:
+        asked.begin_stream()
+        asked.piece(b'data: {"x": 1}\n\n')
+        asked.die()
+
+    async def run() -> None:
+        async with gateway({"a": {}}, FakeLaunch(behave)) as gate:
+            assert "replica_lost" in (await gate.ask(stream=True)).text
+
+    clock.run(run())
+    assert "refused" not in caplog.text
+
+
+def test_a_client_that_reads_slowly_is_not_cut_off(clock: Clock) -> None:
+    sizes, aborted = iter((100, 90, 90, 80, 80, 80)), asyncio.Event()
+    transport: Any = SimpleNamespace(
+        get_write_buffer_size=lambda: next(sizes), get_extra_info=lambda _: None, abort=aborted.set
+    )
+
+    async def send(message: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        begin = clock.now()
+        with pytest.raises(BrokenAnswerError):
+            await while_read(send, transport)({})
+        assert clock.now() - begin >= 3 * WRITE_TIMEOUT_S and aborted.is_set()
+
+    clock.run(run())
+
+
+def test_a_client_that_reads_nothing_for_a_minute_is_reset(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        asked.begin_stream()
+        with contextlib.suppress(ConnectionError):
+            while True:
+                asked.piece(b": " + b"x" * 65536 + b"\n\n")
+                await asked.writer.drain()
+
+    async def run() -> None:
+        async with gateway({"a": {}}, FakeLaunch(behave)) as gate:
+            loop, body = asyncio.get_running_loop(), b'{"model": "a", "stream": true}'
+            with socket.socket() as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                sock.setblocking(False)
+                host, port = gate.http.base_url.host, gate.http.base_url.port
+                await loop.sock_connect(sock, (host, port))
+                head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+                await loop.sock_sendall(sock, head + body)
+                await until(lambda: "a" in gate.launch.servers and gate.launch.last("a").asked)
+                await until(lambda: gate.server.app.num_in_flight == 0)
+                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNRESET
+
+    clock.run(run())
+
+
+def test_only_replicas_nearby_are_told_who_asks() -> None:
+    near = ("127.0.0.1", "[::1]", "10.1.2.3", "192.168.0.9", "localhost", "octavo-0")
+    for host in near:
+        assert Upstream(f"http://{host}:8000", timeout_s=1).is_near, host
+    for host in ("api.openai.com", "8.8.8.8"):
+        assert not Upstream(f"https://{host}", timeout_s=1).is_near
+
+
+def test_a_far_replica_gets_no_address_of_a_client(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Upstream, "is_near", False)
+
+    async def run() -> None:
+        async with gateway({"a": {}}) as gate:
+            gate.http.headers["x-forwarded-for"] = "1.2.3.4"
+            assert (await gate.ask()).status_code == 200
+            assert "x-forwarded-for" not in gate.launch.last("a").asked[0].headers
 
     clock.run(run())

@@ -21,6 +21,7 @@ from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ARRIVAL, state_of
 from octavo.entrypoints.http.streaming import EventStream, named_event, run_until_disconnect
+from octavo.errors import RequestError
 
 router = Router(tags=["Anthropic"])
 
@@ -107,6 +108,8 @@ async def _stream(
             if shown := write(part):
                 yield shown
     except Exception as error:
+        if isinstance(error, RequestError):
+            NAMES.renamed(error)
         yield b"event: error\ndata: " + error_body(**error_fields(error)) + b"\n\n"
     finally:
         await progress.aclose()

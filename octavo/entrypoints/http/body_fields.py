@@ -87,11 +87,19 @@ def refuse_unbuilt(
     return {name: value for name, value in data.items() if name not in found} if found else data
 
 
+# Names of fields of bodies, queries and forms. All other names are a client's own.
+DECLARED = {"after", "before", "file", "limit", "order", "purpose"}
+
+
 class RequestBody(BaseModel):
     """What a client sends. Unknown fields are refused."""
 
     # Pydantic builds the validator with the first body of a class, not while the server starts.
     model_config = ConfigDict(strict=True, extra="forbid", defer_build=True)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        DECLARED.update(cls.__annotations__)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

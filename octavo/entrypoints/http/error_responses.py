@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.entrypoints.http.body_fields import ResponseModel
+from octavo.entrypoints.http.body_fields import DECLARED, ResponseModel
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, RequestError
 
 logger = logging.getLogger("octavo.server")
@@ -52,7 +52,7 @@ DEV_MODE_PATHS = frozenset({
 })  # fmt: skip
 # Scope key of the names in the error that answers a request: its field and its code. Values of clients are not in it.
 REFUSED_NAMES = "octavo.refused_names"
-_NAME = re.compile(r"[\w.\[\]-]{1,80}", re.ASCII)
+_FIRST_NAME = re.compile(r"\w*", re.ASCII)
 MAX_MESSAGE_LENGTH = 1000  # messages quote values of clients, which may be megabytes
 
 
@@ -125,7 +125,9 @@ def error_response(
         headers.setdefault("Retry-After", str(RETRY_AFTER_S))
     body = error_body(message, status, param=param, code=code, details=details)
     answer = _ErrorAnswer(body, status, headers=headers, media_type="application/json")
-    answer.names = tuple(name for name in (param, code) if name is not None and _NAME.fullmatch(name))
+    field = _FIRST_NAME.match(param or "")
+    names = field and field[0] in DECLARED and field[0], code  # further names of `param` may be the client's own
+    answer.names = tuple(name for name in names if name)
     return answer
 
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from pydantic import TypeAdapter
 
+from octavo.errors import RequestError
 from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
 from tests.waiting import within
 
@@ -292,6 +293,13 @@ def test_refusals_have_the_form_of_the_api(http: httpx.Client, fields: Any, stat
     assert body.keys() == {"type", "error", "request_id"} and body["type"] == "error" and body["error"]["type"] == kind
     assert body["request_id"] == answer.headers["request-id"]
     assert said in body["error"]["message"]
+
+
+def test_an_error_amid_a_stream_names_the_fields_of_the_api(agent: tuple[anthropic.Anthropic, FakeEngine]) -> None:
+    client, engine = agent
+    engine.fails_after = (1, RequestError("response_format cannot be followed.", param="response_format"))
+    with pytest.raises(anthropic.APIError, match=r"output_config\.format cannot be followed"):
+        list(client.messages.create(model=MODEL, messages=HELLO, max_tokens=5, stream=True))
 
 
 def test_models_are_listed_in_the_form_of_the_api(agent: tuple[anthropic.Anthropic, FakeEngine]) -> None:

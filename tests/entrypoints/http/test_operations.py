@@ -249,6 +249,8 @@ def test_a_refused_request_is_one_line_without_what_the_client_wrote(
         http.get("/v1/responses/SECRET")
         http.get("/SECRET")
         assert http.post("/v1/messages", json={"prompt": "SECRET"}).status_code == 400
+        for body in ({"input": "a", "metadata": {"SECRET": 5}}, {"input": "a", "SECRET": 5}):
+            assert http.post("/v1/responses", json=body).status_code == 400
     assert [record.getMessage() for record in caplog.records if "refused" in record.getMessage()] == [
         "r: GET /v1/models is refused: 401, invalid_api_key",
         "r: POST /v1/completions is refused: 400, temperature",
@@ -256,5 +258,7 @@ def test_a_refused_request_is_one_line_without_what_the_client_wrote(
         "r: GET /v1/responses/{response_id} is refused: 404, not_found",
         "r: GET none is refused: 404",
         "r: POST /v1/messages is refused: 400, messages",
+        "r: POST /v1/responses is refused: 400, metadata",
+        "r: POST /v1/responses is refused: 400",
     ]
     assert "SECRET" not in caplog.text
