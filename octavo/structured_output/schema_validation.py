@@ -1,9 +1,8 @@
 """Whether a JSON value satisfies a schema: the final check of answers whose schema is no grammar as a whole.
 
-All of the vocabulary counts. `format` is an annotation, but in `oneOf`, `not` and `if`, which would otherwise not tell
-apart what grammars do. A value is checked as Python's `json` reads it. The
-work is bounded by `_MAX_STEPS` or the length of a long answer, since schemas come from requests. Regular expressions
-take linear time (`schema_patterns`).
+All of the vocabulary counts. `format` asserts only within `oneOf`, `not` and `if`, because grammars tell alternatives
+apart by it. A value is checked as Python's `json` reads it. The event loop waits for the check of an answer: one that
+takes more than `_MAX_STEPS` is not checked to its end. Regular expressions take linear time (`schema_patterns`).
 """
 
 from __future__ import annotations
@@ -18,13 +17,18 @@ from octavo.structured_output.schema_formats import has_format
 from octavo.structured_output.schema_keywords import Document, Schema, SchemaError, children, shown
 from octavo.structured_output.schema_patterns import read_pattern
 
-_MAX_STEPS = 20_000  # schemas applied to values; some 40 ms
-_MAX_STEPS_PER_CHARACTER = 10  # of a long answer
+_MAX_STEPS = 20_000  # schemas applied to values, each of which takes some 2 µs
+_FORMAT_STEPS = 16  # that a format takes, and one for eight characters
+_MAX_FORMAT_STEPS = 200_000  # of all values in a schema
 _MAX_DEPTH = 200
 
 
 class Invalid(Exception):
     """A value that does not satisfy its schema. The message has the place and the keyword."""
+
+
+class _TooManySteps(SchemaError):
+    pass
 
 
 class Validator:
@@ -33,7 +37,7 @@ class Validator:
     def __init__(self, schema: Schema) -> None:
         self._document = Document(schema)
         self._draft = self._document.draft
-        self._num_steps, self._max_steps = 0, _MAX_STEPS
+        self._num_steps = self._num_format_steps = 0
         self._asserts_formats = False
         self._enums: dict[int, tuple[list[Any], frozenset[Any]]] = {}  # by the identity of the lists, which stay
 
@@ -43,16 +47,17 @@ class Validator:
             value = json.loads(text)
         except (RecursionError, ValueError) as e:
             return f"it is no JSON: {e}"
-        self._max_steps = max(_MAX_STEPS, _MAX_STEPS_PER_CHARACTER * len(text))
         return self.check(value)
 
     def check(self, value: Any) -> str | None:
-        """Why a value does not satisfy the schema, or None if it does."""
-        self._num_steps = 0
+        """Why a value does not satisfy the schema, or None if it does or takes too many steps."""
+        self._num_steps = self._num_format_steps = 0
         try:
             self._apply(self._document.root, "", value, "$", 0)
         except Invalid as e:
             return str(e)
+        except _TooManySteps:
+            return None
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as e:
             return f"it could not be checked: {str(e)[:200] or type(e).__name__}"
         return None
@@ -74,8 +79,10 @@ class Validator:
 
     def _apply(self, schema: Schema, base: str, value: Any, at: str, depth: int) -> None:
         self._num_steps += 1
-        if self._num_steps > self._max_steps or depth > _MAX_DEPTH:
-            raise SchemaError("the schema takes too many steps for this value")
+        if self._num_steps > _MAX_STEPS:
+            raise _TooManySteps("the schema takes too many steps for this value")
+        if depth > _MAX_DEPTH:
+            raise SchemaError("the schema is too deep for this value")
         if schema is True:
             return
         if schema is False:
@@ -90,8 +97,14 @@ class Validator:
                 if keyword == "$ref" and not self._document.has_plain_refs:
                     return
         _check_value(schema, value, at, self._draft)
-        if self._asserts_formats and isinstance(value, str) and not has_format(value, schema.get("format")):
-            raise Invalid(f"{at}: {shown(value)} has not the format {shown(schema['format'])}")
+        if self._asserts_formats and isinstance(value, str) and "format" in schema:
+            num = _FORMAT_STEPS + len(value) // 8
+            self._num_steps += num
+            self._num_format_steps += num
+            if self._num_steps > _MAX_STEPS or self._num_format_steps > _MAX_FORMAT_STEPS:
+                raise _TooManySteps("formats take too many steps for these values")
+            if not has_format(value, schema["format"]):
+                raise Invalid(f"{at}: {shown(value)} has not the format {shown(schema['format'])}")
         if "enum" in schema and same(value) not in self._enum(schema["enum"]):
             raise Invalid(f"{at}: {shown(value)} is not in enum")
         self._apply_within(schema, base, value, at, depth + 1)

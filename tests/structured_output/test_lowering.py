@@ -227,9 +227,18 @@ def test_a_mark_of_reasoning_within_an_answer_without_reasoning_is_part_of_it() 
 def test_a_long_answer_is_checked_as_a_whole() -> None:
     kinds = [{"type": "object", "properties": {"kind": {"const": i}, "n": INTEGER}} for i in range(20)]
     check = check_of({"type": "array", "items": {"oneOf": kinds}, "uniqueItems": True})
-    answer = [{"kind": i % 20, "n": i} for i in range(600)]
+    answer = [{"kind": i % 20, "n": i} for i in range(400)]
     assert check.problem(json.dumps(answer)) is None
     assert check.problem(json.dumps([*answer, answer[0]])) is not None
+    assert check.problem(json.dumps([*answer, {"kind": 20}])) is not None
+    longer = [{"kind": i % 20, "n": i} for i in range(1000)]
+    assert check.problem(json.dumps([*longer, {"kind": 20}])) is None  # the event loop would wait too long
+
+
+def test_formats_of_long_lists_are_bounded() -> None:
+    with pytest.raises(SchemaError, match="too many steps"):
+        lower({"enum": [f"text {i}" for i in range(13_000)], "not": {"format": "email"}})
+    assert not lower({"enum": [f"text {i}" for i in range(50)], "not": {"format": "email"}}).unheld
 
 
 def test_a_name_written_with_escapes_is_the_name() -> None:

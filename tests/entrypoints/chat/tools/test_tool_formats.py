@@ -33,6 +33,7 @@ from tests.structured_output.test_grammar import follows
 NAMES = {form: name for name, form in FORMATS.items()}  # once each
 BY_FORMAT = pytest.mark.parametrize("form", [pytest.param(form, id=name) for form, name in NAMES.items()])
 SOME = ("gemma4", "hermes", "llama3_json", "pythonic", "qwen3_coder")
+NEVER_ENDING = ("hy_v3", "hy_v3_plain", "minimax", "minimax_m2", "minimax_m3")  # at random, within 500 bytes
 # Letters, blanks, what JSON and Python escape, and parts of marks.
 TEXTS = st.text(st.sampled_from("ab é世\n\t\"'\\{}[]<>|/=:,`0"), max_size=12)
 VALUES = st.recursive(
@@ -143,8 +144,10 @@ LEAVES: list[dict[str, Any]] = [
 
 @BY_FORMAT
 def test_any_forced_calls_are_read_as_their_schemas_say(form: ToolFormat) -> None:
-    rng = random.Random(NAMES[form])
-    for _ in range(3):
+    rng, num_read = random.Random(NAMES[form]), 0
+    for i in range(40):
+        if i >= 3 and (num_read or NAMES[form] in NEVER_ENDING):
+            break
         names = rng.sample(["city", "from", "größe", "x_y"], rng.randint(1, 3))
         schema = {
             "type": "object", "properties": {name: rng.choice(LEAVES) for name in names}, "required": names[:1],
@@ -162,6 +165,8 @@ def test_any_forced_calls_are_read_as_their_schemas_say(form: ToolFormat) -> Non
         assert content == "" and calls, answer
         for name, arguments in calls:
             assert Draft202012Validator(tools[name]).is_valid(arguments), (answer, schema)
+        num_read += 1
+    assert num_read or NAMES[form] in NEVER_ENDING
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "deepseek_v31", "step3", "llama3_json", "pythonic"])
