@@ -45,10 +45,12 @@ class AlternativesWriter(SchemaWriter):
                 both.append(False)
             elif len(written) == 1:
                 both.append(written[0])
-            elif "anyOf" in out:
-                both.append({"anyOf": written})
             else:
-                out["anyOf"] = written
+                self._origins[id(written)] = written, keyword
+                if "anyOf" in out:
+                    both.append({"anyOf": written})
+                else:
+                    out["anyOf"] = written
 
     def _exclusive(self, parts: list[Schema], base: str) -> list[Schema] | None:
         """Each of a few alternatives without the others."""
@@ -76,6 +78,7 @@ class AlternativesWriter(SchemaWriter):
                 both.append(False)
             elif not any(one is True or one == {} for one in written):
                 both.append({"anyOf": written} if len(written) > 1 else written[0])
+                self._origins[id(written)] = written, keyword
 
     def _again(self, schema: Schema, base: str) -> Schema:
         self._rewriting += 1

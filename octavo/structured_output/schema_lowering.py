@@ -200,7 +200,7 @@ class _Writer(ObjectWriter, AlternativesWriter):
                 self.unheld.add("$ref")
                 says_more = any(one.keys() - {"type"} for one in plain)
                 out, both = {}, plain if says_more else [next(one for one in parts if one not in plain)]
-        both = self._bounded(out, both)
+        both = [one for one in self._bounded(out, both) if one != {}]
         if not both:
             if len(out) > 1 and ("$ref" in out or "anyOf" in out):
                 self.has_merges = True
@@ -216,12 +216,23 @@ class _Writer(ObjectWriter, AlternativesWriter):
         for one in both:
             more = _num_alternatives(one)
             if num > 1 and more > 1 and num * more > _MAX_ALTERNATIVES:
-                self.unheld.add("anyOf")
+                kept.append(self._without_alternatives(one))
                 continue
             num *= more
             kept.append(one)
         self.is_costly |= len(kept) > 1 and num > _MAX_SIMPLE_ALTERNATIVES
         return kept
+
+    def _without_alternatives(self, schema: Schema) -> Schema:
+        if not isinstance(schema, dict):
+            return schema
+        out = dict(schema)
+        if "anyOf" in out:
+            self.unheld.add(self._origins.get(id(out["anyOf"]), (None, "anyOf"))[1])
+            del out["anyOf"]
+        if "allOf" in out:
+            out["allOf"] = [self._without_alternatives(one) for one in out["allOf"]]
+        return out
 
     def _listed(self, schema: dict[str, Any], base: str) -> Schema:
         """A schema with `enum` or `const`: those of the values that satisfy all of it."""

@@ -214,6 +214,14 @@ def test_the_rest_is_seen_when_the_answer_has_ended(schema: dict[str, Any], righ
     assert Validator(schema).check(right) is None
 
 
+def test_alternatives_that_are_too_many_are_named_and_leave_the_rest() -> None:
+    parts = [{"if": {"required": [f"a{i}"]}, "then": {"required": ["b"]}, "properties": {f"c{i}": INTEGER}}
+             for i in range(9)]  # fmt: skip
+    lowered = lower({"type": "object", "allOf": parts})
+    assert lowered.unheld == {"if"}
+    assert [f"c{i}" for i in range(9) if f'"c{i}"' not in json.dumps(lowered.schema)] == []
+
+
 def test_a_mark_of_reasoning_within_an_answer_without_reasoning_is_part_of_it() -> None:
     marks = ReasoningMarks("<think>", "</think>", is_optional=True)
     schema = {"type": "array", "contains": {"const": 1}}
