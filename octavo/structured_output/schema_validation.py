@@ -17,7 +17,7 @@ from octavo.structured_output.schema_formats import has_format
 from octavo.structured_output.schema_keywords import Document, Schema, SchemaError, children, shown
 from octavo.structured_output.schema_patterns import read_pattern
 
-_MAX_STEPS = 20_000  # schemas applied to values, each of which takes some 2 µs
+_MAX_STEPS = 10_000  # schemas applied to values, each of which takes 2 to 5 µs
 _FORMAT_STEPS = 16  # that a format takes, and one for eight characters
 _MAX_FORMAT_STEPS = 200_000  # of all values in a schema
 _MAX_DEPTH = 200
