@@ -65,7 +65,7 @@ from octavo.step_plan import Admission, StepPlan
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.02  # between looks for an adapter that another thread has taken in, or for a group that is closed
-_ANSWER_S = 10.0  # for a follower's blocks: one that hangs in a step that was broken off gives none
+_ANSWER_S = 60.0  # for a follower's blocks: one that hangs in a step that was broken off gives none
 
 _Message = TypeVar("_Message", bound=ToLeader)
 

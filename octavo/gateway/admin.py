@@ -3,6 +3,7 @@ own."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 from typing import Any
@@ -13,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.api_keys import ApiKeys
 from octavo.errors import RequestError
-from octavo.gateway.client import Client
+from octavo.gateway.client import TRANSPORT, BrokenAnswerError, Client, while_read
 from octavo.gateway.gateway_metrics import METRICS_TYPE, GatewayMetrics
 from octavo.gateway.key_store import Key, KeySettings, KeyStore, day_number
 from octavo.gateway.page import STATS_PATH, Page, is_of_page
@@ -31,6 +32,7 @@ class AdminApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} is not served")
+        send = while_read(send, scope.get(TRANSPORT))
         client = Client(send, scope["path"], streams=False)
         try:
             if is_of_page(scope["path"]) and scope["path"] != STATS_PATH:
@@ -54,7 +56,10 @@ class AdminApp:
             content_type, answer = await self._answer(scope["method"], scope["path"].strip("/").split("/"), body, query)
             await client.reply(200, content_type, answer)
         except RequestError as error:
-            await client.fail(error)
+            with contextlib.suppress(BrokenAnswerError):
+                await client.fail(error)
+        except BrokenAnswerError:
+            pass  # uvicorn cuts the connection, as the answer was not ended
 
     async def _answer(self, method: str, way: list[str], body: bytes, query: dict[str, str]) -> tuple[bytes, bytes]:
         """Return the content type and the body of an answer. Raises `RequestError`."""

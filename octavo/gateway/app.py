@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable
@@ -71,18 +72,21 @@ class GatewayApp:
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} is not served")
         path: str = scope["path"]
-        client = Client(send, path, streams=False)
-        if path in OPEN_PATHS:
-            await self._own(path, client, dict(scope["headers"]).get(b"accept", b""))
-            return
-        if is_of_page(path):
-            await self._show_page(scope, receive, send, client)
-            return
+        send = while_read(send, scope.get(TRANSPORT))
+        # After a broken answer uvicorn cuts the connection, as the answer was not ended.
+        with contextlib.suppress(_ClientGoneError, BrokenAnswerError):
+            client = Client(send, path, streams=False)
+            if path in OPEN_PATHS:
+                await self._own(path, client, dict(scope["headers"]).get(b"accept", b""))
+            elif is_of_page(path):
+                await self._show_page(scope, receive, send, client)
+            else:
+                await self._answer_counted(scope, receive, send, path)
+
+    async def _answer_counted(self, scope: Scope, receive: Receive, send: Send, path: str) -> None:
         self.num_in_flight += 1
         try:
-            await self._answer(scope, receive, while_read(send, scope.get(TRANSPORT)), path)
-        except (_ClientGoneError, BrokenAnswerError):
-            pass  # of the second uvicorn cuts the connection, as the answer was not ended
+            await self._answer(scope, receive, send, path)
         finally:
             self.num_in_flight -= 1
 

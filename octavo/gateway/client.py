@@ -4,6 +4,7 @@ be an event of a stream."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import socket
 import struct
@@ -48,7 +49,8 @@ def while_read(send: Send, transport: asyncio.Transport | None) -> Send:
                 if transport.get_write_buffer_size() < num_waiting:
                     continue
                 if (sock := transport.get_extra_info("socket")) is not None:
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    with contextlib.suppress(OSError):  # it is closed already
+                        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 transport.abort()
                 raise BrokenAnswerError from None
 

@@ -418,7 +418,9 @@ def _metered(request: ProxyRequest, key: Key, client: Client) -> ProxyRequest:
     counted."""
     body, settings = request.body, key.settings
     has_budget = settings.tokens_per_day is not None or settings.tokens_per_minute is not None
-    is_uncounted = request.path.rstrip("/") in _UNCOUNTED_PATHS or route_of(request.path) is None
+    # A server in front of a replica may read `/v1/audio/../../generate` as `/generate`.
+    is_plain = not {"", ".", ".."} & set(request.path.split("/")[1:])
+    is_uncounted = not is_plain or request.path in _UNCOUNTED_PATHS or route_of(request.path) is None
     if has_budget and (body.is_background or (request.method == "POST" and is_uncounted)):
         raise RequestError(
             f"The API key {settings.name} has a limit of tokens, and those of batches, background responses, "

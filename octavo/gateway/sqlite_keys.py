@@ -194,7 +194,7 @@ class SqliteKeys(KeyStore):
         """Count a use at once, so that limits hold while the write waits. Return whether it stays counted. A use that
         cannot be written is taken back; with `is_sure` it is written later."""
         self._count(key, model, requests, prompt_tokens, completion_tokens)
-        uses = self._unwritten
+        uses, is_kept = self._unwritten, True
 
         def write() -> None:
             if uses is self._unwritten:  # else another request has written this one's use
@@ -207,12 +207,14 @@ class SqliteKeys(KeyStore):
             logger.error("what the key %s uses cannot be written, and %s: %s", key.settings.name, then, error)
             if not is_sure:
                 self._count(key, model, -requests, -prompt_tokens, -completion_tokens)
-                return False
-        return True
+                is_kept = False
+        finally:  # a use whose client leaves meanwhile is written too
+            if is_kept:
+                key.add(requests, prompt_tokens, completion_tokens)  # now: counters of Prometheus never go down
+        return is_kept
 
     def _count(self, key: Key, model: str, requests: int, prompt_tokens: int, completion_tokens: int) -> None:
-        """Add a use to the key, to its windows, and to what is to be written."""
-        key.add(requests, prompt_tokens, completion_tokens)
+        """Add a use to the key's windows, and to what is to be written."""
         before = self._unwritten.pop((key.id, model), (0, 0, 0))
         use = before[0] + requests, before[1] + prompt_tokens, before[2] + completion_tokens
         if any(use):

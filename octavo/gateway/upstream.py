@@ -19,6 +19,7 @@ import httptools
 
 Headers = Sequence[tuple[bytes, bytes]]
 CONNECT_TIMEOUT_S = 10.0
+_PRIVATE_NAMES = (".local", ".lan", ".internal", ".svc", ".cluster.local")  # ends of names of private networks
 IDLE_S = 4.0  # less than uvicorn's 5 s: servers close their idle connections later than we do
 MAX_HELD_BYTES = 256 * 1024  # of an answer, read and not yet passed on; then the replica waits
 # Of one hop: RFC 9110, section 7.6.1.
@@ -53,12 +54,12 @@ class Upstream:
 
     @property
     def is_near(self) -> bool:
-        """Whether the address is of this host or of a private network, by its number or as a name without a dot."""
+        """Whether the address is of this host or of a private network, by its number or its name."""
         try:
             address = ipaddress.ip_address(self._host)
         except ValueError:
-            return "." not in self._host
-        return address.is_loopback or address.is_private
+            return "." not in self._host or self._host.endswith(_PRIVATE_NAMES)
+        return not address.is_global
 
     async def send(self, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Answer:
         """Send a request and return its answer once the status and headers are here. Raises `UpstreamError`."""

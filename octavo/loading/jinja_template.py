@@ -31,6 +31,7 @@ _TEXT_FILTERS = (
     "striptags", "title", "trim", "truncate", "upper", "urlencode", "urlize", "wordcount", "wordwrap",
 )  # fmt: skip
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+_NESTED = (dict, list, tuple, Mapping, Set, ValuesView)  # values whose text has those of others; the usual ones first
 _MAX_CHARACTERS = 1 << 26  # of a text that a template makes
 # A conversion of the operator %: width, precision and letter. A letter ( begins a key that has parentheses in it.
 _PERCENT = re.compile(r"%(?:\([^()]*\))?[-+ #0]*(\*|\d*)(?:\.(\*|\d*))?[hlL]?(.)?", re.DOTALL)
@@ -130,7 +131,7 @@ def compile_template(text: str) -> Template:
         def size_of(one: Any) -> int:
             if isinstance(one, str):
                 return len(one)
-            if not isinstance(one, Mapping | Set | ValuesView | list | tuple):
+            if one is None or isinstance(one, int | float) or not isinstance(one, _NESTED):
                 return 64
             if id(one) not in sizes:
                 items: Iterable[Any] = [*one, *one.values()] if isinstance(one, Mapping) else [*one]

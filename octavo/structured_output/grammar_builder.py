@@ -354,7 +354,7 @@ class _Maker:
                 empty |= {of_definition[1]}
                 num_rounds += 1
                 continue
-            empty = frozenset()  # each level has numbers of its own
+            empty, num_rounds = frozenset(), 0  # each level has numbers of its own
             if merges_references and problem.startswith(_ENDLESS_MERGES):
                 merges_references = False
                 continue

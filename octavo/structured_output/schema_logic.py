@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from octavo.structured_output.schema_formats import format_keywords
-from octavo.structured_output.schema_keywords import TYPES, Document, Schema, children, size_of
+from octavo.structured_output.schema_keywords import TYPES, Document, Schema, SchemaError, children, size_of
 from octavo.structured_output.schema_validation import Validator, bounds_of, is_type, same, types_in
 
 _BUDGET = 20_000  # schemas looked at
@@ -97,9 +97,12 @@ class Logic:
             values = _listed(one)
             if values is not None:
                 self._budget -= len(values)
-                return self._budget >= 0 and not any(
-                    self.satisfies(other, other_base, value, asserts_formats=True) for value in values
-                )
+                try:
+                    return self._budget >= 0 and not any(
+                        self.satisfies(other, other_base, value, asserts_formats=True) for value in values
+                    )
+                except SchemaError:  # too many steps: not known
+                    return False
             for keyword in ("anyOf", "oneOf"):
                 if isinstance(parts := one.get(keyword), list) and all(
                     self._have_none_in_common(part, other, base, other_base, depth + 1, types) for part in parts

@@ -490,7 +490,7 @@ def test_a_client_that_gives_requests_up_waits_no_longer_for_it() -> None:
     for _ in range(4):
         order += computed(s)
     assert order == ["a0", "b0", "a100", "b1", "b2"]
-    assert not s._turns._clients and not s._turns._num_waiting, "clients that are gone are kept"
+    assert not s._turns._clients and not s._turns._turns, "clients that are gone are kept"
 
 
 def test_stats_count_slots_and_take_increments_once() -> None:
