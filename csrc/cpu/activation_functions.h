@@ -1,5 +1,5 @@
-// Element-wise functions of vectors: activations, softplus, powers of two. Included by int_layouts.h, kv_cache.h,
-// quantize.h and recurrent.h only.
+// Element-wise functions of vectors: activations, softplus, powers of two. Included by int_layouts.h,
+// kv_cache_formats.h, quantize.h and recurrent.h only.
 #pragma once
 
 #include "simd.h"

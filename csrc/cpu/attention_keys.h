@@ -3,7 +3,7 @@
 // attention_8bit.h only.
 #pragma once
 
-#include "kv_cache.h"
+#include "kv_cache_formats.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {
@@ -22,7 +22,7 @@ inline void store_weights(uint16_t* p, Vec v) { store_own(p, v); }
 inline Pairs keep_first(Pairs v) { return and_pairs(v, set1_pair(0x0000ffffu)); }
 inline Pairs keep_second(Pairs v) { return and_pairs(v, set1_pair(0xffff0000u)); }
 
-// The keys and values of one sequence and one key/value head in a cache (kv_cache.h).
+// The keys and values of one sequence and one key/value head in a cache (kv_cache_formats.h).
 template <class E>
 struct Head {
     using Cached = typename E::Cached;

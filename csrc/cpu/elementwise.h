@@ -3,7 +3,7 @@
 // kernels.cpp only.
 #pragma once
 
-#include "kv_cache.h"
+#include "kv_cache_formats.h"
 #include "quantize.h"
 
 namespace octavo::OCTAVO_ISA {

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.checkpoint_formats import method_of, quantized_tensors
 from octavo.loading.dummy_weights import DummyWeights
 from octavo.loading.file_tensor import FileTensor, element_tensor
 from octavo.loading.gguf_file import read_gguf
 from octavo.loading.gguf_tensors import named_tensors, stored_tensor
 from octavo.loading.mapped_file import MappedFile
 from octavo.loading.mistral_format import mistral_name
-from octavo.loading.quantized_checkpoints import method_of, quantized_tensors
 from octavo.loading.safetensors import read_safetensors
 from octavo.loading.torch_archive import read_torch_archive
 from octavo.loading.weights import Weights

@@ -1,5 +1,5 @@
 """A quantized checkpoint while its matrices are put together: the tensors that are left, the tensors of one module, and
-the checks that all methods share. The methods are in `quantized_checkpoints`.
+the checks that all methods share. The methods are in `checkpoint_formats`.
 """
 
 from __future__ import annotations
