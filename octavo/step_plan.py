@@ -85,7 +85,7 @@ class PlannedRow(NamedTuple):
     # Sample after this many of the last tokens (a model that pools: return their vectors). 0 within a prompt, otherwise
     # 1 + len(draft_tokens).
     num_sampled_positions: int
-    num_forks: int = 1  # samples after the last token: more than one where siblings start
+    num_last_samples: int = 1  # samples after the last token: more than one where siblings start
     draft_tokens: tuple[int, ...] = ()  # the last tokens to compute, or `DRAFT_PLACEHOLDER` for each
 
     @property
@@ -95,7 +95,7 @@ class PlannedRow(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        return self.num_sampled_positions + self.num_forks - 1 if self.num_sampled_positions else 0
+        return self.num_sampled_positions + self.num_last_samples - 1 if self.num_sampled_positions else 0
 
 
 @dataclass(slots=True)
@@ -115,8 +115,8 @@ class StepPlan:
     @property
     def has_one_sample_per_row(self) -> bool:
         """Return whether each row has exactly one sample, as in a step of decodes without draft tokens."""
-        _, _, _, num_sampled_positions, num_forks, _ = zip(*self.rows, strict=True)
-        return num_sampled_positions.count(1) == len(self.rows) == num_forks.count(1)
+        _, _, _, num_sampled_positions, num_last_samples, _ = zip(*self.rows, strict=True)
+        return num_sampled_positions.count(1) == len(self.rows) == num_last_samples.count(1)
 
 
 @dataclass(slots=True)

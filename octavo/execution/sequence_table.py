@@ -81,7 +81,7 @@ class SequenceTable:
     def gather(self, plan: StepPlan, into: StepArrays[NDArray[Any]]) -> NDArray[np.int64]:
         """Fill the first entries of `into` with the rows of a plan, after `update`, and set `samples`. Returns the
         table row of each token [T]."""
-        row_ids, num_computed, num_tokens, num_sampled, num_forks, draft_tokens = zip(*plan.rows, strict=True)
+        row_ids, num_computed, num_tokens, num_sampled, num_last_samples, draft_tokens = zip(*plan.rows, strict=True)
         rows = np.array(row_ids, np.int64)
         computed = np.array(num_computed, np.int64)
         num_seqs = len(rows)
@@ -115,7 +115,7 @@ class SequenceTable:
             width = -(-max(int(seq_lens.max()), self.num_cross) // self.block_size)
             for group, blocks in enumerate(self.blocks):
                 into.block_tables[group, :num_seqs, :width] = blocks[:, :width].take(rows, 0)
-        if is_decode and num_sampled.count(1) == num_seqs == num_forks.count(1):  # `has_one_sample_per_row`
+        if is_decode and num_sampled.count(1) == num_seqs == num_last_samples.count(1):  # `has_one_sample_per_row`
             into.sample_rows[:num_seqs] = self._numbers[:num_seqs]
             self.samples = Samples(rows, self._no_forks[:num_seqs], seq_lens + self.num_ahead, {})
         else:
@@ -170,8 +170,8 @@ class SequenceTable:
         starts: NDArray[np.int32],
         seq_lens: NDArray[np.int64],
     ) -> None:
-        """Return the samples of a plan: after the last `num_sampled_positions` tokens of each row, and `num_forks`
-        after the last one."""
+        """Return the samples of a plan: one after each of a row's last `num_sampled_positions` tokens, but
+        `num_last_samples` after the last one."""
         num_samples = np.array([planned.num_samples for planned in rows], np.int64)
         num_sampled_positions = np.array([planned.num_sampled_positions for planned in rows], np.int64)
         firsts = np.cumsum(num_samples) - num_samples

@@ -402,11 +402,11 @@ class Scheduler:
             only_adds_tokens &= not self._speculation.follows_all
         end = 0  # of the samples so far
         for seq, planned in zip(step.sequences, plan.rows, strict=True):
-            row, num_computed_before, num_tokens, num_sampled_positions, num_forks, draft_tokens = planned
+            row, num_computed_before, num_tokens, num_sampled_positions, num_last_samples, draft_tokens = planned
             # 1. Find the row's samples: begin .. end - 1 of the result.
             begin = end
             if num_sampled_positions:
-                end += num_sampled_positions + num_forks - 1  # `PlannedRow.num_samples`, inlined
+                end += num_sampled_positions + num_last_samples - 1  # `PlannedRow.num_samples`, inlined
             # 2. End a sequence that failed. Drop the results of one that has ended while the step was in flight.
             if errors and row in errors and not seq.has_ended:
                 outputs.append(self._fail(seq, errors[row]))
@@ -455,9 +455,9 @@ class Scheduler:
         if seq.beam_search is not None:
             self._stats.num_generation_tokens += 1
             return hold_for_beam_search(seq, logprobs)
-        row, _, _, _, num_forks, draft_tokens = planned
+        row, _, _, _, num_last_samples, draft_tokens = planned
         draft_tokens = result.draft_tokens.get(row, draft_tokens)
-        if num_forks > 1:
+        if num_last_samples > 1:
             outputs = start_forks(self.queues, seq, tokens, logprobs)
         elif draft_tokens:
             num_valid = count_valid_tokens(draft_tokens, tokens)
@@ -467,15 +467,17 @@ class Scheduler:
         else:
             outputs = [extend(self.queues, seq, tokens, logprobs)]
         if self._speculation is not None:
-            self._observe_tokens(seq, outputs[-1].token_ids, result.drafts_of(row), num_forks)
+            self._observe_tokens(seq, outputs[-1].token_ids, result.drafts_of(row), num_last_samples)
         self._stats.num_generation_tokens += len(tokens) if not draft_tokens else len(outputs[0].token_ids)
         return outputs
 
-    def _observe_tokens(self, seq: Sequence, tokens: list[int], drafts: tuple[int, ...] | None, num_forks: int) -> None:
+    def _observe_tokens(
+        self, seq: Sequence, tokens: list[int], drafts: tuple[int, ...] | None, num_last_samples: int
+    ) -> None:
         """Give the proposer the new `tokens` of a sequence, or the first token of each fork. `drafts` are the draft
         tokens that the worker made for the sequence; None if the plan asked for none."""
         assert self._speculation is not None
-        if num_forks > 1:
+        if num_last_samples > 1:
             for fork in self.queues.siblings(seq):
                 self._speculation.accept(fork, fork.token_ids[-1:].tolist(), None)
         elif not seq.has_ended:
@@ -521,4 +523,4 @@ class Scheduler:
 def _may_draft(seq: Sequence, planned: PlannedRow) -> bool:
     """Return whether a sequence may have draft tokens. It may not in a beam search, when forks start, or with a logits
     processor, which is a caller's code and must never see a rejected token."""
-    return seq.beam_search is None and planned.num_forks == 1 and not seq.params.logits_processors
+    return seq.beam_search is None and planned.num_last_samples == 1 and not seq.params.logits_processors

@@ -57,10 +57,10 @@ class Step:
         num_sampled_positions = 0
         if num_computed + num_tokens == len(seq.token_ids) + seq.num_awaited_tokens:
             num_sampled_positions = 1 if seq.request.pooling is None else seq.num_result_positions
-        num_forks = 1 if seq.beam_search is not None else 1 + seq.num_pending_forks
+        num_last_samples = 1 if seq.beam_search is not None else 1 + seq.num_pending_forks
         # As PlannedRow(...), in half the time: this happens for every token.
         plan.rows.append(
-            tuple.__new__(PlannedRow, (row, num_computed, num_tokens, num_sampled_positions, num_forks, ()))
+            tuple.__new__(PlannedRow, (row, num_computed, num_tokens, num_sampled_positions, num_last_samples, ()))
         )
         self.sequences.append(seq)
         self.token_budget -= num_tokens
@@ -69,9 +69,9 @@ class Step:
 
     def add_draft_tokens(self, place: int, draft_tokens: tuple[int, ...], changed: TableChanges) -> None:
         """Add draft tokens after the one token of the row at `place`."""
-        row, num_computed, _, _, num_forks, _ = self.plan.rows[place]
+        row, num_computed, _, _, num_last_samples, _ = self.plan.rows[place]
         count = 1 + len(draft_tokens)
-        self.plan.rows[place] = PlannedRow(row, num_computed, count, count, num_forks, draft_tokens)
+        self.plan.rows[place] = PlannedRow(row, num_computed, count, count, num_last_samples, draft_tokens)
         self.plan.new_blocks += [NewBlock(row, *change) for change in changed]
         self.token_budget -= len(draft_tokens)
         if self.time_limit is not None:

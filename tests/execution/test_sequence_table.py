@@ -69,7 +69,7 @@ def naive(plan: StepPlan, tokens: dict[int, list[int]], blocks: Tables) -> dict[
         found["seq_lens"].append(end)
         if planned.num_sampled_positions:
             found["sample_rows"] += range(num_tokens - planned.num_sampled_positions, num_tokens)
-            found["sample_rows"] += [num_tokens - 1] * (planned.num_forks - 1)
+            found["sample_rows"] += [num_tokens - 1] * (planned.num_last_samples - 1)
     return found
 
 
@@ -80,7 +80,7 @@ def naive_samples(plan: StepPlan) -> list[tuple[int, int, int]]:
         end = planned.num_computed + planned.num_tokens
         if planned.num_sampled_positions:
             found += [(planned.row, 0, end - behind) for behind in reversed(range(planned.num_sampled_positions))]
-            found += [(planned.row, fork, end) for fork in range(1, planned.num_forks)]
+            found += [(planned.row, fork, end) for fork in range(1, planned.num_last_samples)]
     return found
 
 
@@ -125,7 +125,7 @@ def histories(draw: st.DrawFn) -> list[tuple[StepPlan, dict[int, list[int]], Tab
             computed = draw(st.integers(0, len(tokens[row]) - 1))
             count = draw(st.integers(1, min(len(tokens[row]) - computed, room - (len(rows) - i - 1))))
             draft_tokens: tuple[int, ...] = ()
-            num_forks = 1
+            num_last_samples = 1
             if computed + count == len(tokens[row]):
                 num_draft_tokens = draw(
                     st.integers(0, max(0, min(3, MAX_LEN - len(tokens[row]), room - count - len(rows))))
@@ -133,10 +133,10 @@ def histories(draw: st.DrawFn) -> list[tuple[StepPlan, dict[int, list[int]], Tab
                 draft_tokens = tuple(draw(st.lists(numbers, min_size=num_draft_tokens, max_size=num_draft_tokens)))
                 count += num_draft_tokens
             elif draw(st.booleans()):
-                num_forks = draw(st.integers(1, 3))
+                num_last_samples = draw(st.integers(1, 3))
             num_sampled_positions = draw(st.integers(0, 1)) if not draft_tokens else 1 + len(draft_tokens)
             room -= count
-            plan.rows.append(PlannedRow(row, computed, count, num_sampled_positions, num_forks, draft_tokens))
+            plan.rows.append(PlannedRow(row, computed, count, num_sampled_positions, num_last_samples, draft_tokens))
         history.append((plan, deepcopy(tokens), deepcopy(blocks)))
     return history
 

@@ -136,7 +136,7 @@ class Device:
         for i, state in enumerate(states):
             num_output = num_known + i - admission.num_prompt_tokens
             masked = admission.stop_token_ids if num_output < params.min_tokens else []
-            for fork in range(planned.num_forks):
+            for fork in range(planned.num_last_samples):
                 sampled.append(choose(state, admission.seed, admission.index + fork, masked))
                 result.logprobs.append(TokenLogprobs([sampled[-1]], [-1.0], 1) if params.logprobs is not None else None)
             if params.use_beam_search:

@@ -320,7 +320,7 @@ class Simulation:
             is_complete = planned.num_computed + num_certain == num_tokens
             assert is_complete or self.setup.enable_chunked_prefill, "a prompt was cut though chunked prefill is off"
             assert planned.num_sampled_positions == (1 + len(planned.draft_tokens) if is_complete else 0)
-            assert planned.num_forks == (1 if seq.beam_search is not None else seq.num_rows)
+            assert planned.num_last_samples == (1 if seq.beam_search is not None else seq.num_rows)
 
     def _check_index(self) -> None:
         """A block of the prefix index holds the same as when it was indexed; equal keys mean equal contents."""

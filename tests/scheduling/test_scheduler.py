@@ -294,7 +294,7 @@ def test_forks_share_the_blocks_of_their_prompt_and_run_on_their_own() -> None:
     s = scheduler()
     s.add(request("a", 10, n=3))
     plan = s.schedule()
-    assert [(planned.num_tokens, planned.num_sampled_positions, planned.num_forks) for planned in plan.rows] == [
+    assert [(planned.num_tokens, planned.num_sampled_positions, planned.num_last_samples) for planned in plan.rows] == [
         (10, 1, 3)
     ]
     outputs = s.update(plan, StepResult(tokens=[1, 2, 3]))

@@ -71,7 +71,7 @@ async def _answer(body: MessagesRequest, raw: Request) -> Response:
         events = b"".join(map(named_event, builder.add(part)))
         return resumable.shown(events, part.token_ids, is_last=part.finish_reason is not None)
 
-    push = conversation.push(write) if body.stream else None
+    push = conversation.make_sink(write) if body.stream else None
     submitted = await run_until_disconnect(conversation.submit(resumable.id, push), raw.receive)
     if submitted is None:
         return Response(status_code=499)

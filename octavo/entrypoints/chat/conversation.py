@@ -62,11 +62,11 @@ class Progress:
 class Conversation:
     """One chat request. Call `count_tokens`, or this, in order:
 
-    1. `push`, if outputs may be written without a switch of tasks.
+    1. `make_sink`, if outputs may be written without a switch of tasks.
     2. `submit`. It loads earlier answers of the server and fetches media files (`_loaded`). A thread renders the prompt
        and chooses the answers' format and grammar (`_prepare`). The request goes to the engine when the first output is
        read.
-    3. One of: `progress`, for one choice; `read`, for each output of each choice.
+    3. One of: `progress`, for one choice; `parse`, for each output of each choice.
 
     The answers are remembered as they end (`AnswerRecall`).
     """
@@ -98,14 +98,14 @@ class Conversation:
         self._readers: dict[int, AnswerReader] = {}  # by index of the choice
         self._counters: dict[int, ReasoningCounter] = {}  # by index of the choice
         self._prompt_token_ids: list[int] = []  # set by `submit`
-        self._num_tokens = 0  # of the outputs read by `progress` and `push`
+        self._num_tokens = 0  # of the outputs read by `progress` and the sink
         self._response_id = ""  # set by `submit`
 
     async def submit(
         self, response_id: str, sink: Sink | None = None
     ) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
         """Check the request. Returns the prompt, and a generator of outputs, which submits the request when it is first
-        read. `sink` is from `push`. Raises `RequestError`."""
+        read. `sink` is from `make_sink`. Raises `RequestError`."""
         self._response_id = response_id
         async with self._loaded():
             with naming_prompt("messages"):
@@ -249,14 +249,14 @@ class Conversation:
         finally:
             await outputs.aclose()
 
-    def push(self, write: Callable[[Progress], bytes]) -> Push:
+    def make_sink(self, write: Callable[[Progress], bytes]) -> Push:
         """Return a sink for `submit` that writes the progress of each output it takes. `progress` yields the rest."""
         return Push(lambda output: b"".join([write(part) for part in self._progress_of(output)]))
 
     def _progress_of(self, output: RequestOutput) -> Iterator[Progress]:
         """Yield what an output adds."""
         for completion in output.outputs:
-            deltas, finish_reason = self.read(completion)
+            deltas, finish_reason = self.parse(completion)
             self._num_tokens += len(completion.token_ids)
             yield Progress(
                 deltas=deltas,
@@ -270,7 +270,7 @@ class Conversation:
                 num_reasoning_tokens=self.num_reasoning_tokens,
             )
 
-    def read(self, completion: CompletionOutput) -> tuple[list[Delta], str | None]:
+    def parse(self, completion: CompletionOutput) -> tuple[list[Delta], str | None]:
         """Return the new deltas of a choice and its finish reason. `completion` is the choice's next output, or its
         only one; each may be given once."""
         index, is_end = completion.index, completion.finish_reason is not None

@@ -130,7 +130,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
 
     def _choice(self, prompt_index: int, completion: CompletionOutput) -> ChatChoice:
         self._num_completion += len(completion.token_ids)
-        deltas, finish_reason = self._conversation.read(completion)
+        deltas, finish_reason = self._conversation.parse(completion)
         self._num_reasoning = self._conversation.num_reasoning_tokens
         return ChatChoice(
             index=completion.index,
@@ -188,7 +188,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         is nothing new."""
         logprobs = self._logprobs(completion)
         token_ids = b',"token_ids":' + encode_json(completion.token_ids) if self._body.return_token_ids else b""
-        read, finish_reason = self._conversation.read(completion)
+        read, finish_reason = self._conversation.parse(completion)
         finish_reason = self._end(finish_reason)
         self._num_reasoning = self._conversation.num_reasoning_tokens
         if self._kept is not None:

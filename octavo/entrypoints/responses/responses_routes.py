@@ -137,7 +137,7 @@ async def _submit(
             return resumable.shown(builder.write(part), part.token_ids, is_last=part.finish_reason is not None)
 
         pushes = body.stream and not body.background and not is_tried
-        push = conversation.push(write) if pushes else None
+        push = conversation.make_sink(write) if pushes else None
         prompt, outputs = await conversation.submit(response["id"], push)
         return conversation.progress(outputs), _Stream(push, resumable, len(prompt.token_ids))
 
