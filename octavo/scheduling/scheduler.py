@@ -44,9 +44,8 @@ from octavo.sampling.draft_verification import count_valid_tokens
 from octavo.scheduling.adapter_turns import AdapterTurn
 from octavo.scheduling.admission_check import check_request
 from octavo.scheduling.beam_search import BeamSearch
-from octavo.scheduling.deadlines import first_token_deadline
-from octavo.scheduling.fair_turns import FairTurns
 from octavo.scheduling.gauges import set_gauges
+from octavo.scheduling.policies import make_policy
 from octavo.scheduling.prompt_chunks import PromptChunks
 from octavo.scheduling.sampled_tokens import (
     accept_drafts,
@@ -103,9 +102,8 @@ class Scheduler:
             self.queues.on_end.append(self._speculation.end)
         self.tier: DiskTier | None = None  # reads blocks of waiting sequences from the disk
         self._cost = cost
-        self._turns = FairTurns()  # for the policy `fair`
-        if config.policy == "fair":
-            self.queues.on_end.append(lambda seq: self._turns.remove(seq.request.request_id))
+        self._policy = make_policy(config.policy, cache, cost)
+        self.queues.on_end.append(self._policy.ended)
         self._chunks = PromptChunks(config, cache)
         self._prompt_token_s = 0.0  # seconds of a prompt token, as last predicted
         self._stats = EngineStats()
@@ -129,7 +127,7 @@ class Scheduler:
             block_hashes=split_hashes(request.block_hashes),
             num_pending_forks=request.params.num_sequences - 1,
         )
-        seq.key = (self._sort_key(seq), self._num_arrivals)
+        seq.key = (self._policy.place(seq), self._num_arrivals)
         if request.params.use_beam_search:
             seq.beam_search = BeamSearch(seq, self.queues)
         # A request that an earlier core began goes on with the completions that have tokens.
@@ -137,20 +135,6 @@ class Scheduler:
             self.queues.add(seq)
         for index, tokens in request.output_token_ids.items():
             self.queues.add(seq.continued(index, tokens))
-
-    def _sort_key(self, seq: Sequence) -> float:
-        """Return the first part of a new sequence's sort key under the policy. Smaller numbers go first; equal numbers
-        go by arrival."""
-        if self.config.policy == "priority":
-            return seq.request.priority
-        if self.config.policy == "fcfs":
-            return 0
-        if self.config.policy == "fair":
-            return self._turns.add(seq.request.request_id, seq.request.client)
-        assert self._cost is not None, "the deadline policy needs a cost model"
-        num_cached = self.cache.find_prefix(seq).num_tokens
-        prompt = StepWork().plus(num_cached, seq.num_tokens - num_cached, 1)
-        return first_token_deadline(seq.request, self._cost.seconds(prompt))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or only its sequence `index`, and free the blocks at once. An unknown id is ignored. An
@@ -305,8 +289,7 @@ class Scheduler:
             # 3. Start it. This removes it from `waiting`, so that the next one is at i.
             self.queues.start(seq)
             turn.started(seq)
-            if self.config.policy == "fair":
-                self._turns.started(seq.request.request_id, int(seq.key[0]))
+            self._policy.started(seq)
             if self.tier is not None:
                 self.tier.leave(seq)
             num_admitted += 1

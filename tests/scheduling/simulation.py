@@ -21,7 +21,7 @@ from octavo.kv_cache.groups import NULL_BLOCK
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.sampling_params import SamplingParams
-from octavo.scheduling.deadlines import LONGEST_WAIT_S
+from octavo.scheduling.policies import LONGEST_WAIT_S
 from octavo.scheduling.scheduler import Scheduler
 from octavo.scheduling.sequence_queues import scheduling_order
 from octavo.sequence import Sequence
