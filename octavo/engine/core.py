@@ -175,6 +175,14 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """Plan a step, submit it, and account for finished ones: this step, or the one before it on a device that runs
         ahead. Returns at once if there is nothing to run."""
+        try:
+            return self._step()
+        except BaseException:
+            if self.disk is not None:
+                self.disk.close(saves=False)  # a worker that hangs in the broken step gives no blocks
+            raise
+
+    def _step(self) -> StepOutputs:
         if self._pending or self._loading:
             if not self.scheduler.has_work and not self._refused:  # nothing else to do
                 self._wait_for_prepared()

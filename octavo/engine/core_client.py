@@ -34,7 +34,7 @@ from octavo.processes import child_command
 logger = logging.getLogger(__name__)
 
 _EXIT_GRACE_S = 5.0
-_POLL_MS = 20
+_POLL_MS = 20  # between looks whether a core that has not connected yet has ended
 _READ_S = 0.004  # of a turn of the event loop; more than streams get, so that an engine that is ahead finds no queue
 _MAX_PATH_BYTES = 98  # of the sockets' folder; a socket's path, with "/out", has at most 103 bytes (macOS)
 

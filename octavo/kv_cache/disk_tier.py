@@ -226,14 +226,14 @@ class DiskTier:
             pass
         return self.wait_until_saved(max(0.0, end - time.monotonic()))
 
-    def close(self) -> None:
-        """Save what is unsaved, and end the threads. The second call does nothing."""
+    def close(self, saves: bool = True) -> None:
+        """Save what is unsaved, if it `saves`, and end the threads. The second call does nothing."""
         if self._is_closed:
             return
         is_saved = False
         try:
-            is_saved = self.save_all()
-        except RuntimeError as e:  # a worker has ended, or hangs in a step that was broken off
+            is_saved = saves and self.save_all()
+        except RuntimeError as e:  # a worker has ended
             logger.warning("blocks of the KV cache are not kept on disk: %s", e)
         finally:
             with self._lock:

@@ -252,6 +252,22 @@ def test_a_closed_engine_is_freed(model: Any) -> None:
     assert core() is None
 
 
+def test_no_blocks_are_asked_of_workers_after_a_broken_step(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, asked = model("qwen3"), list[int]()
+
+    def break_off(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as breaking:
+        breaking.setattr(llm.core.executor, "submit", break_off)
+        with pytest.raises(KeyboardInterrupt):
+            answers(llm, PROMPTS[:1])
+    llm.core.disk.unsaved[0, b"computed"] = 1
+    monkeypatch.setattr(llm.core.disk._memory, "read_blocks", lambda pool, blocks: asked.append(pool))
+    llm.close()
+    assert not asked
+
+
 @pytest.mark.parametrize("settings", [{"preemption_mode": "swap", "swap_space": 0.01}, {"max_num_batched_tokens": 16}])
 def test_too_few_blocks_change_no_answer(settings: dict[str, Any], model: Any) -> None:
     """Forks and beams that lose their blocks while others' are read."""

@@ -87,10 +87,6 @@ def refuse_unbuilt(
     return {name: value for name, value in data.items() if name not in found} if found else data
 
 
-# Names of fields of bodies, queries and forms. All other names are a client's own.
-DECLARED = {"after", "before", "file", "limit", "order", "purpose"}
-
-
 class RequestBody(BaseModel):
     """What a client sends. Unknown fields are refused."""
 
@@ -98,14 +94,21 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", defer_build=True)
 
     @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        DECLARED.update(cls.__annotations__)
-
-    @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema = handler(source)
         _end_lists_at_first_error(schema)
         return schema
+
+
+def is_field(name: str, body: type[RequestBody] = RequestBody) -> bool:
+    """Return whether a class of bodies derived from `body` declares a field of this name, or queries and forms have
+    one. All other names are a client's own."""
+    return name in {*_OF_QUERIES_AND_FORMS, *body.__annotations__} or any(
+        is_field(name, derived) for derived in body.__subclasses__()
+    )
+
+
+_OF_QUERIES_AND_FORMS = ("after", "before", "file", "limit", "order", "purpose")
 
 
 def _end_lists_at_first_error(schema: object) -> bool:

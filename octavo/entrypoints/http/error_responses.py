@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.entrypoints.http.body_fields import DECLARED, ResponseModel
+from octavo.entrypoints.http.body_fields import ResponseModel, is_field
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, RequestError
 
 logger = logging.getLogger("octavo.server")
@@ -126,7 +126,7 @@ def error_response(
     body = error_body(message, status, param=param, code=code, details=details)
     answer = _ErrorAnswer(body, status, headers=headers, media_type="application/json")
     field = _FIRST_NAME.match(param or "")
-    names = field and field[0] in DECLARED and field[0], code  # further names of `param` may be the client's own
+    names = field and is_field(field[0]) and field[0], code  # further names of `param` may be the client's own
     answer.names = tuple(name for name in names if name)
     return answer
 
