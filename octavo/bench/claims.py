@@ -8,6 +8,7 @@ table name it, and say if it was busy.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo.entrypoints.cli import run_command
+from octavo.entrypoints.cli import command
 from octavo.errors import OctavoError
 from octavo.flags import FlagParser
 from octavo.processes import python_command
@@ -92,10 +93,10 @@ def make_parser(prog: str) -> FlagParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench claims") -> int:
-    """Measure and print. Return the exit code."""
-    args = make_parser(prog).parse_args(argv)
-    return run_command(lambda: _measure_all(args.claims or list(CLAIMS), args.embedding_model))
+@command(make_parser, "octavo bench claims")
+def main(args: argparse.Namespace) -> None:
+    """Measure and print."""
+    _measure_all(args.claims or list(CLAIMS), args.embedding_model)
 
 
 def _measure_all(names: Sequence[str], embedding_model: str | None) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from octavo.bench.data import add_dataset_args, encode, positive_int, sample_pro
 from octavo.bench.results import write_json
 from octavo.config import EngineArgs
 from octavo.engine.input_processor import PromptInput
-from octavo.entrypoints.cli import run_command
+from octavo.entrypoints.cli import command
 from octavo.errors import ConfigError
 from octavo.flags import FlagParser
 from octavo.lora.request import LoRARequest
@@ -61,76 +60,68 @@ def make_latency_parser(prog: str) -> FlagParser:
     return parser
 
 
-def throughput(argv: Sequence[str] | None = None, *, prog: str = "octavo bench throughput") -> int:
-    """Measure and print. Return the exit code."""
-    args = make_throughput_parser(prog).parse_args(argv)
-
-    def bench() -> None:
-        engine_args, adapter = _engine_args(args), _adapter(args)
-        if args.async_engine:
-            with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-                outputs, elapsed_s = runner.run(_generate_async(args, engine_args, adapter))
-        else:
-            from octavo.entrypoints.llm import LLM
-
-            llm = LLM(**dataclasses.asdict(engine_args))
-            prompts, params = _requests(args, llm.get_tokenizer(), llm.config.model.max_model_len)
-            begin = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty(), lora_request=adapter)
-            elapsed_s = time.perf_counter() - begin
-        num_input = sum(len(output.prompt_token_ids) for output in outputs)
-        num_output = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-        print(
-            f"Throughput: {len(outputs) / elapsed_s:.2f} requests/s, {(num_input + num_output) / elapsed_s:.2f} total "
-            f"tokens/s, {num_output / elapsed_s:.2f} output tokens/s"
-        )
-        print(f"Total num prompt tokens:  {num_input}\nTotal num output tokens:  {num_output}")
-        if args.json is not None:
-            figures = {
-                "elapsed_time": elapsed_s,
-                "num_requests": len(outputs),
-                "total_num_tokens": num_input + num_output,
-                "requests_per_second": len(outputs) / elapsed_s,
-                "tokens_per_second": (num_input + num_output) / elapsed_s,
-                "output_tokens_per_second": num_output / elapsed_s,
-                "num_prompt_tokens": num_input,
-                "num_output_tokens": num_output,
-            }
-            write_json(Path(args.json), figures)
-
-    return run_command(bench)
-
-
-def latency(argv: Sequence[str] | None = None, *, prog: str = "octavo bench latency") -> int:
-    """Measure and print. Return the exit code."""
-    args = make_latency_parser(prog).parse_args(argv)
-
-    def bench() -> None:
-        if args.num_iters_warmup < 0:
-            raise ConfigError(f"--num-iters-warmup must be 0 or more, got {args.num_iters_warmup}.")
+@command(make_throughput_parser, "octavo bench throughput")
+def throughput(args: argparse.Namespace) -> None:
+    """Measure and print."""
+    engine_args, adapter = _engine_args(args), _adapter(args)
+    if args.async_engine:
+        with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+            outputs, elapsed_s = runner.run(_generate_async(args, engine_args, adapter))
+    else:
         from octavo.entrypoints.llm import LLM
 
-        llm = LLM(**dataclasses.asdict(_engine_args(args)))
-        _check_length(llm.config.model.max_model_len, args.input_len, args.output_len)
-        rng = np.random.default_rng(args.seed or 0)
-        ids = rng.integers(llm.config.model.vocab_size, size=(args.batch_size, args.input_len)).tolist()
-        prompts: list[PromptInput] = [{"prompt_token_ids": tokens} for tokens in ids]
-        params = _sampling_params(args, args.output_len)
-        times_s = []
-        for i in range(-args.num_iters_warmup, args.num_iters):
-            begin = time.perf_counter()
-            llm.generate(prompts, params, use_tqdm=False)
-            if i >= 0:
-                times_s.append(time.perf_counter() - begin)
-        percentiles = {str(p): float(np.percentile(times_s, p)) for p in _PERCENTILES}
-        print(f"Avg latency: {np.mean(times_s):.4f} seconds")
-        for percentile, seconds in percentiles.items():
-            print(f"{percentile}% percentile latency: {seconds:.4f} seconds")
-        if args.json is not None:
-            figures = {"avg_latency": float(np.mean(times_s)), "latencies": times_s, "percentiles": percentiles}
-            write_json(Path(args.json), figures)
+        llm = LLM(**dataclasses.asdict(engine_args))
+        prompts, params = _requests(args, llm.get_tokenizer(), llm.config.model.max_model_len)
+        begin = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty(), lora_request=adapter)
+        elapsed_s = time.perf_counter() - begin
+    num_input = sum(len(output.prompt_token_ids) for output in outputs)
+    num_output = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    print(
+        f"Throughput: {len(outputs) / elapsed_s:.2f} requests/s, {(num_input + num_output) / elapsed_s:.2f} total "
+        f"tokens/s, {num_output / elapsed_s:.2f} output tokens/s"
+    )
+    print(f"Total num prompt tokens:  {num_input}\nTotal num output tokens:  {num_output}")
+    if args.json is not None:
+        figures = {
+            "elapsed_time": elapsed_s,
+            "num_requests": len(outputs),
+            "total_num_tokens": num_input + num_output,
+            "requests_per_second": len(outputs) / elapsed_s,
+            "tokens_per_second": (num_input + num_output) / elapsed_s,
+            "output_tokens_per_second": num_output / elapsed_s,
+            "num_prompt_tokens": num_input,
+            "num_output_tokens": num_output,
+        }
+        write_json(Path(args.json), figures)
 
-    return run_command(bench)
+
+@command(make_latency_parser, "octavo bench latency")
+def latency(args: argparse.Namespace) -> None:
+    """Measure and print."""
+    if args.num_iters_warmup < 0:
+        raise ConfigError(f"--num-iters-warmup must be 0 or more, got {args.num_iters_warmup}.")
+    from octavo.entrypoints.llm import LLM
+
+    llm = LLM(**dataclasses.asdict(_engine_args(args)))
+    _check_length(llm.config.model.max_model_len, args.input_len, args.output_len)
+    rng = np.random.default_rng(args.seed or 0)
+    ids = rng.integers(llm.config.model.vocab_size, size=(args.batch_size, args.input_len)).tolist()
+    prompts: list[PromptInput] = [{"prompt_token_ids": tokens} for tokens in ids]
+    params = _sampling_params(args, args.output_len)
+    times_s = []
+    for i in range(-args.num_iters_warmup, args.num_iters):
+        begin = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        if i >= 0:
+            times_s.append(time.perf_counter() - begin)
+    percentiles = {str(p): float(np.percentile(times_s, p)) for p in _PERCENTILES}
+    print(f"Avg latency: {np.mean(times_s):.4f} seconds")
+    for percentile, seconds in percentiles.items():
+        print(f"{percentile}% percentile latency: {seconds:.4f} seconds")
+    if args.json is not None:
+        figures = {"avg_latency": float(np.mean(times_s)), "latencies": times_s, "percentiles": percentiles}
+        write_json(Path(args.json), figures)
 
 
 def _add_engine_args(parser: argparse.ArgumentParser) -> None:

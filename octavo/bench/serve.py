@@ -28,7 +28,7 @@ import numpy as np
 from octavo.bench.client import RequestResult, Target, stream
 from octavo.bench.data import BenchPrompt, add_dataset_args, positive_int, sample_prompts
 from octavo.bench.results import METRICS, details, summarize, table, write_json
-from octavo.entrypoints.cli import run_command
+from octavo.entrypoints.cli import command
 from octavo.errors import ConfigError, OctavoError
 from octavo.flags import FlagParser
 from octavo.processes import allow_files, event_loop_factory
@@ -119,33 +119,29 @@ def make_parser(prog: str) -> FlagParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench serve") -> int:
-    """Measure and print. Return the exit code, 1 if no request succeeded."""
-    args = make_parser(prog).parse_args(argv)
+@command(make_parser, "octavo bench serve")
+def main(args: argparse.Namespace) -> None:
+    """Measure and print. Raises `OctavoError` if no request succeeded."""
+    plans = _plans(args)
+    allow_files()  # each connection is an open file
+    results = []
+    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+        for plan in plans:
+            answers, duration_s, prompts = runner.run(_measure(args, plan))
+            results.append(_report(args, plan, answers, duration_s, prompts))
+            if args.plot and len(plans) == 1:
+                from octavo.bench.plot import plot_serving
 
-    def bench() -> None:
-        plans = _plans(args)
-        allow_files()  # each connection is an open file
-        results = []
-        with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-            for plan in plans:
-                answers, duration_s, prompts = runner.run(_measure(args, plan))
-                results.append(_report(args, plan, answers, duration_s, prompts))
-                if args.plot and len(plans) == 1:
-                    from octavo.bench.plot import plot_serving
+                plot_serving(Path(args.plot), answers, plan.setting())
+    if args.json:
+        write_json(Path(args.json), results if len(plans) > 1 else results[0])
+    if args.plot and len(plans) > 1:
+        from octavo.bench.plot import plot_sweep
 
-                    plot_serving(Path(args.plot), answers, plan.setting())
-        if args.json:
-            write_json(Path(args.json), results if len(plans) > 1 else results[0])
-        if args.plot and len(plans) > 1:
-            from octavo.bench.plot import plot_sweep
-
-            plot_sweep(Path(args.plot), results, plans[0].percentiles[-1])
-        for plan, result in zip(plans, results, strict=True):
-            if not result["completed"]:
-                raise OctavoError(f"not one of {result['num_prompts']} requests succeeded ({plan.setting()}).")
-
-    return run_command(bench)
+        plot_sweep(Path(args.plot), results, plans[0].percentiles[-1])
+    for plan, result in zip(plans, results, strict=True):
+        if not result["completed"]:
+            raise OctavoError(f"not one of {result['num_prompts']} requests succeeded ({plan.setting()}).")
 
 
 def _plans(args: argparse.Namespace) -> list[Plan]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
 
 from octavo.errors import ConfigError, LoadError, OctavoError
 from octavo.terminal_styles import DIM, RED, has_styles, styled
@@ -15,10 +18,30 @@ _NEXT_STEPS: dict[type[OctavoError], str] = {
 }
 
 
-def run_command(command: Callable[[], None]) -> int:
+class CommandFunction(Protocol):
+    """A command as `main` runs it: takes the words of its command line and returns the exit code."""
+
+    def __call__(self, argv: Sequence[str] | None = None, *, prog: str = ...) -> int: ...
+
+
+def command(
+    make_parser: Callable[[str], ArgumentParser], prog: str
+) -> Callable[[Callable[[Namespace], int | None]], CommandFunction]:
+    """Make a command of a function that takes parsed arguments and may return an exit code."""
+
+    def make(function: Callable[[Namespace], int | None]) -> CommandFunction:
+        def run(argv: Sequence[str] | None = None, *, prog: str = prog) -> int:
+            return run_command(partial(function, make_parser(prog).parse_args(argv)))
+
+        return run
+
+    return make
+
+
+def run_command(command: Callable[[], int | None]) -> int:
     """Run `command` and return the exit code. Bugs of Octavo keep their traceback."""
     try:
-        command()
+        code = command()
         sys.stdout.flush()  # flush here, where a reader that has gone is no error
     except OctavoError as error:
         show_error(str(error))
@@ -30,7 +53,7 @@ def run_command(command: Callable[[], None]) -> int:
     except BrokenPipeError:  # the reader of the output has gone, as in `octavo complete | head -1`
         sys.stderr.close()
         return 141
-    return 0
+    return code or 0
 
 
 def show_error(text: str) -> None:

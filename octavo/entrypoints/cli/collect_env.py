@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
 
-from octavo.entrypoints.cli import run_command
+from octavo.entrypoints.cli import command
 from octavo.flags import FlagParser
 
 
@@ -15,14 +15,10 @@ def make_parser(prog: str) -> FlagParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "octavo collect-env") -> int:
-    """Print the facts and return the exit code."""
-    args = make_parser(prog).parse_args(argv)
+@command(make_parser, "octavo collect-env")
+def main(args: argparse.Namespace) -> None:
+    """Print the facts."""
+    from octavo.planning.environment import as_text, environment
 
-    def run() -> None:
-        from octavo.planning.environment import as_text, environment
-
-        found = environment()
-        print(json.dumps(found, indent=2) if args.json else as_text(found))
-
-    return run_command(run)
+    found = environment()
+    print(json.dumps(found, indent=2) if args.json else as_text(found))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 
-from octavo.entrypoints.cli import run_command
+from octavo.entrypoints.cli import command
 from octavo.flags import FlagParser
 
 
@@ -20,24 +20,20 @@ def make_parser(prog: str) -> FlagParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "octavo doctor") -> int:
-    """Print the findings. Return the exit code, 1 if a server could not run."""
-    args = make_parser(prog).parse_args(argv)
+@command(make_parser, "octavo doctor")
+def main(args: argparse.Namespace) -> int:
+    """Print the findings. Return 1, the exit code, if a server could not run."""
     runs = True
+    from octavo.planning.machine_check import as_text, examine
 
-    def run() -> None:
-        nonlocal runs
-        from octavo.planning.machine_check import as_text, examine
-
-        findings = []
-        for finding in examine(args.port, args.host, measures=not args.no_measure, asks_network=not args.offline):
-            findings.append(finding)
-            runs &= finding.verdict != "no"
-            if not args.json:
-                print(as_text(finding), flush=True)
-        if args.json:
-            print(json.dumps({"can_serve": runs, "findings": [asdict(finding) for finding in findings]}, indent=2))
-        else:
-            print("A server can run here." if runs else "A server cannot run here: see what is marked [ no ].")
-
-    return run_command(run) or int(not runs)
+    findings = []
+    for finding in examine(args.port, args.host, measures=not args.no_measure, asks_network=not args.offline):
+        findings.append(finding)
+        runs &= finding.verdict != "no"
+        if not args.json:
+            print(as_text(finding), flush=True)
+    if args.json:
+        print(json.dumps({"can_serve": runs, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        print("A server can run here." if runs else "A server cannot run here: see what is marked [ no ].")
+    return int(not runs)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Sequence
 from functools import partial
 
-from octavo.entrypoints.cli import run_command
+from octavo.entrypoints.cli import command
 from octavo.flags import FlagParser
 from octavo.gateway.catalogue import ModelEntry
 from octavo.gateway.server import GatewayArgs, run_gateway
@@ -28,12 +28,10 @@ def make_parser(prog: str) -> FlagParser:
     return GatewayArgs.add_cli_args(parser)
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "octavo gateway") -> int:
-    """Serve until a signal stops the gateway. Return the exit code."""
-    args = make_parser(prog).parse_args(sys.argv[1:] if argv is None else argv)
-    return run_command(
-        lambda: run_gateway(GatewayArgs.from_cli_args(args), args.models, partial(local_entries, args.models_dir))
-    )
+@command(make_parser, "octavo gateway")
+def main(args: argparse.Namespace) -> None:
+    """Serve until a signal stops the gateway."""
+    run_gateway(GatewayArgs.from_cli_args(args), args.models, partial(local_entries, args.models_dir))
 
 
 def local_entries(folders: Sequence[str]) -> dict[str, ModelEntry]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
 from octavo.config import EngineArgs
-from octavo.entrypoints.cli import run_command
+from octavo.entrypoints.cli import command
 from octavo.errors import ConfigError
 from octavo.flags import FlagParser
 
@@ -35,34 +35,30 @@ def make_parser(prog: str) -> FlagParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "octavo kernels") -> int:
-    """Write the archive. Return the exit code."""
-    args = make_parser(prog).parse_args(argv)
+@command(make_parser, "octavo kernels")
+def main(args: argparse.Namespace) -> None:
+    """Write the archive."""
+    from octavo import hardware
 
-    def run() -> None:
-        from octavo import hardware
+    hardware.expect_cuda()
+    engine_args = EngineArgs.from_cli_args(args, device="cuda", model=args.model_tag)
+    if max(engine_args.tensor_parallel_size, engine_args.pipeline_parallel_size) > 1:
+        raise ConfigError(
+            "`octavo kernels` with -tp or -pp is not built; kernels of shares are compiled when a server starts."
+        )
+    if not Path(args.output).absolute().parent.is_dir():  # before all is compiled
+        raise ConfigError(f"the folder of {args.output} is not there: make it, or name another file.")
+    from octavo.execution.compile_ahead import compile_model
+    from octavo.ops.triton.kernel_archive import making_archive
 
-        hardware.expect_cuda()
-        engine_args = EngineArgs.from_cli_args(args, device="cuda", model=args.model_tag)
-        if max(engine_args.tensor_parallel_size, engine_args.pipeline_parallel_size) > 1:
-            raise ConfigError(
-                "`octavo kernels` with -tp or -pp is not built; kernels of shares are compiled when a server starts."
-            )
-        if not Path(args.output).absolute().parent.is_dir():  # before all is compiled
-            raise ConfigError(f"the folder of {args.output} is not there: make it, or name another file.")
-        from octavo.execution.compile_ahead import compile_model
-        from octavo.ops.triton.kernel_archive import making_archive
-
-        configs = [
-            replace(engine_args, quantization=method).create_engine_config()
-            for method in (engine_args.quantization, *args.also)
-        ]
-        capabilities = [(int(major), int(minor)) for major, minor in (each.split(".") for each in args.capability)]
-        with making_archive(args.output, capabilities) as current:
-            for capability in current:
-                for config in configs:
-                    compile_model(config)
-                print("compiled for {}.{}".format(*capability), flush=True)
-        print(f"{args.output}: {os.path.getsize(args.output) / (1 << 20):.1f} MiB")
-
-    return run_command(run)
+    configs = [
+        replace(engine_args, quantization=method).create_engine_config()
+        for method in (engine_args.quantization, *args.also)
+    ]
+    capabilities = [(int(major), int(minor)) for major, minor in (each.split(".") for each in args.capability)]
+    with making_archive(args.output, capabilities) as current:
+        for capability in current:
+            for config in configs:
+                compile_model(config)
+            print("compiled for {}.{}".format(*capability), flush=True)
+    print(f"{args.output}: {os.path.getsize(args.output) / (1 << 20):.1f} MiB")

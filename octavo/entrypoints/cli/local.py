@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from octavo.entrypoints.cli import run_command
+from octavo.entrypoints.cli import command
 from octavo.errors import LoadError, OctavoError
 from octavo.flags import FlagParser
 from octavo.loading.default_model import DEFAULT_MODEL_NAME, fetch_default_model
@@ -46,62 +47,50 @@ def make_rm_parser(prog: str) -> FlagParser:
     return parser
 
 
-def pull(argv: Sequence[str] | None = None, *, prog: str = "octavo pull") -> int:
-    """Fetch a model. Return the exit code."""
-    args = make_pull_parser(prog).parse_args(argv)
-    return run_command(lambda: _print_json_progress(args.model) if args.json else fetch_with_bar(args.model))
+@command(make_pull_parser, "octavo pull")
+def pull(args: argparse.Namespace) -> None:
+    """Fetch a model."""
+    _print_json_progress(args.model) if args.json else fetch_with_bar(args.model)
 
 
-def list_models(argv: Sequence[str] | None = None, *, prog: str = "octavo list") -> int:
-    """Print the models that are here. Return the exit code."""
-    args = make_list_parser(prog).parse_args(argv)
-
-    def run() -> None:
-        rows = [("NAME", "SIZE", "MODIFIED")]
-        for model in local_models(args.models_dir):
-            moment = datetime.fromtimestamp(model.modified).strftime("%Y-%m-%d %H:%M")
-            rows.append((model.name, size_text(model.num_bytes), moment))
-        print_table(rows)
-
-    return run_command(run)
+@command(make_list_parser, "octavo list")
+def list_models(args: argparse.Namespace) -> None:
+    """Print the models that are here."""
+    rows = [("NAME", "SIZE", "MODIFIED")]
+    for model in local_models(args.models_dir):
+        moment = datetime.fromtimestamp(model.modified).strftime("%Y-%m-%d %H:%M")
+        rows.append((model.name, size_text(model.num_bytes), moment))
+    print_table(rows)
 
 
-def show(argv: Sequence[str] | None = None, *, prog: str = "octavo show") -> int:
-    """Print cards of models. Return the exit code."""
-    args = make_show_parser(prog).parse_args(argv)
+@command(make_show_parser, "octavo show")
+def show(args: argparse.Namespace) -> None:
+    """Print cards of models."""
+    from octavo.entrypoints.model_card import card_of
 
-    def run() -> None:
-        from octavo.entrypoints.model_card import card_of
-
-        here = local_models(args.models_dir)
-        for name in args.models:
-            found = find_local(name, here)
-            try:
-                card = card_of(name if found is None else found.path)
-            except OctavoError as error:
-                if not args.json:
-                    raise
-                card = {"error": str(error)}
-            if args.json:
-                print(json.dumps({"asked": name, **card}))
-            else:
-                _print_card({**card, "name": name})
-
-    return run_command(run)
-
-
-def rm(argv: Sequence[str] | None = None, *, prog: str = "octavo rm") -> int:
-    """Delete models. Return the exit code."""
-    args = make_rm_parser(prog).parse_args(argv)
-
-    def run() -> None:
-        for name in args.models:
-            found = _find(name, local_models(args.models_dir))
-            remove(found)
+    here = local_models(args.models_dir)
+    for name in args.models:
+        found = find_local(name, here)
+        try:
+            card = card_of(name if found is None else found.path)
+        except OctavoError as error:
             if not args.json:
-                print(f"deleted {found.name}")
+                raise
+            card = {"error": str(error)}
+        if args.json:
+            print(json.dumps({"asked": name, **card}))
+        else:
+            _print_card({**card, "name": name})
 
-    return run_command(run)
+
+@command(make_rm_parser, "octavo rm")
+def rm(args: argparse.Namespace) -> None:
+    """Delete models."""
+    for name in args.models:
+        found = _find(name, local_models(args.models_dir))
+        remove(found)
+        if not args.json:
+            print(f"deleted {found.name}")
 
 
 def fetch_with_bar(model: str) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
-from octavo.entrypoints.cli import run_command
+from octavo.entrypoints.cli import command
 from octavo.models import catalogue
 
 
@@ -15,7 +14,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str], *, prog: str) -> int:
-    """Print the table and return the exit code."""
-    args = make_parser(prog).parse_args(argv)
-    return run_command(lambda: print(catalogue.as_markdown() if args.markdown else catalogue.as_text()))
+@command(make_parser, "octavo models")
+def main(args: argparse.Namespace) -> None:
+    """Print the table."""
+    print(catalogue.as_markdown() if args.markdown else catalogue.as_text())

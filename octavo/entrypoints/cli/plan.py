@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 
 from octavo.config import EngineArgs
-from octavo.entrypoints.cli import run_command
+from octavo.entrypoints.cli import command
 from octavo.errors import ConfigError, LoadError
 from octavo.flags import FlagParser
 
@@ -50,39 +50,33 @@ def make_parser(prog: str) -> FlagParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "octavo plan") -> int:
-    """Print the plan. Return the exit code, 1 if the model does not fit."""
-    args = make_parser(prog).parse_args(argv)
-    fits = True
+@command(make_parser, "octavo plan")
+def main(args: argparse.Namespace) -> int:
+    """Print the plan. Return 1, the exit code, if the model does not fit."""
+    if args.count is not None and args.gpu is None:
+        raise ConfigError("--count is of GPUs; say which with --gpu.")
+    from octavo.config.number_types import CACHE_BYTES
+    from octavo.loading.checkpoint import is_default_model
+    from octavo.planning.serving_plan import PlanOptions, as_text, make_plan
+    from octavo.planning.step_limits import GPUS
 
-    def run() -> None:
-        nonlocal fits
-        if args.count is not None and args.gpu is None:
-            raise ConfigError("--count is of GPUs; say which with --gpu.")
-        from octavo.config.number_types import CACHE_BYTES
-        from octavo.loading.checkpoint import is_default_model
-        from octavo.planning.serving_plan import PlanOptions, as_text, make_plan
-        from octavo.planning.step_limits import GPUS
-
-        engine_args = EngineArgs.from_cli_args(args, device="cpu")
-        options = PlanOptions(
-            args.format, GPUS[args.gpu] if args.gpu else None, args.count or 1, args.lengths, args.input_len,
-            args.context_len, args.batch_sizes, not args.no_measure,
-        )  # fmt: skip
-        is_here = is_default_model(args.model) or os.path.exists(os.path.expanduser(args.model))
-        try:
-            config = replace(engine_args, load_format="auto" if is_here else "dummy").create_engine_config()
-        except LoadError as error:
-            if not is_here or "no weights" not in str(error):
-                raise
-            config = replace(engine_args, load_format="dummy").create_engine_config()
-        if args.gpu and args.kv_cache_dtype in CACHE_BYTES:  # a CPU would turn fp8 into int8
-            config = replace(config, cache=replace(config.cache, dtype=CACHE_BYTES[args.kv_cache_dtype]))
-        plan = make_plan(config, options)
-        fits = plan["layout"]["fits"]
-        print(json.dumps(plan, indent=2) if args.json else as_text(plan))
-
-    return run_command(run) or int(not fits)
+    engine_args = EngineArgs.from_cli_args(args, device="cpu")
+    options = PlanOptions(
+        args.format, GPUS[args.gpu] if args.gpu else None, args.count or 1, args.lengths, args.input_len,
+        args.context_len, args.batch_sizes, not args.no_measure,
+    )  # fmt: skip
+    is_here = is_default_model(args.model) or os.path.exists(os.path.expanduser(args.model))
+    try:
+        config = replace(engine_args, load_format="auto" if is_here else "dummy").create_engine_config()
+    except LoadError as error:
+        if not is_here or "no weights" not in str(error):
+            raise
+        config = replace(engine_args, load_format="dummy").create_engine_config()
+    if args.gpu and args.kv_cache_dtype in CACHE_BYTES:  # a CPU would turn fp8 into int8
+        config = replace(config, cache=replace(config.cache, dtype=CACHE_BYTES[args.kv_cache_dtype]))
+    plan = make_plan(config, options)
+    print(json.dumps(plan, indent=2) if args.json else as_text(plan))
+    return int(not plan["layout"]["fits"])
 
 
 def _positive(text: str) -> int:

@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from octavo.entrypoints.cli import run_command
+from octavo.entrypoints.cli import command, run_command
 from octavo.entrypoints.cli.local import fetch_with_bar, print_table, size_text
 from octavo.entrypoints.cli.terminal import ApiClient, NoServerError, add_server_flags, make_chat_parser, talk
 from octavo.errors import OctavoError
@@ -71,26 +71,22 @@ def run(argv: Sequence[str] | None = None, *, prog: str = "octavo run") -> int:
     return run_command(chat)
 
 
-def ps(argv: Sequence[str] | None = None, *, prog: str = "octavo ps") -> int:
-    """Print what is loaded. Return the exit code."""
-    args = make_ps_parser(prog).parse_args(argv)
-
-    def show() -> None:
-        rows = [("NAME", "SIZE", "CONTEXT", "UNTIL")]
-        for one in _ask(args, "GET", "/api/ps")["models"]:
-            until = datetime.fromisoformat(one["expires_at"])
-            left_s = round((until - datetime.now(UTC)).total_seconds())
-            left = "stays" if until.year == 9999 else f"{left_s} s"
-            rows.append((one["name"], size_text(one["size"]), str(one["context_length"] or ""), left))
-        print_table(rows)
-
-    return run_command(show)
+@command(make_ps_parser, "octavo ps")
+def ps(args: argparse.Namespace) -> None:
+    """Print what is loaded."""
+    rows = [("NAME", "SIZE", "CONTEXT", "UNTIL")]
+    for one in _ask(args, "GET", "/api/ps")["models"]:
+        until = datetime.fromisoformat(one["expires_at"])
+        left_s = round((until - datetime.now(UTC)).total_seconds())
+        left = "stays" if until.year == 9999 else f"{left_s} s"
+        rows.append((one["name"], size_text(one["size"]), str(one["context_length"] or ""), left))
+    print_table(rows)
 
 
-def stop(argv: Sequence[str] | None = None, *, prog: str = "octavo stop") -> int:
-    """Unload a model. Return the exit code."""
-    args = make_stop_parser(prog).parse_args(argv)
-    return run_command(lambda: _ask(args, "POST", "/api/generate", {"model": args.asked, "keep_alive": 0}) and None)
+@command(make_stop_parser, "octavo stop")
+def stop(args: argparse.Namespace) -> None:
+    """Unload a model."""
+    _ask(args, "POST", "/api/generate", {"model": args.asked, "keep_alive": 0})
 
 
 def _ask(args: argparse.Namespace, method: str, path: str, body: dict[str, Any] | None = None) -> Any:

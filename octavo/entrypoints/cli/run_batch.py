@@ -6,14 +6,14 @@ The format is OpenAI's batch format. Called again after a kill, it continues wit
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.config import AsyncEngineArgs
-from octavo.entrypoints.cli import run_command
+from octavo.entrypoints.cli import command
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import OctavoError
 from octavo.flags import FlagParser
@@ -40,14 +40,12 @@ def make_parser(prog: str) -> FlagParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "octavo run-batch") -> int:
-    """Answer a file. Return the exit code."""
-    args = make_parser(prog).parse_args(sys.argv[1:] if argv is None else argv)
+@command(make_parser, "octavo run-batch")
+def main(args: argparse.Namespace) -> None:
+    """Answer a file."""
     metrics = {"enable_prometheus": True, "prometheus_port": args.port} if args.enable_metrics else {}
     server_args = ServerArgs.from_cli_args(args, disable_log_requests=True, **metrics)
-    return run_command(
-        lambda: run_batch(AsyncEngineArgs.from_cli_args(args), server_args, args.input_file, args.output_file)
-    )
+    run_batch(AsyncEngineArgs.from_cli_args(args), server_args, args.input_file, args.output_file)
 
 
 def run_batch(engine_args: AsyncEngineArgs, args: ServerArgs, input_path: Path, output_path: Path) -> None:

@@ -6,10 +6,10 @@ The `shtab` package writes it from the commands' own parsers.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from octavo.entrypoints.cli import run_command
+from octavo.entrypoints.cli import command
 from octavo.flags import FlagParser
 
 SHELLS = ("bash", "zsh", "fish")
@@ -26,22 +26,18 @@ def make_parser(prog: str) -> FlagParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "octavo completion") -> int:
-    """Print the script, and return the exit code."""
-    args = make_parser(prog).parse_args(argv)
+@command(make_parser, "octavo completion")
+def main(args: argparse.Namespace) -> None:
+    """Print the script."""
+    import shtab
 
-    def run() -> None:
-        import shtab
+    from octavo.entrypoints.cli import main
 
-        from octavo.entrypoints.cli import main
-
-        parser = main.make_parser()
-        for action in _actions(parser):
-            if action.type is Path or action.metavar in _FILES or action.dest == "model":
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
-        print(shtab.complete(parser, args.shell))
-
-    return run_command(run)
+    parser = main.make_parser()
+    for action in _actions(parser):
+        if action.type is Path or action.metavar in _FILES or action.dest == "model":
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    print(shtab.complete(parser, args.shell))
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

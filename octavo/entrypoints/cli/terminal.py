@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from octavo.entrypoints.cli import run_command, show_error
+from octavo.entrypoints.cli import command, run_command, show_error
 from octavo.entrypoints.cli.answer_view import AnswerView, PlainView, make_view
 from octavo.entrypoints.cli.typed_lines import typed_lines
 from octavo.errors import OctavoError
@@ -68,17 +68,13 @@ def talk(args: argparse.Namespace) -> None:
             messages.append({"role": "assistant", "content": answer})
 
 
-def complete(argv: Sequence[str] | None = None, *, prog: str = "octavo complete") -> int:
-    """Continue each typed line until end of file, or the text of --quick. Return the exit code."""
-    args = make_complete_parser(prog).parse_args(argv)
-
-    def run() -> None:
-        client = ApiClient(args)
-        for text in _texts(args):
-            choices = client.stream("/completions", prompt=text)
-            _print_answer(choices, lambda choice: ("", choice["text"]), PlainView(), goes_on=_is_typed(args))
-
-    return run_command(run)
+@command(make_complete_parser, "octavo complete")
+def complete(args: argparse.Namespace) -> None:
+    """Continue each typed line until end of file, or the text of --quick."""
+    client = ApiClient(args)
+    for text in _texts(args):
+        choices = client.stream("/completions", prompt=text)
+        _print_answer(choices, lambda choice: ("", choice["text"]), PlainView(), goes_on=_is_typed(args))
 
 
 def _is_typed(args: argparse.Namespace) -> bool:
