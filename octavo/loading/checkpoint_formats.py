@@ -92,20 +92,15 @@ def _gptq(files: QuantizedFiles) -> None:
         is_symmetric = own.get("sym", True) or bits < 4
         format = "GPTQ_V2" if checkpoint_format == "gptq_v2" else "GPTQ"
         layout = Layout(8 if bits == 8 else 4, 32, not is_symmetric)
-        read = partial(_read_gptq, module, qweight, qzeros, scales, g_idx, groups)
+        read = partial(_read_words, module, qweight, qzeros, scales, g_idx, groups)
         module.make(format, (num_out, num_in), layout, read)
 
 
-def _read_gptq(
-    module: QuantizedModule,
-    qweight: FileTensor,
-    qzeros: FileTensor,
-    scales: FileTensor,
-    g_idx: FileTensor | None,
+def _read_words(
+    module: QuantizedModule, qweight: FileTensor, qzeros: FileTensor, scales: FileTensor, g_idx: FileTensor | None,
     groups: int,
-) -> dict[str, Any]:
-    assert qweight.array is not None and qzeros.array is not None
-    tensors = {"qweight": qweight.array(), "qzeros": qzeros.array(), "scales": module.scales(scales)}
+) -> dict[str, Any]:  # fmt: skip
+    tensors = {"qweight": qweight.elements(), "qzeros": qzeros.elements(), "scales": module.scales(scales)}
     if g_idx is not None:
         tensors["g_idx"] = _groups_of_columns(module, g_idx, groups)
     return tensors
@@ -113,8 +108,7 @@ def _read_gptq(
 
 def _groups_of_columns(module: QuantizedModule, g_idx: FileTensor, groups: int) -> NDArray[Any]:
     """Return the group number of each input [K]. Raises `LoadError` if the groups do not all have the same size."""
-    assert g_idx.array is not None
-    found = g_idx.array()
+    found = g_idx.elements()
     is_group = ((found >= 0) & (found < groups)).all()  # checked first: bincount allocates up to the largest number
     if not is_group or (np.bincount(found, minlength=groups) != len(found) // groups).any():
         raise module.fail(f"g_idx does not divide {len(found)} inputs into {groups} groups of one size")
@@ -131,10 +125,8 @@ def _awq(files: QuantizedFiles) -> None:
         raise files.fail(f"AWQ in the layout {version!r} is not built; gemm and gemv are")
     layout = Layout(4, 32, bool(settings.get("zero_point", True)))
     for module in files.modules("qweight"):
-        qweight, qzeros = module.tensor("qweight", ("int32",)), module.tensor("qzeros", ("int32",))
+        qweight, qzeros = module.matrix("qweight", "int32"), module.tensor("qzeros", ("int32",))
         scales = module.tensor("scales", FLOATS)
-        if len(qweight.shape) != 2:
-            raise module.fail(f"qweight has the shape {list(qweight.shape)}, which is no matrix")
         if version == "gemv":
             num_out, num_in = qweight.shape[0], qweight.shape[1] * 8
             size = module.group(group, num_in)
@@ -148,16 +140,15 @@ def _awq(files: QuantizedFiles) -> None:
             size = module.group(group, num_in)
             module.expect("scales", scales.shape, (num_in // size, num_out))
             module.expect("qzeros", qzeros.shape, (num_in // size, num_out // 8))
-
-        def read(
-            module: QuantizedModule = module, qweight: FileTensor = qweight, qzeros: FileTensor = qzeros,
-            scales: FileTensor = scales, size: int = size,
-        ) -> dict[str, Any]:  # fmt: skip
-            assert qweight.array is not None and qzeros.array is not None
-            tensors = {"qweight": qweight.array(), "qzeros": qzeros.array(), "scales": module.scales(scales)}
-            return tensors | ({"group": np.array([size])} if version == "gemv" else {})
-
+        read = partial(_read_awq, module, qweight, qzeros, scales, size if version == "gemv" else None)
         module.make("AWQ_GEMV" if version == "gemv" else "AWQ", (num_out, num_in), layout, read)
+
+
+def _read_awq(
+    module: QuantizedModule, qweight: FileTensor, qzeros: FileTensor, scales: FileTensor, group: int | None
+) -> dict[str, Any]:
+    tensors = _read_words(module, qweight, qzeros, scales, None, 0)
+    return tensors if group is None else tensors | {"group": np.array([group])}
 
 
 def _compressed_tensors(files: QuantizedFiles) -> None:
@@ -208,10 +199,8 @@ def _packed_integers(module: QuantizedModule, weights: Settings) -> None:
     bits = weights["num_bits"]
     if type(bits) is not int or bits not in (4, 8) or weights.get("type", "int") != "int":
         raise module.fail(f"packed {weights.get('type')} of {bits} bits are not built; int of 4 and 8 are")
-    qweight, scales = module.tensor("weight_packed", ("int32",)), module.tensor("weight_scale", FLOATS)
+    qweight, scales = module.matrix("weight_packed", "int32"), module.tensor("weight_scale", FLOATS)
     module.files.left.pop(f"{module.name}.weight_shape", None)
-    if len(qweight.shape) != 2:
-        raise module.fail(f"weight_packed has the shape {list(qweight.shape)}, which is no matrix")
     num_out, num_in = qweight.shape[0], qweight.shape[1] * 32 // bits
     groups = _num_groups(module, scales, (num_out, num_in), weights.get("strategy"), weights.get("group_size"))
     zeros = g_idx = None
@@ -223,15 +212,11 @@ def _packed_integers(module: QuantizedModule, weights: Settings) -> None:
         module.expect("weight_g_idx", g_idx.shape, (num_in,))
 
     def read() -> dict[str, Any]:
-        assert qweight.array is not None
-        tensors = {"qweight": qweight.array(), "scales": _by_output(module.scales(scales), num_out)}
+        tensors = {"qweight": qweight.elements(), "scales": _by_output(module.scales(scales), num_out)}
         if zeros is not None:
-            assert zeros.array is not None
-            tensors["qzeros"] = zeros.array()
-        if g_idx is not None:
-            assert g_idx.array is not None
-            if (g_idx.array() != -1).any():  # all -1: the columns are in the order of their groups
-                tensors["g_idx"] = _groups_of_columns(module, g_idx, groups)
+            tensors["qzeros"] = zeros.elements()
+        if g_idx is not None and (g_idx.elements() != -1).any():  # all -1: columns are in the order of their groups
+            tensors["g_idx"] = _groups_of_columns(module, g_idx, groups)
         return tensors
 
     module.make("INT_PACKED", (num_out, num_in), Layout(bits, 32, zeros is not None), read)
@@ -261,9 +246,7 @@ def _by_output(scales: NDArray[Any], num_out: int) -> NDArray[Any]:
 def _scaled_integers(module: QuantizedModule, bits: int, strategy: str | None, group: int | None) -> None:
     if type(bits) is not int or bits not in (4, 8):
         raise module.fail(f"integers of {bits} bits are not built; 4 and 8 are")
-    codes, scales = module.tensor("weight", ("int8",)), module.tensor("weight_scale", FLOATS)
-    if len(codes.shape) != 2:
-        raise module.fail(f"weight has the shape {list(codes.shape)}, which is no matrix")
+    codes, scales = module.matrix("weight", "int8"), module.tensor("weight_scale", FLOATS)
     num_out, num_in = codes.shape
     groups = _num_groups(module, scales, (num_out, num_in), strategy, group)
     zeros = module.tensor("weight_zero_point", ("int8",)) if "weight_zero_point" in module else None
@@ -271,15 +254,12 @@ def _scaled_integers(module: QuantizedModule, bits: int, strategy: str | None, g
         module.expect("weight_zero_point", zeros.shape, scales.shape)
 
     def read() -> dict[str, Any]:
-        assert codes.array is not None
-        found = codes.array()
+        found = codes.elements()
         if bits == 4 and (found.min(initial=0) < -8 or found.max(initial=0) > 7):
             raise module.fail("some of its codes are out of the range of 4 bits, -8 to 7")
         tensors = {"codes": found, "scales": _by_output(module.scales(scales), num_out)}
-        if zeros is not None:
-            assert zeros.array is not None
-            if zeros.array().any():
-                tensors["zeros"] = _by_output(zeros.array(), num_out)
+        if zeros is not None and zeros.elements().any():
+            tensors["zeros"] = _by_output(zeros.elements(), num_out)
         return tensors
 
     module.make(f"INT{bits}_SCALED", (num_out, num_in), Layout(bits, 32, zeros is not None), read)
@@ -305,8 +285,7 @@ def _fp8_matrix(module: QuantizedModule, scale_name: str, block: Sequence[int] |
         module.expect(scale_name, scales.shape, (*experts, -(-num_out // rows), -(-num_in // columns)))
 
     def read() -> dict[str, Any]:
-        assert codes.array is not None
-        found, factors = codes.array().reshape(-1, num_in), module.scales(scales).astype(np.float32)
+        found, factors = codes.elements().reshape(-1, num_in), module.scales(scales).astype(np.float32)
         if ((found.view(np.uint8) & 127) == 127).any():
             raise module.fail("some of its elements are not finite")
         if block is None:
@@ -321,9 +300,7 @@ def _fp8_matrix(module: QuantizedModule, scale_name: str, block: Sequence[int] |
 def _fp4(module: QuantizedModule, weights: Settings, part: str, factor_name: str, *, is_divisor: bool) -> None:
     """Make a matrix of MXFP4 or NVFP4. MXFP4 has a power of two as the scale of each 32 elements. NVFP4 has an
     eight-bit float as the scale of each 16 elements, and one factor for the whole matrix."""
-    codes, scales = module.tensor(part, ("uint8",)), module.tensor("weight_scale", ("uint8", "float8_e4m3fn"))
-    if len(codes.shape) != 2:
-        raise module.fail(f"{part} has the shape {list(codes.shape)}, which is no matrix")
+    codes, scales = module.matrix(part, "uint8"), module.tensor("weight_scale", ("uint8", "float8_e4m3fn"))
     num_out, num_in = codes.shape[0], codes.shape[1] * 2
     group = 32 if scales.format == "uint8" else 16
     if num_in % group or weights.get("group_size", group) != group:
@@ -332,11 +309,10 @@ def _fp4(module: QuantizedModule, weights: Settings, part: str, factor_name: str
     factor = module.tensor(factor_name, ("float32",)) if group == 16 else None
 
     def read() -> dict[str, Any]:
-        assert codes.array is not None and scales.array is not None
-        found = scales.array()
+        found = scales.elements()
         if scales.format == "uint8" and (found == 255).any():
             raise module.fail("some of its scales are not finite")
-        tensors = {"codes": codes.array(), "scales": found if group == 32 else module.scales(scales)}
+        tensors = {"codes": codes.elements(), "scales": found if group == 32 else module.scales(scales)}
         if factor is not None:
             whole = module.scales(factor).reshape(-1)
             if whole.size != 1 or whole[0] == 0:
@@ -386,8 +362,7 @@ def _mxfp4(files: QuantizedFiles) -> None:
         def read(
             codes: FileTensor = codes, scales: FileTensor = scales, rows: int = num_experts * num_out,
         ) -> dict[str, Any]:  # fmt: skip
-            assert codes.array is not None and scales.array is not None
-            return {"codes": codes.array().reshape(rows, -1), "scales": scales.array().reshape(rows, -1)}
+            return {"codes": codes.elements().reshape(rows, -1), "scales": scales.elements().reshape(rows, -1)}
 
         stored = (num_experts * num_out, num_in)
         files.made[module.name] = FileTensor(
@@ -399,16 +374,13 @@ def _mxfp4(files: QuantizedFiles) -> None:
 
 def _bitsandbytes(files: QuantizedFiles) -> None:
     for module in files.modules("weight", "int8"):
-        codes, scales = module.tensor("weight", ("int8",)), module.tensor("SCB", ("float32",))
-        if len(codes.shape) != 2:
-            raise module.fail(f"weight has the shape {list(codes.shape)}, which is no matrix")
+        codes, scales = module.matrix("weight", "int8"), module.tensor("SCB", ("float32",))
         module.expect("SCB", scales.shape, codes.shape[:1])
 
         def read(
             module: QuantizedModule = module, codes: FileTensor = codes, scales: FileTensor = scales
         ) -> dict[str, Any]:
-            assert codes.array is not None
-            return {"codes": codes.array(), "scales": module.scales(scales).reshape(-1, 1) / np.float32(127)}
+            return {"codes": codes.elements(), "scales": module.scales(scales).reshape(-1, 1) / np.float32(127)}
 
         module.make("INT8_SCALED", (codes.shape[0], codes.shape[1]), INT8, read)
     for module in files.modules("weight", "uint8"):
@@ -422,9 +394,8 @@ def _codebook(module: QuantizedModule) -> None:
         raise module.fail("it has no weight.quant_state of nf4 or fp4")
     codes = module.tensor("weight", ("uint8",))
     state_tensor = module.tensor(f"weight.quant_state.bitsandbytes__{kinds[0]}", ("uint8",))
-    assert state_tensor.array is not None
     try:
-        state = json.loads(state_tensor.array().tobytes())
+        state = json.loads(state_tensor.elements().tobytes())
         num_out, num_in = state["shape"]
         size, nested_size = state["blocksize"], state.get("nested_blocksize")
         offset = float(state.get("nested_offset", 0))
@@ -451,14 +422,13 @@ def _codebook(module: QuantizedModule) -> None:
         module.expect("weight.nested_quant_map", nested[1].shape, (256,))
 
     def read() -> dict[str, Any]:
-        assert codes.array is not None and absmax.array is not None
         if nested is None:
             scales = module.scales(absmax)
         else:
             units = module.scales(nested[0])[np.arange(num_blocks) // min(nested_size, num_blocks)]
-            scales = module.scales(nested[1])[absmax.array()] * units + np.float32(offset)
+            scales = module.scales(nested[1])[absmax.elements()] * units + np.float32(offset)
         return {
-            "codes": codes.array().reshape(num_out, -1), "scales": scales.reshape(num_out, -1),
+            "codes": codes.elements().reshape(num_out, -1), "scales": scales.reshape(num_out, -1),
             "table": module.scales(table),
         }  # fmt: skip
 
@@ -502,11 +472,13 @@ def _read_squeezellm(
     sparse: tuple[FileTensor, FileTensor, FileTensor] | None,
     num_in: int,
 ) -> dict[str, Any]:
-    assert qweight.array is not None
-    tensors = {"qweight": qweight.array(), "table": module.scales(table)}
+    tensors = {"qweight": qweight.elements(), "table": module.scales(table)}
     if sparse is not None:
-        assert sparse[0].array is not None and sparse[1].array is not None
-        starts, columns, numbers = sparse[0].array(), sparse[1].array(), module.scales(sparse[2]).astype(np.float32)
+        starts, columns, numbers = (
+            sparse[0].elements(),
+            sparse[1].elements(),
+            module.scales(sparse[2]).astype(np.float32),
+        )
         counts = np.diff(starts.astype(np.int64))
         if starts[0] != 0 or starts[-1] != len(columns) or (counts < 0).any() or (counts > num_in).any():
             raise module.fail(f"rows does not divide {len(columns)} numbers of its sparse part among its outputs")

@@ -24,6 +24,11 @@ class FileTensor(NamedTuple):
     layout: Layout | None = None
     array: Callable[[], NDArray[Any]] | None = None
 
+    def elements(self) -> NDArray[Any]:
+        """Return what `array` returns."""
+        assert self.array is not None, "it is no plain array"
+        return self.array()
+
 
 def element_tensor(dtype: str, shape: tuple[int, ...], array: Callable[[], NDArray[Any]]) -> FileTensor:
     """Return a tensor of elements of one type. float64 becomes float32, because no packer reads float64."""

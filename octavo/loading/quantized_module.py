@@ -47,6 +47,13 @@ class QuantizedModule:
             raise self.fail(f"{part} is {name}, not {' or '.join(dtypes)}")
         return found
 
+    def matrix(self, part: str, dtype: str) -> FileTensor:
+        """As `tensor`, of a tensor with two dimensions. Raises `LoadError`."""
+        found = self.tensor(part, (dtype,))
+        if len(found.shape) != 2:
+            raise self.fail(f"{part} has the shape {list(found.shape)}, which is no matrix")
+        return found
+
     def expect(self, part: str, found: tuple[int, ...], *expected: tuple[int, ...]) -> None:
         if found not in expected:
             shapes = " or ".join(str(list(shape)) for shape in expected)
@@ -67,8 +74,7 @@ class QuantizedModule:
 
     def scales(self, tensor: FileTensor) -> NDArray[Any]:
         """Read scales and return them; bfloat16 becomes float32. Raises `LoadError` if some are not finite."""
-        assert tensor.array is not None
-        scales = tensor.array()
+        scales = tensor.elements()
         wide = scales.astype(np.float32)
         if not np.isfinite(wide).all():
             raise self.fail("some of its scales are not finite")
