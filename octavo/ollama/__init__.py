@@ -50,4 +50,8 @@ def plain_name(name: str) -> str:
 
 def refuse_unbuilt(path: str) -> None:
     """Raise `RequestError` for a path of Ollama's API that is not built."""
-    raise RequestError(f"{path:.200} is not built; docs/gateway.md lists Ollama's routes that are.", status=404)
+    raise RequestError(unbuilt_message(path), status=404)
+
+
+def unbuilt_message(path: str) -> str:
+    return f"{path:.200} is not built; docs/gateway.md lists Ollama's routes that are."

@@ -6,11 +6,12 @@ validation errors, unknown routes, and any unforeseen exception, for which the c
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +23,8 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.entrypoints.http.body_fields import ResponseModel, is_field
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, RequestError
+from octavo.ollama import UNBUILT as UNBUILT_IN_OLLAMA
+from octavo.ollama import unbuilt_message as unbuilt_in_ollama
 
 logger = logging.getLogger("octavo.server")
 
@@ -30,10 +33,15 @@ RETRY_AFTER_S = 5
 _SUGGESTED_FIELDS = {
     "enable_thinking": 'chat_template_kwargs {"enable_thinking": ...}',
     "lora_request": "model, which is the adapter's name",
+    "max_completion_tokens": "max_output_tokens",
     "max_new_tokens": "max_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
     "prompt_token_ids": "prompt, which takes token ids too",
+    "response_format": "text.format",
     "thinking": 'chat_template_kwargs {"thinking": ...}',
 }
+_MAX_COMPARED = 64  # characters of a client's name or path that similar ones are looked for
 # Routes of OpenAI's and vLLM's servers that Octavo does not have.
 UNBUILT_PATHS = frozenset((
     "/v1/audio/speech", "/v1/realtime", "/v1/images/generations",
@@ -50,6 +58,8 @@ UNBUILT_PATHS = frozenset((
 DEV_MODE_PATHS = frozenset({
     "/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/reset_prefix_cache",
 })  # fmt: skip
+# Routes of Ollama's that change which models there are.
+_OF_THE_GATEWAY = frozenset({"/api/pull", "/api/delete"})
 # Scope key of the names in the error that answers a request: its field and its code. Values of clients are not in it.
 REFUSED_NAMES = "octavo.refused_names"
 _FIRST_NAME = re.compile(r"\w*", re.ASCII)
@@ -154,8 +164,9 @@ def stream_error_event(error: Exception) -> bytes:
     return b"data: " + error_body(**error_fields(error)) + b"\n\n"
 
 
-def validation_error(errors: Sequence[Mapping[str, Any]]) -> RequestError:
-    """Return the first of pydantic's errors as a sentence that names the field."""
+def validation_error(errors: Sequence[Mapping[str, Any]], fields: Collection[str] = ()) -> RequestError:
+    """Return the first of pydantic's errors as a sentence that names the field. `fields` are those that the body may
+    have."""
     error, location = errors[0], errors[0]["loc"]
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, RequestError):
@@ -164,8 +175,9 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> RequestError:
         return RequestError("The body must be a JSON object.")
     param = _field_name(location)
     if error["type"] == "extra_forbidden":
-        meant = f"; what is meant is perhaps {_SUGGESTED_FIELDS[param]}." if param in _SUGGESTED_FIELDS else ""
-        return RequestError(f"Unrecognized request argument supplied: {param}{meant}", param=param)
+        meant = _meant_field(param, fields)
+        said = f"; what is meant is perhaps {meant}." if meant else ""
+        return RequestError(f"Unrecognized request argument supplied: {param}{said}", param=param)
     if error["type"] == "missing":
         return RequestError(f"{param} is required.", param=param)
     message = _predicate(error)
@@ -178,9 +190,30 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     return RequestError(f"{param} {message}, got {shown}.", param=param)
 
 
+def _meant_field(unknown: str, fields: Collection[str]) -> str | None:
+    """Return the field of `fields` that a client may have meant by an unknown name, or None."""
+    if unknown.startswith("response_format.json_schema."):
+        return "response_format.json_schema.schema, which holds the schema"
+    suggested = _SUGGESTED_FIELDS.get(unknown)
+    if suggested is not None and _FIRST_NAME.match(suggested)[0] in fields:  # type: ignore[index]
+        return suggested
+    return _similar(unknown, fields)
+
+
+def _similar(word: str, known: Collection[str]) -> str | None:
+    if len(word) > _MAX_COMPARED:
+        return None
+    return next(iter(difflib.get_close_matches(word, known, 1, 0.8)), None)
+
+
 _JSON_NAMES = {None: "null", True: "true", False: "false"}
 # Pydantic's names of a field's types, which a location contains as if they were fields.
 _TYPE_LABEL = re.compile(r".*\[.*|(?:str|int|float|bool|list|dict|none|constrained-\w+)$")
+
+
+# What pydantic says of Python where a client has JSON: "a valid dictionary or instance of Tool", and of its own work.
+_WORDS_OF_PYTHON = re.compile(r"a valid dictionary(?: or (?:instance of|object to extract fields from) ?\w*)?")
+_OF_VALIDATION = re.compile(r" after validation, not (?:more than )?\d+")
 
 
 def _field_name(location: Sequence[int | str]) -> str:
@@ -196,7 +229,8 @@ def _field_name(location: Sequence[int | str]) -> str:
 def _predicate(error: Mapping[str, Any]) -> str:
     """Return pydantic's message without its subject ("Input should be a valid integer"); the field's name becomes the
     subject."""
-    message = str(error["msg"]).removeprefix("Value error, ")
+    message = _WORDS_OF_PYTHON.sub("an object", str(error["msg"]).removeprefix("Value error, "))
+    message = _OF_VALIDATION.sub("", message)
     return message[message.index(" should ") + 1 :] if " should " in message else message
 
 
@@ -230,9 +264,20 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
             said = f"This server has no {path}: start it with --enable-server-dev-mode."
             return error_response(said, 404, code="not_enabled")
         message = f"Invalid URL ({request.method} {path})"
+        if route in UNBUILT_IN_OLLAMA:
+            message = unbuilt_in_ollama(route)
+        elif route in _OF_THE_GATEWAY:
+            message = f"{route} is for octavo gateway, which fetches and deletes models; octavo serve has one model."
+        elif meant := _similar(route, _paths(request) - UNBUILT_PATHS):
+            message += f"; what is meant is perhaps {meant}."
     elif error.status_code == 405:
         message = method_not_allowed_message(request.method, path)
     return error_response(message, error.status_code, headers=error.headers)
+
+
+def _paths(request: Request) -> set[str]:
+    """Return the paths of the application's routes."""
+    return {path for route in request.app.routes if isinstance(path := getattr(route, "path", None), str)}
 
 
 def method_not_allowed_message(method: str, path: str) -> str:

@@ -186,7 +186,7 @@ def validate_body(parsed: Any, kind: type[BaseModel], unknown: UnknownFields) ->
             errors = error.errors(include_url=False)
             extra = [one["loc"] for one in errors if one["type"] == "extra_forbidden"]
             if unknown == "error" or not extra:
-                raise validation_error(errors) from None
+                raise validation_error(errors, kind.model_fields) from None
             for location in extra:
                 _remove_field(parsed, location)
             if unknown == "warn":

@@ -47,6 +47,7 @@ from octavo.sampling_params import (
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
+_STRUCTURES = ("json", "regex", "choice", "grammar", "structural_tag")
 _IGNORED = "Taken and without effect, as OpenAI documents it."
 
 
@@ -192,7 +193,12 @@ class ResponseFormat(RequestBody):
 
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        if self.type == "json_schema" and self.json_schema is None:
+            raise RequestError(
+                'response_format of type json_schema needs "json_schema": {"name": ..., "schema": {...}}.',
+                param="response_format.json_schema",
+            )
+        if self.type != "json_schema" and self.json_schema is not None:
             raise RequestError(
                 "response_format.json_schema goes with type json_schema, and only with it.",
                 param="response_format.json_schema",
@@ -357,7 +363,13 @@ class SamplingRequest(TokenRequest):
         ((field, asked),) = found.items()
         if self.guided_whitespace_pattern is not None:
             asked["whitespace_pattern"] = self.guided_whitespace_pattern
-        return field, StructuredOutputsParams(**asked)
+        try:
+            return field, StructuredOutputsParams(**asked)
+        except RequestError as error:
+            if field == "structured_outputs":
+                raise
+            names = FieldNames({f"structured_outputs.{name}": field for name in _STRUCTURES})
+            raise names.renamed(error) from None
 
     def to_sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the sampling parameters. `defaults` are the model's, for omitted fields. Raises `RequestError` for

@@ -43,9 +43,9 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         (
             {"structured_outputs": {"json": [1]}},
             "structured_outputs.json",
-            "structured_outputs.json should be a valid string or a valid dictionary, got [1].",
+            "structured_outputs.json should be a valid string or an object, got [1].",
         ),
-        ({"guided_json": True}, "guided_json", "guided_json should be a valid string or a valid dictionary, got true."),
+        ({"guided_json": True}, "guided_json", "guided_json should be a valid string or an object, got true."),
         ({"guided_choice": [None]}, "guided_choice[0]", "guided_choice[0] should be a valid string, got null."),
         ({"max_tokens": -1}, "max_tokens", "max_tokens must be 1 or more, got -1."),
         ({"max_tokens": 1.5}, "max_tokens", "max_tokens should be a valid integer"),
@@ -80,6 +80,14 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"prompt_token_ids": [1]}, "prompt_token_ids", "supplied: prompt_token_ids; what is meant is perhaps prompt,"),
         ({"lora_request": {}}, "lora_request", "what is meant is perhaps model, which is the adapter's name."),
         ({"colour": "red"}, "colour", "Unrecognized request argument supplied: colour"),
+        ({"temprature": 0}, "temprature", "supplied: temprature; what is meant is perhaps temperature."),
+        ({"guided_choice": []}, "guided_choice", "guided_choice must be a list of non-empty strings"),
+        ({"response_format": "json"}, "response_format", "response_format should be an object, got 'json'."),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"type": "object"}}},
+            "response_format.json_schema.type",
+            "what is meant is perhaps response_format.json_schema.schema, which holds the schema.",
+        ),
     ],
 )
 def test_a_bad_field_is_named(http: httpx.Client, fields: dict[str, Any], param: str, message: str) -> None:
@@ -116,6 +124,17 @@ def test_only_json_is_read(http: httpx.Client, content_type: str | None) -> None
     response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
     assert response.status_code == 415
     assert "Content-Type: application/json" in error_of(response)["message"]
+
+
+def test_an_empty_conversation_is_said_to_be_too_short(http: httpx.Client) -> None:
+    response = http.post("/v1/chat/completions", json={"messages": []})
+    assert error_of(response)["message"] == "messages should have at least 1 item, got []."
+
+
+def test_fields_of_chats_are_refused_with_those_of_responses(http: httpx.Client) -> None:
+    for field, meant in (("max_tokens", "max_output_tokens"), ("response_format", "text.format")):
+        response = http.post("/v1/responses", json={"input": "a", field: 1})
+        assert f"supplied: {field}; what is meant is perhaps {meant}." in error_of(response)["message"]
 
 
 def test_a_compressed_body_is_refused_as_that(http: httpx.Client) -> None:
@@ -173,6 +192,25 @@ def test_unknown_routes_and_methods_have_the_error_body_too(
     response = http.request(method, path, headers=JSON)
     assert response.status_code == status
     assert path in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/chat/completions", "perhaps /v1/chat/completions."),
+        ("/v1/v1/chat/completions", "perhaps /v1/chat/completions."),
+        ("/v1/chat/completion", "perhaps /v1/chat/completions."),
+        ("/v1/embedding", "perhaps /v1/embeddings."),
+        ("/api/pull", "/api/pull is for octavo gateway"),
+        ("/api/create", "/api/create is not built; docs/gateway.md lists"),
+    ],
+)
+def test_a_path_that_is_nearly_right_is_answered_with_the_right_one(
+    http: httpx.Client, path: str, message: str
+) -> None:
+    response = http.post(path, json={})
+    assert response.status_code == 404
+    assert message in str(response.json()["error"])
 
 
 @pytest.mark.parametrize("stream", [False, True])

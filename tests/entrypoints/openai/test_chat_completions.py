@@ -288,7 +288,11 @@ def test_a_message_of_the_assistant_may_be_empty(
             {"tools": [{**F, "function": {"name": "f", "parameters": {"type": "array"}}}], "tool_choice": "required"},
             "tools[0].function.parameters must describe an object, not 'array'",
         ),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema goes with type json_schema"),
+        ({"response_format": {"type": "json_schema"}}, 'type json_schema needs "json_schema": {"name": ...'),
+        (
+            {"response_format": {"type": "text", "json_schema": {"schema": {}}}},
+            "response_format.json_schema goes with type json_schema, and only with it.",
+        ),
         (
             {"response_format": {"type": "text", "schema": {}}},
             "response_format.schema goes with type json_object, and only with it.",
