@@ -83,6 +83,9 @@ def named_models(models: Sequence[str]) -> Catalogue:
     """Return a catalogue of models that are named on the command line. Raises `ConfigError`."""
     if len(set(models)) < len(models):
         raise ConfigError("a model is named twice; name each once, or write a --catalogue with replicas.")
+    for name in models:
+        if name.startswith((".", "/", "~")) and not os.path.exists(os.path.expanduser(name)):
+            raise ConfigError(f"there is no file or folder {name}: give a path that exists, or a Hugging Face id.")
     return Catalogue({name: ModelEntry() for name in models})
 
 
@@ -98,11 +101,26 @@ def read_catalogue(path: str) -> Catalogue:
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}.") from None
     try:
-        catalogue = msgspec.convert(content, Catalogue)
+        catalogue = msgspec.convert(_with_entries(content, where), Catalogue)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}.") from None
     _check(catalogue, where)
     return catalogue
+
+
+def _with_entries(content: Any, where: str) -> Any:
+    """Return a file's content with the entries of its models read one by one, because msgspec's errors do not name the
+    key of a map. Raises `ConfigError`."""
+    models = content.get("models") if isinstance(content, dict) else None
+    if not isinstance(models, dict):
+        return content
+    entries = {}
+    for name, entry in models.items():
+        try:
+            entries[name] = msgspec.convert(entry, ModelEntry)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{where}: models.{name}: {error}.") from None
+    return {**content, "models": entries}
 
 
 def check_memory(catalogue: Catalogue, budget_gib: float | None) -> None:

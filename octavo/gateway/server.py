@@ -137,13 +137,13 @@ def run_gateway(args: GatewayArgs, models: list[str], find_local: FindLocal) -> 
         sock = stack.enter_context(bind(host, args.port))
         admin_sock = None
         if args.admin_port is not None:
-            admin_sock = stack.enter_context(bind(args.admin_host, args.admin_port))
+            admin_sock = stack.enter_context(bind(args.admin_host, args.admin_port, "--admin-port or --admin-host"))
         runner = stack.enter_context(asyncio.Runner(loop_factory=event_loop_factory()))
         runner.run(_serve(args, catalogue, sock, admin_sock, find_local if is_open else None))
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens. Raises `ConfigError`."""
+def bind(host: str, port: int, flags: str = "--port or --host") -> socket.socket:
+    """Return a socket that listens. Raises `ConfigError`, which names the `flags` that say where."""
     # asyncio turns Nagle's algorithm off only for sockets that name their protocol.
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
@@ -153,7 +153,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ConfigError(
-            f"cannot listen at {host}:{port}: {error.strerror or error}. Choose another --port or --host."
+            f"cannot listen at {host}:{port}: {error.strerror or error}. Choose another {flags}."
         ) from None
     return sock
 
@@ -167,10 +167,16 @@ async def _serve(
 ) -> None:
     server = GatewayServer(args, catalogue, find_local=find_local, admin_sock=admin_sock)
     if admin_sock is not None:
-        logger.info("the admin routes listen at port %d", admin_sock.getsockname()[1])
+        logger.info("the admin routes listen at %s", address_of(admin_sock))
     names = ", ".join(catalogue.models) + ("" if find_local is None else " and models that are pulled")
-    logger.info("the gateway listens at port %d, for %s", sock.getsockname()[1], names)
+    logger.info("the gateway listens at %s, for %s", address_of(sock), names)
     await server.serve([sock])
+
+
+def address_of(sock: socket.socket) -> str:
+    """Return the URL of a listening socket."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class _Protocol(HttpToolsProtocol):

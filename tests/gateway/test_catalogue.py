@@ -9,6 +9,7 @@ import pytest
 from octavo.entrypoints.cli.gateway import local_entries, main
 from octavo.errors import ConfigError
 from octavo.gateway.catalogue import ModelEntry, check_memory, named_models, read_catalogue
+from octavo.gateway.server import address_of, bind
 from octavo.loading.default_model import DEFAULT_MODEL_NAME
 from octavo.loading.local_models import LocalModel
 
@@ -19,7 +20,7 @@ from octavo.loading.local_models import LocalModel
         ("", "object"),
         ("models: {}", "no models"),
         ("models: [a]", "models"),
-        ("models: {a: {colour: red}}", "colour"),
+        ("models: {a: {colour: red}}", "models.a: Object contains unknown field `colour`"),
         ("models: {a: {replicas: 0}}", "replicas"),
         ("models: {a: {replicas: two}}", "replicas"),
         ("models: {a: {keep_alive: -1}}", "keep_alive"),
@@ -103,6 +104,8 @@ def test_the_models_on_this_machine_are_a_catalogue(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
+        (["./nowhere.gguf"], "there is no file or folder ./nowhere.gguf"),
+        (["/nowhere/model"], "there is no file or folder /nowhere/model"),
         (["--memory-gib", "4"], "memory_gib"),
         (["m", "--models-dir", "d"], "--models-dir"),
         (["m", "--catalogue", "f"], "either models"),
@@ -121,3 +124,16 @@ def test_a_gateway_that_cannot_be_honoured_does_not_start(
 ) -> None:
     assert main([*argv, "--port", "0"]) == 1
     assert says in capsys.readouterr().err
+
+
+def test_an_address_that_is_taken_is_refused_with_the_flags_that_say_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        assert address_of(taken) == f"http://127.0.0.1:{port}"
+        assert main(["m", "--host", "127.0.0.1", "--port", port]) == 1
+        assert "Choose another --port or --host." in capsys.readouterr().err
+        keys = ["--keys", str(tmp_path / "keys"), "--admin-key", "k", "--admin-port", port]
+        assert main(["m", "--port", "0", *keys]) == 1
+        assert "Choose another --admin-port or --admin-host." in capsys.readouterr().err

@@ -50,7 +50,11 @@ def make_rm_parser(prog: str) -> FlagParser:
 @command(make_pull_parser, "octavo pull")
 def pull(args: argparse.Namespace) -> None:
     """Fetch a model."""
-    _print_json_progress(args.model) if args.json else fetch_with_bar(args.model)
+    if args.json:
+        _print_json_progress(args.model)
+        return
+    fetch_with_bar(args.model)
+    print(f"{args.model} is here.")
 
 
 @command(make_list_parser, "octavo list")

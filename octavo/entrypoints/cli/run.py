@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,11 +25,11 @@ from octavo.loading.local_models import find_local, local_models
 
 def make_run_parser(prog: str) -> FlagParser:
     parser = make_chat_parser(prog)
-    parser.usage = "%(prog)s [MODEL] [--flags]"
+    parser.usage = "%(prog)s [MODEL [MESSAGE]] [--flags]"
     parser.description = (
-        "Talk to MODEL: a name of `octavo list`, a hub id, a folder or a .gguf file; by default the default model. It "
-        "answers at --url if it is served there, else it is fetched if it is not here, and served while you talk. "
-        "Other flags are those of octavo serve. Ctrl-C stops an answer, Ctrl-D ends."
+        "Talk to MODEL: a name of `octavo list`, a hub id, a folder or a .gguf file; by default the default model. "
+        "MESSAGE is that of --quick. The model answers at --url if it is served there, else it is fetched if it is not "
+        "here, and served while you talk. Other flags are those of octavo serve. Ctrl-C stops an answer, Ctrl-D ends."
     )
     return parser
 
@@ -49,12 +48,18 @@ def run(argv: Sequence[str] | None = None, *, prog: str = "octavo run") -> int:
     """Chat with a model that is served for it. Return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     # MODEL comes first: the parser cannot tell it from the value of a flag that it does not know.
-    asked = [words.pop(0)] if words and not words[0].startswith("-") else []
+    asked: list[str] = []
+    while words and len(asked) < 2 and not words[0].startswith("-"):
+        asked.append(words.pop(0))
     args, serve_words = make_run_parser(prog).parse_known_args(words)
 
     def chat() -> None:
         if asked and args.model:
             raise OctavoError(f"two models are given: {asked[0]} and --model {args.model}.")
+        if len(asked) == 2:
+            if args.quick is not None:
+                raise OctavoError("two messages are given: leave --quick out.")
+            args.quick = asked[1]
         args.model = args.model or next(iter(asked), DEFAULT_MODEL_NAME)
         if _is_served(args):
             if serve_words:
@@ -90,15 +95,13 @@ def stop(args: argparse.Namespace) -> None:
 
 
 def _ask(args: argparse.Namespace, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    with closing(ApiClient(args, needs_model=False).request(method, path, body, from_root=True)) as response:
-        return json.load(response)
+    return ApiClient(args, needs_model=False).ask(method, path, body, from_root=True)
 
 
 def _is_served(args: argparse.Namespace) -> bool:
     """Return whether the model is served at --url."""
     try:
-        with closing(ApiClient(args, needs_model=False).request("GET", "/models", None)) as response:
-            return args.model in [one["id"] for one in json.load(response)["data"]]
+        return args.model in ApiClient(args, needs_model=False).model_names()
     except NoServerError:
         return False
 

@@ -215,7 +215,7 @@ class ApiClient:
                 for event in events.feed(data):
                     if event.strip() == b"[DONE]":
                         return
-                    chunk = json.loads(event)
+                    chunk = self._parsed(event)
                     if "error" in chunk:
                         raise OctavoError(chunk["error"]["message"])
                     if chunk["choices"]:
@@ -223,9 +223,28 @@ class ApiClient:
         raise OctavoError(f"{self._url} ended the answer too early.")
 
     def _first_model(self) -> str:
-        with closing(self.request("GET", "/models", None)) as response:
-            name: str = json.load(response)["data"][0]["id"]
-        return name
+        names = self.model_names()
+        if not names:
+            raise OctavoError(f"{self._url} names no model for this key; ask for one with --model.")
+        return names[0]
+
+    def model_names(self) -> list[str]:
+        """Return the names of the models that the server names."""
+        return [one["id"] for one in self.ask("GET", "/models").get("data") or ()]
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, *, from_root: bool = False) -> Any:
+        """Return the object that answers a request."""
+        with closing(self.request(method, path, body, from_root=from_root)) as response:
+            return self._parsed(response.read())
+
+    def _parsed(self, data: bytes) -> dict[str, Any]:
+        try:
+            found = json.loads(data)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise OctavoError(f"{self._url} answers no JSON object: is it the address of an OpenAI API, with its /v1?")
+        return found
 
     def request(
         self, method: str, path: str, body: dict[str, Any] | None, *, from_root: bool = False
@@ -255,5 +274,6 @@ def _error_message(body: bytes) -> str:
         error = json.loads(body)["error"]
         message: str = error if isinstance(error, str) else error["message"]
     except (ValueError, KeyError, TypeError):
-        return body.decode(errors="replace")[:200]
+        text = " ".join(body.decode(errors="replace").split())
+        return "a page, no API's error; is it the API's address?" if text.startswith("<") else text[:200]
     return message

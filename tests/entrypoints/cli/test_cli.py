@@ -6,17 +6,47 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
 
+import httpx
 import pytest
 
-from octavo.entrypoints.cli import main, serve
+from octavo.entrypoints.cli import local, main, serve
+from octavo.entrypoints.cli.run import ps, run
 from octavo.entrypoints.cli.serve import parse_args
 from octavo.entrypoints.cli.terminal import chat, complete
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError
+from octavo.loading.default_model import DEFAULT_MODEL_NAME
 from tests.entrypoints.fake_engine import FakeEngine
+
+
+@contextmanager
+def answering(status: int, body: bytes) -> Iterator[str]:
+    """Run a server that answers everything with one body. Yield its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/v1"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def write(folder: Path, text: str) -> str:
@@ -251,6 +281,47 @@ def test_chat_remembers_the_conversation(
 def test_complete_prints_the_continuation(address: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
     assert complete(["--url", address + "/v1", "-q", "Hi"]) == 0
     assert capsys.readouterr().out == "Hello there\n"
+
+
+def test_run_asks_a_served_model_the_message_behind_its_name(
+    address: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = httpx.get(address + "/v1/models").json()["data"][0]["id"]
+    assert run([name, "Hi", "--url", address + "/v1"]) == 0
+    assert capsys.readouterr().out == "Hello there\n"
+    assert engine.tokenizer.decode(engine.seen[0][0]) == "user: Hi\nassistant:"
+    assert run([name, "Hi", "-q", "Hi", "--url", address + "/v1"]) == 1
+    assert "two messages are given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (200, b"<html>", "answers no JSON object: is it the address of an OpenAI API"),
+        (200, b"[]", "answers no JSON object"),
+        (404, b"<!DOCTYPE html>\n<p>", "answered 404: a page, no API's error; is it the API's address?"),
+    ],
+)
+@pytest.mark.parametrize("command", [chat, run, ps])
+def test_an_address_of_another_kind_of_server_is_one_line(
+    command: Callable[[list[str]], int], status: int, body: bytes, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering(status, body) as url:
+        assert command(["--url", url]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_pull_says_that_the_model_is_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(local, "fetch_default_model", lambda: None)
+    assert local.pull([DEFAULT_MODEL_NAME]) == 0
+    assert capsys.readouterr().out == f"{DEFAULT_MODEL_NAME} is here.\n"
+
+
+@pytest.mark.parametrize("body", [b"{}", b'{"data": []}'])
+def test_a_server_that_names_no_model_is_one_line(body: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    with answering(200, body) as url:
+        assert chat(["--url", url, "-q", "Hi"]) == 1
+    assert "names no model for this key" in capsys.readouterr().err
 
 
 def test_the_clients_say_what_is_wrong_in_one_line(
