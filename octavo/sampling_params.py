@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import difflib
 import math
+import operator
 import sys
 from collections.abc import Callable
 from enum import IntEnum
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -277,10 +279,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             self.structured_outputs = StructuredOutputsParams(**structured)
         elif structured is not None and not isinstance(structured, StructuredOutputsParams):
             _refuse("structured_outputs", structured, "StructuredOutputsParams or null")
-        self._check_types()
+        values = msgspec.structs.astuple(self)
+        given = set(compress(_DEFAULTS, map(operator.is_not, values, _DEFAULTS.values())))
+        self._check_types(given)
         if self.logprob_token_ids:
             self.logprobs = 0
-        self._check_ranges()
+        self._check_ranges(given)
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
@@ -333,22 +337,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         """Return whether the engine must report the log-probability of each sampled token."""
         return self.logprobs is not None or self.num_sequences > self.n or self.use_beam_search
 
-    def _check_types(self) -> None:
-        for name in (
-            "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p",
-            "length_penalty",
-        ):  # fmt: skip
+    def _check_types(self, given: set[str]) -> None:
+        """Check the types of the fields that are `given`: those that are not their defaults."""
+        for name in filter(given.__contains__, _NUMBERS):
             value = getattr(self, name)
-            if value is _DEFAULTS[name]:
-                continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
                 _refuse(name, value, "a finite number")
             setattr(self, name, float(value))
-        for name in ("n", "top_k", "min_tokens"):
-            value = getattr(self, name)
-            if value is not _DEFAULTS[name] and not _is_integer(value):
+        for name in filter(given.__contains__, ("n", "top_k", "min_tokens")):
+            if not _is_integer(value := getattr(self, name)):
                 _refuse(name, value, "a 64-bit integer")
-        for name in ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
+        for name in filter(given.__contains__, _OPTIONAL_INTEGERS):
             value = getattr(self, name)
             if value is not None and not _is_integer(value, limit=2**64 if name == "seed" else 2**63):
                 _refuse(name, value, "a 64-bit integer or null")
@@ -361,41 +360,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             if value is not None and not (isinstance(value, list) and all(type(t) is int and t >= 0 for t in value)):
                 _refuse(name, value, "a list of token ids")
 
-    def _check_ranges(self) -> None:
-        def require(name: str, ok: bool, expected: str) -> None:
-            if not ok:
-                _refuse(name, getattr(self, name), expected)
-
-        require("n", 1 <= self.n <= MAX_N, f"between 1 and {MAX_N}")
-        if self.best_of is not None:
-            require("best_of", self.n <= self.best_of <= MAX_N, f"between n ({self.n}) and {MAX_N}")
-        require("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2")
-        require("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2")
-        require("repetition_penalty", self.repetition_penalty > 0, "greater than 0")
-        require("temperature", self.temperature >= 0, "0 or more")
-        require("top_p", 0 < self.top_p <= 1, "greater than 0 and at most 1")
-        require("top_k", self.top_k >= -1, "-1 or 0 (all tokens), or more")
-        require("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
-        require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more")
-        require("min_tokens", self.min_tokens >= 0, "0 or more")
-        if self.max_tokens is not None:
-            require("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens ({self.max_tokens})")
-        if self.logit_bias is not None:
-            require("logit_bias", all(-100 <= b <= 100 for b in self.logit_bias.values()), "between -100 and 100")
-        for name in ("logprobs", "prompt_logprobs"):
+    def _check_ranges(self, given: set[str]) -> None:
+        """Check the values of the fields that are `given`. All defaults are in their ranges."""
+        for name in filter(given.__contains__, _RANGES):
             value = getattr(self, name)
-            require(name, value is None or value >= -1, "-1 (all of the vocabulary), 0 or more")
-        require("truncation_side", self.truncation_side in ("left", "right"), '"left" or "right"')
-        require(
-            "truncate_prompt_tokens",
-            self.truncate_prompt_tokens is None or self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens > 0,
-            "-1 or 1 or more",
-        )
-        require(
-            "allowed_token_ids", self.allowed_token_ids is None or bool(self.allowed_token_ids), "null or not empty"
-        )
-        num_asked = len(self.logprob_token_ids or ())
-        require("logprob_token_ids", num_asked <= MAX_LOGPROB_TOKEN_IDS, f"{MAX_LOGPROB_TOKEN_IDS} token ids at most")
+            for is_within, expected in _RANGES[name] if value is not None else ():
+                if not is_within(self, value):
+                    _refuse(name, value, expected.format(self))
         if self.stop and not self.detokenize:
             _refuse("stop", self.stop, "empty when detokenize is false: stop strings are found in the text")
         self._check_beam_search()
@@ -428,6 +399,41 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
 
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+_NUMBERS = (
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p", "length_penalty",
+)  # fmt: skip
+_OPTIONAL_INTEGERS = ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+# By field: whether its value, which is not None, is in its range, and which range that is.
+_RANGES: dict[str, list[tuple[Callable[[SamplingParams, Any], bool], str]]] = {
+    "n": [(lambda params, n: 1 <= n <= MAX_N, f"between 1 and {MAX_N}")],
+    "best_of": [(lambda params, number: params.n <= number <= MAX_N, f"between n ({{0.n}}) and {MAX_N}")],
+    "presence_penalty": [(lambda params, penalty: -2 <= penalty <= 2, "between -2 and 2")],
+    "frequency_penalty": [(lambda params, penalty: -2 <= penalty <= 2, "between -2 and 2")],
+    "repetition_penalty": [(lambda params, penalty: penalty > 0, "greater than 0")],
+    "temperature": [(lambda params, temperature: temperature >= 0, "0 or more")],
+    "top_p": [(lambda params, share: 0 < share <= 1, "greater than 0 and at most 1")],
+    "top_k": [(lambda params, number: number >= -1, "-1 or 0 (all tokens), or more")],
+    "min_p": [(lambda params, share: 0 <= share <= 1, "between 0 and 1")],
+    "max_tokens": [(lambda params, number: number >= 1, "1 or more")],
+    "min_tokens": [
+        (lambda params, number: number >= 0, "0 or more"),
+        (
+            lambda params, number: params.max_tokens is None or number <= params.max_tokens,
+            "at most max_tokens ({0.max_tokens})",
+        ),
+    ],
+    "logit_bias": [
+        (lambda params, biases: all(-100 <= bias <= 100 for bias in biases.values()), "between -100 and 100")
+    ],
+    "logprobs": [(lambda params, number: number >= -1, "-1 (all of the vocabulary), 0 or more")],
+    "prompt_logprobs": [(lambda params, number: number >= -1, "-1 (all of the vocabulary), 0 or more")],
+    "truncation_side": [(lambda params, side: side in ("left", "right"), '"left" or "right"')],
+    "truncate_prompt_tokens": [(lambda params, number: number == -1 or number > 0, "-1 or 1 or more")],
+    "allowed_token_ids": [(lambda params, ids: bool(ids), "null or not empty")],
+    "logprob_token_ids": [
+        (lambda params, ids: len(ids) <= MAX_LOGPROB_TOKEN_IDS, f"{MAX_LOGPROB_TOKEN_IDS} token ids at most")
+    ],
+}
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=False, omit_defaults=True):

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from octavo import SamplingParams
 from octavo.errors import OctavoError, RequestError
-from octavo.sampling_params import GuidedDecodingParams, RequestOutputKind, StructuredOutputsParams
+from octavo.sampling_params import _RANGES, GuidedDecodingParams, RequestOutputKind, StructuredOutputsParams
 
 # The names that users of vLLM know.
 NAMES = (
@@ -197,3 +197,19 @@ def test_optional_parameters_that_are_none_are_left_out() -> None:
     assert SamplingParams.from_optional(max_tokens=5).max_tokens == 5
     with pytest.raises(TypeError, match="nonsense"):
         SamplingParams.from_optional(nonsense=None)
+
+
+def test_defaults_which_are_not_checked_are_in_their_ranges() -> None:
+    params = SamplingParams()
+    for name, ranges in _RANGES.items():
+        value = getattr(params, name)
+        assert value is None or all(is_within(params, value) for is_within, _ in ranges), name
+
+
+def test_of_several_wrong_values_a_wrong_type_is_named_first() -> None:
+    with pytest.raises(RequestError, match=r"^seed must be a 64-bit integer or null, got 'x'\.$"):
+        SamplingParams(n=0, seed="x")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"^n must be between 1 and 128, got 0\.$"):
+        SamplingParams(top_p=0.0, n=0)
+    with pytest.raises(RequestError, match=r"^min_tokens must be at most max_tokens \(3\), got 4\.$"):
+        SamplingParams(min_tokens=4, max_tokens=3)

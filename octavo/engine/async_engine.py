@@ -269,21 +269,18 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             log_request(logger, request_id, request.prompt, request.params, self._max_log_len)
         return request
 
-    async def generate_from(
+    def generate_from(
         self, request: EngineRequest, external_id: str | None = None, sink: Sink | None = None,
         answer: list[int] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
-        """Yield the outputs of a request from `inputs.process`. Raises as `generate`. Outputs carry `external_id`, if
-        given, instead of the request's own id. The `sink` gets outputs while it is open and the caller waits. The
-        caller gets all others, and always the last one. `answer`: an empty list, to which the engine adds the first
-        completion's tokens as they come.
+        """Return the outputs of a request from `inputs.process`. Their generator raises as `generate`. Outputs carry
+        `external_id`, if given, instead of the request's own id. The `sink` gets outputs while it is open and the
+        caller waits. The caller gets all others, and always the last one. `answer`: an empty list, to which the engine
+        adds the first completion's tokens as they come.
 
         At its `deadline` the request ends with its tokens so far: finish reason "abort", stop reason "timeout".
         """
-        async with contextlib.aclosing(self._outputs_of(request, external_id, sink, answer)) as outputs:
-            async for output in outputs:
-                assert isinstance(output, RequestOutput)
-                yield output
+        return cast(AsyncGenerator[RequestOutput, None], self._outputs_of(request, external_id, sink, answer))
 
     async def pool(self, request: EngineRequest, external_id: str | None = None) -> PoolingRequestOutput[PoolingOutput]:
         """Return the result of a request from `PoolingInput.process`. Raises the errors of `generate_from`, and

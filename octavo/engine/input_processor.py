@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import time
@@ -199,7 +200,9 @@ class InputProcessor:
             adapter = _own_adapter(self.media.config) or adapter
         if adapter is not None:
             made = msgspec.structs.replace(made, adapter=adapter.identity)
-        params = msgspec.structs.replace(params, **counts)
+        params = copy.copy(params)  # its values have been checked
+        for name, count in counts.items():
+            setattr(params, name, count)
         if params.seed is None:  # drawn here, so that a core that has died is followed by one that draws the same
             params.seed = self._seeds.getrandbits(64)
         self._check_token_ids(params)

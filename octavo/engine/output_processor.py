@@ -243,8 +243,9 @@ class RequestState:
             completion.num_accepted_prediction_tokens = completion.num_rejected_prediction_tokens = 0
             if completion.token_ids and completion.finish_reason is None:
                 output_token_ids[index] = completion.token_ids
-        prompt = msgspec.structs.replace(self.request.prompt, text=None)  # the core does not need it
-        return msgspec.structs.replace(self.request, prompt=prompt, output_token_ids=output_token_ids, begun=[])
+        if not output_token_ids and not self.request.begun:
+            return self.request
+        return msgspec.structs.replace(self.request, output_token_ids=output_token_ids, begun=[])
 
     def take_text(self) -> tuple[str, int]:
         """Return what is new of the text of the only completion, and the number of new tokens."""

@@ -163,10 +163,11 @@ decode_core_message = msgspec.msgpack.Decoder(CoreMessage).decode
 
 
 def encode_message(message: FrontendMessage | CoreMessage) -> bytes:
-    """Return a message as bytes. The tokens of a request's prompt are packed: as a list they would hold the core."""
+    """Return a message as bytes. The tokens of a request's prompt are packed: as a list they would hold the core. Its
+    text is left out: the core does not need it."""
     if isinstance(message, EngineRequest):
         prompt = message.prompt
-        packed = msgspec.structs.replace(prompt, token_ids=[], packed=pack_tokens(prompt.token_ids))
+        packed = msgspec.structs.replace(prompt, token_ids=[], text=None, packed=pack_tokens(prompt.token_ids))
         message = msgspec.structs.replace(message, prompt=packed)
     return _encode(message)
 

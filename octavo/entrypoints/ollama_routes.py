@@ -49,7 +49,7 @@ async def answer(raw: Request) -> Response:
         refuse_thinking(request, await _card(state))
     headers = [*request.headers, *raw.scope["headers"]]
     inner = Request({**raw.scope, "headers": headers}, replay_body(body, raw.receive))
-    response: Response = await raw.app.router.plain[request.path].endpoint(inner)
+    response: Response = await raw.app.router.plain[request.path].endpoint.answer(inner)
     return _TranslatedResponse(response, request, begin)
 
 

@@ -31,6 +31,7 @@ _TEXT_FILTERS = (
     "striptags", "title", "trim", "truncate", "upper", "urlencode", "urlize", "wordcount", "wordwrap",
 )  # fmt: skip
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+_PLAIN = frozenset((str, int, float, bool, type(None)))
 _NESTED = (dict, list, tuple, Mapping, Set, ValuesView)  # values whose text has those of others; the usual ones first
 _MAX_CHARACTERS = 1 << 26  # of a text that a template makes
 # A conversion of the operator %: width, precision and letter. A letter ( begins a key that has parentheses in it.
@@ -167,7 +168,7 @@ def compile_template(text: str) -> Template:
     def bounded_join(parts: Iterable[Any], separator: str = "") -> str:
         size, texts = 0, []
         for part in parts:
-            texts.append(str(finalize(part)))
+            texts.append(part if type(part) is str else str(finalize(part)))
             size += len(texts[-1]) + len(separator)
             check_size(size)
         return separator.join(texts)
@@ -190,6 +191,9 @@ def compile_template(text: str) -> Template:
         concat = staticmethod(bounded_join)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "+" and type(left) is type(right) is str:  # most of what templates compute
+                check_size(len(left) + len(right))
+                return left + right
             lengths = [len(side) if isinstance(side, str | list | tuple) else None for side in (left, right)]
             match operator, lengths, left, right:
                 case "+", (int(one), int(other)), _, _:
@@ -203,6 +207,11 @@ def compile_template(text: str) -> Template:
                 case "%", _, str(), _:
                     check_percent(left, right)
             return super().call_binop(context, operator, left, right)
+
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            if type(obj) is dict and attribute not in dict_names:  # a message: no exception, as Jinja would raise
+                return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+            return super().getattr(obj, attribute)
 
         def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
             owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
@@ -240,6 +249,7 @@ def compile_template(text: str) -> Template:
     def join(value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
         return bounded_join(value if attribute is None else map(make_attrgetter(environment, attribute), value), str(d))
 
+    dict_names = frozenset(dir(dict))
     extensions = [Generation, "jinja2.ext.loopcontrols"]
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=finalize)
     environment.filters |= {name: bounded_filter(name) for name in _TEXT_FILTERS}
@@ -250,7 +260,9 @@ def compile_template(text: str) -> Template:
         dict=SafeDict(),
         namespace=SafeNamespace,
     )
-    return environment.from_string(text)
+    template = environment.from_string(text)
+    template.globals = dict(template.globals)  # every rendering copies them, which takes longest of a `ChainMap`
+    return template
 
 
 def render_template(
@@ -361,10 +373,13 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Return a copy of JSON types only: other objects have methods that a template must not reach."""
-    if value is None or type(value) in (str, int, float, bool):
+    if type(value) in _PLAIN:
         return value
     if type(value) is dict:
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return {
+            key if type(key) in _PLAIN else _plain(key): item if type(item) in _PLAIN else _plain(item)
+            for key, item in value.items()
+        }
     for kind in (str, int, float):
         if isinstance(value, kind):
             return getattr(kind, f"__{kind.__name__}__")(value)  # not a subclass's method, such as an enum's

@@ -282,6 +282,8 @@ def test_whatever_is_accepted_can_cross_the_wire(inputs: InputProcessor) -> None
     received = decode_frontend_message(encode_message(request))
     assert received.prompt.token_ids.tolist() == request.prompt.token_ids, "an array, which is copied in no time"
     msgspec.structs.force_setattr(received.prompt, "token_ids", request.prompt.token_ids)
+    assert received.prompt.text is None, "the core does not need it"
+    msgspec.structs.force_setattr(received.prompt, "text", request.prompt.text)
     assert msgspec.to_builtins(received) == msgspec.to_builtins(request)
 
 

@@ -437,6 +437,16 @@ def test_braces_and_percent_signs_of_other_texts_are_no_fields(template: str, te
     assert render_template(template, []) == text
 
 
+def test_attributes_of_a_message_are_its_methods_and_then_its_fields() -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }} {{ m.absent is defined }} [{{ m.absent }}] {{ m.get('items') }} "
+        "{{ m.items()|length }} {{ m._own }} {{ loop.first }}{% endfor %}"
+    )
+    assert render_template(template, [{"role": "user", "items": 3, "_own": 4}]) == "user False [] 3 3 4 True"
+    with pytest.raises(SecurityError, match="unsafe"):
+        render_template("{{ messages[0].__class__.__name__ }}", [{"role": "user"}])
+
+
 def test_a_joined_number_is_refused_as_in_python() -> None:
     with pytest.raises(TypeError, match="expected str instance, int found"):
         render_template("{{ ', '.join([1]) }}", [])

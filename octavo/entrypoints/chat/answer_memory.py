@@ -187,7 +187,7 @@ def message_keys(messages: Sequence[ChatMessage], salt: str | None) -> list[byte
     different salts differ."""
     keys, key = [], _digest(repr(salt).encode())
     for message in messages:
-        key = _digest(key + msgspec.json.encode(message.model_dump(exclude_none=True)))
+        key = _digest(key + msgspec.json.encode(message.given_fields()))
         keys.append(key)
     return keys
 

@@ -96,15 +96,16 @@ def render_chat(
             param="messages",
         )
     has_calls = any(message.get("tool_calls") for message in conversation)
+    has_results = any(message.get("role") == "tool" for message in conversation)
     if tool_format is None and ((tools and not traits.describes_tools) or (has_calls and not traits.writes_calls)):
         from octavo.entrypoints.chat.tools.format_detection import model_formats  # not needed by chats without tools
 
         tool_format = model_formats(tokenizer).tools
     if tools and not traits.describes_tools:
         conversation, tools = _describe_tools(conversation, tools, tool_format, traits), None
-    if not traits.writes_calls:
+    if has_calls and not traits.writes_calls:
         conversation = [_with_written_calls(message, tool_format) for message in conversation]
-    if not traits.writes_results or not (traits.describes_tools or traits.writes_calls):
+    if has_results and not (traits.writes_results and (traits.describes_tools or traits.writes_calls)):
         conversation = [_with_result_as_user(message) for message in conversation]
     if placeholders is not None and (content_format == "string" or not _knows(template, conversation)):
         conversation = [_with_placeholders(message, placeholders) for message in conversation]

@@ -6,11 +6,10 @@ answers with `Conversation`. The API then only writes the deltas in its own form
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -35,13 +34,14 @@ from octavo.entrypoints.http.server_state import PreparedPrompt, ServerState
 from octavo.entrypoints.http.streaming import Push
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError, naming_prompt
-from octavo.media_kinds import SentMedium
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from octavo.request import Prompt
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from octavo.engine.request_stream import Sink
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ class Conversation:
         self._refuses_unknown_effort = state.args.unknown_fields == "error" and not ignores_unknown_effort
         answers = state.answers if can_recall(body) else None
         self._answer_recall = None if answers is None else AnswerRecall(answers, body, state)
+        self._sent_media = media_of([message.content for message in body.messages])
         self._files: dict[str, bytes] = {}  # media files by URL; filled only inside `_loaded`
         self._answer_format: AnswerFormat | None = None  # set by `_prepare`
         self._readers: dict[int, AnswerReader] = {}  # by index of the choice
@@ -107,9 +108,9 @@ class Conversation:
         """Check the request. Returns the prompt, and a generator of outputs, which submits the request when it is first
         read. `sink` is from `make_sink`. Raises `RequestError`."""
         self._response_id = response_id
-        async with self._loaded():
-            with naming_prompt("messages"):
-                prompt, outputs = await self._state.submit(
+        with naming_prompt("messages"):
+            prompt, outputs = await self._loaded(
+                lambda: self._state.submit(
                     response_id,
                     self._body,
                     self._params,
@@ -119,6 +120,7 @@ class Conversation:
                     clamps_max_tokens=self._clamps_max_tokens,
                     sink=sink,
                 )
+            )
         self._prompt_token_ids = prompt.token_ids
         if self._format.new_splitter() is not None:
             outputs = self._counted_early(outputs)
@@ -150,24 +152,22 @@ class Conversation:
                 raise RequestError("the tokens of a prompt with prompt_embeds cannot be counted.", param="messages")
             return self._state.engine.inputs.count(prepared.prompt, prepared.media, prepared.add_special_tokens)
 
-        async with self._loaded():
-            return await run_off_loop(count, length=length, media=self._media_kinds())
+        return await self._loaded(lambda: run_off_loop(count, length=length, media=self._media_kinds()))
 
-    @asynccontextmanager
-    async def _loaded(self) -> AsyncIterator[None]:
-        """Load the server's earlier answers and fetch the media files: `_prepare` can read both inside the block.
-        `fetched_held` limits how many requests hold files, so that they fit in memory. Raises `RequestError`."""
+    async def _loaded(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Load the server's earlier answers and fetch the media files, and return the result of `work`, in which
+        `_prepare` can read both. `fetched_held` limits how many requests hold files, so that they fit in memory. Raises
+        `RequestError`."""
         if self._answer_recall is not None:
             await self._answer_recall.load()
         media = self._sent_media
         processor = self._state.engine.inputs.media_processor_of(media) if media else None
         if processor is None or not processor.needs_fetching(media):
-            yield
-            return
+            return await work()
         async with self._state.fetched_held:
             self._files = await processor.fetch(media)
             try:
-                yield
+                return await work()
             finally:
                 self._files = {}
 
@@ -216,10 +216,6 @@ class Conversation:
     def _media_kinds(self) -> set[str]:
         """Return the kinds of the conversation's media."""
         return {medium.kind.name for medium in self._sent_media}
-
-    @cached_property
-    def _sent_media(self) -> list[SentMedium]:
-        return media_of([message.content for message in self._body.messages])
 
     def _decode_media(self) -> tuple[dict[str, list[Any]] | None, Mapping[str, str] | None]:
         """Return the decoded media by kind, and the placeholder text of each kind; None and None without media. Raises

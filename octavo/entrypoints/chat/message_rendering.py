@@ -70,7 +70,8 @@ def render_messages(
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:
     """Return a message for the template: without null fields, and with `reasoning` renamed to `reasoning_content`."""
-    fields = message.model_dump(exclude={"content"}, exclude_none=True)
+    fields = message.given_fields()
+    fields.pop("content", None)
     if (reasoning := fields.pop("reasoning", None)) is not None:
         fields.setdefault("reasoning_content", reasoning)
     fields["content"] = content_for_template(message.content)

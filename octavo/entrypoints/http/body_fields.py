@@ -76,7 +76,7 @@ def refuse_unbuilt(
     """Return a request body without the fields of `unbuilt`, except those in `built`, which this route has. Raises
     `RequestError` for the first such field whose value asks for something. `within` is what stands before names of
     fields if `data` is a part of a body."""
-    if not isinstance(data, dict):
+    if not isinstance(data, dict) or data.keys().isdisjoint(unbuilt):
         return data
     found = [name for name in data if name in unbuilt and name not in built]
     for name in found:

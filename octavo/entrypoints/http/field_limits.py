@@ -30,6 +30,7 @@ _SCHEMAS = (
     "tools", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "structural_tag", "text", "output_config", "output_format",
 )  # fmt: skip
+_LIMITED = frozenset((*_STOPS, "bad_words", *_TOKEN_IDS, "chat_template", *_SCHEMAS))  # all others are conversations
 _CONVERSATIONS = ("messages", "input", "items", "system")
 
 
@@ -89,6 +90,16 @@ class RequestLimits:
         class to refuse."""
         if not isinstance(fields, dict):
             return
+        if not fields.keys().isdisjoint(_LIMITED):
+            self._refuse_sizes(fields)
+        for name in filter(fields.__contains__, _CONVERSATIONS):
+            if not isinstance(messages := fields[name], list) or not messages:
+                continue
+            if name == "messages" or isinstance(messages[0], dict):  # others may be texts or tokens
+                num_parts = sum(_length(one.get("content")) for one in messages if isinstance(one, dict))
+                self._refuse("max_parts", name, len(messages) + num_parts, "messages and parts")
+
+    def _refuse_sizes(self, fields: dict[str, Any]) -> None:
         for name in _STOPS:
             self._refuse_texts(name, fields.get(name), "max_stops")
         self._refuse_texts("bad_words", fields.get("bad_words"), "max_bad_words")
@@ -100,12 +111,6 @@ class RequestLimits:
         for name in _SCHEMAS:
             if fields.get(name) is not None:
                 self._refuse("max_schema_bytes", name, _num_bytes(fields[name]), "bytes")
-        for name in _CONVERSATIONS:
-            if not isinstance(messages := fields.get(name), list) or not messages:
-                continue
-            if name == "messages" or isinstance(messages[0], dict):  # others may be texts or tokens
-                num_parts = sum(_length(one.get("content")) for one in messages if isinstance(one, dict))
-                self._refuse("max_parts", name, len(messages) + num_parts, "messages and parts")
 
     def refuse_entries(self, name: str, num_each: int | None, num_tokens: int) -> None:
         """Raise `RequestError` if an answer would have too many log-probabilities: for each of `num_tokens` its own and
@@ -131,7 +136,7 @@ class RequestLimits:
 
 
 def _length(value: object) -> int:
-    return len(value) if isinstance(value, list | Mapping) else 0
+    return 0 if isinstance(value, str) or not isinstance(value, list | Mapping) else len(value)
 
 
 def _num_bytes(value: Any) -> int:

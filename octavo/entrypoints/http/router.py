@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
+from starlette.types import Receive, Scope, Send
 
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.http.error_responses import error_fields, error_response, validation_error
@@ -96,19 +97,27 @@ def make_routes(specs: Sequence[RouteSpec | LazyRoute]) -> list[Route]:
     by_path: dict[str, dict[str, Endpoint]] = {}
     for one in specs:
         by_path.setdefault(one.path, {})[one.method] = one.endpoint()
-    return [_route(path, endpoints) for path, endpoints in by_path.items()]
+    return [Route(path, _Application(endpoints), methods=list(endpoints)) for path, endpoints in by_path.items()]
 
 
-def _route(path: str, endpoints: Mapping[str, Endpoint]) -> Route:
-    async def endpoint(request: Request) -> Response:
+class _Application:
+    """Answers the requests for a path. Starlette would wrap a function in three others."""
+
+    def __init__(self, endpoints: Mapping[str, Endpoint]) -> None:
+        self._endpoints = endpoints  # by method
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self.answer(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+    async def answer(self, request: Request) -> Response:
+        """Return the answer to a request."""
         try:
-            return await endpoints["GET" if request.method == "HEAD" else request.method](request)
+            return await self._endpoints["GET" if request.method == "HEAD" else request.method](request)
         except (RequestError, EngineDeadError, HTTPException, ClientDisconnect):
             raise
         except Exception as error:  # answered here, so that CORS headers are still added
             return error_response(**error_fields(error))
-
-    return Route(path, endpoint, methods=list(endpoints))
 
 
 def methods_of(path: str, routes: Sequence[Route]) -> set[str] | None:
@@ -150,7 +159,14 @@ class Router:
 async def whole_body(request: Request) -> bytes:
     """Return the body of a request, which can be read only once. `request.body()` would keep a copy until the answer is
     complete."""
-    return b"".join([part async for part in request.stream() if part])
+    parts = list[bytes]()
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
 
 
 async def _read_body(request: Request, kind: type[BaseModel]) -> BaseModel:

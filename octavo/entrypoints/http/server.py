@@ -238,7 +238,7 @@ def collect_rarely() -> None:
     collection would find."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(5_000, 4, 1_000)
+    gc.set_threshold(20_000, 1, 1_000)
     gc.enable()
 
 

@@ -7,8 +7,8 @@ import hashlib
 import logging
 import math
 import re
+import secrets
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -341,7 +341,7 @@ class ServerState:
         or is new."""
         given = body.request_id or raw.headers.get(ID_HEADER)
         if given is None:
-            request_id = uuid.uuid4().hex
+            request_id = secrets.token_hex(16)
         elif re.match(ID_PATTERN, given):
             request_id = given
         else:
@@ -440,10 +440,9 @@ class ServerState:
                 param=SESSION_HEADER,
             )
         cache_session, cache_ttl_s = self._cache_session(body, headers)
-        request = msgspec.structs.replace(
-            request, deadline=deadline, max_ttft_s=body.max_ttft, session_id=session_id or None,
-            cache_session=cache_session, cache_ttl_s=cache_ttl_s, client=None if arrival is None else arrival.client,
-        )  # fmt: skip
+        request.deadline, request.max_ttft_s, request.session_id = deadline, body.max_ttft, session_id or None
+        request.cache_session, request.cache_ttl_s = cache_session, cache_ttl_s
+        request.client = None if arrival is None else arrival.client
         if (resume := getattr(body, "resume", None)) is not None:
             request = self._resumed(request, resume.tokens)
         outputs = self.engine.generate_from(request, sink=None if self.tracer is not None else sink)

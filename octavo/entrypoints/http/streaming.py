@@ -7,8 +7,9 @@ Every token of every stream makes a chunk. So chunks are joined from bytes that 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
+from types import coroutine
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 from pydantic import BaseModel
@@ -247,8 +248,14 @@ async def encode_off_loop(value: Any) -> bytes:
     return await run_off_loop(lambda: encode_in_pieces(value), length=MAX_INLINE_LENGTH + 1 if is_large(value) else 0)
 
 
-async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
-    """Return the result of `work`, or None if the client hung up first and `work` was cancelled."""
+@coroutine
+def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> Generator[Any, Any, T | None]:
+    """Return the result of `work`, or None if the client hung up first and `work` was cancelled. The client is watched
+    from when `work` first waits; most work is done before."""
+    try:
+        waited_for = work.send(None)
+    except StopIteration as end:
+        return cast(T, end.value)
     task = asyncio.current_task()
     assert task is not None
     has_gone = False
@@ -262,7 +269,15 @@ async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -
 
     watcher = asyncio.ensure_future(watch())
     try:
-        return await work
+        while True:
+            try:
+                sent = yield waited_for
+            except BaseException as error:
+                waited_for = work.throw(error)
+            else:
+                waited_for = work.send(sent)
+    except StopIteration as end:
+        return cast(T, end.value)
     except asyncio.CancelledError:
         if not has_gone or task.uncancel():  # cancelled by others
             raise

@@ -29,7 +29,7 @@ async def invocations(raw: Request) -> Response:
     body = await whole_body(raw)
     path = await read_json(raw, body, lambda given: _path_of(given, state_of(raw).engine.config.model.pooling))
     again = Request(raw.scope, replay_body(body, raw.receive))
-    response: Response = await raw.app.router.plain[path].endpoint(again)
+    response: Response = await raw.app.router.plain[path].endpoint.answer(again)
     return response
 
 

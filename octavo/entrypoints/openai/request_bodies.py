@@ -132,7 +132,9 @@ class ChatMessage(RequestBody):
             data = {"content": None, **{name: one for name, one in data.items() if name not in _SHOWN_ONLY}}
             if refusal is not None and not data["content"]:
                 data["content"] = refusal
-        return {name: value for name, value in data.items() if name in cls.model_fields or value not in (None, [])}
+        if data.keys() <= (known := cls.model_fields.keys()):
+            return data
+        return {name: value for name, value in data.items() if name in known or value not in (None, [])}
 
     @field_validator("content")
     @classmethod
@@ -146,6 +148,13 @@ class ChatMessage(RequestBody):
         if media_of([self.content]):
             check_role(self.role)
         return self
+
+    def given_fields(self) -> dict[str, Any]:
+        """Return the fields that are not null."""
+        fields = {name: value for name, value in self.__dict__.items() if value is not None}
+        if self.tool_calls is not None:
+            fields["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
+        return fields
 
 
 class StructuredOutputs(RequestBody):
@@ -374,7 +383,8 @@ class SamplingRequest(TokenRequest):
     def to_sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the sampling parameters. `defaults` are the model's, for omitted fields. Raises `RequestError` for
         values out of range."""
-        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name, None)) is not None}
+        named = self.model_fields_set & _SAMPLING_FIELDS
+        given = {name: value for name in named if (value := getattr(self, name)) is not None}
         if (structure := self.structure()) is not None:
             given["structured_outputs"] = structure[1]
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
@@ -449,11 +459,7 @@ class GenerationRequest(SamplingRequest):
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-_SAMPLING_FIELDS = [
-    name
-    for name in SamplingParams.__struct_fields__
-    if name in GenerationRequest.model_fields and name != "structured_outputs"
-]
+_SAMPLING_FIELDS = GenerationRequest.model_fields.keys() & {*SamplingParams.__struct_fields__} - {"structured_outputs"}
 
 
 class CompletionRequest(GenerationRequest):
