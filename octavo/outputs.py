@@ -56,8 +56,8 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: Sequence[PositionLogprobs] | None = None  # a list; `Positions` in the server
     finish_reason: str | None = None  # "stop", "length" or "abort"; None while it runs
-    # The stop string or stop token id that ended it, or "schema_mismatch" if its `final_check` fails; None for
-    # end-of-sequence.
+    # The stop string or stop token id that ended it, or what its `final_check` found: "schema_mismatch", or
+    # "schema_unchecked" if the answer could not be checked. None for end-of-sequence.
     stop_reason: int | str | None = None
     # All tokens, also in a delta stream; set with the finish reason.
     all_token_ids: list[int] | None = field(default=None, repr=False, compare=False)

@@ -66,8 +66,9 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
     """For JSON: a regular expression for the whitespace where some may stand."""
     final_check: str = "report"
     """For `json`: what becomes of an answer that ends and does not satisfy the part of its schema that no grammar can
-    hold it to (`not`, `uniqueItems`, ...). "report": its `stop_reason` is "schema_mismatch". "error": the request
-    fails. "refuse": a request with such a schema is refused."""
+    hold it to (`not`, `uniqueItems`, ...). "report": its `stop_reason` is "schema_mismatch", or "schema_unchecked" if
+    checking it takes too long. "error": the request fails in both cases. "refuse": a request with such a schema is
+    refused."""
 
     @classmethod
     def from_optional(cls, **given: Any) -> StructuredOutputsParams:

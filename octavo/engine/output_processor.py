@@ -27,7 +27,7 @@ from octavo.outputs import (
 )
 from octavo.request import EngineRequest, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import RequestOutputKind
-from octavo.structured_output.final_check import MISMATCH, FinalCheck
+from octavo.structured_output.final_check import MISMATCH, UNCHECKED, FinalCheck
 
 if TYPE_CHECKING:
     from octavo.engine.request_stream import RequestStream
@@ -126,10 +126,16 @@ class _Completion:
 
     def _check(self, check: FinalCheck) -> None:
         """Compare the whole answer with its schema."""
-        if (problem := check.problem(self.text)) is not None:
-            self.stop_reason = MISMATCH
-            if check.mode == "error":
-                self.error = f"the answer does not satisfy its schema: {problem}"
+        from octavo.structured_output.schema_validation import NotChecked  # with regular expressions: for few answers
+
+        try:
+            if (problem := check.problem(self.text)) is None:
+                return
+            self.stop_reason, error = MISMATCH, f"the answer does not satisfy its schema: {problem}"
+        except NotChecked as reason:
+            self.stop_reason, error = UNCHECKED, f"the answer could not be compared with its schema: {reason}"
+        if check.mode == "error":
+            self.error = error
 
     def _read(self, end: int | None = None) -> int:
         """Add the tokens before `end`, by default all, to the text. Returns how many characters are new."""

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import msgspec
 
 _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\u")
 MISMATCH = "schema_mismatch"  # the `stop_reason` of an answer that the check finds wrong
+UNCHECKED = "schema_unchecked"  # that of an answer that could not be checked
 
 
 class FinalCheck(msgspec.Struct, frozen=True, array_like=True):
@@ -28,8 +28,8 @@ class FinalCheck(msgspec.Struct, frozen=True, array_like=True):
     is_of_names: bool = False
 
     def problem(self, text: str) -> str | None:
-        """Why the answer `text` does not satisfy the schema, or None if it does."""
-        from octavo.structured_output.schema_validation import Validator
+        """Why the answer `text` does not satisfy the schema, or None if it does. Raises `NotChecked`."""
+        from octavo.structured_output.schema_validation import problem_of
 
         if self.after is not None and self.after in text and text.lstrip().startswith(self.reasoning_start):
             text = text[text.index(self.after) + len(self.after) :]
@@ -38,4 +38,4 @@ class FinalCheck(msgspec.Struct, frozen=True, array_like=True):
         if self.is_of_names and _ESCAPED.search(text) is None:
             return None
         text = text.strip().removeprefix(self.start.strip()).removesuffix(self.end.strip())
-        return Validator(json.loads(self.schema)).check_text(text)
+        return problem_of(text, self.schema)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import lru_cache
 from itertools import combinations
 
 from octavo.structured_output.schema_keywords import Schema, children
@@ -14,6 +15,8 @@ _COUNTED = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 # A counted group that ends in one or more characters of a class, such as `(\S+\s+){0,49}`.
 _COUNTED_OPEN_END = re.compile(r"(?:\\[dDsSwW]|[.\]])[+*]\)+\{\d")
 _MAX_LENGTH_OF_OPEN_ENDS = 100
+# A class, an escape, how often what is before it may come, or another character.
+_PIECE = re.compile(r"\[(?:[^\]\\]|\\.)*\]|\\[xpP]\{[^}]*\}|\\.|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
 
 
 def patterns_meet(schema: Schema) -> tuple[bool, bool]:
@@ -42,6 +45,25 @@ def is_tame(pattern: str) -> bool:
     is_unbounded = not pattern.startswith("^") or any(sign in pattern for sign in ("*", "+", ",}"))
     most = _MAX_COUNT_AFTER_ANY if is_unbounded else _MAX_COUNT
     return len(pattern) <= _MAX_TAME and math.prod(max(1, count) for count in counts) <= most
+
+
+@lru_cache(maxsize=1024)
+def num_positions(pattern: str) -> int:
+    """Return at how many positions of an expression a character may be matched, if counted parts are written out."""
+    totals, last = [0], 0  # of the groups that are open; of what may be counted
+    for piece in _PIECE.finditer(pattern):
+        if piece[1] is not None:
+            totals[-1] += last * (max(int(piece[2] or piece[1]), 1) - 1)
+        elif piece[0] == "(":
+            totals.append(0)
+            last = 0
+        elif piece[0] == ")":
+            last = totals.pop() if len(totals) > 1 else 0
+            totals[-1] += last
+        else:
+            last = 1
+            totals[-1] += 1
+    return sum(totals)
 
 
 def length_is_costly(pattern: str, most: int) -> bool:

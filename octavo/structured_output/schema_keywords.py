@@ -7,7 +7,7 @@ of properties and definitions are names there, whatever they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
@@ -30,6 +30,7 @@ SILENT = frozenset(
 IN_PLACE = ("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "if", "not", "dependentSchemas",
              "dependencies", "dependentRequired")  # fmt: skip
 
+_INDEXED_AT_ONCE = 4  # schemas, which takes some microseconds
 
 # What stands behind other keywords, and what that is called.
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
@@ -135,6 +136,7 @@ class Document:
         self._resources: dict[str, Schema] | None = None  # by their URI, the whole document by ""
         self._anchors: dict[tuple[str, str], tuple[Schema, str]] = {}
         self._bases: dict[int, tuple[Schema, str]] = {}  # by the identity of the schemas, which stay
+        self.on_indexed: Callable[[], None] | None = None  # called for every few schemas that are indexed
 
     def base_within(self, schema: Mapping[str, Any], base: str) -> str:
         """The URI that references within `schema` are relative to, where those around it are relative to `base`."""
@@ -183,10 +185,14 @@ class Document:
         """Note identifiers and anchors, wherever a schema stands."""
         assert self._resources is not None
         stack: list[tuple[Schema, str]] = [(root, "")]
+        num_schemas = 0
         while stack:
             schema, base = stack.pop()
             if not isinstance(schema, dict):
                 continue
+            num_schemas += 1
+            if self.on_indexed is not None and not num_schemas % _INDEXED_AT_ONCE:
+                self.on_indexed()
             inner = self.base_within(schema, base)
             if inner != base:
                 self._resources.setdefault(inner, schema)

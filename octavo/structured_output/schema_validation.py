@@ -1,34 +1,70 @@
 """Whether a JSON value satisfies a schema: the final check of answers whose schema is no grammar as a whole.
 
 All of the vocabulary counts. `format` asserts only within `oneOf`, `not` and `if`, because grammars tell alternatives
-apart by it. A value is checked as Python's `json` reads it. The event loop waits for the check of an answer: one that
-takes more than `_MAX_STEPS` is not checked to its end. Regular expressions take linear time (`schema_patterns`).
+apart by it. A value is checked as Python's `json` reads it. The event loop waits for the check of an answer: an answer
+that takes more than `_MAX_STEPS` is not checked. Large values, lists and regular expressions are several steps each.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+from octavo.structured_output.pattern_cost import is_tame, num_positions
 from octavo.structured_output.schema_formats import has_format
 from octavo.structured_output.schema_keywords import Document, Schema, SchemaError, children, shown
-from octavo.structured_output.schema_patterns import read_pattern
+from octavo.structured_output.schema_patterns import Pattern, read_pattern
 
-_MAX_STEPS = 10_000  # schemas applied to values, each of which takes 2 to 5 µs
+_MAX_STEPS = 10_000  # each takes up to 5 µs: a schema applied to a value, or one of these:
+_CHARACTERS_PER_STEP = 1024  # of JSON that is parsed
+_PARSED_PER_STEP = 32  # values of it
+_NAMES_PER_STEP = 16  # that are looked through: properties, types, keywords
+_VALUES_PER_STEP = 4  # within values that are compared
+_BITS_PER_STEP = 256  # of whole numbers that are divided
+_POSITIONS_PER_STEP = 16  # of regular expressions that are compiled
+_UNICODE_CLASS_SIZE = 800  # of \p{L} and the like, as so many other positions: they have hundreds of ranges
+_MATCHES_PER_STEP = 256  # characters times the positions of a regular expression at which they may be matched
+_TAME_MATCHES_PER_STEP = 64  # characters that are matched at few positions
 _FORMAT_STEPS = 16  # that a format takes, and one for eight characters
 _MAX_FORMAT_STEPS = 200_000  # of all values in a schema
 _MAX_DEPTH = 200
+_MAX_PLAIN_NUMBER = 1 << 60  # Python's hash of a number that is not larger is the number
+_MAX_TYPES = 8  # that a message names
+_TOO_MANY_STEPS = "it takes too many steps"
 
 
 class Invalid(Exception):
     """A value that does not satisfy its schema. The message has the place and the keyword."""
 
+    def __init__(self, at: str, message: str, *values: Any) -> None:
+        """`message` has a pair of braces for each of `values`, which are written down only if somebody reads it."""
+        self._at, self._message, self._values = at, message, values
 
-class _TooManySteps(SchemaError):
-    pass
+    def __str__(self) -> str:
+        return f"{self._at}: {self._message.format(*map(shown, self._values))}"
+
+
+class NotChecked(SchemaError):
+    """A value that could not be compared with its schema. The message says why."""
+
+
+def problem_of(text: str, schema: str) -> str | None:
+    """Why a text is not JSON that satisfies a schema, which is JSON too; None if it is. Raises `NotChecked`."""
+    num_steps = sum(len(one) // _CHARACTERS_PER_STEP + sum(map(one.count, "[{,")) // _PARSED_PER_STEP
+                    for one in (text, schema))  # fmt: skip
+    if num_steps > _MAX_STEPS:
+        raise NotChecked(_TOO_MANY_STEPS)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as e:
+        return f"it is no JSON: {e}"
+    except (RecursionError, ValueError) as e:  # nested too deep, or a number of thousands of digits
+        raise NotChecked(str(e)) from None
+    return Validator(json.loads(schema)).check(value, num_steps)
 
 
 class Validator:
@@ -38,34 +74,35 @@ class Validator:
         self._document = Document(schema)
         self._draft = self._document.draft
         self._num_steps = self._num_format_steps = 0
+        self._has_dependencies = self._document.has_dependencies
         self._asserts_formats = False
         self._enums: dict[int, tuple[list[Any], frozenset[Any]]] = {}  # by the identity of the lists, which stay
+        self._patterns: dict[str, Pattern] = {}  # that have been used
 
-    def check_text(self, text: str) -> str | None:
-        """Why a text is not JSON that satisfies the schema, or None if it is."""
-        try:
-            value = json.loads(text)
-        except (RecursionError, ValueError) as e:
-            return f"it is no JSON: {e}"
-        return self.check(value)
-
-    def check(self, value: Any) -> str | None:
-        """Why a value does not satisfy the schema, or None if it does or takes too many steps."""
-        self._num_steps = self._num_format_steps = 0
+    def check(self, value: Any, num_steps: int = 0) -> str | None:
+        """Why a value does not satisfy the schema, or None if it does. `num_steps` have been taken before. Raises
+        `NotChecked`."""
+        self._num_steps, self._num_format_steps = num_steps, 0
+        self._document.on_indexed = self._spend
         try:
             self._apply(self._document.root, "", value, "$", 0)
         except Invalid as e:
             return str(e)
-        except _TooManySteps:
-            return None
+        except NotChecked:
+            raise
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as e:
-            return f"it could not be checked: {str(e)[:200] or type(e).__name__}"
+            raise NotChecked(str(e)[:200] or type(e).__name__) from None
         return None
 
     def satisfies(self, schema: Schema, base: str, value: Any, *, asserts_formats: bool = False) -> bool:
         """Whether a value satisfies a schema within the document, whose references are relative to `base`."""
         self._num_steps = 0
         return self._satisfies(schema, base, value, 0, asserts_formats=asserts_formats)
+
+    def _spend(self, num_steps: int = 1) -> None:
+        self._num_steps += num_steps
+        if self._num_steps > _MAX_STEPS:
+            raise NotChecked(_TOO_MANY_STEPS)
 
     def _satisfies(self, schema: Schema, base: str, value: Any, depth: int, *, asserts_formats: bool = False) -> bool:
         outer, self._asserts_formats = self._asserts_formats, self._asserts_formats or asserts_formats
@@ -80,33 +117,35 @@ class Validator:
     def _apply(self, schema: Schema, base: str, value: Any, at: str, depth: int) -> None:
         self._num_steps += 1
         if self._num_steps > _MAX_STEPS:
-            raise _TooManySteps("the schema takes too many steps for this value")
+            raise NotChecked(_TOO_MANY_STEPS)
         if depth > _MAX_DEPTH:
             raise SchemaError("the schema is too deep for this value")
         if schema is True:
             return
         if schema is False:
-            raise Invalid(f"{at}: nothing may stand here")
+            raise Invalid(at, "nothing may stand here")
         if not isinstance(schema, dict):
             raise SchemaError(f"a schema is an object, true or false, not {shown(schema)}")
         base = self._document.base_within(schema, base)
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             if isinstance(target := schema.get(keyword), str):
+                if base:  # URIs have to be joined
+                    self._spend(2)
                 found, its_base = self._document.find(target, base)
                 self._apply(found, its_base, value, at, depth + 1)
                 if keyword == "$ref" and not self._document.has_plain_refs:
                     return
-        _check_value(schema, value, at, self._draft)
+        self._check_value(schema, value, at)
         if self._asserts_formats and isinstance(value, str) and "format" in schema:
             num = _FORMAT_STEPS + len(value) // 8
-            self._num_steps += num
+            self._spend(num)
             self._num_format_steps += num
-            if self._num_steps > _MAX_STEPS or self._num_format_steps > _MAX_FORMAT_STEPS:
-                raise _TooManySteps("formats take too many steps for these values")
+            if self._num_format_steps > _MAX_FORMAT_STEPS:
+                raise NotChecked(_TOO_MANY_STEPS)
             if not has_format(value, schema["format"]):
-                raise Invalid(f"{at}: {shown(value)} has not the format {shown(schema['format'])}")
-        if "enum" in schema and same(value) not in self._enum(schema["enum"]):
-            raise Invalid(f"{at}: {shown(value)} is not in enum")
+                raise Invalid(at, "{} has not the format {}", value, schema["format"])
+        if "enum" in schema and self._same(value) not in self._enum(schema["enum"]):
+            raise Invalid(at, "{} is not in enum", value)
         self._apply_within(schema, base, value, at, depth + 1)
         if isinstance(value, dict):
             self._apply_to_object(schema, base, value, at, depth + 1)
@@ -115,21 +154,73 @@ class Validator:
 
     def _enum(self, values: list[Any]) -> frozenset[Any]:
         if id(values) not in self._enums:
-            self._enums[id(values)] = values, frozenset(map(same, values))
+            self._enums[id(values)] = values, frozenset(self._same(values))
         return self._enums[id(values)][1]
+
+    def _same(self, value: Any) -> Any:
+        return same(value, self._spend)
+
+    def _matches(self, expression: str, text: str) -> bool:
+        """Whether a regular expression of the schema is found in a text."""
+        if (pattern := self._patterns.get(expression)) is None:
+            self._spend(len(expression) // _POSITIONS_PER_STEP)
+            pattern = self._patterns[expression] = read_pattern(expression)
+            size = _UNICODE_CLASS_SIZE if "\\p" in expression.lower() else 1
+            self._spend(num_positions(expression) * size // _POSITIONS_PER_STEP)
+        num_matches, per_step = len(text), _TAME_MATCHES_PER_STEP
+        if not is_tame(expression):
+            num_matches, per_step = num_matches * num_positions(expression), _MATCHES_PER_STEP
+        self._spend(num_matches // per_step)
+        return pattern.matches(text)
+
+    def _check_value(self, schema: dict[str, Any], value: Any, at: str) -> None:
+        """The keywords that have no schemas in them."""
+        types = types_in(schema)
+        if types is not None:
+            if len(types) > _NAMES_PER_STEP:
+                self._spend(len(types) // _NAMES_PER_STEP)
+            if not any(is_type(value, name, self._draft) for name in types):
+                raise Invalid(at, "{} is not of type " + " or ".join(types[:_MAX_TYPES]), value)
+        if "const" in schema and self._draft >= 6 and self._same(value) != self._same(schema["const"]):
+            raise Invalid(at, "{} is not {}", value, schema["const"])
+        if isinstance(value, str):
+            _check_size(schema, "Length", len(value), at)
+            if "pattern" in schema and not self._matches(schema["pattern"], value):
+                raise Invalid(at, "{} does not match {}", value, schema["pattern"])
+        elif isinstance(value, list):
+            _check_size(schema, "Items", len(value), at)
+            if schema.get("uniqueItems") is True and len(set(self._same(value))) < len(value):
+                raise Invalid(at, "items are not unique")
+        elif isinstance(value, dict):
+            _check_size(schema, "Properties", len(value), at)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            self._check_number(schema, value, at)
+
+    def _check_number(self, schema: dict[str, Any], value: float, at: str) -> None:
+        for name, bound, is_exclusive in bounds_of(schema):
+            is_beyond = value < bound if name == "minimum" else value > bound
+            if is_beyond or (is_exclusive and value == bound):
+                raise Invalid(at, "{} is beyond the " + name + " {}", value, bound)
+        for keyword in ("multipleOf", "divisibleBy"):
+            divisor = schema.get(keyword)
+            if not divisor or not math.isfinite(value):
+                continue
+            self._spend(1 + sum(int(one).bit_length() for one in (value, divisor)) // _BITS_PER_STEP)
+            if exact(value) % exact(divisor) != 0:
+                raise Invalid(at, "{} is not a multiple of {}", value, divisor)
 
     def _apply_within(self, schema: dict[str, Any], base: str, value: Any, at: str, depth: int) -> None:
         """The keywords that apply schemas to the value itself."""
         for one in schema.get("allOf", ()):
             self._apply(one, base, value, at, depth)
         if "anyOf" in schema and not any(self._satisfies(one, base, value, depth) for one in schema["anyOf"]):
-            raise Invalid(f"{at}: none of anyOf holds")
+            raise Invalid(at, "none of anyOf holds")
         if "oneOf" in schema:
             num = sum(self._satisfies(one, base, value, depth, asserts_formats=True) for one in schema["oneOf"])
             if num != 1:
-                raise Invalid(f"{at}: {num} alternatives of oneOf hold, and one must")
+                raise Invalid(at, f"{num} alternatives of oneOf hold, and one must")
         if "not" in schema and self._satisfies(schema["not"], base, value, depth, asserts_formats=True):
-            raise Invalid(f"{at}: not forbids it")
+            raise Invalid(at, "not forbids it")
         if "if" in schema and self._draft >= 7:
             is_so = self._satisfies(schema["if"], base, value, depth, asserts_formats=True)
             branch = "then" if is_so else "else"
@@ -137,45 +228,43 @@ class Validator:
                 self._apply(schema[branch], base, value, at, depth)
 
     def _apply_to_object(self, schema: dict[str, Any], base: str, value: dict[str, Any], at: str, depth: int) -> None:
-        missing = [name for name in names_in(schema.get("required")) if name not in value]
-        if missing:
-            raise Invalid(f"{at}: {missing[0]!r:.60} is required")
-        properties = schema.get("properties", {})
-        patterns = {name: read_pattern(name) for name in schema.get("patternProperties", ())}
-        self._num_steps += len(patterns) * len(value)
+        if "required" in schema:
+            self._need(schema["required"], value, at, "{} is required")
+        properties, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+        if patterns:
+            self._spend(len(patterns) * len(value))
         for name, one in value.items():
             here = f"{at}.{name:.60}"
             if name in properties:
                 self._apply(properties[name], base, one, here, depth)
-            matching = [key for key, pattern in patterns.items() if pattern.matches(name)]
+            matching = [key for key in patterns if self._matches(key, name)]
             for key in matching:
-                self._apply(schema["patternProperties"][key], base, one, here, depth)
+                self._apply(patterns[key], base, one, here, depth)
             if "additionalProperties" in schema and not matching and name not in properties:
                 self._apply(schema["additionalProperties"], base, one, here, depth)
             if "propertyNames" in schema:
                 self._apply(schema["propertyNames"], base, name, here, depth)
-        for name, needed in schema.get("dependencies", {}).items():
-            if name in value and self._document.has_dependencies:
-                if isinstance(needed, list | str):
-                    self._need(names_in(needed), value, at, name)
-                else:
+        for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
+            if not (dependent := schema.get(keyword)) or (keyword == "dependencies" and not self._has_dependencies):
+                continue
+            self._spend(len(dependent) // _NAMES_PER_STEP)
+            for name, needed in dependent.items():
+                if name in value and isinstance(needed, list | str):
+                    self._need(needed, value, at, "{} is needed beside {}", name)
+                elif name in value:
                     self._apply(needed, base, value, at, depth)
-        for name, needed in schema.get("dependentRequired", {}).items():
-            if name in value:
-                self._need(names_in(needed), value, at, name)
-        for name, needed in schema.get("dependentSchemas", {}).items():
-            if name in value:
-                self._apply(needed, base, value, at, depth)
         if "unevaluatedProperties" in schema:
             known = self._evaluated({**schema, "unevaluatedProperties": None}, base, value, depth)
             for name, one in value.items():
                 if name not in known:
                     self._apply(schema["unevaluatedProperties"], base, one, f"{at}.{name:.60}", depth)
 
-    def _need(self, names: list[str], value: dict[str, Any], at: str, of: str) -> None:
-        missing = [name for name in names if name not in value]
+    def _need(self, names: Any, value: dict[str, Any], at: str, message: str, *of: str) -> None:
+        if isinstance(names, list) and len(names) > _NAMES_PER_STEP:
+            self._spend(len(names) // _NAMES_PER_STEP)
+        missing = [name for name in names_in(names) if name not in value]
         if missing:
-            raise Invalid(f"{at}: {of!r:.60} needs {missing[0]!r:.60} beside it")
+            raise Invalid(at, message, missing[0], *of)
 
     def _apply_to_array(self, schema: dict[str, Any], base: str, value: list[Any], at: str, depth: int) -> None:
         first, rest = array_parts(schema, self._draft)
@@ -189,7 +278,7 @@ class Validator:
             if self._draft < 2019:
                 least, most = 1, None
             if num < least or (most is not None and num > most):
-                raise Invalid(f"{at}: contains holds for {num} items")
+                raise Invalid(at, f"contains holds for {num} items")
         if "unevaluatedItems" in schema:
             known = self._evaluated({**schema, "unevaluatedItems": None}, base, value, depth)
             for i, one in enumerate(value):
@@ -200,6 +289,8 @@ class Validator:
         """The names or indices in `value` that keywords of `schema`, which it satisfies, have looked at."""
         if not isinstance(schema, dict):
             return set()
+        num_names = len(schema) + sum(len(one) for one in (*schema.values(), value) if isinstance(one, dict | list))
+        self._spend(1 + num_names // _NAMES_PER_STEP)
         known = set[Any]()
         base = self._document.base_within(schema, base)
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
@@ -220,8 +311,9 @@ class Validator:
                     known |= self._evaluated(one, base, value, depth + 1)
         if isinstance(value, dict):
             known |= schema.get("properties", {}).keys() & value.keys()
-            patterns = [read_pattern(name) for name in schema.get("patternProperties", ())]
-            known |= {name for name in value if any(pattern.matches(name) for pattern in patterns)}
+            patterns = schema.get("patternProperties", {})
+            self._spend(len(patterns) * len(value))
+            known |= {name for name in value if any(self._matches(key, name) for key in patterns)}
             if "additionalProperties" in schema or schema.get("unevaluatedProperties") is not None:
                 known |= value.keys()
         elif isinstance(value, list):
@@ -275,14 +367,19 @@ def types_in(schema: dict[str, Any]) -> list[str] | None:
     return [given] if isinstance(given, str) else list(given)
 
 
-def same(value: Any) -> Any:
-    """Something hashable that is equal for values that are equal in JSON, where 1 is 1.0 and not true."""
+def same(value: Any, spend: Callable[[int], None] | None = None) -> Any:
+    """Something hashable that is equal for values that are equal in JSON, where 1 is 1.0 and not true. `spend` is
+    told of steps before they are taken."""
     if isinstance(value, bool):
         return ("boolean", value)
-    if isinstance(value, dict):
-        return frozenset((name, same(one)) for name, one in value.items())
-    if isinstance(value, list):
-        return tuple(map(same, value))
+    if isinstance(value, dict | list):
+        if spend is not None:
+            spend(1 + len(value) // _VALUES_PER_STEP)
+        if isinstance(value, dict):
+            return frozenset([(name, same(one, spend)) for name, one in value.items()])
+        return tuple([same(one, spend) for one in value])
+    if isinstance(value, int | float) and _MAX_PLAIN_NUMBER < abs(value) < math.inf:
+        return ("number", hex(int(value)))  # there are many whole numbers of one hash, and no two such texts
     return value
 
 
@@ -306,39 +403,7 @@ def bounds_of(schema: dict[str, Any]) -> list[tuple[str, Any, bool]]:
     return bounds
 
 
-def _check_value(schema: dict[str, Any], value: Any, at: str, draft: int) -> None:
-    """The keywords that have no schemas in them."""
-    types = types_in(schema)
-    if types is not None and not any(is_type(value, name, draft) for name in types):
-        raise Invalid(f"{at}: {shown(value)} is not of type {' or '.join(map(str, types))}")
-    if "const" in schema and draft >= 6 and same(value) != same(schema["const"]):
-        raise Invalid(f"{at}: {shown(value)} is not {shown(schema['const'])}")
-    if isinstance(value, str):
-        _check_size(schema, "Length", len(value), at)
-        if "pattern" in schema and not read_pattern(schema["pattern"]).matches(value):
-            raise Invalid(f"{at}: {shown(value)} does not match {shown(schema['pattern'])}")
-    elif isinstance(value, list):
-        _check_size(schema, "Items", len(value), at)
-        if schema.get("uniqueItems") is True and len(set(map(same, value))) < len(value):
-            raise Invalid(f"{at}: items are not unique")
-    elif isinstance(value, dict):
-        _check_size(schema, "Properties", len(value), at)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        _check_number(schema, value, at)
-
-
 def _check_size(schema: dict[str, Any], noun: str, size: int, at: str) -> None:
     least, most = schema.get("min" + noun), schema.get("max" + noun)
     if (least is not None and size < least) or (most is not None and size > most):
-        raise Invalid(f"{at}: {size} is not within min{noun} and max{noun}")
-
-
-def _check_number(schema: dict[str, Any], value: float, at: str) -> None:
-    for name, bound, is_exclusive in bounds_of(schema):
-        is_beyond = value < bound if name == "minimum" else value > bound
-        if is_beyond or (is_exclusive and value == bound):
-            raise Invalid(f"{at}: {shown(value)} is beyond the {name} {shown(bound)}")
-    for keyword in ("multipleOf", "divisibleBy"):
-        divisor = schema.get(keyword)
-        if divisor and math.isfinite(value) and exact(value) % exact(divisor) != 0:
-            raise Invalid(f"{at}: {shown(value)} is not a multiple of {shown(divisor)}")
+        raise Invalid(at, f"{size} is not within min{noun} and max{noun}")

@@ -21,6 +21,8 @@ from octavo.structured_output.final_check import FinalCheck
 from tests.engine.test_detokenizer import metaspace_tokenizer
 
 EOS = 2
+LONG = ",".join(["[]"] * 10_000)  # more than the event loop may wait for
+NO_COMPARISON = "the answer could not be compared with its schema"
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 
 
@@ -393,6 +395,9 @@ def test_metrics_say_when_things_happened(tokenizer: Any) -> None:
         ("report", '<think>so</think>{"a": [1, 2]}', "stop", None, None),
         ("error", '{"a": [1, 2]}', "stop", None, None),
         ("error", '{"a": [1, 1]}', "stop", None, "the answer does not satisfy its schema: $.a: items are not unique"),
+        ("report", f'{{"a": [{LONG}]}}', "stop", "schema_unchecked", None),
+        ("error", f'{{"a": [{LONG}]}}', "stop", None, f"{NO_COMPARISON}: it takes too many steps"),
+        ("report", f'{{"a": {"9" * 5000}}}', "stop", "schema_unchecked", None),
     ],
 )
 @pytest.mark.parametrize("kind", [DELTA, FINAL_ONLY])
