@@ -6,24 +6,37 @@ Each answer is stored as it comes, so that another server can continue the batch
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from starlette.applications import Starlette
 
 from octavo.entrypoints.batch import stored_files
 from octavo.entrypoints.batch.answer_lines import BatchStopped, answer_lines
+from octavo.entrypoints.batch.batch_lines import custom_id_of
 from octavo.entrypoints.batch.stored_files import BATCH, FILE
 from octavo.entrypoints.http.server_state import ServerState
 from octavo.entrypoints.http.store import DEAD_AFTER_S, Database, StoreError
+from octavo.entrypoints.http.streaming import encode_json
 from octavo.errors import RequestError
 
 logger = logging.getLogger("octavo.server")
 
 LIFETIME_S = 24 * 3600
-RETRY_S = 30.0  # pause of a batch after repeated refusals by the engine
+RETRY_S = 30.0  # pause of a batch after repeated refusals by the engine, and after a failure of the store
+MAX_SHOWN_ERRORS = 50  # of a batch
 ACTIVE_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
+
+
+class _InvalidBatch(Exception):
+    """A batch that is not begun, with what clients are told of it."""
+
+    def __init__(self, found: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self.found = found
 
 
 class BatchJob:
@@ -44,7 +57,8 @@ class BatchJob:
                     await self._wait(RETRY_S)
             except TimeoutError:
                 status = "expired"
-                await self._answer_all(is_expired=True)
+                while not await self._answer_all(is_expired=True):
+                    await self._wait(RETRY_S)
             await self._end(status)
         except asyncio.CancelledError:
             batch["cancelling_at"] = int(time.time())
@@ -52,21 +66,24 @@ class BatchJob:
         except BatchStopped as error:
             # It stays unfinished without a living owner: the next server continues it.
             logger.warning("batch %s stops, to be gone on with: %s", batch["id"], error)
-        except RequestError as error:  # from the store, or because a file was deleted
+        except _InvalidBatch as error:
+            await self._fail(error.found)
+        except RequestError as error:  # because a file was deleted
             logger.error("batch %s: %s", batch["id"], error)
-            await self._fail(error.code, str(error))
+            await self._fail([{"code": error.code, "message": str(error)}])
         except Exception:
             logger.exception("batch %s", batch["id"])
-            await self._fail("internal_error", "the server made an error; its log says which.")
+            message = "the server made an error; its log says which."
+            await self._fail([{"code": "internal_error", "message": message}])
 
-    async def _fail(self, code: str | None, message: str) -> None:
-        self.batch["errors"] = {"object": "list", "data": [{"code": code, "message": message}]}
+    async def _fail(self, errors: list[dict[str, Any]]) -> None:
+        self.batch["errors"] = {"object": "list", "data": errors}
         await self._end("failed")
 
     async def _answer_all(self, *, is_expired: bool = False) -> bool:
         """Answer the remaining lines, with errors if the batch `is_expired`. Return whether all lines have an answer;
-        False if the engine takes no requests now. Raises `BatchStopped` when the server ends, and `TimeoutError` when
-        the batch's time is up."""
+        False if the engine takes no requests now, or if the store cannot be read. Raises `BatchStopped` when the server
+        ends, and `TimeoutError` when the batch's time is up."""
         at_once = max(1, self._state.engine.config.scheduler.max_num_seqs // 2)  # leave room for other clients
         try:
             done = await self._begin()
@@ -74,30 +91,37 @@ class BatchJob:
                 self._app, self._left(done, is_expired), self._write, at_once=at_once,
                 endpoint=self.batch["endpoint"], is_expired=is_expired,
             )  # fmt: skip
-        except BatchStopped as error:
+        except (BatchStopped, StoreError) as error:
             if self._state.is_stopping:
-                raise
+                raise BatchStopped("the server is stopping") from error
             logger.warning("batch %s goes on in %g s: %s", self.batch["id"], RETRY_S, error)
             return False
         return True
 
     async def _wait(self, seconds: float) -> None:
-        """Wait. Raises `BatchStopped` if the server ends meanwhile, and `TimeoutError` if the batch's time is up."""
+        """Wait. Raises `BatchStopped` if the server ends meanwhile."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._state.is_stopping:
                 raise BatchStopped("the server is stopping")
-            if time.time() > self.batch["expires_at"]:
-                raise TimeoutError
             await asyncio.sleep(min(1.0, seconds))
+
+    async def _store_surely(self, work: Callable[[Database], None]) -> None:
+        """Have the store do `work`, again and again while it fails, so that no answer is computed twice. Raises
+        `BatchStopped` if the server ends meanwhile."""
+        while True:
+            try:
+                await self._store.run(work)
+                return
+            except StoreError as error:
+                logger.warning("batch %s waits %g s for the store: %s", self.batch["id"], RETRY_S, error)
+            await self._wait(RETRY_S)
 
     async def _begin(self) -> set[int]:
         """Prepare the batch's files, and return the numbers of answered lines."""
         batch = self.batch
         if batch["output_file_id"] is None:
-            num_lines = 0
-            async for _ in self._lines():
-                num_lines += 1
+            num_lines = await self._checked()
             files = [
                 stored_files.new_file(f"{batch['id']}_{name}.jsonl", "batch_output", 0) for name in ("output", "error")
             ]
@@ -110,13 +134,33 @@ class BatchJob:
                 stored_files.write(database, BATCH, batch, is_owned=True)
 
             batch |= {"status": "in_progress", "in_progress_at": int(time.time())}
-            await self._store.run(begin)
+            await self._store_surely(begin)
         return await self._store.run(
             lambda database: {
                 *database.chunk_numbers(batch["output_file_id"]),
                 *database.chunk_numbers(batch["error_file_id"]),
             }
         )
+
+    async def _checked(self) -> int:
+        """Return the number of lines. Raises `_InvalidBatch` if two have the same `custom_id`, by which clients tell
+        answers apart."""
+        decode, seen, num_lines = self._app.state.octavo.json_worker.parse, set[bytes](), 0
+        found: list[dict[str, Any]] = []
+        async for number, line in self._lines():
+            num_lines += 1
+            custom_id = await custom_id_of(line, decode)
+            if custom_id is None:  # the error file says so
+                continue
+            digest = hashlib.blake2b(encode_json(custom_id), digest_size=16).digest()
+            if digest in seen and len(found) < MAX_SHOWN_ERRORS:
+                message = f"custom_id {custom_id!r:.100} is that of an earlier line; each must be unique in a batch."
+                fields = {"code": "duplicate_custom_id", "message": message, "param": "custom_id", "line": number + 1}
+                found.append(fields)
+            seen.add(digest)
+        if found:
+            raise _InvalidBatch(found)
+        return num_lines
 
     def _lines(self) -> Any:
         return stored_files.read_lines(self._store, self.batch["input_file_id"], self._state.args.max_body_bytes)
@@ -142,7 +186,7 @@ class BatchJob:
             database.add_chunks(file_id, [(number, line)])
             stored_files.write(database, BATCH, batch, is_owned=True)
 
-        await self._store.run(write)
+        await self._store_surely(write)
 
     async def _end(self, status: str) -> None:
         batch = self.batch
@@ -165,8 +209,8 @@ class BatchJob:
             stored_files.write(database, BATCH, batch)
 
         try:
-            await self._store.run(end)
-        except StoreError as error:
+            await self._store_surely(end)
+        except BatchStopped as error:  # the next server finds that all is answered
             logger.error("the end of batch %s is not noted: %s", batch["id"], error)
 
 

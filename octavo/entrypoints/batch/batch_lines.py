@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from octavo.engine.off_loop import run_off_loop
+from octavo.entrypoints.http.json_worker import is_large as is_large_json
 from octavo.entrypoints.http.piecewise_json import encode_in_pieces, is_large
 from octavo.entrypoints.http.streaming import encode_json
 from octavo.errors import RequestError
@@ -28,6 +30,13 @@ URLS = frozenset(
 )  # fmt: skip
 _ID = re.compile(rb'\{"id":"batch_req_(\d{8,12})_([0-9a-f]{8})"')
 _decode = msgspec.json.Decoder().decode
+
+
+class _Named(msgspec.Struct):
+    custom_id: Any = None
+
+
+_decode_id = msgspec.json.Decoder(_Named).decode
 
 
 class LineError(ValueError):
@@ -78,6 +87,19 @@ def read_line(line: bytes, endpoint: str | None = None, decode: Callable[[bytes]
     if body.get("stream") or body.get("background"):
         raise LineError("A request of a batch has neither stream nor background.", custom_id)
     return Line(custom_id, url, encode_in_pieces(body) if is_large(body) else encode_json(body))
+
+
+async def custom_id_of(line: bytes, decode: Callable[[bytes], Any]) -> str | None:
+    """Return the `custom_id` of a line, or None if it has none. `decode` parses large lines, in another process."""
+    try:
+        if is_large_json(line):
+            found = await run_off_loop(lambda: decode(line), length=len(line), is_json=True)
+            custom_id = found.get("custom_id") if isinstance(found, dict) else None
+        else:
+            custom_id = _decode_id(line).custom_id
+    except (RecursionError, RequestError, ValueError):  # it is no request
+        return None
+    return custom_id if isinstance(custom_id, str) else None
 
 
 def answer_line(number: int, sum: int, custom_id: str, status: int, body: bytes) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import openai
 import pytest
 from tqdm import tqdm
 
-from octavo.entrypoints.batch import answer_lines, batch_job, batch_routes, stored_files
+from octavo.entrypoints.batch import answer_lines, batch_job, batch_lines, batch_routes, stored_files
 from octavo.entrypoints.batch.batch_lines import LineError, answer_line, checksum, error_line, read_answered, read_line
 from octavo.entrypoints.batch.run_batch_files import BatchFiles
 from octavo.entrypoints.http.app import build_app
@@ -263,6 +264,50 @@ def test_a_batch_that_the_engine_refuses_goes_on_later_and_can_be_cancelled(
     else:
         wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
         assert engine.seen and waits == [batch_job.RETRY_S] * 2
+
+
+@pytest.mark.parametrize("failing", ["put", "add_chunks", "chunk_numbers", "num_chunk_bytes"])
+def test_a_batch_waits_for_a_store_that_fails(
+    client: openai.OpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """And no line is answered twice."""
+    waits, works, puts = list[float](), getattr(Database, failing), list[str]()
+
+    async def wait(job: batch_job.BatchJob, seconds: float) -> None:
+        waits.append(seconds)
+
+    def work(database: Database, *args: Any, **options: Any) -> Any:
+        if failing == "put":
+            puts.append(args[0])
+        if puts != ["batch"] and len(waits) < 3:
+            raise sqlite3.OperationalError("disk I/O error")
+        return works(database, *args, **options)
+
+    monkeypatch.setattr(batch_job.BatchJob, "_wait", wait)
+    file = client.files.create(file=("in.jsonl", line("a")), purpose="batch")
+    monkeypatch.setattr(Database, failing, work)
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+    counts = client.batches.retrieve(batch.id).request_counts
+    assert counts is not None and (counts.total, counts.completed, counts.failed) == (1, 1, 0)
+    assert waits == [batch_job.RETRY_S] * 3 and len(engine.seen) == 1
+
+
+def test_a_batch_whose_lines_have_the_same_id_is_refused(
+    client: openai.OpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_lines, "is_large_json", lambda text: b"large" in text)
+    lines = [line("a"), b"{}\n", line("b"), line("c", messages=HELLO, user="large"), b"not JSON\n", line("a")]
+    lines += [b"{}\n", b"[1]\n", line("c"), line("b", messages=HELLO, user="large")]
+    file = client.files.create(file=("in.jsonl", b"".join(lines)), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "failed")
+    ended = client.batches.retrieve(batch.id)
+    assert ended.errors is not None and ended.errors.data is not None and ended.output_file_id is None
+    assert [(one.code, one.line, one.param) for one in ended.errors.data] == [
+        ("duplicate_custom_id", number, "custom_id") for number in (6, 9, 10)
+    ]
+    assert "'a'" in str(ended.errors.data[0].message) and not engine.seen
 
 
 def test_files_are_listed_by_purpose(client: openai.OpenAI, http: httpx.Client) -> None:
