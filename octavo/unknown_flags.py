@@ -87,7 +87,7 @@ _ADVICE = {
     "typical_acceptance_sampler_posterior_alpha": f"{_NEEDLESS}draft tokens change no answer",
     "typical_acceptance_sampler_posterior_threshold": f"{_NEEDLESS}draft tokens change no answer",
     "use_beam_search": f"{_OF_REQUESTS}use_beam_search",
-    "use_tqdm_on_load": f"{_NEEDLESS}loading shows no bar",
+    "use_tqdm_on_load": f"{_NEEDLESS}octavo serve shows a bar on a terminal, LLM none",
     "use_v2_block_manager": f"{_NEEDLESS}there is one block manager",
     "worker_use_ray": "--distributed-executor-backend ray",
 }  # fmt: skip

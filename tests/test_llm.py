@@ -272,7 +272,10 @@ def test_the_caches_bytes_may_be_given() -> None:
     llm = LLM(max_model_len=256, kv_cache_memory_bytes=10 << 20, cpu_memory_utilization=0.01)
     # 30 layers, 3 heads of 64, keys and values, two bytes, 16 tokens
     assert llm.core.executor.num_blocks == [(10 << 20) // (30 * 3 * 64 * 2 * 2 * 16)]
-    for num_bytes, message in ((1 << 16, "--kv-cache-memory-bytes 65536 buys 0 "), (1 << 60, "more than the .* free")):
+    for num_bytes, message in (
+        (1 << 16, "--kv-cache-memory-bytes 65536 buys 0 .*; give more memory."),
+        (1 << 60, "more than the .* free"),
+    ):
         with pytest.raises(ConfigError, match=message):
             LLM(max_model_len=256, kv_cache_memory_bytes=num_bytes)
 

@@ -433,7 +433,8 @@ class InputProcessor:
         taken = () if self.media is None else self.media.kinds
         others = [kind for kind in asked if kind not in taken]
         if self.media is None or others:
-            why = f", but {' and '.join(f'{kind.noun}s' for kind in taken)}" if taken else ""
+            kinds = " and ".join(f"{kind.noun}s" for kind in taken)
+            why = f", but {kinds}" if taken else "; docs/media.md says which models do, and with which flags"
             nouns = f"{others[0].noun}s" if others else "pictures or sounds"
             raise RequestError(
                 f"{self.model.served_model_names[0]} takes no {nouns} here{why}.", param="messages", code="no_media"

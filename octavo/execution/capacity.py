@@ -67,9 +67,10 @@ def num_blocks(
         holds = int(share * max_model_len) // config.cache.block_size * config.cache.block_size
         has_cross = any(group.spec.kind == "cross" for group in groups)
         fewer = ", or --limit-mm-per-prompt" if config.media is not None and has_cross else ""
+        lower = f"lower --max-model-len to at most {holds}{fewer}, or " if holds else ""
         raise ConfigError(
-            f"{source} holds {holds} tokens, less than one request of --max-model-len {max_model_len}; lower "
-            f"--max-model-len to at most {holds}{fewer}, or give more memory."
+            f"{source} holds {holds} tokens, less than one request of --max-model-len {max_model_len}; {lower}give "
+            "more memory."
         )
     return found
 

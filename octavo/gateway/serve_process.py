@@ -117,6 +117,8 @@ class ServeProcess:
             message, level, record = line, logging.INFO, {}
         if level >= logging.CRITICAL or re.match(r"octavo.*: error: ", message):
             self._error_line = message
+            if not self.address:
+                return  # `StartError` has it, and whoever asked for the start says it
         elif not self.address and not record and message.strip():
             self._error_line = message  # the last line of a traceback
         logger.log(level, "%s: %s", self._name, message)

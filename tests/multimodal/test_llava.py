@@ -315,7 +315,7 @@ def test_a_template_that_knows_no_images_gets_placeholders_in_their_place(llm: L
 def test_without_its_tower_it_is_a_language_model(llava: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     blind = engine(llava, language_model_only=True)
     assert generate(blind, asked("none"))[0].outputs[0].logprobs == generate(llm, asked("none"))[0].outputs[0].logprobs
-    with pytest.raises(RequestError, match="takes no pictures"):
+    with pytest.raises(RequestError, match=r"takes no pictures here; docs/media\.md says"):
         generate(blind, asked("one"))
     blind.close()
     monkeypatch.setattr("octavo.config.media_flags.find_spec", lambda module: None if module == "PIL" else module)

@@ -75,6 +75,22 @@ def planned(path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tupl
     return plan, code
 
 
+@pytest.mark.parametrize(("flags", "says"), [((), True), (("--no-measure",), False), (("--gpu", "h100"), False)])
+def test_a_command_that_measures_says_so_before(
+    flags: tuple[str, ...], says: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    shown = []
+
+    def make_plan(*_: object) -> dict[str, Any]:
+        shown.append(capsys.readouterr().err)
+        return {"layout": {"fits": True}}
+
+    monkeypatch.setattr("octavo.planning.serving_plan.make_plan", make_plan)
+    assert main(["plan", str(folder_of(tmp_path)), "--json", *flags]) == 0
+    assert shown == ["Measuring steps on this machine's processors ...\n" if says else ""]
+
+
 @pytest.mark.parametrize("name", _MODELS)
 @pytest.mark.parametrize("stored", ["bf16", "int8"])
 def test_bytes_are_those_that_an_engine_takes(

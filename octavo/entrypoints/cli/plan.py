@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from dataclasses import replace
 
 from octavo.config import EngineArgs
@@ -74,6 +75,8 @@ def main(args: argparse.Namespace) -> int:
         config = replace(engine_args, load_format="dummy").create_engine_config()
     if args.gpu and args.kv_cache_dtype in CACHE_BYTES:  # a CPU would turn fp8 into int8
         config = replace(config, cache=replace(config.cache, dtype=CACHE_BYTES[args.kv_cache_dtype]))
+    if options.measures and not args.gpu:
+        print("Measuring steps on this machine's processors ...", file=sys.stderr)
     plan = make_plan(config, options)
     print(json.dumps(plan, indent=2) if args.json else as_text(plan))
     return int(not plan["layout"]["fits"])

@@ -1,0 +1,23 @@
+"""A server that the gateway or `octavo run` starts, as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+
+from octavo.gateway.catalogue import ModelEntry
+from octavo.gateway.serve_process import ServeProcess, StartError
+
+REASON = "octavo: error: there is no such model."
+
+
+def test_the_reason_of_a_start_that_fails_is_said_once_by_who_asked_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = f"print('it begins'); print({REASON!r}); raise SystemExit(1)"
+    monkeypatch.setattr("octavo.gateway.serve_process.server_command", lambda *_: [sys.executable, "-c", program])
+    with caplog.at_level("INFO", "octavo.gateway"), pytest.raises(StartError, match=REASON):
+        asyncio.run(ServeProcess.start("m", ModelEntry()))
+    assert [record.getMessage() for record in caplog.records] == ["m: it begins"]
