@@ -354,11 +354,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
                 _refuse(name, value, "a 64-bit integer or null")
         for name in ("stop", "bad_words"):
             value = getattr(self, name)
-            if not isinstance(value, list) or not all(isinstance(s, str) and s and is_unicode(s) for s in value):
+            is_list = isinstance(value, list)
+            if not is_list or (value and not all(isinstance(s, str) and s and is_unicode(s) for s in value)):
                 _refuse(name, value, "a list of non-empty strings of valid Unicode")
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, list) and all(type(t) is int and t >= 0 for t in value)):
+            is_list = isinstance(value, list)
+            if value is not None and (not is_list or (value and not all(type(t) is int and t >= 0 for t in value))):
                 _refuse(name, value, "a list of token ids")
 
     def _check_ranges(self, given: set[str]) -> None:

@@ -49,6 +49,7 @@ def compile_template(text: str) -> Template:
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension
     from jinja2.filters import FILTERS, make_attrgetter
+    from jinja2.runtime import LoopContext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.utils import Namespace
 
@@ -211,6 +212,8 @@ def compile_template(text: str) -> Template:
         def getattr(self, obj: Any, attribute: str) -> Any:
             if type(obj) is dict and attribute not in dict_names:  # a message: no exception, as Jinja would raise
                 return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+            if type(obj) is LoopContext and attribute in loop_names:
+                return getattr(obj, attribute)
             return super().getattr(obj, attribute)
 
         def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -250,6 +253,7 @@ def compile_template(text: str) -> Template:
         return bounded_join(value if attribute is None else map(make_attrgetter(environment, attribute), value), str(d))
 
     dict_names = frozenset(dir(dict))
+    loop_names = frozenset(("first", "last", "index", "index0", "length"))  # whose values are numbers
     extensions = [Generation, "jinja2.ext.loopcontrols"]
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=finalize)
     environment.filters |= {name: bounded_filter(name) for name in _TEXT_FILTERS}

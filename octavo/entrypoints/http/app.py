@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
@@ -22,6 +22,7 @@ from octavo.entrypoints.http import engine_control, openapi, operator_routes
 from octavo.entrypoints.http.auth_and_limits import REQUEST_ID, AuthAndLimits
 from octavo.entrypoints.http.body_fields import ID_PATTERN
 from octavo.entrypoints.http.error_responses import REFUSED_NAMES, UNBUILT_PATHS, add_error_handlers, refuse_not_built
+from octavo.entrypoints.http.request_headers import HEADERS, RequestHeaders
 from octavo.entrypoints.http.router import LazyRoute, RouteSpec, make_routes
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.server_state import ID_HEADER, ServerState
@@ -148,6 +149,7 @@ class _App(Starlette):
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
+        scope[HEADERS] = RequestHeaders(scope)
         status, begin = 500, time.monotonic()
         request_id: str | None = None
 
@@ -155,7 +157,7 @@ class _App(Starlette):
             nonlocal status, request_id
             if message["type"] == "http.response.start":
                 status = message["status"]
-                asked, answer = Headers(scope=scope), MutableHeaders(raw=message["headers"])
+                asked, answer = scope[HEADERS], MutableHeaders(raw=message["headers"])
                 if self.sends_ids:
                     _add_id(answer, asked)
                 request_id = answer.get(ID_HEADER)
@@ -195,7 +197,7 @@ def _below(root_path: str, path: str) -> str:
     return path[len(root_path) :] if root_path and path.startswith(root_path + "/") else path
 
 
-def _add_id(answer: MutableHeaders, request: Headers) -> None:
+def _add_id(answer: MutableHeaders, request: RequestHeaders) -> None:
     """Set the answer's X-Request-Id: keep its own if it has one, otherwise take the request's, otherwise make a new
     id."""
     if ID_HEADER not in answer:

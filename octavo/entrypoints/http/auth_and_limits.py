@@ -29,6 +29,7 @@ from octavo.entrypoints.http.error_responses import (
     method_not_allowed_message,
 )
 from octavo.entrypoints.http.openapi import PAGE_FILES
+from octavo.entrypoints.http.request_headers import HEADERS
 from octavo.entrypoints.http.router import methods_of
 from octavo.entrypoints.http.server_state import ARRIVAL, Arrival, ServerState
 from octavo.messages_errors import MESSAGES_PREFIX
@@ -89,7 +90,7 @@ class AuthAndLimits:
         if path in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        headers, method = Headers(scope=scope), scope["method"]
+        headers, method = scope[HEADERS], scope["method"]
         if scope.get(INTERNAL_BODY) is not None:
             num_bytes = len(scope[INTERNAL_BODY])
             await self._handle_internal(scope, replay_body(scope.pop(INTERNAL_BODY), receive), send, num_bytes)
@@ -135,7 +136,7 @@ class AuthAndLimits:
             status, reason = unavailable
             await error_response(reason, 503, code=f"engine_{status}")(scope, receive, send)
             return
-        ARRIVAL.set(Arrival(time.monotonic(), Headers(scope=scope), num_bytes))
+        ARRIVAL.set(Arrival(time.monotonic(), scope[HEADERS], num_bytes))
         self._state.num_in_flight += 1
         try:
             await self._app(scope, receive, send)

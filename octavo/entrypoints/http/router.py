@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.http.error_responses import error_fields, error_response, validation_error
 from octavo.entrypoints.http.json_worker import is_large, parse_json
+from octavo.entrypoints.http.request_headers import RequestHeaders
 from octavo.errors import EngineDeadError, RequestError
 
 UnknownFields = Literal["error", "warn", "ignore"]
@@ -107,7 +108,9 @@ class _Application:
         self._endpoints = endpoints  # by method
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await self.answer(Request(scope, receive, send))
+        request = Request(scope, receive, send)
+        request._headers = RequestHeaders(scope)  # in the place of those that Starlette would make
+        response = await self.answer(request)
         await response(scope, receive, send)
 
     async def answer(self, request: Request) -> Response:

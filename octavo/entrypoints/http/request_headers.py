@@ -1,0 +1,32 @@
+"""The headers of a request, for `AuthAndLimits`, the application and the routes."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, overload
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+T = TypeVar("T")
+HEADERS = "octavo.headers"  # scope key of the headers as they arrived
+
+
+class RequestHeaders(Headers):
+    """Headers that are found by name without a search through all of them. Of a repeated header the first counts."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(scope=scope)
+        self._first = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(self._list)}
+
+    def __getitem__(self, key: str) -> str:
+        return self._first[key.lower()]
+
+    def __contains__(self, key: Any) -> bool:
+        return key.lower() in self._first
+
+    @overload
+    def get(self, key: str, default: None = None, /) -> str | None: ...
+    @overload
+    def get(self, key: str, default: str | T, /) -> str | T: ...
+    def get(self, key: str, default: Any = None, /) -> Any:
+        return self._first.get(key.lower(), default)
