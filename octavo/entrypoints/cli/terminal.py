@@ -265,7 +265,10 @@ class ApiClient:
                 f"no server answers at {self._url} ({error}); start one with 'octavo serve', or give --url."
             ) from None
         if response.status != 200:
-            raise OctavoError(f"{self._url} answered {response.status}: {_error_message(response.read())}")
+            said = _error_message(response.read())
+            if response.status == 401:
+                said = "it wants an API key, or another one: --api-key, or the variable OCTAVO_API_KEY."
+            raise OctavoError(f"{self._url} answered {response.status}: {said}")
         return response
 
 

@@ -41,6 +41,9 @@ _SUGGESTED_FIELDS = {
     "response_format": "text.format",
     "thinking": 'chat_template_kwargs {"thinking": ...}',
 }
+# Fields that tools in the form of Responses or Messages lack in chats.
+_OF_TOOLS = re.compile(r"tools\[\d+\]\.(type|function)", re.ASCII)
+_FORM_OF_TOOLS = ': a tool is {"type": "function", "function": {"name": ..., "parameters": {...}}}'
 _MAX_COMPARED = 64  # characters of a client's name or path that similar ones are looked for
 # Routes of OpenAI's and vLLM's servers that Octavo does not have.
 UNBUILT_PATHS = frozenset((
@@ -179,7 +182,8 @@ def validation_error(errors: Sequence[Mapping[str, Any]], fields: Collection[str
         said = f"; what is meant is perhaps {meant}." if meant else ""
         return RequestError(f"Unrecognized request argument supplied: {param}{said}", param=param)
     if error["type"] == "missing":
-        return RequestError(f"{param} is required.", param=param)
+        form = _FORM_OF_TOOLS if _OF_TOOLS.fullmatch(param) and "messages" in fields else ""
+        return RequestError(f"{param} is required{form}.", param=param)
     message = _predicate(error)
     if error["type"].endswith("_type"):
         # A field with several types has an error for each type.

@@ -281,6 +281,12 @@ def test_a_message_of_the_assistant_may_be_empty(
         ({"tools": [F], "tool_choice": "required", "guided_regex": "a"}, "guided_regex and tool_choice exclude"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         (
+            {"tools": [{"name": "f"}]},
+            'tools[0].type is required: a tool is {"type": "function", "function": {"name": ...,',
+        ),
+        ({"tools": [{"type": "function", "name": "f"}]}, "tools[0].function is required: a tool is {"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name is required."),
+        (
             {"tools": [{**F, "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"},
             "tools[0].function.parameters cannot be followed: Unsatisfiable",
         ),
