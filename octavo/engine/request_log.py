@@ -21,6 +21,7 @@ def log_request(
     said = prompt.token_ids if prompt.text is None else prompt.text
     shown = "" if max_length == 0 else f": {said[:max_length]!r}{'...' if len(said[:max_length]) < len(said) else ''}"
     options = brief(msgspec.to_builtins(params))
+    options.pop("output_kind", None)  # the front end's choice, not the client's
     fields = {"request_id": name, "num_prompt_tokens": len(prompt.token_ids), "sampling_params": options}
     logger.info("%s: %d prompt tokens%s %s", name, len(prompt.token_ids), shown, options, extra=fields)
 

@@ -313,7 +313,7 @@ class Deployment:
 
     def _on_idle_end(self) -> None:
         if self.is_idle:
-            logger.info("%s: stops, as nobody has asked for it in %g s", self.name, self.keep_alive or 0.0)
+            logger.info("%s: stops, as its keep_alive of %g s is over", self.name, self.keep_alive or 0.0)
             self.begin_stop()
 
     async def _stop(self) -> None:

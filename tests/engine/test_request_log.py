@@ -9,7 +9,7 @@ import pytest
 
 from octavo.engine.request_log import brief, log_request
 from octavo.request import Prompt
-from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+from octavo.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 
 def test_long_parameters_are_shown_by_their_beginning_or_their_number(caplog: pytest.LogCaptureFixture) -> None:
@@ -23,6 +23,13 @@ def test_long_parameters_are_shown_by_their_beginning_or_their_number(caplog: py
     [record] = caplog.records
     assert len(record.getMessage()) < 5000 and len(str(record.__dict__)) < 12_000
     assert "'temperature': 0.5" in record.getMessage() and "'bad_words': '(5000 items)'" in record.getMessage()
+
+
+def test_what_the_front_end_chose_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    params = SamplingParams(output_kind=RequestOutputKind.DELTA, seed=3)
+    with caplog.at_level(logging.INFO):
+        log_request(logging.getLogger("octavo.server"), "r", Prompt([1], "p"), params, 10)
+    assert caplog.records[0].getMessage() == "r: 1 prompt tokens: 'p' {'seed': 3}"
 
 
 def test_short_parameters_are_shown_as_they_are() -> None:

@@ -6,6 +6,8 @@ import asyncio
 import random
 from typing import Any
 
+import pytest
+
 from octavo.gateway.catalogue import ModelEntry
 from tests.gateway.fakes import Asked, FakeLaunch, FakeServer, gateway, until
 from tests.waiting import Clock, virtual_sleep
@@ -86,7 +88,9 @@ def test_a_stream_that_has_had_comments_gets_the_error_as_an_event(clock: Clock)
     clock.run(run())
 
 
-def test_an_idle_model_stops_when_its_time_is_up_and_starts_again(clock: Clock) -> None:
+def test_an_idle_model_stops_when_its_time_is_up_and_starts_again(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     async def run() -> None:
         async with gateway({"a": {"keep_alive": 60}, "b": {"keep_alive": None}}) as gate:
             await gate.ask("a")
@@ -98,7 +102,9 @@ def test_an_idle_model_stops_when_its_time_is_up_and_starts_again(clock: Clock) 
             assert (await gate.ask("a")).status_code == 200
             assert gate.launch.begun == ["a", "b", "a"]
 
-    clock.run(run())
+    with caplog.at_level("INFO", "octavo.gateway"):
+        clock.run(run())
+    assert "a: stops, as its keep_alive of 60 s is over" in caplog.messages
 
 
 def test_a_model_under_way_does_not_stop(clock: Clock) -> None:
