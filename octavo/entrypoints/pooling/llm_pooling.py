@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import msgspec
 
@@ -27,7 +27,17 @@ from octavo.pooling_params import PoolingParams
 from octavo.request import EngineRequest
 
 Prompts = PromptInput | Sequence[PromptInput]
+ParamsOfTexts = PoolingParams | Sequence[PoolingParams] | None
 UseTqdm = bool | Callable[..., Any]  # whether to show a bar, or what makes it (`functools.partial(tqdm, ...)`)
+
+
+class EncodeOptions(TypedDict, total=False):
+    """Keywords of `encode`."""
+
+    truncate_prompt_tokens: int | None
+    prompt_name: str | None
+    lora_request: LoRARequest | None
+    tokenization_kwargs: Mapping[str, Any] | None
 
 
 class PoolingMethods:
@@ -42,17 +52,10 @@ class PoolingMethods:
         raise NotImplementedError
 
     def encode(
-        self,
-        prompts: Prompts,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: UseTqdm = True,
-        *,
-        pooling_task: str | None = None,
-        truncate_prompt_tokens: int | None = None,
-        prompt_name: str | None = None,
-        lora_request: LoRARequest | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        self, prompts: Prompts, pooling_params: ParamsOfTexts = None, use_tqdm: UseTqdm = True, *,
+        pooling_task: str | None = None, truncate_prompt_tokens: int | None = None, prompt_name: str | None = None,
+        lora_request: LoRARequest | None = None, tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:  # fmt: skip
         """Return the vectors of texts: text, `{"prompt": ...}`, `{"prompt_token_ids": [...]}`, or a list of them.
 
         `pooling_params` is one for all texts or one for each. `prompt_name` names one of the model's own prompts, which
@@ -80,54 +83,27 @@ class PoolingMethods:
         return self._pooled(requests, use_tqdm)
 
     def embed(
-        self,
-        prompts: Prompts,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: UseTqdm = True,
-        *,
-        truncate_prompt_tokens: int | None = None,
-        prompt_name: str | None = None,
-        lora_request: LoRARequest | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[EmbeddingRequestOutput]:
+        self, prompts: Prompts, pooling_params: ParamsOfTexts = None, use_tqdm: UseTqdm = True,
+        **options: Unpack[EncodeOptions],
+    ) -> list[EmbeddingRequestOutput]:  # fmt: skip
         """Return an embedding of each text; see `encode`."""
-        refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        found = self.encode(
-            prompts, pooling_params, use_tqdm, pooling_task="embed", truncate_prompt_tokens=truncate_prompt_tokens,
-            prompt_name=prompt_name,
-        )  # fmt: skip
+        found = self.encode(prompts, pooling_params, use_tqdm, pooling_task="embed", **options)
         return [output.giving(EmbeddingOutput(output.outputs.data.tolist())) for output in found]
 
     def classify(
-        self,
-        prompts: Prompts,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: UseTqdm = True,
-        *,
-        truncate_prompt_tokens: int | None = None,
-        lora_request: LoRARequest | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[ClassificationRequestOutput]:
+        self, prompts: Prompts, pooling_params: ParamsOfTexts = None, use_tqdm: UseTqdm = True,
+        **options: Unpack[EncodeOptions],
+    ) -> list[ClassificationRequestOutput]:  # fmt: skip
         """Return the probabilities of the model's classes for each text; see `encode`."""
-        refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        found = self.encode(
-            prompts, pooling_params, use_tqdm, pooling_task="classify", truncate_prompt_tokens=truncate_prompt_tokens
-        )
+        found = self.encode(prompts, pooling_params, use_tqdm, pooling_task="classify", **options)
         return [output.giving(ClassificationOutput(output.outputs.data.tolist())) for output in found]
 
     def reward(
-        self,
-        prompts: Prompts,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: UseTqdm = True,
-        *,
-        truncate_prompt_tokens: int | None = None,
-        lora_request: LoRARequest | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        self, prompts: Prompts, pooling_params: ParamsOfTexts = None, use_tqdm: UseTqdm = True,
+        **options: Unpack[EncodeOptions],
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:  # fmt: skip
         """Return a reward model's output: numbers for each text, or for each of its tokens; see `encode`."""
-        refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        return self.encode(prompts, pooling_params, use_tqdm, truncate_prompt_tokens=truncate_prompt_tokens)
+        return self.encode(prompts, pooling_params, use_tqdm, **options)
 
     def score(
         self,
