@@ -13,7 +13,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from dataclasses import dataclass, replace
 
 from octavo.errors import RequestError
@@ -35,7 +35,6 @@ MODEL_HEADER = b"x-octavo-model"  # names the model of a request without one in 
 SESSION_HEADER = b"x-session-id"
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 _NOT_PASSED_ON = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding", MODEL_HEADER, RESUMABLE}
-_LISTS = {"/v1/files", "/v1/batches", "/v1/chat/completions"}
 _KEEPS = re.compile(r"/v1/(?:responses|conversations|chat/completions|files|batches)(?:/(?!input_tokens$)([^/]+))?")
 _CREATED = re.compile(
     rb'"(?:id|output_file_id|error_file_id)"\s*:\s*"((?:resp|conv|chatcmpl|file|batch)[-_][\w-]{1,100})"'
@@ -45,21 +44,24 @@ _EVERYWHERE_S = 30.0  # for the answers of all replicas
 _MAX_ANSWER_BYTES = 1 << 16
 _BUSY = (429, 503)
 _MAX_LOST = 2  # replicas that were lost with a request, as engines with a request that kills them
-# Routes whose streams have a usage only where it is asked for.
-_USAGE_PATHS = ("/v1/chat/completions", "/v1/completions", "/invocations")
-_UNCOUNTED_PATHS = ("/v1/batches", "/generate")  # whose answers have no usage
-_ROUTES = (
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/conversations", "/v1/messages", "/v1/models",
-    "/v1/files", "/v1/batches", "/v1/audio", "/v1/cache/sessions", "/v1/embeddings", "/v2/embed", "/pooling",
-    "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/generate", "/invocations",
-    "/tokenize", "/detokenize", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/ps",
-    "/api/show", "/api/pull", "/api/delete", "/api/version",
-)  # fmt: skip
-_PRIORITY_PATHS = frozenset((
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate", "/invocations",
-    "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
-    "/v2/rerank",
-))  # fmt: skip
+# Known routes, and what is true of each: `priority` is a field of its body; its streams have a `usage` only where it is
+# asked for; its answers are `uncounted`, as they have no usage; it `lists` with GET what one server keeps.
+_ROUTES: dict[str, tuple[str, ...]] = {
+    "/v1/chat/completions": ("priority", "usage", "lists"),
+    **dict.fromkeys(("/v1/completions", "/invocations"), ("priority", "usage")),
+    **dict.fromkeys((
+        "/v1/responses", "/v1/messages", "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score",
+        "/rerank", "/v1/rerank", "/v2/rerank",
+    ), ("priority",)),
+    "/generate": ("priority", "uncounted"),
+    "/v1/files": ("lists",),
+    "/v1/batches": ("uncounted", "lists"),
+    **dict.fromkeys((
+        "/v1/conversations", "/v1/models", "/v1/audio", "/v1/cache/sessions", "/tokenize", "/detokenize", "/api/chat",
+        "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/ps", "/api/show", "/api/pull",
+        "/api/delete", "/api/version",
+    ), ()),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ class ProxyRequest:
         said = self.body.session_id
         given = self.header(SESSION_HEADER) if said is None else said.encode()
         return None if not given else hashlib.blake2b(b"session " + given, digest_size=16).digest()
+
+    @property
+    def traits(self) -> Collection[str]:
+        """What `_ROUTES` says about the path."""
+        return _ROUTES.get(self.path, ())
 
     def header(self, name: bytes) -> bytes | None:
         return next((value for own, value in self.headers if own == name), None)
@@ -237,9 +244,10 @@ class Proxy:
                 f"body, or in the header {MODEL_HEADER.decode()}.",
                 param="model",
             )
-        if request.method == "GET" and request.path in _LISTS and request.meter is not None:
+        lists = request.method == "GET" and "lists" in request.traits
+        if lists and request.meter is not None:
             raise RequestError(f"{request.path} lists what other clients keep, too.", status=403, code="not_allowed")
-        if request.method == "GET" and request.path in _LISTS and deployment.entry.may_be_several:
+        if lists and deployment.entry.may_be_several:
             raise RequestError(
                 f"{request.path} lists what one server keeps, and {deployment.name} has several replicas: ask for one "
                 "thing by its id."
@@ -420,7 +428,7 @@ def _metered(request: ProxyRequest, key: Key, client: Client) -> ProxyRequest:
     has_budget = settings.tokens_per_day is not None or settings.tokens_per_minute is not None
     # A server in front of a replica may read `/v1/audio/../../generate` as `/generate`.
     is_plain = not {"", ".", ".."} & set(request.path.split("/")[1:])
-    is_uncounted = not is_plain or request.path in _UNCOUNTED_PATHS or route_of(request.path) is None
+    is_uncounted = not is_plain or "uncounted" in request.traits or route_of(request.path) is None
     if has_budget and (body.is_background or (request.method == "POST" and is_uncounted)):
         raise RequestError(
             f"The API key {settings.name} has a limit of tokens, and those of batches, background responses, "
@@ -428,9 +436,9 @@ def _metered(request: ProxyRequest, key: Key, client: Client) -> ProxyRequest:
         )  # fmt: skip
     if body.is_resumed and request.path == "/v1/responses":
         raise RequestError("resume would give a response an id of another key's.", param="resume", status=403)
-    if body.is_json and settings.priority is not None and request.path in _PRIORITY_PATHS:
+    if body.is_json and settings.priority is not None and "priority" in request.traits:
         body = body.having(priority=settings.priority)
-    if body.streams and not body.wants_usage and request.path in _USAGE_PATHS:
+    if body.streams and not body.wants_usage and "usage" in request.traits:
         body = body.having(stream_options={"include_usage": True})
         client.hides_usage = True
     return replace(request, body=body)
