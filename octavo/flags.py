@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field
+from pathlib import Path
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from octavo.errors import ConfigError
@@ -286,3 +287,15 @@ def number_with_unit(text: str) -> int:
     if value != int(value):
         raise ValueError(f"{text} is not a whole number")
     return int(value)
+
+
+def read_yaml(path: str, where: str) -> Any:
+    """Return what a file has. Raises `ConfigError`, which begins with `where`."""
+    import yaml
+
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} cannot be read: {error}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}.") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -13,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from octavo.errors import ConfigError
+from octavo.flags import read_yaml
 from octavo.gateway.discovery import read_source
 
 # Flags of `octavo serve` that the gateway sets, or whose meaning ends at the gateway.
@@ -91,17 +91,9 @@ def named_models(models: Sequence[str]) -> Catalogue:
 
 def read_catalogue(path: str) -> Catalogue:
     """Read and check a file. Raises `ConfigError`, which names the file and the key."""
-    import yaml
-
     where = f"--catalogue {path}"
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where} cannot be read: {error}.") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}.") from None
-    try:
-        catalogue = msgspec.convert(_with_entries(content, where), Catalogue)
+        catalogue = msgspec.convert(_with_entries(read_yaml(path, where), where), Catalogue)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}.") from None
     _check(catalogue, where)

@@ -12,14 +12,13 @@ import sys
 import typing
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from octavo.config import AsyncEngineArgs
 from octavo.entrypoints.cli import run_command
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError, OctavoError
-from octavo.flags import FlagParser, with_hyphens
+from octavo.flags import FlagParser, read_yaml, with_hyphens
 from octavo.logs import JSON, configure_logging
 from octavo.unknown_flags import advice_on
 
@@ -112,14 +111,7 @@ def _config_flags(path: str, argv: Sequence[str]) -> list[str]:
 
 
 def _read_config(path: str) -> dict[Any, Any]:
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {error}.") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}.") from None
+    content = read_yaml(path, f"--config {path}")
     if content is None:
         return {}
     if not isinstance(content, dict):
