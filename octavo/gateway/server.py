@@ -26,7 +26,7 @@ from octavo.flags import Flags, flag
 from octavo.gateway.admin import AdminApp
 from octavo.gateway.app import GatewayApp
 from octavo.gateway.catalogue import Catalogue, named_models, read_catalogue
-from octavo.gateway.client import TRANSPORT
+from octavo.gateway.client import TRANSPORT, WRITE_TIMEOUT_S
 from octavo.gateway.deployment import DISCOVERY_WAIT_S, Launch
 from octavo.gateway.key_store import OnLoss, open_keys
 from octavo.gateway.memory_budget import MemoryBudget
@@ -179,8 +179,38 @@ def address_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class _ClosingTransport:
+    """A client's connection. When it is closed, what waits to be read is dropped after `WRITE_TIMEOUT_S`."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self.write, self.is_closing = transport.write, transport.is_closing  # streams call them for every chunk
+        self._end: asyncio.TimerHandle | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def close(self) -> None:
+        self._transport.close()
+        if self._end is None:
+            self._end = self._loop.call_later(WRITE_TIMEOUT_S, self._transport.abort)
+
+    def lost(self) -> None:
+        """Note that the connection has ended."""
+        if self._end is not None:
+            self._end.cancel()
+
+
 class _Protocol(HttpToolsProtocol):
     """Shows the application its client's connection."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._closing = _ClosingTransport(transport, self.loop)
+        super().connection_made(self._closing)  # type: ignore[arg-type]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closing.lost()
+        super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -12,8 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from uvicorn.server import ServerState
 
 from octavo.gateway.client import WRITE_TIMEOUT_S, BrokenAnswerError, while_read
+from octavo.gateway.server import _config, _Protocol
 from octavo.gateway.upstream import Upstream
 from tests.gateway.fakes import Asked, FakeLaunch, fake_servers, gateway, until
 from tests.waiting import Clock
@@ -334,6 +336,34 @@ def test_a_client_that_reads_nothing_for_a_minute_is_reset(clock: Clock) -> None
                 await until(lambda: "a" in gate.launch.servers and gate.launch.last("a").asked)
                 await until(lambda: gate.server.app.num_in_flight == 0)
                 assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNRESET
+
+    clock.run(run())
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_connection_ends_though_its_client_never_reads_the_last_of_an_answer(clock: Clock, is_lost: bool) -> None:
+    """What waits in the buffer is less than what `send` would wait for."""
+    ended = asyncio.Event()
+
+    async def app(*_: Any) -> None:
+        raise AssertionError
+
+    async def run() -> None:
+        transport: Any = SimpleNamespace(
+            get_extra_info=lambda *_: None, write=lambda _: None, close=lambda: None, is_closing=lambda: False,
+            abort=ended.set,
+        )  # fmt: skip
+        config = _config(app)
+        config.load()
+        protocol: Any = _Protocol(config=config, server_state=ServerState(), app_state={})
+        protocol.connection_made(transport)
+        protocol.timeout_keep_alive_handler()
+        if is_lost:
+            protocol.connection_lost(None)
+        await asyncio.sleep(WRITE_TIMEOUT_S / 2)
+        assert not ended.is_set(), "it has its time"
+        await asyncio.sleep(WRITE_TIMEOUT_S)
+        assert ended.is_set() != is_lost
 
     clock.run(run())
 
