@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -60,13 +60,14 @@ def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantizat
         tensors, mapped = _gguf_tensors(checkpoint, quantization)
     else:
         tensors, mapped = _element_tensors(files)
+    source = files[0] if checkpoint.format == "gguf" else os.path.dirname(files[0])
     if checkpoint.format == "mistral":
-        tensors = _of_mistral(tensors, checkpoint.config)
+        tensors = _of_mistral(tensors, checkpoint.config, source)
     for prefix, path in checkpoint.module_files.items():
         of_module, more = _element_tensors([path])
-        tensors |= {f"{prefix}.{name}": tensor for name, tensor in of_module.items()}
+        named = [(f"{prefix}.{name}", tensor, path) for name, tensor in of_module.items()]
+        tensors = _by_name([*((name, tensor, source) for name, tensor in tensors.items()), *named])
         mapped += more
-    source = files[0] if checkpoint.format == "gguf" else os.path.dirname(files[0])
     if checkpoint.format != "gguf" and (settings := checkpoint.config.get("quantization_config")):
         if quantization is not None:
             raise LoadError(
@@ -75,7 +76,7 @@ def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantizat
             )
         tensors = quantized_tensors(tensors, settings, source)  # before renaming: `settings` has the file's names
     if checkpoint.config.get("text_config") is not None:
-        tensors = {_LANGUAGE_MODEL.sub(_in_language_model, name): tensor for name, tensor in tensors.items()}
+        tensors = _renamed(tensors, lambda name: _LANGUAGE_MODEL.sub(_in_language_model, name), source)
     return FileWeights(tensors, mapped, source, dtype, quantization, tied)
 
 
@@ -215,12 +216,31 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _element_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[MappedFile]]:
     """Return the tensors of safetensors files or PyTorch's files, and the mapped files."""
     opened = [read_safetensors(path) if path.endswith(".safetensors") else read_torch_archive(path) for path in files]
-    tensors = {
-        name: element_tensor(tensor.dtype.name, tensor.shape, partial(file.array, name))
+    tensors = _by_name(
+        (name, element_tensor(tensor.dtype.name, tensor.shape, partial(file.array, name)), file.file.path)
         for file in opened
         for name, tensor in file.tensors.items()
-    }
+    )
     return _without_peft(tensors, files[0]), [file.file for file in opened]
+
+
+def _by_name(found: Iterable[tuple[str, FileTensor, str]]) -> dict[str, FileTensor]:
+    """Return tensors by name. Each comes with the place where it is stored. Raises `LoadError` if two have the same
+    name: nobody knows which of them is the model's."""
+    tensors, places = dict[str, FileTensor](), dict[str, str]()
+    for name, tensor, place in found:
+        if name in tensors:
+            raise LoadError(
+                f"two tensors have the name {name}: in {places[name]} and in {place}. Leave one file out, or fetch the "
+                "model again."
+            )
+        tensors[name], places[name] = tensor, place
+    return tensors
+
+
+def _renamed(tensors: dict[str, FileTensor], rename: Callable[[str], str], source: str) -> dict[str, FileTensor]:
+    """Return tensors of `source` by other names. Raises `LoadError` if two get the same name."""
+    return _by_name((rename(name), tensor, f"{source} as {name}") for name, tensor in tensors.items())
 
 
 def _without_peft(tensors: dict[str, FileTensor], path: str) -> dict[str, FileTensor]:
@@ -234,16 +254,18 @@ def _without_peft(tensors: dict[str, FileTensor], path: str) -> dict[str, FileTe
             "merge them with model.merge_and_unload().save_pretrained(...), or serve the base model with --enable-lora "
             "and the adapter as PEFT's save_pretrained writes it."
         )
-    return {_PEFT_MODEL.sub("", name).replace(_PEFT_MODULE, "."): tensor for name, tensor in tensors.items()}
+    return _renamed(tensors, lambda name: _PEFT_MODEL.sub("", name).replace(_PEFT_MODULE, "."), path)
 
 
-def _of_mistral(tensors: dict[str, FileTensor], config: Mapping[str, Any]) -> dict[str, FileTensor]:
+def _of_mistral(tensors: dict[str, FileTensor], config: Mapping[str, Any], source: str) -> dict[str, FileTensor]:
     """Return the tensors of Mistral's format by their Hugging Face names, with rows in Hugging Face's order."""
-    renamed = {}
-    for name, tensor in tensors.items():
-        hf_name, heads = mistral_name(name, config)
-        renamed[hf_name] = tensor._replace(read=partial(_halved, tensor.read, heads)) if heads else tensor
-    return renamed
+
+    def in_order(name: str, tensor: FileTensor) -> FileTensor:
+        heads = mistral_name(name, config).rotary_heads
+        return tensor._replace(read=partial(_halved, tensor.read, heads)) if heads else tensor
+
+    ordered = {name: in_order(name, tensor) for name, tensor in tensors.items()}
+    return _renamed(ordered, lambda name: mistral_name(name, config).hf_name, source)
 
 
 def _halved(read: Callable[[], StoredWeight], heads: int) -> StoredWeight:
@@ -259,10 +281,13 @@ def _in_halves(rows: NDArray[Any], heads: int) -> NDArray[Any]:
 def _gguf_tensors(checkpoint: Checkpoint, quantization: str | None) -> tuple[dict[str, FileTensor], list[MappedFile]]:
     path = checkpoint.weight_files[0]
     file = read_gguf(path, texts=False)
-    tensors = {
-        t.hf_name: FileTensor(t.info.type.name, t.shape, partial(stored_tensor, file, t), t.is_untransposed)
+    tensors = _by_name(
+        (
+            t.hf_name, FileTensor(t.info.type.name, t.shape, partial(stored_tensor, file, t), t.is_untransposed),
+            f"{file.parts[t.info.part].path} as {t.info.name}",
+        )
         for t in named_tensors(file, checkpoint.config)
-    }
+    )  # fmt: skip
     quantized = {tensor.format for tensor in tensors.values()} - set(PLAIN)
     if quantization in QUANTIZED_AT_LOAD and quantized:
         raise LoadError(

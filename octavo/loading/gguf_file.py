@@ -10,6 +10,7 @@ import math
 import mmap
 import re
 import struct
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -87,8 +88,11 @@ def read_gguf(path: str, texts: bool = True) -> GGUFFile:
     parts, tensors = [*first.parts], dict(first.tensors)
     for i in range(1, count):
         other = parse_gguf(MappedFile(f"{match[1]}{i + 1:05}-of-{match[2]}.gguf"), texts)
-        if other.metadata.get("split.no") != i or tensors.keys() & other.tensors.keys():
+        if other.metadata.get("split.no") != i:
             raise LoadError(f"{other.path} is damaged, or a part of another model than {path}; fetch it again.")
+        if (twice := next((name for name in other.tensors if name in tensors), None)) is not None:
+            of = parts[tensors[twice].part].path
+            raise LoadError(f"{of} and {other.path} both have the tensor {twice}: they are not parts of one model.")
         parts += other.parts
         tensors |= {name: replace(info, part=i) for name, info in other.tensors.items()}
     return GGUFFile(tuple(parts), first.metadata, tensors)
@@ -154,7 +158,8 @@ def _parse(file: MappedFile, texts: bool) -> GGUFFile:
         name: _place(path, len(data), name, dims, kind, data_start + offset) for name, dims, kind, offset in unplaced
     }
     if len(tensors) != num_tensors:
-        raise LoadError(f"{path} is damaged: {num_tensors} tensors have {len(tensors)} different names.")
+        twice, _ = Counter(name for name, *_ in unplaced).most_common(1)[0]
+        raise LoadError(f"{path} is damaged: it has two tensors with the name {twice:.60}.")
     return GGUFFile((file,), metadata, tensors)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,5 +124,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object as a dictionary. Raises `ValueError` if a key occurs twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("its header names a tensor twice")
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"its header has {twice:.60} twice")
     return found

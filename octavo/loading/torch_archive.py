@@ -125,6 +125,8 @@ def _read_zip(file: MappedFile, max_pickle_bytes: int = _MAX_PICKLE_BYTES) -> tu
         for member in archive.infolist():
             _, _, name = member.filename.partition("/")  # the first folder has the file's name
             is_data = name.startswith("data/")
+            if is_data and name[5:] in starts:
+                raise ValueError(f"it has {name:.60} twice")
             if (is_data or name == "data.pkl") and member.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"{member.filename} is compressed, which torch.save does not do")
             if name == "data.pkl":

@@ -195,6 +195,20 @@ def test_a_split_model_that_is_not_whole_is_refused(tmp_path: Path, write_gguf: 
         read_gguf(str(parts[0]))
 
 
+def test_tensors_of_one_name_are_named_with_their_files(tmp_path: Path, write_gguf: Write) -> None:
+    first, second, _ = _write_parts(tmp_path, write_gguf)
+    whole = second.read_bytes()
+    for found, other, message in (
+        (b"blk.1.attn_q", b"blk.0.attn_q", f"{first} and {second} both have the tensor blk.0.attn_q.weight:"),
+        (b"blk.1.attn_q", b"blk.1.attn_k", f"{second} is damaged: it has two tensors with the name blk.1.attn_k."),
+    ):
+        assert found in whole
+        second.write_bytes(whole.replace(found, other))
+        with pytest.raises(LoadError) as caught:
+            read_gguf(str(first))
+        assert str(caught.value).startswith(message)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"cannot read .*none\.gguf: No such file"):
         read_gguf(str(tmp_path / "none.gguf"))

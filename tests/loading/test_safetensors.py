@@ -122,7 +122,7 @@ def _entry(begin: Any = 0, end: Any = 8, shape: Any = (2,), dtype: Any = "F32") 
         (b"{", b"", "Expecting"),
         (b"\xff\xfe", b"", "utf-8"),
         (b"[" * 100_000, b"", "recursion"),
-        (b'{"t": {}, "t": {}}', b"", "names a tensor twice"),
+        (b'{"t": {}, "t": {}}', b"", "its header has t twice"),
     ],
 )
 def test_headers_that_are_wrong_are_named(header: Any, raw: bytes, message: str, tmp_path: Path) -> None:

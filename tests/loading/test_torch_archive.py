@@ -171,7 +171,7 @@ def test_a_storage_that_begins_before_the_file_is_refused(tmp_path: Path) -> Non
     assert "ends beyond its storage or the file" in refused(path)
 
 
-def test_compressed_and_incomplete_archives_are_refused(tmp_path: Path) -> None:
+def test_compressed_incomplete_and_ambiguous_archives_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.bin"
     write_archive(path, Described(0, (6,), (1,)), SIX * 100, zipfile.ZIP_DEFLATED)
     with pytest.raises(LoadError, match="compressed"):
@@ -179,6 +179,11 @@ def test_compressed_and_incomplete_archives_are_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("m/data/0", SIX)
     with pytest.raises(LoadError, match=r"no data\.pkl"):
+        read_torch_archive(str(path))
+    write_archive(path, Described(0, (6,), (1,)), SIX)
+    with pytest.warns(UserWarning, match="Duplicate name"), zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("m/data/0", SIX)
+    with pytest.raises(LoadError, match="it has data/0 twice"):
         read_torch_archive(str(path))
 
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,25 @@ def test_shards_are_read_through_their_index(file_format: str, hf_folder: Path, 
     checkpoint = resolve(str(hf_folder))
     assert len(checkpoint.weight_files) == 3
     _all_equal(checkpoint, hf_tensors(), "float32")
+
+
+def test_tensors_of_one_name_are_refused_with_the_name_and_the_files(hf_folder: Path, hf_tensors: HfTensors) -> None:
+    """The last one won."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    up = hf_tensors()[name]
+    first, second = (str(hf_folder / f"model-0000{i}-of-00002.safetensors") for i in (1, 2))
+    save_file({name: up}, first)
+
+    def refused(tensors: dict[str, torch.Tensor]) -> str:
+        save_file(tensors, second)
+        checkpoint = replace(resolve(str(hf_folder)), weight_files=[first, second])
+        with pytest.raises(LoadError) as caught:
+            _open(checkpoint)
+        return str(caught.value)
+
+    twice = f"two tensors have the name {name}: in "
+    assert refused({name: up + 1}).startswith(f"{twice}{first} and in {second}.")
+    assert refused({f"base_model.model.{name}": up + 1}).startswith(f"{twice}{first} as {name} and in")
 
 
 @pytest.mark.parametrize("file_format", ["safetensors", "pt", "gguf"])
