@@ -15,6 +15,35 @@ TEXT, JSON = "text", "json"
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
 _current_format = TEXT
+LINES_PER_SECOND = 5  # of a kind that any client can cause
+
+
+class LineLimit:
+    """Counts the lines of a kind that any client can cause, with no key: without a limit they could fill the disk."""
+
+    def __init__(self) -> None:
+        self._second = self._num_lines = 0
+
+    def admits(self, now: float) -> bool:
+        """Return whether a line may be written, `LINES_PER_SECOND` at most in each second."""
+        if (second := int(now)) != self._second:
+            self._second, self._num_lines = second, 0
+        self._num_lines += 1
+        return self._num_lines <= LINES_PER_SECOND
+
+
+class _FewWarnings(logging.Filter):
+    """Limits uvicorn's warnings, each of which is about what a client has sent before its key was read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._limit = LineLimit()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno != logging.WARNING or self._limit.admits(record.created)
+
+
+_few_warnings = _FewWarnings()
 
 
 def current_format() -> str:
@@ -36,6 +65,7 @@ def configure_logging(
         names = (*names, "py.warnings")
     else:
         handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [{process}] %(message)s", "%m-%d %H:%M:%S"))
+    logging.getLogger("uvicorn.error").addFilter(_few_warnings)
     for logger in map(logging.getLogger, names):
         if not (logging.getLogger().handlers or logger.handlers):
             logger.addHandler(handler)

@@ -24,6 +24,7 @@ from octavo.gateway.ollama_routes import OllamaRoutes
 from octavo.gateway.page import STATS_PATH, Page, is_of_page
 from octavo.gateway.proxy import Proxy, ProxyRequest, WaitLimits, route_of
 from octavo.gateway.request_body import RequestBody, read_body
+from octavo.logs import LineLimit
 from octavo.ollama import GREETING
 from octavo.ollama import PREFIX as OLLAMA_PREFIX
 from octavo.version import __version__
@@ -32,7 +33,6 @@ logger = logging.getLogger("octavo.gateway")
 
 OPEN_PATHS = ("/", "/health", "/ping", "/metrics", "/version")
 BODY_TIMEOUT_S = 60.0
-_MAX_LINES = 5
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
@@ -57,7 +57,7 @@ class GatewayApp:
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self.num_in_flight = 0
-        self._second = self._num_lines = 0  # that `_log_refusal` counts
+        self._lines = LineLimit()
         self._page = Page(models, self.metrics, None) if store is None else None
 
     @property
@@ -127,14 +127,9 @@ class GatewayApp:
             await client.fail(RequestError("Internal error.", status=500, code="internal_error"))
 
     def _log_refusal(self, method: str, path: str, error: RequestError) -> None:
-        """Write a line without what the client wrote. Of those that anybody can have, with no key, `_MAX_LINES` a
-        second."""
-        if error.status in (401, 404):
-            if (second := int(time.monotonic())) != self._second:
-                self._second, self._num_lines = second, 0
-            self._num_lines += 1
-            if self._num_lines > _MAX_LINES:
-                return
+        """Write a line without what the client wrote."""
+        if error.status in (401, 404) and not self._lines.admits(time.monotonic()):
+            return
         said = ", ".join(filter(None, (str(error.status), error.param, error.code)))
         logger.info("%s %s is refused: %s", method, route_of(path) or "none", said)
 

@@ -29,6 +29,7 @@ from octavo.entrypoints.http.server_state import ID_HEADER, ServerState
 from octavo.entrypoints.http.shared_counts import SharedCounts
 from octavo.entrypoints.http.streaming import SERVER_SEND
 from octavo.entrypoints.openai import chat_completions, completions, generate_route, lora_adapters, model_list, tokenize
+from octavo.logs import LineLimit
 from octavo.metrics.http_metrics import HttpMetrics
 from octavo.metrics.load_report import load_report
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo.server")
 
+_ANYBODYS_STATUSES = (401, 404, 405)  # of refusals that a client without a key can have
 ROUTERS = [
     module.router
     for module in (
@@ -139,6 +141,7 @@ class _App(Starlette):
     """Counts requests. Streams bypass Octavo's own middlewares, but not those of --middleware."""
 
     counts: HttpMetrics
+    lines: LineLimit
     router: _Router
     lets_streams_past = True
     sends_ids = True
@@ -174,7 +177,8 @@ class _App(Starlette):
             scope.pop(SERVER_SEND, None)  # it refers to the scope: a cycle would wait for a full collection
             route = self._route(scope["path"])
             self.counts.record(scope["method"], route, status, time.monotonic() - begin)
-            if 400 <= status < 500 and REFUSED_NAMES in scope and self.state.octavo.args.logs_requests:
+            is_line = 400 <= status < 500 and REFUSED_NAMES in scope and self.state.octavo.args.logs_requests
+            if is_line and (status not in _ANYBODYS_STATUSES or self.lines.admits(time.monotonic())):
                 said = [str(status), *scope[REFUSED_NAMES]]
                 fields = {"request_id": request_id or scope.get(REQUEST_ID), "status": status}
                 text = "%s: %s %s is refused: %s"
@@ -217,7 +221,7 @@ def build_app(engine: EngineClient, args: ServerArgs, counts: SharedCounts | Non
     app = _App()
     app.router = _Router(routes)
     app.state.octavo = state
-    app.counts = state.http_metrics
+    app.counts, app.lines = state.http_metrics, LineLimit()
     app.lets_streams_past = not args.middleware
     app.sends_ids = args.enable_request_id_headers
     app.state.openapi = openapi.Description(specs)

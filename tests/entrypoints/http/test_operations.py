@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import openai
 import pytest
 
 from octavo.errors import EngineDeadError
+from octavo.logs import LINES_PER_SECOND, LineLimit, configure_logging
 from octavo.stats import EngineStats
 from octavo.version import __version__
 from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
@@ -235,6 +237,30 @@ def test_requests_are_logged_with_as_much_of_the_prompt_as_allowed(
     with serving(engine, max_log_len=3) as url:
         httpx.post(url + "/v1/completions", json={"prompt": "abcdef", "request_id": "r", "seed": 7})
     assert "cmpl-r-0: 6 prompt tokens: 'abc'... {'seed': 7" in caplog.text
+
+
+def test_clients_without_a_key_cannot_fill_the_log(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admits = LineLimit.admits
+    monkeypatch.setattr(LineLimit, "admits", lambda limit, now: admits(limit, 7.5))  # one second
+    caplog.set_level("INFO", logger="octavo.server")
+    configure_logging("server")
+    with serving(engine, api_key=["k"]) as url, httpx.Client(base_url=url, headers={"X-Request-Id": "r"}) as http:
+        for _ in range(4):
+            assert http.get("/v1/models").status_code == 401
+            assert http.post("/health").status_code == 405
+        http.headers["x-api-key"] = "k"
+        for _ in range(8):
+            assert http.post("/v1/completions", json={"prompt": "a", "temperature": -1}).status_code == 400
+        for _ in range(8):
+            with socket.create_connection((http.base_url.host, http.base_url.port or 0)) as sock:
+                sock.sendall(b"\0\r\n\r\n")
+                assert sock.recv(12) == b"HTTP/1.1 400"
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("401" in one or "405" in one for one in lines) == LINES_PER_SECOND
+    assert sum("is refused: 400" in one for one in lines) == 8
+    assert sum("Invalid HTTP request" in one for one in lines) == LINES_PER_SECOND
 
 
 def test_a_refused_request_is_one_line_without_what_the_client_wrote(
