@@ -94,6 +94,11 @@ class PlannedRow(NamedTuple):
         return self.num_tokens - len(self.draft_tokens) == 1
 
     @property
+    def wants_drafts(self) -> bool:
+        """Return whether the worker has still to make the row's draft tokens."""
+        return bool(self.draft_tokens) and self.draft_tokens[0] == DRAFT_PLACEHOLDER
+
+    @property
     def num_samples(self) -> int:
         return self.num_sampled_positions + self.num_last_samples - 1 if self.num_sampled_positions else 0
 

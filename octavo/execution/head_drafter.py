@@ -24,7 +24,7 @@ from octavo.ops import Array, Ops
 from octavo.sampling.draft_verification import count_valid_tokens
 from octavo.sampling.sampler import sample_tokens, write_settings
 from octavo.sampling.sampling_table import Samples, SamplingTable
-from octavo.step_plan import DRAFT_PLACEHOLDER, PlannedRow, StepPlan, StepResult
+from octavo.step_plan import PlannedRow, StepPlan, StepResult
 
 
 class _RowFeatures:
@@ -85,9 +85,7 @@ class ChainDrafter:
         self._runner.apply_updates(self._changes)
         for admission in plan.admissions:
             self._num_computed[admission.row] = -1
-        wanting = [
-            planned for planned in plan.rows if planned.draft_tokens and planned.draft_tokens[0] == DRAFT_PLACEHOLDER
-        ]
+        wanting = [planned for planned in plan.rows if planned.wants_drafts]
         ready = [planned for planned in wanting if self._num_computed[planned.row] == planned.num_computed]
         found = {planned.row: [int(self._first_draft[planned.row])] for planned in ready}
         try:
@@ -194,9 +192,7 @@ class MedusaDrafter:
         for admission in changes_of(plan, 0, 0).admissions:
             self._sampling.admit(admission)
             self._num_computed[admission.row] = -1
-        wanting = [
-            planned for planned in plan.rows if planned.draft_tokens and planned.draft_tokens[0] == DRAFT_PLACEHOLDER
-        ]
+        wanting = [planned for planned in plan.rows if planned.wants_drafts]
         ready = [planned for planned in wanting if self._num_computed[planned.row] == planned.num_computed]
         found: dict[int, list[int]] = {planned.row: [] for planned in ready}
         for head in range(self._heads.num_heads):

@@ -27,7 +27,7 @@ from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.submitted_step import SubmittedStep
 from octavo.sampling_params import SamplingParams
-from octavo.step_plan import DRAFT_PLACEHOLDER, NewBlock, PlannedRow, StepPlan, StepResult
+from octavo.step_plan import NewBlock, PlannedRow, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +66,7 @@ class ModelDrafter:
         """Compute what the draft model lacks of the plan's rows, which have their blocks, and make the draft tokens
         that rows ask for, if there is memory enough."""
         changes = self._take_in(plan)
-        wanting = [
-            planned for planned in plan.rows if planned.draft_tokens and planned.draft_tokens[0] == DRAFT_PLACEHOLDER
-        ]
+        wanting = [planned for planned in plan.rows if planned.wants_drafts]
         budget = self._runner.max_step_tokens
         first: list[PlannedRow] = []
         ready: list[PlannedRow] = []  # rows that ask for draft tokens and lack nothing

@@ -47,32 +47,32 @@ POSITIONS = "vllm:spec_decode_num_accepted_tokens_per_pos"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 # Fields of `EngineStats` that are summed, with the names and help texts of their metrics.
 _COUNTERS = {
-    "num_prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that were scheduled."),
-    "num_generation_tokens": ("generation_tokens", "Tokens generated."),
-    "num_preemptions": ("num_preemptions", "Times that a request gave its blocks back."),
-    "num_prefix_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    "num_prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    "num_drafts": ("spec_decode_num_drafts", "Verified drafts, of one token or several."),
-    "num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens of these drafts."),
-    "num_media_queries": ("mm_cache_queries", "Media looked up among those whose rows are kept."),
-    "num_media_hits": ("mm_cache_hits", "Media whose rows were found there."),
-    "num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Those of them that the model sampled too."),
+    "num_prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens of requests that were scheduled."),
+    "num_generation_tokens": ("vllm:generation_tokens", "Tokens generated."),
+    "num_preemptions": ("vllm:num_preemptions", "Times that a request gave its blocks back."),
+    "num_prefix_queries": ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "num_prefix_hits": ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "num_drafts": ("vllm:spec_decode_num_drafts", "Verified drafts, of one token or several."),
+    "num_draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Tokens of these drafts."),
+    "num_media_queries": ("vllm:mm_cache_queries", "Media looked up among those whose rows are kept."),
+    "num_media_hits": ("vllm:mm_cache_hits", "Media whose rows were found there."),
+    "num_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Those of them that the model sampled too."),
+    "tower_s": ("octavo:tower_seconds", "What towers took to make rows of media."),
+    "num_disk_hits": ("octavo:disk_cache_hits", "Prompt tokens whose blocks were read from disk."),
+    "disk_read_bytes": ("octavo:disk_cache_read_bytes", "Bytes of these blocks."),
+    "num_disk_written": ("octavo:disk_cache_blocks_written", "Blocks of the KV cache that were written to disk."),
+    "disk_written_bytes": ("octavo:disk_cache_written_bytes", "Bytes of these blocks."),
+    "num_disk_dropped": (
+        "octavo:disk_cache_blocks_dropped",
+        "Blocks not kept: disk slow or refusing, or no time for them.",
+    ),
+    "num_disk_damaged": ("octavo:disk_cache_blocks_damaged", "Files that were found damaged, and removed."),
+    "num_adapter_reads": ("octavo:adapter_reads", "Adapters read from disk."),
+    "adapter_read_s": ("octavo:adapter_read_seconds", "From when they were asked for to when they were on the host."),
+    "num_adapter_loads": ("octavo:adapter_loads", "Adapters copied to the device."),
+    "num_adapter_evictions": ("octavo:adapter_evictions", "Adapters that gave their device memory to others."),
 }
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by sleep level; 0 is awake
-# More such fields, for which vLLM has no names.
-_OWN_COUNTERS = {
-    "tower_s": ("tower_seconds", "What towers took to make rows of media."),
-    "num_disk_hits": ("disk_cache_hits", "Prompt tokens whose blocks were read from disk."),
-    "disk_read_bytes": ("disk_cache_read_bytes", "Bytes of these blocks."),
-    "num_disk_written": ("disk_cache_blocks_written", "Blocks of the KV cache that were written to disk."),
-    "disk_written_bytes": ("disk_cache_written_bytes", "Bytes of these blocks."),
-    "num_disk_dropped": ("disk_cache_blocks_dropped", "Blocks not kept: disk behind or refusing, or no time for them."),
-    "num_disk_damaged": ("disk_cache_blocks_damaged", "Files that were found damaged, and removed."),
-    "num_adapter_reads": ("adapter_reads", "Adapters read from disk."),
-    "adapter_read_s": ("adapter_read_seconds", "From when they were asked for to when they were on the host."),
-    "num_adapter_loads": ("adapter_loads", "Adapters copied to the device."),
-    "num_adapter_evictions": ("adapter_evictions", "Adapters that gave their device memory to others."),
-}
 # Values of `RequestMetrics.intervals`, with the names and help texts of their metrics.
 _INTERVALS = {
     "e2e": ("e2e_request_latency_seconds", "Arrival to end."),
@@ -129,7 +129,7 @@ class EngineMetrics:
         self.engine = engine  # number of the engine, vLLM's label `engine`
         self.last = EngineStats()  # the gauges of the last step
         self.num_steps = 0
-        self.totals: dict[str, float] = dict.fromkeys((*_COUNTERS, *_OWN_COUNTERS), 0)
+        self.totals: dict[str, float] = dict.fromkeys(_COUNTERS, 0)
         self.accepted_by_position: list[int] = []  # accepted draft tokens, by position in the draft
         self.prompt_tokens_per_s = 0.0  # these three are set by `log_line`, over its interval
         self.generation_tokens_per_s = 0.0
@@ -287,8 +287,8 @@ class EngineMetrics:
         """Yield the metrics of this engine alone."""
         for name, help, number in self._gauges():
             yield _Family("gauge", f"vllm:{name}", help, {(): number})
-        for name, help, number in self._counters():
-            yield _Family("counter", f"vllm:{name}", help, {(): number})
+        for field, (name, help) in _COUNTERS.items():
+            yield _Family("counter", name, help, {(): self.totals[field]})
         num_hits = self.totals["num_prefix_hits"]
         yield _Family("counter", "vllm:prompt_tokens_cached", "Prompt tokens found in the cache.", {(): num_hits})
         sources = {("local_compute",): self.totals["num_prompt_tokens"] - num_hits, ("local_cache_hit",): num_hits}
@@ -326,8 +326,6 @@ class EngineMetrics:
         help = "Packed weights and KV cache, used or not."
         num_bytes = {(kind,): number for kind, number in self.memory_bytes.items()}
         yield _Family("gauge", "octavo:memory_bytes", help, num_bytes, ("kind",))
-        for field, (name, help) in _OWN_COUNTERS.items():
-            yield _Family("counter", f"octavo:{name}", help, {(): self.totals[field]})
         help = "Blocks of the KV cache on disk, of all servers that share the folder."
         yield _Family("gauge", "octavo:disk_cache_bytes", help, {(): self.last.disk_bytes})
         help = "Those of them that sessions keep."
@@ -356,10 +354,6 @@ class EngineMetrics:
         yield "avg_prompt_throughput_toks_per_s", help, self.prompt_tokens_per_s
         help = "Tokens generated per second, lately."
         yield "avg_generation_throughput_toks_per_s", help, self.generation_tokens_per_s
-
-    def _counters(self) -> Iterator[tuple[str, str, float]]:
-        for field, (name, help) in _COUNTERS.items():
-            yield name, help, self.totals[field]
 
     def _histograms(self) -> Iterator[tuple[str, str, Histogram]]:
         for histogram in (*vars(self).values(), *self.intervals_s.values()):
