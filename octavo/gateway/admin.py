@@ -3,6 +3,7 @@ own."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import csv
 import io
@@ -92,14 +93,8 @@ class AdminApp:
             )
         except ValueError:
             raise RequestError("since and until are days such as 2026-11-27.", param="since") from None
-        if query.get("format") != "csv":
-            return _json({"data": rows})
-        text = io.StringIO()
-        names = ("key", "name", "day", "model", "requests", "prompt_tokens", "completion_tokens")
-        writer = csv.DictWriter(text, names)
-        writer.writeheader()
-        writer.writerows(rows)
-        return b"text/csv; charset=utf-8", text.getvalue().encode()
+        write = _as_csv if query.get("format") == "csv" else _as_json
+        return await asyncio.to_thread(write, rows)
 
 
 def _settings(body: bytes, before: KeySettings | None = None) -> KeySettings:
@@ -116,6 +111,19 @@ def _shown(key: Key) -> dict[str, Any]:
     used = {"requests": key.num_requests, "prompt_tokens": key.num_prompt_tokens,
             "completion_tokens": key.num_completion_tokens}  # fmt: skip
     return {"id": key.id, **msgspec.to_builtins(key.settings), "used": used}
+
+
+def _as_json(rows: list[dict[str, Any]]) -> tuple[bytes, bytes]:
+    return _json({"data": rows})
+
+
+def _as_csv(rows: list[dict[str, Any]]) -> tuple[bytes, bytes]:
+    text = io.StringIO()
+    names = ("key", "name", "day", "model", "requests", "prompt_tokens", "completion_tokens")
+    writer = csv.DictWriter(text, names)
+    writer.writeheader()
+    writer.writerows(rows)
+    return b"text/csv; charset=utf-8", text.getvalue().encode()
 
 
 def _json(value: Any) -> tuple[bytes, bytes]:

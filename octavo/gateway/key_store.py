@@ -7,6 +7,7 @@ answer: a gateway that is killed loses no count. Windows of limits are minutes a
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import secrets
@@ -135,12 +136,21 @@ class KeyStore(ABC):
     async def usage(self, first_day: int, last_day: int) -> list[dict[str, Any]]:
         """Return what was used, by day, key and model. Days are counted from 1970."""
         names = {key.id: key.settings.name for key in await self.keys()}
-        rows = sorted(await self.used(first_day, last_day), key=lambda row: (row[1], row[0], row[2]))
-        return [
-            {"key": key, "name": names.get(key), "day": day_text(day), "model": model, "requests": requests,
-             "prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-            for key, day, model, requests, prompt_tokens, completion_tokens in rows
-        ]  # fmt: skip
+        rows = await self.used(first_day, last_day)
+
+        def named() -> list[dict[str, Any]]:
+            return [
+                {"key": key, "name": names.get(key), "day": day_text(day), "model": model, "requests": requests,
+                 "prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+                for key, day, model, requests, prompt_tokens, completion_tokens in sorted(rows, key=_in_order)
+            ]  # fmt: skip
+
+        return await asyncio.to_thread(named)  # there may be millions
+
+
+def _in_order(row: tuple[str, int, str, int, int, int]) -> tuple[int, str, str]:
+    key, day, model, *_ = row
+    return day, key, model
 
 
 def open_keys(address: str, on_loss: OnLoss = "refuse", now: Callable[[], float] | None = None) -> KeyStore:

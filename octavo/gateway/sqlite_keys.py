@@ -185,8 +185,16 @@ class SqliteKeys(KeyStore):
         await self._use(key, model, 0, prompt_tokens, completion_tokens, is_sure=True)
 
     async def used(self, first_day: int, last_day: int) -> list[tuple[str, int, str, int, int, int]]:
-        rows = await self._execute("SELECT * FROM usage WHERE day BETWEEN ? AND ?", (first_day, last_day))
-        return [(key, day, model, *used) for key, day, model, *used in rows]
+        def read() -> list[tuple[str, int, str, int, int, int]]:
+            """Read in a thread, with a connection of its own: there may be millions of rows."""
+            with contextlib.closing(sqlite3.connect(self._path, timeout=LOCK_WAIT_S)) as database:
+                return database.execute("SELECT * FROM usage WHERE day BETWEEN ? AND ?", days).fetchall()
+
+        days = first_day, last_day
+        try:
+            return await asyncio.to_thread(read)
+        except sqlite3.Error as error:
+            raise _failed(error) from None
 
     async def _use(
         self, key: Key, model: str, requests: int, prompt_tokens: int, completion_tokens: int, *, is_sure: bool
@@ -280,7 +288,11 @@ class SqliteKeys(KeyStore):
         try:
             return await _unlocked(work)
         except sqlite3.Error as error:
-            raise RequestError(f"the file of keys failed: {error}.", status=503, code="keys_unavailable") from None
+            raise _failed(error) from None
+
+
+def _failed(error: sqlite3.Error) -> RequestError:
+    return RequestError(f"the file of keys failed: {error}.", status=503, code="keys_unavailable")
 
 
 async def _unlocked(work: Callable[[], _T]) -> _T:
@@ -290,8 +302,9 @@ async def _unlocked(work: Callable[[], _T]) -> _T:
     while True:
         try:
             return work()
-        except sqlite3.OperationalError:
-            if time.monotonic() >= deadline:
+        except sqlite3.OperationalError as error:
+            is_locked = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+            if not is_locked or time.monotonic() >= deadline:
                 raise
         await asyncio.sleep(_TRY_INTERVAL_S)
 

@@ -187,6 +187,40 @@ def test_a_file_that_is_locked_for_a_moment_stops_nobody_and_limits_hold(
     asyncio.run(run())
 
 
+def test_only_a_lock_is_waited_for() -> None:
+    """What is wrong with the file is so the next time, too."""
+    tries = list[int]()
+    database = sqlite3.connect(":memory:")
+
+    def work() -> None:
+        tries.append(1)
+        database.execute("SELECT * FROM nowhere")
+
+    with pytest.raises(sqlite3.OperationalError, match="no such table"):
+        asyncio.run(sqlite_keys._unlocked(work))
+    assert tries == [1]
+
+
+def test_usage_is_read_and_written_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have millions of rows."""
+    works = list[str]()
+
+    async def to_thread(work: Callable[..., Any], *args: Any) -> Any:
+        works.append(work.__name__)
+        return work(*args)
+
+    async def run() -> None:
+        async with gateway({"a": {}}, keys=str(tmp_path / "keys.db"), admin_key=["root"]) as gate:
+            monkeypatch.setattr(asyncio, "to_thread", to_thread)
+            async with httpx.AsyncClient(base_url=gate.admin_url, headers=ADMIN, timeout=within(60)) as http:
+                for query, write in (("", "_as_json"), ("?format=csv", "_as_csv")):
+                    works.clear()
+                    assert (await http.get(f"/usage{query}")).status_code == 200
+                    assert [one for one in works if one != "checkpoint"] == ["read", "named", write]
+
+    asyncio.run(run())
+
+
 def test_a_locked_file_loses_no_change_and_counts_whole_uses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         path = str(tmp_path / "keys.db")
