@@ -36,6 +36,7 @@ class RequestError(OctavoError, ValueError):
 
     `param` names the wrong field, `status` is the HTTP status and `code` the OpenAI error code, if there is one. After
     `retry_after_s` the same request may succeed. `details` are for programs, in APIs whose errors have them.
+    `allow` are the methods that a route has, of an error with status 405.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class RequestError(OctavoError, ValueError):
         code: str | None = None,
         retry_after_s: int | None = None,
         details: Mapping[str, Any] | None = None,
+        allow: str | None = None,
     ) -> None:
         super().__init__(message)
         self.param = param
@@ -54,6 +56,7 @@ class RequestError(OctavoError, ValueError):
         self.code = code
         self.retry_after_s = retry_after_s
         self.details = details
+        self.allow = allow
 
 
 def aborted(stop_reason: int | str | None) -> RequestError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Awaitable
 from functools import partial
@@ -33,6 +34,7 @@ logger = logging.getLogger("octavo.gateway")
 
 OPEN_PATHS = ("/", "/health", "/ping", "/metrics", "/version")
 BODY_TIMEOUT_S = 60.0
+_ID = re.compile(r"^[!-~]{1,200}$")
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
@@ -75,7 +77,7 @@ class GatewayApp:
         send = while_read(send, scope.get(TRANSPORT))
         # After a broken answer uvicorn cuts the connection, as the answer was not ended.
         with contextlib.suppress(_ClientGoneError, BrokenAnswerError):
-            client = Client(send, path, streams=False)
+            client = Client(send, path, streams=False, request_id=_request_id(scope))
             if path in OPEN_PATHS:
                 await self._own(path, client, dict(scope["headers"]).get(b"accept", b""))
             elif is_of_page(path):
@@ -91,8 +93,8 @@ class GatewayApp:
             self.num_in_flight -= 1
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, path: str) -> None:
-        arrival = time.monotonic()
-        client = Client(send, path, streams=False)
+        arrival, request_id = time.monotonic(), _request_id(scope)
+        client = Client(send, path, streams=False, request_id=request_id)
         try:
             key = await self._check(scope, path)
             if path == "/v1/models" or path.startswith("/v1/models/"):
@@ -108,9 +110,10 @@ class GatewayApp:
             if path.startswith(OLLAMA_PREFIX):
                 request = ProxyRequest(scope["method"], path, target, headers, RequestBody(data), arrival, meter)
                 client, work = self._ollama.begin(request, send)
+                client.request_id = request_id or client.request_id
             else:
                 body = read_body(data, types[0].decode("latin-1") if types else "")
-                client = Client(send, path, streams=body.streams)
+                client = Client(send, path, streams=body.streams, request_id=request_id)
                 request = ProxyRequest(scope["method"], path, target, headers, body, arrival, meter)
                 work = partial(self._proxy.answer, request, client)
             client.meter = meter
@@ -150,7 +153,8 @@ class GatewayApp:
                 status=401, code="invalid_api_key",
             )  # fmt: skip
         if scope["method"] not in _METHODS:
-            raise RequestError(f"Not allowed to {scope['method']} on {path:.200}", status=405)
+            message = f"Not allowed to {scope['method']} on {path:.200}"
+            raise RequestError(message, status=405, allow=", ".join(_METHODS))
         if headers.get(b"content-encoding", "identity").strip().lower() not in ("", "identity"):
             raise RequestError("The body must be sent as it is, without a Content-Encoding.", status=415)
         if self.is_stopping:
@@ -230,8 +234,8 @@ class GatewayApp:
 
     async def _list_models(self, method: str, name: str, key: Key | None, client: Client) -> None:
         if method != "GET":
-            raise RequestError(f"Not allowed to {method} on /v1/models", status=405)
-        self.models.look_for_more()
+            raise RequestError(f"Not allowed to {method} on /v1/models", status=405, allow="GET")
+        await self.models.look_for_more()
         if name and not self.models.find(name).may_be_used_by(key):
             raise RequestError(f"The API key is not for the model {name:.200}.", status=403, code="model_not_allowed")
         listed = [
@@ -244,6 +248,12 @@ class GatewayApp:
         if name:
             found = next(one for one in listed if one["id"] == name)
         await client.reply(200, b"application/json", msgspec.json.encode(found))
+
+
+def _request_id(scope: Scope) -> str | None:
+    """Return the client's own id of the request, if it has one that can be a header again."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+    return given if _ID.match(given) else None
 
 
 def _with_sender(scope: Scope) -> list[tuple[bytes, bytes]]:

@@ -60,8 +60,10 @@ def while_read(send: Send, transport: asyncio.Transport | None) -> Send:
 class Client:
     """One request's client. `streams` is whether it asked for events."""
 
-    def __init__(self, send: Send, path: str, *, streams: bool) -> None:
+    def __init__(self, send: Send, path: str, *, streams: bool, request_id: str | None = None) -> None:
+        """`request_id` is what the client calls the request, or None. The gateway's own errors tell it."""
         self._send, self._path = send, path
+        self.request_id = request_id or uuid.uuid4().hex
         self._streams = streams
         self._has_head = False
         self._is_events = self._is_lines = False
@@ -167,6 +169,9 @@ class Client:
                 headers.append((b"retry-after", b"%d" % (error.retry_after_s or 1)))
             if error.code == "stopping":
                 headers.append((b"connection", b"close"))
+            if error.allow is not None:
+                headers.append((b"allow", error.allow.encode()))
+            headers.append((b"x-request-id", self.request_id.encode()))
             if error.status == 401:
                 headers.append((b"www-authenticate", b"Bearer"))
             await self._begin(error.status, headers)

@@ -32,6 +32,7 @@ class Models:
         self._launch, self._replica_timeout_s = launch, replica_timeout_s
         self._deployments: dict[str, Deployment] = {}
         self._aliases: dict[str, str] = {}
+        self._looking, self._num_looks = asyncio.Lock(), 0
         self._retired: list[Deployment] = []  # what has left the catalogue and may still answer
         self._tasks: set[asyncio.Future[None]] = set()
         self.apply(catalogue)
@@ -51,17 +52,29 @@ class Models:
         """Return whether models come and go with the files on this machine."""
         return self._find_local is not None
 
-    def look_for_more(self) -> None:
-        """Have the models that are on this machine now, if those are what is served."""
-        if self._find_local is not None:
-            self.apply(Catalogue(self._find_local()))
+    async def look_for_more(self) -> None:
+        """Have the models that are on this machine now, if those are what is served. A thread reads the folders."""
+        if self._find_local is None:
+            return
+        num_looks = self._num_looks
+        async with self._looking:
+            if self._num_looks != num_looks:  # another request has looked meanwhile
+                return
+            self._num_looks += 1
+            try:
+                self.apply(Catalogue(await asyncio.to_thread(self._find_local)))
+            except BaseException:
+                self._num_looks -= 1
+                raise
+
+    async def look_for(self, name: str | None) -> None:
+        """Have the model of this name, if it has come to this machine meanwhile."""
+        if self.is_open and name is not None and name not in self.names():
+            await self.look_for_more()
 
     def find(self, name: str) -> Deployment:
         """Raises `RequestError`."""
         deployment = self._deployments.get(self._aliases.get(name, name))
-        if deployment is None and self.is_open:
-            self.look_for_more()
-            deployment = self._deployments.get(self._aliases.get(name, name))
         if deployment is None:
             raise RequestError(
                 f"The model {name:.200} does not exist; GET /v1/models lists those that do.",

@@ -59,7 +59,7 @@ class OllamaRoutes:
         if wanted is None:
             raise RequestError(f"Invalid URL ({method} {path:.200})", status=404)
         if method != wanted:
-            raise RequestError(f"Not allowed to {method} on {path}", status=405)
+            raise RequestError(f"Not allowed to {method} on {path}", status=405, allow=wanted)
         if path in PATHS:
             return self._begin_generation(request, send)
         client = Client(send, path, streams=False)
@@ -107,6 +107,7 @@ class OllamaRoutes:
         )
 
         async def work() -> None:
+            await self._models.look_for(translated.model)
             deployment = self._models.find(translated.model)
             if request.meter is not None:
                 check_use(request.meter.key, deployment)
@@ -118,6 +119,7 @@ class OllamaRoutes:
         return client, work
 
     async def _load(self, request: Translated, client: Client, meter: Meter | None) -> None:
+        await self._models.look_for(request.model)
         deployment = self._models.find(request.model)
         if meter is not None:
             check_use(meter.key, deployment)
@@ -129,7 +131,7 @@ class OllamaRoutes:
         await _reply(client, loaded_answer(request, "unload" if request.keep_alive == 0 else "load"))
 
     async def _tags(self, client: Client, key: Key | None) -> None:
-        self._models.look_for_more()
+        await self._models.look_for_more()
         names = {name: one for name, one in self._models.names().items() if one.may_be_used_by(key)}
         cards = await self._cards.of(list(names.values()))
         await _reply(client, {"models": [tag(name, card) for name, card in zip(names, cards, strict=True)]})
@@ -141,6 +143,7 @@ class OllamaRoutes:
         await _reply(client, {"models": listed})
 
     async def _show(self, name: str, client: Client, key: Key | None) -> None:
+        await self._models.look_for(name)
         deployment = self._models.find(name)
         if key is not None:
             check_use(key, deployment)
@@ -174,10 +177,11 @@ class OllamaRoutes:
         except OctavoError as error:
             raise RequestError(str(error), status=404, code="pull_failed") from None
         self._cards.try_again()
-        self._models.look_for_more()
+        await self._models.look_for_more()
         await client.finish({"status": "success"}, streams=streams)
 
     async def _delete(self, name: str, client: Client) -> None:
+        await self._models.look_for(name)
         deployment = self._models.find(name)
         try:
             async with contextlib.aclosing(run_octavo("rm", "--json", deployment.name)) as lines:
@@ -185,7 +189,7 @@ class OllamaRoutes:
                     pass
         except OctavoError as error:
             raise RequestError(str(error), status=404, code="model_not_found") from None
-        self._models.look_for_more()
+        await self._models.look_for_more()
         await client.reply(200, b"application/json", b"")
 
 

@@ -82,6 +82,12 @@ class ProxyRequest:
         return None if self.meter is None else self.meter.key.id
 
     @property
+    def model(self) -> str | None:
+        """The model that the body names, or else a header."""
+        header = self.header(MODEL_HEADER)
+        return self.body.model if self.body.model is not None or header is None else header.decode("latin-1")
+
+    @property
     def session(self) -> bytes | None:
         """What stands for the client's session among the hashes of prefixes."""
         said = self.body.session_id
@@ -126,6 +132,7 @@ class Proxy:
         if request.method == "DELETE" and request.path.startswith(_CACHE_SESSIONS):
             await self._answer_everywhere(request, client)
             return
+        await self._models.look_for(request.model)
         deployment, keeper = self._place(request)
         others = [] if keeper is not None else [self._models.find(name) for name in deployment.entry.fallbacks]
         if request.meter is None:
@@ -144,6 +151,7 @@ class Proxy:
         """Ask all replicas that run, of the model that a header names or of all that the client may use. Answer that it
         is done if one has done it. Raises `RequestError` if one gave no answer, as it may not have done it."""
         name, key = request.header(MODEL_HEADER), None if request.meter is None else request.meter.key
+        await self._models.look_for(None if name is None else name.decode("latin-1"))
         deployments = list(self._models) if name is None else [self._models.find(name.decode("latin-1"))]
         if key is not None and name is not None:
             check_use(key, deployments[0])
@@ -211,9 +219,7 @@ class Proxy:
         `RequestError`."""
         path = _KEEPS.match(request.path)
         path_id = path[1] if path is not None else None
-        named = request.body.model
-        if named is None and (header := request.header(MODEL_HEADER)) is not None:
-            named = header.decode("latin-1")
+        named = request.model
         home = self._created.find(path_id or request.body.refers_to or "")
         if home is not None and home[2] != request.owner:
             raise RequestError(f"{path_id or request.body.refers_to} is not known here.", status=404, code="not_found")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -357,6 +358,31 @@ def test_models_come_with_pulls_and_go_with_deletes(clock: Clock, commands: Comm
                     pass
             page = {"origin": "https://page.example"}
             assert (await gate.http.post("/api/pull", json={"model": "x"}, headers=page)).status_code == 403
+
+    clock.run(run())
+
+
+def test_folders_are_read_in_threads_and_not_once_for_each_request(clock: Clock) -> None:
+    """The event loop would wait for the disk."""
+    threads, may_end = list[threading.Thread](), threading.Event()
+
+    def find() -> dict[str, ModelEntry]:
+        if threading.current_thread() is not threading.main_thread():
+            threads.append(threading.current_thread())
+            may_end.wait()
+        return {"a": ModelEntry(model="/a")}
+
+    async def run() -> None:
+        async with gateway({}, FakeLaunch(chunks(delta("x", "stop"))), find_local=find) as gate:
+            asks = [asyncio.ensure_future(gate.ask("nobody")) for _ in range(9)]
+            asks += [
+                asyncio.ensure_future(gate.http.get("/v1/models")),
+                asyncio.ensure_future(gate.http.get("/api/tags")),
+            ]
+            await until(lambda: threads and gate.server.app.num_in_flight == len(asks))
+            may_end.set()
+            statuses = [(await ask).status_code for ask in asks]
+            assert statuses == [404] * 9 + [200] * 2 and len(threads) < 4
 
     clock.run(run())
 

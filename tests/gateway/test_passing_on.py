@@ -281,6 +281,27 @@ def test_a_line_of_a_refusal_has_no_word_of_the_client(
     assert lines[:-3] == ["GET none is refused: 401, invalid_api_key"] * 5
 
 
+def test_errors_of_the_gateway_tell_the_id_and_the_methods_of_a_route(clock: Clock) -> None:
+    async def run() -> None:
+        async with gateway({"a": {}}) as gate:
+            for method, path, allow in (
+                ("HEAD", "/v1/responses", "GET, POST, PUT, PATCH, DELETE"), ("POST", "/v1/models", "GET"),
+                ("GET", "/api/chat", "POST"), ("POST", "/api/tags", "GET"),
+            ):  # fmt: skip
+                answer = await gate.http.request(method, path, headers={"x-request-id": "mine"})
+                assert (answer.status_code, answer.headers.get("allow")) == (405, allow)
+                assert answer.headers["x-request-id"] == "mine"
+            ids = set[str]()
+            for given in ({}, {"x-request-id": "a b"}):
+                for path in ("/v1/nothing", "/api/nothing", "/v1/messages", "/ui/nothing"):
+                    answer = await gate.http.post(path, json={"model": "none"}, headers=given)
+                    assert answer.status_code == 404 and "allow" not in answer.headers
+                    ids.add(answer.headers["x-request-id"])
+            assert len(ids) == 8 and "a b" not in ids
+
+    clock.run(run())
+
+
 def test_a_stream_that_breaks_is_not_refused(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="octavo.gateway")
 
