@@ -100,15 +100,17 @@ class RequestBody(BaseModel):
         return schema
 
 
-def is_field(name: str, body: type[RequestBody] = RequestBody) -> bool:
-    """Return whether a class of bodies derived from `body` declares a field of this name, or queries and forms have
-    one. All other names are a client's own."""
-    return name in {*_OF_QUERIES_AND_FORMS, *body.__annotations__} or any(
-        is_field(name, derived) for derived in body.__subclasses__()
-    )
-
-
 _OF_QUERIES_AND_FORMS = ("after", "before", "file", "limit", "order", "purpose")
+
+
+def is_field(name: str) -> bool:
+    """Return whether bodies, queries or forms have a field of this name. All other names are a client's own."""
+    classes = [RequestBody]
+    for one in classes:  # grows
+        if name in one.__annotations__:
+            return True
+        classes += one.__subclasses__()
+    return name in _OF_QUERIES_AND_FORMS
 
 
 def _end_lists_at_first_error(schema: object) -> bool:
