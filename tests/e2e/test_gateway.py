@@ -229,10 +229,9 @@ class _Answer(BaseHTTPRequestHandler):
 
 
 def admin(server: Server, method: str, path: str, **fields: Any) -> Any:
-    port = re.findall(r"the admin routes listen at port (\d+)", server.log.read_text())[-1]
+    address = re.findall(r"the admin routes listen at (\S+)", server.log.read_text())[-1]
     headers = {"authorization": "Bearer root"}
-    url = f"http://127.0.0.1:{port}{path}"
-    return httpx.request(method, url, headers=headers, timeout=within(60), **fields).json()
+    return httpx.request(method, address + path, headers=headers, timeout=within(60), **fields).json()
 
 
 def test_every_count_is_exact_after_a_kill(tmp_path: Path) -> None:
