@@ -24,7 +24,7 @@ _ADVICE = {
         "additional_config", "decode_context_parallel_size", "default_mm_loras", "disable_chunked_mm_input",
         "disable_fastapi_docs", "enable_dbo", "enable_eplb", "enable_log_outputs", "enable_lora_bias",
         "enable_return_routed_experts", "eplb_config", "exclude_tools_when_tool_choice_none", "insecure",
-        "interleave_mm_strings", "kv_events_config", "kv_offloading_size", "kv_sharing_fast_prefill",
+        "interleave_mm_strings", "kv_offloading_size", "kv_sharing_fast_prefill",
         "kv_transfer_config", "logits_processor_pattern", "long_lora_scaling_factors", "lora_extra_vocab_size",
         "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mm_encoder_tp_mode", "mm_processor_kwargs",
         "model_loader_extra_config", "prefill_context_parallel_size", "random_batch_size", "ray_workers_use_nsight",

@@ -12,6 +12,7 @@ from octavo.config.data_parallel_flags import engine_hosts_config
 from octavo.config.disk_cache_flags import disk_cache_config
 from octavo.config.engine_args import AUTO_LENGTH, EngineArgs
 from octavo.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from octavo.config.kv_events_flag import kv_events_config
 from octavo.config.lora_flags import lora_config
 from octavo.config.media_flags import media_config, with_most_pictures
 from octavo.config.number_types import cache_dtype, load_quantization, model_dtype, precise_layers
@@ -108,6 +109,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
             swap_space_bytes=int(args.swap_space * GIB),
             enable_prefix_caching=shares_prefixes,
             disk=disk_cache_config(args, device, shares_prefixes=shares_prefixes, has_draft_model=draft is not None),
+            events=kv_events_config(args, shares_prefixes=shares_prefixes),
             is_scratch=pooling is not None and pooling.whole_prompts,
             dtype=cache_dtype(args, dtype, device),
         ),

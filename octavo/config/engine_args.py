@@ -114,6 +114,11 @@ class EngineArgs(Flags):
         "it when that is faster than to compute them, also after a restart.",
     )  # fmt: skip
     kv_cache_disk_gib: float = flag(16.0, "GiB that --kv-cache-disk may take; the blocks used longest ago go first.")
+    kv_events_config: dict[str, Any] | None = flag(
+        None, "How routers are told which blocks the prefix cache has, over ZeroMQ in vLLM's format, as JSON: "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "topic": '
+        '"kv-events"}. Default: they are not told.',
+    )  # fmt: skip
     max_num_seqs: int = flag(256, "Sequences in a step at most.", positive=True)
     max_num_batched_tokens: int | None = flag(None, "Tokens in a step at most; default 2048.", positive=True)
     enable_chunked_prefill: bool = flag(True, "Let a prompt be computed over several steps.")

@@ -106,6 +106,21 @@ class DiskCacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class KVEventsConfig:
+    """How events of the prefix cache are published, under vLLM's names. Each engine adds its rank to the ports."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["zmq", "null"] = "zmq"
+    endpoint: str = "tcp://*:5557"  # bound if it has a *, or connected to
+    replay_endpoint: str | None = None  # where subscribers ask for messages that they have missed
+    buffer_steps: int = 10_000  # messages that are kept for them
+    # Messages that wait for a slow subscriber, at most: the smaller of both. Later ones are dropped for it.
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheConfig:
     """How the KV cache is sized and shared."""
 
@@ -118,6 +133,7 @@ class CacheConfig:
     dtype: str  # the model's type, int8 or an eight-bit float
     memory_bytes: int | None = None  # on each device; replaces the share of memory
     disk: DiskCacheConfig | None = None  # None: blocks are in memory only
+    events: KVEventsConfig | None = None  # None: no events are published
     is_scratch: bool = False  # no KV is kept between steps; the cache holds one step, one layer at a time
     # Blocks on the device and on the host, by vLLM's names; None until the engine is ready.
     num_gpu_blocks: int | None = None
@@ -340,6 +356,10 @@ class EngineConfig:
             self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size, self.data_parallel_rank,
             len(self.local_ranks), self.enable_expert_parallel,
         )  # fmt: skip
+
+    @property
+    def kv_events_config(self) -> KVEventsConfig | None:
+        return self.cache.events
 
     @property
     def lora_config(self) -> LoRAConfig | None:

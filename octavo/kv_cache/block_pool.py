@@ -44,7 +44,7 @@ class BlockPool:
         self._index: dict[bytes, int] = {}
         self.watched: set[int] = set()  # blocks of a prefix that is remembered
         self.has_lost_watched = False  # one of them has left the index since
-        self.watcher: PoolWatcher | None = None
+        self.watchers: list[PoolWatcher] = []
         self._sentinel = num_blocks
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
@@ -95,15 +95,15 @@ class BlockPool:
             self._link(other)
         self._index[key] = block
         self.hashes[block] = key
-        if self.watcher is not None:
-            self.watcher.entered(block, key)
+        for watcher in self.watchers:
+            watcher.entered(block, key)
 
     def forget(self, block: int) -> None:
         """Remove a block from the index, as its contents are about to change."""
         key = self.hashes[block]
         if key is not None:
-            if self.watcher is not None:
-                self.watcher.leaves(block, key)
+            for watcher in self.watchers:
+                watcher.leaves(block, key)
             del self._index[key]
             self.hashes[block] = None
             self.has_lost_watched |= block in self.watched

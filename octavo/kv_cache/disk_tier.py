@@ -150,7 +150,7 @@ class DiskTier:
         self.files, self._memory, self._cache, self._cost, self._clock = files, memory, cache, cost, clock
         self.watches = [_PoolWatch(self, pool) for pool in range(len(cache.pools))]
         for pool, watch in zip(cache.pools, self.watches, strict=True):
-            pool.watcher = watch
+            pool.watchers.append(watch)
         self.unsaved: dict[Name, int] = {}  # blocks that only a pool has, the oldest first
         self._credit_s = 0.0  # time that saving may still take beside steps
         self._earned_s = _ADVANCE_S  # time that saving blocks which leave a pool may still take

@@ -12,6 +12,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from octavo.kv_cache.attention_blocks import AttentionBlocks
+from octavo.kv_cache.block_events import BlockEvents
 from octavo.kv_cache.block_hashes import extend_block_hashes
 from octavo.kv_cache.block_pool import BlockPool, TableChanges
 from octavo.kv_cache.cross_blocks import CrossBlocks
@@ -78,11 +79,21 @@ class KVCacheManager:
         self._remembered: tuple[Sequence, int, Prefix] | None = None
         self._whole = next((blocks for blocks in self.attention if not blocks.window), None)
         self._returning: list[tuple[int, int]] = []  # (pool, host block): free with the next plan
+        self.events: BlockEvents | None = None
+
+    def collect_events(self) -> BlockEvents | None:
+        """Collect the events of blocks from now on. Returns None if no group of layers has attention."""
+        if self.attention:
+            reported = self._whole or self.attention[0]
+            self.events = BlockEvents(reported.pool, reported.key_suffix, self.block_size, reported.window)
+        return self.events
 
     def forget_prefixes(self) -> None:
         """Empty the prefix index."""
         for pool in (*self.pools, *self.host_pools):
             pool.forget_all()
+        if self.events is not None:
+            self.events.clear()
 
     # What there is room for.
 
@@ -161,6 +172,8 @@ class KVCacheManager:
         seq.num_computed_tokens = prefix.num_tokens
         seq.num_registered_blocks = prefix.num_tokens // self.block_size
         self._share(seq)
+        if self.events is not None:
+            self.events.add_stored(seq, 0, seq.num_registered_blocks)  # some may have come from disk
         return True
 
     def _remember(self, seq: Sequence, prefix: Prefix) -> None:
@@ -263,6 +276,8 @@ class KVCacheManager:
         extend_block_hashes(seq, self.block_size)
         for blocks, table in zip(self._groups, seq.block_tables, strict=True):
             blocks.register(table, seq.block_hashes, seq.num_registered_blocks, num_full)
+        if self.events is not None:
+            self.events.add_stored(seq, seq.num_registered_blocks, num_full)
         seq.num_registered_blocks = num_full
 
     def roll_back(self, seq: Sequence, num_right: int = 0) -> None:

@@ -74,6 +74,7 @@ LAZY_ROUTES = {
         "DELETE /v1/chat/completions/{completion_id}",
         "GET /v1/chat/completions/{completion_id}/messages",
     ),
+    "octavo.entrypoints.openai.render_routes": ("POST /v1/chat/completions/render", "POST /v1/completions/render"),
     "octavo.entrypoints.responses.responses_routes": (
         "POST /v1/responses",
         "POST /v1/responses/input_tokens",

@@ -49,8 +49,8 @@ REQUEST_ID = "octavo.request_id"
 INTERNAL_BODY = "octavo.internal_body"
 # POST routes whose requests do not wait in the engine's queue
 UNQUEUED_PATHS = DEV_MODE_PATHS | {
-    "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter", "/api/show",
+    "/tokenize", "/detokenize", "/v1/completions/render", "/v1/messages/count_tokens",
+    "/v1/responses/input_tokens", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/api/show",
 }  # fmt: skip
 
 

@@ -22,10 +22,17 @@ SESSION_PATTERN = r"^[!-.0-~]{1,200}$"  # printable ASCII without /: the id beco
 ID_PATTERN = r"^[!-~]{1,200}$"  # printable ASCII: the id becomes a header and a part of other ids
 MAX_METADATA = 16  # most pairs of metadata with an object
 
-# Fields of OpenAI's or vLLM's API that are not built, with the values that ask for nothing. null always does.
+# Fields of OpenAI's, vLLM's and SGLang's APIs that are not built, with the values that ask for nothing. null always
+# does. Routers for SGLang and vLLM write some of them into every request.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "audio": (),
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "custom_logit_processor": (),
+    "custom_params": ({},),
     "documents": ([],),
+    "ebnf": (),
     "ec_transfer_params": (),
     "echo": (False,),
     "function_call": ("none",),
@@ -33,21 +40,31 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "guided_decoding_backend": ("auto", "guidance"),
     "kv_transfer_params": (),
     "logits_processors": ([],),
+    "lora_path": (),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
+    "no_stop_trim": (False,),
     "prompt_cache_options": ({}, {"mode": "implicit"}, {"ttl": "30m"}, {"mode": "implicit", "ttl": "30m"}),
     "prompt_cache_retention": ("in_memory", "24h"),  # the cache itself decides how long
     "prompt_embeds": (),
+    "regex": (),
     "repetition_detection": (),
+    "return_cached_tokens_details": (False,),
+    "return_hidden_states": (False,),
     "return_mm_kwargs": (True, False),  # for routes that only render
     "return_prompt_text": (False,),
     "return_token_ids": (False,),
     "return_token_offsets": (False,),
+    "return_routed_experts": (False,),
+    "rid": (),
     "routed_experts_prompt_start": (0,),
+    "separate_reasoning": (True,),
     "service_tier": ("auto", "default"),
+    "session_params": (),
     "stream_interval": (1,),
+    "stream_reasoning": (True,),
     "suffix": ("",),
     "truncation_side": ("left",),
     "vllm_xargs": ({},),
@@ -56,15 +73,19 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 # For some of these fields, what to do instead.
 _INSTEAD = {
+    "ebnf": "structured_outputs has a grammar",
     "documents": 'chat_template_kwargs {"documents": [...]} gives them to the chat template',
     "function_call": "tool_choice says it",
     "functions": "tools has them",
     "guided_decoding_backend": "structured outputs are always made by llguidance",
     "logits_processors": "SamplingParams takes some, from Python",
+    "lora_path": "model names the adapter",
     "media_io_kwargs": "--media-io-kwargs is the server's",
     "mm_processor_kwargs": "the model's own settings are taken",
     "prompt_embeds": "completions take them, and messages as parts of type prompt_embeds, with --enable-prompt-embeds",
+    "regex": "structured_outputs has a regex",
     "repetition_detection": "frequency_penalty and repetition_penalty keep answers from repeating themselves",
+    "rid": "X-Request-Id names a request",
     "stream_interval": "--stream-interval is the server's",
     "vllm_xargs": "nothing here reads it; what requests can say has fields of its own",
 }

@@ -105,6 +105,9 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         self._num_prompt = len(prompt.token_ids)
         self._generators = [generator]
 
+    def _all_prompt_token_ids(self) -> list[list[int]]:
+        return [self._prompt_token_ids]
+
     async def _collect(self) -> ChatCompletionResponse:
         choices = await self._choices()
         num_tokens = len(self._prompt_logprobs.get(0, ()))

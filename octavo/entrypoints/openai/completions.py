@@ -104,6 +104,9 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
             self._num_prompt += len(prompt.token_ids)
             self._generators.append(generator)
 
+    def _all_prompt_token_ids(self) -> list[list[int]]:
+        return [prompt.token_ids for prompt in self._prompts]
+
     async def _submit_one(self, prepared: PreparedPrompt) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
         body, given = self._body, prepared.prompt
         return await self._state.submit(

@@ -89,6 +89,21 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
             return EventStream(self._stream(wants_usage), headers, self._push)
         return await respond(self._collect(), raw, self._headers)
 
+    async def render(self) -> list[list[int]]:
+        """Check the request, and return the tokens of its prompts. Nothing is computed. Raises `RequestError`."""
+        await self.submit()
+        for generator in self._generators:
+            await generator.aclose()  # before it submits its request to the engine
+        return self._all_prompt_token_ids()
+
+    @property
+    def response_id(self) -> str:
+        return str(self._about["id"])
+
+    @property
+    def model(self) -> str:
+        return str(self._about["model"])
+
     async def _submitted(self) -> bool:
         await self.submit()
         return True
@@ -104,6 +119,10 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
     @abstractmethod
     async def submit(self) -> None:
         """Make the `_generators`. Raises `RequestError` for an invalid prompt."""
+
+    @abstractmethod
+    def _all_prompt_token_ids(self) -> list[list[int]]:
+        """Return the tokens of each prompt, after `submit`."""
 
     @abstractmethod
     def _choice(self, prompt_index: int, completion: CompletionOutput) -> ChoiceT:

@@ -1,0 +1,42 @@
+"""POST /v1/chat/completions/render and /v1/completions/render: the tokens of a request's prompts, for routers.
+
+The answers have the first fields of vLLM's. Nothing is computed, but the request is checked as if it were.
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from octavo.entrypoints.http.body_fields import ResponseModel
+from octavo.entrypoints.http.router import Router
+from octavo.entrypoints.openai.chat_completions import ChatJob
+from octavo.entrypoints.openai.completions import CompletionJob
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, CompletionRequest
+
+router = Router(tags=["vLLM"])
+
+
+class RenderedPrompt(ResponseModel):
+    request_id: str
+    model: str
+    token_ids: list[int]
+
+
+@router.post("/v1/chat/completions/render")
+async def render_chat(body: ChatCompletionRequest, raw: Request) -> RenderedPrompt:
+    """The prompt's tokens, after the chat template."""
+    with body.field_names.in_errors():
+        [prompt] = await _render(ChatJob(body, raw))
+    return prompt
+
+
+@router.post("/v1/completions/render", response_model=list[RenderedPrompt])
+async def render_completion(body: CompletionRequest, raw: Request) -> Response:
+    """The tokens of each prompt."""
+    return JSONResponse([prompt.model_dump() for prompt in await _render(CompletionJob(body, raw))])
+
+
+async def _render(job: ChatJob | CompletionJob) -> list[RenderedPrompt]:
+    prompts = await job.render()
+    return [RenderedPrompt(request_id=job.response_id, model=job.model, token_ids=tokens) for tokens in prompts]
