@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import itertools
 import json
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,10 @@ import transformers
 from transformers.models.whisper.tokenization_whisper import _combine_tokens_into_words
 
 from octavo.entrypoints.audio.transcriber import Transcriber, TranscriptionOptions
+from octavo.entrypoints.audio.transcription_routes import AudioRequest, TranscriptionJob
 from octavo.errors import RequestError
+from octavo.request import EngineRequest, Prompt
+from octavo.sampling_params import SamplingParams
 from tests.e2e.server import Server, openai_client, served
 from tests.speech.conftest import features, marks, sound
 from tests.speech.test_sounds import CASES, encoded
@@ -205,6 +209,44 @@ def in_transformers(
     return theirs.generate(
         features(folder, samples), task=task, language=asked.get("language"), do_sample=False, **more
     )
+
+
+def test_transcriptions_are_logged_traced_and_refused_as_other_requests() -> None:
+    names = ["startoftranscript", "en", "transcribe", "startofprev", "nospeech", "notimestamps", "endoftext"]
+    seen = list[Any]()
+
+    def process(given: Any, params: SamplingParams, data_parallel_rank: int | None) -> EngineRequest:
+        return EngineRequest("1", Prompt([0]), params, [], 1, 0.0)
+
+    class State:
+        args = SimpleNamespace(max_request_time=None)
+        engine = SimpleNamespace(
+            tokenizer=SimpleNamespace(vocab={f"<|{name}|>": number for number, name in enumerate(names)}),
+            inputs=SimpleNamespace(process=process),
+            config=SimpleNamespace(model=SimpleNamespace(checkpoint=SimpleNamespace(generation_config={}))),
+        )
+
+        def resolve_model(self, name: str | None) -> None: ...
+
+        def response_id(self, *_: Any) -> tuple[str, dict[str, str]]:
+            return "audio-r", {}
+
+        def check_ttft(self, num_tokens: int) -> None:
+            seen.append(num_tokens)
+
+        def log(self, request: EngineRequest, name: str) -> None:
+            seen.append(name)
+
+        async def outputs_of(self, request: EngineRequest, name: str) -> AsyncIterator[Any]:
+            seen.append(name)
+            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1], finish_reason="length")])
+
+    state: Any = State()
+    nothing: Any = None
+    job = TranscriptionJob(state, nothing, AudioRequest(), nothing, "transcribe")
+    answer = asyncio.run(job._transcriber._answer([0], nothing, SamplingParams(), "audio-r"))
+    assert answer.outputs[0].token_ids == [1]
+    assert seen == [4, "audio-r-1", "audio-r-1"]
 
 
 def test_models_of_english_alone_are_told_of_no_language() -> None:

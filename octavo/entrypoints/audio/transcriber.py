@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from octavo.engine.engine_client import EngineClient
     from octavo.multimodal.audio_features import Spectrum
     from octavo.multimodal.word_times import Word
+    from octavo.request import EngineRequest
 
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 _LEAST_WINDOWS = 64
@@ -102,7 +103,8 @@ class SpeechTokens:
 
 class Transcriber:
     """Transcribes sounds with one engine, for a `client` of `--scheduling-policy fair`. Raises `RequestError` if a part
-    is aborted or misses the `deadline` (`time.monotonic`): an incomplete transcript would look complete."""
+    is aborted or misses the `deadline` (`time.monotonic`): an incomplete transcript would look complete. `answer` takes
+    each request to the engine and its name; by default the engine alone does."""
 
     def __init__(
         self,
@@ -110,8 +112,10 @@ class Transcriber:
         data_parallel_rank: int | None = None,
         deadline: float | None = None,
         client: str | None = None,
+        answer: Callable[[EngineRequest, str], AsyncGenerator[RequestOutput, None]] | None = None,
     ) -> None:
         self._engine, self._rank, self._deadline, self._client = engine, data_parallel_rank, deadline, client
+        self._answered = answer
 
     @cached_property
     def tokens(self) -> SpeechTokens:
@@ -129,14 +133,16 @@ class Transcriber:
         """Return the English name of a language."""
         return LANGUAGES.get(code, code)
 
-    def check(self, options: TranscriptionOptions) -> None:
-        """Raise `RequestError` for options that the model does not support."""
+    def check(self, options: TranscriptionOptions) -> int:
+        """Return the number of tokens before an answer. Raises `RequestError` for options that the model does not
+        support."""
         if options.task != "transcribe" and not self.tokens.languages:
             raise RequestError("The model knows English only, and translates nothing.", param="model")
         if options.has_words:
             self._check_heads()
-        self._tokens_before(options)
         self._params(options, options.has_times)
+        language = next(iter(self.tokens.languages), "en")
+        return len(self._prompt(options, language, options.has_times))
 
     async def detect(self, spectrum: Spectrum, name: str) -> str:
         """Return the code of the language in the first window. `name` names the request in logs."""
@@ -308,7 +314,8 @@ class Transcriber:
             lambda: inputs.process(given, params, data_parallel_rank=self._rank), length=MAX_INLINE_LENGTH + 1
         )
         request = msgspec.structs.replace(request, deadline=self._deadline, client=self._client)
-        outputs = self._engine.generate_from(request, f"{name}-{request.request_id}")
+        begin = self._engine.generate_from if self._answered is None else self._answered
+        outputs = begin(request, f"{name}-{request.request_id}")
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 if output.outputs[0].finish_reason == "abort":

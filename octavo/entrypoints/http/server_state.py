@@ -427,8 +427,7 @@ class ServerState:
         )
         request = self._with_few_logprobs(request)
         name = f"{response_id}-{request.request_id}"  # response ids come from clients and may repeat
-        if self.args.logs_requests:
-            log_request(logger, name, request.prompt, params, self.args.max_log_len)
+        self.log(request, name)
         limits_s = [limit for limit in (body.timeout, self.args.max_request_time) if limit is not None]
         deadline = request.arrival_time + min(limits_s) if limits_s else None
         self.check_ttft(len(request.prompt.token_ids), body.max_ttft)
@@ -445,11 +444,22 @@ class ServerState:
         request.client = None if arrival is None else arrival.client
         if (resume := getattr(body, "resume", None)) is not None:
             request = self._resumed(request, resume.tokens)
-        outputs = self.engine.generate_from(request, sink=None if self.tracer is not None else sink)
-        if self.tracer is not None:  # it sees all outputs
-            named = msgspec.structs.replace(request, request_id=name)
-            outputs = self.tracer.trace(named, outputs, {} if arrival is None else arrival.headers)
-        return request.prompt, outputs
+        return request.prompt, self.outputs_of(request, name, sink)
+
+    def log(self, request: EngineRequest, name: str) -> None:
+        """Log a checked request, unless no requests are logged."""
+        if self.args.logs_requests:
+            log_request(logger, name, request.prompt, request.params, self.args.max_log_len)
+
+    def outputs_of(
+        self, request: EngineRequest, name: str, sink: Sink | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Return the engine's outputs of a checked request, which is traced by its `name`, if anything is."""
+        if self.tracer is None:
+            return self.engine.generate_from(request, sink=sink)
+        arrival = ARRIVAL.get()  # without the sink: the tracer sees all outputs
+        named, headers = msgspec.structs.replace(request, request_id=name), {} if arrival is None else arrival.headers
+        return self.tracer.trace(named, self.engine.generate_from(request), headers)
 
     def _cache_session(self, body: TokenRequest, headers: Mapping[str, str]) -> tuple[str | None, float]:
         """Return under which id a request keeps its blocks, if at all, and for how many seconds. Raises
