@@ -1,9 +1,9 @@
-"""`python benchmarks/claims.py`: runs the commands behind the table of figures in README, and prints the table.
+"""`octavo bench claims`: runs the commands behind the table of figures in README, and prints the table.
 
 Each claim is a command that stands in the table, and how its figure is read from what the command prints or writes.
 A row of README whose command differs was measured earlier, by the command beside it.
-The commands need the packages of the tests. A figure belongs to a machine: the lines above the table name it, and say
-if it was busy.
+The commands are those of a checkout, with the packages of its tests. A figure belongs to a machine: the lines above the
+table name it, and say if it was busy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo.errors import OctavoError
 from octavo.flags import FlagParser
 from octavo.processes import python_command
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 # Of one processor. A measurement beside other work is worth nothing; a mean over a minute decays slowly.
 BUSY_LOAD = 0.25
 
@@ -93,7 +93,7 @@ def make_parser(prog: str) -> FlagParser:
     return parser
 
 
-@command(make_parser, "claims.py")
+@command(make_parser, "octavo bench claims")
 def main(args: argparse.Namespace) -> None:
     """Measure and print."""
     _measure_all(args.claims or list(CLAIMS), args.embedding_model)
@@ -123,7 +123,7 @@ def measure(claim: Claim, embedding_model: str | None = None) -> str:
     else:
         command = [sys.executable, *words]
         if not (CHECKOUT / words[0]).is_file():
-            raise OctavoError(f"{words[0]} is not there.")
+            raise OctavoError(f"{words[0]} is not there: `octavo bench claims` runs in a checkout of Octavo.")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         if claim.writes_json:
@@ -160,7 +160,3 @@ def _machine(load: float) -> str:
 
 def _today() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
