@@ -193,7 +193,8 @@ def compile_template(text: str) -> Template:
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             if operator == "+" and type(left) is type(right) is str:  # most of what templates compute
-                check_size(len(left) + len(right))
+                if (size := len(left) + len(right)) > _MAX_CHARACTERS:
+                    check_size(size)
                 return left + right
             lengths = [len(side) if isinstance(side, str | list | tuple) else None for side in (left, right)]
             match operator, lengths, left, right:

@@ -78,7 +78,7 @@ class AnswerFormat:
 
 def check_tool_choice(body: ChatCompletionRequest, formats: ModelFormats) -> None:
     """Raise `RequestError` if the model may choose to call tools, but the format of its calls is unknown."""
-    if body.chosen_tools and body.tool_choice in (None, "auto") and formats.why_no_choice:
+    if formats.why_no_choice and body.tool_choice in (None, "auto") and body.chosen_tools:
         raise RequestError(
             f'tool_choice "auto" is not possible: {formats.why_no_choice} "required", "none" and named functions are.',
             param="tool_choice",
@@ -90,6 +90,8 @@ def answer_format(body: ChatCompletionRequest, formats: ModelFormats, prompt: st
     reasoning = None if formats.reasoning is None else Reasoning.after(prompt, formats.reasoning)
     marks = () if reasoning is None else reasoning.style.marks
     include = body.include_reasoning is not False
+    if not body.tools:
+        return AnswerFormat(reasoning, include, None, marks)
     tools, form, ids = body.chosen_tools, formats.tools, (formats.call_ids, _used_ids(body))
     new_parser: Callable[[], ToolParser]
     if body.forces_calls:
@@ -156,13 +158,14 @@ def wanted_grammar(
 def may_want_grammar(body: ChatCompletionRequest) -> bool:
     """Return whether `wanted_grammar` may want one beside that of `structure_field`. Making it takes seconds: never do
     it in the event loop."""
-    is_of_calls = body.forces_calls or _has_strict_tools(body) or _may_call_instead(body)
-    return is_of_calls or body.thinking_token_budget is not None
+    if body.thinking_token_budget is not None:
+        return True
+    return bool(body.tools) and (body.forces_calls or _has_strict_tools(body) or _may_call_instead(body))
 
 
 def _may_call_instead(body: ChatCompletionRequest) -> bool:
     """Return whether an answer is calls or a structure. A structural tag says itself where calls may stand."""
-    structure = body.structure() if body.chosen_tools and not body.forces_calls else None
+    structure = body.structure() if body.tools and body.chosen_tools and not body.forces_calls else None
     return structure is not None and structure[1].structural_tag is None
 
 

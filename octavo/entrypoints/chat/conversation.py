@@ -204,7 +204,7 @@ class Conversation:
             state.engine.tokenizer,
             body,
             body.messages,
-            body.tools if body.chosen_tools else None,  # `chosen_tools` is empty with tool_choice "none"
+            body.tools if body.tools and body.chosen_tools else None,  # `chosen_tools` is empty with tool_choice "none"
             {**(state.args.default_chat_template_kwargs or {}), **effort},
             trusts_template=state.args.trust_request_chat_template,
             content_format=state.args.chat_template_content_format,

@@ -405,8 +405,9 @@ class ResponseCycle(RequestResponseCycle):
         if message["type"] == "http.response.start":
             if self.more_body:
                 self.keep_alive = False
-            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
-            if self.scope["http_version"] == "1.0" and not has_length:
+            if self.scope["http_version"] == "1.0" and not any(
+                name.lower() == b"content-length" for name, _ in message.get("headers", ())
+            ):
                 self._ends_with_connection = self.chunked_encoding = True
         elif self._ends_with_connection:
             self.chunked_encoding, self.expected_content_length = False, len(message.get("body", b""))
