@@ -3,6 +3,7 @@ own, and who starts the engines of other hosts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any
@@ -86,6 +87,8 @@ def check_data_parallel(args: EngineArgs, device: str) -> None:
     if args.data_parallel_backend == "ray":
         _check_ray(args, device)
     if not joins_others(args):
+        names = ("data_parallel_address", "data_parallel_rpc_port")
+        refuse_idle(args, names, "engines of other hosts join: give --data-parallel-size-local, too")
         return
     if args.max_model_len == AUTO_LENGTH:
         raise ConfigError(
@@ -94,6 +97,13 @@ def check_data_parallel(args: EngineArgs, device: str) -> None:
         )
     if args.data_parallel_backend != "ray":  # with Ray, Octavo makes a token
         check_token(args.data_parallel_address, "--data-parallel-address")
+
+
+def refuse_idle(args: EngineArgs, names: Sequence[str], why: str) -> None:
+    """Raise `ConfigError` for flags about where other hosts join, which have no effect without other hosts."""
+    for name in names:
+        if getattr(args, name) != getattr(EngineArgs, name):
+            raise ConfigError(f"{_name(name)} says where {why}, or leave it out.")
 
 
 def _check_own_server(args: EngineArgs) -> None:

@@ -11,6 +11,7 @@ from octavo.config.data_parallel_flags import (
     flags_for_ray,
     joins_others,
     local_engines,
+    refuse_idle,
 )
 from octavo.config.engine_args import EngineArgs
 from octavo.config.engine_config import NodesConfig
@@ -134,6 +135,7 @@ def _check_nodes(args: EngineArgs) -> None:
     if not 0 < args.master_port < 65536:
         raise ConfigError(f"--master-port must be between 1 and 65535, got {args.master_port}.")
     if num_nodes(args) == 1:
+        refuse_idle(args, ("master_addr", "master_port"), "other hosts join: give --nnodes, too")
         return
     if args.pipeline_parallel_size % num_nodes(args):
         raise ConfigError(
