@@ -350,7 +350,10 @@ class _Maker:
                 break
             # A definition that nothing satisfies may stand where the schema can do without it.
             of_definition = _EMPTY_DEFINITION.search(problem)
-            if of_definition is not None and of_definition[1] not in empty and num_rounds < _MAX_ROUNDS:
+            if of_definition is not None and of_definition[1] not in empty:
+                if num_rounds == _MAX_ROUNDS:
+                    message = f"more than {_MAX_ROUNDS} of its definitions are satisfied by no value."
+                    raise RequestError(f"{field} cannot be followed: {message}", param=field)
                 empty |= {of_definition[1]}
                 num_rounds += 1
                 continue

@@ -267,7 +267,7 @@ class _Writer(ObjectWriter, AlternativesWriter):
                 raise SchemaError(f"multipleOf is a number above 0, not {shown(divisor)}")
             if found := divisors(divisor):
                 ways = [{"multipleOf": one} for one in (found[:1] if is_integer else found)]
-                self._one_of_numbers(ways, types, out, both)
+                self._one_of_numbers(ways, types, "multipleOf", out, both)
                 self.may_be_empty = True
             else:
                 self.unheld.add("multipleOf")
@@ -277,12 +277,12 @@ class _Writer(ObjectWriter, AlternativesWriter):
         low = [(bound, is_out) for name, bound, is_out in bounds if name == "minimum"]
         high = [(bound, is_out) for name, bound, is_out in bounds if name == "maximum"]
         find = integer_ranges if is_integer else number_ranges
-        self._one_of_numbers(find(low, high, self.unheld), types, out, both)
+        self._one_of_numbers(find(low, high, self.unheld), types, "minimum" if low else "maximum", out, both)
 
     def _one_of_numbers(
-        self, ways: list[dict[str, Any]], types: list[str] | None, out: dict[str, Any], both: list[Schema]
+        self, ways: list[dict[str, Any]], types: list[str] | None, keyword: str, out: dict[str, Any], both: list[Schema]
     ) -> None:
-        """Numbers satisfy one of `ways`."""
+        """Numbers satisfy one of `ways`, which `keyword` is written as."""
         if len(ways) == 1:
             out.update(ways[0])
             return
@@ -290,6 +290,7 @@ class _Writer(ObjectWriter, AlternativesWriter):
         kind = "integer" if _are_integers(types) else "number"
         whole: list[Schema] = [{"type": kind, **one} for one in ways]
         whole += [{"type": others}] if others else []
+        self._origins[id(whole)] = whole, keyword
         both.append({"anyOf": whole} if len(whole) > 1 else whole[0] if whole else False)
 
     def _string(self, schema: dict[str, Any], out: dict[str, Any]) -> None:

@@ -111,6 +111,10 @@ class ObjectWriter(SchemaWriter):
         self.unheld.add("propertyNames")
         return patterns, rest
 
+    def _either(self, keyword: str, ways: list[Schema], both: list[Schema]) -> None:
+        self._origins[id(ways)] = ways, keyword
+        both.append({"anyOf": ways})
+
     def _counted(
         self, least: int, most: int | None, properties: dict[str, Schema], needed: list[str],
         patterns: dict[str, Schema], rest: Schema, out: dict[str, Any], both: list[Schema],
@@ -142,16 +146,15 @@ class ObjectWriter(SchemaWriter):
                 out["maxProperties"] = most
             return False
         if is_closed and least == len(needed) + 1 and len(optional) <= _MAX_LISTED:
-            both.append({"anyOf": [{"required": [name]} for name in optional]})
+            self._either("minProperties", [{"required": [name]} for name in optional], both)
             least = 0
         if is_closed and most is not None and most == len(needed):
             for name in optional:
                 properties[name] = False
             most = None
         if is_closed and most == len(needed) + 1 and len(optional) <= _MAX_LISTED:
-            both.append({"anyOf": [
-                {"properties": {name: False for name in optional if name != one}} for one in optional
-            ]})  # fmt: skip
+            others = [{"properties": {name: False for name in optional if name != one}} for one in optional]
+            self._either("maxProperties", others, both)
             most = None
         if least:
             self.unheld.add("minProperties")

@@ -223,6 +223,26 @@ def test_alternatives_that_are_too_many_are_named_and_leave_the_rest() -> None:
     assert [f"c{i}" for i in range(9) if f'"c{i}"' not in json.dumps(lowered.schema)] == []
 
 
+@pytest.mark.parametrize(
+    ("part", "keyword"),
+    [
+        ({"multipleOf": 0.25}, "multipleOf"),
+        ({"minimum": -1.125}, "minimum"),
+        ({"maximum": 1.125}, "maximum"),
+        ({"type": "object", "properties": {"a": TEXT, "b": TEXT}, "additionalProperties": False, "minProperties": 1},
+         "minProperties"),
+        ({"type": "object", "properties": {"a": TEXT, "b": TEXT}, "additionalProperties": False, "maxProperties": 1},
+         "maxProperties"),
+    ],
+)  # fmt: skip
+def test_alternatives_that_are_left_out_are_named_by_the_keyword_they_stand_for(
+    part: dict[str, Any], keyword: str
+) -> None:
+    """Not `anyOf`, which the schema has not."""
+    unheld = lower({"allOf": [part] * 12}).unheld
+    assert keyword in unheld and "anyOf" not in unheld
+
+
 def test_a_mark_of_reasoning_within_an_answer_without_reasoning_is_part_of_it() -> None:
     marks = ReasoningMarks("<think>", "</think>", is_optional=True)
     schema = {"type": "array", "contains": {"const": 1}}
@@ -449,7 +469,7 @@ def test_the_number_of_empty_definitions_that_are_looked_for_is_bounded(monkeypa
     monkeypatch.setattr(grammar_builder, "lower", counted)
     empty = {f"a{i}": {"type": "string", "pattern": "^a$", "allOf": [{"pattern": f"^b{i}$"}]} for i in range(12)}
     properties = {name: {"$ref": f"#/$defs/{name}"} for name in empty}
-    with pytest.raises(RequestError, match="Unsatisfiable") as caught:
+    with pytest.raises(RequestError, match="more than 8 of its definitions are satisfied by no value") as caught:
         grammar_of({"type": "object", "properties": properties, "$defs": empty})
     assert num == 10 and "$defs" not in str(caught.value)
 
