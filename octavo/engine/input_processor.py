@@ -6,8 +6,8 @@ import copy
 import itertools
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -98,6 +98,11 @@ class InputProcessor:
         """Special tokens: id by text."""
         added = self.tokenizer.backend_tokenizer.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
+
+    @cached_property
+    def has_special_token(self) -> Callable[[str], bool]:
+        """Whether a text has a special token in it. Results are kept: some vocabularies have a thousand of them."""
+        return lru_cache(maxsize=256)(lambda text: any(token in text for token in self.special_tokens))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self._check_characters(text)

@@ -265,6 +265,16 @@ def test_every_end_token_of_the_model_counts_if_the_model_can_say_it(model: Mode
     assert InputProcessor(engine_config(other), tokenizer).eos_token_ids == [EOS, 4, 9]
 
 
+def test_special_tokens_are_looked_for_once_in_each_text(
+    inputs: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(inputs.__dict__, "special_tokens", {"<a>": 1, "[b]": 2})
+    texts = ("<a>", "x [b] y", "<b>", "")
+    assert [inputs.has_special_token(text) for text in texts] == [True, True, False, False]
+    monkeypatch.setitem(inputs.__dict__, "special_tokens", None)
+    assert [inputs.has_special_token(text) for text in texts] == [True, True, False, False]
+
+
 def test_block_hashes_are_made_in_front_of_the_core(inputs: InputProcessor) -> None:
     request = inputs.process({"prompt": "one two three " * 6, "cache_salt": "é"}, SamplingParams())
     size = inputs._hashed_size

@@ -182,12 +182,13 @@ class Conversation:
         prompt = self._render(placeholders)
         # 3. Choose the format of the answers. The reader must see its marks, even if they are special tokens.
         self._answer_format = answer_format(body, state.formats, prompt)
-        special_tokens = state.engine.inputs.special_tokens
-        if any(token in mark for mark in self._format.marks for token in special_tokens):
+        if any(map(state.engine.inputs.has_special_token, self._format.marks)):
             params.skip_special_tokens = False
         # 4. Choose the grammar of the answers.
         budget = state.thinking_budget(body.thinking_token_budget, self._format.reasoning)
-        grammar = wanted_grammar(body, self._format, state.formats, params.structured_outputs, special_tokens, budget)
+        grammar = wanted_grammar(
+            body, self._format, state.formats, params.structured_outputs, state.engine.inputs.special_tokens, budget
+        )
         # 5. Reuse the tokens of earlier answers, if any are found. Such a prompt has neither media nor embeddings.
         if self._answer_recall is not None and (recalled := self._answer_recall.recall(prompt)) is not None:
             return PreparedPrompt({"prompt": prompt, "prompt_token_ids": recalled.token_ids}, False, grammar)
