@@ -38,8 +38,10 @@ DEFAULT_WHITESPACE = r"\r?\n(?: {0,24}|\t{0,6})| {1,2}"
 MAX_CALLS = 32  # in one answer
 _MAX_DEPTH = 100  # of a schema
 _MAX_SIMPLE_CHARACTERS = 1 << 16  # of a grammar that is not tried in a process of its own
-# What llguidance says of references that it merges with others without end.
-_ENDLESS_MERGES = ("circular references with sibling keys", "Schema intersection stack level exceeded")
+# What llguidance says of references that it merges with others without end, or multiplies by each other too often.
+_TOO_MANY_MERGES = (
+    "circular references with sibling keys", "Schema intersection stack level exceeded", "schema too large",
+)  # fmt: skip
 _EMPTY_DEFINITION = re.compile(r"^Unsatisfiable.* while processing \S*#/\$defs/(\d+)$")
 _WHERE = re.compile(r" while processing \S*#/\$defs/\d+\S*$")  # numbers that callers do not have
 _MAX_ROUNDS = 8  # each finds one empty definition, and tries the whole schema
@@ -358,7 +360,7 @@ class _Maker:
                 num_rounds += 1
                 continue
             empty, num_rounds = frozenset(), 0  # each level has numbers of its own
-            if merges_references and problem.startswith(_ENDLESS_MERGES):
+            if merges_references and problem.startswith(_TOO_MANY_MERGES):
                 merges_references = False
                 continue
             levels.pop()

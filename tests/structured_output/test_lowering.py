@@ -243,6 +243,17 @@ def test_alternatives_that_are_left_out_are_named_by_the_keyword_they_stand_for(
     assert keyword in unheld and "anyOf" not in unheld
 
 
+def test_alternatives_behind_references_are_checked_where_they_are_too_many() -> None:
+    """llguidance multiplies them, and refused the schema."""
+    parts = {f"p{i}": {"anyOf": [{"required": [f"a{i}_{j}"]} for j in range(20)]} for i in range(4)}
+    whole = [{"$ref": f"#/$defs/{name}"} for name in parts]
+    check = check_of({"type": "object", "properties": {"n": INTEGER}, "$defs": parts, "allOf": whole})
+    assert check is not None
+    right = {f"a{i}_{i}": 1 for i in range(4)}
+    assert check.problem(json.dumps(right)) is None
+    assert check.problem(json.dumps(dict(list(right.items())[1:]))) is not None
+
+
 def test_a_mark_of_reasoning_within_an_answer_without_reasoning_is_part_of_it() -> None:
     marks = ReasoningMarks("<think>", "</think>", is_optional=True)
     schema = {"type": "array", "contains": {"const": 1}}
