@@ -33,6 +33,7 @@ import psutil
 import uvloop
 
 MODEL = "counted"
+ENVIRONMENT = os.environ | {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}
 CHUNK = (
     b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"counted","choices":'
     b'[{"index":0,"delta":{"content":" word"},"finish_reason":null}]}\n\n'
@@ -127,8 +128,19 @@ def command(proxy: str, port: int, server: int, peers: Path, folder: Path) -> li
             f"      api_base: {address}/v1\n      api_key: none\n"
         )
         return [str(peers / "bin/litellm"), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
-    launch = ["launch", "--prometheus-port", str(free_port())] if proxy == "sglang-router" else []
-    return [str(peers / "bin" / proxy), *launch, "--host", "127.0.0.1", "--port", str(port), "--worker-urls", address]
+    launch = ["launch"] if proxy == "sglang-router" else []
+    return [
+        str(peers / "bin" / proxy),
+        *launch,
+        "--prometheus-port",
+        str(free_port()),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--worker-urls",
+        address,
+    ]
 
 
 @contextlib.contextmanager
@@ -140,7 +152,7 @@ def started(proxy: str, server: int, peers: Path, folder: Path) -> Iterator[tupl
     port = free_port()
     args = command(proxy, port, server, peers, folder)
     with (folder / f"{proxy}.log").open("wb") as log:
-        process = subprocess.Popen(args, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(args, stdout=log, stderr=log, start_new_session=True, env=ENVIRONMENT)
     try:
         end = time.monotonic() + 120
         while True:
@@ -155,7 +167,8 @@ def started(proxy: str, server: int, peers: Path, folder: Path) -> Iterator[tupl
             time.sleep(1)
         yield port, psutil.Process(process.pid)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

@@ -84,7 +84,8 @@ class Replica:
             preemption_mode="recompute", check_invariants=False,
         )  # fmt: skip
         config = SimpleNamespace(
-            scheduler=scheduler, cache=SimpleNamespace(block_size=BLOCK_SIZE, enable_prefix_caching=True, disk=None),
+            scheduler=scheduler,
+            cache=SimpleNamespace(block_size=BLOCK_SIZE, enable_prefix_caching=True, disk=None, events=None),
             model=SimpleNamespace(seed=0), device="cpu", speculative=None, draft=None, lora=None, media=None,
             sound=None, prompt_embeds=None,
         )  # fmt: skip

@@ -107,7 +107,8 @@ def make_core(deployment: Deployment, max_num_seqs: int, num_tokens: int) -> Eng
         preemption_mode="recompute", check_invariants=False, target_step_s=0.0,
     )  # fmt: skip
     config = SimpleNamespace(
-        scheduler=scheduler, cache=SimpleNamespace(block_size=BLOCK_SIZE, enable_prefix_caching=True, disk=None),
+        scheduler=scheduler,
+        cache=SimpleNamespace(block_size=BLOCK_SIZE, enable_prefix_caching=True, disk=None, events=None),
         model=SimpleNamespace(seed=0), device="cuda", speculative=None, draft=None, lora=None, media=None, sound=None,
         prompt_embeds=None,
     )  # fmt: skip

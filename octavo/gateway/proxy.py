@@ -51,7 +51,7 @@ _ROUTES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("/v1/completions", "/invocations"), ("priority", "usage")),
     **dict.fromkeys((
         "/v1/responses", "/v1/messages", "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score",
-        "/rerank", "/v1/rerank", "/v2/rerank",
+        "/rerank", "/v1/rerank", "/v2/rerank", "/v1/chat/completions/render", "/v1/completions/render",
     ), ("priority",)),
     "/generate": ("priority", "uncounted"),
     "/v1/files": ("lists",),
