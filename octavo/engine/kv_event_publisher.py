@@ -7,6 +7,7 @@ endian), and `EventBatch` as MessagePack. Subscribers that miss a number ask the
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -18,6 +19,9 @@ from octavo.config import KVEventsConfig
 from octavo.errors import ConfigError
 from octavo.kv_cache.block_events import Event
 
+logger = logging.getLogger(__name__)
+
+_REPLAY_SEND_MS = 5000  # how long a client may not read
 _END = (-1).to_bytes(8, "big", signed=True)  # the number of the message that ends a replay
 
 
@@ -47,6 +51,8 @@ class KVEventPublisher:
         _attach(self._publisher, endpoint, binds=binds)
         if config.replay_endpoint is not None:
             replays = self._context.socket(zmq.ROUTER)
+            # A client that does not read stops its replay, which would lose messages otherwise.
+            replays.router_mandatory, replays.sndtimeo = 1, _REPLAY_SEND_MS
             _attach(replays, endpoint_of_rank(config.replay_endpoint, data_parallel_rank), binds=True)
             threading.Thread(target=self._replay, args=(replays,), name="kv-event-replay", daemon=True).start()
 
@@ -76,9 +82,14 @@ class KVEventPublisher:
                 client, _, first = frames
                 with self._sent_lock:
                     wanted = [one for one in self._sent if one[0] >= int.from_bytes(first, "big")]
-                for number, payload in wanted:
-                    replays.send_multipart([client, b"", number.to_bytes(8, "big"), payload])
-                replays.send_multipart([client, b"", _END, b""])
+                try:
+                    for number, payload in wanted:
+                        replays.send_multipart([client, b"", number.to_bytes(8, "big"), payload])
+                    replays.send_multipart([client, b"", _END, b""])
+                except zmq.ContextTerminated:
+                    raise
+                except zmq.ZMQError as e:  # the client has gone, or does not read
+                    logger.warning("a replay of KV events has ended early: %s", e)
 
 
 def endpoint_of_rank(endpoint: str, rank: int) -> str:
@@ -90,6 +101,7 @@ def endpoint_of_rank(endpoint: str, rank: int) -> str:
 
 
 def _attach(socket: zmq.Socket[bytes], endpoint: str, *, binds: bool) -> None:
+    socket.ipv6 = "[" in endpoint
     try:
         if binds:
             socket.bind(endpoint)

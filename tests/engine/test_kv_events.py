@@ -50,11 +50,11 @@ def generate(llm: LLM, prompt: list[int]) -> None:
     llm.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)
 
 
-def replayed(endpoint: str, first: int = 0) -> list[tuple[int, list[Any]]]:
+def replayed(endpoint: str, first: int = 0, read_ahead: int = 1000) -> list[tuple[int, list[Any]]]:
     """Return the messages from number `first` on, as the replay endpoint gives them."""
     found = []
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.linger, socket.rcvtimeo = 0, int(within(30) * 1000)
+        socket.linger, socket.rcvtimeo, socket.rcvhwm = 0, int(within(30) * 1000), read_ahead
         socket.connect(endpoint)
         socket.send_multipart([b"", first.to_bytes(8, "big")])
         while True:
@@ -120,6 +120,16 @@ def test_the_oldest_messages_are_forgotten(tmp_path: Path) -> None:
     assert [number for number, _ in replayed(config.replay_endpoint or "")] == [3, 4]
     publisher.close()
     KVEventPublisher(config, data_parallel_rank=0).close()  # the endpoints are free again
+
+
+def test_a_client_that_reads_late_misses_nothing(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/replay"
+    config = KVEventsConfig(True, endpoint=f"ipc://{tmp_path}/events", replay_endpoint=endpoint)
+    publisher = KVEventPublisher(config, data_parallel_rank=0)
+    for _ in range(10_000):  # far more than what a socket holds by default
+        publisher.publish([AllBlocksCleared()])
+    assert len(replayed(endpoint, read_ahead=1)) == 10_000
+    publisher.close()
 
 
 def test_each_engine_has_endpoints_of_its_own() -> None:

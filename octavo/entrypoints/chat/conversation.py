@@ -79,17 +79,20 @@ class Conversation:
         *,
         clamps_max_tokens: bool = False,
         ignores_unknown_effort: bool = False,
+        only_renders: bool = False,
     ) -> None:
         """Raises `RequestError` for a template that is not trusted, and for a tool choice that is not possible.
         `clamps_max_tokens`: lower a `max_tokens` that does not fit; without it, that is an error. `reasoning_effort`
         and `verbosity` have no effect if the template has no variable for them. They are an error instead if the
-        server's `unknown_fields` is "error", unless `ignores_unknown_effort` is set."""
+        server's `unknown_fields` is "error", unless `ignores_unknown_effort` is set. `only_renders` is for
+        `ServerState.submit`."""
         check_template_is_trusted(body, state.args.trust_request_chat_template)
         check_tool_choice(body, state.formats)
         self._body = body
         self._state = state
         self._params = params
         self._clamps_max_tokens = clamps_max_tokens
+        self._only_renders = only_renders
         self._refuses_unknown_effort = state.args.unknown_fields == "error" and not ignores_unknown_effort
         answers = state.answers if can_recall(body) else None
         self._answer_recall = None if answers is None else AnswerRecall(answers, body, state)
@@ -119,6 +122,7 @@ class Conversation:
                     media=self._media_kinds(),
                     clamps_max_tokens=self._clamps_max_tokens,
                     sink=sink,
+                    only_renders=self._only_renders,
                 )
             )
         self._prompt_token_ids = prompt.token_ids

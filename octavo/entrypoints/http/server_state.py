@@ -384,13 +384,14 @@ class ServerState:
         clamps_max_tokens: bool = False,
         scores_prompt: bool = False,
         sink: Sink | None = None,
+        only_renders: bool = False,
     ) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
         """Check one prompt of a request, and return its generator. The generator submits the request when it is asked
         for its first output. The `sink` takes outputs that the generator then does not yield.
 
         `prepare` makes the prompt. For long bodies, and with a grammar, it runs in a thread. A body of several prompts
-        gives the `length` of each. Returns the prompt too. Raises `RequestError` here, before any response has been
-        started.
+        gives the `length` of each. Returns the prompt too. With `only_renders` the generator is not
+        used, and load refuses nothing. Raises `RequestError` here, before any response has been started.
         """
         self.engine.inputs.refuse_if_it_pools()
         arrival = ARRIVAL.get()
@@ -427,10 +428,11 @@ class ServerState:
         )
         request = self._with_few_logprobs(request)
         name = f"{response_id}-{request.request_id}"  # response ids come from clients and may repeat
-        self.log(request, name)
+        if not only_renders:
+            self.log(request, name)
+            self.check_ttft(len(request.prompt.token_ids), body.max_ttft)
         limits_s = [limit for limit in (body.timeout, self.args.max_request_time) if limit is not None]
         deadline = request.arrival_time + min(limits_s) if limits_s else None
-        self.check_ttft(len(request.prompt.token_ids), body.max_ttft)
         headers = {} if arrival is None else arrival.headers
         session_id = body.session_id or headers.get(SESSION_HEADER)
         if session_id is not None and len(session_id) > MAX_SESSION_LENGTH:  # the header's; the body's has been checked

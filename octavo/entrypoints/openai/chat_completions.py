@@ -49,8 +49,8 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
     chunk_kind = "chat.completion.chunk"
     text_field = b'"delta":{"content":', b"}"
 
-    def __init__(self, body: ChatCompletionRequest, raw: Request) -> None:
-        super().__init__(body, raw)
+    def __init__(self, body: ChatCompletionRequest, raw: Request, *, only_renders: bool = False) -> None:
+        super().__init__(body, raw, only_renders=only_renders)
         if body.store:  # always a new id: the stored chat is found by it, so clients may not choose it
             self._about["id"] = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self._conversation = self._conversation_of(body)
@@ -72,7 +72,8 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         self._stop_reason: int | str | None = None
 
     def _conversation_of(self, body: ChatCompletionRequest) -> Conversation:
-        return Conversation(body, self._state, self._params, clamps_max_tokens=self._truncation is not None)
+        clamps = self._truncation is not None
+        return Conversation(body, self._state, self._params, clamps_max_tokens=clamps, only_renders=self._only_renders)
 
     async def submit(self) -> None:
         messages: Sequence[ChatMessage] = self._body.messages

@@ -70,8 +70,8 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
     chunk_kind = "text_completion"
     text_field = b'"text":', b""
 
-    def __init__(self, body: CompletionRequest, raw: Request) -> None:
-        super().__init__(body, raw)
+    def __init__(self, body: CompletionRequest, raw: Request, *, only_renders: bool = False) -> None:
+        super().__init__(body, raw, only_renders=only_renders)
         if body.max_tokens is None and self._truncation is not None:
             self._params.max_tokens = None
         self._prompts: list[_Prompt] = []
@@ -119,6 +119,7 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
             clamps_max_tokens=body.max_tokens is None or self._truncation is not None,
             scores_prompt=body.only_prompt,
             sink=self._push if len(body.prompts) == 1 else None,
+            only_renders=self._only_renders,
         )
 
     def _choice(self, prompt_index: int, completion: CompletionOutput) -> CompletionChoice:

@@ -42,7 +42,9 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
     chunk_kind: str  # the `object` of a stream's chunks
     text_field: tuple[bytes, bytes]  # see `ChunkWriter`
 
-    def __init__(self, body: RequestT, raw: Request) -> None:
+    def __init__(self, body: RequestT, raw: Request, *, only_renders: bool = False) -> None:
+        """`only_renders`: `render` comes, and not `answer`."""
+        self._only_renders = only_renders
         self._state = state = state_of(raw)
         if state.args.enable_force_include_usage and body.stream:
             body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)

@@ -27,14 +27,14 @@ class RenderedPrompt(ResponseModel):
 async def render_chat(body: ChatCompletionRequest, raw: Request) -> RenderedPrompt:
     """The prompt's tokens, after the chat template."""
     with body.field_names.in_errors():
-        [prompt] = await _render(ChatJob(body, raw))
+        [prompt] = await _render(ChatJob(body, raw, only_renders=True))
     return prompt
 
 
 @router.post("/v1/completions/render", response_model=list[RenderedPrompt])
 async def render_completion(body: CompletionRequest, raw: Request) -> Response:
     """The tokens of each prompt."""
-    return JSONResponse([prompt.model_dump() for prompt in await _render(CompletionJob(body, raw))])
+    return JSONResponse([prompt.model_dump() for prompt in await _render(CompletionJob(body, raw, only_renders=True))])
 
 
 async def _render(job: ChatJob | CompletionJob) -> list[RenderedPrompt]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 
+from octavo.stats import EngineStats
 from tests.entrypoints.fake_engine import MAX_MODEL_LEN, MODEL, FakeEngine
 from tests.entrypoints.http.test_errors import error_of
 
@@ -29,6 +30,13 @@ def test_the_tokens_are_those_that_the_engine_gets(http: httpx.Client, engine: F
         assert [one["token_ids"] for one in prompts] == [tokens for tokens, *_ in engine.seen]
         assert {one["model"] for one in prompts} == {MODEL}
         engine.seen.clear()
+
+
+def test_load_refuses_no_rendering(http: httpx.Client, engine: FakeEngine) -> None:
+    engine.forecast.record_step([], EngineStats(prompt_token_s=0.01))
+    body = {"prompt": "a b c", "max_ttft": 0.001}
+    assert http.post("/v1/completions", json=body).status_code == 429
+    assert http.post("/v1/completions/render", json=body).status_code == 200
 
 
 def test_what_is_refused_is_not_rendered(http: httpx.Client) -> None:
