@@ -34,9 +34,11 @@ def test_the_tokens_are_those_that_the_engine_gets(http: httpx.Client, engine: F
 
 def test_load_refuses_no_rendering(http: httpx.Client, engine: FakeEngine) -> None:
     engine.forecast.record_step([], EngineStats(prompt_token_s=0.01))
-    body = {"prompt": "a b c", "max_ttft": 0.001}
+    engine.forecast.add("other", 450)
+    body = {"prompt": "a b c", "max_ttft": 1.0}
     assert http.post("/v1/completions", json=body).status_code == 429
     assert http.post("/v1/completions/render", json=body).status_code == 200
+    engine.forecast.end("other")
 
 
 def test_what_is_refused_is_not_rendered(http: httpx.Client) -> None:
