@@ -32,7 +32,8 @@ class Models:
         self._launch, self._replica_timeout_s = launch, replica_timeout_s
         self._deployments: dict[str, Deployment] = {}
         self._aliases: dict[str, str] = {}
-        self._looking, self._num_looks = asyncio.Lock(), 0
+        self._looking = asyncio.Lock()
+        self._num_begun = self._last_done = 0  # looks, and the number of the last one that found what is here
         self._retired: list[Deployment] = []  # what has left the catalogue and may still answer
         self._tasks: set[asyncio.Future[None]] = set()
         self.apply(catalogue)
@@ -56,16 +57,14 @@ class Models:
         """Have the models that are on this machine now, if those are what is served. A thread reads the folders."""
         if self._find_local is None:
             return
-        num_looks = self._num_looks
+        num_begun = self._num_begun
         async with self._looking:
-            if self._num_looks != num_looks:  # another request has looked meanwhile
+            if self._last_done > num_begun:  # a look that began after this request came
                 return
-            self._num_looks += 1
-            try:
-                self.apply(Catalogue(await asyncio.to_thread(self._find_local)))
-            except BaseException:
-                self._num_looks -= 1
-                raise
+            self._num_begun += 1
+            number = self._num_begun
+            self.apply(Catalogue(await asyncio.to_thread(self._find_local)))
+            self._last_done = number
 
     async def look_for(self, name: str | None) -> None:
         """Have the model of this name, if it has come to this machine meanwhile."""

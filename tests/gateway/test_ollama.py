@@ -15,7 +15,9 @@ import pytest
 
 from octavo.errors import OctavoError
 from octavo.gateway import octavo_commands, ollama_routes
-from octavo.gateway.catalogue import ModelEntry
+from octavo.gateway.catalogue import Catalogue, ModelEntry
+from octavo.gateway.memory_budget import MemoryBudget
+from octavo.gateway.models import Models
 from tests.gateway.fakes import Asked, FakeLaunch, Gateway, fake_servers, gateway, until
 from tests.waiting import Clock, virtual_sleep
 
@@ -385,6 +387,38 @@ def test_folders_are_read_in_threads_and_not_once_for_each_request(clock: Clock)
             assert statuses == [404] * 9 + [200] * 2 and len(threads) < 4
 
     clock.run(run())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_look_that_is_cancelled_or_fails_is_none_for_those_who_waited(fails: bool) -> None:
+    async def run() -> None:
+        here, num_looks, may_end = dict[str, ModelEntry](), 0, threading.Event()
+
+        def find() -> dict[str, ModelEntry]:
+            nonlocal num_looks
+            num_looks += 1
+            if num_looks > 1:
+                return dict(here)
+            may_end.wait()
+            raise OSError
+
+        models = Models(Catalogue({}), MemoryBudget(None), FakeLaunch(), replica_timeout_s=1, find_local=find)
+        first = asyncio.ensure_future(models.look_for("a"))
+        await until(lambda: num_looks)
+        others = [asyncio.ensure_future(models.look_for("a")) for _ in range(3)]
+        await asyncio.sleep(0)  # they wait for the first
+        here["a"] = ModelEntry(model="/a")
+        if fails:
+            may_end.set()
+        else:
+            first.cancel()
+        with pytest.raises(OSError if fails else asyncio.CancelledError):
+            await first
+        await asyncio.gather(*others)
+        may_end.set()
+        assert models.find("a").name == "a" and num_looks == 2
+
+    asyncio.run(run())
 
 
 def test_a_cold_start_counts_as_loading(clock: Clock) -> None:
