@@ -36,6 +36,7 @@ logger = logging.getLogger("octavo.gateway")
 CHECKPOINT_INTERVAL_S = 1.0  # between two times that the log of writes is moved into the file
 LOCK_WAIT_S = 0.2  # for another process that has locked the file
 _TRY_INTERVAL_S = 0.01
+_LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS keys (id TEXT PRIMARY KEY, digest BLOB UNIQUE NOT NULL, settings TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS usage (
@@ -303,8 +304,8 @@ async def _unlocked(work: Callable[[], _T]) -> _T:
         try:
             return work()
         except sqlite3.OperationalError as error:
-            is_locked = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-            if not is_locked or time.monotonic() >= deadline:
+            # Errors that the module itself raises have no code.
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _LOCKED or time.monotonic() >= deadline:
                 raise
         await asyncio.sleep(_TRY_INTERVAL_S)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sqlite3
 from collections.abc import Awaitable, Callable, Iterator
@@ -199,6 +200,28 @@ def test_only_a_lock_is_waited_for() -> None:
     with pytest.raises(sqlite3.OperationalError, match="no such table"):
         asyncio.run(sqlite_keys._unlocked(work))
     assert tries == [1]
+
+
+@pytest.mark.parametrize(
+    ("code", "num_tries"),
+    [(sqlite3.SQLITE_BUSY_SNAPSHOT, 2), (sqlite3.SQLITE_LOCKED, 2), (sqlite3.SQLITE_PROTOCOL, 2),
+     (sqlite3.SQLITE_FULL, 1), (None, 1)],
+)  # fmt: skip
+def test_each_code_of_a_lock_is_waited_for(code: int | None, num_tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite_keys, "LOCK_WAIT_S", within(60))
+    tries = list[int]()
+
+    def work() -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            error = sqlite3.OperationalError("it failed")
+            if code is not None:
+                error.sqlite_errorcode = code
+            raise error
+
+    with contextlib.nullcontext() if num_tries == 2 else pytest.raises(sqlite3.OperationalError, match="it failed"):
+        asyncio.run(sqlite_keys._unlocked(work))
+    assert len(tries) == num_tries
 
 
 def test_usage_is_read_and_written_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
