@@ -35,7 +35,9 @@ MODEL_HEADER = b"x-octavo-model"  # names the model of a request without one in 
 SESSION_HEADER = b"x-session-id"
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 _NOT_PASSED_ON = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding", MODEL_HEADER, RESUMABLE}
-_KEEPS = re.compile(r"/v1/(?:responses|conversations|chat/completions|files|batches)(?:/(?!input_tokens$)([^/]+))?")
+_KEEPS = re.compile(
+    r"/v1/(?:responses|conversations|chat/completions|files|batches)(?:/(?!(?:input_tokens|render)$)([^/]+))?"
+)
 _CREATED = re.compile(
     rb'"(?:id|output_file_id|error_file_id)"\s*:\s*"((?:resp|conv|chatcmpl|file|batch)[-_][\w-]{1,100})"'
 )
@@ -415,7 +417,9 @@ class Proxy:
 
 def route_of(path: str) -> str | None:
     """Return the known route to which a path belongs, which has no ids."""
-    return next((route for route in _ROUTES if path == route or path.startswith(route + "/")), None)
+    if path in _ROUTES:
+        return path
+    return next((route for route in _ROUTES if path.startswith(route + "/")), None)
 
 
 def check_use(key: Key, deployment: Deployment) -> None:

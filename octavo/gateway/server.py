@@ -180,7 +180,8 @@ def address_of(sock: socket.socket) -> str:
 
 
 class _ClosingTransport:
-    """A client's connection. When it is closed, what waits to be read is dropped after `WRITE_TIMEOUT_S`."""
+    """A client's connection. When it is closed, what waits to be read is dropped once nothing has been read for
+    `WRITE_TIMEOUT_S`."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
@@ -193,7 +194,17 @@ class _ClosingTransport:
     def close(self) -> None:
         self._transport.close()
         if self._end is None:
-            self._end = self._loop.call_later(WRITE_TIMEOUT_S, self._transport.abort)
+            self._wait(self._transport.get_write_buffer_size())
+
+    def _wait(self, num_waiting: int) -> None:
+        self._end = self._loop.call_later(WRITE_TIMEOUT_S, self._look, num_waiting)
+
+    def _look(self, num_waiting: int) -> None:
+        num_left = self._transport.get_write_buffer_size()
+        if num_left < num_waiting:
+            self._wait(num_left)
+        else:
+            self._transport.abort()
 
     def lost(self) -> None:
         """Note that the connection has ended."""
