@@ -3,6 +3,7 @@ caller has not got yet, so that a late caller gets it together."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from octavo.engine.request_stream import RequestStream
     from octavo.loading.tokenizer import ModelTokenizer
     from octavo.metrics.prometheus import EngineMetrics
+
+logger = logging.getLogger(__name__)
 
 MakePosition = Callable[..., PositionLogprobs]  # `OutputProcessor.position`
 
@@ -134,6 +137,9 @@ class _Completion:
             self.stop_reason, error = MISMATCH, f"the answer does not satisfy its schema: {problem}"
         except NotChecked as reason:
             self.stop_reason, error = UNCHECKED, f"the answer could not be compared with its schema: {reason}"
+        except Exception:  # which would end the step of all requests
+            logger.exception("the comparison of an answer with its schema failed")
+            self.stop_reason, error = UNCHECKED, "the answer could not be compared with its schema"
         if check.mode == "error":
             self.error = error
 

@@ -30,7 +30,9 @@ SILENT = frozenset(
 IN_PLACE = ("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "if", "not", "dependentSchemas",
              "dependencies", "dependentRequired")  # fmt: skip
 
-_INDEXED_AT_ONCE = 4  # schemas, which takes some microseconds
+# What takes some microseconds:
+_INDEXED_AT_ONCE = 4  # schemas
+_CHARACTERS_AT_ONCE = 64  # of references and URIs
 
 # What stands behind other keywords, and what that is called.
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
@@ -136,7 +138,8 @@ class Document:
         self._resources: dict[str, Schema] | None = None  # by their URI, the whole document by ""
         self._anchors: dict[tuple[str, str], tuple[Schema, str]] = {}
         self._bases: dict[int, tuple[Schema, str]] = {}  # by the identity of the schemas, which stay
-        self.on_indexed: Callable[[], None] | None = None  # called for every few schemas that are indexed
+        self._found: dict[tuple[str, str], tuple[Schema, str]] = {}  # by the reference and its base
+        self.spend: Callable[[int], None] | None = None  # is told of steps before they are taken
 
     def base_within(self, schema: Mapping[str, Any], base: str) -> str:
         """The URI that references within `schema` are relative to, where those around it are relative to `base`."""
@@ -144,10 +147,23 @@ class Document:
         if not isinstance(own, str) or own.startswith("#") or ("$ref" in schema and not self.has_plain_refs):
             return base
         # Found out once: what is relative must not be joined to what it has already been joined to.
-        return self._bases.setdefault(id(schema), (schema, urldefrag(urljoin(base, own))[0]))[1]
+        if (known := self._bases.get(id(schema))) is None:
+            self._spend_on(base, own)
+            known = self._bases[id(schema)] = schema, urldefrag(urljoin(base, own))[0]
+        return known[1]
 
     def find(self, reference: str, base: str) -> tuple[Schema, str]:
         """What `reference` points at and the base of that. Raises `SchemaError`."""
+        if (found := self._found.get((reference, base))) is None:
+            self._spend_on(base, reference)
+            found = self._found[reference, base] = self._look_up(reference, base)
+        return found
+
+    def _spend_on(self, base: str, reference: str) -> None:
+        if self.spend is not None:
+            self.spend((len(base) + len(reference)) // _CHARACTERS_AT_ONCE)
+
+    def _look_up(self, reference: str, base: str) -> tuple[Schema, str]:
         if reference == "#" and not base:
             return self.root, base
         if reference.startswith("#/") and not base:
@@ -191,8 +207,8 @@ class Document:
             if not isinstance(schema, dict):
                 continue
             num_schemas += 1
-            if self.on_indexed is not None and not num_schemas % _INDEXED_AT_ONCE:
-                self.on_indexed()
+            if self.spend is not None and not num_schemas % _INDEXED_AT_ONCE:
+                self.spend(1)
             inner = self.base_within(schema, base)
             if inner != base:
                 self._resources.setdefault(inner, schema)

@@ -23,7 +23,7 @@ _MAX_STEPS = 10_000  # each takes up to 5 µs: a schema applied to a value, or o
 _CHARACTERS_PER_STEP = 1024  # of JSON that is parsed
 _PARSED_PER_STEP = 32  # values of it
 _NAMES_PER_STEP = 16  # that are looked through: properties, types, keywords
-_VALUES_PER_STEP = 4  # within values that are compared
+_VALUES_PER_STEP = 4  # within values that are compared, and one for _CHARACTERS_PER_STEP of a text or number
 _BITS_PER_STEP = 256  # of whole numbers that are divided
 _POSITIONS_PER_STEP = 16  # of regular expressions that are compiled
 _UNICODE_CLASS_SIZE = 800  # of \p{L} and the like, as so many other positions: they have hundreds of ranges
@@ -32,7 +32,6 @@ _TAME_MATCHES_PER_STEP = 64  # characters that are matched at few positions
 _FORMAT_STEPS = 16  # that a format takes, and one for eight characters
 _MAX_FORMAT_STEPS = 200_000  # of all values in a schema
 _MAX_DEPTH = 200
-_MAX_PLAIN_NUMBER = 1 << 60  # Python's hash of a number that is not larger is the number
 _MAX_TYPES = 8  # that a message names
 _TOO_MANY_STEPS = "it takes too many steps"
 
@@ -41,7 +40,8 @@ class Invalid(Exception):
     """A value that does not satisfy its schema. The message has the place and the keyword."""
 
     def __init__(self, at: str, message: str, *values: Any) -> None:
-        """`message` has a pair of braces for each of `values`, which are written down only if somebody reads it."""
+        """`message` has a pair of braces for each of `values`, which are written down only if somebody reads it. What
+        a client wrote is a value, never a part of `message`."""
         self._at, self._message, self._values = at, message, values
 
     def __str__(self) -> str:
@@ -76,18 +76,19 @@ class Validator:
         self._num_steps = self._num_format_steps = 0
         self._has_dependencies = self._document.has_dependencies
         self._asserts_formats = False
-        self._enums: dict[int, tuple[list[Any], frozenset[Any]]] = {}  # by the identity of the lists, which stay
+        self._enums: dict[int, tuple[list[Any], set[str]]] = {}  # by the identity of the lists, which stay
         self._patterns: dict[str, Pattern] = {}  # that have been used
 
     def check(self, value: Any, num_steps: int = 0) -> str | None:
         """Why a value does not satisfy the schema, or None if it does. `num_steps` have been taken before. Raises
         `NotChecked`."""
         self._num_steps, self._num_format_steps = num_steps, 0
-        self._document.on_indexed = self._spend
+        self._document.spend = self._spend
         try:
-            self._apply(self._document.root, "", value, "$", 0)
-        except Invalid as e:
-            return str(e)
+            try:
+                self._apply(self._document.root, "", value, "$", 0)
+            except Invalid as e:
+                return str(e)  # which fails for values that are nested too deep
         except NotChecked:
             raise
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as e:
@@ -152,13 +153,17 @@ class Validator:
         elif isinstance(value, list):
             self._apply_to_array(schema, base, value, at, depth + 1)
 
-    def _enum(self, values: list[Any]) -> frozenset[Any]:
+    def _enum(self, values: list[Any]) -> set[str]:
         if id(values) not in self._enums:
-            self._enums[id(values)] = values, frozenset(self._same(values))
+            self._enums[id(values)] = values, self._same_of_each(values)
         return self._enums[id(values)][1]
 
-    def _same(self, value: Any) -> Any:
+    def _same(self, value: Any) -> str:
         return same(value, self._spend)
+
+    def _same_of_each(self, values: list[Any]) -> set[str]:
+        self._spend(1 + len(values) // _VALUES_PER_STEP)
+        return set(map(self._same, values))
 
     def _matches(self, expression: str, text: str) -> bool:
         """Whether a regular expression of the schema is found in a text."""
@@ -180,7 +185,7 @@ class Validator:
             if len(types) > _NAMES_PER_STEP:
                 self._spend(len(types) // _NAMES_PER_STEP)
             if not any(is_type(value, name, self._draft) for name in types):
-                raise Invalid(at, "{} is not of type " + " or ".join(types[:_MAX_TYPES]), value)
+                raise Invalid(at, "{} is not of type {}", value, " or ".join(types[:_MAX_TYPES]))
         if "const" in schema and self._draft >= 6 and self._same(value) != self._same(schema["const"]):
             raise Invalid(at, "{} is not {}", value, schema["const"])
         if isinstance(value, str):
@@ -189,7 +194,7 @@ class Validator:
                 raise Invalid(at, "{} does not match {}", value, schema["pattern"])
         elif isinstance(value, list):
             _check_size(schema, "Items", len(value), at)
-            if schema.get("uniqueItems") is True and len(set(self._same(value))) < len(value):
+            if schema.get("uniqueItems") is True and len(self._same_of_each(value)) < len(value):
                 raise Invalid(at, "items are not unique")
         elif isinstance(value, dict):
             _check_size(schema, "Properties", len(value), at)
@@ -367,20 +372,44 @@ def types_in(schema: dict[str, Any]) -> list[str] | None:
     return [given] if isinstance(given, str) else list(given)
 
 
-def same(value: Any, spend: Callable[[int], None] | None = None) -> Any:
-    """Something hashable that is equal for values that are equal in JSON, where 1 is 1.0 and not true. `spend` is
-    told of steps before they are taken."""
-    if isinstance(value, bool):
-        return ("boolean", value)
-    if isinstance(value, dict | list):
-        if spend is not None:
-            spend(1 + len(value) // _VALUES_PER_STEP)
-        if isinstance(value, dict):
-            return frozenset([(name, same(one, spend)) for name, one in value.items()])
-        return tuple([same(one, spend) for one in value])
-    if isinstance(value, int | float) and _MAX_PLAIN_NUMBER < abs(value) < math.inf:
-        return ("number", hex(int(value)))  # there are many whole numbers of one hash, and no two such texts
-    return value
+def same(value: Any, spend: Callable[[int], None] | None = None) -> str:
+    """A text that is equal for values that are equal in JSON, where 1 is 1.0 and not true, and for no others. Python
+    keys the hashes of texts, so that nobody can make many values of one hash. `spend` is told of steps."""
+    if isinstance(value, str):
+        text = f'"{len(value)}:{value}'  # nothing in the value can end it
+    elif isinstance(value, dict | list):
+        parts: list[str] = []
+        _write(value, parts, spend)
+        return "".join(parts)
+    elif isinstance(value, bool | None):
+        text = f"{value},"
+    elif isinstance(value, int) or value.is_integer():
+        text = f"{int(value):x},"  # decimal digits would take the square of their number
+    else:
+        text = f"{value!r},"
+    if spend is not None and len(text) >= _CHARACTERS_PER_STEP:
+        spend(len(text) // _CHARACTERS_PER_STEP)
+    return text
+
+
+def _write(value: Any, parts: list[str], spend: Callable[[int], None] | None) -> None:
+    """Add what `same` returns for a value, in parts: values that are nested deep are not copied at each level."""
+    if not isinstance(value, dict | list):
+        parts.append(same(value, spend))
+        return
+    if spend is not None:
+        spend(1 + len(value) // _VALUES_PER_STEP)
+    if isinstance(value, dict):
+        parts.append("{")
+        for name in sorted(value):
+            parts.append(same(name, spend))
+            _write(value[name], parts, spend)
+        parts.append("}")
+    else:
+        parts.append("[")
+        for one in value:
+            _write(one, parts, spend)
+        parts.append("]")
 
 
 def exact(value: float | Decimal) -> Fraction:

@@ -423,6 +423,28 @@ def test_an_answer_is_compared_with_its_schema_when_it_has_ended(
         assert (completion.finish_reason, completion.stop_reason) == (finish, stop_reason)
 
 
+def test_a_comparison_that_fails_ends_no_step(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(check: FinalCheck, text: str) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(FinalCheck, "problem", fail)
+    reported, failed = request("reported"), request("failed")
+    reported.final_check, failed.final_check = FinalCheck("{}", "report"), FinalCheck("{}", "error")
+    outputs = processor(tokenizer, reported, failed, request("other"))
+    results, _ = outputs.process([
+        SequenceOutput(name, 0, [EOS], finish_reason="stop") for name in ("reported", "failed", "other")
+    ])  # fmt: skip
+    first, second, third = results
+    assert isinstance(first, RequestOutput) and isinstance(third, RequestOutput)
+    assert isinstance(second, RequestFailed)
+    assert first.outputs[0].stop_reason == "schema_unchecked"
+    assert (str(second.error), second.error.status) == (NO_COMPARISON, 422)
+    assert third.outputs[0].stop_reason is None
+    assert [str(one.exc_info[1]) for one in caplog.records if one.exc_info] == ["'x'"] * 2
+
+
 @pytest.mark.parametrize("stop", [[], ["NEVER", "no"]])
 def test_a_stream_of_deltas_keeps_no_more_text_than_a_stop_string_may_need(tokenizer: Any, stop: list[str]) -> None:
     outputs = processor(tokenizer, request(output_kind=DELTA, stop=stop))

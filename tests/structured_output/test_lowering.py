@@ -20,7 +20,7 @@ from jsonschema.validators import validator_for
 
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.structured_output import grammar_builder
+from octavo.structured_output import grammar_builder, schema_keywords
 from octavo.structured_output.grammar_builder import ReasoningMarks, WantedGrammar, make_checked_grammar
 from octavo.structured_output.schema_keywords import SchemaError
 from octavo.structured_output.schema_lowering import lower
@@ -291,6 +291,10 @@ def test_a_long_answer_is_checked_as_a_whole() -> None:
         ({"$id": "http://a/b", "$defs": {f"a{i}": {} for i in range(50_000)}, "$ref": "#/$defs/a1"}, 5),
         ({"items": {"unevaluatedItems": False, "prefixItems": [{}] * 900}}, [[1]] * 300),
         ({"type": "string"}, [[]] * 200_000),
+        ({"allOf": [{"$ref": "#/$defs/" + "%41" * i} for i in range(700)],
+          "$defs": {"A" * i: {} for i in range(700)}}, 5),
+        ({"$id": "http://a/" + "x/" * 5000, "allOf": [{"$id": f"{i}"} for i in range(100)]}, 5),
+        ({"items": {"anyOf": [{"const": ["a" * 100_000]}, {}]}}, [["b"]] * 200),
     ],
 )  # fmt: skip
 def test_what_a_check_may_take_is_counted_by_size(schema: dict[str, Any], answer: Any) -> None:
@@ -299,13 +303,69 @@ def test_what_a_check_may_take_is_counted_by_size(schema: dict[str, Any], answer
         problem_of(json.dumps(answer), json.dumps(schema))
 
 
-def test_whole_numbers_of_one_hash_are_told_apart_by_their_text() -> None:
-    """Sets of such numbers would take the square of their number."""
+@pytest.mark.parametrize("keyword", ["$ref", "$id"])
+def test_what_is_applied_to_many_values_is_looked_up_once(keyword: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """References and URIs may be long."""
+    looked_up = list[str]()
+
+    def counted(function: Any) -> Any:
+        def call(*texts: str) -> str:
+            looked_up.append(texts[-1])
+            return str(function(*texts))
+
+        return call
+
+    monkeypatch.setattr(schema_keywords, "unquote", counted(schema_keywords.unquote))
+    monkeypatch.setattr(schema_keywords, "urljoin", counted(schema_keywords.urljoin))
+    schema: Any = {
+        "$ref": {"items": {"$ref": "#/$defs/%41"}, "$defs": {"A": INTEGER}},
+        "$id": {"$id": "http://a/b", "items": {"$id": "c", **INTEGER}},
+    }[keyword]
+    assert Validator(schema).check([1] * 50) is None
+    assert len(looked_up) == 2, looked_up
+
+
+@pytest.mark.parametrize("name", ["{x}", "{", "}", "{}", "{0}", "{!}"])
+@pytest.mark.parametrize("around", [
+    lambda part: part, lambda part: {"items": part}, lambda part: {"if": {"uniqueItems": True}, "then": part},
+    lambda part: {"if": {"minItems": 5}, "else": part},
+])  # fmt: skip
+def test_what_a_client_calls_a_type_is_no_place_for_a_value(name: str, around: Any) -> None:
+    problem = problem_of("[1]", json.dumps(around({"type": [name]})))
+    assert problem is not None and f"is not of type {name!r}" in problem
+
+
+def test_a_value_that_is_nested_too_deep_for_a_message_is_not_checked() -> None:
+    value: list[Any] = []
+    for _ in range(sys.getrecursionlimit() * 2):
+        value = [value]
+    with pytest.raises(NotChecked):
+        Validator(TEXT).check(value)
+
+
+def test_values_are_the_same_if_they_are_equal_in_json() -> None:
+    different = [
+        None, True, False, 0, 1, -1, 0.5, 1e-7, 1e999, -1e999, 12, 1 << 60, (1 << 60) + 1, 1 << 70, (1 << 70) + 1,
+        "", "0", "1", "1,", "a", "None", "None,", "True,", "[]", '"1:a', "\ud800", [], [[]], [[], []], [[[]]], {}, [{}],
+        [1], [1, 2], [12], [True], ["1"], ["1,"], ["a"], ["a", "b"], ["ab"], [["a"], "b"], ['a"1:b'], ["a", ["b"]],
+        {"a": 1}, {"a": True}, {"a": "1"}, ["a", 1], {"a": {"b": 1}}, {"a": {}, "b": 1}, {"b": {}, "a": 1},
+        ["number", "0x1000000000000001"], ["boolean", True],
+    ]  # fmt: skip
+    assert len(set(map(same, different))) == len(different)
+    for one, other in [
+        (1, 1.0), (0, -0.0), (float(1 << 70), 1 << 70), (1e999, 1e999), ([1, {"a": 2.0}], [1.0, {"a": 2}]),
+        ({"a": 1, "b": [2]}, {"b": [2], "a": 1}),
+    ]:  # fmt: skip
+        assert same(one) == same(other)
+    assert Validator({"uniqueItems": True}).check(different) is None
+    assert Validator({"uniqueItems": True}).check([*different, {"b": 1, "a": {}}]) is not None
+
+
+def test_nobody_can_make_values_of_one_hash() -> None:
+    """Sets of such values would take the square of their number. Only the hashes of texts are keyed."""
     modulus = sys.hash_info.modulus
     numbers = [i * modulus for i in range(2, 100)]
-    assert len(set(map(hash, map(same, numbers)))) > 90
-    assert same(float(1 << 70)) == same(1 << 70) != same((1 << 70) + 1)
-    assert same(1e999) == same(1e999)
+    assert {type(same(one)) for one in (None, True, 1, 0.5, *numbers, [], [1, 2], {}, {"a": [[]]}, "a")} == {str}
 
 
 def test_formats_of_long_lists_are_bounded() -> None:
