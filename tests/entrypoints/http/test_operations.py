@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import socket
 import tracemalloc
 from pathlib import Path
@@ -13,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from octavo import logs
 from octavo.errors import EngineDeadError
 from octavo.logs import LINES_PER_SECOND, LineLimit, configure_logging
 from octavo.stats import EngineStats
@@ -244,6 +246,8 @@ def test_clients_without_a_key_cannot_fill_the_log(
 ) -> None:
     admits = LineLimit.admits
     monkeypatch.setattr(LineLimit, "admits", lambda limit, now: admits(limit, 7.5))  # one second
+    monkeypatch.setattr(logs, "_few_warnings", logs._FewWarnings())  # another test's has counted in that second
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "filters", [])
     caplog.set_level("INFO", logger="octavo.server")
     configure_logging("server")
     with serving(engine, api_key=["k"]) as url, httpx.Client(base_url=url, headers={"X-Request-Id": "r"}) as http:
