@@ -25,6 +25,7 @@ from octavo.entrypoints.http.body_fields import ResponseModel, is_field
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, RequestError
 from octavo.ollama import UNBUILT as UNBUILT_IN_OLLAMA
 from octavo.ollama import unbuilt_message as unbuilt_in_ollama
+from octavo.structured_output.schema_keywords import LISTS, MAPS, ONE, SILENT
 
 logger = logging.getLogger("octavo.server")
 
@@ -44,6 +45,10 @@ _SUGGESTED_FIELDS = {
 # Fields that tools in the form of Responses or Messages lack in chats.
 _OF_TOOLS = re.compile(r"tools\[\d+\]\.(type|function)", re.ASCII)
 _FORM_OF_TOOLS = ': a tool is {"type": "function", "function": {"name": ..., "parameters": {...}}}'
+_JSON_SCHEMA = "response_format.json_schema."
+_BESIDE_SCHEMA = ("name", "description", "schema", "strict")
+# Keywords with which a schema may begin that a client has put in the place of its wrapping.
+_OF_SCHEMAS = ONE | LISTS | MAPS | SILENT | {"type", "required", "items", "enum", "const", "format", "pattern", "$ref"}
 _MAX_COMPARED = 64  # characters of a client's name or path that similar ones are looked for
 # Routes of OpenAI's and vLLM's servers that Octavo does not have.
 UNBUILT_PATHS = frozenset((
@@ -195,8 +200,12 @@ def validation_error(errors: Sequence[Mapping[str, Any]], fields: Collection[str
 
 def _meant_field(unknown: str, fields: Collection[str]) -> str | None:
     """Return the field of `fields` that a client may have meant by an unknown name, or None."""
-    if unknown.startswith("response_format.json_schema."):
-        return "response_format.json_schema.schema, which holds the schema"
+    if unknown.startswith(_JSON_SCHEMA):
+        name = unknown.removeprefix(_JSON_SCHEMA)
+        if name in _OF_SCHEMAS:
+            return f"{_JSON_SCHEMA}schema, which holds the schema"
+        meant = _similar(name, _BESIDE_SCHEMA)
+        return meant and _JSON_SCHEMA + meant
     suggested = _SUGGESTED_FIELDS.get(unknown)
     if suggested is not None and _FIRST_NAME.match(suggested)[0] in fields:  # type: ignore[index]
         return suggested

@@ -97,6 +97,21 @@ def test_a_bad_field_is_named(http: httpx.Client, fields: dict[str, Any], param:
     assert message in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("stricct", "; what is meant is perhaps response_format.json_schema.strict."),
+        ("$schema", "; what is meant is perhaps response_format.json_schema.schema, which holds the schema."),
+        ("colour", ""),
+    ],
+)
+def test_an_unknown_name_beside_a_schema_is_taken_for_a_similar_one(http: httpx.Client, name: str, meant: str) -> None:
+    wrapped = {"name": "a", "schema": {}, name: True}
+    body = {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": wrapped}}
+    message = error_of(http.post("/v1/completions", json=body))["message"]
+    assert message == f"Unrecognized request argument supplied: response_format.json_schema.{name}{meant}"
+
+
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
     ("content", "message"),
