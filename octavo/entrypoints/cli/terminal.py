@@ -267,7 +267,7 @@ class ApiClient:
         if response.status != 200:
             said = _error_message(response.read())
             if response.status == 401:
-                said = "it wants an API key, or another one: --api-key, or the variable OCTAVO_API_KEY."
+                said = f"{said} (It wants an API key, or another one: --api-key, or the variable OCTAVO_API_KEY.)"
             raise OctavoError(f"{self._url} answered {response.status}: {said}")
         return response
 
