@@ -235,10 +235,10 @@ def run_headless(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
 def collect_rarely() -> None:
     """Let the collector pass over all objects that are there, and do full collections rarely. A thousand streams are
     half a million objects, and a full collection would stop them for 0.1 s. Requests leave no cycles that only a full
-    collection would find."""
+    collection would find. Refused media are in cycles until a young one: rarer ones cost 100 MB."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 1, 1_000)
+    gc.set_threshold(5_000, 4, 1_000)
     gc.enable()
 
 

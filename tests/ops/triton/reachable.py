@@ -97,6 +97,9 @@ class _Formats:
     def matrix_format(self, name: str) -> str:
         return self._format
 
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Take any shape."""
+
 
 def main() -> None:
     model, matrix_format, capability, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
