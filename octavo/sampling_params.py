@@ -367,7 +367,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         """Check the values of the fields that are `given`. All defaults are in their ranges."""
         for name in filter(given.__contains__, _RANGES):
             value = getattr(self, name)
-            for is_within, expected in _RANGES[name] if value is not None else ():
+            for is_within, expected in () if value is None and name in _OPTIONAL_INTEGERS else _RANGES[name]:
                 if not is_within(self, value):
                     _refuse(name, value, expected.format(self))
         if self.stop and not self.detokenize:

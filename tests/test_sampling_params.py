@@ -60,7 +60,8 @@ def test_the_defaults_are_those_that_users_of_vllm_know() -> None:
         ("logit_bias", {"a": 1}), ("logit_bias", {1: "x"}), ("logit_bias", [1]), ("logit_bias", {1: math.inf}),
         ("logit_bias", {1: math.nan}), ("logit_bias", {1: 10**400}),
         ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", "1"),
-        ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("structured_outputs", {"jason": {}}),
+        ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncation_side", None),
+        ("truncation_side", "middle"), ("structured_outputs", {"jason": {}}),
         ("extra_args", {"a": 1}), ("extra_args", 5),
     ],
 )  # fmt: skip
