@@ -88,7 +88,9 @@ def check_data_parallel(args: EngineArgs, device: str) -> None:
         _check_ray(args, device)
     if not joins_others(args):
         names = ("data_parallel_address", "data_parallel_rpc_port")
-        refuse_idle(args, names, "engines of other hosts join: give --data-parallel-size-local, too")
+        refuse_idle(
+            args, names, "engines of other hosts join: give --data-parallel-size-local below --data-parallel-size"
+        )
         return
     if args.max_model_len == AUTO_LENGTH:
         raise ConfigError(
@@ -103,7 +105,7 @@ def refuse_idle(args: EngineArgs, names: Sequence[str], why: str) -> None:
     """Raise `ConfigError` for flags about where other hosts join, which have no effect without other hosts."""
     for name in names:
         if getattr(args, name) != getattr(EngineArgs, name):
-            raise ConfigError(f"{_name(name)} says where {why}, or leave it out.")
+            raise ConfigError(f"{_name(name)} says where {why}, or leave {_name(name)} out.")
 
 
 def _check_own_server(args: EngineArgs) -> None:

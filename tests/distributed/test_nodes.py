@@ -213,12 +213,19 @@ def test_without_node_0_a_node_gives_up(model: Path, port: int) -> None:
         ({"nnodes": 2}, "shares out the stages of --pipeline-parallel-size, which is 1: it must be a multiple"),
         ({"nnodes": 2, "pipeline_parallel_size": 2, "node_rank": 2}, "--node-rank must be 0 to 1, as --nnodes says"),
         ({"node_rank": 1}, "--node-rank must be 0 to 0"),
-        ({"master_addr": "10.0.0.1"}, "--master-addr says where other hosts join: give --nnodes, too, or leave it out"),
+        (
+            {"master_addr": "10.0.0.1"},
+            "--master-addr says where other hosts join: give --nnodes, too, or leave --master-a",
+        ),
         ({"pipeline_parallel_size": 2, "master_port": 5}, "--master-port says where other hosts join: give --nnodes"),
         ({"data_parallel_rpc_port": 5}, "--data-parallel-rpc-port says where engines of other hosts join: give --data"),
         (
             {"data_parallel_size": 2, "data_parallel_address": "::1"},
             "--data-parallel-address says where engines of oth",
+        ),
+        (
+            {"data_parallel_size": 4, "data_parallel_size_local": 4, "data_parallel_rpc_port": 5},
+            "give --data-parallel-size-local below --data-parallel-size, or leave --data-parallel-rpc-port out",
         ),
         ({"nnodes": 2, "pipeline_parallel_size": 2, "master_port": 0}, "--master-port must be between 1 and 65535"),
         ({"nnodes": 2, "pipeline_parallel_size": 2, "master_addr": "10.0.0.1"}, "set OCTAVO_NODES_TOKEN to the same"),
