@@ -185,8 +185,19 @@ class EngineCore:
             return self._step()
         except BaseException:
             if self.disk is not None:
-                self.disk.close(saves=False)  # a worker that hangs in the broken step gives no blocks
+                self._leave_disk(self.disk)
             raise
+
+    def _leave_disk(self, disk: DiskTier) -> None:
+        """Close the cache on disk after a broken step. Nothing is saved: a worker that hangs in the step gives no
+        blocks."""
+        if self.scheduler.tier is None:
+            return
+        logger.warning("the cache on disk is not used any more: a step of the engine has failed")
+        disk.close(saves=False)
+        self.scheduler.tier = None
+        for hook in (disk.leave, disk.sessions.keep):
+            self.scheduler.queues.on_end.remove(hook)
 
     def _step(self) -> StepOutputs:
         if self._pending or self._loading:

@@ -262,6 +262,8 @@ def test_no_blocks_are_asked_of_workers_after_a_broken_step(model: Any, monkeypa
         breaking.setattr(llm.core.executor, "submit", break_off)
         with pytest.raises(KeyboardInterrupt):
             answers(llm, PROMPTS[:1])
+    assert llm.core.scheduler.tier is None, "later prompts do not wait for a thread that has ended"
+    assert llm.core.disk.leave not in llm.core.scheduler.queues.on_end
     llm.core.disk.unsaved[0, b"computed"] = 1
     monkeypatch.setattr(llm.core.disk._memory, "read_blocks", lambda pool, blocks: asked.append(pool))
     llm.close()
