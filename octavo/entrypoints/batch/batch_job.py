@@ -19,7 +19,7 @@ from octavo.entrypoints.batch.answer_lines import BatchStopped, answer_lines
 from octavo.entrypoints.batch.batch_lines import custom_id_of
 from octavo.entrypoints.batch.stored_files import BATCH, FILE
 from octavo.entrypoints.http.server_state import ServerState
-from octavo.entrypoints.http.store import DEAD_AFTER_S, Database, StoreError
+from octavo.entrypoints.http.store import DEAD_AFTER_S, Database, StoreError, StoreFullError
 from octavo.entrypoints.http.streaming import encode_json
 from octavo.errors import RequestError
 
@@ -37,6 +37,10 @@ class _InvalidBatch(Exception):
     def __init__(self, found: list[dict[str, Any]]) -> None:
         super().__init__()
         self.found = found
+
+
+class _NotOwnedError(Exception):
+    """The batch is not this server's any more: another one took it over while this one could not reach the store."""
 
 
 class BatchJob:
@@ -63,12 +67,14 @@ class BatchJob:
         except asyncio.CancelledError:
             batch["cancelling_at"] = int(time.time())
             await self._end("cancelled")
+        except _NotOwnedError:
+            logger.warning("batch %s stops here: another server has it", batch["id"])
         except BatchStopped as error:
             # It stays unfinished without a living owner: the next server continues it.
             logger.warning("batch %s stops, to be gone on with: %s", batch["id"], error)
         except _InvalidBatch as error:
             await self._fail(error.found)
-        except RequestError as error:  # because a file was deleted
+        except RequestError as error:  # because a file was deleted, or the store is full
             logger.error("batch %s: %s", batch["id"], error)
             await self._fail([{"code": error.code, "message": str(error)}])
         except Exception:
@@ -91,6 +97,8 @@ class BatchJob:
                 self._app, self._left(done, is_expired), self._write, at_once=at_once,
                 endpoint=self.batch["endpoint"], is_expired=is_expired,
             )  # fmt: skip
+        except StoreFullError:
+            raise
         except (BatchStopped, StoreError) as error:
             if self._state.is_stopping:
                 raise BatchStopped("the server is stopping") from error
@@ -108,11 +116,19 @@ class BatchJob:
 
     async def _store_surely(self, work: Callable[[Database], None]) -> None:
         """Have the store do `work`, again and again while it fails, so that no answer is computed twice. Raises
-        `BatchStopped` if the server ends meanwhile."""
+        `BatchStopped` if the server ends meanwhile, `_NotOwnedError`, and `StoreFullError`: waiting makes no room."""
+
+        def work_as_owner(database: Database) -> None:
+            if not database.owns(BATCH, self.batch["id"]):
+                raise _NotOwnedError
+            work(database)
+
         while True:
             try:
-                await self._store.run(work)
+                await self._store.run(work_as_owner)
                 return
+            except StoreFullError:
+                raise
             except StoreError as error:
                 logger.warning("batch %s waits %g s for the store: %s", self.batch["id"], RETRY_S, error)
             await self._wait(RETRY_S)
@@ -177,8 +193,8 @@ class BatchJob:
     async def _write(self, number: int, is_good: bool, line: bytes) -> None:
         if self._state.is_stopping and is_good:
             raise BatchStopped("the server is stopping")  # the answer may be incomplete
-        batch = self.batch
-        batch["request_counts"]["completed" if is_good else "failed"] += 1
+        batch, count = self.batch, "completed" if is_good else "failed"
+        batch["request_counts"][count] += 1
         file_id = batch["output_file_id" if is_good else "error_file_id"]
 
         def write(database: Database) -> None:
@@ -186,7 +202,11 @@ class BatchJob:
             database.add_chunks(file_id, [(number, line)])
             stored_files.write(database, BATCH, batch, is_owned=True)
 
-        await self._store_surely(write)
+        try:
+            await self._store_surely(write)
+        except RequestError:
+            batch["request_counts"][count] -= 1
+            raise
 
     async def _end(self, status: str) -> None:
         batch = self.batch
@@ -196,22 +216,26 @@ class BatchJob:
         life_s = (batch.get("output_expires_after") or {}).get("seconds")
 
         def end(database: Database) -> None:
+            ended = dict(batch)  # `batch` stays as it is for another try
             for name in ("output_file_id", "error_file_id"):
                 if batch[name] is None:
                     continue
                 num_bytes = database.num_chunk_bytes(batch[name])
                 if num_bytes and database.get(FILE, batch[name]) is not None:
                     file = stored_files.read(stored_files.find(database, FILE, batch[name]))
-                    stored_files.write(database, FILE, {**file, "bytes": num_bytes, **stored_files.lifetime(life_s)})
+                    file |= {"bytes": num_bytes, **stored_files.lifetime(life_s)}
+                    stored_files.write(database, FILE, file, needs_room=False)
                 else:
                     database.delete(FILE, batch[name])
-                    batch[name] = None
-            stored_files.write(database, BATCH, batch)
+                    ended[name] = None
+            stored_files.write(database, BATCH, ended, needs_room=False)
 
         try:
             await self._store_surely(end)
         except BatchStopped as error:  # the next server finds that all is answered
             logger.error("the end of batch %s is not noted: %s", batch["id"], error)
+        except _NotOwnedError:
+            logger.warning("the end of batch %s is not noted here: it has ended, or another server has it", batch["id"])
 
 
 async def take_over(app: Starlette, state: ServerState) -> None:
@@ -219,7 +243,11 @@ async def take_over(app: Starlette, state: ServerState) -> None:
 
     def take(database: Database) -> list[dict[str, Any]]:
         found = [stored_files.read(one) for one in database.abandoned(BATCH)]
-        return [batch for batch in found if database.take(BATCH, batch["id"])]
+        # This server's own look abandoned after an outage of the store.
+        return [
+            batch for batch in found
+            if state.background.get(batch["id"]) is None and database.take(BATCH, batch["id"])
+        ]  # fmt: skip
 
     while not state.is_stopping:
         if await state.unavailable() is None:

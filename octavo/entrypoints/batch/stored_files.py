@@ -58,9 +58,11 @@ def read(stored: Stored) -> dict[str, Any]:
     return found
 
 
-def write(database: Database, kind: str, value: dict[str, Any], *, is_owned: bool = False) -> None:
+def write(
+    database: Database, kind: str, value: dict[str, Any], *, is_owned: bool = False, needs_room: bool = True
+) -> None:
     """Store an object."""
-    database.put(kind, value["id"], encode_json(value), is_owned=is_owned)
+    database.put(kind, value["id"], encode_json(value), is_owned=is_owned, needs_room=needs_room)
 
 
 def _is_over(database: Database, file: dict[str, Any]) -> bool:

@@ -55,6 +55,10 @@ class StoreError(RequestError):
         super().__init__(message, status=503, code="store_failed")
 
 
+class StoreFullError(StoreError):
+    """The store has no room, and will have none until something is deleted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """An object read from the store."""
@@ -110,9 +114,14 @@ class Database:
         except sqlite3.Error as error:
             raise StoreError(f"The server's store of responses failed: {error}.") from None
 
-    def put(self, kind: str, id: str, body: bytes, extra: bytes | None = None, *, is_owned: bool = False) -> None:
-        """Store a new object, or replace the body of an existing one. Without `extra` an existing one stays."""
-        self._make_room(len(body) + len(extra or b""))
+    def put(
+        self, kind: str, id: str, body: bytes, extra: bytes | None = None, *, is_owned: bool = False,
+        needs_room: bool = True,
+    ) -> None:  # fmt: skip
+        """Store a new object, or replace the body of an existing one. Without `extra` an existing one stays. Unless it
+        `needs_room`, a full store takes it, too."""
+        if needs_room:
+            self._make_room(len(body) + len(extra or b""))
         self._db.execute(
             "INSERT INTO objects (kind, id, created, body, extra, owner) VALUES (?, ?, ?, ?, ?, ?) "
             "ON CONFLICT (kind, id) DO UPDATE SET body = excluded.body, extra = coalesce(excluded.extra, extra), "
@@ -173,6 +182,11 @@ class Database:
         self.beat()
         return changed > 0
 
+    def owns(self, kind: str, id: str) -> bool:
+        """Return whether an object is this server's unfinished work."""
+        row = self._db.execute("SELECT owner FROM objects WHERE kind = ? AND id = ?", (kind, id)).fetchone()
+        return row is not None and row[0] == self.owner
+
     def ask_to_cancel(self, kind: str, id: str) -> None:
         """Ask the owner to cancel its work; the owner sees it with its next beat."""
         self._db.execute("UPDATE objects SET wants_cancel = 1 WHERE kind = ? AND id = ?", (kind, id))
@@ -227,11 +241,11 @@ class Database:
 
     def _make_room(self, num_bytes: int) -> None:
         """Delete the oldest tokens of answers, then the oldest responses, conversations and chats, until `num_bytes`
-        fit. Raises `StoreError` if they are not enough."""
+        fit. Raises `StoreFullError` if they are not enough."""
         while self._num_bytes() + num_bytes > self._max_bytes:
             rows = self._oldest("kind = 'answer'") or self._oldest(_EVICTED)
             if not rows:
-                raise StoreError(
+                raise StoreFullError(
                     f"The server's store has no room for {num_bytes} bytes more; it holds {self._max_bytes} at most "
                     "(--response-store-bytes). Delete files and batches."
                 )

@@ -293,6 +293,126 @@ def test_a_batch_waits_for_a_store_that_fails(
     assert waits == [batch_job.RETRY_S] * 3 and len(engine.seen) == 1
 
 
+def test_an_end_that_is_stored_at_the_second_try_leaves_no_empty_file(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, put = list[float](), Database.put
+
+    async def wait(job: batch_job.BatchJob, seconds: float) -> None:
+        waits.append(seconds)
+
+    def fail_once(database: Database, kind: str, *args: Any, is_owned: bool = False, **options: Any) -> None:
+        if kind == "batch" and not is_owned and not waits:
+            raise sqlite3.OperationalError("disk I/O error")
+        put(database, kind, *args, is_owned=is_owned, **options)
+
+    monkeypatch.setattr(batch_job.BatchJob, "_wait", wait)
+    monkeypatch.setattr(Database, "put", fail_once)
+    file = client.files.create(file=("in.jsonl", line("a")), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+    assert waits and client.batches.retrieve(batch.id).error_file_id is None
+    files = [one.filename for one in client.files.list(purpose="batch_output")]
+    assert f"{batch.id}_output.jsonl" in files and f"{batch.id}_error.jsonl" not in files
+
+
+def begun_batch(client: openai.OpenAI, engine: FakeEngine) -> str:
+    """Return the id of a batch of 30 lines of which 5 have an answer; the others wait for the engine."""
+    file = client.files.create(file=("in.jsonl", b"".join(line(str(i)) for i in range(30))), purpose="batch")
+    let_through(engine, 5)
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    wait_until(lambda: num_completed(client, batch.id) == 5)
+    return batch.id
+
+
+def num_completed(client: openai.OpenAI, id: str) -> int:
+    counts = client.batches.retrieve(id).request_counts
+    return 0 if counts is None else counts.completed
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_batch_ends_that_finds_the_store_full(
+    client: openai.OpenAI, address: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    id = begun_batch(client, engine)
+    monkeypatch.setattr(address.server.state.store.database, "_max_bytes", 0)
+    if is_cancelled:
+        assert client.batches.cancel(id).status == "cancelled"
+    else:
+        engine.may_begin = lambda: True
+        wait_until(lambda: client.batches.retrieve(id).status == "failed")
+    ended = client.batches.retrieve(id)
+    assert ended.output_file_id and num_completed(client, id) == 5
+    assert len(client.files.content(ended.output_file_id).text.splitlines()) == 5
+    if not is_cancelled:
+        assert ended.errors is not None and ended.errors.data is not None
+        assert "has no room" in str(ended.errors.data[0].message)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_batch_that_another_server_has_taken_over_is_left_to_it(
+    client: openai.OpenAI, address: Any, engine: FakeEngine, is_cancelled: bool
+) -> None:
+    id, state = begun_batch(client, engine), address.server.state
+    owner = "another"
+
+    def take(database: Database) -> None:
+        database._db.execute("INSERT OR REPLACE INTO owners VALUES (?, ?)", (owner, 1e12))  # it lives
+        database._db.execute("UPDATE objects SET owner = ? WHERE id = ?", (owner, id))
+
+    state.store._thread.submit(take, state.store.database).result()
+    if is_cancelled:
+        task = state.background._tasks[id]
+        task.get_loop().call_soon_threadsafe(task.cancel)
+    else:
+        engine.may_begin = lambda: True
+    wait_until(lambda: state.background.get(id) is None)
+    row = "SELECT owner FROM objects WHERE id = ?"
+    found = state.store._thread.submit(lambda: state.store.database._db.execute(row, (id,)).fetchone()).result()
+    assert found == (owner,) and num_completed(client, id) == 5
+    assert client.batches.retrieve(id).status == "in_progress"
+
+
+def test_a_server_does_not_take_over_its_own_batch() -> None:
+    """After an outage of the store it looks dead to itself."""
+    database, started = Database(None, 1 << 20), list[str]()
+    for id in ("its own", "left"):
+        database.put("batch", id, json.dumps({"id": id}).encode(), is_owned=True)
+    database.leave()
+
+    class State:
+        is_stopping = False
+        store: Any
+        background: Any
+
+        async def unavailable(self) -> None:
+            return None
+
+    class Work:
+        async def run(self, work: Any) -> Any:
+            return work(database)
+
+        def get(self, id: str) -> Any:
+            return self if id == "its own" else None
+
+        def start(self, id: str, job: Any, **_: Any) -> None:
+            started.append(id)
+
+    class Stop(Exception):
+        pass
+
+    async def stop(seconds: float) -> None:
+        raise Stop
+
+    state: Any = State()
+    state.store = state.background = Work()
+    with pytest.raises(Stop), pytest.MonkeyPatch.context() as patch:  # noqa: PT012
+        patch.setattr(batch_job.asyncio, "sleep", stop)
+        asyncio.run(batch_job.take_over(state, state))
+    database.close()
+    assert started == ["left"]
+
+
 def test_a_batch_whose_lines_have_the_same_id_is_refused(
     client: openai.OpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
