@@ -45,6 +45,10 @@ class PlanOptions:
     batch_sizes: Sequence[int] = (1, 4, 16, 64)
     measures: bool = True  # whether to measure steps on this machine's processors
 
+    def __post_init__(self) -> None:
+        if self.format == "fp8" and self.gpu is None:
+            raise ConfigError("--format fp8 is for GPUs; int8 is for every device.")
+
 
 def make_plan(config: EngineConfig, options: PlanOptions) -> dict[str, Any]:
     """Return the plan as plain data. `config` is an engine's on the CPU; differences of GPUs are handled here. Reads
@@ -113,8 +117,6 @@ def _weights(config: EngineConfig, description: ModelDescription, options: PlanO
     """Return the weights that the plan is for, and notes about them. Raises `ConfigError`."""
     checkpoint, wanted = config.model.checkpoint, options.format
     if wanted != AS_IS:
-        if wanted == "fp8" and options.gpu is None:
-            raise ConfigError("--format fp8 is for GPUs; int8 is for every device.")
         return weights_in(wanted, description), []
     settings = checkpoint.config.get("quantization_config")
     if checkpoint.format == "dummy" and settings:

@@ -15,7 +15,7 @@ from octavo.engine.core import EngineCore
 from octavo.execution.cuda_device import CudaDevice
 from octavo.execution.device import Device
 from octavo.execution.executor import LocalExecutor
-from octavo.execution.runner import Runner
+from octavo.execution.dummy_steps import DummySteps
 from octavo.ops import cuda
 from octavo.pooling_params import PoolingParams
 from octavo.request import EngineRequest, Prompt
@@ -70,7 +70,7 @@ def run(core: EngineCore, texts: dict[str, list[int]], params: PoolingParams) ->
 def test_vectors_are_those_of_the_cpu_and_do_not_depend_on_company(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Runner, "warm_up", lambda self: None)  # the interpreter takes its time
+    monkeypatch.setattr(DummySteps, "warm_up", lambda self: None)  # the interpreter takes its time
     pytest.importorskip("octavo._cpu", reason="the CPU's kernels are not built", exc_type=ImportError)
     assert config.model.pooling is not None
     params = config.model.pooling.settle(PoolingParams(use_activation=False))
