@@ -380,6 +380,9 @@ def test_a_server_does_not_take_over_its_own_batch() -> None:
         database.put("batch", id, json.dumps({"id": id}).encode(), is_owned=True)
     database.leave()
 
+    class Stop(Exception):
+        pass
+
     class State:
         is_stopping = False
         store: Any
@@ -397,17 +400,11 @@ def test_a_server_does_not_take_over_its_own_batch() -> None:
 
         def start(self, id: str, job: Any, **_: Any) -> None:
             started.append(id)
-
-    class Stop(Exception):
-        pass
-
-    async def stop(seconds: float) -> None:
-        raise Stop
+            raise Stop  # which ends the rounds
 
     state: Any = State()
     state.store = state.background = Work()
-    with pytest.raises(Stop), pytest.MonkeyPatch.context() as patch:  # noqa: PT012
-        patch.setattr(batch_job.asyncio, "sleep", stop)
+    with pytest.raises(Stop):
         asyncio.run(batch_job.take_over(state, state))
     database.close()
     assert started == ["left"]

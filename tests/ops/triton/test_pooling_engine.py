@@ -14,8 +14,8 @@ from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.execution.cuda_device import CudaDevice
 from octavo.execution.device import Device
-from octavo.execution.executor import LocalExecutor
 from octavo.execution.dummy_steps import DummySteps
+from octavo.execution.executor import LocalExecutor
 from octavo.ops import cuda
 from octavo.pooling_params import PoolingParams
 from octavo.request import EngineRequest, Prompt
