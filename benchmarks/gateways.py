@@ -38,6 +38,7 @@ CHUNK = (
     b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"counted","choices":'
     b'[{"index":0,"delta":{"content":" word"},"finish_reason":null}]}\n\n'
 )
+OTHER_CHUNK = CHUNK.replace(b" word", b" more")
 LAST = CHUNK.replace(b'{"content":" word"}', b"{}").replace(b'"finish_reason":null', b'"finish_reason":"stop"')
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 OTHER = b'{"object":"list","data":[{"id":"counted","object":"model","created":1,"owned_by":"a"}],"status":"ok"}'
@@ -60,29 +61,31 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 continue
             num_chunks, step_ms = map(int, body.partition(b"count ")[2].split(b'"')[0].split(b" "))
             writer.write(HEAD)
-            for _ in range(num_chunks):
+            for number in range(num_chunks):
                 await asyncio.sleep(step_ms / 1e3)
-                writer.write(chunked(CHUNK))
+                # LiteLLM ends a stream that says the same a hundred times.
+                writer.write(chunked(CHUNK if number % 2 else OTHER_CHUNK))
                 if not step_ms:
                     await writer.drain()
             writer.write(chunked(LAST + b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
 
-def serve(port: int) -> None:
+def serve(listening: socket.socket) -> None:
     async def run() -> None:
-        server = await asyncio.start_server(_serve, "127.0.0.1", port)
+        server = await asyncio.start_server(_serve, sock=listening)
         await server.serve_forever()
 
     uvloop.run(run())
 
 
-async def _chat(port: int, num_chats: int, num_chunks: int, step_ms: int, first_s: list[float]) -> None:
+async def _chat(port: int, num_chats: int, num_chunks: int, step_ms: int, first_s: list[float], delay_s: float) -> None:
     """Ask for `num_chats` chats, one after the other, and note the seconds to the first chunk of each."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
     text = b"count %d %d" % (num_chunks, step_ms)
     body = b'{"model":"counted","messages":[{"role":"user","content":"%b"}],"stream":true}' % text
     request = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     request += b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    await asyncio.sleep(delay_s)
     for _ in range(num_chats):
         begin = time.monotonic()
         writer.write(request)
@@ -102,7 +105,13 @@ def ask(port: int, num_streams: int, num_chats: int, num_chunks: int, step_ms: i
     async def run() -> None:
         first_s: list[float] = []
         begin = time.monotonic()
-        await asyncio.gather(*(_chat(port, num_chats, num_chunks, step_ms, first_s) for _ in range(num_streams)))
+        chat_s = num_chunks * step_ms / 1e3  # within which all streams begin, evenly
+        await asyncio.gather(
+            *(
+                _chat(port, num_chats, num_chunks, step_ms, first_s, i * chat_s / num_streams)
+                for i in range(num_streams)
+            )
+        )
         found.put((first_s, time.monotonic() - begin))
 
     uvloop.run(run())
@@ -201,8 +210,9 @@ def main() -> None:
     parser.add_argument("--step-ms", type=int, default=20)
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
-    server_port = free_port()
-    server = multiprocessing.Process(target=serve, args=(server_port,), daemon=True)
+    listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    server_port = int(listening.getsockname()[1])
+    server = multiprocessing.Process(target=serve, args=(listening,), daemon=True)
     server.start()
     print("| | first chunk, ms (p50, p99) | added, ms | processor: ms a chat | µs a chunk | chunks/s, no waits |")
     print("|---|---|---|---|---|---|")
