@@ -90,6 +90,14 @@ class SentFunctionCall(RequestBody):
     name: Text
     arguments: Text | None = None  # blank or null: none
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_parsed(cls, data: Any) -> Any:
+        """Drop the copy of `arguments` that the openai package's `parse` adds to calls."""
+        if isinstance(data, dict) and "parsed_arguments" in data:
+            return {name: value for name, value in data.items() if name != "parsed_arguments"}
+        return data
+
 
 class SentToolCall(RequestBody):
     """A call in a message that is sent back."""
@@ -100,7 +108,8 @@ class SentToolCall(RequestBody):
     index: int | None = None  # of a stream's deltas
 
 
-_SHOWN_ONLY = ("annotations", "refusal")  # fields of answers that say nothing to the model beside the content
+# Fields of answers that say nothing to the model beside the content. The openai package's `parse` adds `parsed`.
+_SHOWN_ONLY = ("annotations", "refusal", "parsed")
 
 
 class ChatMessage(RequestBody):

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types.chat import ParsedChatCompletionMessage, ParsedFunction, ParsedFunctionToolCall
 
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.entrypoints.openai.tool_choice import NamedToolChoice
@@ -172,6 +173,18 @@ def test_an_answer_can_be_sent_back_as_it_came(client: openai.OpenAI, engine: Fa
     chat(client, messages=[USER, message.model_dump(), {"role": "tool", "content": "4", "tool_call_id": "x"}])
     shown = "<tool_response>\n4\n</tool_response>"  # the template knows nothing of tools
     assert prompt_of(engine) == f"user: Hi\nassistant: Hello there\nuser: {shown}\nassistant:"
+
+
+def test_a_parsed_answer_can_be_sent_back_as_it_came(client: openai.OpenAI, engine: FakeEngine) -> None:
+    function = ParsedFunction(name="f", arguments="{}", parsed_arguments={})
+    call = ParsedFunctionToolCall(id="x", type="function", function=function)
+    answer = ParsedChatCompletionMessage(role="assistant", content="Hello", parsed={"a": 1}, tool_calls=[call])
+    sent: list[Any] = [USER, answer, {"role": "tool", "content": "4", "tool_call_id": "x"}]
+    chat(client, messages=sent)
+    shown = prompt_of(engine)
+    assert "Hello" in shown and "parsed" not in shown
+    with pytest.raises(openai.BadRequestError, match="parsed"):
+        chat(client, messages=[{**USER, "parsed": {"a": 1}}])
 
 
 @pytest.mark.parametrize(
