@@ -18,7 +18,7 @@ from octavo.api_keys import ApiKeys, sent_keys
 from octavo.errors import RequestError
 from octavo.gateway.client import TRANSPORT, BrokenAnswerError, Client, while_read
 from octavo.gateway.gateway_metrics import METRICS_TYPE, GatewayMetrics
-from octavo.gateway.key_store import Key, KeyStore
+from octavo.gateway.key_store import Key, KeyStore, LimitError
 from octavo.gateway.meter import Meter
 from octavo.gateway.models import Models
 from octavo.gateway.ollama_routes import OllamaRoutes
@@ -95,8 +95,10 @@ class GatewayApp:
     async def _answer(self, scope: Scope, receive: Receive, send: Send, path: str) -> None:
         arrival, request_id = time.monotonic(), _request_id(scope)
         client = Client(send, path, streams=False, request_id=request_id)
+        key: Key | None = None
         try:
-            key = await self._check(scope, path)
+            key = await self._find_key(scope)
+            self._check(scope, key)
             if path == "/v1/models" or path.startswith("/v1/models/"):
                 name = path.removeprefix("/v1/models").removeprefix("/")
                 await self._list_models(scope["method"], name, key, client)
@@ -121,7 +123,7 @@ class GatewayApp:
         except RequestError as error:
             self.metrics.requests.labels("none", "none", error.status).inc()
             if 400 <= error.status < 500 and not client.has_begun:
-                self._log_refusal(scope["method"], path, error)
+                self._note_refusal(scope["method"], path, key, error)
             await client.fail(error)
         except (_ClientGoneError, BrokenAnswerError):
             raise
@@ -129,37 +131,44 @@ class GatewayApp:
             logger.exception("Unexpected error while answering a request")
             await client.fail(RequestError("Internal error.", status=500, code="internal_error"))
 
-    def _log_refusal(self, method: str, path: str, error: RequestError) -> None:
-        """Write a line without what the client wrote."""
+    def _note_refusal(self, method: str, path: str, key: Key | None, error: RequestError) -> None:
+        """Count the refusal, and write a line without what the client wrote."""
+        reason = error.limit if isinstance(error, LimitError) else error.code
+        if key is not None:
+            self.metrics.key_refusals.labels(key.settings.name, reason or str(error.status)).inc()
         if error.status in (401, 404) and not self._lines.admits(time.monotonic()):
             return
-        said = ", ".join(filter(None, (str(error.status), error.param, error.code)))
+        of_key = None if key is None else f"key {key.settings.name}"
+        said = ", ".join(filter(None, (str(error.status), error.param, reason, of_key)))
         logger.info("%s %s is refused: %s", method, route_of(path) or "none", said)
 
-    async def _check(self, scope: Scope, path: str) -> Key | None:
-        """Return the client's key, if it is one of the store. Raises `RequestError`."""
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        sent = headers.get(b"authorization"), headers.get(b"x-api-key")
+    async def _find_key(self, scope: Scope) -> Key | None:
+        """Return the client's key, if it is one of the store. Raises `RequestError` for a client without any key."""
+        headers = dict(scope["headers"])
+        sent = [value and value.decode("latin-1") for value in map(headers.get, (b"authorization", b"x-api-key"))]
         key = None
         is_admitted = self._keys.admit(*sent) if self._keys else self._store is None
         if not is_admitted and self._store is not None:
             for secret in sent_keys(*sent):
                 key = key or await self._store.find(secret)
-            if key is not None:
-                self._store.check(key)
         if not is_admitted and key is None:
             raise RequestError(
                 "Incorrect or missing API key; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
                 status=401, code="invalid_api_key",
             )  # fmt: skip
+        return key
+
+    def _check(self, scope: Scope, key: Key | None) -> None:
+        """Raise `RequestError` for a key that takes no requests, and for what no route takes."""
+        if self._store is not None and key is not None:
+            self._store.check(key)
         if scope["method"] not in _METHODS:
-            message = f"Not allowed to {scope['method']} on {path:.200}"
+            message = f"Not allowed to {scope['method']} on {scope['path']:.200}"
             raise RequestError(message, status=405, allow=", ".join(_METHODS))
-        if headers.get(b"content-encoding", "identity").strip().lower() not in ("", "identity"):
+        if dict(scope["headers"]).get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):
             raise RequestError("The body must be sent as it is, without a Content-Encoding.", status=415)
         if self.is_stopping:
             raise RequestError("The gateway is stopping.", status=503, code="stopping")
-        return key
 
     async def _unless_gone(self, work: Awaitable[None], receive: Receive) -> None:
         """Answer; a client that hangs up ends the work at once, its replica's too."""
@@ -225,7 +234,7 @@ class GatewayApp:
                     "The page is at the admin port (--admin-port), because it shows every key.", status=404
                 )
             if scope["path"] == STATS_PATH:
-                await self._check(scope, STATS_PATH)
+                self._check(scope, await self._find_key(scope))
                 await self._page.send_stats(client)
             else:
                 await self._page.send_file(scope, receive, send)

@@ -52,6 +52,10 @@ class GatewayMetrics:
         )
         self._registry.register(self)
         self._of_keys = CollectorRegistry()
+        self.key_refusals = Counter(
+            "octavo_gateway_key_refusals", "Requests of a key that the gateway refused: a limit, or the error's code.",
+            ["key", "reason"], registry=self._of_keys,
+        )  # fmt: skip
         self._of_keys.register(_KeyMetrics(store))
 
     def render(self, *, shows_keys: bool = False) -> bytes:

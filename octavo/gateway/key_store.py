@@ -174,15 +174,21 @@ def open_keys(address: str, on_loss: OnLoss = "refuse", now: Callable[[], float]
     return SqliteKeys(address, on_loss, now or time.time)
 
 
-def limit_error(name: str, limit_name: str, used: int, limit: int, now: float) -> RequestError:
+class LimitError(RequestError):
+    """The refusal of a request whose key has used up `limit`, one of `LIMITS`."""
+
+    def __init__(self, message: str, limit: str, retry_after_s: int) -> None:
+        super().__init__(message, status=429, code="rate_limit_exceeded", retry_after_s=retry_after_s)
+        self.limit = limit
+
+
+def limit_error(name: str, limit_name: str, used: int, limit: int, now: float) -> LimitError:
     """Return the refusal of a request of the key `name`, which has used up one of `LIMITS`."""
     what, _, per = limit_name.partition("_per_")
     seconds = MINUTE_S if per == "minute" else DAY_S
     rest_s = max(1, int((now // seconds + 1) * seconds - now) + 1)
-    return RequestError(
-        f"The API key {name} has used {used} of {limit} {what} ({limit_name}); more in {rest_s} s.",
-        status=429, code="rate_limit_exceeded", retry_after_s=rest_s,
-    )  # fmt: skip
+    message = f"The API key {name} has used {used} of {limit} {what} ({limit_name}); more in {rest_s} s."
+    return LimitError(message, limit_name, rest_s)
 
 
 def no_key(key_id: str) -> RequestError:

@@ -55,7 +55,8 @@ class ServeProcess:
         """Return when the server is ready. `more_words` are further flags of `octavo serve`. Raises `StartError`;
         cancelled, it ends the process first."""
         api_key = secrets.token_urlsafe(32)
-        words = ["serve", entry.model or name, "--served-model-name", name, "--host", "127.0.0.1", "--port", "0"]
+        words = ["serve", entry.model or name, "--host", "127.0.0.1", "--port", "0"]
+        words += ["--served-model-name", name, *entry.aliases]  # lines of batches may have aliases
         words += ["--log-format", "json", *entry.flag_words(), *more_words]
         environment = {key: value for key, value in os.environ.items() if key not in ("OCTAVO_API_KEY", "VLLM_API_KEY")}
         try:

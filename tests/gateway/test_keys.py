@@ -383,6 +383,31 @@ def test_tokens_are_counted_in_every_api(clock: Clock, tmp_path: Path) -> None:
     with_keys(clock, tmp_path, test)
 
 
+def test_refusals_of_a_key_are_counted_by_reason_and_logged_with_its_name(
+    clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="octavo.gateway")
+
+    async def test(gate: Gateway, keys: Keys) -> None:
+        key_id, headers = await keys.create(requests_per_minute=0, models=["a"])
+        gate.http.headers.update(headers)
+        assert (await gate.ask()).status_code == 429
+        assert (await gate.ask(model="b")).status_code == 403
+        await keys.http.patch(f"/keys/{key_id}", json={"is_enabled": False})
+        for _ in range(2):
+            assert (await gate.ask()).status_code == 401
+        reasons = {"requests_per_minute": 1, "model_not_allowed": 1, "invalid_api_key": 2}
+        for reason, count in reasons.items():
+            name = f'octavo_gateway_key_refusals_total{{key="k",reason="{reason}"}}'
+            assert await gate.metric(name, keys.http) == count
+        assert "octavo_gateway_key" not in (await gate.http.get("/metrics")).text, "which anybody may read"
+
+    with_keys(clock, tmp_path, test)
+    lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert lines[:2] == ["POST /v1/chat/completions is refused: 429, requests_per_minute, key k",
+                         "POST /v1/chat/completions is refused: 403, model, model_not_allowed, key k"]  # fmt: skip
+
+
 def test_a_client_that_hangs_up_has_used_what_it_was_sent(clock: Clock, tmp_path: Path) -> None:
     async def behave(asked: Asked) -> None:
         about = json.dumps({"id": "c", "created": 1, "seed": 1})

@@ -21,3 +21,19 @@ def test_the_reason_of_a_start_that_fails_is_said_once_by_who_asked_for_it(
     with caplog.at_level("INFO", "octavo.gateway"), pytest.raises(StartError, match=REASON):
         asyncio.run(ServeProcess.start("m", ModelEntry()))
     assert [record.getMessage() for record in caplog.records] == ["m: it begins"]
+
+
+def test_a_server_knows_the_aliases_of_its_model_as_lines_of_batches_may_name_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+
+    def command(_module: str, *words: str) -> list[str]:
+        seen.extend(words)
+        return [sys.executable, "-c", "raise SystemExit(1)"]
+
+    monkeypatch.setattr("octavo.gateway.serve_process.server_command", command)
+    with pytest.raises(StartError):
+        asyncio.run(ServeProcess.start("m", ModelEntry(aliases=["x", "y"])))
+    at = seen.index("--served-model-name") + 1
+    assert seen[at : at + 3] == ["m", "x", "y"] and seen[at + 3].startswith("--")
