@@ -74,8 +74,8 @@ class GatewayArgs(Flags):
         [], "Keys of which the admin routes want one. Also OCTAVO_ADMIN_KEY.", needs="admin_port"
     )
     memory_gib: float | None = flag(
-        None, "GiB that the models that run here may take together, by the memory_gib of the catalogue. Default: any.",
-        positive=True,
+        None, "GiB that the models that run here may take together, by the memory_gib of the catalogue. Default: no "
+        "limit.", positive=True,
     )  # fmt: skip
     max_wait: float = flag(
         300.0, "Seconds that a request may wait for its model to be started; then it is answered with 503.",

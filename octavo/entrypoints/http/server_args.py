@@ -99,14 +99,14 @@ class ServerArgs(RequestLimits, Flags):
     uvicorn_log_level: LogLevel = flag("warning", "Log level of the HTTP server; info logs every HTTP request.")
     disable_uvicorn_access_log: bool = flag(False, "Do not log HTTP requests, whatever the level.")
     max_queue_len: int | None = flag(
-        None, "Requests that may wait to be scheduled; more are answered with 429 and Retry-After. Default: any number."
+        None, "Requests that may wait to be scheduled; more are answered with 429 and Retry-After. Default: no limit."
     )
     max_ttft: float | None = flag(
         None, "Seconds in which a first token must come: a request for which it is predicted later, behind those that "
-        "are here, is answered with 429 and Retry-After. Default: any.", positive=True,
+        "are here, is answered with 429 and Retry-After. Default: no limit.", positive=True,
     )  # fmt: skip
     max_request_time: float | None = flag(
-        None, "Seconds from a request's arrival after which it ends with what it has. Default: any.", positive=True
+        None, "Seconds from a request's arrival after which it ends with what it has. Default: no limit.", positive=True
     )
     max_body_bytes: int = flag(16 << 20, "Bytes of a request's body at most.", positive=True)
     max_file_bytes: int = flag(100 << 20, "Bytes of an uploaded file at most.", positive=True)
