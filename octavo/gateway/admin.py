@@ -19,7 +19,7 @@ from octavo.gateway.client import TRANSPORT, BrokenAnswerError, Client, while_re
 from octavo.gateway.gateway_metrics import METRICS_TYPE, GatewayMetrics
 from octavo.gateway.key_store import Key, KeySettings, KeyStore, day_number
 from octavo.gateway.page import STATS_PATH, Page, is_of_page
-from octavo.gateway.request_body import parse
+from octavo.gateway.request_body import parse, reason_of
 
 _MAX_BODY_BYTES = 1 << 20
 
@@ -102,7 +102,11 @@ def _settings(body: bytes, before: KeySettings | None = None) -> KeySettings:
     known = {} if before is None else msgspec.to_builtins(before)
 
     def read(data: bytes) -> KeySettings:
-        return msgspec.convert(known | msgspec.json.decode(data, type=dict[str, Any]), KeySettings)
+        settings = known | msgspec.json.decode(data, type=dict[str, Any])
+        try:
+            return msgspec.convert(settings, KeySettings)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"A key's settings: {reason_of(error, KeySettings)}.") from None
 
     return parse(body, read, "The body must be a JSON object with a key's settings")
 

@@ -14,6 +14,7 @@ from msgspec import Meta
 from octavo.errors import ConfigError
 from octavo.flags import read_yaml
 from octavo.gateway.discovery import read_source
+from octavo.gateway.request_body import reason_of
 
 # Flags of `octavo serve` that the gateway sets, or whose meaning ends at the gateway.
 RESERVED_FLAGS = frozenset(
@@ -95,7 +96,7 @@ def read_catalogue(path: str) -> Catalogue:
     try:
         catalogue = msgspec.convert(_with_entries(read_yaml(path, where), where), Catalogue)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}.") from None
+        raise ConfigError(f"{where}: {reason_of(error, Catalogue)}.") from None
     _check(catalogue, where)
     return catalogue
 
@@ -111,7 +112,7 @@ def _with_entries(content: Any, where: str) -> Any:
         try:
             entries[name] = msgspec.convert(entry, ModelEntry)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{where}: models.{name}: {error}.") from None
+            raise ConfigError(f"{where}: models.{name}: {reason_of(error, ModelEntry)}.") from None
     return {**content, "models": entries}
 
 

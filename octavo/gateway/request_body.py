@@ -155,6 +155,12 @@ def parse(data: bytes, decode: Callable[[bytes], _T], wanted: str) -> _T:
         raise RequestError(f"{wanted}: this one is nested too deeply.") from None
 
 
+def reason_of(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> str:
+    """Return the text of an error about an object of `kind`. For an unknown field it names the known ones."""
+    text = str(error)
+    return f"{text}; known are {', '.join(kind.__struct_fields__)}" if "unknown field" in text else text
+
+
 def with_fields(data: bytes, fields: Mapping[str, bytes]) -> bytes:
     """Return a JSON object with further fields, behind its own: of two with one name readers take the last."""
     more = b",".join(b'"%b":%b' % (name.encode(), value) for name, value in fields.items())

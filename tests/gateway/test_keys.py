@@ -408,6 +408,36 @@ def test_refusals_of_a_key_are_counted_by_reason_and_logged_with_its_name(
                          "POST /v1/chat/completions is refused: 403, model, model_not_allowed, key k"]  # fmt: skip
 
 
+def test_a_setting_that_keys_lack_is_refused_with_those_that_they_have(clock: Clock, tmp_path: Path) -> None:
+    async def test(gate: Gateway, keys: Keys) -> None:
+        answer = await keys.http.post("/keys", json={"name": "k", "request_per_minute": 3})
+        assert answer.status_code == 400
+        message = answer.json()["error"]["message"]
+        assert "unknown field `request_per_minute`; known are name, models, " in message
+        assert "requests_per_minute" in message
+
+    with_keys(clock, tmp_path, test)
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+def test_a_gateway_without_a_key_and_without_admin_routes_says_so(
+    clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture, has_key: bool
+) -> None:
+    path = str(tmp_path / "keys.db")
+
+    async def run() -> None:
+        store = await opened(path, Now())
+        if has_key:
+            await store.create(KeySettings(name="a"))
+        await store.close()
+        async with gateway({"a": {}}, FakeLaunch(answer), keys=path):
+            pass
+
+    clock.run(run())
+    said = [record.getMessage() for record in caplog.records if "has no key" in record.getMessage()]
+    assert len(said) == (not has_key) and all("--admin-port" in one for one in said)
+
+
 def test_a_client_that_hangs_up_has_used_what_it_was_sent(clock: Clock, tmp_path: Path) -> None:
     async def behave(asked: Asked) -> None:
         about = json.dumps({"id": "c", "created": 1, "seed": 1})
