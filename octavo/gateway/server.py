@@ -270,10 +270,8 @@ class GatewayServer(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         if self.store is not None:
             await self.store.open()
-            if self._admin_sock is None and not await self.store.keys():
-                logger.warning(
-                    "--keys has no key, so that all clients are refused: --admin-port and --admin-key make some"
-                )
+            if self._args.admin_port is None and not await self.store.keys():
+                logger.warning("--keys has no key yet: --admin-port and --admin-key open the routes that make keys")
         self.models.preload()
         with self.capture_signals():  # they drain from the first moment on
             await self.models.wait_discovered(DISCOVERY_WAIT_S)  # clients wait in the socket's queue
