@@ -1,8 +1,11 @@
-"""Formats that grammars hold: llguidance's own, and those written here as patterns. Others are annotations."""
+"""Formats that grammars hold: llguidance's own, and those written here as patterns. The final check holds
+`regex`, which no grammar can. Others are annotations."""
 
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -12,22 +15,38 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 _KNOWN = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
-_WRITTEN = {  # RFC 3986, RFC 6901
+WRITTEN_FORMATS = {  # RFC 3986, RFC 3987, RFC 6901
+    "iri": r"^[A-Za-z][A-Za-z0-9+.-]*:[^\s\x00-\x1f\"<>\\^`{|}]*$",
+    "iri-reference": r"^([A-Za-z][A-Za-z0-9+.-]*:[^\s\x00-\x1f\"#<>\\^`{|}]*"
+    r"|[^\s\x00-\x1f\"#/:<>?\\^`{|}]*([/?][^\s\x00-\x1f\"#<>\\^`{|}]*)?)(#[^\s\x00-\x1f\"#<>\\^`{|}]*)?$",
     "json-pointer": "^(/([^/~]|~[01])*)*$",
     "relative-json-pointer": "^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$",
-    "uri-reference": r"^([!$&-;=?-\[\]_a-z~]|%[0-9A-Fa-f]{2})*(#([!$&-;=?-Z_a-z~]|%[0-9A-Fa-f]{2})*)?$",
+    "uri-reference": r"^([A-Za-z][A-Za-z0-9+.-]*:([!$&-;=?-\[\]_a-z~]|%[0-9A-Fa-f]{2})*"
+    r"|([!$&-.0-9;=@-Z_a-z~]|%[0-9A-Fa-f]{2})*([/?]([!$&-;=?-\[\]_a-z~]|%[0-9A-Fa-f]{2})*)?)"
+    r"(#([!$&-;=?-Z_a-z~]|%[0-9A-Fa-f]{2})*)?$",
 }
+CHECKED_FORMATS = frozenset(("regex",))  # by the final check
+_HAS_FLAGS = re.compile(r"\(\?[A-Za-z-]")
+_NAMED_GROUP = re.compile(r"\(\?<(?![=!])")
+# Python's reasons why a text is no expression, which are ECMAScript's too.
+_WRONG_EXPRESSION = re.compile(
+    r"nothing to repeat|multiple repeat|missing \)|unbalanced|unterminated character set|bad escape \(end|min repeat"
+)
 
 
 def format_keywords(form: object) -> dict[str, str] | None:
     """Return the keywords that hold a text to a format; None if a grammar does not hold it."""
-    if not isinstance(form, str):
-        return None
-    return {"format": form} if form in _KNOWN else {"pattern": _WRITTEN[form]} if form in _WRITTEN else None
+    if form in _KNOWN:
+        return {"format": str(form)}
+    pattern = WRITTEN_FORMATS.get(str(form))
+    return None if pattern is None else {"pattern": pattern}
 
 
 def has_format(text: str, form: object) -> bool:
-    """Return whether a text has a format as grammars hold it; any text has a format that they do not hold."""
+    """Return whether a text has a format as grammars and the final check hold it; any text has a format that they do
+    not hold."""
+    if form == "regex":
+        return _is_expression(text)
     said = format_keywords(form)
     if said is None:
         return True
@@ -36,6 +55,21 @@ def has_format(text: str, form: object) -> bool:
     matcher = _matcher(said["format"]).deep_copy()
     data = list(json.dumps(text, ensure_ascii=False).encode(errors="replace"))
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+
+def _is_expression(text: str) -> bool:
+    """Return whether a text is a regular expression of ECMAScript's, as far as Python's reader can tell."""
+    if _HAS_FLAGS.search(text):  # Python takes long to read some classes in any case
+        return True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            re.compile(_NAMED_GROUP.sub("(?P<", text.replace("[^]", ".").replace("[]", "x")))
+        except re.error as e:
+            return _WRONG_EXPRESSION.match(e.msg) is None
+        except (OverflowError, RecursionError):
+            return True
+    return True
 
 
 @lru_cache(maxsize=16)

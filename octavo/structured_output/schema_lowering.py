@@ -17,7 +17,7 @@ from typing import Any
 
 from octavo.structured_output.pattern_cost import is_tame, length_is_costly, patterns_meet
 from octavo.structured_output.schema_alternatives import AlternativesWriter
-from octavo.structured_output.schema_formats import format_keywords
+from octavo.structured_output.schema_formats import CHECKED_FORMATS, WRITTEN_FORMATS, format_keywords
 from octavo.structured_output.schema_keywords import (
     IN_PLACE,
     SILENT,
@@ -315,6 +315,8 @@ class _Writer(ObjectWriter, AlternativesWriter):
                     del out["maxLength"]
                 self.has_patterns = self.may_be_empty = True
                 self.is_costly |= len(pattern.grammar) > 500
+        if schema.get("format") in CHECKED_FORMATS:
+            self.unheld.add("format")
         if (said := format_keywords(schema.get("format"))) is not None and not self._is_coarse:
             beside = {name: out[name] for name in ("pattern", "minLength", "maxLength") if name in out}
             # A format alone forbids nothing: it is left out where no text has it and what else is said.
@@ -335,7 +337,9 @@ class _Writer(ObjectWriter, AlternativesWriter):
         """Whether some text satisfies keywords; False too where that takes long to find out."""
         found = tuple(keywords.items())
         self._tried.add(found)
-        return len(self._tried) <= _MAX_TRIED and is_tame(keywords.get("pattern", "")) and _some_text_has(found)
+        pattern = keywords.get("pattern", "")
+        is_known = pattern in WRITTEN_FORMATS.values() or is_tame(pattern)
+        return len(self._tried) <= _MAX_TRIED and is_known and _some_text_has(found)
 
     def _array(self, schema: dict[str, Any], base: str, out: dict[str, Any]) -> None:
         first, rest = array_parts(schema, self._draft)

@@ -1,8 +1,9 @@
 """Whether a JSON value satisfies a schema: the final check of answers whose schema is no grammar as a whole.
 
 All of the vocabulary counts. `format` asserts only within `oneOf`, `not` and `if`, because grammars tell alternatives
-apart by it. A value is checked as Python's `json` reads it. The event loop waits for the check of an answer: an answer
-that takes more than `_MAX_STEPS` is not checked. Large values, lists and regular expressions are several steps each.
+apart by it, but for `regex`, which no grammar holds. A value is checked as Python's `json` reads it. The event loop
+waits for the check of an answer: an answer that takes more than `_MAX_STEPS` is not checked. Large values, lists and
+regular expressions are several steps each.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 from octavo.structured_output.pattern_cost import is_tame, num_positions
-from octavo.structured_output.schema_formats import has_format
+from octavo.structured_output.schema_formats import CHECKED_FORMATS, has_format
 from octavo.structured_output.schema_keywords import Document, Schema, SchemaError, children, shown
 from octavo.structured_output.schema_patterns import Pattern, read_pattern
 
@@ -137,14 +138,15 @@ class Validator:
                 if keyword == "$ref" and not self._document.has_plain_refs:
                     return
         self._check_value(schema, value, at)
-        if self._asserts_formats and isinstance(value, str) and "format" in schema:
+        form = schema.get("format")
+        if isinstance(value, str) and form is not None and (self._asserts_formats or form in CHECKED_FORMATS):
             num = _FORMAT_STEPS + len(value) // 8
             self._spend(num)
             self._num_format_steps += num
             if self._num_format_steps > _MAX_FORMAT_STEPS:
                 raise NotChecked(_TOO_MANY_STEPS)
-            if not has_format(value, schema["format"]):
-                raise Invalid(at, "{} has not the format {}", value, schema["format"])
+            if not has_format(value, form):
+                raise Invalid(at, "{} has not the format {}", value, form)
         if "enum" in schema and self._same(value) not in self._enum(schema["enum"]):
             raise Invalid(at, "{} is not in enum", value)
         self._apply_within(schema, base, value, at, depth + 1)

@@ -412,6 +412,10 @@ def test_a_format_that_is_not_known_says_nothing(name: str) -> None:
         ({"format": "date", "pattern": "^[0-9]+/[0-9]+$"}, "11/2026", ["2026-11-27"]),  # no date is like that
         ({"format": "uuid", "maxLength": 32}, "0" * 32, ["0" * 33]),
         ({"format": "uri-reference", "minLength": 1}, "/a/%20?b=[c]#d", ["", "a b", "%2", "a#b#c", "a\\b"]),
+        ({"format": "uri-reference"}, "a/b:c", ["://", "1:a", ":"]),
+        ({"format": "uri-reference"}, "a+b:1#c?d", ["a#b#c"]),
+        ({"format": "iri"}, "https://müller.example/ö?q=ü#ä", ["müller", "ö:a", "a:b c", "a:<", 'a:"']),
+        ({"format": "iri-reference"}, "ö/b:c#d", ["://", "a b", "a#b#c", "ö:"]),
         ({"format": "json-pointer"}, "/a b/~0/ö", ["a", "/~", "/~2"]),
         ({"format": "relative-json-pointer"}, "10/a", ["/a", "01", "1a"]),
     ],
@@ -422,6 +426,18 @@ def test_a_format_holds_beside_a_pattern_unless_nothing_has_both(
     grammar = grammar_of({"type": "object", "properties": {"a": {"type": "string", **beside}}})
     assert admits(grammar, {"a": right})
     assert not any(admits(grammar, {"a": one}) for one in wrong)
+
+
+@pytest.mark.parametrize("text", [r"^(?<year>\d+)-\k<year>$", "[^]*", r"(?=a)[\w-.]\/", "", r"\p{L}(?i:a)", "a{2,3}?"])
+def test_a_text_is_a_regular_expression(text: str) -> None:
+    check = check_of({"properties": {"a": {"type": "string", "format": "regex"}}})
+    assert check.problem(json.dumps({"a": text})) is None
+
+
+@pytest.mark.parametrize("text", ["*", "[", "\\", "(a", "a)", "a**", "{2}+*", "a{3,2}", "(?<n>"])
+def test_a_text_is_no_regular_expression(text: str) -> None:
+    check = check_of({"properties": {"a": {"type": "string", "format": "regex"}}})
+    assert "format 'regex'" in str(check.problem(json.dumps({"a": text})))
 
 
 @pytest.mark.parametrize(
