@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.api_keys import ApiKeys, sent_keys
 from octavo.errors import RequestError
-from octavo.gateway.client import TRANSPORT, BrokenAnswerError, Client, while_read
+from octavo.gateway.client import TRANSPORT, BrokenAnswerError, Client, ClientSend
 from octavo.gateway.gateway_metrics import METRICS_TYPE, GatewayMetrics
 from octavo.gateway.key_store import Key, KeyStore, LimitError
 from octavo.gateway.meter import Meter
@@ -74,27 +74,25 @@ class GatewayApp:
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} is not served")
         path: str = scope["path"]
-        send = while_read(send, scope.get(TRANSPORT))
         # After a broken answer uvicorn cuts the connection, as the answer was not ended.
         with contextlib.suppress(_ClientGoneError, BrokenAnswerError):
-            client = Client(send, path, streams=False, request_id=_request_id(scope))
+            client = Client(ClientSend(send, scope[TRANSPORT]), path, request_id=_request_id(scope))
             if path in OPEN_PATHS:
                 await self._own(path, client, dict(scope["headers"]).get(b"accept", b""))
             elif is_of_page(path):
-                await self._show_page(scope, receive, send, client)
+                await self._show_page(scope, receive, client)
             else:
-                await self._answer_counted(scope, receive, send, path)
+                await self._answer_counted(scope, receive, client, path)
 
-    async def _answer_counted(self, scope: Scope, receive: Receive, send: Send, path: str) -> None:
+    async def _answer_counted(self, scope: Scope, receive: Receive, client: Client, path: str) -> None:
         self.num_in_flight += 1
         try:
-            await self._answer(scope, receive, send, path)
+            await self._answer(scope, receive, client, path)
         finally:
             self.num_in_flight -= 1
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, path: str) -> None:
-        arrival, request_id = time.monotonic(), _request_id(scope)
-        client = Client(send, path, streams=False, request_id=request_id)
+    async def _answer(self, scope: Scope, receive: Receive, client: Client, path: str) -> None:
+        arrival = time.monotonic()
         key: Key | None = None
         try:
             key = await self._find_key(scope)
@@ -111,11 +109,10 @@ class GatewayApp:
             target = scope["raw_path"] + (b"?" + query if query else b"")
             if path.startswith(OLLAMA_PREFIX):
                 request = ProxyRequest(scope["method"], path, target, headers, RequestBody(data), arrival, meter)
-                client, work = self._ollama.begin(request, send)
-                client.request_id = request_id or client.request_id
+                client, work = self._ollama.begin(request, client)
             else:
                 body = read_body(data, types[0].decode("latin-1") if types else "")
-                client = Client(send, path, streams=body.streams, request_id=request_id)
+                client.streams = body.streams
                 request = ProxyRequest(scope["method"], path, target, headers, body, arrival, meter)
                 work = partial(self._proxy.answer, request, client)
             client.meter = meter
@@ -227,7 +224,7 @@ class GatewayApp:
         else:
             await client.reply(200, b"application/json", b'{"status":"ok"}')
 
-    async def _show_page(self, scope: Scope, receive: Receive, send: Send, client: Client) -> None:
+    async def _show_page(self, scope: Scope, receive: Receive, client: Client) -> None:
         try:
             if self._page is None:
                 raise RequestError(
@@ -237,7 +234,7 @@ class GatewayApp:
                 self._check(scope, await self._find_key(scope))
                 await self._page.send_stats(client)
             else:
-                await self._page.send_file(scope, receive, send)
+                await self._page.send_file(scope, receive, client.send)
         except RequestError as error:
             await client.fail(error)
 

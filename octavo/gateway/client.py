@@ -9,7 +9,8 @@ import re
 import socket
 import struct
 import uuid
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, cast
 
 import msgspec
 from starlette.types import Message, Send
@@ -33,18 +34,34 @@ class BrokenAnswerError(Exception):
     """An answer cannot be ended as it was begun, or its client does not read it: its connection has to be cut."""
 
 
-def while_read(send: Send, transport: asyncio.Transport | None) -> Send:
-    """Return a `send` that resets the connection of a client that has read nothing for `WRITE_TIMEOUT_S`, and raises
-    `BrokenAnswerError`: it would hold the replica, which would count as lost after its own time."""
-    if transport is None:
-        return send
+class ClientSend:
+    """uvicorn's `send` of a request, to a client that may read slowly. It waits before it writes, so that it can be
+    called again where it has not written."""
 
-    async def send_while_read(message: Message) -> None:
+    def __init__(self, send: Send, transport: asyncio.Transport) -> None:
+        self._send, self._transport = send, transport
+
+    def at_once(self, message: Message) -> bool:
+        """Send without waiting. Returns False, and has sent nothing, if the client has to read first."""
+        sending = cast(Coroutine[Any, Any, None], self._send(message))
+        try:
+            sending.send(None)
+        except StopIteration:
+            return True
+        sending.close()
+        return False
+
+    async def __call__(self, message: Message) -> None:
+        """Send. Resets the connection of a client that has read nothing for `WRITE_TIMEOUT_S`, and raises
+        `BrokenAnswerError`: it would hold the replica, which would count as lost after its own time."""
+        if self.at_once(message):
+            return
+        transport = self._transport
         while True:
             num_waiting = transport.get_write_buffer_size()
             try:
                 async with asyncio.timeout(WRITE_TIMEOUT_S):
-                    return await send(message)  # waits before it writes, so it can be called again
+                    return await self._send(message)
             except TimeoutError:
                 if transport.get_write_buffer_size() < num_waiting:
                     continue
@@ -54,20 +71,20 @@ def while_read(send: Send, transport: asyncio.Transport | None) -> Send:
                 transport.abort()
                 raise BrokenAnswerError from None
 
-    return send_while_read
-
 
 class Client:
-    """One request's client. `streams` is whether it asked for events."""
+    """One request's client."""
 
-    def __init__(self, send: Send, path: str, *, streams: bool, request_id: str | None = None) -> None:
+    def __init__(self, send: Send, path: str, *, request_id: str | None = None) -> None:
         """`request_id` is what the client calls the request, or None. The gateway's own errors tell it."""
-        self._send, self._path = send, path
+        self.send, self._path = send, path
+        self._send_at_once = send.at_once if isinstance(send, ClientSend) else None
         self.request_id = request_id or uuid.uuid4().hex
-        self._streams = streams
+        self.streams = False  # it asked for events
         self._has_head = False
         self._is_events = self._is_lines = False
         self._rest = b""  # of an event that is not whole
+        self._unsent = b""  # what `flush` is to send
         self._failed_status = 0  # of an answer to a client that has had comments, and so a status
         self.has_answer = False  # it has a byte of an answer, or its status
         self.progress = StreamProgress()
@@ -83,7 +100,7 @@ class Client:
 
     @property
     def takes_comments(self) -> bool:
-        return self._streams and not self.has_answer
+        return self.streams and not self.has_answer
 
     async def comment(self, text: str) -> None:
         """Send a comment of a stream, which begins the stream."""
@@ -108,36 +125,49 @@ class Client:
         dropped = _NOT_PASSED_ON | {b"content-length"} if is_events else _NOT_PASSED_ON
         await self._begin(answer.status, [one for one in answer.headers if one[0] not in dropped])
 
-    async def write(self, data: bytes) -> None:
-        """Pass bytes on. Of a stream only whole events: one that breaks off would be no JSON."""
+    def add(self, data: bytes) -> bool:
+        """Take bytes of the answer, and send what the client may have of them. Returns False if that has to wait:
+        `flush` them before the next ones."""
+        due = self._due(data)
+        if not due:
+            return True
+        # A stream's tokens are written before its end is sent.
+        send = None if self.meter is not None and self.meter.is_at_end else self._send_at_once
+        if send is not None and send({"type": "http.response.body", "body": due, "more_body": True}):
+            return True
+        self._unsent = due
+        return False
+
+    async def flush(self) -> None:
+        """Send what `add` has left."""
+        if self.meter is not None and self.meter.is_at_end:
+            await self.meter.finish()
+        data, self._unsent = self._unsent, b""
+        await self._write(data)
+
+    def _due(self, data: bytes) -> bytes:
+        """Return what the client may have now. Of a stream only whole events: one that breaks off would be no JSON."""
         if not self._is_events:
             if self.meter is not None:  # the last piece waits until the tokens are written
-                await self.meter.see(data, is_events=False)
+                self.meter.see(data)
                 data, self._rest = self._rest, data
-            if data:
-                await self._write(data)
-            return
+            return data
         if self._failed_status:
             self._rest += data
-            return
+            return b""
         if self.progress.is_resumable:
-            await self._write_events(self.progress.add(data))
-            return
+            return self._seen(self.progress.add(data))
         data = self._rest + data if self._rest else data
         end = len(data) if data.endswith(b"\n\n") else max(_after(data, b"\n\n"), _after(data, b"\r\n\r\n"))
         if len(data) - end > _MAX_EVENT_BYTES:
             end = len(data)
         self._rest = data[end:]
-        await self._write_events(data[:end])
+        return self._seen(data[:end])
 
-    async def _write_events(self, data: bytes) -> None:
-        if data := await self._seen(data):
-            await self._write(data)
-
-    async def _seen(self, events: bytes) -> bytes:
+    def _seen(self, events: bytes) -> bytes:
         """Count events, and return those that are the client's."""
         if self.meter is not None:
-            await self.meter.see(events, is_events=True)
+            self.meter.see_events(events)
         if not self.hides_usage:
             return events
         events = events.replace(b',"usage":null}\n\n', b"}\n\n")
@@ -152,7 +182,7 @@ class Client:
             body = b" ".join(self._rest.split())
             await self._finish(error_event(body, self._path))
         else:
-            rest = await self._seen(self.progress.flush() or self._rest) if self._is_events else self._rest
+            rest = self._seen(self.progress.flush() or self._rest) if self._is_events else self._rest
             if self.meter is not None:
                 await self.meter.finish(self.progress.num_tokens)
             await self._finish(rest)
@@ -205,10 +235,10 @@ class Client:
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._has_head = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _write(self, data: bytes, *, is_last: bool = False) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        await self.send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     async def _finish(self, data: bytes) -> None:
         await self._write(data, is_last=True)

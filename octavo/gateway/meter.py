@@ -25,6 +25,7 @@ class Meter:
         self._tail = b""
         self._num_prompt = self._num_completion = 0
         self._written = (0, 0)
+        self.is_at_end = False  # the last events end the stream
 
     async def admit(self, model: str) -> None:
         """Count the request, once, whichever models are asked. Raises `RequestError`."""
@@ -37,14 +38,14 @@ class Meter:
         if header.isdigit():
             self._num_prompt = max(self._num_prompt, _count(int(header)))
 
-    async def see(self, data: bytes, *, is_events: bool) -> None:
-        """Look for the usage in a piece of an answer, whose events are whole."""
-        if not is_events:
-            self._tail = (self._tail + data)[-_MAX_TAIL_BYTES:]
-            return
-        self._look_into(data)
-        if any(end in data for end in _ENDS):
-            await self.finish()
+    def see(self, data: bytes) -> None:
+        """Keep the end of an answer that is no stream: its usage is there."""
+        self._tail = (self._tail + data)[-_MAX_TAIL_BYTES:]
+
+    def see_events(self, events: bytes) -> None:
+        """Look for the usage in whole events, and for the end of the stream, where it is to `finish`."""
+        self._look_into(events)
+        self.is_at_end = any(end in events for end in _ENDS)
 
     async def finish(self, at_least: int = 0) -> None:
         """Write the tokens that are not written yet. `at_least` so many tokens came, of a stream without a usage."""

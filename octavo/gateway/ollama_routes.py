@@ -10,7 +10,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
-from starlette.types import Send
 
 from octavo.errors import OctavoError, RequestError
 from octavo.gateway.client import Client
@@ -49,9 +48,9 @@ class OllamaRoutes:
         self._models, self._proxy = models, proxy
         self._cards = ModelCards()
 
-    def begin(self, request: ProxyRequest, send: Send) -> tuple[Client, Callable[[], Awaitable[None]]]:
-        """Return the client to answer, and the work that answers it. Raises `RequestError`. The body of `request` has
-        only its bytes."""
+    def begin(self, request: ProxyRequest, client: Client) -> tuple[Client, Callable[[], Awaitable[None]]]:
+        """Return what is answered in the place of `client`, and the work that answers it. Raises `RequestError`. The
+        body of `request` has only its bytes."""
         path, method = request.path, request.method
         if any(path.startswith(unbuilt) for unbuilt in UNBUILT):
             refuse_unbuilt(path)
@@ -61,8 +60,7 @@ class OllamaRoutes:
         if method != wanted:
             raise RequestError(f"Not allowed to {method} on {path}", status=405, allow=wanted)
         if path in PATHS:
-            return self._begin_generation(request, send)
-        client = Client(send, path, streams=False)
+            return self._begin_generation(request, client)
         if path == "/api/version":
             return client, lambda: _reply(client, {"version": API_VERSION})
         key = None if request.meter is None else request.meter.key
@@ -89,14 +87,14 @@ class OllamaRoutes:
             return client, lambda: self._pull(name, client, streams=body.stream is not False)
         return client, lambda: self._delete(name, client)
 
-    def _begin_generation(self, request: ProxyRequest, send: Send) -> tuple[Client, Callable[[], Awaitable[None]]]:
+    def _begin_generation(self, request: ProxyRequest, client: Client) -> tuple[Client, Callable[[], Awaitable[None]]]:
         translated = translate(request.path, request.body.data)
         if translated.only_loads:
-            client = Client(send, request.path, streams=False)
             return client, lambda: self._load(translated, client, request.meter)
-        translator = AnswerTranslator(send, translated, request.arrival)
-        client = Client(translator, translated.path, streams=False)  # comments have no place in Ollama's answers
-        translator.load_s = lambda: client.load_s
+        translator = AnswerTranslator(client.send, translated, request.arrival)
+        # It has not asked for events: comments have no place in Ollama's answers.
+        inner_client = Client(translator, translated.path, request_id=client.request_id)
+        translator.load_s = lambda: inner_client.load_s
         is_stream = "stream" in translated.body
         data = msgspec.json.encode(translated.body)
         body = RequestBody(data, translated.model, is_stream, is_json=True, wants_usage=is_stream)
@@ -114,9 +112,9 @@ class OllamaRoutes:
             if translated.thinks:
                 refuse_thinking(translated, (await self._cards.of([deployment]))[0])
             deployment.ask_to_keep(translated.keep_alive)
-            await self._proxy.answer(inner, client)
+            await self._proxy.answer(inner, inner_client)
 
-        return client, work
+        return inner_client, work
 
     async def _load(self, request: Translated, client: Client, meter: Meter | None) -> None:
         await self._models.look_for(request.model)

@@ -355,9 +355,10 @@ class Proxy:
         `RequestError` if none can."""
         try:
             await client.begin(answer)
-            while data:
-                await client.write(data)
-                data = await answer.read()
+            if not client.add(data):
+                await client.flush()
+            while await answer.pass_to(client.add):
+                await client.flush()
             await client.end()
             return None
         except UpstreamError as error:

@@ -1,7 +1,7 @@
 """HTTP/1.1 to one address: requests out, answers in as they come, over connections that are kept.
 
-asyncio's own protocol over llhttp (`httptools`, as the server below): a piece of a stream costs one callback and one
-wake-up. What comes is passed on as it came, less the framing of chunks.
+asyncio's own protocol over llhttp (`httptools`, as the server below). What comes is passed on as it came, less the
+framing of chunks: a piece of a stream goes to its client in the callback that received it, and wakes no task.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import ipaddress
 import re
 import ssl
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
 
 Headers = Sequence[tuple[bytes, bytes]]
+Sink = Callable[[bytes], bool]  # takes bytes; False: it can take no more yet
 CONNECT_TIMEOUT_S = 10.0
 _PRIVATE_NAMES = (".local", ".lan", ".internal", ".svc", ".cluster.local")  # ends of names of private networks
 IDLE_S = 4.0  # less than uvicorn's 5 s: servers close their idle connections later than we do
@@ -119,11 +120,14 @@ class Answer:
         self.headers: list[tuple[bytes, bytes]] = []
         self.is_whole = False
         self._connection = connection
-        self._timeout_s = timeout_s
         self._pieces: list[bytes] = []
         self._num_held_bytes = 0
+        self._sink: Sink | None = None
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._timeout_s = timeout_s
+        self._heard_at = 0.0  # when something came last, or the reader began to wait
+        self.timer = asyncio.get_running_loop().call_later(timeout_s, self._look)
 
     def header(self, name: bytes) -> bytes:
         """Return the value of a header, in small letters; empty if there is none."""
@@ -136,12 +140,19 @@ class Answer:
             if self.is_whole:
                 return b""
             await self.wait()
-        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        self._pieces.clear()
-        if self._num_held_bytes > MAX_HELD_BYTES:
-            self._connection.resume()
-        self._num_held_bytes = 0
-        return data
+        return self._take()
+
+    async def pass_to(self, sink: Sink) -> bool:
+        """Give `sink` the bytes as they come, until it can take no more: return True; then they are held. Or to the
+        end: return False. Raises `UpstreamError`, after what had come before, and what `sink` raises."""
+        self._sink = sink
+        try:
+            self.deliver()
+            while self._sink is not None and (self._failure is not None or not self.is_whole):
+                await self.wait()
+            return self._sink is None
+        finally:
+            self._sink = None
 
     async def read_all(self, max_bytes: int) -> bytes:
         """Return the whole body, or its beginning."""
@@ -156,25 +167,34 @@ class Answer:
         self._connection.end(self)
 
     async def wait(self) -> None:
-        """Wait until something has happened."""
+        """Wait until something has happened. Raises what has ended the answer."""
         if self._failure is not None:
             raise self._failure
+        self._heard_at = time.monotonic()
         self._waiter = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._waiter
-        except TimeoutError:
-            raise UpstreamError(f"nothing came for {self._timeout_s:g} s") from None
+            await self._waiter
         finally:
             self._waiter = None
-        if self._failure is not None and not self._pieces:
-            raise self._failure
 
     def add(self, data: bytes) -> None:
         self._pieces.append(data)
         self._num_held_bytes += len(data)
         if self._num_held_bytes > MAX_HELD_BYTES:
             self._connection.pause()
+
+    def deliver(self) -> None:
+        """Give what has come to the sink, or wake the reader."""
+        if not self._pieces:
+            return
+        self._heard_at = time.monotonic()
+        if self._sink is not None:
+            try:
+                if self._sink(self._take()):
+                    return
+            except Exception as error:  # the reader's own, and not its replica's
+                self._failure = error
+            self._sink = None
         self.wake()
 
     def fail(self, failure: Exception) -> None:
@@ -185,6 +205,23 @@ class Answer:
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _take(self) -> bytes:
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        if self._num_held_bytes > MAX_HELD_BYTES:
+            self._connection.resume()
+        self._num_held_bytes = 0
+        return data
+
+    def _look(self) -> None:
+        """Fail if the reader has waited for too long. One timer an answer: a timer for each piece would cost as much
+        as the piece."""
+        silent_s = 0.0 if self._waiter is None else time.monotonic() - self._heard_at
+        if silent_s < self._timeout_s:
+            self.timer = asyncio.get_running_loop().call_later(self._timeout_s - silent_s, self._look)
+        else:
+            self.fail(UpstreamError(f"nothing came for {self._timeout_s:g} s"))
 
 
 class _StaleError(UpstreamError):
@@ -228,6 +265,7 @@ class _Connection(asyncio.Protocol):
         return answer
 
     def end(self, answer: Answer) -> None:
+        answer.timer.cancel()
         if self._answer is not answer:
             return
         self._answer = None
@@ -251,15 +289,17 @@ class _Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
-        if self._answer is None or self._answer.is_whole or self._parser is None:
+        answer = self._answer
+        if answer is None or answer.is_whole or self._parser is None:
             self.abort()  # an answer that nobody has asked for
             return
         self._has_begun = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._answer.fail(UpstreamError(f"the replica spoke no HTTP: {error}"))
+            answer.fail(UpstreamError(f"the replica spoke no HTTP: {error}"))
             self._transport.abort()
+        answer.deliver()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._others.discard(self)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from uvicorn.server import ServerState
 
-from octavo.gateway.client import WRITE_TIMEOUT_S, BrokenAnswerError, while_read
+from octavo.gateway.client import WRITE_TIMEOUT_S, BrokenAnswerError, ClientSend
 from octavo.gateway.server import _config, _Protocol
 from octavo.gateway.upstream import Upstream
 from tests.gateway.fakes import Asked, FakeLaunch, fake_servers, gateway, until
@@ -322,6 +322,40 @@ def test_a_stream_that_breaks_is_not_refused(clock: Clock, caplog: pytest.LogCap
     assert "refused" not in caplog.text
 
 
+def test_a_client_that_reads_late_gets_all_and_nothing_is_held_without_a_bound(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = [b"data: " + b"%d" % i * 2000 + b"\n\n" for i in range(4000)]
+    waits = asyncio.Event()
+    at_once = ClientSend.at_once
+
+    def noted(self: ClientSend, message: Any) -> bool:
+        if not (is_sent := at_once(self, message)):
+            waits.set()
+        return is_sent
+
+    monkeypatch.setattr(ClientSend, "at_once", noted)
+
+    async def behave(asked: Asked) -> None:
+        asked.begin_stream()
+        for event in events:
+            asked.piece(event)
+            await asked.writer.drain()
+        asked.piece(b"")
+
+    async def run() -> None:
+        async with (
+            gateway({"a": {}}, FakeLaunch(behave)) as gate,
+            gate.http.stream("POST", "/v1/completions", json={"model": "a", "stream": True}) as response,
+        ):
+            await waits.wait()
+            transport = gate.launch.last("a").asked[0].writer.transport
+            await until(lambda: transport.get_write_buffer_size() > 0)
+            assert b"".join([piece async for piece in response.aiter_raw()]) == b"".join(events)
+
+    clock.run(run())
+
+
 def test_a_client_that_reads_slowly_is_not_cut_off(clock: Clock) -> None:
     sizes, aborted = iter((100, 90, 90, 80, 80, 80)), asyncio.Event()
     transport: Any = SimpleNamespace(
@@ -334,7 +368,7 @@ def test_a_client_that_reads_slowly_is_not_cut_off(clock: Clock) -> None:
     async def run() -> None:
         begin = clock.now()
         with pytest.raises(BrokenAnswerError):
-            await while_read(send, transport)({})
+            await ClientSend(send, transport)({})
         assert clock.now() - begin >= 3 * WRITE_TIMEOUT_S and aborted.is_set()
 
     clock.run(run())

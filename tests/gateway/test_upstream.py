@@ -10,7 +10,7 @@ import pytest
 from octavo.gateway import upstream as upstream_module
 from octavo.gateway.upstream import Upstream, UpstreamError
 from tests.gateway.fakes import Asked, Behave, fake_servers, until
-from tests.waiting import Clock
+from tests.waiting import Clock, virtual_sleep
 
 
 async def in_chunks(asked: Asked) -> None:
@@ -125,6 +125,120 @@ def test_a_replica_waits_for_a_client_that_does_not_read(clock: Clock) -> None:
         answer.close()
 
     run_with(clock, behave, work)
+
+
+def test_a_piece_of_a_stream_wakes_no_task(clock: Clock) -> None:
+    go_on = asyncio.Event()
+
+    async def behave(asked: Asked) -> None:
+        asked.begin_stream()
+        asked.piece(b"a")
+        for piece in (b"b", b"c", b""):
+            await go_on.wait()
+            go_on.clear()
+            asked.piece(piece)
+
+    async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
+        answer = await upstream.send("GET", b"/x", [], b"")
+        assert await answer.read() == b"a"
+        given: list[tuple[bytes, object]] = []
+
+        def sink(data: bytes) -> bool:
+            given.append((data, asyncio.current_task()))
+            go_on.set()
+            return True
+
+        go_on.set()
+        assert not await answer.pass_to(sink)
+        assert given == [(b"b", None), (b"c", None)]
+        answer.close()
+
+    run_with(clock, behave, work)
+
+
+def test_what_a_sink_cannot_take_yet_is_held_and_comes_before_the_loss(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        asked.begin_stream()
+        asked.piece(b"a")
+        await go_on.wait()
+        asked.piece(b"b")
+        await asked.writer.drain()
+        asked.writer.close()
+
+    go_on = asyncio.Event()
+
+    async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
+        answer = await upstream.send("GET", b"/x", [], b"")
+        given: list[bytes] = []
+
+        def full(data: bytes) -> bool:
+            given.append(data)
+            return False
+
+        assert await answer.pass_to(full) and given == [b"a"]
+        go_on.set()
+        await until(lambda: answer._failure)
+        assert given == [b"a"], "b is held"
+        assert await answer.pass_to(full) and given == [b"a", b"b"]
+        with pytest.raises(UpstreamError, match="hung up"):
+            await answer.pass_to(full)
+        answer.close()
+
+    run_with(clock, behave, work)
+
+
+def test_a_loss_does_not_hide_that_the_sink_has_to_go_on(clock: Clock) -> None:
+    async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
+        answer = await upstream.send("GET", b"/x", [], b"")
+
+        def full(data: bytes) -> bool:
+            answer.fail(UpstreamError("lost in the same moment"))
+            return False
+
+        assert await answer.pass_to(full), "what the sink has taken is sent first"
+        with pytest.raises(UpstreamError, match="same moment"):
+            await answer.pass_to(full)
+        answer.close()
+
+    run_with(clock, never_ending, work)
+
+
+def test_a_fault_of_the_sink_is_not_the_replicas(clock: Clock) -> None:
+    async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
+        answer = await upstream.send("GET", b"/x", [], b"")
+
+        def broken(data: bytes) -> bool:
+            raise ZeroDivisionError
+
+        assert await answer.pass_to(broken)
+        with pytest.raises(ZeroDivisionError):
+            await answer.pass_to(broken)
+        answer.close()
+
+    run_with(clock, with_length, work)
+
+
+def test_a_stream_is_lost_when_nothing_came_for_its_time_and_not_before(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        asked.begin_stream()
+        for _ in range(5):
+            asked.piece(b"a")
+            await virtual_sleep(20)
+
+    async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
+        begin, given = clock.now(), list[bytes]()
+        answer = await upstream.send("GET", b"/x", [], b"")
+
+        def sink(data: bytes) -> bool:
+            given.append(data)
+            return True
+
+        with pytest.raises(UpstreamError, match="nothing came for 30 s"):
+            await answer.pass_to(sink)
+        assert given == [b"a"] * 5 and 110 <= clock.now() - begin < 120
+        answer.close()
+
+    run_with(clock, behave, work, timeout_s=30)
 
 
 def test_a_redirection_within_the_address_has_only_a_path(clock: Clock) -> None:
