@@ -394,7 +394,7 @@ def test_a_client_that_reads_nothing_for_a_minute_is_reset(clock: Clock) -> None
                 await loop.sock_sendall(sock, head + body)
                 await until(lambda: "a" in gate.launch.servers and gate.launch.last("a").asked)
                 await until(lambda: gate.server.app.num_in_flight == 0)
-                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNRESET
+                await until(lambda: sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNRESET)
 
     clock.run(run())
 
