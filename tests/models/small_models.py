@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,8 @@ class SmallModel(NamedTuple):
 
     def config(self) -> Any:
         name = self.reference_architecture or self.architecture
-        return AutoConfig.for_model(MODEL_TYPES[name], **SPECIAL_TOKENS | self.settings)
+        # Configurations write into dictionaries that they are given, and some models share them.
+        return AutoConfig.for_model(MODEL_TYPES[name], **copy.deepcopy(SPECIAL_TOKENS | self.settings))
 
     def reference(self, seed: int) -> PreTrainedModel:
         torch.manual_seed(seed)
