@@ -123,6 +123,7 @@ class Answer:
         self._pieces: list[bytes] = []
         self._num_held_bytes = 0
         self._sink: Sink | None = None
+        self._sink_error: Exception | None = None
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timeout_s = timeout_s
@@ -150,6 +151,8 @@ class Answer:
             self.deliver()
             while self._sink is not None and (self._failure is not None or not self.is_whole):
                 await self.wait()
+            if self._sink_error is not None:
+                raise self._sink_error
             return self._sink is None
         finally:
             self._sink = None
@@ -192,8 +195,8 @@ class Answer:
             try:
                 if self._sink(self._take()):
                     return
-            except Exception as error:  # the reader's own, and not its replica's
-                self._failure = error
+            except Exception as error:
+                self._sink_error = error
             self._sink = None
         self.wake()
 
@@ -217,7 +220,8 @@ class Answer:
     def _look(self) -> None:
         """Fail if the reader has waited for too long. One timer an answer: a timer for each piece would cost as much
         as the piece."""
-        silent_s = 0.0 if self._waiter is None else time.monotonic() - self._heard_at
+        waits = self._waiter is not None and not self._waiter.done()
+        silent_s = time.monotonic() - self._heard_at if waits else 0.0
         if silent_s < self._timeout_s:
             self.timer = asyncio.get_running_loop().call_later(self._timeout_s - silent_s, self._look)
         else:
@@ -255,8 +259,8 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._has_begun = self._has_head = self._ends_with_connection = self._keeps_alive = False
         self._num_requests += 1
-        self._transport.write(message)
         try:
+            self._transport.write(message)
             while not self._has_head:
                 await answer.wait()
         except BaseException:

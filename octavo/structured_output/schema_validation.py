@@ -30,7 +30,7 @@ _POSITIONS_PER_STEP = 16  # of regular expressions that are compiled
 _UNICODE_CLASS_SIZE = 800  # of \p{L} and the like, as so many other positions: they have hundreds of ranges
 _MATCHES_PER_STEP = 256  # characters times the positions of a regular expression at which they may be matched
 _TAME_MATCHES_PER_STEP = 64  # characters that are matched at few positions
-_FORMAT_STEPS = 16  # that a format takes, and one for eight characters
+_FORMAT_STEPS = 16  # that a format takes, and one for eight characters, or for two of a regular expression
 _MAX_FORMAT_STEPS = 200_000  # of all values in a schema
 _MAX_DEPTH = 200
 _MAX_TYPES = 8  # that a message names
@@ -140,7 +140,7 @@ class Validator:
         self._check_value(schema, value, at)
         form = schema.get("format")
         if isinstance(value, str) and form is not None and (self._asserts_formats or form in CHECKED_FORMATS):
-            num = _FORMAT_STEPS + len(value) // 8
+            num = _FORMAT_STEPS + len(value) // (2 if form in CHECKED_FORMATS else 8)
             self._spend(num)
             self._num_format_steps += num
             if self._num_format_steps > _MAX_FORMAT_STEPS:

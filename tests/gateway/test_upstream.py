@@ -210,7 +210,6 @@ def test_a_fault_of_the_sink_is_not_the_replicas(clock: Clock) -> None:
         def broken(data: bytes) -> bool:
             raise ZeroDivisionError
 
-        assert await answer.pass_to(broken)
         with pytest.raises(ZeroDivisionError):
             await answer.pass_to(broken)
         answer.close()

@@ -22,6 +22,7 @@ from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output import grammar_builder, schema_keywords
 from octavo.structured_output.grammar_builder import ReasoningMarks, WantedGrammar, make_checked_grammar
+from octavo.structured_output.schema_formats import has_format
 from octavo.structured_output.schema_keywords import SchemaError
 from octavo.structured_output.schema_lowering import lower
 from octavo.structured_output.schema_patterns import read_pattern
@@ -428,13 +429,36 @@ def test_a_format_holds_beside_a_pattern_unless_nothing_has_both(
     assert not any(admits(grammar, {"a": one}) for one in wrong)
 
 
-@pytest.mark.parametrize("text", [r"^(?<year>\d+)-\k<year>$", "[^]*", r"(?=a)[\w-.]\/", "", r"\p{L}(?i:a)", "a{2,3}?"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"^(?<year>\d+)-\k<year>$",
+        "[^]*",
+        r"(?=a)[\w-.]\/",
+        "",
+        r"\p{L}(?i:a)",
+        "a{2,3}?",
+        r"[^\[]*",
+        "[[]",
+        "[(*]",
+        "[]|a",
+    ],
+)
 def test_a_text_is_a_regular_expression(text: str) -> None:
     check = check_of({"properties": {"a": {"type": "string", "format": "regex"}}})
     assert check.problem(json.dumps({"a": text})) is None
 
 
-@pytest.mark.parametrize("text", ["*", "[", "\\", "(a", "a)", "a**", "{2}+*", "a{3,2}", "(?<n>"])
+def test_classes_of_a_regular_expression_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python takes milliseconds for each, and the event loop waits."""
+    compiled = list[str]()
+    with monkeypatch.context() as patch:
+        patch.setattr("octavo.structured_output.schema_formats.re.compile", compiled.append)
+        assert has_format("[Ā-\uffff]" * 3 + r"\[a", "regex")
+    assert compiled == [r"xxx\[a"]
+
+
+@pytest.mark.parametrize("text", ["*", "[", "\\", "(a", "a)", "a**", "{2}+*", "a{3,2}", "(?<n>", "[]*(", "[(]("])
 def test_a_text_is_no_regular_expression(text: str) -> None:
     check = check_of({"properties": {"a": {"type": "string", "format": "regex"}}})
     assert "format 'regex'" in str(check.problem(json.dumps({"a": text})))
