@@ -29,7 +29,6 @@ def disk_cache_config(
     for what, is_so in {
         "on Windows": sys.platform == "win32",
         "on GPUs": device != "cpu",
-        "with pipeline stages (-pp)": args.pipeline_parallel_size > 1,
         "with several nodes (--nnodes)": args.nnodes > 1,
         "with a draft model or head, whose keys and values the blocks hold too": has_draft_model,
     }.items():

@@ -59,6 +59,8 @@ def cache_fingerprint(
     }
     if config.tensor_parallel_size > 1:
         facts["workers"] = config.tensor_parallel_size  # sums over several workers round differently
+    if config.pipeline_parallel_size > 1:  # a block has the stages' parts side by side
+        facts["stages"] = [config.pipeline_parallel_size, config.pipeline_layer_partition]
     uses_torch = model.impl == "transformers"
     if model.impl == "transformers":
         facts["code_folder"] = None if model.code_folder is None else _hash_of_files(Path(model.code_folder), "*.py")

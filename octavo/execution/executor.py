@@ -8,6 +8,7 @@ to the others.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -60,7 +61,7 @@ class Executor(Protocol):
 
     def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
         """Return a copy of the contents of blocks, [len(blocks), block_bytes[pool]], the parts of several workers side
-        by side. No step may be in flight. On CPUs, without pipeline stages."""
+        by side. On CPUs. No step may be in flight, except steps of several stages."""
         ...
 
     def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
@@ -180,6 +181,8 @@ class MultiprocExecutor(LocalExecutor):
         except BaseException as error:
             self.worker_group.abandon(str(error))
             raise
+        # The last steps, at least all in flight, of several stages.
+        self._last_steps = deque[PendingStep](maxlen=self.num_stages)
         self._parts = list(zip(self.worker.block_bytes, *self.worker_group.block_bytes, strict=True))  # by pool
         self.block_bytes = [sum(of_pool) for of_pool in self._parts]
 
@@ -193,9 +196,13 @@ class MultiprocExecutor(LocalExecutor):
             self.worker_group.send_plan(plan)
         if self.num_stages == 1:
             return super().submit(plan)
-        if not self._has_drafter:
-            return _LastStage(partial(self._submit_late, plan, rows))
-        return self._submit_late(plan, rows)  # it drafts now and computes later
+        step: PendingStep
+        if self._has_drafter:
+            step = self._submit_late(plan, rows)  # it drafts now and computes later
+        else:
+            step = _LastStage(partial(self._submit_late, plan, rows))
+        self._last_steps.append(step)
+        return step
 
     def _submit_late(self, plan: StepPlan, rows: dict[bytes, NDArray[np.float32]]) -> PendingStep:
         """Submit a step of the last stage, which is computed later: `rows` are kept, as their requests may have ended
@@ -205,14 +212,22 @@ class MultiprocExecutor(LocalExecutor):
         return super().submit(plan)
 
     def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        self._finish_steps()
         parts = self.worker_group.read_blocks(pool, blocks)
         return np.concatenate([super().read_blocks(pool, blocks), *parts], axis=1)
 
     def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
+        self._finish_steps()
         ends = np.cumsum(self._parts[pool])
         own, *parts = np.split(contents, ends[:-1], axis=1)
         self.worker_group.write_blocks(pool, blocks, parts)
         super().write_blocks(pool, blocks, np.ascontiguousarray(own))
+
+    def _finish_steps(self) -> None:
+        """Compute the last stage of the steps in flight. Earlier stages have computed theirs, as they compute plans and
+        read and write blocks in order."""
+        while self._last_steps:
+            self._last_steps.popleft().result()
 
     def prepare_adapter(self, source: AdapterSource) -> Future[int]:
         return self.worker_group.prepare_adapter(source, super().prepare_adapter(source))
@@ -231,9 +246,12 @@ class _LastStage:
 
     def __init__(self, submit: Callable[[], PendingStep]) -> None:
         self._submit = submit
+        self._result: StepResult | None = None
 
     def result(self) -> StepResult:
-        return self._submit().result()
+        if self._result is None:
+            self._result = self._submit().result()
+        return self._result
 
 
 def make_executor(config: EngineConfig, on_loading: Callable[[float], None] | None = None) -> LocalExecutor:

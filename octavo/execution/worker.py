@@ -424,11 +424,15 @@ class Worker:
     def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
         """Return the contents of blocks, [len(blocks), bytes of a block]. No step may be in flight."""
         assert self._device.shares_memory, "blocks in the memory of a GPU are not read"
+        if not self._cache[pool]:  # this stage has none of its layers
+            return np.empty((len(blocks), 0), np.uint8)
         return cast("NDArray[np.uint8]", self._ops.gather_blocks(np.array(blocks), self._cache[pool]))
 
     def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
         """Overwrite blocks. No step may be in flight."""
         assert self._device.shares_memory, "blocks in the memory of a GPU are not written"
+        if not self._cache[pool]:
+            return
         self._ops.scatter_blocks(cast(Array, contents), np.array(blocks), self._cache[pool])
 
     def take_rows(self, rows: Mapping[bytes, NDArray[np.float32]]) -> None:

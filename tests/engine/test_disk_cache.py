@@ -17,6 +17,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
 from octavo.kv_cache import disk_tier
 from octavo.lora.request import LoRARequest
+from octavo.request import EngineRequest, Prompt
 from octavo.step_cost import StepCostModel
 from tests.engine.disk_cache_kills import LIMIT_BYTES, kill_engines
 from tests.lora.random_adapters import write_adapter_of
@@ -115,19 +116,44 @@ def test_a_block_from_disk_has_the_bits_of_a_computed_one(case: str, model: Any)
     assert all(read[name] == computed[name] for name in read.keys() & computed.keys())
 
 
-@pytest.mark.long
-def test_a_block_has_the_parts_of_all_workers(model: Any) -> None:
-    first = model("qwen3", tensor_parallel_size=2)
+def damage(folder: Path, name: tuple[int, bytes]) -> None:
+    """Cut the end off a block's file."""
+    [file] = folder.rglob(f"{name[1].hex()}-{name[0]}")
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("qwen3", {"pipeline_parallel_size": 2}),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [
+                ("qwen3", {"tensor_parallel_size": 2}),
+                ("gemma 3", {"pipeline_parallel_size": 2}),
+                ("jamba", {"pipeline_parallel_size": 2}),  # a stage has no layer of a pool
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_a_block_has_the_parts_of_all_workers(name: str, settings: dict[str, Any], model: Any, tmp_path: Path) -> None:
+    first = model(name, **settings)
     expected, computed = answers(first, PROMPTS), blocks(first)
     first.close()
-    second = model("qwen3", tensor_parallel_size=2)
-    assert answers(second, PROMPTS) == expected
-    assert second.llm_engine.metrics.totals["num_disk_hits"] >= 64
+    second = model(name, **settings)
+    assert num_found(second) == 64
     read = blocks(second)
+    assert len(read) >= 8 and all(read[name] == computed[name] for name in read)
+    assert answers(second, PROMPTS) == expected
     second.close()
-    assert read == computed and len(read) >= 8
-    alone = model("qwen3")
-    assert num_found(alone) == 0, "its sums are rounded otherwise"
+    for key in read:
+        damage(tmp_path / "disk", key)
+    third = model(name, **settings)
+    assert answers(third, PROMPTS) == expected
+    assert third.llm_engine.metrics.totals["num_disk_damaged"] > 0
+    third.close()
+    assert num_found(model(name)) == 0, "its sums are rounded otherwise, or its blocks are whole"
 
 
 def test_forks_beams_and_salts_read_what_is_theirs(model: Any) -> None:
@@ -178,10 +204,28 @@ def test_sleep_keeps_what_is_on_disk_and_a_reset_does_not(model: Any) -> None:
     assert num_found(llm) == 0
 
 
-def test_evicted_blocks_come_back(model: Any) -> None:
+def test_blocks_are_read_and_written_after_the_steps_in_flight(model: Any) -> None:
+    """Which the last of several stages has not computed yet."""
+    llm = model("qwen3", pipeline_parallel_size=2, max_num_batched_tokens=16, kv_cache_disk=None)
+    llm.core.add(EngineRequest("r", Prompt(DOCUMENT), SamplingParams(max_tokens=1), [0], 1, 0.0))
+    executor = llm.core.executor
+    llm.core.step()
+    [seq] = llm.core.scheduler.queues.running
+    first = list(seq.block_tables[0])
+    read = executor.read_blocks(0, first)
+    llm.core.step()
+    second = seq.block_tables[0][len(first) :]
+    executor.write_blocks(0, second, np.zeros_like(read))
+    llm.core.step()
+    assert len(first) == len(second) == 2 and read.any()
+    assert (executor.read_blocks(0, first) == read).all() and not executor.read_blocks(0, second).any()
+
+
+@pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_evicted_blocks_come_back(num_stages: int, model: Any) -> None:
     """Thirty prompts of five blocks in a cache of 24."""
-    llm = model("qwen3", num_gpu_blocks_override=24, max_num_seqs=3)
-    plain = model("qwen3", num_gpu_blocks_override=24, max_num_seqs=3, kv_cache_disk=None)
+    shape = {"num_gpu_blocks_override": 24, "max_num_seqs": 3}
+    llm, plain = model("qwen3", pipeline_parallel_size=num_stages, **shape), model("qwen3", kv_cache_disk=None, **shape)
     prompts = [[(7 * number + place) % VOCAB for place in range(44)] for number in range(30)]
     expected = answers(plain, prompts)
     assert answers(llm, prompts) == expected
@@ -197,7 +241,6 @@ def test_evicted_blocks_come_back(model: Any) -> None:
         ({"kv_cache_disk_gib": 0.0}, "--kv-cache-disk-gib must be above 0"),
         ({"kv_cache_disk": None, "kv_cache_disk_gib": 1.0}, "--kv-cache-disk-gib is the size of the folder"),
         ({"kv_cache_disk": ""}, "--kv-cache-disk is empty; name a folder"),
-        ({"pipeline_parallel_size": 2}, r"--kv-cache-disk is not built yet with pipeline stages \(-pp\)"),
         ({"enable_prefix_caching": False}, "keeps the blocks of the prefix cache, which is off"),
         ({"kv_cache_disk": "/dev/null/disk"}, "--kv-cache-disk /dev/null/disk: Not a directory; name a folder"),
     ],
