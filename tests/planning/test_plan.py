@@ -343,7 +343,8 @@ def test_steps_of_every_kind_of_cache_can_be_measured() -> None:
         assert cost.seconds(StepWork.of([(0, 255, 1, 1, 1, ())])) > 0, name
 
 
-# Published decode steps: GPU, shape, sequences, tokens of context of each, milliseconds. docs/planning.md says by whom.
+# Published decode steps: GPU, shape, sequences, tokens of context of each, milliseconds. Sources are in
+# benchmarks/results/2026-11-23-plan.md.
 _LLAMA_3_1_8B = (14336, 8, 128256)
 _LLAMA_2_7B = (11008, 32, 32000)
 _PUBLISHED = [
