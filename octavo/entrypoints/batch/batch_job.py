@@ -6,7 +6,6 @@ Each answer is stored as it comes, so that another server can continue the batch
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -16,11 +15,11 @@ from starlette.applications import Starlette
 
 from octavo.entrypoints.batch import stored_files
 from octavo.entrypoints.batch.answer_lines import BatchStopped, answer_lines
-from octavo.entrypoints.batch.batch_lines import custom_id_of
+from octavo.entrypoints.batch.batch_lines import CustomIds, custom_id_of
 from octavo.entrypoints.batch.stored_files import BATCH, FILE
+from octavo.entrypoints.http.background_jobs import to_its_end
 from octavo.entrypoints.http.server_state import ServerState
 from octavo.entrypoints.http.store import DEAD_AFTER_S, Database, StoreError, StoreFullError
-from octavo.entrypoints.http.streaming import encode_json
 from octavo.errors import RequestError
 
 logger = logging.getLogger("octavo.server")
@@ -63,10 +62,10 @@ class BatchJob:
                 status = "expired"
                 while not await self._answer_all(is_expired=True):
                     await self._wait(RETRY_S)
-            await self._end(status)
+            await to_its_end(self._end(status))
         except asyncio.CancelledError:
             batch["cancelling_at"] = int(time.time())
-            await self._end("cancelled")
+            await to_its_end(self._end("cancelled"))
         except _NotOwnedError:
             logger.warning("batch %s stops here: another server has it", batch["id"])
         except BatchStopped as error:
@@ -84,7 +83,7 @@ class BatchJob:
 
     async def _fail(self, errors: list[dict[str, Any]]) -> None:
         self.batch["errors"] = {"object": "list", "data": errors}
-        await self._end("failed")
+        await to_its_end(self._end("failed"))
 
     async def _answer_all(self, *, is_expired: bool = False) -> bool:
         """Answer the remaining lines, with errors if the batch `is_expired`. Return whether all lines have an answer;
@@ -151,29 +150,26 @@ class BatchJob:
 
             batch |= {"status": "in_progress", "in_progress_at": int(time.time())}
             await self._store_surely(begin)
-        return await self._store.run(
-            lambda database: {
-                *database.chunk_numbers(batch["output_file_id"]),
-                *database.chunk_numbers(batch["error_file_id"]),
-            }
-        )
+
+        def answered(database: Database) -> tuple[list[int], list[int]]:
+            return database.chunk_numbers(batch["output_file_id"]), database.chunk_numbers(batch["error_file_id"])
+
+        completed, failed = await self._store.run(answered)
+        # Of an interrupted try, answers may be counted that are not stored.
+        batch["request_counts"] |= {"completed": len(completed), "failed": len(failed)}
+        return {*completed, *failed}
 
     async def _checked(self) -> int:
         """Return the number of lines. Raises `_InvalidBatch` if two have the same `custom_id`, by which clients tell
         answers apart."""
-        decode, seen, num_lines = self._app.state.octavo.json_worker.parse, set[bytes](), 0
+        decode, ids, num_lines = self._app.state.octavo.json_worker.parse, CustomIds(), 0
         found: list[dict[str, Any]] = []
         async for number, line in self._lines():
             num_lines += 1
-            custom_id = await custom_id_of(line, decode)
-            if custom_id is None:  # the error file says so
-                continue
-            digest = hashlib.blake2b(encode_json(custom_id), digest_size=16).digest()
-            if digest in seen and len(found) < MAX_SHOWN_ERRORS:
-                message = f"custom_id {custom_id!r:.100} is that of an earlier line; each must be unique in a batch."
-                fields = {"code": "duplicate_custom_id", "message": message, "param": "custom_id", "line": number + 1}
+            repeated = ids.repeated(await custom_id_of(line, decode))
+            if repeated is not None and len(found) < MAX_SHOWN_ERRORS:
+                fields = {"code": "duplicate_custom_id", "message": repeated, "param": "custom_id", "line": number + 1}
                 found.append(fields)
-            seen.add(digest)
         if found:
             raise _InvalidBatch(found)
         return num_lines
@@ -202,11 +198,7 @@ class BatchJob:
             database.add_chunks(file_id, [(number, line)])
             stored_files.write(database, BATCH, batch, is_owned=True)
 
-        try:
-            await self._store_surely(write)
-        except RequestError:
-            batch["request_counts"][count] -= 1
-            raise
+        await self._store_surely(write)
 
     async def _end(self, status: str) -> None:
         batch = self.batch
@@ -216,10 +208,11 @@ class BatchJob:
         life_s = (batch.get("output_expires_after") or {}).get("seconds")
 
         def end(database: Database) -> None:
-            ended = dict(batch)  # `batch` stays as it is for another try
-            for name in ("output_file_id", "error_file_id"):
+            ended = {**batch, "request_counts": dict(batch["request_counts"])}  # `batch` stays for another try
+            for name, count in (("output_file_id", "completed"), ("error_file_id", "failed")):
                 if batch[name] is None:
                     continue
+                ended["request_counts"][count] = len(database.chunk_numbers(batch[name]))
                 num_bytes = database.num_chunk_bytes(batch[name])
                 if num_bytes and database.get(FILE, batch[name]) is not None:
                     file = stored_files.read(stored_files.find(database, FILE, batch[name]))

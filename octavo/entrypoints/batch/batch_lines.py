@@ -6,6 +6,7 @@ have been answered, and whether the lines are unchanged.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import zlib
 from collections.abc import Callable
@@ -89,15 +90,40 @@ def read_line(line: bytes, endpoint: str | None = None, decode: Callable[[bytes]
     return Line(custom_id, url, encode_in_pieces(body) if is_large(body) else encode_json(body))
 
 
+class CustomIds:
+    """Finds the `custom_id`s that a batch has twice, in a few bytes for each."""
+
+    def __init__(self) -> None:
+        self._seen = set[bytes]()
+
+    def repeated(self, custom_id: str | None) -> str | None:
+        """Return what is wrong with the next line's id if an earlier line has it; otherwise None."""
+        if custom_id is None:  # the answer to the line says so
+            return None
+        digest = hashlib.blake2b(encode_json(custom_id), digest_size=16).digest()
+        if digest in self._seen:
+            return f"custom_id {custom_id!r:.100} is that of an earlier line; each must be unique in a batch."
+        self._seen.add(digest)
+        return None
+
+
 async def custom_id_of(line: bytes, decode: Callable[[bytes], Any]) -> str | None:
     """Return the `custom_id` of a line, or None if it has none. `decode` parses large lines, in another process."""
     try:
-        if is_large_json(line):
-            found = await run_off_loop(lambda: decode(line), length=len(line), is_json=True)
-            custom_id = found.get("custom_id") if isinstance(found, dict) else None
-        else:
-            custom_id = _decode_id(line).custom_id
+        if not is_large_json(line):
+            return read_custom_id(line)
+        found = await run_off_loop(lambda: decode(line), length=len(line), is_json=True)
     except (RecursionError, RequestError, ValueError):  # it is no request
+        return None
+    custom_id = found.get("custom_id") if isinstance(found, dict) else None
+    return custom_id if isinstance(custom_id, str) else None
+
+
+def read_custom_id(line: bytes) -> str | None:
+    """Return the `custom_id` of a line, or None if it has none."""
+    try:
+        custom_id = _decode_id(line).custom_id
+    except (RecursionError, ValueError):  # it is no request
         return None
     return custom_id if isinstance(custom_id, str) else None
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.entrypoints.batch.answer_lines import answer_lines
-from octavo.entrypoints.batch.batch_lines import checksum, read_answered
+from octavo.entrypoints.batch.batch_lines import CustomIds, checksum, read_answered, read_custom_id
 from octavo.errors import ConfigError
 from octavo.file_lock import lock
 
@@ -39,8 +39,11 @@ class BatchFiles:
         self.num_failed = 0  # failed lines among those answered by this object
         try:
             with open(input_path, "rb") as file:
-                for _ in _lines(file, max_line_bytes):
+                ids = CustomIds()
+                for line in _lines(file, max_line_bytes):
                     self.num_lines += 1
+                    if (repeated := ids.repeated(read_custom_id(line))) is not None:
+                        raise ConfigError(f"{input_path}, request {self.num_lines}: {repeated}")
             self._output = os.open(output_path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be used: {error.strerror}.") from None

@@ -7,10 +7,11 @@ clients of other servers want to cancel.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol
 
 from octavo.entrypoints.http.server_state import ServerState
 from octavo.entrypoints.http.store import BEAT_S, Database, StoreError
@@ -24,6 +25,15 @@ class Job(Protocol):
     """Work to run in the background. It stores its own results."""
 
     async def run(self) -> None: ...
+
+
+async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Wait until `work` is done. A job stores its end so: clients may cancel it while it does, and more than once."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(task)
+    task.result()
 
 
 class BackgroundJobs:

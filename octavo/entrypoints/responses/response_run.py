@@ -8,10 +8,11 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from octavo.entrypoints.chat.conversation import Progress
+from octavo.entrypoints.http.background_jobs import to_its_end
 from octavo.entrypoints.http.error_responses import error_fields
 from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.server_state import ServerState
-from octavo.entrypoints.http.store import Database, StoreError
+from octavo.entrypoints.http.store import Database, StoreError, StoreFullError
 from octavo.entrypoints.http.streaming import named_event
 from octavo.entrypoints.responses import stored_conversations, stored_responses
 from octavo.entrypoints.responses.items import Item
@@ -123,8 +124,14 @@ class BackgroundRun(ResponseRun):
         except Exception as error:
             await self._tell(self._fail(error))
         finally:
+            await to_its_end(self._end())
+
+    async def _end(self) -> None:
+        """Store the response, and let those who follow it go."""
+        try:
             await self._progress.aclose()
             await self._keep_log()
+        finally:
             self._is_over = True
             await self._tell([])
 
@@ -153,7 +160,14 @@ class BackgroundRun(ResponseRun):
             database.add_chunks(self.response["id"], enumerate(self._log))
 
         try:
-            await self._state.store.run(keep)
+            try:
+                await self._state.store.run(keep)
+            except StoreFullError as full:  # those who ask later must not wait for ever
+                error = {"code": "server_error", "message": str(full)}
+                lost = self.response | {"status": "failed", "output": [], "completed_at": None, "error": error}
+                await self._state.store.run(
+                    lambda database: stored_responses.write(database, lost, self._items, needs_room=False)
+                )
         except StoreError as error:
             logger.error("response %s is not stored: %s", self.response["id"], error)
 

@@ -41,9 +41,12 @@ def find(database: Database, response_id: str) -> Stored:
     return stored
 
 
-def write(database: Database, response: dict[str, Any], items: list[Item], *, is_owned: bool = False) -> None:
+def write(
+    database: Database, response: dict[str, Any], items: list[Item], *, is_owned: bool = False, needs_room: bool = True
+) -> None:
     """Store a response. `is_owned` says that it is unfinished."""
-    database.put(KIND, response["id"], encode_json(response), encode_json(items), is_owned=is_owned)
+    fields = encode_json(response), encode_json(items)
+    database.put(KIND, response["id"], *fields, is_owned=is_owned, needs_room=needs_room)
 
 
 def with_history(

@@ -34,10 +34,10 @@ def line(id: str, url: str = "/v1/chat/completions", **body: Any) -> bytes:
 
 
 BAD: Any = [
-    b"not JSON\n", b"[1]\n", b'{"custom_id": 1}\n', b'{"custom_id": "a", "method": "GET"}\n',
-    b'{"custom_id": "a", "method": "POST", "url": "/health", "body": {}}\n',
-    b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": []}\n',
-    line("a", "/v1/completions", prompt="x", stream=True), b'{"custom_id": "\xff"}\n', b"[" * 100_000 + b"\n",
+    b"not JSON\n", b"[1]\n", b'{"custom_id": 1}\n', b'{"custom_id": "get", "method": "GET"}\n',
+    b'{"custom_id": "url", "method": "POST", "url": "/health", "body": {}}\n',
+    b'{"custom_id": "list", "method": "POST", "url": "/v1/completions", "body": []}\n',
+    line("stream", "/v1/completions", prompt="x", stream=True), b'{"custom_id": "\xff"}\n', b"[" * 100_000 + b"\n",
 ]  # fmt: skip
 
 
@@ -425,6 +425,92 @@ def test_a_batch_whose_lines_have_the_same_id_is_refused(
         ("duplicate_custom_id", number, "custom_id") for number in (6, 9, 10)
     ]
     assert "'a'" in str(ended.errors.data[0].message) and not engine.seen
+
+
+def test_a_file_with_the_same_id_twice_is_refused(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"".join([line("a"), b"\n", b"{}\n", b"{}\n", b"not JSON\n", line("b"), line("a")]))
+    with pytest.raises(ConfigError, match="request 6: custom_id 'a' is that of an earlier line"):
+        BatchFiles(source, target, 10_000)
+    assert not target.exists()
+
+
+class DirectStore:
+    """Runs the work of a store in the caller, when `may_run` lets it."""
+
+    def __init__(self) -> None:
+        self.database, self.may_run, self.is_asked = Database(None, 1 << 20), asyncio.Event(), asyncio.Event()
+        self.may_run.set()
+
+    async def run(self, work: Any) -> Any:
+        self.is_asked.set()
+        await self.may_run.wait()
+        return work(self.database)
+
+
+def begun_job() -> tuple[batch_job.BatchJob, DirectStore]:
+    """Return a batch of which lines 0 and 2 have an answer and line 1 an error, and which has counted more."""
+    store = DirectStore()
+    batch = {"id": "b", "status": "in_progress", "output_file_id": "out", "error_file_id": "err"}
+    batch["request_counts"] = {"total": 9, "completed": 7, "failed": 3}  # type: ignore[assignment]
+    stored_files.write(store.database, "batch", batch, is_owned=True)
+    store.database.add_chunks("out", [(0, b"a"), (2, b"b")])
+    store.database.add_chunks("err", [(1, b"c")])
+
+    class State:
+        is_stopping = False
+
+    state: Any = State()
+    state.store = store
+    return batch_job.BatchJob(state, state, batch), store
+
+
+def stored_batch(store: DirectStore) -> dict[str, Any]:
+    return stored_files.read(stored_files.find(store.database, "batch", "b"))
+
+
+def test_a_batch_counts_the_answers_that_are_stored() -> None:
+    async def run() -> None:
+        counts = {"total": 9, "completed": 2, "failed": 1}
+        job, store = begun_job()
+        assert await job._begin() == {0, 1, 2} and job.batch["request_counts"] == counts
+        job, store = begun_job()
+        await job._end("cancelled")
+        assert stored_batch(store)["request_counts"] == counts
+        store.database.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("status", ["cancelled", "failed", "completed"])
+def test_a_batch_stores_its_end_though_it_is_cancelled_meanwhile(status: str) -> None:
+    async def run() -> None:
+        job, store = begun_job()
+
+        async def answer_all(**_: Any) -> bool:
+            store.may_run.clear()
+            store.is_asked.clear()
+            if status == "failed":
+                raise RequestError("no")
+            if status == "cancelled":
+                await asyncio.Event().wait()
+            return True
+
+        job._answer_all = answer_all  # type: ignore[method-assign]
+        task = asyncio.ensure_future(job.run())
+        await asyncio.sleep(0)
+        if status == "cancelled":
+            task.cancel()
+        await store.is_asked.wait()
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0)
+        store.may_run.set()
+        await task
+        assert stored_batch(store)["status"] == status and not store.database.owns("batch", "b")
+        store.database.close()
+
+    asyncio.run(run())
 
 
 def test_files_are_listed_by_purpose(client: openai.OpenAI, http: httpx.Client) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from octavo.entrypoints.chat.tools.format_parser import FormatParser
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS
 from octavo.entrypoints.http.store import DEAD_AFTER_S, Database
 from octavo.entrypoints.responses.response_builder import ResponseBuilder
+from octavo.entrypoints.responses.response_run import BackgroundRun
 from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
 from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
 from tests.waiting import wait_until, within
@@ -313,6 +315,46 @@ def test_background_responses_are_polled_followed_and_cancelled(http: httpx.Clie
     engine.is_paused = False
     plain = post(http)
     assert http.post(f"/v1/responses/{plain['id']}/cancel").status_code == 400
+
+
+def test_a_background_response_that_the_full_store_does_not_take_is_failed(
+    http: httpx.Client, shared_agent: tuple[Any, FakeEngine], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.is_paused = True
+    path = f"/v1/responses/{post(http, background=True)['id']}"
+    monkeypatch.setattr(shared_agent[0].server.state.store.database, "_max_bytes", 0)
+    engine.is_paused = False
+    wait_until(lambda: http.get(path).json()["status"] == "failed")
+    assert "has no room" in http.get(path).json()["error"]["message"]
+
+
+def test_a_background_response_that_is_cancelled_twice_lets_its_followers_go() -> None:
+    async def run() -> None:
+        state, builder, is_asked, may_store = SimpleNamespace(), SimpleNamespace(), asyncio.Event(), asyncio.Event()
+
+        async def store(work: Any) -> None:
+            is_asked.set()
+            await may_store.wait()
+
+        async def progress() -> AsyncGenerator[Any, None]:
+            await asyncio.Event().wait()
+            yield
+
+        builder.response = {"id": "r"}
+        builder.begin, builder.cancel = list, lambda: None
+        state.store = SimpleNamespace(run=store)
+        job: Any = BackgroundRun(state, builder, [], progress())  # type: ignore[arg-type]
+        task, follower = asyncio.ensure_future(job.run()), asyncio.ensure_future(anext(job.follow(-1), None))
+        await asyncio.sleep(0)
+        task.cancel()
+        await is_asked.wait()
+        task.cancel()
+        await asyncio.sleep(0)
+        may_store.set()
+        await task
+        assert await follower is None
+
+    asyncio.run(run())
 
 
 def test_a_client_that_leaves_ends_its_request(http: httpx.Client, engine: FakeEngine) -> None:
