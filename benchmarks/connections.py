@@ -36,11 +36,10 @@ from benchmarks.front_end import CountingCore, in_process
 from octavo.config import AsyncEngineArgs
 from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.entrypoints.chat.chat_template import compile_chat_template
-from octavo.entrypoints.http.server import collect_rarely
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.uvicorn_server import HttpServer
 from octavo.metrics.prometheus import EngineMetrics
-from octavo.processes import allow_files
+from octavo.processes import allow_files, collect_rarely
 
 STEP_S = 0.02
 KEY = "watched"

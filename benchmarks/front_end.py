@@ -56,10 +56,10 @@ from octavo.engine.wire import (
 from octavo.entrypoints.chat.chat_template import compile_chat_template
 from octavo.entrypoints.http import uvicorn_server
 from octavo.entrypoints.http.front_ends import FrontEnds, one_store, share_port
-from octavo.entrypoints.http.server import _bind, collect_rarely
+from octavo.entrypoints.http.server import _bind
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.metrics.prometheus import EngineMetrics
-from octavo.processes import allow_files
+from octavo.processes import allow_files, collect_rarely
 from octavo.request import EngineRequest, SequenceOutput
 from octavo.stats import EngineStats
 

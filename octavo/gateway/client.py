@@ -91,7 +91,7 @@ class Client:
         self.meter: Meter | None = None  # of a client whose tokens are counted
         self.hides_usage = False  # of a stream, which the gateway has asked for
         self.num_lost = 0  # replicas that were lost before they answered it
-        self.load_s = 0.0  # how long the request has waited for its model
+        self.loads_s: list[float] = []  # how long the request has waited for models
 
     @property
     def has_begun(self) -> bool:

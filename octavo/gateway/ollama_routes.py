@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -94,7 +95,7 @@ class OllamaRoutes:
         translator = AnswerTranslator(client.send, translated, request.arrival)
         # It has not asked for events: comments have no place in Ollama's answers.
         inner_client = Client(translator, translated.path, request_id=client.request_id)
-        translator.load_s = lambda: inner_client.load_s
+        translator.load_s = partial(sum, inner_client.loads_s)  # not the client, which has the translator
         is_stream = "stream" in translated.body
         data = msgspec.json.encode(translated.body)
         body = RequestBody(data, translated.model, is_stream, is_json=True, wants_usage=is_stream)

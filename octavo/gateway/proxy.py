@@ -201,7 +201,7 @@ class Proxy:
     async def _answer_with_any(
         self, deployments: list[Deployment], keeper: Replica | None, request: ProxyRequest, client: Client
     ) -> None:
-        first_error: RequestError | None = None
+        errors: list[RequestError] = []
         for one in deployments:
             if request.meter is not None:
                 await request.meter.admit(one.name)
@@ -212,9 +212,8 @@ class Proxy:
             except RequestError as error:
                 if error.status not in _BUSY or client.has_answer:
                     raise
-                first_error = first_error or error
-        assert first_error is not None
-        raise first_error
+                errors = errors or [error]
+        raise errors.pop()  # a local variable of its own traceback would be a cycle
 
     def _place(self, request: ProxyRequest) -> tuple[Deployment, Replica | None]:
         """The model, and the replica if only one can answer, as it keeps what the request is about. Raises
@@ -403,7 +402,7 @@ class Proxy:
             ) from None  # fmt: skip
         finally:
             self._num_waiting -= 1
-            client.load_s += time.monotonic() - begin
+            client.loads_s.append(time.monotonic() - begin)
 
     async def _with_comments(self, work: Awaitable[None], model: str, client: Client) -> None:
         interval_s = self._limits.stream_keep_alive_s

@@ -35,7 +35,7 @@ from octavo.gateway.page import Page
 from octavo.gateway.proxy import WaitLimits
 from octavo.gateway.serve_process import ServeProcess
 from octavo.logs import configure_logging
-from octavo.processes import allow_files, event_loop_factory
+from octavo.processes import allow_files, collect_rarely, event_loop_factory
 
 logger = logging.getLogger("octavo.gateway")
 
@@ -170,6 +170,7 @@ async def _serve(
         logger.info("the admin routes listen at %s", address_of(admin_sock))
     names = ", ".join(catalogue.models) + ("" if find_local is None else " and models that are pulled")
     logger.info("the gateway listens at %s, for %s", address_of(sock), names)
+    collect_rarely()
     await server.serve([sock])
 
 

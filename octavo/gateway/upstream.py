@@ -128,7 +128,7 @@ class Answer:
         self._waiter: asyncio.Future[None] | None = None
         self._timeout_s = timeout_s
         self._heard_at = 0.0  # when something came last, or the reader began to wait
-        self.timer = asyncio.get_running_loop().call_later(timeout_s, self._look)
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._look)
 
     def header(self, name: bytes) -> bytes:
         """Return the value of a header, in small letters; empty if there is none."""
@@ -205,6 +205,11 @@ class Answer:
             self._failure = failure
             self.wake()
 
+    def forget(self) -> None:
+        """Drop the timer, and the failure, whose traceback has the answer: they would keep it after its end."""
+        self._timer.cancel()
+        self._failure = None
+
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -223,7 +228,7 @@ class Answer:
         waits = self._waiter is not None and not self._waiter.done()
         silent_s = time.monotonic() - self._heard_at if waits else 0.0
         if silent_s < self._timeout_s:
-            self.timer = asyncio.get_running_loop().call_later(self._timeout_s - silent_s, self._look)
+            self._timer = asyncio.get_running_loop().call_later(self._timeout_s - silent_s, self._look)
         else:
             self.fail(UpstreamError(f"nothing came for {self._timeout_s:g} s"))
 
@@ -269,7 +274,7 @@ class _Connection(asyncio.Protocol):
         return answer
 
     def end(self, answer: Answer) -> None:
-        answer.timer.cancel()
+        answer.forget()
         if self._answer is not answer:
             return
         self._answer = None
@@ -307,6 +312,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._others.discard(self)
+        self._parser = None  # which refers to this object
         if self in self._idle:
             self._idle.remove(self)
         if (answer := self._answer) is None:

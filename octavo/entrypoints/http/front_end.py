@@ -33,7 +33,7 @@ from octavo.logs import configure_logging
 from octavo.metrics.log_line import INTERVAL_S, LogLine
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.metrics.summed import snapshot
-from octavo.processes import allow_files, event_loop_factory
+from octavo.processes import allow_files, collect_rarely, event_loop_factory
 
 logger = logging.getLogger("octavo.server")
 
@@ -79,7 +79,6 @@ def _end_with_hub(store_folder: str | None, parent: int) -> None:
 
 
 async def _serve(given: FrontEndArgs) -> None:
-    from octavo.entrypoints.http.server import collect_rarely
     from octavo.entrypoints.http.uvicorn_server import HttpServer
     from octavo.entrypoints.openai import lora_adapters
     from octavo.entrypoints.openai.request_bodies import LoadAdapterRequest, UnloadAdapterRequest

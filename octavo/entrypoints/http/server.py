@@ -28,7 +28,7 @@ from octavo.logs import configure_logging
 from octavo.metrics.log_line import LogLine
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.phases import Phases
-from octavo.processes import allow_files, event_loop_factory
+from octavo.processes import allow_files, collect_rarely, event_loop_factory
 from octavo.variables import COUNTERPARTS, HARMLESS
 
 if TYPE_CHECKING:
@@ -230,16 +230,6 @@ def run_headless(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
             ready_timeout_s=args.engine_ready_timeout or None,
             shutdown_timeout_s=args.shutdown_timeout,
         ).run()
-
-
-def collect_rarely() -> None:
-    """Let the collector pass over all objects that are there, and do full collections rarely. A thousand streams are
-    half a million objects, and a full collection would stop them for 0.1 s. Requests leave no cycles that only a full
-    collection would find. Refused media are in cycles until a young one: rarer ones cost 100 MB."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(5_000, 4, 1_000)
-    gc.enable()
 
 
 async def _serve(started: _Started) -> None:
