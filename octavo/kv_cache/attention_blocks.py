@@ -34,12 +34,12 @@ class AttentionBlocks:
         num_all = -(-num_tokens // self.block_size)
         if not self.window:
             return num_all
-        num_seen = self.window - 1 + num_step_tokens  # by all tokens of a step
+        num_seen = self.window - 1 + num_step_tokens  # tokens that all tokens of a step see
         return min(num_all, (num_seen - 2) // self.block_size + 2)  # for any position within a block
 
     def num_prefix_blocks(self, keys: list[bytes], limit: int, tier: Container[bytes] = ()) -> int:
-        """Return the longest prefix, in blocks up to `limit`, of which the index or the `tier` below it has all that
-        later tokens see."""
+        """Return the longest prefix, in blocks up to `limit`, for which the index or the `tier` below it has every
+        block that later tokens see."""
         lookup, suffix = self.pool.lookup, self.key_suffix
         if not self.window:
             for i in range(limit):
@@ -74,8 +74,8 @@ class AttentionBlocks:
         return table
 
     def num_free_needed(self, table: list[int], num_tokens: int, num_step_tokens: int) -> int:
-        """Return the free blocks needed to compute `num_tokens` after a prefix that will be shared, or swapped in. Free
-        blocks of the prefix itself count."""
+        """Return the free blocks needed to compute `num_tokens` after a prefix that will be shared or swapped in,
+        including those blocks of the prefix that are free now."""
         num_missing = -(-num_tokens // self.block_size) - table.count(self.null)
         needed = min(num_missing, self.num_most_blocks(num_tokens, num_step_tokens))
         return needed - sum([block != self.null and self.pool.ref_counts[block] > 0 for block in table])

@@ -1,8 +1,9 @@
 """Events of the prefix cache: which blocks entered it with which tokens, and which have left it.
 
 A router that knows what each engine has cached sends a prompt to the engine that has most of it. The events have the
-names and fields of vLLM's. Blocks of one group of layers are reported: of those that see all tokens, if there are any.
-Prompts with media or a cache salt are left out, because a router cannot tell their blocks from the tokens.
+names and fields of vLLM's. Only the blocks of one group of layers are reported: a group that sees all tokens, if the
+model has one. Prompts with media or a cache salt are left out, because a router cannot tell their blocks from the
+tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
     """Blocks that follow each other in a sequence have entered the prefix cache."""
 
     block_hashes: list[int]
-    parent_block_hash: int | None  # of the block before them; None: they begin the sequence
+    parent_block_hash: int | None  # hash of the block before them; None: they begin the sequence
     token_ids: list[int]  # block_size for each block
     block_size: int
     lora_id: int | None  # vLLM's old name of `lora_name`: not used
@@ -53,7 +54,7 @@ class BlockEvents:
         self._window = window or None
         self._kind = "sliding_window" if window else "full_attention"
         self._stored: set[bytes] = set()  # keys of the blocks that subscribers know
-        self._events: list[Event] = [AllBlocksCleared()]  # what subscribers know of an earlier engine is void
+        self._events: list[Event] = [AllBlocksCleared()]  # voids what subscribers know of an earlier engine
         pool.watchers.append(self)
 
     def entered(self, block: int, key: bytes) -> None:
@@ -90,7 +91,7 @@ class BlockEvents:
             run.token_ids += seq.token_ids[i * self._block_size : (i + 1) * self._block_size]
 
     def clear(self) -> None:
-        """Report that the prefix cache is empty, in the place of all events that `take` has not returned."""
+        """Report that the prefix cache is empty, instead of the events that `take` has not returned yet."""
         self._stored.clear()
         self._events = [AllBlocksCleared()]
 

@@ -1,12 +1,12 @@
 """A folder of cached blocks, one file a block, named by content. Servers may share it, and it outlives them.
 
-A file's time of modification is when its block was last used, or until when a session keeps it: a time in the future.
-The oldest time goes first. A session is a file too, which lists its blocks.
+A file's time of modification is when its block was last used, or a time in the future until which a session keeps the
+block. The file with the oldest time is removed first. A session is a file too, which lists its blocks.
 
-The files of one fingerprint are in one subfolder. The fingerprint covers everything beside the tokens that decides a
-block's bits, so a file from another server, machine or year is right or not found. A file appears whole, by renaming,
-and ends with a checksum of its name and its contents: a torn, damaged or misplaced file is found when it is read, and
-removed. Nothing here knows pools or threads; `octavo.kv_cache.disk_tier` calls it.
+The files of one fingerprint are in one subfolder. The fingerprint covers everything besides the tokens that decides a
+block's bits, so a file that is found has the right contents, whichever server or machine wrote it. A file appears
+whole, by renaming, and ends with a checksum of its name and its contents: a torn, damaged or misplaced file is found
+when it is read, and removed. Nothing here knows pools or threads; `octavo.kv_cache.disk_tier` calls it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _FORMAT = "octavo-kv-1"
 _DIGEST_BYTES = 32
 _PAGE = 4096  # file systems give whole pages
 _SESSION = ".session"
-_KEPT_SHARE = 0.5  # of the folder, which sessions keep at most
+_KEPT_SHARE = 0.5  # the share of the folder that sessions may keep
 _PART = ".part"
-_FRESH_NS = 10_000_000_000  # a block that was used since is not marked again: prompts of a conversation begin alike
+_FRESH_NS = 10_000_000_000  # a block used within this time is not marked again: prompts of a conversation begin alike
 # The folder is read again when this share of its limit has been written, as other servers write there too.
 _RESCAN_SHARE = 1 / 16
 
@@ -66,7 +66,7 @@ def _unusable(folder: str, error: OSError) -> ConfigError:
 
 
 def notes_folder(folder: str) -> Path:
-    """Return the place for what servers note of a model's files."""
+    """Return the folder for the notes that servers keep about a model's files."""
     return Path(folder, _FORMAT, "weights")
 
 
@@ -84,13 +84,13 @@ class BlockFiles:
         self.num_bytes = 0  # of all fingerprints, as far as known
         self.num_kept_bytes = 0  # of blocks that sessions keep
         self._files: dict[_Key, _File] = {}
-        self._by_time: list[tuple[int, _Key]] = []  # heap of all files, and of times that have changed since
+        self._by_time: list[tuple[int, _Key]] = []  # heap of all files, with former times of some
         self._sessions: dict[str, int] = {}  # names of the own sessions' files, and their times
         self._kept: dict[_Key, int] = {}  # sizes of files whose time is in the future
-        self._ends: list[tuple[int, _Key]] = []  # heap of their times
+        self._ends: list[tuple[int, _Key]] = []  # heap of the times of `_kept`
         self.num_damaged = 0  # blocks that `read` has removed
         self._unscanned_bytes = 0  # written since the last scan
-        self._lock = threading.Lock()  # for the files that are known, and sums over them
+        self._lock = threading.Lock()  # for `_files`, and sums over them
         try:
             (self._root / self._own).mkdir(exist_ok=True, mode=0o700)
             self.scan()
@@ -98,7 +98,7 @@ class BlockFiles:
             raise _unusable(folder, e) from None
 
     def has(self, name: Name) -> bool:
-        """Return whether a block is there, also if another server has written it."""
+        """Return whether the folder has a block, even if another server has written it."""
         return self._has(_file_name(name))
 
     def _has(self, file_name: str) -> bool:
@@ -112,12 +112,12 @@ class BlockFiles:
         return True
 
     def knows(self, name: Name) -> bool:
-        """Return whether a block was there when this process last wrote or looked. No file is touched."""
+        """Return whether the folder had a block when this process last wrote or scanned. No file is touched."""
         return (self._own, _file_name(name)) in self._files
 
     def write(self, name: Name, contents: NDArray[np.uint8], keep_until: float = 0.0) -> bool:
-        """Write a block, [num_bytes] uint8, and keep it until `time.time` is `keep_until`. Returns False if it is
-        larger than the folder may be. Raises `OSError`; then nothing is left of it."""
+        """Write a block, [num_bytes] uint8, and keep it until `time.time` is `keep_until`. Returns False if the block
+        is larger than the folder's limit. Raises `OSError`, and leaves no part of the block."""
         return self._write(_file_name(name), contents.data, keep_until)
 
     def _write(self, file_name: str, data: memoryview, keep_until: float) -> bool:
@@ -135,7 +135,7 @@ class BlockFiles:
             Path(part).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             file = os.open(part, flags, 0o600)
         try:
-            lock(file)  # a part without a lock is what a killed process left
+            lock(file)  # an unlocked part was left by a killed process
             _write_all(file, [data, memoryview(self._digest(file_name, data))])
             used = self._time(size, keep_until)
             os.utime(file, ns=(used, used))
@@ -173,9 +173,9 @@ class BlockFiles:
         return False
 
     def touch(self, names: Iterable[Name]) -> None:
-        """Mark the blocks of a prompt, its first one first, as used now. Each block gets an earlier time than the block
-        before it, without which it is worth nothing. Where their order is right already, blocks that were used in the
-        last seconds stay as they are, and so do kept ones."""
+        """Mark the blocks of a prompt, in order, as used now. Each block gets an earlier time than the block before it,
+        because it is useless without that block. Kept blocks stay as they are, and so do blocks used in the last
+        seconds if their order is right."""
         now = time.time_ns()
         before = now + 1
         for name in names:
@@ -189,7 +189,8 @@ class BlockFiles:
                 before = found.used
 
     def keep(self, names: Iterable[Name], keep_until: float) -> None:
-        """Keep blocks until `time.time` is `keep_until`. Where sessions keep too much already, they are used now."""
+        """Keep blocks until `time.time` is `keep_until`. If sessions keep too much already, mark the blocks as used now
+        instead."""
         for name in names:
             key = self._own, _file_name(name)
             if (found := self._files.get(key)) is not None:
@@ -203,7 +204,8 @@ class BlockFiles:
             os.utime(self._path_of(*key), ns=(used, used))  # for other servers, and for the next one
 
     def _time(self, size: int, keep_until: float) -> int:
-        """Return the time of a file of `size` that is used now: `keep_until`, if sessions may keep so much more."""
+        """Return the time for a file of `size` bytes that is used now: `keep_until` if sessions may keep so many bytes
+        more, otherwise now."""
         now, end = time.time_ns(), int(keep_until * 1e9)  # the system's own times are some milliseconds coarse
         with self._lock:
             while self._ends and self._ends[0][0] <= now:
@@ -213,14 +215,14 @@ class BlockFiles:
             return end if end > now and self.num_kept_bytes + size <= _KEPT_SHARE * self.limit_bytes else now
 
     def keep_session(self, session: str, names: Collection[Name], keep_until: float) -> None:
-        """Note that a session has these blocks too, for `drop_session`, and keep those that are there. Blocks that it
-        had are forgotten where they are gone."""
+        """Add blocks to a session's file, for `drop_session`, and keep those that are in the folder. Blocks of the
+        session that are gone are removed from its file."""
         self.keep(names, keep_until)
         lines = {line for line in self._lines(session) if self._has(line)} | {_file_name(name) for name in names}
         self._write(session + _SESSION, memoryview("\n".join(sorted(lines)).encode()), keep_until)
 
     def drop_session(self, session: str, names: Iterable[Name] = ()) -> None:
-        """Remove a session, and those of its blocks, with `names`, that no other session has."""
+        """Remove a session, and those of its blocks and of `names` that no other session has."""
         own = self._lines(session) | {_file_name(name) for name in names}
         for other in self.sessions():
             if own and other != session:
@@ -230,16 +232,16 @@ class BlockFiles:
         self.forget_session(session)
 
     def forget_session(self, session: str) -> None:
-        """Remove a session, and none of its blocks."""
+        """Remove a session, but none of its blocks."""
         self._remove((self._own, session + _SESSION))
 
     def sessions(self) -> dict[str, float]:
         """Return the sessions of the own fingerprint, and until when each is kept, in seconds of `time.time`: a time in
-        the past where there was no room to keep it."""
+        the past if it has ended, or if there was no room to keep it."""
         return {name.removesuffix(_SESSION): used / 1e9 for name, used in self._sessions.copy().items()}
 
     def session_names(self, session: str) -> set[Name]:
-        """Return the blocks of a session; none if there is no such session."""
+        """Return the blocks of a session; an empty set if there is no such session."""
         parts = [line.partition("-") for line in self._lines(session)]
         return {(int(pool), bytes.fromhex(key)) for key, _, pool in parts}
 
@@ -267,8 +269,8 @@ class BlockFiles:
             self._remove(key)
 
     def scan(self) -> None:
-        """Find the files again: those of other servers too. Parts that killed processes have left are removed, and the
-        blocks that were used longest ago if there are too many."""
+        """Read the folder again, to find the files of other servers too. Removes parts that killed processes have left,
+        and the blocks used longest ago if there are too many."""
         found: list[tuple[_Key, int, int]] = []
         for fingerprint, entry in self._entries():
             try:
@@ -286,7 +288,7 @@ class BlockFiles:
         ends = [(files[key].used, key) for key in kept]
         heapq.heapify(by_time)
         heapq.heapify(ends)
-        with self._lock:  # `knows` takes no lock: it sees the former files or all of these
+        with self._lock:  # `knows` takes no lock: it sees the former files or the new ones
             self._files, self._by_time, self._kept, self._ends = files, by_time, kept, ends
             self._sessions = {key[1]: file.used for key, file in files.items() if self._is_session(key)}
             self.num_bytes, self.num_kept_bytes = sum(file.size for file in files.values()), sum(kept.values())
@@ -294,7 +296,7 @@ class BlockFiles:
         self._make_room(0)
 
     def _entries(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Yield every file with the fingerprint that it is of."""
+        """Yield (fingerprint, entry) for every file."""
         for fingerprint in _folders(str(self._root)):
             for folder in _folders(fingerprint.path):
                 with contextlib.suppress(OSError), os.scandir(folder.path) as entries:
@@ -318,7 +320,7 @@ class BlockFiles:
         with self._lock:
             self._subtract(key)
             self._add(key, size, used)
-            if len(self._by_time) > 2 * len(self._files) + 1000:  # most of it are former times
+            if len(self._by_time) > 2 * len(self._files) + 1000:  # most entries are former times
                 self._by_time = [(file.used, key) for key, file in self._files.items()]
                 heapq.heapify(self._by_time)
 
@@ -374,7 +376,7 @@ def _folders(path: str) -> list[os.DirEntry[str]]:
 
 
 def _remove_if_left(path: str) -> None:
-    """Remove a part that nobody writes any more."""
+    """Remove an unfinished file if the process that wrote it has ended."""
     file = os.open(path, os.O_WRONLY)
     try:
         lock(file)
@@ -391,7 +393,7 @@ def _write_all(file: int, parts: list[memoryview]) -> None:
 
 
 def _read_all(file: int, parts: list[memoryview]) -> bool:
-    """Fill `parts`. Returns False if the file ends before."""
+    """Fill `parts` from a file. Returns False if the file is too short."""
     while parts:
         num_bytes = os.readv(file, parts)
         if num_bytes == 0:
@@ -401,7 +403,7 @@ def _read_all(file: int, parts: list[memoryview]) -> bool:
 
 
 def _after(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return what is left of `parts` after their first `num_bytes`."""
+    """Return `parts` without their first `num_bytes`."""
     while parts and num_bytes >= len(parts[0]):
         num_bytes -= len(parts[0])
         parts = parts[1:]

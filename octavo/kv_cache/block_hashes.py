@@ -48,7 +48,7 @@ def extend_hashes(hashes: list[bytes], prompt: Prompt, token_ids: Tokens, block_
 
 
 def _media_key(prompt: Prompt, start: int, end: int) -> bytes:
-    """Return what identifies the media in tokens start .. end: their contents, and which rows of them."""
+    """Return the key of the media in tokens start .. end: content hashes, and which of their rows the tokens have."""
     overlapping = [
         (item.position - start, item.num_tokens, item.first_row, item.content_hash)
         for item in prompt.media

@@ -24,7 +24,7 @@ class BlockState(IntEnum):
 
 
 class PoolWatcher(Protocol):
-    """Told of blocks that enter and leave the index of a pool, before their contents change."""
+    """Is called when a block enters or leaves the index of a pool, before its contents change."""
 
     def entered(self, block: int, key: bytes) -> None: ...
     def leaves(self, block: int, key: bytes) -> None: ...
@@ -42,8 +42,8 @@ class BlockPool:
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks  # key under which a block is indexed
         self._index: dict[bytes, int] = {}
-        self.watched: set[int] = set()  # blocks of a prefix that is remembered
-        self.has_lost_watched = False  # one of them has left the index since
+        self.watched: set[int] = set()  # blocks of the remembered prefix
+        self.has_lost_watched = False  # a watched block has left the index
         self.watchers: list[PoolWatcher] = []
         self._sentinel = num_blocks
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
@@ -80,12 +80,12 @@ class BlockPool:
             self._link(block)
 
     def lookup(self, key: bytes) -> int | None:
-        """The block with this content, referenced or free."""
+        """Return the block with this content, referenced or free; None if there is none."""
         return self._index.get(key)
 
     def register(self, block: int, key: bytes) -> None:
-        """Index a full, referenced block by its content. If another block has the same content, it stays indexed while
-        it is referenced; a free one is replaced, as it would be evicted sooner."""
+        """Index a full, referenced block by its content. If another block with the same content is referenced, that one
+        stays in the index; if it is free, the new block replaces it, because a free block would be evicted sooner."""
         other = self._index.get(key)
         if self.hashes[block] is not None or (other is not None and self.ref_counts[other]):
             return

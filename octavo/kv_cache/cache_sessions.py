@@ -21,18 +21,18 @@ from octavo.sequence import Sequence
 if TYPE_CHECKING:
     from octavo.kv_cache.disk_tier import DiskTier
 
-_SWEEP_S = 60.0  # between two looks for sessions that have ended
-_LEAST_PRUNED = 64  # blocks that a session has gained since the last look for those that are gone
-_LEAST_MEMORY_S = 86400.0  # in which a former server's sessions can be dropped
+_SWEEP_S = 60.0  # between two searches for sessions that have ended
+_LEAST_PRUNED = 64  # blocks that a session gains before lost blocks are looked for again
+_LEAST_MEMORY_S = 86400.0  # the sessions of a former server can be dropped at least so long
 
 
 @dataclass(slots=True)
 class _Session:
-    """The blocks that the turns of a conversation left. Those that are gone are forgotten now and then."""
+    """The blocks of a conversation's turns. Lost blocks are removed now and then."""
 
     names: set[Name] = field(default_factory=set)
     keep_until: float = 0.0  # time.time
-    prune_at: int = _LEAST_PRUNED  # blocks, after which those that are gone are looked for
+    prune_at: int = _LEAST_PRUNED  # number of blocks at which lost blocks are looked for
 
 
 class CacheSessions:
@@ -44,7 +44,7 @@ class CacheSessions:
         self._num_blocks = 0  # of all sessions; a block counts in each
         self._next_sweep = 0.0  # time.time
         for session, keep_until in self._files.sessions().items():
-            # There was no room to keep a session whose time has passed, or it has ended.
+            # Sessions whose time has passed can be dropped for a day too: some of their blocks may be left.
             end = max(keep_until, time.time() + _LEAST_MEMORY_S)
             self._remember(session, self._files.session_names(session), end)
 
@@ -57,8 +57,8 @@ class CacheSessions:
         self._num_blocks = 0
 
     def keep(self, seq: Sequence) -> None:
-        """Keep the blocks of a sequence that has ended, if its request is of a session: those that the next turn may
-        begin with, after the answer or after the prompt."""
+        """Keep the blocks of a finished sequence whose request has a session: those of the prompt, and those of prompt
+        and answer, as the next turn may begin with either."""
         request, tier = seq.request, self._tier
         if request.cache_session is None:
             return
@@ -71,7 +71,7 @@ class CacheSessions:
         keep_until = time.time() + request.cache_ttl_s
         tier.keep_on_arrival(found, keep_until)
         self._remember(session, found.keys(), keep_until)
-        unsaved = tier.unsaved.keys() & self._sessions[session].names  # of earlier turns too
+        unsaved = tier.unsaved.keys() & self._sessions[session].names  # includes blocks of earlier turns
         tier.do_in_turn(partial(self._files.keep_session, session, [*found, *unsaved], keep_until), may_skip=True)
         self._forget_old()
 
@@ -84,7 +84,7 @@ class CacheSessions:
         names = self._forget(session)
         freed = set(names)
         for other in self._sessions.values():
-            freed -= freed & other.names  # in the time of the smaller set
+            freed -= freed & other.names  # takes time in proportion to the smaller set
         for name in freed:
             self._tier.forget_block(name)
             pool = self._cache.pools[name[0]]
@@ -111,8 +111,8 @@ class CacheSessions:
         return is_in_pool or self._tier.is_on_its_way(name) or self._files.knows(name)
 
     def _forget_old(self) -> None:
-        """Forget the sessions whose time is over, and those used longest ago where there is no room for so many
-        blocks. Their blocks stay, like those of others."""
+        """Forget the sessions whose time is over, and the least recently used sessions while all together have more
+        blocks than fit on disk. Their blocks stay until they are evicted."""
         now, most = time.time(), self._files.limit_bytes // self._least_block_bytes
         forgotten = []
         if now >= self._next_sweep:
@@ -127,12 +127,12 @@ class CacheSessions:
             self._tier.do_in_turn(partial(self._files.forget_session, session))
 
     def _forget(self, session: str) -> set[Name]:
-        """Return the blocks of a session that is no longer known."""
+        """Forget a session, and return its blocks."""
         names = self._sessions.pop(session).names
         self._num_blocks -= len(names)
         return names
 
 
 def _session_key(session_id: str, salt: str | None) -> str:
-    """Return what a session is known by on disk: tenants with different salts have different sessions."""
+    """Return a session's name on disk. It includes the salt, so that tenants have different sessions."""
     return hashlib.sha256(repr((session_id, salt)).encode()).hexdigest()

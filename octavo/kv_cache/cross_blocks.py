@@ -1,8 +1,9 @@
 """The blocks of a group of cross-attention layers: keys and values of an encoder's output.
 
-They are written when the first token that sees the output is computed, and only read afterwards, until later tokens see
-another image or sound. So a sequence takes all of its blocks at once, its forks share them, and they are never copied.
-A sequence without media has none. They are not in the prefix index: tokens do not identify the encoder's input.
+They are written when the first token that sees the output is computed. After that they are only read, until later
+tokens see another image or sound. So a sequence takes all of its blocks at once, its forks share them, and they are
+never copied. A sequence without media has none. They are not in the prefix index: tokens do not identify the encoder's
+input.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from octavo.kv_cache.block_pool import BlockPool, Copies, TableChanges
 class CrossBlocks:
     """Block tables of a group of cross-attention layers."""
 
-    null = -1  # no block has this number: every entry of a table is a block
+    null = -1  # no block has this number: tables of this group have no null entries
 
     def __init__(self, group: int, pool: BlockPool, block_size: int, num_tokens: int) -> None:
         """`num_tokens` is the most rows of encoder output that a sequence attends to; `num_rows`, in the methods, is

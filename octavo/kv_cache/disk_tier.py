@@ -1,11 +1,12 @@
 """The tier below the block pools: computed blocks go to files, and come back before a prompt is computed.
 
 Blocks are saved outside of the steps: while the engine is idle, for a small share of its time while it is busy, and
-when they are about to leave a pool. The latter takes no more time than reads have saved, beside an advance: a load that
-reads nothing is not slowed down. A thread writes the blocks, from a queue of bounded size; a block that finds the queue
-full is not kept. When it is a waiting sequence's turn, threads read what the pools lack of its prefix, if that is
-predicted to be faster than to compute it. `EngineCore` and its scheduler call everything here, from one thread. See
-`block_files` for the folder, and `cache_sessions` for what clients keep there.
+when they are about to leave a pool. Saving blocks that leave a pool takes no more time than reads have saved, plus an
+advance, so that a load that never reads is not slowed down. A thread writes the blocks, from a queue of bounded size; a
+block that finds the queue full is not kept. When it is a waiting sequence's turn, threads read the blocks of its prefix
+that the pools lack, if reading is predicted to be faster than computing them. `EngineCore` and its scheduler call
+everything here, from one thread. See `block_files` for the folder, and `cache_sessions` for the sessions that clients
+keep there.
 """
 
 from __future__ import annotations
@@ -37,24 +38,24 @@ from octavo.step_cost import StepCostModel, StepWork
 logger = logging.getLogger(__name__)
 
 _QUEUE_BYTES = 64 << 20  # of blocks on their way to the folder, and as much on their way back
-_IDLE_QUEUE_BYTES = 4 << 20  # of them while the engine is idle: the next step finds the writer done
-_MOST_QUEUED = 10_000  # blocks and notes of their use: a disk that hangs lets no more of the latter pile up
+_IDLE_QUEUE_BYTES = 4 << 20  # the limit while the engine is idle, so that the writer is done when the next step begins
+_MOST_QUEUED = 10_000  # entries of the queue; beyond them notes of use are dropped, which pile up if the disk hangs
 _CHUNK_BYTES = 4 << 20  # of blocks that are read together: a few milliseconds
-_FILE_BYTES = 32 << 10  # of a block, at least, in a chunk: opening a file takes as long
+_FILE_BYTES = 32 << 10  # a smaller block counts as so many in a chunk: opening its file takes as long
 _NUM_READERS = 2
 _BUSY_SHARE = 0.003  # of a busy engine's time that saving may take, the writer's time included
-_ADVANCE_S = 1.0  # for saving blocks that leave a pool, before reads have saved any time
-_MOST_EARNED_S = 60.0  # of the time that reads have saved, for saving such blocks
-_MOST_CREDIT_S = 0.02  # of saved-up time: a busy engine saves no longer in one go
-_PATIENCE = 2.0  # a prompt whose blocks take longer than this multiple of computing them is computed,
-_LEAST_PATIENCE_S = 1.0  # but a busy machine may take so long for any of them
-_IDLE_WAIT_S = 0.01  # for the writer; then the caller looks for messages
-_MOST_LOOKS = 4  # misses of other servers' files, for a prompt and a pool: each takes some microseconds
-_LOOK_S = 0.01  # for all looks of a prompt: where the disk takes longer, what is known is enough
-_SAVING_S = 10.0  # for all blocks, where somebody waits for it: a disk that hangs is given up
+_ADVANCE_S = 1.0  # time for saving blocks that leave a pool, before reads have saved any
+_MOST_EARNED_S = 60.0  # upper bound of the time that reads earn for saving such blocks
+_MOST_CREDIT_S = 0.02  # upper bound of the time that a busy engine spends on saving in one go
+_PATIENCE = 2.0  # a prompt is computed if reading its blocks takes longer than this multiple of computing them,
+_LEAST_PATIENCE_S = 1.0  # but not before this time, because reading may be slow on a busy machine
+_IDLE_WAIT_S = 0.01  # longest wait for the writer before the caller looks for messages again
+_MOST_LOOKS = 4  # failed lookups on disk for a prompt in a pool: each takes some microseconds
+_LOOK_S = 0.01  # for all lookups of a prompt; if the disk takes longer, only known files are used
+_SAVING_S = 10.0  # longest wait until all blocks are saved, in case the disk hangs
 _COUNTERS = ("num_disk_hits", "disk_read_bytes", "num_disk_written", "disk_written_bytes", "num_disk_dropped")
 
-# A waiting sequence starts now, waits until blocks are free that its own can be read into, or until they are read.
+# A waiting sequence starts now, waits for free blocks to read its own into, or waits until they are read.
 Turn = Literal["starts", "waits", "reads"]
 
 _Block = tuple[Name, NDArray[np.uint8]]
@@ -77,7 +78,8 @@ class BlockMemory(Protocol):
 
 
 class _PoolWatch(Container[bytes]):
-    """Tells the tier of blocks of one pool, and contains the keys of those that are on disk."""
+    """Tells the tier when blocks of one pool are indexed or lost. As a container it has the keys of the pool's blocks
+    on disk."""
 
     def __init__(self, tier: DiskTier, pool: int) -> None:
         self._tier, self._pool = tier, pool
@@ -94,12 +96,12 @@ class _PoolWatch(Container[bytes]):
 
 
 class _Looks(Container[bytes]):
-    """Contains the keys of a pool's blocks on disk, also of those that another server has written. Each look touches
-    the disk."""
+    """Contains the keys of a pool's blocks on disk, including blocks that another server has written. A lookup may
+    touch the disk."""
 
     def __init__(self, files: BlockFiles, pool: int) -> None:
         self._files, self._pool = files, pool
-        self._num_left = _MOST_LOOKS  # times that a file may still be missed
+        self._num_left = _MOST_LOOKS  # failed lookups that are still allowed
 
     def __contains__(self, key: object) -> bool:
         assert isinstance(key, bytes)
@@ -115,7 +117,7 @@ class _Chunk:
     """Blocks that were read together."""
 
     parts: dict[int, _Part]  # by pool
-    is_whole: bool  # none was missing or damaged
+    is_whole: bool  # no block was missing or damaged
     seconds: float
 
 
@@ -124,10 +126,10 @@ class Fetch:
     """Blocks of a prompt that come from the folder."""
 
     keys: list[bytes]  # hashes of the sequence's full blocks
-    num_cached_blocks: int  # of the prefix that the pools had when they were looked up
-    num_found_blocks: int  # of the prefix that pools and folder have together
+    num_cached_blocks: int  # of the prefix in the pools, when it was looked up
+    num_found_blocks: int  # of the prefix in pools and folder together
     used: list[Name]  # all blocks that this prefix needs
-    missing: list[Name]  # those of them that the pools lacked
+    missing: list[Name]  # blocks of `used` that the pools lacked
     patience_s: float  # after this time the rest is computed instead
     has_begun: bool = False
     began: float = 0.0  # on the tier's clock
@@ -152,8 +154,8 @@ class DiskTier:
         for pool, watch in zip(cache.pools, self.watches, strict=True):
             pool.watchers.append(watch)
         self.unsaved: dict[Name, int] = {}  # blocks that only a pool has, the oldest first
-        self._credit_s = 0.0  # time that saving may still take beside steps
-        self._earned_s = _ADVANCE_S  # time that saving blocks which leave a pool may still take
+        self._credit_s = 0.0  # time that saving may take now while the engine is busy
+        self._earned_s = _ADVANCE_S  # time that saving blocks that leave a pool may take now
         self._fetches: list[Fetch] = []
         self._reading_bytes: dict[Future[_Chunk], int] = {}  # of chunks that are being read
         self._turns: dict[str, Fetch | None] = {}  # by request, from its turn until it starts
@@ -162,14 +164,14 @@ class DiskTier:
         self._look: Future[int] | None = None  # the last one
         self._abandoned: list[Future[_Chunk]] = []  # chunks that nobody waits for any more
         for jobs in (*[self._to_read] * _NUM_READERS, self._to_look):
-            # Daemons: a disk that hangs keeps no process from ending.
+            # Daemon threads, so that the process can end even if the disk hangs.
             threading.Thread(target=_do_jobs, args=(jobs,), name="block-reader", daemon=True).start()
-        self._lock = threading.Condition()  # for what the writer's thread shares: everything from here on
-        self._queue: deque[_Block | Callable[[], None]] = deque()  # blocks to write, and what to do between them
+        self._lock = threading.Condition()  # guards what the writer's thread shares: everything below
+        self._queue: deque[_Block | Callable[[], None]] = deque()  # blocks to write, and other work in between
         self._queued: set[Name] = set()
         self._queued_bytes = 0
         self._is_writing = self._is_closed = False
-        self._is_emptying = False  # all that is in the folder is being removed
+        self._is_emptying = False  # all files of the folder are being removed
         self.keep_until: dict[Name, float] = {}  # for blocks that are not written yet
         self._write_s = 0.0  # the writer's processor time for a block, lately
         self._last_error = ""
@@ -189,8 +191,8 @@ class DiskTier:
         stats.num_disk_sessions = self.sessions.count
 
     def forget(self, removes_files: bool) -> None:
-        """Forget the blocks of the pools, whose contents are about to be lost; with `removes_files` those of the folder
-        too: they are not found any more, and the writer removes them."""
+        """Forget the blocks of the pools, whose contents are about to be lost. With `removes_files` forget the folder's
+        blocks too: the writer removes their files, and they are not found meanwhile."""
         for name in list(self.unsaved):
             self.forget_block(name)
         for fetch in list(self._fetches):
@@ -212,22 +214,22 @@ class DiskTier:
             self._is_emptying = False
 
     def wait_until_saved(self, timeout_s: float | None = None) -> bool:
-        """Return when nothing is left to write, or after `timeout_s`. Any thread may call it; the engine's own saves
-        meanwhile what is unsaved."""
+        """Return when nothing is left to write, or after `timeout_s`. Any thread may call it, while the engine's thread
+        saves blocks."""
         with self._lock:
             return self._lock.wait_for(
                 lambda: not (self.unsaved or self._queue or self._is_writing) or self._is_closed, timeout_s
             )
 
     def save_all(self) -> bool:
-        """Save what is unsaved, and wait until it is written; not for ever. Returns whether all is written."""
+        """Save all unsaved blocks, and wait up to `_SAVING_S` until they are written. Returns whether they are."""
         end = time.monotonic() + _SAVING_S
         while time.monotonic() < end and self.save_while_idle():
             pass
         return self.wait_until_saved(max(0.0, end - time.monotonic()))
 
     def close(self, saves: bool = True) -> None:
-        """Save what is unsaved, if it `saves`, and end the threads. The second call does nothing."""
+        """Save the unsaved blocks if `saves`, and end the threads. A second call does nothing."""
         if self._is_closed:
             return
         is_saved = False
@@ -240,7 +242,7 @@ class DiskTier:
                 self._is_closed = True
                 self._lock.notify_all()
         if is_saved:
-            self._writer.join()  # it refers to the executor; where the disk hangs it never ends
+            self._writer.join()  # the thread holds the executor; not joined if the disk hangs: it would never end
         for _ in range(_NUM_READERS):
             self._to_read.put(None)
         self._to_look.put(None)
@@ -252,12 +254,12 @@ class DiskTier:
         return name in self.unsaved or name in self._queued
 
     def keep_on_arrival(self, names: Iterable[Name], keep_until: float) -> None:
-        """Have the folder keep those of these blocks that are on their way there until `time.time` is `keep_until`."""
+        """Note that those of these blocks that are not written yet are to be kept until `time.time` is `keep_until`."""
         with self._lock:
             self.keep_until |= {name: keep_until for name in names if self.is_on_its_way(name)}
 
     def forget_block(self, name: Name) -> None:
-        """Save a block no longer, if it is not on its way to the writer."""
+        """Do not save a block, unless the writer has it already."""
         self.unsaved.pop(name, None)
         with self._lock:
             self.keep_until.pop(name, None)
@@ -267,8 +269,8 @@ class DiskTier:
             self.unsaved[name] = block
 
     def save_before_loss(self, name: Name) -> None:
-        """Save a block that is about to be overwritten, if it is not saved yet, the writer keeps up, and a session
-        keeps the block or reads have earned the time for it."""
+        """Save a block that is about to be overwritten, if it is unsaved, if the writer keeps up, and if a session
+        keeps the block or reads have earned the time."""
         block = self.unsaved.pop(name, None)
         if block is None:
             return
@@ -300,7 +302,7 @@ class DiskTier:
         return self._save(name, self.unsaved.pop(name))
 
     def _save(self, name: Name, block: int, is_earned: bool = True) -> float:
-        """Queue a copy of a block, if there is room. Returns the seconds that this takes, and writing it."""
+        """Queue a copy of a block, if there is room. Returns the seconds that copying takes and writing will take."""
         if not is_earned or not self._has_room():
             with self._lock:
                 self.keep_until.pop(name, None)
@@ -316,11 +318,11 @@ class DiskTier:
         return self._clock() - begin + self._write_s
 
     def _has_room(self, num_bytes: int = sys.maxsize) -> bool:
-        """Return whether the queue, of up to `num_bytes`, takes another block. An empty one takes any block."""
+        """Return whether a queue limited to `num_bytes` has room for another block. An empty queue takes any block."""
         return self._queued_bytes < min(num_bytes, _QUEUE_BYTES) and not self._is_closed
 
     def _write(self) -> None:
-        """Write what is queued, in a thread, until the tier is closed."""
+        """The writer's thread: write queued blocks until the tier is closed."""
         while True:
             with self._lock:
                 self._is_writing = False
@@ -334,9 +336,9 @@ class DiskTier:
                 if isinstance(item, tuple):
                     self._write_block(*item)
                 else:
-                    with contextlib.suppress(OSError):  # later blocks say so
+                    with contextlib.suppress(OSError):  # if the disk fails, later blocks report it
                         item()
-            except Exception:  # the thread goes on, as the engine waits for it
+            except Exception:  # the thread must go on: the engine waits for it
                 logger.exception("the cache on disk could not be changed")
 
     def _write_block(self, name: Name, contents: NDArray[np.uint8]) -> None:
@@ -361,7 +363,8 @@ class DiskTier:
     # Blocks that come back.
 
     def turn(self, seq: TokenSequence) -> Turn:
-        """Return what a waiting sequence does when it is its turn. The first call begins to read its blocks."""
+        """Return what a waiting sequence does now that it is its turn. Begins to read its blocks once they have
+        room."""
         if seq.host_blocks or (seq.beam_search is not None and seq.num_preemptions):  # beams wait for each other
             return "starts"
         request_id = seq.request.request_id
@@ -377,18 +380,18 @@ class DiskTier:
         return "starts" if self.is_over(fetch) else "reads"
 
     def leave(self, seq: TokenSequence) -> None:
-        """Forget what a sequence has read: it has started, or it has ended."""
+        """Forget the fetch of a sequence that has started or ended."""
         if (fetch := self._turns.pop(seq.request.request_id, None)) is not None:
             self.end(fetch)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until something has been read, where a fetch is under way."""
+        """Wait until a chunk has been read, if a fetch is under way."""
         if reading := [fetch.reading[0] for fetch in self._fetches if fetch.reading]:
             wait(reading, timeout_s, FIRST_COMPLETED)
 
     def find(self, seq: TokenSequence) -> Fetch | None:
-        """Return the blocks to read for a sequence's prefix. Returns None if the pools have as much, or if to compute
-        the tokens is faster."""
+        """Return the blocks to read for a sequence's prefix. Returns None if the pools have as much of the prefix, or
+        if computing the tokens is faster."""
         extend_block_hashes(seq, self._cache.block_size)
         keys, pools = seq.block_hashes, self._cache.pools
         limit = min(len(keys), (seq.num_tokens - 1) // self._cache.block_size)
@@ -411,7 +414,7 @@ class DiskTier:
         return Fetch(keys, num_cached, num_found, used, missing, max(_LEAST_PATIENCE_S, _PATIENCE * compute_s))
 
     def _begin(self, fetch: Fetch) -> None:
-        for pool, key in fetch.used:  # blocks that are there are used now: they outlast those that come
+        for pool, key in fetch.used:  # count cached blocks as used now, so that the blocks being read do not evict them
             if (block := self._cache.pools[pool].lookup(key)) is not None:
                 self._cache.pools[pool].share(block)
                 self._cache.pools[pool].release(block)
@@ -421,7 +424,7 @@ class DiskTier:
 
     def _num_found(self, keys: list[bytes], limit: int) -> int:
         """Return the longest prefix, in blocks up to `limit`, that pools and folder have together. A thread looks for
-        other servers' files; where it takes long, or has not come back from the last time, those are left out."""
+        other servers' files; if it takes too long, or is still busy with an earlier lookup, only known files count."""
         num_known = self._cache.num_prefix_blocks(keys, limit, self.watches)
         if num_known == limit or (self._look is not None and not self._look.done()):
             return num_known
@@ -432,7 +435,7 @@ class DiskTier:
         return self._look.result() if self._look.done() and self._look.exception() is None else num_known
 
     def is_over(self, fetch: Fetch) -> bool:
-        """Put what has been read into the pools. Returns whether the prompt need not wait any longer."""
+        """Put the chunks that have been read into the pools. Returns whether the prompt may start."""
         while not fetch.has_ended and fetch.reading and fetch.reading[0].done():
             future = fetch.reading.popleft()
             del self._reading_bytes[future]
@@ -453,12 +456,12 @@ class DiskTier:
         return fetch.has_ended
 
     def end(self, fetch: Fetch) -> None:
-        """Wait no longer for a fetch. What it has brought counts as found on disk."""
+        """End a fetch. The blocks that it has read count as found on disk."""
         if fetch.has_ended or not fetch.has_begun:
             return
         fetch.has_ended = True
         self._fetches.remove(fetch)
-        self._touch(fetch.used)  # not earlier: the readers would wait for it
+        self._touch(fetch.used)  # not earlier: the readers would have waited for the writer
         fetch.unread.clear()
         for future in fetch.reading:
             if future.cancel() or future.done():
@@ -474,12 +477,12 @@ class DiskTier:
                 self._stats.num_disk_hits += (num_blocks - fetch.num_cached_blocks) * self._cache.block_size
 
     def _compute_s(self, num_cached_blocks: int, num_found_blocks: int) -> float:
-        """Return the predicted seconds to compute the tokens of blocks."""
+        """Return the predicted seconds to compute the tokens of blocks num_cached_blocks .. num_found_blocks."""
         first, end = num_cached_blocks * self._cache.block_size, num_found_blocks * self._cache.block_size
         return self._cost.seconds(StepWork().plus(first, end - first, 1))
 
     def _read_s(self, names: Sequence[Name]) -> float:
-        """Return the predicted seconds to read blocks after those that are being read."""
+        """Return the predicted seconds to read blocks, behind all reads that are under way."""
         return self._cost.read_s(self._num_bytes(names) + sum(self._reading_bytes.values()))
 
     def _num_bytes(self, names: Sequence[Name]) -> int:
@@ -493,8 +496,8 @@ class DiskTier:
         return bool(self._abandoned)
 
     def _fit(self, names: Sequence[Name]) -> bool:
-        """Return whether the pools have free blocks for all of `names`, beside what others have read and not started
-        with: it would be gone again before they do."""
+        """Return whether the pools have free blocks for all of `names`, in addition to the blocks that other waiting
+        sequences have read: these must not be evicted before those start."""
         others = [fetch.missing for fetch in self._turns.values() if fetch is not None and fetch.has_begun]
         counts = Counter(pool for one in (names, *others) for pool, _ in one)
         return all(count <= self._cache.pools[pool].num_free for pool, count in counts.items())
@@ -517,8 +520,8 @@ class DiskTier:
             self.do_in_turn(partial(self.files.touch, names), may_skip=True)
 
     def do_in_turn(self, work: Callable[[], None], may_skip: bool = False) -> None:
-        """Have the writer do `work` after what it has been given before. With `may_skip` leave it out where too much
-        waits."""
+        """Have the writer do `work` after everything queued before. With `may_skip` drop it if the queue is too
+        long."""
         if may_skip and len(self._queue) >= _MOST_QUEUED:
             return
         with self._lock:
@@ -526,7 +529,7 @@ class DiskTier:
             self._lock.notify_all()
 
     def _read_ahead(self, fetch: Fetch) -> None:
-        """Have chunks read, at least one, and no more than memory is meant for."""
+        """Have the next chunks read: at least one, and as many as `_QUEUE_BYTES` allow for all fetches."""
         while fetch.unread and (not fetch.reading or sum(self._reading_bytes.values()) < _QUEUE_BYTES):
             names, future = fetch.unread.pop(), Future[_Chunk]()
             fetch.reading.append(future)
@@ -534,7 +537,7 @@ class DiskTier:
             self._to_read.put((future, partial(self._read_chunk, names)))
 
     def _read_chunk(self, names: Sequence[Name]) -> _Chunk:
-        """Read blocks, of each pool up to the first that is missing or damaged."""
+        """Read blocks, in each pool up to the first one that is missing or damaged."""
         begin, parts, num_read = time.monotonic(), dict[int, _Part](), 0
         for pool, num_bytes in enumerate(self._memory.block_bytes):
             if keys := [key for of, key in names if of == pool]:
@@ -546,8 +549,7 @@ class DiskTier:
         return _Chunk(parts, num_read == len(names), time.monotonic() - begin)
 
     def _take_in(self, chunk: _Chunk) -> bool:
-        """Put blocks into the pools, where they are free and indexed. Returns False if there are too few free
-        blocks."""
+        """Put blocks into the pools, as free, indexed blocks. Returns False if there are too few free blocks."""
         for number, (keys, contents) in chunk.parts.items():
             pool = self._cache.pools[number]
             missing = [i for i, key in enumerate(keys) if pool.lookup(key) is None]
@@ -564,7 +566,7 @@ class DiskTier:
 
 
 def _do_jobs(jobs: _Jobs) -> None:
-    """Do what others wait for, in a thread, until a None ends it."""
+    """A reader's thread: run jobs, and complete their futures, until it gets None."""
     while (job := jobs.get()) is not None:
         future, work = job
         if future.set_running_or_notify_cancel():
@@ -573,4 +575,4 @@ def _do_jobs(jobs: _Jobs) -> None:
             except Exception as e:
                 logger.exception("the cache on disk could not be read")
                 future.set_exception(e)
-        del job, future, work  # while the thread waits they would keep the engine alive
+        del job, future, work  # otherwise they would keep the engine alive while the thread waits

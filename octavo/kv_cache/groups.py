@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-NULL_BLOCK = 0  # in block tables of window groups, instead of a released block; never allocated or written
+NULL_BLOCK = 0  # stands for a released block in tables of window groups; never allocated or written
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class LayerCacheSpec:
     value_size: int = 0
     window: int = 0  # a token sees itself and the window - 1 before it
     num_bytes: int = 0  # of a state
-    num_tokens: int = 0  # of an encoder's output, the most
+    num_tokens: int = 0  # the most rows of an encoder's output
 
     def __post_init__(self) -> None:
         assert self.kind in ("full", "window", "cross", "state"), self.kind
@@ -59,7 +59,7 @@ def group_layers(specs: Sequence[LayerCacheSpec]) -> tuple[CacheGroup, ...]:
     layers_of: dict[LayerCacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         layers_of.setdefault(spec, []).append(layer)
-    counts: dict[tuple[int, ...], list[int]] = {}  # of the layers of each group, by pool
+    counts: dict[tuple[int, ...], list[int]] = {}  # by block form: how many layers each spec has
     for spec, layers in layers_of.items():
         counts.setdefault(spec.block_form, []).append(len(layers))
     pools = {form: pool for pool, form in enumerate(counts)}

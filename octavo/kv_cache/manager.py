@@ -25,7 +25,7 @@ UNLIMITED = 2**62
 # Blocks of an answer from one snapshot to the next. A snapshot is a copy of the state, which may be hundreds of MB; a
 # prompt that continues an answer computes at most so many blocks again.
 _SNAPSHOT_BLOCKS = 8
-_NOT_KEPT = -1  # in a table of host blocks: the device's has the null block there
+_NOT_KEPT = -1  # in a table of host blocks, where the device's table has the null block
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,10 @@ class KVCacheManager:
         self._pool_of = [group.pool for group in groups]
         self._has_window = bool(windowed)
         self._moves = self._no_moves()
-        # A sequence that waited for room, the number of its tokens, and its prefix then; see `_recall`.
+        # A sequence that waited for room, its number of tokens and its prefix at that time; see `_recall`.
         self._remembered: tuple[Sequence, int, Prefix] | None = None
         self._whole = next((blocks for blocks in self.attention if not blocks.window), None)
-        self._returning: list[tuple[int, int]] = []  # (pool, host block): free with the next plan
+        self._returning: list[tuple[int, int]] = []  # (pool, host block): becomes free with the next plan
         self.events: BlockEvents | None = None
 
     def collect_events(self) -> BlockEvents | None:
@@ -95,7 +95,7 @@ class KVCacheManager:
         if self.events is not None:
             self.events.clear()
 
-    # What there is room for.
+    # Sizes.
 
     def most_blocks(self, num_tokens: int, num_step_tokens: int) -> list[int]:
         """Return, by pool, the most blocks that a sequence needs if steps compute up to `num_step_tokens`."""
@@ -121,8 +121,8 @@ class KVCacheManager:
     # For waiting sequences.
 
     def find_prefix(self, seq: Sequence) -> Prefix:
-        """Return the longest prefix of `seq` of which every group holds what later tokens need. At least one token is
-        left to compute, for its logits; prompt log-probabilities need the whole prompt computed."""
+        """Return the longest prefix of `seq` for which every group has the blocks that later tokens need. At least one
+        token is left to compute, for its logits; prompt log-probabilities need the whole prompt computed."""
         if (known := self._recall(seq)) is not None:
             return known
         num_blocks = 0
@@ -139,8 +139,8 @@ class KVCacheManager:
     def num_prefix_blocks(
         self, keys: list[bytes], limit: int, tiers: collections.abc.Sequence[Container[bytes]] = ()
     ) -> int:
-        """Return the longest prefix, in blocks up to `limit`, of which every group has what later tokens need: in the
-        index of its pool, or in the tier below the pool."""
+        """Return the longest prefix, in blocks up to `limit`, for which every group has the blocks that later tokens
+        need, in the index of its pool or in the tier below the pool."""
         num_blocks, num_agreed, i = limit, 0, 0
         while num_agreed < len(self._groups):  # a shorter prefix is looked up in the other groups again
             tier = tiers[self._pool_of[i]] if tiers else ()
@@ -152,7 +152,7 @@ class KVCacheManager:
     def prefix_names(self, keys: list[bytes], num_blocks: int) -> list[tuple[int, bytes]]:
         """Return the pool and the key of every block that tokens after a prefix of `num_blocks` need."""
         found = [blocks.prefix_keys(keys, num_blocks) for blocks in self._groups]
-        # Group by group from the end: a window has the last blocks of the prefix only.
+        # Group by group from the end: a window group has only the last blocks of the prefix.
         places = range(-max(map(len, found), default=0), 0)
         return [
             (pool, of_group[place])
@@ -188,7 +188,8 @@ class KVCacheManager:
 
     def _recall(self, seq: Sequence) -> Prefix | None:
         """Return the remembered prefix of `seq`, if its blocks are still in the index and it cannot be longer now: a
-        group of all tokens has not got the next block. Finding a prefix takes a millisecond for 100,000 tokens."""
+        group that sees all tokens still lacks the next block. Finding a prefix takes a millisecond for 100,000
+        tokens."""
         if self._remembered is None or self._remembered[0] is not seq or self._whole is None:
             return None
         _, num_tokens, prefix = self._remembered
@@ -256,7 +257,7 @@ class KVCacheManager:
 
     @property
     def num_draft_slots(self) -> int:
-        """The most draft tokens that a sequence may compute, as a state needs a block for each."""
+        """Return the most draft tokens that a sequence may compute. A group with states needs a block for each."""
         return min([MAX_DRAFT_TOKENS, *[state.pool.num_free for state in self.states]]) if self.states else UNLIMITED
 
     def grow_for_drafts(self, seq: Sequence, num_draft_tokens: int) -> TableChanges | None:
@@ -281,8 +282,8 @@ class KVCacheManager:
         seq.num_registered_blocks = num_full
 
     def roll_back(self, seq: Sequence, num_right: int = 0) -> None:
-        """Release the blocks after the computed tokens, of which `num_right` are accepted draft tokens: the others
-        were rejected, or their step did not run."""
+        """Release the blocks after the computed tokens. The last `num_right` computed tokens are accepted draft tokens;
+        later ones were rejected, or their step did not run."""
         if self.states and self.enable_prefix_caching:
             self._keep_passed(seq, num_right)
         for state in self.states:
@@ -326,7 +327,7 @@ class KVCacheManager:
     def swap_out(self, seq: Sequence) -> bool:
         """Move the blocks of `seq` to the host. False if the host tier is too full."""
         if self._has_window and seq.block_tables:
-            self._leave_windows(seq, [])  # so that `swap_in` brings none that is released in the same step
+            self._leave_windows(seq, [])  # so that `swap_in` copies no block that would be released in the same step
         num_free = [pool.num_free for pool in self.host_pools]
         for blocks, table, pool in zip(self._groups, seq.block_tables, self._pool_of, strict=True):
             num_free[pool] -= len(table) - table.count(blocks.null)
@@ -400,7 +401,7 @@ class KVCacheManager:
             attention.free_out_of_window(seq.block_tables[attention.group], seq.num_computed_tokens, changed)
 
     def _take_snapshots(self, seq: Sequence) -> None:
-        """Take a snapshot of the states of `seq` before it goes on, where one is worth it."""
+        """Take a snapshot of each state of `seq` before the sequence goes on, if `_is_worth_keeping`."""
         if not self._is_worth_keeping(seq, seq.num_computed_tokens):
             return
         extend_block_hashes(seq, self.block_size)
@@ -411,7 +412,7 @@ class KVCacheManager:
                 state.snapshot(table[0], seq.num_computed_tokens, seq.block_hashes)
 
     def _keep_passed(self, seq: Sequence, num_right: int) -> None:
-        """Take snapshots, where they are worth it, of the states before the last accepted draft token."""
+        """Take snapshots of the states that accepting `num_right` draft tokens has passed, if `_is_worth_keeping`."""
         extend_block_hashes(seq, self.block_size)
         for i in range(num_right):
             num_computed = seq.num_computed_tokens - num_right + i
@@ -432,5 +433,5 @@ class KVCacheManager:
 
 
 def _extent(blocks: AttentionBlocks | CrossBlocks | StateBlocks, seq: Sequence, num_tokens: int) -> int:
-    """Return what a group has blocks for: `num_tokens` tokens, or the encoder's rows that `seq` sees."""
+    """Return how many positions a group needs blocks for: `num_tokens`, or the encoder's rows that `seq` sees."""
     return seq.num_cross_tokens if isinstance(blocks, CrossBlocks) else num_tokens

@@ -5,7 +5,7 @@ end of a full block of tokens. To take one, the sequence's block is indexed and 
 and shared blocks are never written, so prefix hits and forks are copies too.
 
 A state cannot be undone. So each draft token of a step leaves the state after it in a block of its own, in the table's
-entries after the first. When the accepted draft tokens are known, the state after the last of them becomes the
+entries after the first. When the accepted draft tokens are known, the state after the last accepted one becomes the
 sequence's.
 """
 
@@ -15,13 +15,13 @@ from collections.abc import Container
 
 from octavo.kv_cache.block_pool import BlockPool, Copies, TableChanges
 
-MAX_DRAFT_TOKENS = 32  # of a sequence in a step: entries that block tables of the shortest sequences have for them
+MAX_DRAFT_TOKENS = 32  # of a sequence in a step; the block tables of the shortest sequences have room for so many
 
 
 class StateBlocks:
     """Block tables of a group of recurrent layers, which has a pool of its own."""
 
-    null = -1  # no block has this number: every entry of a table is a block
+    null = -1  # no block has this number: tables of this group have no null entries
 
     def __init__(self, group: int, pool: BlockPool, block_size: int) -> None:
         self.group = group
@@ -46,7 +46,7 @@ class StateBlocks:
         return [] if block is None else [block]
 
     def num_free_needed(self, table: list[int], num_tokens: int, num_step_tokens: int) -> int:
-        """One: a snapshot in use is copied, and a free one too unless no other block is left."""
+        """Return 1: a snapshot in use is copied, and a free snapshot is copied too unless no other block is left."""
         return 1
 
     def num_needed(self, table: list[int], num_computed: int, num_tokens: int) -> int:
@@ -91,7 +91,7 @@ class StateBlocks:
             self.pool.release(table.pop())
 
     def register(self, table: list[int], keys: list[bytes], first: int, end: int) -> None:
-        """Nothing: a step in flight may already change the state. `snapshot` is called before a step is planned."""
+        """Do nothing: a step in flight may already change the state. `snapshot` is called before a step is planned."""
 
     def check(self, table: list[int], num_computed: int) -> None:
         assert table or not num_computed, "a sequence has a state"

@@ -7,23 +7,23 @@ from collections import Counter
 from octavo.lora.pool import AdapterPool
 from octavo.sequence import Sequence
 
-# Later sequences with adapters that may start while one waits for room for its own.
+# So many sequences with adapters may overtake a sequence that waits for room for its adapter.
 MAX_BYPASSES = 64
 
 
 class AdapterTurn:
-    """One walk over the waiting sequences, in order."""
+    """Decides, in one walk over the waiting sequences in order, which may start."""
 
     def __init__(self, pool: AdapterPool | None, num_waiting: Counter[str | None]) -> None:
         """`num_waiting` counts the waiting sequences by adapter."""
         self._pool, self._num_waiting = pool, num_waiting
-        self._passed: list[Sequence] = []  # no room for their adapters
-        self._refused: set[str] = set()  # their adapters: while others start, they get no room
-        self._is_blocked = False  # one of them was bypassed too often
+        self._passed: list[Sequence] = []  # sequences that found no room for their adapters
+        self._refused: set[str] = set()  # adapters of `_passed`: they get no room in the rest of this walk
+        self._is_blocked = False  # a sequence of `_passed` was bypassed too often
 
     @property
     def is_over(self) -> bool:
-        """Whether no sequence that follows may start: each waits for an adapter that was refused."""
+        """Whether no later sequence may start, because each waits for a refused adapter."""
         if self._is_blocked:
             return None not in self._num_waiting
         return len(self._refused) == len(self._num_waiting)

@@ -34,7 +34,7 @@ class Beam:
     seq: Sequence
     score: float = 0.0  # sum of the log-probabilities of its output
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each output token and its alternatives
-    top_tokens: TokenLogprobs | None = None  # the most likely next tokens, once they are known
+    top_tokens: TokenLogprobs | None = None  # the most likely next tokens; None until they are known
 
 
 @dataclass(slots=True)
@@ -84,7 +84,8 @@ class BeamSearch:
         return []
 
     def _choose(self) -> list[Continuation]:
-        """Choose among all proposals. Returns the continuations to compute, best first; none if the search is over."""
+        """Choose among all proposals. Returns the continuations to compute, best first; an empty list ends the
+        search."""
         candidates = [
             (beam.score + logprob, beam, beam.top_tokens, place)
             for _, beam in sorted(self.beams.items())
@@ -92,7 +93,7 @@ class BeamSearch:
             for place, logprob in enumerate(beam.top_tokens.logprobs[1:], start=1)
             if math.isfinite(logprob)
         ]
-        candidates.sort(key=lambda candidate: -candidate[0])  # stable: equal ones in the order of their beams
+        candidates.sort(key=lambda candidate: -candidate[0])  # stable: equal candidates keep the order of their beams
         continuations: list[Continuation] = []
         num_output = 0
         for rank, (total, beam, top, place) in enumerate(candidates):

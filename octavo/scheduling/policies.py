@@ -10,11 +10,11 @@ from octavo.kv_cache.manager import KVCacheManager
 from octavo.sequence import Sequence
 from octavo.step_cost import StepCost, StepWork
 
-# Without `max_ttft_s` a first token may take so many times as long as computing the prompt alone. Of two requests that
-# arrive together the shorter goes first. Queueing theory calls the factor slowdown and shows what short requests gain
-# (M. Harchol-Balter, "Performance Modeling and Design of Computer Systems", 2013, ch. 33).
+# Without `max_ttft_s` the first token is due after this multiple of the time that the prompt takes alone. Of two
+# requests that arrive together the shorter goes first. Queueing theory calls the factor slowdown and shows what short
+# requests gain (M. Harchol-Balter, "Performance Modeling and Design of Computer Systems", 2013, ch. 33).
 _SLOWDOWN = 10.0
-LONGEST_WAIT_S = 30.0  # the latest deadline, however long the prompt is
+LONGEST_WAIT_S = 30.0  # upper bound of that time, for prompts of any length
 
 
 class Policy:
@@ -45,8 +45,8 @@ class ByDeadline(Policy):
         self._cost, self._cache = cost, cache
 
     def place(self, seq: Sequence) -> float:
-        """Return when the first token is due, in the time of `time.monotonic`: as the request says, otherwise in
-        proportion to the time that its prompt takes alone; at the latest when the request times out."""
+        """Return when the first token is due, in seconds of `time.monotonic`: after the request's `max_ttft_s`,
+        otherwise after a multiple of the time that its prompt takes alone; at the latest when the request times out."""
         request = seq.request
         wait_s = request.max_ttft_s
         if wait_s is None:
@@ -60,9 +60,9 @@ class ByDeadline(Policy):
 class FairTurns(Policy):
     """The order `fair`: clients take turns of one request each.
 
-    A client's next request gets the turn after the last one that it has waiting, or else after the turn that starts
-    now. This is start-time fair queueing (P. Goyal, H. Vin, H. Cheng, 1996) with requests of equal size, but that a new
-    client begins with the next turn.
+    A client's next request gets the turn after that of its last waiting request; without a waiting request, the turn
+    after the one that starts now. This is start-time fair queueing (P. Goyal, H. Vin, H. Cheng, 1996) with requests of
+    equal size, except that a new client begins with the next turn.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class FairTurns(Policy):
         self.ended(seq)
 
     def ended(self, seq: Sequence) -> None:
-        """Count a request no longer that waited: its client's next request does not come after it."""
+        """Forget a request that waited, so that its client's next request need not come after it."""
         client = seq.request.client
         if (waiting := self._turns.get(client)) is not None:
             waiting.pop(seq.request.request_id, None)

@@ -18,8 +18,9 @@ class PromptChunks:
 
     def length(self, seq: Sequence, num_computed: int, max_tokens: int, time_limit: TimeLimit | None) -> int:
         """Return the number of tokens to compute after `num_computed`: 1 to `max_tokens`, fewer where the time limit, a
-        block boundary or an image cuts the chunk. A `whole_images` model's image is never cut: a chunk that starts with
-        one has all of it, even past the time limit. Returns 0 only if this image has more than `max_tokens` left."""
+        block boundary or an image cuts the chunk. If the model has `whole_images`, no chunk cuts an image: a chunk that
+        starts with an image contains all of it, even past the time limit. Returns 0 only if this image has more than
+        `max_tokens` tokens left."""
         num_tokens = min(seq.num_tokens - num_computed, max_tokens)
         if num_tokens > 1 and self._config.starts_at_images:
             distances = [item.position - num_computed for item in seq.request.prompt.media]

@@ -253,8 +253,8 @@ class Scheduler:
 
     def _schedule_waiting(self, step: Step, ahead_of: Sequence | None = None, num_reserved_tokens: int = 0) -> int:
         """Admit waiting sequences in order until budget, time, rows or blocks run out. Returns the number of admitted
-        sequences. With `ahead_of`, admit only sequences that come before this running prompt, keep a place in the step
-        for it, and `num_reserved_tokens` of the budget for running sequences."""
+        sequences. With `ahead_of`, admit only sequences that come before this running prompt, and keep a place in the
+        step for the prompt and `num_reserved_tokens` of the budget for running sequences."""
         num_places = step.max_sequences - (ahead_of is not None)
         waiting, turn = self.queues.waiting, AdapterTurn(self.queues.adapters, self.queues.num_waiting)
         i = num_admitted = 0
@@ -302,8 +302,8 @@ class Scheduler:
         """Give a waiting sequence the blocks of its first chunk. Returns the number of tokens to compute, or 0 if the
         sequence must wait.
 
-        Blocks for all its tokens must be free, not only for the chunk: a prompt that runs out of blocks later would
-        preempt others.
+        Blocks for all its tokens must be free, not only for the chunk: otherwise the prompt would later preempt other
+        sequences.
         """
         if seq.num_awaited_tokens:  # a step in flight samples its next token; it was preempted meanwhile
             return 0
@@ -375,15 +375,15 @@ class Scheduler:
         step = self._in_flight.popleft()
         assert step.plan is plan, "results come in the order of the plans"
         outputs: list[SequenceOutput] = []
-        # The loop runs for every token, so it is written for speed: it unpacks rows, and what is rare is asked once.
+        # The loop runs for every token, so it is written for speed: it unpacks rows, and rare cases are checked once.
         block_size, runs_ahead, errors = self.cache.block_size, plan.runs_ahead, result.errors
         has_prompt_results = bool(result.prompt_logprobs or result.alignment)
-        # No vectors, no drafts of the worker, and nobody to tell of tokens.
+        # The model generates, the worker makes no drafts, and no proposer observes tokens.
         only_adds_tokens = result.vectors is None and not result.draft_tokens
         if self._speculation is not None:
             self._speculation.count_running(len(self.queues.running))
             only_adds_tokens &= not self._speculation.follows_all
-        end = 0  # of the samples so far
+        end = 0  # number of samples so far
         for seq, planned in zip(step.sequences, plan.rows, strict=True):
             row, num_computed_before, num_tokens, num_sampled_positions, num_last_samples, draft_tokens = planned
             # 1. Find the row's samples: begin .. end - 1 of the result.

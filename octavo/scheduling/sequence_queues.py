@@ -27,7 +27,7 @@ class SequenceQueues:
         self.on_end: list[Callable[[Sequence], None]] = []  # called with each sequence that has ended
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
-        self.num_waiting: Counter[str | None] = Counter()  # by adapter; those of the base model have none
+        self.num_waiting: Counter[str | None] = Counter()  # by adapter; None: the base model
         self.requests: dict[str, list[Sequence]] = {}  # by request
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
 
@@ -55,7 +55,7 @@ class SequenceQueues:
         self._take_row(seq)
 
     def preempt(self, seq: Sequence, may_swap: bool) -> None:
-        """Take the blocks and the row of a running sequence, which waits again at its old place."""
+        """Take the blocks and the row of a running sequence, and queue it again at its old place."""
         seq.num_preemptions += 1
         if not (may_swap and self.cache.swap_out(seq)):
             self.cache.release(seq)

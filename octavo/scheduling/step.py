@@ -11,25 +11,26 @@ from octavo.scheduling.time_limit import TimeLimit
 from octavo.sequence import Sequence
 from octavo.step_plan import Admission, NewBlock, PlannedRow, StepPlan
 
-# Sequences of a step that may sit out the next one, as a share: each loses half of its steps, and the others gain the
-# time between two steps, some 15% of one on a GPU. With a quarter both come to the same number of tokens a second.
+# The largest share of a step's sequences that may sit out the next step. Each of them loses half of its steps; the
+# others gain the time between two steps, about 15% of a step on a GPU. At a quarter, loss and gain in tokens a second
+# are equal.
 _MOST_SITTING_OUT = 0.25
 
 
 @dataclass(slots=True)
 class Step:
-    token_budget: int  # tokens that may still be added
+    token_budget: int  # tokens that the step may still get
     number: int  # counts the steps of a scheduler
     make_time_limit: Callable[[], TimeLimit | None] = lambda: None
     max_sequences: int = sys.maxsize
     plan: StepPlan = field(default_factory=StepPlan)
     sequences: list[Sequence] = field(default_factory=list)  # parallel to plan.rows
-    _time_limits: list[TimeLimit | None] = field(default_factory=list)  # one, once it was asked for
+    _time_limits: list[TimeLimit | None] = field(default_factory=list)  # empty until `time_limit` is first read
 
     @property
     def time_limit(self) -> TimeLimit | None:
-        """How long the step may take; None if no stream waits for it. It is made when it is asked for, as steps without
-        a part of a prompt or draft tokens do not ask."""
+        """How long the step may take; None if no stream waits for it. Made at the first read: steps without prompts and
+        draft tokens never read it."""
         if not self._time_limits:
             self._time_limits.append(self.make_time_limit())
         return self._time_limits[0]
@@ -87,8 +88,8 @@ class Step:
         """Count the step's tokens as computed, except draft tokens; and if the step runs ahead, its samples as awaited.
         With pipeline stages (`of_stages`) every step runs ahead: its sequences wait for its result anyway.
 
-        Otherwise a step runs ahead if at most `_MOST_SITTING_OUT` of its sequences sit out the next step, for which
-        they need their tokens."""
+        Otherwise a step runs ahead if at most `_MOST_SITTING_OUT` of its sequences need their tokens on the host before
+        their next step; these sequences sit out the next step."""
         plan = self.plan
         if of_stages or not may_run_ahead:
             plan.runs_ahead = of_stages

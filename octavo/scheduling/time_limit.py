@@ -15,9 +15,9 @@ from octavo.step_plan import StepPlan
 
 # `--target-step-time auto`. People do not notice a tenth of a second (R. B. Miller, "Response time in man-computer
 # conversational transactions", 1968); the target is a little less, as steps are sometimes slower than predicted. With a
-# single stream it is a fifth more: each step costs the prompt beside it the decode's time. If the streams alone take
-# more than a third of the target, prompts still get two thirds of the machine, so that first tokens are not kept
-# waiting by many streams.
+# single stream the target is a fifth longer, because each step that a prompt shares also costs the decode's time. If
+# the streams alone take more than a third of the target, prompts still get two thirds of the machine, so that first
+# tokens are not kept waiting by many streams.
 AUTO_STEP_S = 0.09
 AUTO_STEP_OF_ONE_S = 0.11
 AUTO_TIMES_DECODES = 3.0
@@ -26,13 +26,13 @@ MIN_CHUNK_TOKENS = 32
 
 
 class TimeLimit:
-    """What is left of the time of one step. Decodes are counted first and always run."""
+    """The time that one step has left. Decodes are counted first and always run."""
 
     def __init__(self, cost: StepCost, decodes: StepWork, target_s: float | None, num_streams: int = 2) -> None:
         """`target_s` None is `auto`."""
         self._cost = cost
         self._work = decodes
-        self._has_prompts = False  # a part of one is in the step
+        self._has_prompts = False  # the step has a part of a prompt
         least_s = AUTO_STEP_OF_ONE_S if num_streams == 1 else AUTO_STEP_S
         self.seconds = target_s or max(least_s, AUTO_TIMES_DECODES * cost.seconds(decodes))
 
