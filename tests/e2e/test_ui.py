@@ -137,6 +137,41 @@ def test_an_answer_follows_a_schema(page: sync_api.Page) -> None:
     assert json.loads(finish(page, 1))["colour"] in ("red", "green")
 
 
+MARKDOWN = """# Sums
+Call `sum()`, **not `add`**:
+
+1. one <b>&amp;</b>
+2. 2 * 3 * 4, a*b*c
+  - *deep*
+
+* point
+After it
+and on ```py
+x = "**no**"
+```
+end **open"""
+
+
+@pytest.mark.long
+def test_markdown_is_shown_and_stays_text(page: sync_api.Page) -> None:
+    page.evaluate(
+        """async (text) => {
+            const { renderMarkdown } = await import(new URL("ui/markdown.js", location.href));
+            const shown = document.createElement("div");
+            shown.id = "shown";
+            document.body.append(shown);
+            renderMarkdown(shown, text);
+        }""",
+        MARKDOWN,
+    )
+    assert page.inner_html("#shown").replace(' class=""', "") == (
+        '<p class="heading">Sums</p>Call <code>sum()</code>, <strong>not <code>add</code></strong>:\n'
+        '<ol start="1"><li>one &lt;b&gt;&amp;amp;&lt;/b&gt;</li><li>2 * 3 * 4, a*b*c</li></ol>'
+        '<ul><li class="deeper"><em>deep</em></li><li>point</li></ul>'
+        'After it\nand on <pre tabindex="0">x = "**no**"\n</pre>end **open'
+    )
+
+
 @pytest.fixture(scope="module")
 def axe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """axe-core, which knows the rules of accessible pages (WCAG)."""

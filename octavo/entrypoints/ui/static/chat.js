@@ -1,6 +1,7 @@
 // The conversation: what was said, how it is shown, and the one answer that may be under way.
 
 import { apiKey, getModels, setApiKey, streamChat } from "./api.js";
+import { renderMarkdown } from "./markdown.js";
 import { contentOf, setMedia, shown, startMedia, takeMedia } from "./media.js";
 
 const $ = (id) => document.getElementById(id);
@@ -203,7 +204,8 @@ function message(role, text) {
   let whole = text;
   const show = (content) => {
     whole = content;
-    render(shown, content);
+    if (role === "user") shown.textContent = content;
+    else renderMarkdown(shown, content);
   };
   const addCopy = () => {
     const copy = make("button", "plain", "Copy");
@@ -222,21 +224,6 @@ function message(role, text) {
     addCopy();
   };
   return { element, show, note };
-}
-
-// Text as it is, and fenced code as code. Nothing that a model writes becomes HTML.
-function render(target, content) {
-  const parts = content.split("```");
-  if (parts.length === 1) {
-    target.textContent = content;
-    return;
-  }
-  target.replaceChildren(...parts.map((part, i) => {
-    if (i % 2 === 0) return document.createTextNode(i ? part.replace(/^\n/, "") : part);
-    const code = make("pre", "", part.replace(/^[^\n]*\n/, ""));
-    code.tabIndex = 0;
-    return code;
-  }));
 }
 
 async function copyText(text) {
