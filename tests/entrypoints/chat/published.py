@@ -1,5 +1,5 @@
 """Published chat templates in the folder that OCTAVO_CHAT_TEMPLATES names, such as llama.cpp's models/templates. Run as
-a program, it prints a table: the format that is recognised for each template, and how many of its calls are read."""
+a program, it prints the table of docs/tools.md: which format was recognised for which template, and tried."""
 
 from __future__ import annotations
 
