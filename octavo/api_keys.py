@@ -16,6 +16,11 @@ def with_environment(keys: Sequence[str]) -> list[str]:
     return [*keys, *filter(None, from_env)]
 
 
+def sent_by_default() -> str | None:
+    """Return the key that a client sends which is given none."""
+    return os.environ.get("OCTAVO_API_KEY") or os.environ.get("OPENAI_API_KEY") or None
+
+
 class ApiKeys:
     """The keys of a server. A client must send one of them, unless there are none."""
 

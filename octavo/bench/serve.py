@@ -14,7 +14,6 @@ import contextlib
 import gc
 import json
 import math
-import os
 import sys
 import time
 from collections import Counter
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from octavo.api_keys import sent_by_default
 from octavo.bench.client import RequestResult, Target, stream
 from octavo.bench.data import BenchPrompt, add_dataset_args, positive_int, sample_prompts
 from octavo.bench.results import METRICS, details, summarize, table, write_json
@@ -62,7 +62,7 @@ def make_parser(prog: str) -> FlagParser:
         "--lora-assignment", choices=("random", "round-robin"), default="random", help="Which (default: %(default)s)."
     )
     server.add_argument("--tokenizer", help="Folder, .gguf file or Hugging Face id; default: the model's.")
-    server.add_argument("--api-key", default=os.environ.get("OCTAVO_API_KEY") or os.environ.get("OPENAI_API_KEY"))
+    server.add_argument("--api-key", default=sent_by_default(), help="Default: OCTAVO_API_KEY, or OPENAI_API_KEY.")
     server.add_argument("--tokenizer-mode", choices=("auto",), default="auto", help="It is recognised.")
     server.add_argument(
         "--ready-check-timeout-sec", type=float, default=0.0, help="Seconds to wait for a server that is not ready yet "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from octavo.api_keys import sent_by_default
 from octavo.entrypoints.cli import command, run_command, show_error
 from octavo.entrypoints.cli.answer_view import AnswerView, PlainView, make_view
 from octavo.entrypoints.cli.typed_lines import typed_lines
@@ -140,7 +140,7 @@ def _make_parser(prog: str, description: str) -> FlagParser:
 def add_server_flags(parser: FlagParser) -> FlagParser:
     """Add the flags that name a server, and return the parser."""
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="The server's API (default: %(default)s).")
-    parser.add_argument("--api-key", default=os.environ.get("OCTAVO_API_KEY"), help="Default: OCTAVO_API_KEY.")
+    parser.add_argument("--api-key", default=sent_by_default(), help="Default: OCTAVO_API_KEY, or OPENAI_API_KEY.")
     return parser
 
 

@@ -16,10 +16,11 @@ from types import ModuleType
 import httpx
 import pytest
 
+from octavo.bench import serve as bench_serve
 from octavo.entrypoints.cli import local, main, serve
-from octavo.entrypoints.cli.run import ps, run
+from octavo.entrypoints.cli.run import make_ps_parser, make_run_parser, ps, run
 from octavo.entrypoints.cli.serve import parse_args
-from octavo.entrypoints.cli.terminal import chat, complete
+from octavo.entrypoints.cli.terminal import chat, complete, make_chat_parser
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError
 from octavo.loading.default_model import DEFAULT_MODEL_NAME
@@ -310,6 +311,14 @@ def test_an_address_of_another_kind_of_server_is_one_line(
     with answering(status, body) as url:
         assert command(["--url", url]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_clients_send_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENAI_API_KEY", "OCTAVO_API_KEY"):  # the second one wins
+        monkeypatch.setenv(name, f"of {name}")
+        for make_parser in (make_chat_parser, make_run_parser, make_ps_parser, bench_serve.make_parser):
+            assert make_parser("octavo").parse_known_args([])[0].api_key == f"of {name}"
+    assert make_ps_parser("octavo").parse_args(["--api-key", "given"]).api_key == "given"
 
 
 def test_pull_says_that_the_model_is_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
