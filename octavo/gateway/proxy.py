@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import hashlib
 import logging
 import re
@@ -48,6 +49,7 @@ _BUSY = (429, 503)
 _MAX_LOST = 2  # replicas that were lost with a request, as engines with a request that kills them
 # Known routes, and what is true of each: `priority` is a field of its body; its streams have a `usage` only where it is
 # asked for; its answers are `uncounted`, as they have no usage; it `lists` with GET what one server keeps.
+_MAX_COMPARED = 64  # characters of a client's path that a similar route is looked for
 _ROUTES: dict[str, tuple[str, ...]] = {
     "/v1/chat/completions": ("priority", "usage", "lists"),
     **dict.fromkeys(("/v1/completions", "/invocations"), ("priority", "usage")),
@@ -438,11 +440,18 @@ def _metered(request: ProxyRequest, key: Key, client: Client) -> ProxyRequest:
     has_budget = settings.tokens_per_day is not None or settings.tokens_per_minute is not None
     # A server in front of a replica may read `/v1/audio/../../generate` as `/generate`.
     is_plain = not {"", ".", ".."} & set(request.path.split("/")[1:])
-    is_uncounted = not is_plain or "uncounted" in request.traits or route_of(request.path) is None
+    is_uncounted = not is_plain or "uncounted" in request.traits
+    if has_budget and request.method == "POST" and is_plain and route_of(request.path) is None:
+        meant = difflib.get_close_matches(request.path[:_MAX_COMPARED], _ROUTES, 1, 0.8)
+        perhaps = f"; what is meant is perhaps {meant[0]}." if meant else "."
+        raise RequestError(
+            f"{request.path:.200} is no route that the gateway knows, and others are not for the API key "
+            f"{settings.name}, which has a limit of tokens{perhaps}", status=404, code="not_found",
+        )  # fmt: skip
     if has_budget and (body.is_background or (request.method == "POST" and is_uncounted)):
         raise RequestError(
-            f"The API key {settings.name} has a limit of tokens, and those of batches, background responses, "
-            "/generate and unknown routes are not counted.", status=403, code="not_allowed",
+            f"The API key {settings.name} has a limit of tokens, and those of batches, background responses and "
+            "/generate are not counted.", status=403, code="not_allowed",
         )  # fmt: skip
     if body.is_resumed and request.path == "/v1/responses":
         raise RequestError("resume would give a response an id of another key's.", param="resume", status=403)
