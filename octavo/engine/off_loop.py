@@ -14,7 +14,8 @@ T = TypeVar("T")
 MAX_INLINE_LENGTH = 2048
 # Take seconds, for which they wait for other processes: neither tokenization nor other grammars must wait for them.
 _grammars = ThreadPoolExecutor(32, "octavo-grammar")
-_texts = ThreadPoolExecutor(4, "octavo-text")
+NUM_TEXT_THREADS = 4
+_texts = ThreadPoolExecutor(NUM_TEXT_THREADS, "octavo-text")
 _bodies = ThreadPoolExecutor(1, "octavo-json")  # wait for the process that parses large bodies
 _media = ThreadPoolExecutor(2, "octavo-media")  # bounds how many are decoded at once
 _videos = ThreadPoolExecutor(2, "octavo-video")  # take up to a minute each: images must not wait for them

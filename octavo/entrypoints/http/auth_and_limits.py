@@ -47,11 +47,13 @@ _FORM_BYTES = 1 << 20  # bytes of a form in addition to its file
 REQUEST_ID = "octavo.request_id"
 # Scope key of the body of a request from within the server. No client can set it.
 INTERNAL_BODY = "octavo.internal_body"
+# POST routes whose requests have the server tokenize, and the engine do nothing
+TOKENIZING_PATHS = frozenset({
+    "/tokenize", "/detokenize", "/v1/completions/render", "/v1/chat/completions/render", "/v1/messages/count_tokens",
+    "/v1/responses/input_tokens",
+})  # fmt: skip
 # POST routes whose requests do not wait in the engine's queue
-UNQUEUED_PATHS = DEV_MODE_PATHS | {
-    "/tokenize", "/detokenize", "/v1/completions/render", "/v1/messages/count_tokens",
-    "/v1/responses/input_tokens", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/api/show",
-}  # fmt: skip
+UNQUEUED_PATHS = DEV_MODE_PATHS | TOKENIZING_PATHS | {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/api/show"}
 
 
 class AuthAndLimits:
@@ -96,6 +98,7 @@ class AuthAndLimits:
             await self._handle_internal(scope, replay_body(scope.pop(INTERNAL_BODY), receive), send, num_bytes)
             return
         uses_engine = method == "POST" and not _is_unqueued(path)
+        tokenizes = method == "POST" and path in TOKENIZING_PATHS
         answer: Response | bytes | None = await self._refuse(headers, method, path, uses_engine)
         self._state.num_in_flight += 1
         try:
@@ -105,8 +108,8 @@ class AuthAndLimits:
                 receive = self._sounds.limited(receive)
             elif answer is None and method == "POST":
                 answer = await self._bodies.read(headers, receive)
-                if isinstance(answer, bytes) and uses_engine:
-                    answer = self._queue_full() or answer  # the queue may have filled while the body arrived
+                if isinstance(answer, bytes):  # the queue may have filled while the body arrived
+                    answer = self._queue_full(path, uses_engine) or answer
             if isinstance(answer, Response):
                 await answer(scope, receive, send)
                 return
@@ -116,10 +119,12 @@ class AuthAndLimits:
                 del answer  # do not keep the body while the answer streams
             ARRIVAL.set(Arrival(time.monotonic(), headers, num_bytes, self._client(scope, headers)))
             self._state.num_engine_requests += uses_engine
+            self._state.num_tokenizing += tokenizes
             try:
                 await self._app(scope, receive, send)
             finally:
                 self._state.num_engine_requests -= uses_engine
+                self._state.num_tokenizing -= tokenizes
         except ClientGoneError:
             pass
         finally:
@@ -163,7 +168,7 @@ class AuthAndLimits:
             return error_response(reason, 503, code=f"engine_{status}", headers=close)
         if method != "POST":
             return None
-        if uses_engine and (full := self._queue_full()) is not None:
+        if (full := self._queue_full(path, uses_engine)) is not None:
             return full
         if path in DEV_MODE_PATHS and headers.get("content-length", "0") == "0":
             return None  # no body, so no content type is needed
@@ -188,13 +193,17 @@ class AuthAndLimits:
             )
         return None
 
-    def _queue_full(self) -> Response | None:
-        if (retry_after_s := self._state.queue_retry_after_s()) is None:
+    def _queue_full(self, path: str, uses_engine: bool) -> Response | None:
+        state = self._state
+        if path in TOKENIZING_PATHS:
+            retry_after_s = state.tokenizing_retry_after_s()
+        else:
+            retry_after_s = state.queue_retry_after_s() if uses_engine else None
+        if retry_after_s is None:
             return None
-        self._state.count_rejection("queue_full")
+        state.count_rejection("queue_full")
         return error_response(
-            f"The queue is full (--max-queue-len {self._state.args.max_queue_len}); try again in about "
-            f"{retry_after_s} s.",
+            f"The queue is full (--max-queue-len {state.args.max_queue_len}); try again in about {retry_after_s} s.",
             429,
             code="queue_full",
             headers={"Retry-After": str(retry_after_s)},

@@ -19,7 +19,7 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
+from octavo.engine.off_loop import MAX_INLINE_LENGTH, NUM_TEXT_THREADS, run_off_loop
 from octavo.engine.request_log import brief, log_request
 from octavo.entrypoints.chat.reasoning import Reasoning
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats, model_formats
@@ -59,6 +59,7 @@ RANK_HEADER = "X-data-parallel-rank"
 SESSION_HEADER = "X-Session-ID"
 CACHE_SESSION_HEADER, CACHE_TTL_HEADER = "X-Cache-Session", "X-Cache-TTL"
 _CACHE_TTL_S = 3600.0
+_TOKENIZING_RETRY_S = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,7 @@ class ServerState:
         self.is_stopping = False
         self.num_in_flight = 0  # requests whose answers are not complete
         self._num_engine_requests = 0
+        self.num_tokenizing = 0  # complete requests of this front end that have it tokenize, and the engine do nothing
 
     @property
     def num_engine_requests(self) -> int:
@@ -267,6 +269,12 @@ class ServerState:
             return None
         rate = 0.0 if self.engine.metrics is None else self.engine.metrics.all_requests_per_s
         return min(max(math.ceil(num_waiting / rate), 1), MAX_RETRY_AFTER_S) if rate > 0 else RETRY_AFTER_S
+
+    def tokenizing_retry_after_s(self) -> int | None:
+        """Return the seconds after which a client should come back if as many requests wait for the threads that
+        tokenize as may wait for the engine, otherwise None."""
+        limit = self.args.max_queue_len
+        return None if limit is None or self.num_tokenizing - NUM_TEXT_THREADS < limit else _TOKENIZING_RETRY_S
 
     def count_rejection(self, reason: str) -> None:
         """Count a request that is refused because of the load."""

@@ -16,8 +16,9 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from octavo.api_keys import ApiKeys
-from octavo.entrypoints.http import auth_and_limits, body_reader, uvicorn_server
+from octavo.entrypoints.http import auth_and_limits, body_reader, server_state, uvicorn_server
 from octavo.entrypoints.http.server_args import ServerArgs
+from octavo.entrypoints.openai import tokenize
 from octavo.errors import ConfigError, RequestError
 from octavo.request import SequenceOutput
 from octavo.stats import EngineStats
@@ -160,6 +161,37 @@ def test_connections_beyond_the_limit_are_503_with_retry_after(limited: Address)
         for sock in sockets:
             sock.close()
     wait_until(lambda: httpx.get(f"{limited}/health").status_code == 200)
+
+
+@pytest.mark.parametrize("path", sorted(auth_and_limits.TOKENIZING_PATHS))
+def test_requests_that_only_tokenize_are_bounded_too(
+    limited: Address, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    state, threads = limited.server.state, server_state.NUM_TEXT_THREADS
+    monkeypatch.setattr(state, "num_tokenizing", threads + 2)
+    engine.stats = EngineStats(num_running=8, num_waiting=2)
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    answer = httpx.post(limited + path, json=body)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert answer.json()["error"].get("code", "queue_full") == "queue_full"
+    monkeypatch.setattr(state, "num_tokenizing", threads + 1)
+    assert httpx.post(limited + path, json=body).status_code in (200, 400), "the engine's queue is another"
+    assert state.num_tokenizing == threads + 1
+
+
+def test_a_request_that_only_tokenizes_counts_while_it_does(
+    limited: Address, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = list[int]()
+
+    async def note(work: Any, **_: Any) -> Any:
+        counts.append(limited.server.state.num_tokenizing)
+        return work()
+
+    monkeypatch.setattr(tokenize, "run_off_loop", note)
+    for body, status in (({"prompt": "a"}, 200), ({"messages": []}, 400), ({"prompt": "a"}, 200)):
+        assert httpx.post(f"{limited}/tokenize", json=body).status_code == status
+    assert counts == [1, 1]
 
 
 def test_a_full_queue_is_429_with_an_estimate_of_the_wait(limited: Address, engine: FakeEngine) -> None:
