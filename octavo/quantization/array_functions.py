@@ -72,11 +72,24 @@ def arange(like: Array, stop: int, step: int = 1, dtype: str = "int64") -> Array
     return namespace(like).arange(0, stop, step, dtype=dtype_of(like, dtype), device=like.device)
 
 
-def constant(like: Array, values: Sequence[float], dtype: str) -> Array:
+def constant(like: Array, values: Sequence[float] | NDArray[Any], dtype: str) -> Array:
     """Return an array of `values` in the library and on the device of `like`."""
     if namespace(like) is np:
         return np.array(values, dtype)
     return namespace(like).tensor(values, dtype=dtype_of(like, dtype), device=like.device)
+
+
+def taken(indices: Array, values: Sequence[float], dtype: str) -> Array:
+    """Return the elements of `values`, of which there are sixteen, with these indices uint8 [N, K], as `dtype`. K is
+    even."""
+    table = constant(indices, values, dtype)
+    if namespace(indices) is not np:
+        return table[cast(indices, "int64")]
+    # Two neighbours are taken as one word: the first has the low byte of the word of both indices.
+    pairs = np.zeros((16, 256, 2), dtype)
+    pairs[:, :16, 0], pairs[..., 1] = table, table[:, None]
+    word = f"uint{16 * table.itemsize}"
+    return pairs.view(word).ravel().take(reinterpret(indices, "uint16")).view(dtype)
 
 
 def repeated(x: Array, count: int, length: int) -> Array:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.errors import ConfigError
-from octavo.quantization.array_functions import Array, arange, cast, constant, namespace, padded, repeated
+from octavo.quantization.array_functions import Array, arange, cast, namespace, padded, repeated, taken
 from octavo.quantization.layout import Layout, least_layout
 
 
@@ -44,8 +44,7 @@ class Codes:
         """Return the same matrix with the bits of `layout`, at least as many as now, its groups, of a divisor of the
         present group, and its minima and table or none."""
         if self.table is not None and layout.table is None:
-            numbers = constant(self.codes, [number + 128 for number in self.table], "uint8")
-            codes = numbers[cast(self.codes, "int64")]
+            codes = taken(self.codes, [number + 128 for number in self.table], "uint8")
             return Codes(8, self.group, codes, self.scales, order=self.order).widened(layout)
         bits, group, minima = layout.bits, layout.group, layout.minima
         assert bits >= self.bits and self.group % group == 0 and (minima or self.minima is None)
@@ -69,10 +68,12 @@ class Codes:
             minima = None if minima is None else repeated(minima, group, k)
             group = 1
         if self.table is not None:
-            return self.widened(self.layout.without_table).dequantize()
-        values = cast(self.codes, "float32").reshape(num_out, -1, group)
-        if minima is None:
-            values -= 1 << self.bits >> 1
+            values = taken(self.codes, self.table, "float32")
+        else:
+            values = cast(self.codes, "float32")
+            if minima is None:
+                values -= 1 << self.bits >> 1
+        values = values.reshape(num_out, -1, group)
         values *= scales[:, :, None]
         if minima is not None:
             values += minima[:, :, None]

@@ -24,7 +24,7 @@ from tests.quantization.blocks import random_matrix as random_blocks
 # Formats whose superblocks are kept, and where in them the float16 units lie.
 SUPERBLOCKS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,)}
 # Other formats whose codes are indices into a table, and their bits of a weight.
-TABLES = {"IQ4_NL": 4.5, "MXFP4": 4.25, "NVFP4": 5}
+TABLES = {"IQ4_NL": 4.5, "MXFP4": 4.25, "NVFP4": 5, "IQ3_XXS": 4.5, "IQ2_S": 5}
 
 sizes = st.one_of(st.integers(1, 140), st.sampled_from([192, 200, 577]))
 # Every row-tile height and its neighbours, and enough rows for several chunks of rows.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from octavo import _cpu
-from octavo.ops.cpu_pack import PackedIntegers, pack_quantized
+from octavo.ops.cpu_pack import PackedIntegers, PackedStack, pack_linear, pack_quantized
 from octavo.quantization import Layout, StoredWeight, common_layout, dequantize, layout_of, packed_bytes
 from tests.quantization.blocks import BLOCKS, KEPT_BITS, random_matrix, read_packed, values_of
 
@@ -29,7 +29,7 @@ def _check(packed: PackedIntegers, expected: np.ndarray, exact: bool) -> None:
         assert (np.abs(products + minima - expected) <= 2.0**-22 * (np.abs(products) + np.abs(minima))).all()
         return
     # Half a last bit of scale and of minimum; scales below float16's normal numbers have absolute bits.
-    largest = 32 if packed.layout.bits == 4 else 256
+    largest = 32 if packed.layout.bits == 4 and packed.layout.table is None else 256
     tiny = packed.factor * 2.0**-25 * largest if packed.factor != 1 else 0
     allowed = np.abs(products) * 2.0**-11 + np.abs(minima) * 2.0**-8 + tiny
     # What was shifted out of the minimum into the codes was rounded in float32.
@@ -56,6 +56,18 @@ def test_every_format_is_packed_to_its_own_values(name: str, rows: int, blocks: 
     else:
         assert packed.data.nbytes == packed.layout.packed_bytes(*matrix.shape)
     _check(packed, values_of(matrix), name in _EXACT)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("IQ1_S", 4.5), ("IQ1_M", 5), ("IQ2_XXS", 4.5), ("IQ2_XS", 5), ("IQ2_S", 5), ("IQ3_XXS", 4.5), ("IQ3_S", 4.5)],
+)
+def test_codebooks_take_indices_of_four_bits_and_their_scales(name: str, bits: float) -> None:
+    packed = pack_quantized([random_matrix(name, 64, 512)])
+    assert packed.format == _cpu.WEIGHT_TABLE
+    assert packed.data.nbytes * 8 == bits * 64 * 512
+    assert packed_bytes(name, (64, 512), keeps_superblocks=True) == packed.data.nbytes
+    assert packed_bytes(name, (64, 512)) * 8 == (bits + 4) * 64 * 512  # on GPUs
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q5_1"])
@@ -121,6 +133,19 @@ def test_superblocks_are_kept_where_all_parts_have_them(name: str) -> None:
         assert packed.format in KEPT_BITS
     if name in _SHARED:
         assert _stacked([name, "IQ3_XXS"], [17, 5], 512).format == _cpu.WEIGHT_INT8
+
+
+def test_codebooks_of_one_table_share_a_matrix_of_four_bits() -> None:
+    for names, group in ([("IQ1_S", "IQ2_XXS"), 32], [("IQ1_M", "IQ2_XXS"), 16], [("IQ2_XS", "IQ2_S"), 16]):
+        for packed in (_stacked(names, [17, 5], 512), _stacked(names, [33, 33], 512, gated=True)):
+            assert (packed.format, packed.layout.group) == (_cpu.WEIGHT_TABLE, group)
+    assert _stacked(["IQ3_XXS", "IQ3_S"], [33, 33], 512, gated=True).format == _cpu.WEIGHT_INT8
+
+
+def test_codebooks_of_different_tables_lie_side_by_side() -> None:
+    packed = pack_linear([random_matrix(name, 64, 512) for name in ("IQ3_XXS", "IQ2_S", "IQ3_S")])
+    assert isinstance(packed, PackedStack)
+    assert [part.num_bytes * 8 / (64 * 512) for part in packed.parts] == [4.5, 5, 4.5]
 
 
 def test_rows_may_lie_apart() -> None:
