@@ -3,6 +3,7 @@ way; the others are about the models here."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
@@ -28,6 +29,7 @@ from octavo.ollama.cards import NEVER, refuse_thinking, running, shown, tag
 from octavo.ollama.to_openai import PATHS, Translated, translate
 
 _MAX_CARD_BYTES = 16 << 20
+_LENGTH_S = 2.0  # for a replica to say how many tokens it takes
 _ROUTES = {
     "/api/tags": "GET", "/api/ps": "GET", "/api/version": "GET", "/api/show": "POST", "/api/pull": "POST",
     "/api/delete": "DELETE",
@@ -138,7 +140,11 @@ class OllamaRoutes:
     async def _running(self, client: Client, key: Key | None) -> None:
         ready = [one for one in self._models if one.state == "ready" and one.may_be_used_by(key)]
         cards = await self._cards.of(ready)
-        listed = [running(one.name, card, _expiry(one)) for one, card in zip(ready, cards, strict=True)]
+        lengths = await asyncio.gather(*map(_context_length, ready))
+        listed = [
+            running(one.name, {**card, "context_length": length or card.get("context_length")}, _expiry(one))
+            for one, card, length in zip(ready, cards, lengths, strict=True)
+        ]
         await _reply(client, {"models": listed})
 
     async def _show(self, name: str, client: Client, key: Key | None) -> None:
@@ -194,6 +200,14 @@ class OllamaRoutes:
 
 async def _reply(client: Client, answer: dict[str, Any]) -> None:
     await client.reply(200, b"application/json; charset=utf-8", msgspec.json.encode(answer))
+
+
+async def _context_length(deployment: Deployment) -> int | None:
+    """Return how many tokens a running model takes, which its flags may have made fewer than its files say."""
+    for replica in deployment.replicas:
+        if replica.takes_requests():
+            return await replica.context_length(_LENGTH_S)
+    return None
 
 
 def _expiry(deployment: Deployment) -> str:

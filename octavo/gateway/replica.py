@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
+
+import msgspec
 
 from octavo.gateway.breaker import Breaker
 from octavo.gateway.upstream import Upstream, UpstreamError
 
 FAILED_CHECKS = 3  # in a row, after which a replica is not healthy: a busy one may miss some
+
+_MAX_BYTES = 1 << 16  # of an answer that is not passed on
+
+
+class _Listed(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_Listed]
 
 
 @dataclass(eq=False)
@@ -37,15 +51,24 @@ class Replica:
     async def check_health(self, timeout_s: float) -> None:
         """Ask for the replica's health. Any answer but a server's error will do: foreign servers may have no such
         path."""
-        is_well = False
-        try:
+        status, _ = await self._ask(self.health, timeout_s)
+        self.num_failed_checks = 0 if status < 500 else self.num_failed_checks + 1
+
+    async def context_length(self, timeout_s: float) -> int | None:
+        """Return how many tokens a prompt and its answer may have there; None if the replica does not say."""
+        status, body = await self._ask("/v1/models", timeout_s)
+        with contextlib.suppress(msgspec.DecodeError):
+            listed = msgspec.json.decode(body, type=_ModelList).data if status == 200 else []
+            return next((one.max_model_len for one in listed if one.id == self.served_name), None)
+        return None
+
+    async def _ask(self, path: str, timeout_s: float) -> tuple[int, bytes]:
+        """Return the status and body of the answer to a GET; 503 if there is none."""
+        with contextlib.suppress(UpstreamError, TimeoutError):
             async with asyncio.timeout(timeout_s):
-                answer = await self.upstream.send("GET", self.health.encode(), self.auth_headers(), b"")
+                answer = await self.upstream.send("GET", path.encode(), self.auth_headers(), b"")
                 try:
-                    await answer.read_all(1 << 16)
-                    is_well = answer.status < 500
+                    return answer.status, await answer.read_all(_MAX_BYTES)
                 finally:
                     answer.close()
-        except (UpstreamError, TimeoutError):
-            pass
-        self.num_failed_checks = 0 if is_well else self.num_failed_checks + 1
+        return 503, b""

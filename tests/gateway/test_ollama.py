@@ -307,6 +307,31 @@ def test_models_are_loaded_kept_and_unloaded_as_clients_say(clock: Clock) -> Non
     clock.run(run())
 
 
+def test_the_context_of_a_running_model_is_that_of_its_server(clock: Clock) -> None:
+    """--max-model-len may have made it shorter than the model's."""
+    body = b"rubbish"
+
+    async def say(asked: Asked) -> None:
+        asked.reply(body)
+
+    async def run() -> None:
+        nonlocal body
+        async with fake_servers(say) as (server,):
+            models = {"a": {"addresses": [server.address], "served_model_name": "org/a"}}
+            async with gateway(models) as gate:
+                for listed, length in (
+                    ("rubbish", 0), ({"data": [{"id": "other", "max_model_len": 7}]}, 0),
+                    ({"data": [{"id": "org/a"}]}, 0),
+                    ({"object": "list", "data": [{"id": "b"}, {"id": "org/a", "max_model_len": 4096}]}, 4096),
+                ):  # fmt: skip
+                    body = json.dumps(listed).encode()
+                    (running,) = (await client_of(gate).ps()).models
+                    assert running.context_length == length
+                assert {one.target for one in server.asked} == {"/v1/models"}
+
+    clock.run(run())
+
+
 def test_models_are_listed_and_shown(clock: Clock, commands: Commands) -> None:
     async def elsewhere(asked: Asked) -> None:
         asked.reply(json.dumps({"capabilities": ["vision"], "model_info": {"x": 1}}).encode())
