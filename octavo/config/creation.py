@@ -108,7 +108,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
             memory_bytes=args.kv_cache_memory_bytes,
             swap_space_bytes=int(args.swap_space * GIB),
             enable_prefix_caching=shares_prefixes,
-            disk=disk_cache_config(args, device, shares_prefixes=shares_prefixes, has_draft_model=draft is not None),
+            disk=disk_cache_config(args, device, shares_prefixes=shares_prefixes),
             events=kv_events_config(args, shares_prefixes=shares_prefixes),
             is_scratch=pooling is not None and pooling.whole_prompts,
             dtype=cache_dtype(args, dtype, device),

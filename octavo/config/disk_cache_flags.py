@@ -13,9 +13,7 @@ from octavo.errors import ConfigError
 _GIB = 1 << 30
 
 
-def disk_cache_config(
-    args: EngineArgs, device: str, *, shares_prefixes: bool, has_draft_model: bool
-) -> DiskCacheConfig | None:
+def disk_cache_config(args: EngineArgs, device: str, *, shares_prefixes: bool) -> DiskCacheConfig | None:
     """Return the configuration of the cache on disk, or None without the flag. Raises `ConfigError` where it cannot be
     kept."""
     if not 0 < args.kv_cache_disk_gib < math.inf:
@@ -30,7 +28,6 @@ def disk_cache_config(
         "on Windows": sys.platform == "win32",
         "on GPUs": device != "cpu",
         "with several nodes (--nnodes)": args.nnodes > 1,
-        "with a draft model or head, whose keys and values the blocks hold too": has_draft_model,
     }.items():
         if is_so:
             raise ConfigError(f"--kv-cache-disk is not built yet {what}; leave it out.")

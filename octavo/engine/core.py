@@ -69,7 +69,7 @@ class EngineCore:
     ) -> None:
         """`on_loading` is called with the share of the weights that are loaded. Tests pass an executor and a
         speculation of their own."""
-        weights: Future[str] | None = None
+        weights: Future[list[str]] | None = None
         if config.cache.disk is not None:
             weights = _identify_weights(config, config.cache.disk)  # while they are loaded
         if executor is None:
@@ -399,17 +399,19 @@ class EngineCore:
         stats.num_adapters_on_host, stats.num_adapters_on_device = len(adapters), len(pool.resident)
 
 
-def _identify_weights(config: EngineConfig, disk: DiskCacheConfig) -> Future[str]:
-    """Start to hash the model's files. Raises `ConfigError` if the folder cannot be used."""
+def _identify_weights(config: EngineConfig, disk: DiskCacheConfig) -> Future[list[str]]:
+    """Start to hash the files of the model and of its draft model. Raises `ConfigError` if the folder cannot be
+    used."""
     from octavo.execution.cache_fingerprint import model_identity
     from octavo.kv_cache.block_files import check_folder, notes_folder
 
     check_folder(disk.folder)
-    found = Future[str]()
+    found = Future[list[str]]()
+    models = [config.model] if config.draft is None else [config.model, config.draft]
 
     def identify() -> None:
         try:
-            found.set_result(model_identity(config.model, notes_folder(disk.folder)))
+            found.set_result([model_identity(model, notes_folder(disk.folder)) for model in models])
         except Exception as e:
             found.set_exception(e)
 
@@ -419,7 +421,7 @@ def _identify_weights(config: EngineConfig, disk: DiskCacheConfig) -> Future[str
 
 
 def _open_disk(
-    config: EngineConfig, disk: DiskCacheConfig, weights: str, executor: Executor, cache: KVCacheManager,
+    config: EngineConfig, disk: DiskCacheConfig, weights: list[str], executor: Executor, cache: KVCacheManager,
     cost: StepCostModel,
 ) -> DiskTier:  # fmt: skip
     """Open the blocks on disk that this engine may have computed. Raises `ConfigError` if the folder cannot be used."""

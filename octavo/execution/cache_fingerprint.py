@@ -29,7 +29,7 @@ _MEDIA_LIMITS = {
 
 
 def model_identity(model: ModelConfig, notes: Path) -> str:
-    """Return the hash of the model's files. Those that `notes` has are not read again. Raises `ConfigError`."""
+    """Return the hash of a model's files. Those that `notes` has are not read again. Raises `ConfigError`."""
     checkpoint = model.checkpoint
     files = [*checkpoint.weight_files, *checkpoint.module_files.values()]
     try:
@@ -39,19 +39,18 @@ def model_identity(model: ModelConfig, notes: Path) -> str:
 
 
 def cache_fingerprint(
-    config: EngineConfig, weights: str, groups: Sequence[CacheGroup], block_bytes: Sequence[int], max_model_len: int
-) -> bytes:
-    """Return the fingerprint, 16 bytes. `weights` is the `model_identity`, `block_bytes` are by pool."""
-    model, cache = config.model, config.cache
+    config: EngineConfig, weights: Sequence[str], groups: Sequence[CacheGroup], block_bytes: Sequence[int],
+    max_model_len: int,
+) -> bytes:  # fmt: skip
+    """Return the fingerprint, 16 bytes. `weights` are the `model_identity` of the model and of its draft model,
+    `block_bytes` are by pool."""
+    model, cache, draft = config.model, config.cache, config.draft
     facts: dict[str, Any] = {
         "code": _code_hash(),
         "machine": [platform.machine(), _instruction_set(config.device)],
         "versions": [__version__, _version("numpy"), _version("ml_dtypes")],
-        "weights": weights,
-        "format": model.checkpoint.format,
-        "config": model.checkpoint.config,
-        "seed": model.seed if model.checkpoint.format == "dummy" else None,
-        "types": [model.dtype, model.quantization, model.num_precise_layers, cache.dtype],
+        "model": _facts_of(model, weights[0]),
+        "cache_dtype": cache.dtype,
         "lengths": [max_model_len, cache.block_size],
         "groups": [repr(group) for group in groups],
         "block_bytes": list(block_bytes),
@@ -62,8 +61,9 @@ def cache_fingerprint(
     if config.pipeline_parallel_size > 1:  # a block has the stages' parts side by side
         facts["stages"] = [config.pipeline_parallel_size, config.pipeline_layer_partition]
     uses_torch = model.impl == "transformers"
-    if model.impl == "transformers":
-        facts["code_folder"] = None if model.code_folder is None else _hash_of_files(Path(model.code_folder), "*.py")
+    if draft is not None and config.speculative is not None and config.speculative.method != "medusa":
+        facts["draft"] = [config.speculative.method, _facts_of(draft, weights[1])]  # a block has its part too
+        uses_torch |= draft.impl == "transformers"
     if config.lora is not None:
         facts["adapters"] = [config.lora.dtype, config.lora.target_modules]
     for name, media in (("media", config.media), ("sound", config.sound), ("prompt_embeds", config.prompt_embeds)):
@@ -76,6 +76,19 @@ def cache_fingerprint(
         facts["torch"] = [_version("torch"), _version("transformers"), config.cpu_threads]
     data = json.dumps(facts, sort_keys=True, default=repr).encode()
     return hashlib.sha256(data).digest()[:16]
+
+
+def _facts_of(model: ModelConfig, weights: str) -> dict[str, Any]:
+    has_code = model.impl == "transformers" and model.code_folder is not None
+    return {
+        "weights": weights,
+        "format": model.checkpoint.format,
+        "config": model.checkpoint.config,
+        "seed": model.seed if model.checkpoint.format == "dummy" else None,
+        "types": [model.dtype, model.quantization, model.num_precise_layers],
+        "impl": model.impl,
+        "code": _hash_of_files(Path(str(model.code_folder)), "*.py") if has_code else None,
+    }
 
 
 def _instruction_set(device: str) -> str:

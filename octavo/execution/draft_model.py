@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from octavo.config import EngineConfig, ModelConfig
 from octavo.errors import ConfigError, LoadError
 from octavo.execution.block_mover import BlockMover, layer_cache
@@ -75,6 +78,10 @@ class Draft:
         self.pool = groups[self._group].pool
         self._has_null_block = any(group.pool == self.pool and group.spec.kind == "window" for group in groups)
         self._drafter: Drafter | None = None
+        self._filled: FilledSlots | None = None
+        # With a block that is saved: its number of filled slots. Heads fill every slot, and a draft model with states
+        # computes prompts anew.
+        self.num_note_bytes = 0 if self._states or isinstance(model, MedusaHeads | ChainHead) else 4
         limits = config.scheduler
         if isinstance(model, MedusaHeads):
             self._drafter = medusa = MedusaDrafter(model, target, device)
@@ -111,10 +118,26 @@ class Draft:
         if self._states:
             kept = DraftStates(self.runner.table, mover)
         else:
-            kept = FilledSlots(num_blocks, num_host_blocks, self._block_size, self._has_null_block)
+            kept = self._filled = FilledSlots(num_blocks, num_host_blocks, self._block_size, self._has_null_block)
         table, longest = self._target.table, self._own.max_model_len
         vocab_size = self._target.model.vocab_size
         return ModelDrafter(self.runner, table, self._group, self.pool, kept, longest, vocab_size)
+
+    def add_notes(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return the contents of blocks, [len(blocks), block bytes], each followed by `num_note_bytes` in the draft's
+        pool."""
+        if pool != self.pool or self._filled is None:
+            return contents
+        notes = self._filled.counts(blocks)[:, None].view(np.uint8)
+        return np.concatenate([contents, notes], axis=1)
+
+    def take_notes(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Take the notes off the contents that blocks are about to get, as `add_notes` has returned them."""
+        if pool != self.pool or self._filled is None:
+            return contents
+        contents, notes = np.split(contents, [-self.num_note_bytes], axis=1)
+        self._filled.restore(blocks, np.ascontiguousarray(notes).view(np.int32)[:, 0])
+        return np.ascontiguousarray(contents)
 
 
 def build_head(

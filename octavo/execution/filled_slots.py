@@ -6,6 +6,8 @@ so its gaps are known by block, not by sequence."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,6 +25,14 @@ class FilledSlots:
         self._host_counts = np.zeros(num_host_blocks, np.int32)
         self._block_size = block_size
         self._has_null_block = has_null_block
+
+    def counts(self, blocks: Sequence[int]) -> NDArray[np.int32]:
+        """Return how many slots of each of the blocks are filled."""
+        return self._counts[list(blocks)]
+
+    def restore(self, blocks: Sequence[int], counts: NDArray[np.int32]) -> None:
+        """The contents of blocks were overwritten by contents of which so many slots are filled."""
+        self._counts[list(blocks)] = counts
 
     def move(self, moves: BlockMoves) -> None:
         """Blocks are moved, in the order of `BlockMoves`."""

@@ -98,6 +98,9 @@ class ModelDrafter:
                 self._num_drafted[rows] = self._num_filled[rows]
                 self._runner.defer_updates(changes)
                 logger.debug("no tokens are guessed: %s", e)
+            else:
+                for planned in first:  # blocks may be saved, or shared, before the next plan
+                    self._note_filled(planned.row, planned.num_computed + planned.num_tokens)
         else:
             self._runner.defer_updates(changes)
         return DraftBatch({planned.row: found.get(planned.row, []) for planned in wanting}, caught_up)
@@ -131,10 +134,16 @@ class ModelDrafter:
             else:  # rejected draft tokens do not count
                 num_drafted = min(int(self._num_drafted[row]), num_computed)
                 num_filled = min(int(self._num_filled[row]), num_drafted)
-            if num_filled < num_drafted:
-                filled.fill(blocks, num_filled, num_drafted)
-            self._num_drafted[row] = self._num_filled[row] = num_drafted
+            self._num_drafted[row], self._num_filled[row] = num_drafted, num_filled
+            self._note_filled(row, num_drafted)
             filled.overwrite(blocks, num_computed, num_computed + num_tokens)
+
+    def _note_filled(self, row: int, end: int) -> None:
+        """Note the tokens of a row up to `end` as computed."""
+        begin = int(self._num_filled[row])
+        if self._filled is not None and begin < end:
+            self._filled.fill(self._table.blocks[self._group, row], begin, end)
+            self._num_filled[row] = end
 
     def _num_lacking(self, planned: PlannedRow) -> int:
         """Return the tokens to compute before the first draft token, or up to the end of a prompt's part."""

@@ -358,7 +358,9 @@ class Worker:
 
         self.num_blocks, self.num_host_blocks, self.max_model_len = self._worker_group.agree(choose)
         self.cache_bytes = sum(map(mul, self.num_blocks, own_sizes))
-        self.block_bytes = own_sizes
+        self.block_bytes = list(own_sizes)  # of a block that is read or written
+        if self._draft is not None:
+            self.block_bytes[self._draft.pool] += self._draft.num_note_bytes
         swap_bytes, on_host = sum(map(mul, self.num_host_blocks, own_sizes)), self._worker_group.worker_rank.on_host
         capacity.check_swap_space(swap_bytes, self.cache_bytes if device.shares_memory else 0, on_host.size)
         config = config.with_max_model_len(self.max_model_len)
@@ -422,17 +424,20 @@ class Worker:
         return found
 
     def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
-        """Return the contents of blocks, [len(blocks), bytes of a block]. No step may be in flight."""
+        """Return the contents of blocks, [len(blocks), block_bytes[pool]]. No step may be in flight."""
         assert self._device.shares_memory, "blocks in the memory of a GPU are not read"
         if not self._cache[pool]:  # this stage has none of its layers
             return np.empty((len(blocks), 0), np.uint8)
-        return cast("NDArray[np.uint8]", self._ops.gather_blocks(np.array(blocks), self._cache[pool]))
+        contents = cast("NDArray[np.uint8]", self._ops.gather_blocks(np.array(blocks), self._cache[pool]))
+        return contents if self._draft is None else self._draft.add_notes(pool, blocks, contents)
 
     def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
         """Overwrite blocks. No step may be in flight."""
         assert self._device.shares_memory, "blocks in the memory of a GPU are not written"
         if not self._cache[pool]:
             return
+        if self._draft is not None:
+            contents = self._draft.take_notes(pool, blocks, contents)
         self._ops.scatter_blocks(cast(Array, contents), np.array(blocks), self._cache[pool])
 
     def take_rows(self, rows: Mapping[bytes, NDArray[np.float32]]) -> None:
