@@ -38,7 +38,7 @@ _MOST_ROWS = 32
 _PASSES = 3  # over all steps, so that a busy neighbour disturbs no step every time
 _TRIES_S = 0.03  # for each step in a pass
 _FITS = 40  # observations of each step
-# Time around a step in the engine's core: `benchmarks/step_overhead.py` in docs/performance.md has 483 us at 1 stream,
+# Time around a step in the engine's core, as `benchmarks/step_overhead.py` measured it on Zen 4: 483 us at 1 stream,
 # 1,676 us at 256.
 _HOST_STEP_S, _HOST_ROW_S = 0.48e-3, 4.7e-6
 # Measured steps: number of rows, tokens that each row has computed before, tokens that each row computes in the step.
