@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import to_json
 
+_PLAIN = frozenset((int, float, str, bool, type(None)))  # types of single values
 MAX_PIECE_VALUES = 1000  # written in one call; a text counts as one value
 
 
@@ -36,10 +37,11 @@ def _pieces(value: Any) -> Iterator[bytes]:
         yield b"}"
     else:
         yield b"["
-        for begin in range(0, len(value), MAX_PIECE_VALUES):
+        most = max(1, MAX_PIECE_VALUES - 1)  # the list of them is a value too
+        for begin in range(0, len(value), most):
             yield b"," if begin else b""
-            part = value[begin : begin + MAX_PIECE_VALUES]
-            if not is_large(part):
+            part = value[begin : begin + most]
+            if (len(part) < MAX_PIECE_VALUES and _PLAIN.issuperset(map(type, part))) or not is_large(part):
                 yield to_json(part, inf_nan_mode="null")[1:-1]
                 continue
             for number, one in enumerate(part):

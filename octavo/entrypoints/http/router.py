@@ -24,6 +24,7 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.http.error_responses import error_fields, error_response, validation_error
 from octavo.entrypoints.http.json_worker import is_large, parse_json
 from octavo.entrypoints.http.request_headers import RequestHeaders
+from octavo.entrypoints.http.streaming import encode_off_loop
 from octavo.errors import EngineDeadError, RequestError
 
 UnknownFields = Literal["error", "warn", "ignore"]
@@ -62,7 +63,7 @@ class RouteSpec:
             if isinstance(result, Response):
                 return result
             if isinstance(result, BaseModel):
-                return Response(result.model_dump_json(), media_type="application/json")
+                return Response(await encode_off_loop(result), media_type="application/json")
             return JSONResponse(result)
 
         return endpoint

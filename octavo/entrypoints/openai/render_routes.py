@@ -5,14 +5,12 @@ The answers have the first fields of vLLM's. Nothing is computed, but the reques
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from octavo.entrypoints.http.body_fields import ResponseModel
 from octavo.entrypoints.http.router import Router
-from octavo.entrypoints.http.streaming import run_until_disconnect
+from octavo.entrypoints.http.streaming import encode_off_loop, run_until_disconnect
 from octavo.entrypoints.openai.chat_completions import ChatJob
 from octavo.entrypoints.openai.completions import CompletionJob
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, CompletionRequest
@@ -31,21 +29,28 @@ async def render_chat(body: ChatCompletionRequest, raw: Request) -> Response:
     """The prompt's tokens, after the chat template."""
     with body.field_names.in_errors():
         prompts = await _render(ChatJob(body, raw, only_renders=True), raw)
-    return Response(status_code=499) if prompts is None else JSONResponse(prompts[0])
+    return await _answer(None if prompts is None else prompts[0])
 
 
 @router.post("/v1/completions/render", response_model=list[RenderedPrompt])
 async def render_completion(body: CompletionRequest, raw: Request) -> Response:
     """The tokens of each prompt."""
     prompts = await _render(CompletionJob(body, raw, only_renders=True), raw)
-    return Response(status_code=499) if prompts is None else JSONResponse(prompts)
+    return await _answer(prompts)
 
 
-async def _render(job: ChatJob | CompletionJob, raw: Request) -> list[dict[str, Any]] | None:
+async def _answer(found: RenderedPrompt | list[RenderedPrompt] | None) -> Response:
+    if found is None:
+        return Response(status_code=499)
+    return Response(await encode_off_loop(found), media_type="application/json")
+
+
+async def _render(job: ChatJob | CompletionJob, raw: Request) -> list[RenderedPrompt] | None:
     """Return a `RenderedPrompt` for each prompt, or None if the client has gone."""
     prompts = await run_until_disconnect(job.render(), raw.receive)
     if prompts is None:
         return None
     return [
-        RenderedPrompt(request_id=job.response_id, model=job.model, token_ids=tokens).model_dump() for tokens in prompts
+        RenderedPrompt.model_construct(request_id=job.response_id, model=job.model, token_ids=tokens)
+        for tokens in prompts
     ]

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 router = Router(tags=["vLLM"])
 
+_TOKENS_AT_ONCE = 4096
+
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, raw: Request) -> TokenizeResponse:
@@ -31,17 +33,17 @@ async def tokenize(body: TokenizeRequest, raw: Request) -> TokenizeResponse:
     # The chat template has added the special tokens already.
     add_special_tokens = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
     arrival = ARRIVAL.get()
-    tokens = await run_off_loop(
-        lambda: state.engine.inputs.encode(_text(state, body), add_special_tokens),
-        length=0 if arrival is None else arrival.num_bytes,
-    )
-    names = state.engine.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-    return TokenizeResponse(
-        count=len(tokens),
-        max_model_len=state.engine.config.model.max_model_len,
-        tokens=tokens,
-        token_strs=None if names is None else list(names),
-    )
+
+    def work() -> TokenizeResponse:
+        tokens = state.engine.inputs.encode(_text(state, body), add_special_tokens)
+        return TokenizeResponse(
+            count=len(tokens),
+            max_model_len=state.engine.config.model.max_model_len,
+            tokens=tokens,
+            token_strs=_names(state.engine.tokenizer, tokens) if body.return_token_strs else None,
+        )
+
+    return await run_off_loop(work, length=0 if arrival is None else arrival.num_bytes)
 
 
 @router.post("/detokenize")
@@ -71,6 +73,14 @@ async def tokenizer_info(raw: Request) -> dict[str, Any]:
     file /= "tokenizer_config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {**tokenizer.special_tokens_map}
     return {"tokenizer_class": type(tokenizer).__name__, **config, "chat_template": tokenizer.chat_template}
+
+
+def _names(tokenizer: ModelTokenizer, token_ids: list[int]) -> list[str]:
+    """Return the tokens as the vocabulary writes them. Each call holds the interpreter's lock, so none is long."""
+    names = list[str]()
+    for begin in range(0, len(token_ids), _TOKENS_AT_ONCE):
+        names += tokenizer.convert_ids_to_tokens(token_ids[begin : begin + _TOKENS_AT_ONCE])
+    return names
 
 
 def _decode(tokenizer: ModelTokenizer, token_ids: list[int]) -> str:

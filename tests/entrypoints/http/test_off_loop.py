@@ -14,8 +14,9 @@ import pytest
 from octavo.engine import input_processor
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.entrypoints.chat import message_rendering
-from octavo.entrypoints.http import router
+from octavo.entrypoints.http import piecewise_json, router, streaming
 from octavo.entrypoints.http.router import MAX_INLINE_BYTES
+from octavo.entrypoints.openai import tokenize
 from tests.entrypoints.fake_engine import MODEL, FakeEngine
 from tests.leaving import ask_and_leave
 from tests.waiting import until, wait_until, within
@@ -125,6 +126,45 @@ def test_others_go_on_while_grammars_are_compiled_and_long_texts_too(
         assert not any(one.done() for one in slow)
         hold.may_go.set()
         assert [one.result().status_code for one in slow] == [200] * 8
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/tokenize", {"prompt": LONG}), ("/v1/completions/render", {"prompt": [LONG[:400]] * 6}),
+        ("/v1/chat/completions/render", talk(LONG[:400])),
+    ],
+)  # fmt: skip
+def test_others_go_on_while_many_tokens_are_written(
+    http: httpx.Client, hold: Hold, route: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(piecewise_json, "MAX_PIECE_VALUES", 100)
+    write = streaming.encode_in_pieces
+    held = hold.around(write, always=True)
+    monkeypatch.setattr(
+        streaming, "encode_in_pieces", lambda value: (held if piecewise_json.is_large(value) else write)(value)
+    )
+    answer = meanwhile(http, hold, route, body).json()
+    found = answer if isinstance(answer, list) else [answer]
+    assert sum(len(one["tokens"] if route == "/tokenize" else one["token_ids"]) for one in found) > 400
+    assert hold.threads[0].startswith("octavo-text")
+
+
+def test_tokens_are_named_a_few_at_a_time(
+    http: httpx.Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": "some words that are several tokens", "return_token_strs": True}
+    whole, lengths = http.post("/tokenize", json=body).json(), list[int]()
+    convert = engine.tokenizer.convert_ids_to_tokens
+
+    def note(token_ids: list[int]) -> Any:
+        lengths.append(len(token_ids))
+        return convert(token_ids)
+
+    monkeypatch.setattr(tokenize, "_TOKENS_AT_ONCE", 4)
+    monkeypatch.setattr(engine.tokenizer, "convert_ids_to_tokens", note)
+    assert http.post("/tokenize", json=body).json() == whole
+    assert max(lengths) == 4 and sum(lengths) == whole["count"] == len(whole["token_strs"])
 
 
 def test_short_texts_cost_no_thread(
