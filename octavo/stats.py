@@ -1,8 +1,21 @@
-"""Statistics of the engine core: gauges and counters that go to the front end with each step."""
+"""Statistics of the engine core: gauges and counters that go to the front end with each step, and how far sequences
+are, for the page."""
 
 from __future__ import annotations
 
 import msgspec
+
+
+class SequenceProgress(msgspec.Struct, array_like=True, gc=False):
+    """How far a sequence is."""
+
+    request_id: str  # the core's; in a front end the id that its client knows
+    is_running: bool  # otherwise it waits
+    num_prompt_tokens: int
+    num_computed_tokens: int  # of the prompt; those found in the prefix cache included
+    num_output_tokens: int
+    num_blocks: int
+    num_step_tokens: int  # tokens that the last step computed for it
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):

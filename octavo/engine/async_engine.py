@@ -30,7 +30,7 @@ from octavo.engine.request_log import log_request
 from octavo.engine.request_stream import RequestStream, Sink
 from octavo.engine.resubmission import Resubmission
 from octavo.engine.supervisor import Supervisor, record_ready
-from octavo.engine.wire import Abort, BlockMap, CacheWasReset, CoreMessage, Loading, Ready, Running, StepOutputs
+from octavo.engine.wire import Abort, CacheWasReset, CoreMessage, LiveView, Loading, Ready, Running, StepOutputs
 from octavo.errors import EngineStoppingError, OctavoError, RequestError, aborted
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.logs import configure_logging
@@ -440,8 +440,11 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                 self._take_step(message)
             case Running(request_ids):
                 self._resubmission.step_begins(request_ids)
-            case BlockMap():
-                self._control.take_block_map(message)
+            case LiveView(sequences=sequences):
+                for one in sequences:
+                    state = self._outputs.requests.get(one.request_id)
+                    one.request_id = "" if state is None else state.external_id  # "": of another front end
+                self._control.take_live_view(message)
             case CacheWasReset():
                 self._control.cache_was_reset(message)
             case Loading(share):

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 
 from octavo.engine.sleep_levels import PAUSE_MODES, SLEEP_MODES, SLEEPERS, check_level, check_mode, woken_by
 from octavo.engine.supervisor import Supervisor
-from octavo.engine.wire import BlockMap, CacheWasReset, DropCacheSession, GetBlockMap, ResetCache, SetPaused
+from octavo.engine.wire import CacheWasReset, DropCacheSession, GetLiveView, LiveView, ResetCache, SetPaused
 from octavo.errors import OctavoError
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_MAP_TIMEOUT_S = 5.0  # longer than a step takes
+_LIVE_VIEW_TIMEOUT_S = 5.0  # longer than a step takes
 
 
 class EngineControl:
@@ -32,7 +32,7 @@ class EngineControl:
         self._falling_asleep_or_waking = asyncio.Lock()
         # Changes of the cache that the core has not answered yet; it answers in order. None: it ended before.
         self._changes: list[asyncio.Future[CacheWasReset | None]] = []
-        self._block_map: asyncio.Future[BlockMap] | None = None
+        self._live_view: asyncio.Future[LiveView] | None = None
 
     @property
     def is_paused(self) -> bool:
@@ -67,7 +67,7 @@ class EngineControl:
         if mode == "keep":
             self._is_halted = True
             self._supervisor.tell(SetPaused(True))
-            await self.block_map()  # the core answers in order: what it computed before has come
+            await self.live_view()  # the core answers in order: what it computed before has come
             return
         if mode == "abort":
             self._abort_all()
@@ -148,23 +148,23 @@ class EngineControl:
             self.sleep_level = self.sleep_level if self._asleep else 0
             await self.resume()
 
-    async def block_map(self) -> BlockMap | None:
-        """See `AsyncLLMEngine.block_map`."""
+    async def live_view(self) -> LiveView | None:
+        """See `AsyncLLMEngine.live_view`."""
         await self._supervisor.wait_ready()
-        if self._block_map is None or self._block_map.done():
-            self._block_map = asyncio.get_running_loop().create_future()
-            self._supervisor.tell(GetBlockMap())
-        asked = self._block_map
-        await asyncio.wait((asked,), timeout=_BLOCK_MAP_TIMEOUT_S)
+        if self._live_view is None or self._live_view.done():
+            self._live_view = asyncio.get_running_loop().create_future()
+            self._supervisor.tell(GetLiveView())
+        asked = self._live_view
+        await asyncio.wait((asked,), timeout=_LIVE_VIEW_TIMEOUT_S)
         if not asked.done():
-            self._block_map = None
+            self._live_view = None
             return None
         return asked.result()
 
-    def take_block_map(self, found: BlockMap) -> None:
-        """Complete `block_map` with the core's answer."""
-        if self._block_map is not None and not self._block_map.done():
-            self._block_map.set_result(found)
+    def take_live_view(self, found: LiveView) -> None:
+        """Complete `live_view` with the core's answer."""
+        if self._live_view is not None and not self._live_view.done():
+            self._live_view.set_result(found)
 
     def core_ended(self) -> None:
         """Complete what a core that has ended did not answer."""

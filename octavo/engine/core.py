@@ -21,7 +21,7 @@ from octavo.config import DiskCacheConfig, EngineConfig
 from octavo.engine.adapter_library import AdapterLibrary
 from octavo.engine.kv_event_publisher import KVEventPublisher
 from octavo.engine.pending_requests import LoadingAdapter, PendingRequest
-from octavo.engine.wire import AdapterLoaded, BlockMap, StepOutputs
+from octavo.engine.wire import AdapterLoaded, LiveView, StepOutputs
 from octavo.errors import DeviceMemoryError, RequestError
 from octavo.kv_cache.disk_tier import DiskTier
 from octavo.kv_cache.manager import KVCacheManager
@@ -175,8 +175,8 @@ class EngineCore:
         for one in self._loading:
             one.pins &= one.source.identity != identity
 
-    def block_map(self) -> BlockMap:
-        return BlockMap(self.scheduler.cache.states_of_blocks())
+    def live_view(self) -> LiveView:
+        return LiveView(self.scheduler.cache.states_of_blocks(), self.scheduler.progress())
 
     def step(self) -> StepOutputs:
         """Plan a step, submit it, and account for finished ones: this step, or the one before it on a device that runs

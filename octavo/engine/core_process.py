@@ -30,7 +30,7 @@ from octavo.engine.wire import (
     CoreProcessArgs,
     DropCacheSession,
     Failed,
-    GetBlockMap,
+    GetLiveView,
     LoadAdapter,
     Loading,
     Ready,
@@ -148,8 +148,8 @@ def _serve(core: EngineCore, receiver: zmq.Socket[bytes], sender: zmq.Socket[byt
 def _handle(core: EngineCore, sender: zmq.Socket[bytes], data: bytes) -> bool:
     """Handle a message. Returns whether it may have changed what there is to do."""
     match decode_frontend_message(data):
-        case GetBlockMap():
-            sender.send(encode_message(core.block_map()))
+        case GetLiveView():
+            sender.send(encode_message(core.live_view()))
             return False
         case ResetCache(frees_memory):
             core.reset_prefix_cache(frees_memory=frees_memory)

@@ -25,7 +25,7 @@ from octavo.engine.generate import EngineCalls, GenerateArgs
 from octavo.engine.off_loop import run_off_loop
 from octavo.engine.request_stream import Sink
 from octavo.engine.vllm_names import refuse_kwargs
-from octavo.engine.wire import BlockMap, Ready
+from octavo.engine.wire import LiveView, Ready
 from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.lora.request import LoRARequest
 from octavo.metrics.prometheus import EngineMetrics
@@ -279,9 +279,9 @@ class DataParallelEngine(EngineCalls):
         for engine in self._engines:
             engine.unload_adapter(identity)
 
-    async def block_map(self) -> BlockMap | None:
+    async def live_view(self) -> LiveView | None:
         """The block map of the first engine that is ready."""
-        return await (self._ready or self._engines)[0].block_map()
+        return await (self._ready or self._engines)[0].live_view()
 
     async def is_paused(self) -> bool:
         return any(await self._all(lambda engine: engine.is_paused()))

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from octavo.engine.adapter_requests import AdapterRequests
 from octavo.engine.control import EngineControl
 from octavo.engine.vllm_names import refuse_kwargs
-from octavo.engine.wire import BlockMap
+from octavo.engine.wire import LiveView
 from octavo.lora.request import LoRARequest
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.request import AdapterSource
@@ -101,12 +101,12 @@ class EngineAdmin:
         if self.metrics is not None:
             self.metrics.sleep_level = self._control.sleep_level
 
-    async def block_map(self) -> BlockMap | None:
+    async def live_view(self) -> LiveView | None:
         """Return the use of each KV block, taken between two steps; None if the core does not answer within 5 s.
 
         Concurrent callers share one answer. The core gathers the map only on request.
         """
-        return await self._control.block_map()
+        return await self._control.live_view()
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Empty the prefix cache. Returns False if the core ended before it answered; its cache is gone too.

@@ -28,11 +28,11 @@ from octavo.engine.supervisor import Supervisor, record_ready
 from octavo.engine.wire import (
     AbortAll,
     AdapterLoaded,
-    BlockMap,
     CacheWasReset,
     CoreMessage,
     DropCacheSession,
-    GetBlockMap,
+    GetLiveView,
+    LiveView,
     Loading,
     Ready,
     ResetCache,
@@ -160,13 +160,13 @@ class _Engine:
                     self._on_trial = None
                 self._give_core()
                 return
-            case EngineRequest() | ResetCache() | DropCacheSession() | GetBlockMap() if (
+            case EngineRequest() | ResetCache() | DropCacheSession() | GetLiveView() if (
                 not self.has_core or front in self._untold
             ):
                 return  # sent before the front end has heard of the core's end; it asks the next core
             case ResetCache() | DropCacheSession():
                 self._resets.append(front)
-            case GetBlockMap():
+            case GetLiveView():
                 self._maps.append(front)
             case SetPaused(is_paused):
                 self._is_paused = is_paused
@@ -196,7 +196,7 @@ class _Engine:
                     front.send(self.rank, encode_message(Running(own_ids)))
             case Loading(share):
                 self._hub.on_loading(self.rank, share)
-            case BlockMap():
+            case LiveView():
                 self._maps.popleft().send(self.rank, encode_message(message))
             case CacheWasReset():
                 self._resets.popleft().send(self.rank, encode_message(message))

@@ -13,7 +13,7 @@ import zmq
 
 from octavo.config import EngineConfig
 from octavo.request import AdapterSource, EngineRequest, SequenceOutput, pack_tokens
-from octavo.stats import EngineStats
+from octavo.stats import EngineStats, SequenceProgress
 
 
 class CoreProcessArgs(msgspec.Struct):
@@ -40,8 +40,8 @@ class AbortAll(msgspec.Struct, tag="abort_all"):
     prefix: str
 
 
-class GetBlockMap(msgspec.Struct, tag="get_block_map"):
-    """Asks for a `BlockMap`."""
+class GetLiveView(msgspec.Struct, tag="get_live_view"):
+    """Asks for a `LiveView`."""
 
 
 class ResetCache(msgspec.Struct, tag="reset_cache"):
@@ -127,10 +127,11 @@ class Failed(msgspec.Struct, tag="failed"):
     expected: bool
 
 
-class BlockMap(msgspec.Struct, tag="block_map"):
-    """What each KV block is used for: one byte a block, a `kv_cache.block_pool.BlockState`."""
+class LiveView(msgspec.Struct, tag="live_view"):
+    """The KV blocks and the sequences between two steps."""
 
-    states: bytes
+    blocks: bytes  # one byte a block, a `kv_cache.block_pool.BlockState`
+    sequences: list[SequenceProgress] = []  # the first of them in scheduling order, running ones first
 
 
 class CacheWasReset(msgspec.Struct, tag="cache_was_reset"):
@@ -147,7 +148,7 @@ FrontendMessage = (
     EngineRequest
     | Abort
     | AbortAll
-    | GetBlockMap
+    | GetLiveView
     | ResetCache
     | DropCacheSession
     | SetPaused
@@ -155,7 +156,7 @@ FrontendMessage = (
     | UnloadAdapter
     | Trials
 )
-CoreMessage = StepOutputs | Running | Loading | Ready | Failed | BlockMap | CacheWasReset | Leaving
+CoreMessage = StepOutputs | Running | Loading | Ready | Failed | LiveView | CacheWasReset | Leaving
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_frontend_message = msgspec.msgpack.Decoder(FrontendMessage).decode

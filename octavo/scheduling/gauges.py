@@ -1,11 +1,11 @@
-"""The gauges of scheduler and cache after a step."""
+"""The gauges of scheduler and cache after a step, and how far a sequence is."""
 
 from __future__ import annotations
 
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.scheduling.sequence_queues import SequenceQueues
 from octavo.sequence import Sequence
-from octavo.stats import EngineStats
+from octavo.stats import EngineStats, SequenceProgress
 
 
 def set_gauges(stats: EngineStats, queues: SequenceQueues, cache: KVCacheManager) -> None:
@@ -26,6 +26,19 @@ def set_gauges(stats: EngineStats, queues: SequenceQueues, cache: KVCacheManager
     stats.num_slots_allocated = num_with_slots * cache.block_size
     has_forks = len(running) + len(waiting) > len(queues.requests)
     stats.num_slots_filled = stats.num_slots_allocated - _num_unfilled_slots(running, has_forks, cache)
+
+
+def progress_of(seq: Sequence, num_step_tokens: int) -> SequenceProgress:
+    """Return how far a sequence is, of which the last step computed `num_step_tokens`."""
+    return SequenceProgress(
+        request_id=seq.request.request_id,
+        is_running=seq.row is not None,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        num_computed_tokens=min(seq.num_computed_tokens, seq.num_prompt_tokens),
+        num_output_tokens=seq.num_output_tokens,
+        num_blocks=sum(len(table) for table in seq.block_tables),
+        num_step_tokens=num_step_tokens,
+    )
 
 
 def _num_unfilled_slots(running: list[Sequence], has_forks: bool, cache: KVCacheManager) -> int:

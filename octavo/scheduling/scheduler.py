@@ -31,6 +31,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
+from itertools import chain, islice
 
 from octavo.config import SchedulerConfig
 from octavo.errors import RequestError
@@ -44,7 +45,7 @@ from octavo.sampling.draft_verification import count_valid_tokens
 from octavo.scheduling.adapter_turns import AdapterTurn
 from octavo.scheduling.admission_check import check_request
 from octavo.scheduling.beam_search import BeamSearch
-from octavo.scheduling.gauges import set_gauges
+from octavo.scheduling.gauges import progress_of, set_gauges
 from octavo.scheduling.policies import make_policy
 from octavo.scheduling.prompt_chunks import PromptChunks
 from octavo.scheduling.sampled_tokens import (
@@ -61,11 +62,12 @@ from octavo.scheduling.stop_check import stop_reasons
 from octavo.scheduling.time_limit import TimeLimit, prompt_token_s, step_time_limit
 from octavo.sequence import Sequence
 from octavo.speculative.speculation import Speculation
-from octavo.stats import EngineStats
+from octavo.stats import EngineStats, SequenceProgress
 from octavo.step_cost import StepCost, StepWork
 from octavo.step_plan import PlannedRow, StepPlan, StepResult
 
 _NO_CHANGES: TableChanges = []
+_MAX_SHOWN_SEQUENCES = 50  # on a page that people read
 
 
 class Scheduler:
@@ -94,6 +96,7 @@ class Scheduler:
         self.config = config
         self.cache = cache
         self._in_flight: deque[Step] = deque()  # steps without a result, the oldest first
+        self._last_step: Step | None = None
         self._num_steps = self._num_arrivals = 0
         self._device_runs_ahead, self._num_stages = runs_ahead, num_stages
         self._speculation = speculation
@@ -170,6 +173,7 @@ class Scheduler:
             )
             step.mark_in_flight(may_run_ahead, of_stages=self._num_stages > 1)
             self._in_flight.append(step)
+            self._last_step = step
         assert len(step.sequences) <= step.max_sequences, "a step has no more than its part of the sequences"
         return plan
 
@@ -497,6 +501,14 @@ class Scheduler:
         stats.prompt_token_s = self._prompt_token_s
         set_gauges(stats, self.queues, self.cache)
         return stats
+
+    def progress(self) -> list[SequenceProgress]:
+        """Return how far the first `_MAX_SHOWN_SEQUENCES` sequences are, with their tokens in the last step."""
+        last = self._last_step
+        rows = [] if last is None else zip(last.sequences, last.plan.rows, strict=True)
+        in_step = {id(seq): row.num_tokens for seq, row in rows}
+        shown = islice(chain(self.queues.running, self.queues.waiting), _MAX_SHOWN_SEQUENCES)
+        return [progress_of(seq, in_step.get(id(seq), 0)) for seq in shown]
 
     def check(self) -> None:
         """Assert the invariants of scheduler and cache; for tests and `--check-invariants`."""

@@ -226,11 +226,14 @@ def test_the_live_view_follows_the_engine(page: sync_api.Page, server: Server) -
     )
     assert page.evaluate("document.getElementById('map').toDataURL()") != empty
     assert "blocks shared" in page.get_attribute("#map", "aria-label")
+    until(page, "document.querySelectorAll('#flight tr').length === 4")
+    assert "25%" in page.inner_text("#flight")
     load.join()
     until(page, "document.getElementById('running').textContent === '0'")
     until(page, "document.getElementById('blocks-2').textContent === '0'")
     assert page.evaluate("Number(document.getElementById('blocks-1').textContent)") > 0
     assert page.inner_text("#itl") != "–"
+    assert page.inner_text("#flight-more") == "none"
 
 
 @pytest.mark.long

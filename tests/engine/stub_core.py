@@ -14,11 +14,11 @@ import msgspec
 import zmq
 
 from octavo.engine.wire import (
-    BlockMap,
     CacheWasReset,
     CoreProcessArgs,
     Failed,
-    GetBlockMap,
+    GetLiveView,
+    LiveView,
     Ready,
     ResetCache,
     Running,
@@ -51,8 +51,8 @@ def main() -> None:
         message = decode_frontend_message(receiver.recv())
         if isinstance(message, ResetCache):
             sender.send(encode_message(CacheWasReset()))
-        if isinstance(message, GetBlockMap):
-            sender.send(encode_message(BlockMap(b"")))
+        if isinstance(message, GetLiveView):
+            sender.send(encode_message(LiveView(b"")))
         if not isinstance(message, EngineRequest):
             continue
         what = message.prompt.token_ids[0]

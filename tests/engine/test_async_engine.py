@@ -204,17 +204,21 @@ def test_the_wait_for_a_first_token_is_predicted_from_the_prompts_that_wait() ->
     with_engine(use)
 
 
-def test_the_block_map_follows_requests() -> None:
+def test_the_live_view_follows_requests() -> None:
     async def use(engine: AsyncLLMEngine) -> None:
-        assert (await engine.block_map()).states == bytes(256)
+        assert (await engine.live_view()).blocks == bytes(256)
         stream = engine.generate("The sea is wide and " * 20, LONG, "one")
         await anext(stream)
-        maps = await asyncio.gather(engine.block_map(), engine.block_map())
+        maps = await asyncio.gather(engine.live_view(), engine.live_view())
         assert maps[0] is maps[1]
-        assert maps[0].states.count(BlockState.USED) > 5
+        assert maps[0].blocks.count(BlockState.USED) > 5
+        [one] = maps[0].sequences
+        assert one.request_id == "one" and one.is_running and one.num_step_tokens >= 1
+        assert one.num_computed_tokens == one.num_prompt_tokens > 80
+        assert one.num_output_tokens >= 1 and one.num_blocks > 5
         await stream.aclose()
         await until_idle(engine)
-        rest = (await engine.block_map()).states
+        rest = (await engine.live_view()).blocks
         assert rest.count(BlockState.CACHED) > 4
         assert rest.count(BlockState.USED) == 0
 

@@ -20,7 +20,7 @@ from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.engine.engine_hub import EngineHub, FrontEnd
 from octavo.engine.hub_link import HubLink
 from octavo.engine.shared_engine import SharedEngine
-from octavo.engine.wire import AbortAll, DropCacheSession, FrontendMessage, GetBlockMap, ResetCache, encode_message
+from octavo.engine.wire import AbortAll, DropCacheSession, FrontendMessage, GetLiveView, ResetCache, encode_message
 from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.metrics.summed import snapshot
@@ -233,7 +233,7 @@ def test_what_was_under_way_to_a_core_as_it_died_is_left_to_the_next_core(
             on_core_ended(error)
             with monkeypatch.context() as patch:
                 patch.setattr(supervisor, "tell", told.append)
-                for message in (request, ResetCache(False), DropCacheSession("s", None), GetBlockMap()):
+                for message in (request, ResetCache(False), DropCacheSession("s", None), GetLiveView()):
                     assert one.attached is not None
                     engine.take(one.attached, encode_message(message))
 
@@ -241,7 +241,7 @@ def test_what_was_under_way_to_a_core_as_it_died_is_left_to_the_next_core(
         assert await ask(one.engine, THREE_CORES) == "length"
         assert not (told or engine._resets or engine._maps)
         assert await other.shared.reset_prefix_cache()
-        assert await other.engine.block_map() is not None
+        assert await other.engine.live_view() is not None
         assert not (one.is_lost.is_set() or other.is_lost.is_set())
 
     with_hub(use, max_restarts=5)

@@ -18,7 +18,7 @@ from octavo.engine.forecast import FirstTokenForecast
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.request_stream import Sink
-from octavo.engine.wire import BlockMap
+from octavo.engine.wire import LiveView
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.uvicorn_server import HttpServer
 from octavo.loading.checkpoint import Checkpoint
@@ -27,7 +27,7 @@ from octavo.metrics.prometheus import EngineMetrics
 from octavo.outputs import RequestOutput
 from octavo.request import EngineRequest, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import SamplingParams
-from octavo.stats import EngineStats
+from octavo.stats import EngineStats, SequenceProgress
 from tests.waiting import until
 
 MODEL = "org/fake"
@@ -82,8 +82,10 @@ class FakeEngine:
     async def drop_cache_session(self, session: str, salt: str | None = None) -> int | None:
         return 3 if (session, salt) == ("mine", "salt") else None
 
-    async def block_map(self) -> BlockMap:
-        return BlockMap(bytes([3, 2, 2, 1, 0, 0, 0, 0]))
+    async def live_view(self) -> LiveView:
+        return LiveView(
+            bytes([3, 2, 2, 1, 0, 0, 0, 0]), [SequenceProgress("chatcmpl-0123456789", True, 20, 16, 0, 2, 16)]
+        )
 
     async def generate_from(
         self, request: EngineRequest, external_id: str | None = None, sink: Sink | None = None

@@ -45,6 +45,10 @@ def test_stats_are_counters_and_runs_of_blocks(http: httpx.Client, engine: FakeE
     before = http.get("/ui/stats").json()
     assert before["step"][1] - before["predicted_step"][1] == 0.25
     assert before["blocks"] == [[3, 1], [2, 2], [1, 1], [0, 4]]
+    assert before["sequences"] == [{
+        "request_id": "456789", "is_running": True, "num_prompt_tokens": 20, "num_computed_tokens": 16,
+        "num_output_tokens": 0, "num_blocks": 2, "num_step_tokens": 16,
+    }], "the whole id would let others cancel the request"  # fmt: skip
     assert (before["model"], before["block_size"]) == ("org/fake", 16)
     assert http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 4}).status_code == 200
     after = http.get("/ui/stats").json()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
+from msgspec.structs import asdict
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
@@ -21,6 +22,7 @@ from octavo.entrypoints.http.server_state import state_of
 from octavo.errors import EngineDeadError
 from octavo.metrics.prometheus import EngineMetrics, Histogram
 from octavo.page_files import SHARED, page_file
+from octavo.stats import SequenceProgress
 
 router = Router(include_in_schema=False)
 
@@ -49,9 +51,9 @@ async def stats(request: Request) -> Response:
     if metrics is None:
         raise HTTPException(404)
     try:
-        blocks = await engine.block_map()
+        view = await engine.live_view()
     except EngineDeadError:
-        blocks = None
+        view = None
     engines, media = metrics.of_engines, engine.inputs.media
 
     def total(name: str) -> float:
@@ -81,7 +83,8 @@ async def stats(request: Request) -> Response:
         "itl": count_and_sum(lambda one: one.inter_token_latency_s),
         "step": count_and_sum(lambda one: one.step_times["taken"]),
         "predicted_step": count_and_sum(lambda one: one.step_times["predicted"]),
-        "blocks": None if blocks is None else _runs(blocks.states),
+        "blocks": None if view is None else _runs(view.blocks),
+        "sequences": [] if view is None else [_shown(one) for one in view.sequences],
     }
     return JSONResponse(body, headers={"Cache-Control": "no-store"})
 
@@ -91,6 +94,11 @@ async def file(name: str) -> Response:
     if name not in FILES or name == "index.html":
         raise HTTPException(404)
     return page_file(SHARED / name)
+
+
+def _shown(progress: SequenceProgress) -> dict[str, Any]:
+    """Return a row of the page's table. The whole id would let others fetch or cancel the request."""
+    return {**asdict(progress), "request_id": progress.request_id[-6:]}
 
 
 def _runs(states: bytes) -> list[list[int]]:

@@ -96,11 +96,29 @@ function draw() {
   drawLines($("chart-itl"), points, now, [["itl", "--line-1", false]]);
   drawLines($("chart-step"), points, now, [["predicted", "--line-2", false], ["step", "--line-1", false]]);
   if (last.blocks) drawBlocks();
+  drawFlight();
   const hits = last.prefix_queries ? `${Math.round((100 * last.prefix_hits) / last.prefix_queries)}% of prompt tokens cached · ` : "";
   const guessed = last.guessed ? `${Math.round((100 * last.accepted) / last.guessed)}% of ${number(last.guessed)} guessed tokens accepted · ` : "";
   const ended = Object.values(last.finished).reduce((a, b) => a + b, 0);
   $("totals").textContent = `Since the start: ${number(ended)} requests · ${number(last.prompt_tokens)} prompt tokens · `
     + `${number(last.generation_tokens)} generated · ${hits}${guessed}${number(last.preemptions)} preemptions`;
+}
+
+// The sequences that run or wait, each with its share of the last step's tokens.
+function drawFlight() {
+  const total = last.sequences.reduce((sum, one) => sum + one.num_step_tokens, 0) || 1;
+  $("flight").replaceChildren(...last.sequences.map((one) => {
+    const row = document.createElement("tr");
+    const prompt = one.num_computed_tokens < one.num_prompt_tokens
+      ? `${number(one.num_computed_tokens)} of ${number(one.num_prompt_tokens)}` : number(one.num_prompt_tokens);
+    const share = one.is_running ? `${Math.round((100 * one.num_step_tokens) / total)}%` : "waits";
+    for (const text of [one.request_id ? `…${one.request_id}` : "–", prompt, number(one.num_output_tokens), number(one.num_blocks), share]) {
+      row.insertCell().textContent = text;
+    }
+    return row;
+  }));
+  const hidden = last.running + last.waiting + last.swapped - last.sequences.length;
+  $("flight-more").textContent = last.sequences.length === 0 ? "none" : hidden > 0 ? `and ${number(hidden)} more` : "";
 }
 
 const number = (value) => value.toLocaleString("en");
