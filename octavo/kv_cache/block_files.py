@@ -152,7 +152,7 @@ class BlockFiles:
 
     def read(self, name: Name, into: NDArray[np.uint8]) -> bool:
         """Fill `into`, [num_bytes], with a block. Returns False if it is gone, damaged (then it is removed) or
-        unreadable."""
+        unreadable (then it is not known any more, and written again when it is computed)."""
         file_name, digest = _file_name(name), bytearray(_DIGEST_BYTES)
         try:
             file = os.open(self._path_of(self._own, file_name), os.O_RDONLY)
@@ -163,6 +163,7 @@ class BlockFiles:
             is_whole = os.fstat(file).st_size == into.nbytes + _DIGEST_BYTES
             is_whole = is_whole and _read_all(file, [into.data, memoryview(digest)])
         except OSError:
+            self._discount((self._own, file_name))
             return False
         finally:
             os.close(file)

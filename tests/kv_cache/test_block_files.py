@@ -8,6 +8,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -74,6 +75,16 @@ def test_a_damaged_file_is_not_served_and_removed(damage: str, tmp_path: Path) -
         path.write_bytes(data)
         assert read(again, name(1)) is None
         assert (again.num_damaged, again.has(name(1)), paths(tmp_path), again.num_bytes) == (1, False, [], 0)
+    assert one.write(name(1), contents(1)) and read(one, name(1)) is not None
+
+
+def test_an_unreadable_file_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = files(tmp_path)
+    one.write(name(1), contents(1))
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "readv", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
+        assert read(one, name(1)) is None
+    assert (one.knows(name(1)), one.num_bytes, len(paths(tmp_path))) == (False, 0, 1)
     assert one.write(name(1), contents(1)) and read(one, name(1)) is not None
 
 
