@@ -28,7 +28,7 @@ def small(tmp_path: Path, tiny_tokenizer: Path) -> Iterator[Any]:
     folder, made = tmp_path / "model", list[LLM]()
     MODELS["qwen3"].save(MODELS["qwen3"].reference(seed=2), folder)
 
-    def make(num_blocks: int = 12, **settings: Any) -> LLM:
+    def make(num_blocks: int = 12, parallel: dict[str, int] | None = None, **settings: Any) -> LLM:
         events = {
             "enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events",
             "replay_endpoint": f"ipc://{tmp_path}/replay", "topic": "kv",
@@ -37,6 +37,7 @@ def small(tmp_path: Path, tiny_tokenizer: Path) -> Iterator[Any]:
             LLM(
                 str(folder), tokenizer=str(tiny_tokenizer), dtype="float32", max_model_len=64, block_size=SIZE,
                 num_gpu_blocks_override=num_blocks, kv_events_config=events | settings,
+                **(parallel or {}),
             )
         )  # fmt: skip
         return made[-1]
@@ -89,6 +90,21 @@ def test_a_router_reads_what_vllm_would_send(small: Any, tmp_path: Path) -> None
     removed = {block for event in events if event["type"] == "BlockRemoved" for block in event["block_hashes"]}
     assert removed & {*hashes, *more["block_hashes"]}
     assert events[-1] == {"type": "AllBlocksCleared"}
+
+
+def test_engines_of_several_workers_in_other_processes_tell_of_their_own_blocks(small: Any, tmp_path: Path) -> None:
+    llm = small(parallel={"data_parallel_size": 2, "tensor_parallel_size": 2})
+    prompts = [[number, *PROMPT[1:]] for number in range(30, 34)]
+    params = SamplingParams(max_tokens=2, temperature=0)
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    stored = []
+    for rank, suffix in enumerate(("", "_dp1")):
+        messages = replayed(f"ipc://{tmp_path}/replay{suffix}")
+        assert {found for _, (_, _, found) in messages} == {rank}
+        found = [event["token_ids"] for _, (_, events, _) in messages for event in events if "token_ids" in event]
+        assert found
+        stored += found
+    assert sorted(stored) == prompts
 
 
 def test_subscribers_get_each_message_with_topic_and_number(tmp_path: Path) -> None:
