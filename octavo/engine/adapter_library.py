@@ -22,31 +22,31 @@ class _Entry:
     source: AdapterSource
     ready: Future[int]
     begin: float
-    num_pages: int  # on the host; while it is read, those of its file
+    num_pages: int  # on the host; while it is being read, as many as its file needs
     is_registered: bool = False  # the device's pool knows its size
 
 
 @dataclass(slots=True)
 class AdapterLibrary:
-    """At most `max_on_host` adapters, or as many as the host has pages for if it is None. Least recently used adapters
-    make room; those `in_use` and pinned ones stay."""
+    """At most `max_on_host` adapters; None: as many as the host has pages for. Least recently used adapters make room;
+    adapters `in_use` and pinned ones stay."""
 
     executor: Executor
     pool: AdapterPool
     max_on_host: int | None
     num_reads: int = 0  # since the last `take_reads`
-    read_s: float = 0.0  # how long these reads took, with their waits
-    names: dict[str, str] = field(default_factory=dict)  # by identity: its last name in a request
+    read_s: float = 0.0  # seconds that these reads took, waits included
+    names: dict[str, str] = field(default_factory=dict)  # by identity: the adapter's last name in a request
     _entries: OrderedDict[str, _Entry] = field(default_factory=OrderedDict)  # least recently used first
     _pinned: set[str] = field(default_factory=set)
 
     def want(self, source: AdapterSource, in_use: Callable[[], Set[str]]) -> Future[int] | None:
         """Start to read an adapter. Returns a future that is ready when it is on the host; None if there is no room
-        now: call again. Raises `RequestError` if all room is pinned. `in_use` says which adapters must stay, and is
-        asked only where room is short: it looks at every live sequence."""
+        now: call again. Raises `RequestError` if all room is pinned. `in_use` returns the adapters that must stay. It
+        is called only if room is short, because it looks at every live sequence."""
         entry = self._entries.get(source.identity)
         if entry is not None and entry.ready.done() and entry.ready.exception() is not None:
-            self._drop(source.identity)  # read it again: its file may be repaired
+            self._drop(source.identity)  # read it again: the file may have been repaired
             entry = None
         if entry is None:
             num_pages = -(-source.num_bytes // self.executor.adapter_memory.page_bytes)
@@ -63,7 +63,7 @@ class AdapterLibrary:
             self._entries[source.identity] = entry
         self.names[source.identity] = source.name
         self._entries.move_to_end(source.identity)
-        # If adapters turned out larger than their files.
+        # Adapters may turn out larger than their files.
         self._make_room(0, 0, lambda: in_use() | {source.identity})
         return entry.ready
 
@@ -133,7 +133,7 @@ class AdapterLibrary:
         return used + num_pages <= self.executor.adapter_memory.num_host_pages
 
     def _may_go(self, identity: str, in_use: Set[str]) -> bool:
-        # An adapter that is still being read would come back afterwards.
+        # An adapter that is still being read cannot be evicted: it would come back when its read ends.
         return identity not in in_use and identity not in self._pinned and self._entries[identity].ready.done()
 
     def _drop(self, identity: str) -> None:

@@ -60,7 +60,7 @@ def _media_kinds(prompt: object) -> Collection[str]:
 
 
 def _fail_without_output(stream: RequestStream, state: RequestState, error: OctavoError) -> None:
-    state.has_new_output = False  # the stream would bring it before the error
+    state.has_new_output = False  # otherwise the stream would deliver it before the error
     stream.fail(error)
 
 
@@ -169,8 +169,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         disable_log_stats: bool = False,
         **options: Any,
     ) -> AsyncLLMEngine:
-        """As `from_engine_args`, for the result of `create_engine_config`. With `disable_log_stats` the engine makes no
-        metrics of its own. `options` go to the constructor."""
+        """Like `from_engine_args`, for the result of `create_engine_config`. With `disable_log_stats` the engine makes
+        no metrics of its own. `options` go to the constructor."""
         configure_logging("engine")
         config = replace(vllm_config, log_stats=vllm_config.log_stats and not disable_log_stats)
         ranks = config.served_ranks
@@ -273,10 +273,10 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         self, request: EngineRequest, external_id: str | None = None, sink: Sink | None = None,
         answer: list[int] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
-        """Return the outputs of a request from `inputs.process`. Their generator raises as `generate`. Outputs carry
-        `external_id`, if given, instead of the request's own id. The `sink` gets outputs while it is open and the
-        caller waits. The caller gets all others, and always the last one. `answer`: an empty list, to which the engine
-        adds the first completion's tokens as they come.
+        """Return the outputs of a request from `inputs.process`. Their generator raises the same errors as `generate`.
+        Outputs carry `external_id`, if given, instead of the request's own id. The `sink` gets outputs while it is open
+        and the caller waits. The caller gets all other outputs, and always the last one. `answer`: an empty list, to
+        which the engine adds the first completion's tokens as they come.
 
         At its `deadline` the request ends with its tokens so far: finish reason "abort", stop reason "timeout".
         """
@@ -342,10 +342,10 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         """Wait until the engine takes requests. Returns False if the request is aborted first. Raises the error of an
         engine that has failed or is being restarted."""
         self._supervisor.listen()
-        while not self.is_ready or self._control.is_paused:  # again: it may be paused before this caller resumes
+        while not self.is_ready or self._control.is_paused:  # the engine may be paused before this caller resumes
             acceptance = stream.acceptance = asyncio.ensure_future(self._control.wait_open())
             try:
-                # Not `await acceptance`: an abort cancels it, and this caller goes on.
+                # Not `await acceptance`: an abort cancels the future, and this caller must go on.
                 await asyncio.wait((acceptance,))
             finally:
                 stream.acceptance = None

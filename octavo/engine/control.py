@@ -1,6 +1,6 @@
 """Control of a running engine, in vLLM's words: pause and sleep, reset of the prefix cache, and the map of its blocks.
 
-It decides whether new requests are taken; those that have to wait do so in `EngineControl.wait_open`.
+It decides whether new requests are taken; requests that have to wait do so in `EngineControl.wait_open`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class EngineControl:
         self.sleep_level = 0  # 0 while awake
         self._is_halted = False  # the core computes nothing
         self._falling_asleep_or_waking = asyncio.Lock()
-        # Changes of the cache that the core has not answered yet; it answers in order. None: it ended before.
+        # Changes of the cache that the core has not answered yet, in order. Result None: the core ended before it
+        # answered.
         self._changes: list[asyncio.Future[CacheWasReset | None]] = []
         self._live_view: asyncio.Future[LiveView] | None = None
 
@@ -43,7 +44,7 @@ class EngineControl:
         return bool(self._asleep)
 
     async def wait_open(self) -> None:
-        """Return when a request may go to the core. Raises what `Supervisor.wait_ready` does."""
+        """Return when a request may go to the core. Raises the errors of `Supervisor.wait_ready`."""
         while True:
             await self._is_open.wait()
             await self._supervisor.wait_ready()
@@ -67,7 +68,7 @@ class EngineControl:
         if mode == "keep":
             self._is_halted = True
             self._supervisor.tell(SetPaused(True))
-            await self.live_view()  # the core answers in order: what it computed before has come
+            await self.live_view()  # the core answers in order, so all earlier outputs have arrived
             return
         if mode == "abort":
             self._abort_all()
@@ -95,7 +96,7 @@ class EngineControl:
     async def drop_cache_session(self, session: str, salt: str | None) -> int | None:
         """See `AsyncLLMEngine.drop_cache_session`."""
         answer = None
-        while answer is None:  # the next core finds the session on disk
+        while answer is None:  # the core has ended; the next one finds the session on disk
             answer = await self._change_cache(DropCacheSession(session, salt))
         return answer.num_blocks
 

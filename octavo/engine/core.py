@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PREPARE_WAIT_S = 0.01  # then the core process looks for messages
+_PREPARE_WAIT_S = 0.01  # longest wait before the core process looks for messages
 
-# Rough bytes and operations a second, to predict the first steps (`StepCostModel.derived`).
+# Rough bytes and operations per second of a machine, to predict the first steps (`StepCostModel.derived`).
 _MACHINES = {"cpu": (10e9, 300e9), "cuda": (2e12, 2e14)}
 
 
@@ -109,12 +109,12 @@ class EngineCore:
             weakref.finalize(self, self._publisher.close)
         self._takes_media = any(one is not None for one in (config.media, config.sound, config.prompt_embeds))
         self.is_paused = False  # nothing is computed
-        self.on_admission: Callable[[list[str]], None] | None = None  # told the running requests before they run
+        self.on_admission: Callable[[list[str]], None] | None = None  # called with the running requests
         self._in_flight: deque[_InFlightStep] = deque()
         self._last_end = 0.0  # time.monotonic, of the last step
         self._refused: list[SequenceOutput] = []
         self._pending: dict[str, PendingRequest] = {}  # in order of arrival
-        self._has_adapter_room = self._has_media_room = True  # for whoever comes, as far as is known
+        self._has_adapter_room = self._has_media_room = True  # False: a request found no room; later ones do not look
         self._loading: list[LoadingAdapter] = []  # adapters that no request waits for
 
     @property
@@ -146,8 +146,8 @@ class EngineCore:
                 self.abort(request_id)
 
     def reset_prefix_cache(self, *, frees_memory: bool = False) -> None:
-        """Empty the prefix cache, also on disk. With `frees_memory` give the cache's memory back to the system, and
-        keep what is on disk; no request may be running then."""
+        """Empty the prefix cache, also on disk. With `frees_memory` keep the blocks on disk, and give the cache's
+        memory back to the system; no request may be running then."""
         if self.disk is not None:
             if frees_memory:
                 self.disk.save_all()
@@ -158,7 +158,7 @@ class EngineCore:
             self.executor.release_cache()
 
     def save_blocks(self) -> bool:
-        """Save a cached block on disk, while there is nothing to compute. Returns whether more are left."""
+        """Save a cached block on disk while there is nothing to compute. Returns whether unsaved blocks may be left."""
         return self.disk is not None and self.disk.save_while_idle()
 
     def load_adapter(self, source: AdapterSource, pins: bool = False) -> None:
@@ -223,7 +223,7 @@ class EngineCore:
             except DeviceMemoryError as e:
                 outputs += self.scheduler.withdraw(plan, str(e))
         elif self.disk is not None and not self._in_flight:
-            self.disk.wait(_PREPARE_WAIT_S)  # all that could run waits for its blocks
+            self.disk.wait(_PREPARE_WAIT_S)  # every sequence that could run waits for blocks from disk
         step_s = predicted_step_s = 0.0
         while len(self._in_flight) > num_ahead:
             ended = self._in_flight.popleft()
@@ -292,7 +292,8 @@ class EngineCore:
         self._prepare(list(self._pending.values()))
 
     def _prepare(self, several: list[PendingRequest]) -> None:
-        """Start what is missing of pending requests, in order, and queue or refuse those that wait for nothing."""
+        """Start missing preparations of pending requests, in order. Queue or refuse the requests that wait for nothing
+        any more."""
         if self.adapters is not None:
             self._find_room(self.adapters, several)
         self._look_at_media(several)
@@ -317,7 +318,7 @@ class EngineCore:
                 self._refuse(one.request, RequestError(f"{what} failed: {type(error).__name__}.", status=500))
 
     def _look_at_media(self, several: list[PendingRequest]) -> None:
-        """Start the tower on the media of pending requests, in order, as far as there is room for their rows."""
+        """Start the tower on the media of pending requests, in order, while there is room for their rows."""
         for one in several:
             if one.waits_for_media and self._has_media_room:
                 one.media = self.executor.prepare_media(one.request.media, self._media_in_use)
@@ -424,7 +425,8 @@ def _open_disk(
     config: EngineConfig, disk: DiskCacheConfig, weights: list[str], executor: Executor, cache: KVCacheManager,
     cost: StepCostModel,
 ) -> DiskTier:  # fmt: skip
-    """Open the blocks on disk that this engine may have computed. Raises `ConfigError` if the folder cannot be used."""
+    """Open the disk tier for blocks that have this engine's fingerprint. Raises `ConfigError` if the folder cannot be
+    used."""
     from octavo.execution.cache_fingerprint import cache_fingerprint
     from octavo.kv_cache.block_files import BlockFiles
 

@@ -34,8 +34,8 @@ from octavo.processes import child_command
 logger = logging.getLogger(__name__)
 
 _EXIT_GRACE_S = 5.0
-_POLL_MS = 20  # between looks whether a core that has not connected yet has ended
-_READ_S = 0.004  # of a turn of the event loop; more than streams get, so that an engine that is ahead finds no queue
+_POLL_MS = 20  # between checks whether a core that has not connected yet has ended
+_READ_S = 0.004  # of a turn of the event loop; longer than streams get, so that a fast engine's messages do not pile up
 _MAX_PATH_BYTES = 98  # of the sockets' folder; a socket's path, with "/out", has at most 103 bytes (macOS)
 
 
@@ -70,7 +70,7 @@ class CoreProcess:
 class Core(Protocol):
     """What `Supervisor` needs of a core. `CoreClient` says what each does."""
 
-    comes_again: bool  # its host starts it again, however often it has died
+    comes_again: bool  # its host starts it again after each death
 
     @property
     def loading_since(self) -> float | None: ...
@@ -130,8 +130,7 @@ class CoreClient:
         """Call `handle` with every message, until cancelled or until the process has ended and its last message is
         read. `handle` may send.
 
-        Messages are handled for some milliseconds; then the event loop serves everything else that waits for it. What
-        `handle` raises ends this.
+        After some milliseconds of messages the event loop gets a turn. An error of `handle` ends `receive`.
         """
         await self.receive_data(lambda data: handle(decode_core_message(data)))
 
@@ -143,7 +142,7 @@ class CoreClient:
 
         def read() -> None:
             nonlocal next_turn
-            if next_turn is not None:  # the descriptor may report a message before it
+            if next_turn is not None:  # the descriptor may report a message before the next turn
                 next_turn.cancel()
                 next_turn = None
             end = time.monotonic() + _READ_S
@@ -177,8 +176,8 @@ class CoreClient:
 
     def _wait_until_it_hears(self) -> None:
         """Wait until the core is connected to `_sender`, or has ended. The core connects both sockets before its first
-        message, but ZeroMQ may accept them in either order, and what is sent in between is lost. The event loop is held
-        for microseconds, once."""
+        message, but ZeroMQ may accept them in either order, and a message sent in between is lost. The event loop is
+        held for microseconds, once."""
         while not self._may_send:
             self._may_send = bool(self._sender.poll(_POLL_MS, zmq.POLLOUT)) or self.process.poll() is not None
 

@@ -1,9 +1,9 @@
 """The engine core as a process: `python -m octavo.engine.core_process`, started by `core_client.CoreProcess`.
 
-It imports what it needs at once, and meanwhile its parent finds out what there is to serve. Then its standard input
-brings one line of JSON (`CoreProcessArgs`) and stays open: when it closes, the parent has gone and so does the core.
-Messages go over two ZeroMQ sockets. The loop is a single thread; while it has work it looks for messages between steps,
-otherwise it sleeps until one comes.
+It starts with its imports, while its parent makes the configuration. Then it reads one line of JSON (`CoreProcessArgs`)
+from standard input, which stays open: when it closes, the parent has ended, and the core ends too. Messages go over two
+ZeroMQ sockets. The loop is a single thread; while it has work it looks for messages between steps, otherwise it sleeps
+until one comes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from octavo.request import EngineRequest
 
 logger = logging.getLogger("octavo.engine.core_process")  # not __name__, which may be __main__
 
-_LOSS_S = 1.0  # within this time the watcher of the workers says which died first
+_LOSS_S = 1.0  # the watcher of the workers reports within this time which worker died first
 _SAVING_S = 2.0  # at the end, for blocks on their way to disk; the parent waits 5 s
 
 _goodbyes: list[Callable[[], object]] = []  # called before the process ends with its parent
@@ -146,7 +146,7 @@ def _serve(core: EngineCore, receiver: zmq.Socket[bytes], sender: zmq.Socket[byt
 
 
 def _handle(core: EngineCore, sender: zmq.Socket[bytes], data: bytes) -> bool:
-    """Handle a message. Returns whether it may have changed what there is to do."""
+    """Handle a message. Returns whether it may have given the core new work."""
     match decode_frontend_message(data):
         case GetLiveView():
             sender.send(encode_message(core.live_view()))
@@ -182,8 +182,8 @@ def _say_goodbye() -> None:
 
 
 def _die(end_path: str, why: str) -> None:
-    """End the process, as a worker has died that it may be waiting for. The parent starts all workers again and tells
-    clients the reason."""
+    """End the process because a worker has died: the core may be waiting for it. The parent starts all workers again
+    and tells clients the reason."""
     logger.error("%s; the engine core ends", why)
     with contextlib.suppress(OSError), open(end_path, "x", encoding="utf-8") as file:  # the first death
         file.write(why)

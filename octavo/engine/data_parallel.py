@@ -1,8 +1,7 @@
 """Several engines behind one name (data parallelism): each has the model, a core and a cache of its own, on a share of
-this machine, or on another one (`EngineHosts`). A request goes to the one that has the least to compute with it
-(`Router`), and stays there.
-
-While an engine that has died is started again, the others go on with its requests, and get the new ones.
+this machine, or on another one (`EngineHosts`). `Router` chooses a request's engine by load and cached prompt tokens,
+and the request stays there. While a dead engine is started again, the other engines continue its requests and get all
+new ones.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from octavo.stats import EngineStats
 
 T = TypeVar("T")
 Asking: TypeAlias = Callable[[AsyncLLMEngine], Awaitable[T]]
-_MAX_BLOCKS = 1 << 16  # blocks of an engine that is not ready yet
+_MAX_BLOCKS = 1 << 16  # assumed number of cached blocks of an engine that is not ready yet
 
 
 class _Forecasts:
@@ -194,7 +193,7 @@ class DataParallelEngine(EngineCalls):
 
     async def prepare(self, args: GenerateArgs) -> EngineRequest:
         request = await self._engines[0].prepare(args)
-        if args.lora_request is not None and request.adapter is not None:  # any engine may compute it
+        if args.lora_request is not None and request.adapter is not None:  # any engine may get the request
             self.name_adapter(args.lora_request.lora_int_id, request.adapter)
         return request
 
@@ -205,7 +204,7 @@ class DataParallelEngine(EngineCalls):
     async def generate_from(
         self, request: EngineRequest, external_id: str | None = None, sink: Sink | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        answer: list[int] = []  # of the first sequence: cached by its engine
+        answer: list[int] = []  # tokens of the first sequence, which its engine has cached
         async with (
             self._routed(request, external_id, answer) as engine,
             contextlib.aclosing(engine.generate_from(request, external_id, sink, answer)) as outputs,
@@ -230,11 +229,11 @@ class DataParallelEngine(EngineCalls):
             size = self.config.cache.block_size
             length = len(request.prompt.token_ids)
             hashes = await run_off_loop(lambda: block_hashes(request, size), length=length)
-            _ = self.is_ready  # its first read may be this one
-            # While no engine is ready, a request waits for the engine that it would go to, if that has not failed for
-            # good.
+            _ = self.is_ready  # the first read after the engines became ready has effects
+            # While no engine is ready, a request waits for the engine that the router chooses among those that have not
+            # failed for good.
             available = [i for i, engine in enumerate(self._engines) if engine in self._ready]
-            if request.data_parallel_rank is not None:  # a named engine is waited for, or its error raised
+            if request.data_parallel_rank is not None:  # wait for the named engine, or raise its error
                 available = [request.data_parallel_rank]
             available = available or [i for i, engine in enumerate(self._engines) if not engine.has_died]
             if not available:
@@ -246,7 +245,8 @@ class DataParallelEngine(EngineCalls):
             self._shown_ids.discard(external_id)
 
     def _find_other(self, place: int, request: EngineRequest) -> AsyncLLMEngine | None:
-        """Route a request again, as its engine has died. Returns its next engine; None: it waits for its own."""
+        """Route a request again because its engine has died. Returns its next engine, or None if it waits for its
+        own."""
         others = [] if request.data_parallel_rank is not None else self._ready
         available = [i for i, engine in enumerate(self._engines) if i != place and engine in others]
         hashes = block_hashes(request, self.config.cache.block_size)
@@ -333,8 +333,8 @@ class DataParallelEngine(EngineCalls):
 
     async def _all(self, ask: Asking[T], undo: tuple[Asking[bool], Asking[None]] | None = None) -> list[T]:
         """Call every engine that has not ended for good, and return the results in order. Raises the first error when
-        all have answered. `undo` says whether an engine is in the state that was asked for, and takes it out of it:
-        after an error no engine is left in it that was not before."""
+        all have answered. `undo` is a pair: whether an engine is in the wanted state, and a call that ends this state.
+        After an error it is called for each engine that has newly entered the state."""
         asked = [engine for engine in self._engines if engine.failure is None] or self._engines
         free = [] if undo is None else [engine for engine in asked if not await undo[0](engine)]
         results = await asyncio.gather(*map(ask, asked), return_exceptions=True)

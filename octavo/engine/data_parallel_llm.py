@@ -1,5 +1,5 @@
-"""`LLMEngine` over several engines of this machine (`LLM(data_parallel_size=…)`), each in a process of its own. They
-are `DataParallelEngine`'s, in an event loop that a thread of this process runs, as the caller may have one of its own.
+"""`LLMEngine` over several engines of this machine (`LLM(data_parallel_size=…)`), each in a process of its own. A
+`DataParallelEngine` runs them, in an event loop in a thread, because the caller may have an event loop of its own.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Chooses the engine, of several, that a request goes to.
 
-Pure arithmetic over what was routed: no processes and no messages. The replica is the one where the tokens of the
-prompt that it is not known to have cached, and most of what it was lately given, are least. Load is counted over many
-turns and not by what is outstanding, as conversations come back to where they began: one that begins must not go where
-others merely pause, and none must leave its cache because two have come at once. Answers count as long as answers have
-lately been, until they have ended, for most callers allow far more than they get.
+Pure arithmetic over routed requests: no processes and no messages. A request goes to the replica with the smallest sum
+of two numbers: the prompt tokens that the replica is not known to have cached, and its load times `_LOAD_WEIGHT`. The
+load is the tokens that the replica was given lately, not the outstanding ones, because conversations come back to the
+replica where they began: a new conversation must not go where others merely pause, and no conversation must leave its
+cache because two requests arrive at once. Until an answer has ended, it counts with the recent average length of
+answers: most callers allow far more tokens than they get.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class _Replica:
     index: PrefixIndex
     load: dict[str, int] = field(default_factory=dict)  # tokens to compute, by request
     num_tokens: int = 0  # sum of `load`
-    num_recent_tokens: float = 0.0  # tokens that it was given; older ones count less
-    was_lost: bool = False  # and was given nothing since
+    num_recent_tokens: float = 0.0  # tokens that it was given; older requests count less
+    was_lost: bool = False  # died, and was given nothing since
 
 
 @dataclass(slots=True)
@@ -59,12 +60,12 @@ class _Routed:
     num_expected: int  # tokens of its answers, predicted
 
 
-_FIRST_ANSWER_TOKENS = 128  # the prediction before an answer has ended
-_ANSWER_MEMORY = 32  # answers after which older ones count e times less
+_FIRST_ANSWER_TOKENS = 128  # the prediction before any answer has ended
+_ANSWER_MEMORY = 32  # number of answers after which older answers count e times less
 _MAX_SESSIONS = 65_536
-_REQUEST_MEMORY = 64  # likewise, requests of a replica: some turns of each conversation
-# Most of a conversation's tokens were given to the replica that has it cached. With a weight above 1/2 a replica with
-# two conversations more than another gives one away; from 1 on it would with one more, which would go back and forth.
+_REQUEST_MEMORY = 64  # the same for requests of a replica: some turns of each conversation
+# Weight of the load against missing prompt tokens. Above 1/2, a replica with two conversations more than another gives
+# one away. From 1 on, one conversation more would be enough, and that conversation would go back and forth.
 _LOAD_WEIGHT = 0.85
 
 
@@ -75,7 +76,8 @@ def block_hashes(request: EngineRequest, block_size: int) -> list[bytes]:
 
 
 class Router:
-    """Routes over `num_replicas` with `max_blocks` cached blocks each. A request and its sequences stay on one."""
+    """Routes over `num_replicas` with `max_blocks` cached blocks each. All sequences of a request stay on one
+    replica."""
 
     def __init__(self, num_replicas: int, block_size: int, max_blocks: int) -> None:
         self._answer_tokens = float(_FIRST_ANSWER_TOKENS)
@@ -147,8 +149,8 @@ class Router:
         return self._replicas[number].num_tokens
 
     def _take_back(self, available: Iterable[int]) -> None:
-        """Let a replica that was lost count as given as much lately as the least of the others: otherwise it would get
-        all new requests until it had caught up."""
+        """Give replicas that were lost the load of the least loaded other replica: otherwise they would get all new
+        requests until they had caught up."""
         lost = [i for i in available if self._replicas[i].was_lost]
         least = min((self._load(i) for i in available if i not in lost), default=0.0)
         for replica in (self._replicas[i] for i in lost):

@@ -20,7 +20,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
-    """The text of one sequence, made token by token or of many at once."""
+    """Makes the text of one sequence, from one or more tokens at a time."""
 
     def add(self, token_ids: list[int]) -> str:
         """Add tokens. Returns the text that they complete."""
@@ -80,7 +80,7 @@ class _TokenBytes(dict[int, bytes]):
     def __missing__(self, token: int) -> bytes:
         piece = None if token in self._hidden else self._tokenizer.id_to_token(token)
         letters = [GPT2_BYTES.get(letter) for letter in piece or ""]
-        is_text = token in self._added or None in letters  # and its letters stand for themselves
+        is_text = token in self._added or None in letters  # the token's letters stand for themselves
         found = (piece or "").encode() if is_text else bytes(map(int, letters))  # type: ignore[arg-type]
         self[token] = found
         return found
@@ -92,7 +92,7 @@ def _gpt2_bytes() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-# Byte-level vocabularies write each byte as a printable character.
+# Byte-level vocabularies write each byte as one printable character.
 GPT2_BYTES = _gpt2_bytes()
 
 
@@ -154,7 +154,7 @@ class WindowDetokenizer:
     def _has_text(self, token: int) -> bool:
         if self._skip_special_tokens and token in self._special:
             return False
-        return self._tokenizer.id_to_token(token) is not None  # a model may have rows for more
+        return self._tokenizer.id_to_token(token) is not None  # a model may have more rows than tokens
 
     def _add(self, token_ids: list[int]) -> str:
         if self._byte_values.keys().isdisjoint(token_ids):
@@ -167,7 +167,7 @@ class WindowDetokenizer:
     def _add_bytes(self, token_ids: list[int]) -> str:
         rest = "" if self._is_within_bytes else self.flush()
         self._is_within_bytes = True
-        self._set_window(token_ids[-1:])  # pieces that follow are not the first of the text
+        self._set_window(token_ids[-1:])  # so that the pieces that follow do not count as the beginning of a text
         return rest + self._bytes.decode(bytes([self._byte_values[token] for token in token_ids]))
 
     def _add_pieces(self, token_ids: list[int]) -> str:
@@ -179,15 +179,16 @@ class WindowDetokenizer:
         if text.endswith(_INCOMPLETE):
             if len(self._pending) - self._num_read <= _MAX_CHARACTER_TOKENS:
                 return before
-            # These bytes are no character: only the last three can be the beginning of one. The rest goes out as it is,
-            # unless the cut lies within a character, whose last byte came in one token with the next one's first.
+            # These bytes are no character. Only the last three can begin one, and the text before them is returned now,
+            # unless the cut lies within a character: one token may have the last byte of a character and the first of
+            # the next.
             tail = self._pending[1 - _MAX_CHARACTER_TOKENS :]
             settled = self._decode(self._pending[: 1 - _MAX_CHARACTER_TOKENS])
             if not text.startswith(settled):
                 return before
             text = settled
         elif len(text) <= len(self._read_text):
-            del self._pending[self._num_read + _CONTEXT_TOKENS :]  # as many as these decide about the next one's blank
+            del self._pending[self._num_read + _CONTEXT_TOKENS :]  # enough to decide about the next blank
             return before
         new = text[len(self._read_text) :]
         self._set_window(self._pending[self._num_read : len(self._pending) - len(tail)][-_CONTEXT_TOKENS:])
@@ -195,7 +196,7 @@ class WindowDetokenizer:
         return before + new
 
     def _set_window(self, token_ids: list[int]) -> None:
-        """These tokens have been turned to text, and are the context of the next ones."""
+        """Make `token_ids`, whose text is known, the context of the next tokens."""
         self._pending, self._num_read, self._read_text = token_ids, len(token_ids), self._decode(token_ids)
 
     def _add_glued(self, token: int) -> str:
@@ -212,7 +213,7 @@ class WindowDetokenizer:
 
 @lru_cache(maxsize=4)
 def _byte_values(tokenizer: Tokenizer) -> dict[int, int]:
-    """Return the byte of each byte token, by token: those that a vocabulary with byte fallback writes `<0xE6>`."""
+    """Return {token id: byte} for the byte tokens (`<0xE6>`) of a vocabulary with byte fallback."""
     pieces = {byte: tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
     tokens = {token: byte for byte, token in pieces.items() if token is not None}
     half = next((token for token, byte in tokens.items() if byte >= 0x80), None)
@@ -220,7 +221,7 @@ def _byte_values(tokenizer: Tokenizer) -> dict[int, int]:
     return tokens if is_fallback else {}
 
 
-@lru_cache(maxsize=4)  # each call copies them out of the tokenizer
+@lru_cache(maxsize=4)  # each call copies the tokens out of the tokenizer
 def _added_tokens(tokenizer: Tokenizer) -> tuple[dict[int, AddedToken], frozenset[int]]:
     """Return all added tokens, and the special ones."""
     added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()

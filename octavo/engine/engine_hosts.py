@@ -1,8 +1,7 @@
-"""The engines behind a server that other hosts have (`octavo serve --headless`, which `engine_node.py` is there): they
-join here, and to `Supervisor` each is a core that comes and goes.
-
-A host shows that it knows the token and is compared with this one as the nodes of `-pp` are. It starts the core's
-process, and passes messages on between that and this one. A second connection of each engine carries heartbeats.
+"""A server's engines on other hosts. Each host runs `octavo serve --headless` (`engine_node.py`) and joins here; to
+`Supervisor` each of its engines is a core that comes and goes. A host proves that it knows the token, and its version
+and settings must equal this one's, as for the nodes of `-pp`. It starts the core's process, and passes messages between
+the core and this process. A second connection of each engine carries heartbeats.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FIRST_NOTICE_S, _NOTICE_S = 5.0, 30.0  # log lines about hosts that have not joined
-_REASON_S = 1.0  # the other connection says within this time why one has ended
+_REASON_S = 1.0  # within this time one connection tells why the other has ended
 
 
 class _Link(NamedTuple):
     connection: socket.socket
-    clock_ahead_s: float  # of this host's clock over the other's
+    clock_ahead_s: float  # this host's time minus the other's
 
 
 class EngineHosts:
@@ -67,7 +66,7 @@ class EngineHosts:
         check_token(hosts.address, "--data-parallel-address")
         self._config, self._settings = config, settings_of(config)
         self._lock = threading.Lock()
-        self._present: dict[int, Member] = {}  # waiting ones included
+        self._present: dict[int, Member] = {}  # connected hosts by rank, including those that wait
         self._waiting: dict[int, Member] = {}
         self._awaited: dict[int, Future[Member]] = {}
         self._links: dict[bytes, Future[_Link]] = {}
@@ -209,14 +208,14 @@ class RemoteCore:
         serving = asyncio.ensure_future(self._serve(handle, loop))
         try:
             await asyncio.wait((serving, self._ended), return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():  # the connection has ended; the other one says why
+            if serving.done():  # the connection has ended; the other connection tells why
                 await asyncio.wait((self._ended,), timeout=_REASON_S)
             else:
-                await asyncio.wait((serving,), timeout=0.1)  # for its last message
+                await asyncio.wait((serving,), timeout=0.1)  # wait for the last message
             if serving.done():
                 serving.result()
             self._end(f"the host of engine {self._rank} has hung up")
-        except asyncio.CancelledError:  # `close` follows
+        except asyncio.CancelledError:  # the owner calls `close`
             raise
         except BaseException:
             self._close("the server's front end has failed")
@@ -324,7 +323,7 @@ class RemoteCore:
         self._end(f"engine {self._rank} was given up")
 
     def wait(self) -> None:
-        """Nothing: the other host watches the process."""
+        """Do nothing: the other host watches the process."""
 
     def end_reason(self) -> str:
         return self._why or f"the host of engine {self._rank} is gone"

@@ -1,9 +1,9 @@
 """The engines of a server that has several front ends (`--api-server-count`), in the process that owns them.
 
-The hub starts the cores, watches them and starts them again, as `AsyncLLMEngine` does for one front end: by
-`Supervisor`. Each front end is a process with an `AsyncLLMEngine` of its own over `hub_link.HubCore`. It has a
-connection to the hub, which passes messages on: a request's id begins with the number of its front end, so that its
-outputs find the way back. When a front end ends, its requests are aborted.
+The hub starts the cores, watches them and starts them again with `Supervisor`, as `AsyncLLMEngine` does. Each front end
+is a process with its own `AsyncLLMEngine` over `hub_link.HubCore`. It has a connection to the hub, which passes
+messages on: a request's id begins with the number of its front end, so that the hub knows where its outputs go. When a
+front end ends, its requests are aborted.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from octavo.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-_MAX_UNSENT_BYTES = 256 << 20  # to a front end that does not read
-# A front end that has not done something for so long is asked whether it lives, and given up without an answer: one may
-# wait for its requests for hours, but none is busy for a minute.
+_MAX_UNSENT_BYTES = 256 << 20  # messages for a front end that does not read them
+# A front end that has not finished a call after `_PROBE_S` is asked for a sign of life, and is given up if it does not
+# answer within `_HANGS_S`: a call may wait hours for running requests, but no front end is busy for a minute.
 _PROBE_S, _HANGS_S = 10.0, 60.0
-_SNAPSHOT_S = 2.0  # for a front end to give its metrics; one that starts or is stopped has its last ones
+_SNAPSHOT_S = 2.0  # for a front end to send its metrics; otherwise its last metrics count
 _LOAD, _UNLOAD = "load_lora_adapter", "unload_lora_adapter"
 
 _encode_raw = msgspec.msgpack.Encoder().encode
 
 
 class _Outputs(msgspec.Struct, tag="step"):
-    """`StepOutputs` for one front end. What all get is encoded once."""
+    """`StepOutputs` for one front end. The part that is equal for all is encoded once."""
 
     outputs: list[SequenceOutput]
     stats: msgspec.Raw
@@ -77,7 +77,7 @@ class FrontEnd:
         self.prefix = f"{number}-"
         self.channels = Channels(partial(hub.take, self), lambda ended: None, partial(hub.detach, self))
         self.channels.answering = hub.answering
-        self.last = Snapshot()  # its metrics, as they were asked for last
+        self.last = Snapshot()  # its metrics at the last request
 
     def send(self, rank: int, data: bytes) -> None:
         """Pass a message on. A front end that does not read is given up."""
@@ -86,8 +86,8 @@ class FrontEnd:
             self._give_up("does not read its messages")
 
     async def call(self, name: str, **args: Any) -> Any:
-        """Have the front end do something, which may take its time, and return the result. A front end that answers
-        nothing else meanwhile is given up. Raises its `OctavoError`, and `EngineDeadError` if it ends."""
+        """Have the front end do something, which may take long, and return the result. A front end that answers no
+        probe meanwhile is given up. Raises its `OctavoError`, and `EngineDeadError` if it ends."""
         asked = asyncio.ensure_future(self.channels.call(name, **args))
         try:
             while not (await asyncio.wait((asked,), timeout=_PROBE_S))[0]:
@@ -96,7 +96,7 @@ class FrontEnd:
                 except TimeoutError:
                     self._give_up("does not answer")
                 except OctavoError:
-                    pass  # it has ended, and so has the call
+                    pass  # the front end has ended, and `asked` raises the error
             return await asked
         finally:
             asked.cancel()
@@ -107,7 +107,7 @@ class FrontEnd:
 
 
 class _Engine:
-    """One engine: its supervisor, and who waits for what of its core."""
+    """One engine: its supervisor, and the front ends that wait for answers of its core."""
 
     def __init__(
         self, hub: EngineHub, config: EngineConfig, core: CoreProcess | None, metrics: EngineMetrics, **options: Any
@@ -117,17 +117,17 @@ class _Engine:
         self.supervisor = Supervisor(
             config, core, handle=self._handle, on_core_ended=self._core_ended, is_busy=self._is_busy, **options
         )
-        self._ready = b""  # the message of the last core that was ready
-        self.has_core = False  # that is ready
+        self._ready = b""  # the `Ready` message of the last core
+        self.has_core = False  # a core is ready
         self.has_ended = asyncio.Event()  # set while a core sleeps
-        self._resets: deque[FrontEnd] = deque()  # who has asked and has no answer; the core answers in order
+        self._resets: deque[FrontEnd] = deque()  # front ends that wait for an answer; the core answers in order
         self._maps: deque[FrontEnd] = deque()
         self._has_requests = self._is_paused = False
-        self._untold: set[FrontEnd] = set()  # those that have not said how many requests they want to try
+        self._untold: set[FrontEnd] = set()  # front ends that have not reported yet how many requests they want to try
         self._num_trials: dict[FrontEnd, int] = {}
-        self._without_core: dict[FrontEnd, None] = {}  # those that wait for their turn with a new core
+        self._without_core: dict[FrontEnd, None] = {}  # front ends that wait for their turn with a new core, in order
         self._on_trial: FrontEnd | None = None
-        self._held: list[tuple[FrontEnd, bytes]] = []  # what others send meanwhile
+        self._held: list[tuple[FrontEnd, bytes]] = []  # messages of other front ends meanwhile
 
     def attach(self, front: FrontEnd) -> None:
         """Give a new front end the core, if it is ready. While the core sleeps, the front end is told that it is ready,
@@ -163,7 +163,7 @@ class _Engine:
             case EngineRequest() | ResetCache() | DropCacheSession() | GetLiveView() if (
                 not self.has_core or front in self._untold
             ):
-                return  # sent before the front end has heard of the core's end; it asks the next core
+                return  # sent before the front end knew of the core's end; it will ask the next core
             case ResetCache() | DropCacheSession():
                 self._resets.append(front)
             case GetLiveView():
@@ -225,7 +225,8 @@ class _Engine:
             self.take(front, data)
 
     def _core_ended(self, error: OctavoError) -> None:
-        """The core has ended: tell all front ends, each of which says how many requests it wants to try."""
+        """Tell all front ends that the core has ended. Each of them answers with the number of requests that it wants
+        to try."""
         self.has_core, self._on_trial = False, None
         self.has_ended.set()
         for queue in (self._resets, self._maps, self._held, self._without_core):
@@ -243,7 +244,7 @@ class _Engine:
         return self._has_requests and not self._is_paused
 
     def say_ended(self, front: FrontEnd) -> None:
-        """Tell a front end that came while the core sleeps that there is no core."""
+        """Tell a front end that started while the core sleeps that there is no core."""
         if not self.has_core:
             front.channels.say(CoreEnded(self.rank, self.supervisor.end_reason, False))
 
@@ -267,14 +268,14 @@ class EngineHub:
         on_loading: Callable[[int, float], None] = lambda rank, share: None,
         **options: Any,
     ) -> None:
-        """`on_loading` is called with an engine and the share of its weights that it has loaded, `options` are those of
-        `Supervisor`: restarts and timeouts."""
+        """`on_loading(rank, share)` is called when an engine has loaded `share` of its weights. `options` are
+        `Supervisor`'s: restarts and timeouts."""
         self.on_loading = on_loading
         self.metrics = metrics
         self.fronts: dict[str, FrontEnd] = {}  # by number
         self._numbers = itertools.count(1)
         self._retired = Snapshot()  # counts of front ends that have ended
-        # What a front end that comes later has to do too, by what it is about.
+        # Calls that a new front end must make too, by topic ("pause", "adapter NAME", ...): name and arguments.
         self._standing: dict[str, tuple[str, dict[str, Any]]] = {}
         self._num_holding = 0  # pauses under way
         self.answering: dict[str, Answering] = {
@@ -304,7 +305,7 @@ class EngineHub:
 
     @property
     def config(self) -> EngineConfig:
-        """The configuration of the first engine; once it is ready, with the sizes that it has found."""
+        """The configuration of the first engine; once the engine is ready, with its measured sizes."""
         return next(iter(self._engines.values())).supervisor.config
 
     @property
@@ -337,11 +338,12 @@ class EngineHub:
             front.channels.close()
 
     def new_number(self) -> int:
-        """Return the number of the next front end. None has had it: messages for one that has ended go nowhere."""
+        """Return the number of the next front end. Numbers are never used again, so that messages for an ended front
+        end go nowhere."""
         return next(self._numbers)
 
     async def attach(self, sock: socket.socket, number: int) -> FrontEnd:
-        """Serve a front end, which has the other end of the connection."""
+        """Serve the front end at the other end of the connection."""
         front = FrontEnd(self, number)
         await front.channels.open(sock)
         self.fronts[str(number)] = front
@@ -350,8 +352,9 @@ class EngineHub:
         return front
 
     async def begin(self, front: FrontEnd) -> None:
-        """Wait until a front end has started, and have it do what the others have been told. What it cannot do, as to
-        load an adapter whose files are gone, it is without. Raises `EngineDeadError` if it ends."""
+        """Wait until a front end has started, and repeat the others' standing calls there. A call that fails, for
+        example because an adapter's files are gone, is logged and skipped. Raises `EngineDeadError` if the front end
+        ends."""
         await front.channels.call("snapshot")
         for name, args in list(self._standing.values()):
             try:
@@ -365,7 +368,7 @@ class EngineHub:
                 engine.say_ended(front)
 
     def detach(self, front: FrontEnd) -> None:
-        """Forget a front end that has ended, and abort its requests. Its counts stay in the sums."""
+        """Forget a front end that has ended, and abort its requests. Its counters stay in the metrics."""
         if self.fronts.pop(str(front.number), None) is None:
             return
         self._retired = sum_of([self._retired, front.last])
@@ -380,8 +383,8 @@ class EngineHub:
         return await asyncio.gather(*map(ask, self._engines.values()))
 
     async def tell_all(self, name: str, **args: Any) -> list[Any]:
-        """Have every front end do something, and return their results. One that ends meanwhile has none. Raises the
-        first error."""
+        """Have every front end do something, and return the results. A front end that ends meanwhile gives none. Raises
+        the first error."""
         results = await asyncio.gather(
             *(front.call(name, **args) for front in list(self.fronts.values())), return_exceptions=True
         )
@@ -391,7 +394,8 @@ class EngineHub:
         return [result for result in results if not isinstance(result, BaseException)]
 
     async def _hold(self, **args: Any) -> None:
-        """Have every front end pause. If one cannot, none stays paused: its requests would wait for ever."""
+        """Have every front end pause. If one of them fails, all resume: requests of paused front ends would wait for
+        ever."""
         self._num_holding += 1
         try:
             await self.tell_all("pause_generation", **args)
@@ -472,5 +476,5 @@ class EngineHub:
                 front.last = msgspec.convert(found, Snapshot)
 
         await asyncio.gather(*map(ask, self.fronts.values()))
-        now = [front.last for front in self.fronts.values()]  # those that have ended meanwhile are in `_retired`
+        now = [front.last for front in self.fronts.values()]  # front ends that have ended meanwhile are in `_retired`
         return await asyncio.to_thread(lambda: render_sum(snapshot(self.metrics), sum_of([self._retired, *now])))

@@ -1,6 +1,6 @@
-"""The other side of `engine_hosts.py`: a host that has some of the engines behind a server elsewhere (`octavo serve
---headless --data-parallel-size-local …`). For each it joins the server, starts a core process, and passes messages on,
-until that server ends for good. It computes nothing, so that its heartbeats never wait.
+"""The other side of `engine_hosts.py`: a host that runs some engines of a server on another host (`octavo serve
+--headless --data-parallel-size-local …`). For each engine it joins the server, starts a core process, and passes
+messages on, until the server ends for good. This process computes nothing, so that its heartbeats never wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from octavo.version import __version__
 
 logger = logging.getLogger(__name__)
 
-_REASON_S = 1.0  # the other connection says within this time why one has ended
+_REASON_S = 1.0  # within this time one connection tells why the other has ended
 
 
 class _End(NamedTuple):
@@ -89,7 +89,7 @@ class _Engine:
             time.sleep(delay_s)
 
     def leave(self) -> bool:
-        """Ask the server to finish running requests and send no new ones. Returns False if it has none here."""
+        """Ask the server to finish running requests and send no new ones. Returns False if this engine has none."""
         self.is_leaving = True
         if self._loop is None or not self._is_ready:
             return False
@@ -170,7 +170,7 @@ class _Engine:
         to_server = asyncio.ensure_future(core.receive_data(lambda data: write_message(writer, data)))
         try:
             await asyncio.wait((to_core, to_server, end), return_when=asyncio.FIRST_COMPLETED)
-            if to_core.done():  # the server has hung up, or the core takes no messages: what follows says which
+            if to_core.done():  # the server has hung up, or the core takes no messages: the code below finds out which
                 await asyncio.wait((to_server, end), timeout=_REASON_S, return_when=asyncio.FIRST_COMPLETED)
             if to_server.done() and not end.done():
                 to_server.result()
@@ -182,7 +182,7 @@ class _Engine:
                 task.cancel()
             await asyncio.wait((to_core, to_server))
             if not to_core.cancelled():
-                to_core.exception()  # the connection has ended, which is noticed elsewhere
+                to_core.exception()  # read the exception, so that asyncio does not log it: the end is noticed elsewhere
 
 
 class EngineNode:

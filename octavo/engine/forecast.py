@@ -54,6 +54,6 @@ class FirstTokenForecast:
         return self.seconds_alone(num_before + num_tokens)
 
     def seconds_alone(self, num_tokens: float) -> float:
-        """Return the same for a prompt that waits for no other."""
+        """Return the same for a prompt with no other prompts before it."""
         found = self._num_hits / self._num_queries if self._num_queries else 0.0
         return num_tokens * (1 - found) * self._stats.prompt_token_s

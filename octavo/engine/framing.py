@@ -16,7 +16,7 @@ async def read_message(reader: asyncio.StreamReader) -> bytes:
 
 
 def write_message(writer: asyncio.StreamWriter, data: bytes) -> None:
-    """Send a message without waiting. What cannot be sent is buffered until the heartbeat gives the host up."""
+    """Send a message without waiting. Unsent messages are buffered until missing heartbeats end the connection."""
     if not writer.is_closing():
         writer.write(_LENGTH.pack(len(data)))
         writer.write(data)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def length_of(prompt: PromptInput) -> int:
     """Return the length of an unchecked prompt and its prediction, in characters or tokens; 0 if it is not known."""
     if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
-        return MAX_INLINE_LENGTH + 1  # each token is thousands of numbers
+        return MAX_INLINE_LENGTH + 1  # embeddings count as long: each token is thousands of numbers
     parts: tuple[object, ...] = (prompt,)
     if isinstance(prompt, Mapping):
         parts = prompt.get("prompt_token_ids") or prompt.get("prompt"), prompt.get("prediction")
@@ -140,7 +140,7 @@ class EngineCalls(AsyncConfigNames, ABC):
         priority: int = 0,
         tokenization_kwargs: Mapping[str, object] | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
-        """Yield the one result of a model that pools. Raises as `generate` does."""
+        """Yield the one result of a model that pools. Raises the same errors as `generate`."""
         from octavo.engine.pooling_input import PoolingInput, Text
 
         refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, trace_headers=trace_headers)

@@ -1,7 +1,7 @@
 """A front end's side of a hub: the connection to the process that owns the engines (`engine_hub.py`), and the cores
 that are reached through it.
 
-Messages between front end and core are those of `wire.py`. Beside them go calls, in both directions: a front end asks
+The connection carries `wire.py`'s messages between front end and core, and calls in both directions: a front end asks
 the hub to control the engines, and the hub asks each front end to do its part.
 """
 
@@ -35,7 +35,7 @@ Answering = Callable[..., Awaitable[Any]]
 
 
 class CoreEnded(msgspec.Struct, tag="core_ended"):
-    """The core of an engine has ended. `is_final`: none follows it."""
+    """The core of an engine has ended. `is_final`: no other core follows."""
 
     rank: int
     reason: str
@@ -51,7 +51,7 @@ class Call(msgspec.Struct, tag="call"):
 
 
 class Answer(msgspec.Struct, tag="answer"):
-    """The result of a call, or its error: a `RequestError`, of which `refusal` has the other fields, or another."""
+    """The result of a call, or its error. For a `RequestError`, `refusal` has the error's other fields."""
 
     number: int
     value: Any = None
@@ -86,7 +86,7 @@ class Channels(asyncio.Protocol):
         await asyncio.get_running_loop().create_connection(lambda: self, sock=sock)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's are of no such class
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's transports are not of this class
 
     def connection_lost(self, exc: Exception | None) -> None:
         for asked in self._asked.values():
@@ -177,7 +177,8 @@ class HubLink:
     """A front end's connection to its hub. `make_core` makes the cores of its engines."""
 
     def __init__(self, lose: Callable[[], None] | None = None) -> None:
-        """`lose` is called when the hub has ended. By default this process ends then: it can do nothing without."""
+        """`lose` is called when the hub has ended. By default this process ends then, because it can do nothing without
+        a hub."""
         self.channels = Channels(self._take, self._take_end, lose or _end_process)
         self._inboxes: dict[int, _Inbox] = {}
 
@@ -202,7 +203,7 @@ def _end_process() -> None:
 
 
 class _Inbox:
-    """Messages of one engine's cores, in order. Those of the next core wait here until somebody receives them."""
+    """Messages of one engine's cores, in order. Messages of the next core wait here until `receive` is called."""
 
     def __init__(self) -> None:
         self.waiting = deque[bytes | CoreEnded]()
@@ -225,7 +226,7 @@ class HubCore:
         self._ended: CoreEnded | None = None
 
     def send(self, message: FrontendMessage) -> None:
-        if self._ended is not None and not isinstance(message, Trials):  # which follows an end
+        if self._ended is not None and not isinstance(message, Trials):  # `Trials` is sent after a core's end
             raise EngineDeadError(f"engine {self._rank} cannot be reached.")
         self._channels.send(self._rank, encode_message(message))
 
@@ -258,10 +259,10 @@ class HubCore:
         _end_process()
 
     def end(self) -> None:
-        """Nothing: the hub ends cores, once all front ends have done their part."""
+        """Do nothing: the hub ends cores, once all front ends have done their part."""
 
     def wait(self) -> None:
-        """Nothing: the hub waits."""
+        """Do nothing: the hub waits."""
 
     def end_reason(self) -> str:
         return "the engine core has ended" if self._ended is None else self._ended.reason
@@ -270,4 +271,4 @@ class HubCore:
         return None
 
     def close(self) -> None:
-        """Nothing: the connection is all cores'."""
+        """Do nothing: all cores share the connection."""

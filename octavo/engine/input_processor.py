@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from octavo.multimodal.prompt_embeds import PromptEmbedsReader
 
 # str, a list of token ids, {"prompt": str} or {"prompt_token_ids": [int]}; dictionaries may also hold "cache_salt", and
-# "prediction", the likely answer as text or token ids, and "multi_modal_data", {"image": PIL.Image}
-# or {"audio": samples at 16 kHz, or (samples, rate)}, or lists of these, one item for each placeholder of
-# the prompt in order; "multi_modal_uuids", {"image": "name"} or a list of names, are what later prompts may name them
-# by, with None in the place of the medium. {"prompt_embeds": a tensor [tokens, hidden_size], or one in base64} is a
-# prompt without tokens.
+# "prediction", the likely answer as text or token ids, and "multi_modal_data", {"image": PIL.Image} or {"audio":
+# samples at 16 kHz, or (samples, rate)}, or lists of these, one item for each placeholder of the prompt in order;
+# "multi_modal_uuids", {"image": "name"} or a list of names, are names by which later prompts may refer to media, with
+# None in place of the medium. {"prompt_embeds": a tensor [tokens, hidden_size], or one in base64} is a prompt without
+# tokens.
 PromptInput = str | list[int] | Mapping[str, Any]
 
 
@@ -101,7 +101,8 @@ class InputProcessor:
 
     @cached_property
     def has_special_token(self) -> Callable[[str], bool]:
-        """Whether a text has a special token in it. Results are kept: some vocabularies have a thousand of them."""
+        """A function that returns whether a text contains a special token. Its results are cached, because some
+        vocabularies have a thousand special tokens."""
         return lru_cache(maxsize=256)(lambda text: any(token in text for token in self.special_tokens))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -110,14 +111,14 @@ class InputProcessor:
         try:
             if len(text) <= MAX_INLINE_LENGTH:
                 ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
-            else:  # it releases the GIL, `encode` does not (tokenizers 0.23)
+            else:  # `encode_batch` releases the GIL, `encode` does not (tokenizers 0.23)
                 ids = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeEncodeError) as e:  # lone surrogates
             raise RequestError(f"the prompt is not valid Unicode text: {e}.", param="prompt") from None
         return ids
 
     def be_one_of_several(self, number: int, place: int) -> None:
-        """Give the ids and seeds of front end `number` none that another one gives."""
+        """Make the ids and seeds that front end `number` draws differ from those of other front ends."""
         self._id_prefix = f"{number}-"
         self._seeds = random.Random(f"{self.model.seed}, {place}")
 
@@ -139,8 +140,8 @@ class InputProcessor:
         *,
         has_offsets: bool = False,
     ) -> list[Encoding]:
-        """Return the encodings of texts and pairs; `sources` says where each comes from, for errors. `many` or more are
-        encoded by several threads. Offsets of tokens in the text take a fifth of the time."""
+        """Return the encodings of texts and pairs; `sources` says where each comes from, for errors. `many` or more
+        texts are encoded by several threads. With `has_offsets`, the offsets of tokens take a fifth of the time."""
         for text, its in zip(texts, sources, strict=True):
             for part in (text,) if isinstance(text, str) else text:
                 with naming_prompt(*its):
@@ -178,10 +179,9 @@ class InputProcessor:
     ) -> EngineRequest:
         """Return the request for the core, with a unique id. Without `params` the model's defaults apply.
 
-        `grammar` is what the answer must be, in the place of what `params` say of it. With `clamps_max_tokens` a
-        `max_tokens` that does not fit is as much as fits; without, it is refused. Where a request only `scores_prompt`,
-        the prompt may be as long as the model takes. An `adapter` is what `find_adapter`
-        has found.
+        `grammar` replaces the structured output that `params` ask for. With `clamps_max_tokens` a `max_tokens` that
+        does not fit is lowered; without, the request is refused. If a request only `scores_prompt`, the prompt may be
+        as long as the model's limit. `adapter` is a result of `find_adapter`.
         """
         self.refuse_if_it_pools()
         self.check_rank(data_parallel_rank)
@@ -208,7 +208,7 @@ class InputProcessor:
         params = copy.copy(params)  # its values have been checked
         for name, count in counts.items():
             setattr(params, name, count)
-        if params.seed is None:  # drawn here, so that a core that has died is followed by one that draws the same
+        if params.seed is None:  # drawn here, so that the next core draws the same tokens if one dies
             params.seed = self._seeds.getrandbits(64)
         self._check_token_ids(params)
         if grammar is None and params.structured_outputs is not None:
@@ -256,7 +256,7 @@ class InputProcessor:
             )
 
     def _prediction(self, given: object) -> list[int]:
-        """Return the tokens of a predicted output, without those that no answer can have."""
+        """Return the tokens of a predicted output, without tokens that no answer can have."""
         if given is None:
             return []
         limit = self.model.max_model_len
@@ -267,7 +267,8 @@ class InputProcessor:
         return [token for token in tokens[:limit] if token < self.model.vocab_size]
 
     def _logprobs(self, params: SamplingParams) -> dict[str, int]:
-        """Return how many log-probabilities a field asks for. Raises `RequestError` for more than allowed."""
+        """Return the number of log-probabilities that each field asks for, by field. Raises `RequestError` for more
+        than allowed."""
         size, limit = self.model.vocab_size, self.model.max_logprobs
         counts = {}
         for name in ("logprobs", "prompt_logprobs"):
@@ -352,7 +353,7 @@ class InputProcessor:
         add_special_tokens: bool,
         salt: str | None,
     ) -> tuple[Prompt, list[MediaInput]]:
-        """Return a prompt of embeddings, alone or between texts, as `_make_prompt` does."""
+        """Return a prompt of embeddings, alone or between texts, and its media, like `_make_prompt`."""
         if self.prompt_embeds is None:
             raise RequestError("prompt_embeds needs --enable-prompt-embeds.", param="prompt_embeds")
         for name in ("prompt_token_ids", "multi_modal_data"):
@@ -374,7 +375,7 @@ class InputProcessor:
     def _between(
         self, texts: list[str], embeds: list[Any], add_special_tokens: bool, salt: str | None
     ) -> tuple[Prompt, list[MediaInput]]:
-        """Return a prompt of `texts`, with one of `embeds` between each two."""
+        """Return a prompt of `texts`, with one item of `embeds` between each two."""
         assert self.prompt_embeds is not None
         token_ids = self.encode(texts[0], add_special_tokens)
         items, media = list[MediaItem](), list[MediaInput]()
@@ -406,15 +407,15 @@ class InputProcessor:
             )
 
     def _refuse_long(self, text: str) -> None:
-        """Raise `RequestError` for a text whose beginning has too many tokens already, before all of it is tokenized,
-        which takes seconds for the longest that a body may hold."""
+        """Raise `RequestError` for a text whose beginning already has too many tokens. Tokenizing the longest text that
+        a body may hold would take seconds."""
         limit = self.model.max_model_len
         most = max(_LONG_TOKEN_CHARACTERS * limit, MAX_INLINE_LENGTH)
         if len(text) > most and (num_tokens := len(self.encode(text[:most], add_special_tokens=False))) > 2 * limit:
             self._check_length(num_tokens, is_beginning=True)
 
     def count(self, text: str, media: Mapping[str, Any] | None, add_special_tokens: bool) -> int:
-        """Return the tokens of a prompt, which may be too long for the model. Raises `RequestError`."""
+        """Return the number of tokens of a prompt, which may be too long for the model. Raises `RequestError`."""
         if media is None:
             return len(self.encode(text, add_special_tokens))
         return len(self._with_media(text, media, None, None, add_special_tokens)[0])
@@ -430,11 +431,12 @@ class InputProcessor:
         return processor.expand(prompt, found, salt, lambda text: self.encode(text, adds))
 
     def media_processor_of(self, media: Iterable[SentMedium]) -> MediaProcessor:
-        """Raise `RequestError` if the model does not take media of all these kinds."""
+        """Return the processor of these media. Raises `RequestError` if the model does not take all their kinds."""
         return self.media_processor(*(one.kind for one in media))
 
     def media_processor(self, *asked: MediaKind) -> MediaProcessor:
-        """Raise `RequestError` if the model takes no media, or none of a kind that is `asked` for."""
+        """Return the media processor. Raises `RequestError` if the model does not take all the `asked` kinds of
+        media."""
         taken = () if self.media is None else self.media.kinds
         others = [kind for kind in asked if kind not in taken]
         if self.media is None or others:

@@ -21,7 +21,7 @@ from octavo.kv_cache.block_events import Event
 
 logger = logging.getLogger(__name__)
 
-_REPLAY_SEND_MS = 5000  # how long a client may not read
+_REPLAY_SEND_MS = 5000  # how long a client may stop reading
 _END = (-1).to_bytes(8, "big", signed=True)  # the number of the message that ends a replay
 
 
@@ -46,18 +46,18 @@ class KVEventPublisher:
         self._publisher = self._context.socket(zmq.PUB)
         self._publisher.setsockopt(zmq.SNDHWM, min(config.hwm, config.max_queue_size))
         endpoint = endpoint_of_rank(config.endpoint, data_parallel_rank)
-        # As in vLLM: an address of this host is bound, that of another process is connected to.
+        # As in vLLM, an address of this host is bound, and the address of another process is connected to.
         binds = "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
         _attach(self._publisher, endpoint, binds=binds)
         if config.replay_endpoint is not None:
             replays = self._context.socket(zmq.ROUTER)
-            # A client that does not read stops its replay, which would lose messages otherwise.
+            # A client that does not read ends its replay: otherwise messages would be dropped silently.
             replays.router_mandatory, replays.sndtimeo = 1, _REPLAY_SEND_MS
             _attach(replays, endpoint_of_rank(config.replay_endpoint, data_parallel_rank), binds=True)
             threading.Thread(target=self._replay, args=(replays,), name="kv-event-replay", daemon=True).start()
 
     def publish(self, events: list[Event]) -> None:
-        """Send events, if there are any. Never waits: a subscriber that is too many messages late misses some."""
+        """Send events, if there are any. Never waits: a slow subscriber misses messages."""
         if not events:
             return
         payload = msgspec.msgpack.encode(EventBatch(time.time(), events, self._rank))
@@ -67,12 +67,12 @@ class KVEventPublisher:
         self._publisher.send_multipart([self._topic, number.to_bytes(8, "big"), payload])
 
     def close(self) -> None:
-        """Close the sockets. Messages that are not on their way are lost."""
+        """Close the sockets. Unsent messages are lost."""
         self._publisher.close(linger=0)
         self._context.term()  # ends the thread, which closes its socket
 
     def _replay(self, replays: zmq.Socket[bytes]) -> None:
-        """Answer requests: an empty frame and the number of the first message that is wanted."""
+        """Answer replay requests. A request is an empty frame and the number of the first wanted message."""
         with replays, contextlib.suppress(zmq.ContextTerminated):
             replays.linger = 0
             while True:

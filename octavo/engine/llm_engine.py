@@ -42,7 +42,7 @@ class LLMEngine(StepCalls):
         self.metrics = EngineMetrics(config.model.served_model_names[0], self.config.model.max_model_len)
         self._log_line = LogLine(self.metrics, time.monotonic())
         self._outputs = OutputProcessor(self.tokenizer, self.metrics, stream_interval=config.scheduler.stream_interval)
-        self._failed: list[RequestFailed] = []  # their errors are still to be raised
+        self._failed: list[RequestFailed] = []  # failed requests whose errors `step` has not raised yet
         self._ids: dict[str, str] = {}  # the core's ids by the caller's
         self._lora_requests: dict[str, LoRARequest] = {}  # by the caller's ids
         self._arrived: list[Output] = []  # outputs for the next `step`
@@ -50,14 +50,14 @@ class LLMEngine(StepCalls):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, usage_context: UsageContext | None = None) -> LLMEngine:
-        """Raises `ConfigError` or `LoadError` if the model cannot be served that way. With `data_parallel_size` it is a
-        `DataParallelLLMEngine`, which does the same. `usage_context` is for vLLM's statistics of use, of which there
-        are none."""
+        """Raises `ConfigError` or `LoadError` if the model cannot be served with these arguments. With
+        `data_parallel_size` the result is a `DataParallelLLMEngine`, which has the same methods. `usage_context` has no
+        effect: it is vLLM's, and no use is reported."""
         return cls.from_vllm_config(engine_args.create_engine_config())
 
     @classmethod
     def from_vllm_config(cls, vllm_config: EngineConfig, usage_context: UsageContext | None = None) -> LLMEngine:
-        """As `from_engine_args`, with the result of `create_engine_config`."""
+        """Like `from_engine_args`, with the result of `create_engine_config`."""
         config = vllm_config
         if len(config.served_ranks) == 1:
             return cls(config.replica(config.served_ranks.start))
@@ -125,7 +125,7 @@ class LLMEngine(StepCalls):
 
     def remove_lora(self, lora_id: int) -> bool:
         was_named, identity = self._adapters.remove(lora_id)
-        if identity is not None and self._core is not None:  # the core has it even while it sleeps
+        if identity is not None and self._core is not None:  # the core has the adapter even while the engine sleeps
             self._core.unload_adapter(identity)
         return was_named
 
@@ -143,7 +143,7 @@ class LLMEngine(StepCalls):
         self.core.load_adapter(source, pins)
         while True:
             for one in self._advance():
-                if one.identity != source.identity:  # left from an interrupted call
+                if one.identity != source.identity:  # an adapter of an earlier call that was interrupted
                     continue
                 if one.error is not None:
                     raise RequestError(one.error, param="lora_path")

@@ -12,13 +12,14 @@ T = TypeVar("T")
 
 # Characters, bytes or tokens. Shorter work takes about a millisecond, and a thread would cost more than it saves.
 MAX_INLINE_LENGTH = 2048
-# Take seconds, for which they wait for other processes: neither tokenization nor other grammars must wait for them.
+# A grammar takes seconds, in which its thread waits for another process: tokenization and other grammars must not wait
+# for it.
 _grammars = ThreadPoolExecutor(32, "octavo-grammar")
 NUM_TEXT_THREADS = 4
 _texts = ThreadPoolExecutor(NUM_TEXT_THREADS, "octavo-text")
-_bodies = ThreadPoolExecutor(1, "octavo-json")  # wait for the process that parses large bodies
-_media = ThreadPoolExecutor(2, "octavo-media")  # bounds how many are decoded at once
-_videos = ThreadPoolExecutor(2, "octavo-video")  # take up to a minute each: images must not wait for them
+_bodies = ThreadPoolExecutor(1, "octavo-json")  # this thread waits for the process that parses large bodies
+_media = ThreadPoolExecutor(2, "octavo-media")  # the number of threads bounds how many media are decoded at once
+_videos = ThreadPoolExecutor(2, "octavo-video")  # a video takes up to a minute: images must not wait for it
 
 
 async def run_off_loop(

@@ -1,5 +1,5 @@
-"""Makes `RequestOutput`s of the core's outputs: text, stop strings, the best of `best_of`. A request keeps what its
-caller has not got yet, so that a late caller gets it together."""
+"""Makes `RequestOutput`s of the core's outputs: text, stop strings, the best of `best_of`. A request keeps the output
+that its caller has not got yet, so that a late caller gets it in one piece."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Completion:
         params = request.params
         self.index = index
         self.token_ids: list[int] = []
-        self.text = ""  # with what is held back; a stream of deltas drops what it has sent
+        self.text = ""  # includes text held back; a stream of deltas drops the text that it has sent
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._has_ranks = not params.logprob_token_ids
         self.cumulative_logprob: float | None = 0.0 if params.wants_logprobs else None
@@ -63,14 +63,14 @@ class _Completion:
         self.num_held_back = 0
         self.num_sent_chars = 0  # of `text`
         self.num_sent_tokens = 0
-        self._num_read = 0  # tokens that the text has
+        self._num_read = 0  # tokens that are in `text`
         self._num_hidden = 0  # tokens at the end that are not part of the text
         self.is_end_sent = False
         self.last_token_time: float | None = None
         self._final_check = request.final_check
         self.error: str | None = None
         self._stop = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
-        self._num_kept: int | None = None  # characters of `text` to keep of those that are sent; None: all
+        self._num_kept: int | None = None  # sent characters of `text` to keep; None: all
         if params.output_kind is RequestOutputKind.DELTA and self._final_check is None:
             self._num_kept = max((len(stop) - 1 for stop in params.stop), default=0)
         self.num_accepted_prediction_tokens = self.num_rejected_prediction_tokens = 0
@@ -87,14 +87,14 @@ class _Completion:
         self._shows_stop_token = params.include_stop_str_in_output
 
     def add(self, output: SequenceOutput) -> bool:
-        """Add new tokens. Returns True if a stop string ends the sequence, which the core does not know yet."""
+        """Add new tokens. Returns True if a stop string ends the sequence; the core does not know this yet."""
         if self._stop is None and output.finish_reason is None and output.logprobs is None:
             self.token_ids += output.token_ids  # the text is made when it is needed
             return False
         num_before = len(self.token_ids)
         is_stopped = self._take(output)
         if output.logprobs is not None:
-            entries = output.logprobs[: len(self.token_ids) - num_before]  # a stop string may end it in the middle
+            entries = output.logprobs[: len(self.token_ids) - num_before]  # a stop string may end it earlier
             for entry in entries:
                 self.cumulative_logprob = (self.cumulative_logprob or 0.0) + entry.logprobs[0]
             if self.logprobs is not None:
@@ -129,7 +129,7 @@ class _Completion:
 
     def _check(self, check: FinalCheck) -> None:
         """Compare the whole answer with its schema."""
-        from octavo.structured_output.schema_validation import NotChecked  # with regular expressions: for few answers
+        from octavo.structured_output.schema_validation import NotChecked  # imported late: few answers need the check
 
         try:
             if (problem := check.problem(self.text)) is None:
@@ -137,14 +137,14 @@ class _Completion:
             self.stop_reason, error = MISMATCH, f"the answer does not satisfy its schema: {problem}"
         except NotChecked as reason:
             self.stop_reason, error = UNCHECKED, f"the answer could not be compared with its schema: {reason}"
-        except Exception:  # which would end the step of all requests
+        except Exception:  # an error here would end the step of all requests
             logger.exception("the comparison of an answer with its schema failed")
             self.stop_reason, error = UNCHECKED, "the answer could not be compared with its schema"
         if check.mode == "error":
             self.error = error
 
     def _read(self, end: int | None = None) -> int:
-        """Add the tokens before `end`, by default all, to the text. Returns how many characters are new."""
+        """Add the tokens before `end` (default: all) to the text. Returns the number of new characters."""
         end = len(self.token_ids) - self._num_hidden if end is None else end
         if self._detokenizer is None or self._num_read >= end:
             return 0
@@ -176,7 +176,7 @@ class _Completion:
         return new
 
     def output(self, is_delta: bool, make_position: MakePosition, *, makes_later: bool) -> CompletionOutput:
-        """Return the text that may be shown: all of it, or what is new."""
+        """Return the completion so far, with the text that may be shown; if `is_delta`, only the new part."""
         tokens = self.num_sent_tokens if is_delta else 0
         new = self.take_text()
         text = new if is_delta else self.text[: self.num_sent_chars]
@@ -198,8 +198,8 @@ class _Completion:
 
 
 class RequestState:
-    """A running request, whichever core computes it: its completions and its times, and what its caller has not got
-    yet."""
+    """A running request, whichever core computes it: its completions, its times, and the outputs that its caller has
+    not got yet."""
 
     __slots__ = (
         "_processor", "alignment", "completions", "error", "external_id", "has_new_output", "has_prediction",
@@ -224,8 +224,8 @@ class RequestState:
         self.pooled: PoolingRequestOutput[PoolingOutput] | None = None
         self.has_new_output = False  # for `take`
         self.is_over = False
-        self.num_tokens_at_death: int | None = None  # if the last core died with it in the step
-        self.num_steps_at_death = 0  # of that core in which it was, and which ended
+        self.num_tokens_at_death: int | None = None  # set if the last core died with the request in its step
+        self.num_steps_at_death = 0  # finished steps of that core that had the request
         self.num_predicted = (0, 0)  # tokens of its prediction that earlier cores accepted and rejected
         params = request.params
         self.has_prediction = bool(request.prediction)
@@ -241,14 +241,14 @@ class RequestState:
 
     @property
     def num_prediction_tokens(self) -> tuple[int, int]:
-        """Return how many tokens of its prediction were accepted and rejected, by all completions."""
+        """Return the numbers of accepted and rejected tokens of its prediction, summed over all completions."""
         accepted, rejected = self.num_predicted
         accepted += sum(completion.num_accepted_prediction_tokens for completion in self.completions)
         return accepted, rejected + sum(completion.num_rejected_prediction_tokens for completion in self.completions)
 
     def remainder(self) -> EngineRequest:
-        """Return the request for a core that does not know it: with the tokens of the completions that go on. Without
-        any, as in a beam search, it begins anew."""
+        """Return the request for a new core, with the tokens of its running completions. A beam search has none, and
+        begins anew."""
         self.num_predicted = self.num_prediction_tokens
         output_token_ids = {}
         for index, completion in enumerate(self.completions):
@@ -260,15 +260,15 @@ class RequestState:
         return msgspec.structs.replace(self.request, output_token_ids=output_token_ids, begun=[])
 
     def take_text(self) -> tuple[str, int]:
-        """Return what is new of the text of the only completion, and the number of new tokens."""
+        """Return the new text of the only completion, and the number of new tokens."""
         self.has_new_output = False
         [completion] = self.completions
         num_before = completion.num_sent_tokens
         return completion.take_text(), completion.num_sent_tokens - num_before
 
     def take(self) -> Output:
-        """Return the request's state, or what is new of it. Called if it `has_new_output`; a late caller gets all of it
-        together."""
+        """Return the request's output, or its new part. Call this if it `has_new_output`; a late caller gets several
+        steps in one output."""
         self.has_new_output = False
         if self.pooled is not None:
             return self.pooled
@@ -301,14 +301,14 @@ class RequestState:
         if self.has_prediction:
             accepted, rejected = self.num_prediction_tokens
             output.num_accepted_prediction_tokens, output.num_rejected_prediction_tokens = accepted, rejected
-        if self.error is not None:  # it did not end like this
+        if self.error is not None:  # the request did not end with this output
             for shown in output.outputs:
                 shown.finish_reason = None
         return output
 
 
 class RequestFailed:
-    """Instead of a `RequestOutput`: the core has refused the request or could not go on with it."""
+    """Takes the place of a `RequestOutput` if the core has refused the request or could not go on with it."""
 
     def __init__(self, request_id: str, error: RequestError) -> None:
         self.request_id, self.error = request_id, error
@@ -329,8 +329,8 @@ class OutputProcessor:
         stream_interval: int = 1,
     ) -> None:
         """`makes_logprobs_later`: log-probabilities stay as the core sent them until they are read, and callers make
-        the vectors of tokens, by calling `outputs` of their result. A request's outputs have at least `stream_interval`
-        new tokens, but for the first and the last."""
+        the vectors of tokens, by calling `outputs` of their result. Each output of a request has at least
+        `stream_interval` new tokens, except the first and the last one."""
         self.tokenizer = tokenizer
         self.makes_logprobs_later = makes_logprobs_later
         self._interval = stream_interval
@@ -369,7 +369,7 @@ class OutputProcessor:
         return state
 
     def drop(self, request_id: str) -> bool:
-        """Remove a request that the core has lost; it ends as an error. Returns False if it is not running."""
+        """Remove a request that the core has lost, as failed. Returns False if it is not running."""
         state = self.requests.get(request_id)
         if state is None:
             return False
@@ -391,7 +391,7 @@ class OutputProcessor:
         touched: dict[str, RequestState] = {}
         aborts: list[Abort] = []
         first_latencies_s: list[float] = []
-        last_times: dict[float, int] = {}  # how many sequences had their last tokens then
+        last_times: dict[float, int] = {}  # by time: number of sequences whose last tokens came at that time
         now = time.monotonic()
         requests = self.requests
         for output in outputs:
@@ -410,7 +410,7 @@ class OutputProcessor:
                 continue
             completion = state.completions[output.index]
             if completion.finish_reason is not None:
-                continue  # ended by a stop string; the core does not know yet
+                continue  # a stop string has ended it; the core does not know this yet
             touched[output.request_id] = state
             last = completion.last_token_time
             if last is not None:
@@ -462,13 +462,13 @@ class OutputProcessor:
 
     def _take_vectors(self, state: RequestState, output: SequenceOutput, now: float) -> None:
         """Make the result of a pooling request."""
-        from octavo.pooling.vectors import finished  # with numpy, which servers of models that generate do without
+        from octavo.pooling.vectors import finished  # imports numpy, which generating models' servers lack
 
         request = state.request
         assert request.pooling is not None and output.vectors is not None
         self._begin(state, output, now)
         make = partial(finished, output.vectors, len(request.prompt.token_ids), request.pooling)
-        is_later = self.makes_logprobs_later and request.pooling.is_by_token  # those may be millions of numbers
+        is_later = self.makes_logprobs_later and request.pooling.is_by_token  # may be millions of numbers
         pooled: Any = make if is_later else PoolingOutput(make())
         state.pooled = PoolingRequestOutput(
             state.external_id, pooled, request.prompt.token_ids, metrics=state.metrics,
@@ -476,7 +476,7 @@ class OutputProcessor:
         )  # fmt: skip
 
     def _begin(self, state: RequestState, output: SequenceOutput, now: float) -> None:
-        """Record what comes with the first token of a request: times, and figures of its prompt."""
+        """Record the times and the prompt's figures that come with the first token of a request."""
         state.metrics.first_token_time = now
         state.metrics.first_scheduled_time = output.first_scheduled_time
         state.num_cached_tokens = output.num_cached_tokens
@@ -504,8 +504,9 @@ class OutputProcessor:
         )
 
     def position(self, entry: TokenLogprobs, has_ranks: bool = True) -> PositionLogprobs:
-        """Return a position's log-probabilities, the sampled token first. Top tokens rank 1, 2, …; the sampled one has
-        its own rank. Without `has_ranks` the others are no top tokens, and have none."""
+        """Return a position's log-probabilities, the sampled token first. Top tokens have the ranks 1, 2, …; the
+        sampled token has its measured rank. Without `has_ranks` the other tokens are not the top ones and have no
+        rank."""
         tokenizer = self.tokenizer.backend_tokenizer
         position: PositionLogprobs = {}
         for i, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):

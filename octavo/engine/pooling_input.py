@@ -20,11 +20,11 @@ from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams, is_unicode
 
 _NO_SAMPLING = SamplingParams(max_tokens=1, detokenize=False)
-_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")  # of a prompt that is a dictionary
-_MANY = 16  # texts from which on the tokenizer works on several at once
+_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")  # keys of a prompt that is a dictionary
+_MANY = 16  # from this number of texts on, the tokenizer uses several threads
 
 
-# What a text is for, by Cohere's name -> the names that models give to their prompts for it.
+# Cohere's name of a text's purpose -> the names that models give to their prompts for it.
 _PROMPTS = {
     "search_query": ("query", "search_query"),
     "search_document": ("document", "passage", "search_document"),
@@ -34,24 +34,25 @@ _PROMPTS = {
 
 
 def prompt_for(config: PoolingConfig, purpose: str) -> str | None:
-    """The name of the model's own prompt for texts of a `purpose`; None is its default."""
+    """Return the name of the model's prompt for texts of a `purpose`, or None for its default prompt."""
     return next((name for name in _PROMPTS[purpose] if name in config.prompts), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text, or two that are judged together, or token ids; and the name of the prompt that comes before it. An empty
-    name is none, and None is the model's default."""
+    """A text, a pair of texts, or token ids; and the name of the prompt that comes before it: "" is no prompt, None is
+    the model's default."""
 
     first: str | Sequence[int]
     second: str | None = None
     prompt_name: str | None = None
-    document: tuple[int, int] | None = None  # characters of `first` that alone may be cut; None: any
+    document: tuple[int, int] | None = None  # characters of `first` that may be cut; None: all
     cache_salt: str | None = None
 
     @classmethod
     def of(cls, prompt: PromptInput, prompt_name: str | None = None) -> Text:
-        """Raises `RequestError` for what is no prompt, and for fields that models which pool do not read."""
+        """Make a `Text` of a caller's prompt. Raises `RequestError` for an invalid prompt, and for fields that are not
+        built for models that pool."""
         given: Any = prompt
         salt: Any = None
         if isinstance(prompt, Mapping):
@@ -73,8 +74,8 @@ class Text:
 
 
 class PoolingInput:
-    """Shared by `LLM` and the asynchronous engine. Raises `RequestError` for whatever is wrong with a request, and for
-    models that generate."""
+    """Used by `LLM` and the asynchronous engine. Its methods raise `RequestError` for invalid requests, and for models
+    that generate."""
 
     def __init__(self, inputs: InputProcessor) -> None:
         self._inputs, self._model = inputs, inputs.model
@@ -98,8 +99,8 @@ class PoolingInput:
         cache_salt: str | None = None,
         sources: str | Sequence[Source] = "prompt",
     ) -> list[EngineRequest]:
-        """A request for the core for each text, under ids that no others have. Those of different salts share no cached
-        blocks. Errors name the `sources` of the texts, or the field that all of them are."""
+        """Return a request for the core for each text, with unique ids. Texts with different salts share no cached
+        blocks. Errors name the `sources` of the texts; by default all come from one field."""
         params = self.config.settle(PoolingParams() if params is None else params)
         self._inputs.check_priority(priority)
         if (params.truncate_prompt_tokens or 0) > (limit := self._model.max_model_len):
@@ -121,7 +122,7 @@ class PoolingInput:
         ]  # fmt: skip
 
     def shortened(self, texts: Sequence[str], num_tokens: int, field: str) -> list[str]:
-        """The texts of a `field`, cut at the end of their first `num_tokens` tokens; 0 cuts nothing."""
+        """Return the texts of a `field`, cut after their first `num_tokens` tokens; 0 cuts nothing."""
         if not num_tokens:
             return list(texts)
         encodings = self._inputs.encode_all(texts, sources_of(field, len(texts)), False, _MANY, has_offsets=True)
@@ -186,8 +187,8 @@ class PoolingInput:
     def _cut(
         self, encoding: Encoding, params: PoolingParams, document: tuple[int, int] | None = None
     ) -> tuple[list[int], int | None]:
-        """Token ids and where the second text begins. Special tokens stay, and so does all but the characters of a
-        `document`; of a pair the longer text is cut first."""
+        """Return the token ids, cut as `params` say, and where the second text begins. Special tokens stay; with a
+        `document`, everything outside of it stays too. In a pair the longer text is cut first."""
         ids, types = list(encoding.ids), list(encoding.type_ids)
         limit = self._limit(params)
         if limit is not None and len(ids) > limit:
@@ -207,7 +208,7 @@ class PoolingInput:
                 kept += its[cut:] if params.truncation_side == "left" else its[: len(its) - cut]
             kept.sort()
             ids, types = [ids[i] for i in kept], [types[i] for i in kept]
-        # A model with one type, whatever its tokenizer says, has no row for a second.
+        # A model with one token type has no row for a second one, even if the tokenizer says 1.
         has_second = 1 in types and self._model.checkpoint.config.get("type_vocab_size") != 1
         return ids, types.index(1) if has_second else None
 
@@ -222,7 +223,7 @@ class PoolingInput:
         return self._model.max_model_len if keep == -1 else keep
 
     def _skipping(self, prefix: str, params: PoolingParams, add_special_tokens: bool) -> PoolingParams:
-        """Instructions are not pooled, the special token before them included."""
+        """Return `params` that leave the tokens of an instruction, and the special token before it, out of pooling."""
         [encoding] = self._inputs.encode_all([prefix], sources_of("prompt_name", 1), add_special_tokens, _MANY)
         ends_special = bool(encoding.sequence_ids) and encoding.sequence_ids[-1] is None
         return msgspec.structs.replace(params, num_skipped=len(encoding.ids) - ends_special)
@@ -240,8 +241,8 @@ class PoolingInput:
 
 
 def num_cut(first: int, second: int, excess: int) -> tuple[int, int]:
-    """Return how many tokens each of two texts of `first` and `second` tokens loses if `excess` are cut one by one from
-    the longer text, and from the first where both are equally long."""
+    """Return how many tokens two texts of `first` and `second` tokens lose if `excess` tokens are cut one by one, each
+    from the longer text, or from the first if both are equally long."""
     longer = min(excess, abs(first - second))
     rest = excess - longer
     of_first, of_second = (longer, 0) if first > second else (0, longer)
@@ -249,10 +250,9 @@ def num_cut(first: int, second: int, excess: int) -> tuple[int, int]:
 
 
 class Scores:
-    """How well queries go with documents: what is to be computed for that, and what comes of it.
-
-    One query goes with every document, several each with its own. A cross-encoder judges pairs; embeddings and the
-    tokens' vectors are compared. Raises `RequestError`.
+    """Scores of queries with documents: `requests` are to be computed, `results` makes the scores of their outputs. A
+    single query is scored with every document; several queries with one document each. A cross-encoder judges pairs;
+    embeddings and the tokens' vectors are compared. Raises `RequestError`.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class Scores:
         instruction: str | None = None,
         **scheduling: Any,
     ) -> None:
-        """`fields` are what the sides are called where errors are read; `scheduling`, arguments of `process`."""
+        """`fields` are the names of the two sides in errors; `scheduling` are arguments of `process`."""
         if not queries or not documents:
             raise RequestError("there must be a query and a document at least.")
         if len(queries) not in (1, len(documents)):
@@ -310,12 +310,12 @@ class Scores:
 
     @property
     def places(self) -> list[int]:
-        """Of each document, the last of the `requests` that its score comes of."""
+        """For each document, the index of the last of the `requests` that its score needs."""
         config, each = self._config, zip(self._each, self._documents, strict=True)
         return [self._places[self._texts(config, *pair, self._instruction)[-1]] for pair in each]
 
     def results(self, vectors: Sequence[NDArray[np.float32]]) -> list[float]:
-        """The score of each document, from what the `requests` gave."""
+        """Return the score of each document, from the vectors of `requests`."""
         found = []
         for query, document in zip(self._each, self._documents, strict=True):
             its = [vectors[self._places[t]] for t in self._texts(self._config, query, document, self._instruction)]
@@ -324,8 +324,8 @@ class Scores:
 
 
 def _filled(template: str, texts: Mapping[str, str]) -> tuple[str, tuple[int, int]]:
-    """`template` with texts in the place of {name}, and where the document begins and ends in it: what stands in the
-    texts is not looked at."""
+    """Return `template` with texts in place of {name}, and where the document begins and ends. Braces in the texts
+    themselves are left alone."""
     found, document = "", (0, 0)
     while (begin := template.find("{")) >= 0:
         end = template.index("}", begin)

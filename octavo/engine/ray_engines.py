@@ -1,6 +1,6 @@
-"""Engines that Ray starts (`--data-parallel-backend ray`): an actor on each of several hosts of its cluster has some,
-as `engine_node.py` does where it is started by hand. A host whose actor ends gets another one, or a host of the
-cluster that can take its place does."""
+"""Engines that Ray starts (`--data-parallel-backend ray`): an actor on each of several hosts of the cluster runs some
+of them, like an `engine_node.py` that is started by hand. When an actor ends, Ray starts another one on its host, or on
+another host with room."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 2.0  # before an actor is followed by another one
+_PAUSE_S = 2.0  # before an ended actor is replaced
 
 
 class RayEngines:
-    """Room for the engines of all hosts in Ray's cluster, and the actors that have those of the others."""
+    """Reserves room for the engines of all hosts in Ray's cluster, and runs the actors of the other hosts."""
 
     def __init__(self, config: EngineConfig, *, max_restarts: int = 0, ready_timeout_s: float | None = None) -> None:
-        """The options are those of `EngineNode`. Raises `ConfigError` without a cluster, or one that has too little."""
+        """The options are those of `EngineNode`. Raises `ConfigError` if there is no cluster, or if it has too few
+        resources."""
         hosts = config.engine_hosts
         assert hosts is not None
         self._serve = partial(_have_engines, max_restarts, ready_timeout_s)
-        # Those of each host but this one.
+        # The engines of each host except this one.
         self._ranks = [
             range(first, min(first + hosts.num_local, config.data_parallel_size))
             for first in range(hosts.num_local, config.data_parallel_size, hosts.num_local)
@@ -43,7 +44,8 @@ class RayEngines:
         self._is_closed = threading.Event()
 
     def start(self, fail: Callable[[OctavoError], None]) -> None:
-        """Start the actors, and go on until `close`. `fail` is called by any thread when one of them has ended."""
+        """Start the actors, and replace those that end, until `close`. `fail` is called, in any thread, each time an
+        actor ends."""
         for number, ranks in enumerate(self._ranks, 1):
             name = f"host of engine {ranks.start}"
             threading.Thread(target=self._keep, args=(number, name, ranks, fail), name=name, daemon=True).start()

@@ -27,7 +27,7 @@ def log_request(
 
 
 def brief(value: Any) -> Any:
-    """`value` as a log shows it: with the beginnings of long texts, and of long lists and maps how many there are."""
+    """Return `value` as a log shows it: the beginnings of long texts, and the lengths of long lists and maps."""
     if isinstance(value, str):
         return value if len(value) <= _MAX_CHARS else f"{value[:_MAX_CHARS]}... ({len(value)} characters)"
     if isinstance(value, list | tuple | dict) and len(value) > _MAX_ITEMS:

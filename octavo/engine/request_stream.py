@@ -1,5 +1,5 @@
-"""Brings a request's outputs to its caller. What a late caller has not got yet stays in the request's state, so that
-nothing grows, and an engine that is ahead of its callers has less to send.
+"""Brings a request's outputs to its caller. Outputs that a late caller has not got yet are merged in the request's
+state, so that no queue grows, and a fast engine has less to send.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from octavo.request import EngineRequest
 
 
 class Sink(Protocol):
-    """Takes outputs as they come, without a switch to the caller's task."""
+    """Takes outputs when they arrive, without a switch to the caller's task."""
 
     @property
     def is_open(self) -> bool:
@@ -41,23 +41,23 @@ class RequestStream:
         self, request: EngineRequest, external_id: str, engine: AsyncLLMEngine, sink: Sink | None = None
     ) -> None:
         self.request, self.external_id = request, external_id
-        self.engine = engine  # the one that computes it now
+        self.engine = engine  # the engine that computes the request now
         self.acceptance: asyncio.Future[None] | None = None  # set while it waits for the engine to take requests
         self.has_ended_early = False  # aborted while it waited
-        self.replayed: list[Output] = []  # the outputs that another server has sent of it
+        self.replayed: list[Output] = []  # outputs that another server has already sent
         self.state: RequestState | None = None  # once the engine has it
         self.is_undelivered = False  # the engine will call `deliver`
         self._sink = sink
         self._error: Exception | None = None
         self._woken = asyncio.Event()
-        self._is_awaited = False  # by a caller in `get` that has not been woken
+        self._is_awaited = False  # a caller waits in `get` and has not been woken
 
     def follow(self, state: RequestState) -> None:
         """From now on, bring the outputs of `state`."""
         self.state, state.stream = state, self
 
     def close(self) -> None:
-        """Let go of the state: nothing is delivered any more."""
+        """Detach from the state: nothing is delivered any more."""
         if self.state is not None:
             self.state.stream = None
 

@@ -1,5 +1,5 @@
-"""Which requests go to a core, and when. The core that follows one that has died gets every request again, with the
-tokens that it has: `AsyncLLMEngine` continues them.
+"""Which requests go to a core, and when. When a core has died, the next one gets every request again, with the
+request's tokens so far, and continues it.
 
 A request may be what kills cores. If it was in the step at two deaths in a row and got no token in between, it goes to
 the next core before the others, alone among them; if that core dies with it in the step too, it is refused. The trial
@@ -21,12 +21,12 @@ class Resubmission:
 
     def __init__(self, outputs: OutputProcessor, send: Callable[[FrontendMessage], None]) -> None:
         self._outputs, self._send = outputs, send
-        self._running: dict[str, int] = {}  # requests in the core's steps, and the core's steps before their first
-        self._num_steps = 0  # that the core has finished
+        self._running: dict[str, int] = {}  # requests in the core's steps: number of steps before their first
+        self._num_steps = 0  # steps that the core has finished
         self._has_core = False
         self._unsent: dict[str, None] = {}  # requests that wait for the trials, in order
-        self._suspects: list[str] = []  # to be tried, the first one now
-        self._num_tokens_before = 0  # of the suspect on trial
+        self._suspects: list[str] = []  # requests to be tried alone; the first one is on trial
+        self._num_tokens_before = 0  # tokens of the suspect on trial, before the trial
 
     def submit(self, state: RequestState) -> None:
         """Send a request to the core, now or after the trials."""
@@ -36,7 +36,7 @@ class Resubmission:
             self._send(state.remainder())
 
     def begin(self) -> int:
-        """Give a core that is ready the requests of the one before. Returns their number."""
+        """Give a new core that is ready the requests of the core before. Returns their number."""
         self._has_core, self._num_steps = True, 0
         self._unsent = dict.fromkeys(self._outputs.requests)
         num_continued = len(self._unsent)
@@ -48,7 +48,7 @@ class Resubmission:
         self._running = {one: self._running.get(one, self._num_steps) for one in request_ids}
 
     def step_ended(self) -> None:
-        """After a step's outputs: end a trial that has shown that a suspect does not kill cores."""
+        """Called after a step's outputs: end the trial if it has shown that the suspect does not kill cores."""
         self._num_steps += 1
         if self._suspects:
             state = self._outputs.requests.get(self._suspects[0])

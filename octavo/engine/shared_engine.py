@@ -1,5 +1,5 @@
-"""The engine as one of several front ends sees it: requests are its own, and what controls the engine goes through the
-hub, so that all front ends do their part of it."""
+"""The engine as one of several front ends sees it. Requests go to the engine directly; calls that control the engine go
+through the hub, so that all front ends take part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SharedEngine:
 
     @property
     def own_parts(self) -> dict[str, Answering]:
-        """What the hub may have this front end do for all."""
+        """The calls that the hub makes in each front end, by name."""
         engine = self._engine
         return {
             "pause_generation": engine.pause_generation,

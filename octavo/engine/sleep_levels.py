@@ -1,4 +1,4 @@
-"""What a sleeping engine has freed, in vLLM's words: levels and tags."""
+"""Levels and tags of sleep, by vLLM's names: what a sleeping engine has freed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SLEEPERS = frozenset({"weights", "kv_cache"})
 
 
 def woken_by(tags: Iterable[str] | None) -> frozenset[str]:
-    """Return what `tags` wake, everything by default. Raises `RequestError` for an unknown tag."""
+    """Return the sleepers that `tags` wake; all of them by default. Raises `RequestError` for an unknown tag."""
     woken = SLEEPERS if tags is None else frozenset(tags)
     if woken - SLEEPERS:
         raise RequestError(f"tags must be of {', '.join(sorted(SLEEPERS))}.", param="tags")

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def record_ready(metrics: EngineMetrics, ready: Ready, config: EngineConfig) -> None:
-    """Record what a core says of its start and its memory."""
+    """Record a core's start times and memory sizes in the metrics."""
     metrics.record_startup("core", ready.startup)
     metrics.memory_bytes = {"weights": ready.weight_bytes, "kv_cache": ready.cache_bytes}
     metrics.cache_config = {
@@ -61,10 +61,10 @@ class Supervisor:
         make_core: Callable[[EngineConfig, CoreProcess | None], Core] | None = None,
     ) -> None:
         self.config = config
-        self.ready: Ready | None = None  # of the last core that was ready
+        self.ready: Ready | None = None  # message of the last core that was ready
         self.failure: OctavoError | None = None  # for good
         self.num_restarts = 0
-        self.end_reason = ""  # of the last core that has ended
+        self.end_reason = ""  # why the last core has ended
         self.restart_policy = RestartPolicy(max_restarts)
         self._make_core = make_core or CoreClient
         self.core: Core = self._make_core(config, core)
@@ -196,7 +196,7 @@ class Supervisor:
         finally:
             if self._start_timer is not None:
                 self._start_timer.cancel()
-        await asyncio.to_thread(self.core.wait)  # one that was killed may take its time
+        await asyncio.to_thread(self.core.wait)  # a killed process may take long to end
         return self._end_reason or self.core.end_reason()
 
     def _check_start(self, timeout_s: float, begin: float) -> None:
@@ -240,11 +240,11 @@ class Supervisor:
                 self._fail(OctavoError(text))
                 return
             case Failed(text):
-                # Clients are told that it failed; only the log says how.
+                # Clients only learn that the core failed; the log has the details.
                 logger.error("the engine core failed: %s", text)
                 self._end_reason = "the engine core has failed"
-                self._outage = EngineRestartingError("the engine core has failed.")  # until its process has ended
-                self.core.kill()  # it sends nothing more, and may not manage to end by itself
+                self._outage = EngineRestartingError("the engine core has failed.")  # until its process ends
+                self.core.kill()  # it sends nothing more, and may not be able to end by itself
                 return
             case Leaving():
                 self.is_leaving = True

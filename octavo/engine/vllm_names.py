@@ -8,7 +8,7 @@ from octavo.config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, Pa
 from octavo.errors import RequestError
 from octavo.speculative_config import SpeculativeConfig
 
-# What vLLM's engines and its `LLM` have and these have not, with what to do instead.
+# Attributes of vLLM's engines and its `LLM` that Octavo lacks, with what to do instead.
 ABSENT = {
     "apply_model": "models are Octavo's own and no torch.nn.Module; what they compute comes out of generate and encode",
     "collective_rpc": "workers take no methods of callers; -tp and -pp are arguments of LLM",
@@ -30,14 +30,14 @@ _INSTEAD = {
 
 
 def refuse_kwargs(**given: object) -> None:
-    """Raise `RequestError` for an argument of vLLM's that is not built, where it says anything."""
+    """Raise `RequestError` for an argument of vLLM's that is not built, unless its value asks for nothing."""
     for name, value in given.items():
         if value:
             raise RequestError(f"{name} is not built: {_INSTEAD[name]}.", param=name)
 
 
 class ConfigNames:
-    """Of an engine that has a `config`."""
+    """Attributes of an engine that has a `config`."""
 
     if TYPE_CHECKING:
 
@@ -47,13 +47,13 @@ class ConfigNames:
     else:
 
         def __getattr__(self, name: str) -> object:
-            """Only asked for names that there are not."""
+            """Called only for missing attributes."""
             advice = f": {ABSENT[name]}" if name in ABSENT else ""
             raise AttributeError(f"{type(self).__name__} has no {name}{advice}.", name=name, obj=self)
 
     @property
     def vllm_config(self) -> EngineConfig:
-        """All of it; the groups below are its attributes too."""
+        """The whole configuration; the groups below are its attributes too."""
         return self.config
 
     @property
@@ -62,7 +62,7 @@ class ConfigNames:
 
     @property
     def cache_config(self) -> CacheConfig:
-        """With `num_gpu_blocks`, once the engine is ready."""
+        """The cache's settings, with `num_gpu_blocks` once the engine is ready."""
         return self.config.cache_config
 
     @property
@@ -83,7 +83,7 @@ class ConfigNames:
 
 
 class AsyncConfigNames(ConfigNames):
-    """With what asynchronous engines are asked by coroutines."""
+    """`ConfigNames`, with the methods that are coroutines in asynchronous engines."""
 
     async def get_vllm_config(self) -> EngineConfig:
         return self.config

@@ -1,7 +1,7 @@
 """The messages between a front end (tokenizer, text, HTTP) and an engine core, which may live in another process.
 
-Plain msgspec structs, encoded as MessagePack; never pickle. A `FrontendMessage` goes to the core, a `CoreMessage`
-comes back. What they carry is defined in `octavo.request` and `octavo.stats`.
+Plain msgspec structs, encoded as MessagePack; never pickle. A `FrontendMessage` goes to the core, a `CoreMessage` comes
+back. `octavo.request` and `octavo.stats` define their contents.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
 
 class Trials(msgspec.Struct, tag="trials"):
     """How many requests of a front end are to be tried alone (see `resubmission.py`): sent when a core has died, and
-    when the last one is done. A hub lets one front end after the other try; cores ignore it."""
+    when the last trial is over. A hub lets one front end after the other try; cores ignore it."""
 
     number: int
 
