@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def with_environment(keys: Sequence[str]) -> list[str]:
-    """Return the keys of a flag and those of the environment."""
+    """Return the keys of a flag and of the environment."""
     from_env = [os.environ.get(name) for name in ("OCTAVO_API_KEY", "VLLM_API_KEY")]
     return [*keys, *filter(None, from_env)]
 
@@ -42,9 +42,9 @@ class ApiKeys:
 
     def client(self, address: str | None, authorization: str | None, x_api_key: str | None) -> str:
         """Return a name for the sender of an admitted request: a hash of its address and, if the server has keys, of
-        the key that admits it. The addresses of an IPv6 network of 64 bits count as one."""
+        the key that admits it. All addresses of an IPv6 /64 network count as one."""
         if address is not None and ":" in address:
-            with contextlib.suppress(ValueError):  # a proxy may say something else
+            with contextlib.suppress(ValueError):  # the address may be invalid: a proxy sets it
                 found = ipaddress.IPv6Address(address)
                 address = str(found.ipv4_mapped or ipaddress.IPv6Network((found.packed, 64), strict=False))
         digests = [_digest(key) for key in sent_keys(authorization, x_api_key)]

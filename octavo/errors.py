@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-# Control characters and halves of surrogate pairs, which texts from files may hold, and no terminal or message does.
+# Control characters and halves of surrogate pairs. Texts from files may contain them; terminals and messages must not.
 _NOT_PRINTED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
 _MAX_CHARACTERS = 4000
 
@@ -24,7 +24,7 @@ class ConfigError(OctavoError, ValueError):
 class LoadError(OctavoError):
     """A model, tokenizer or checkpoint that cannot be found, read or held in memory.
 
-    Names from files are part of the message, so it is made one printable line of a bounded length."""
+    The message may contain names from files, so it is made printable, one line, and bounded in length."""
 
     def __init__(self, message: str) -> None:
         line = _NOT_PRINTED.sub(" ", message)
@@ -35,8 +35,8 @@ class RequestError(OctavoError, ValueError):
     """A refused request. Other requests are not affected.
 
     `param` names the wrong field, `status` is the HTTP status and `code` the OpenAI error code, if there is one. After
-    `retry_after_s` the same request may succeed. `details` are for programs, in APIs whose errors have them.
-    `allow` are the methods that a route has, of an error with status 405.
+    `retry_after_s` the same request may succeed. `details` are for programs, in APIs whose errors have details. `allow`
+    lists the route's methods in an error with status 405.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class FieldNames:
 
     @contextmanager
     def in_errors(self) -> Iterator[None]:
-        """Make the `RequestError` that ends the block name the fields of the client's API."""
+        """Context: a `RequestError` that leaves the block names the fields of the client's API."""
         try:
             yield
         except RequestError as error:

@@ -38,8 +38,8 @@ def flag(
     is another name, such as -tp. With `is_flag` false the field is only a keyword. `needs` names the field without
     which the flag would have no effect.
 
-    Flags that are not `built` accept only their default, which asks for nothing, so that launch scripts with the
-    default work; any other value is refused.
+    Flags that are not `built` accept only their default, so that launch scripts that set the default work; any other
+    value is refused.
     """
     if default not in (None, "", []) and "default" not in help:
         help = f"{help} Default: {default}."
@@ -57,9 +57,9 @@ class FlagParser(argparse.ArgumentParser):
     """Accepts flags with underscores and with hyphens, as vLLM does, but no abbreviations. For unknown flags it says
     what to do instead. `--help=WORD` shows the flags with the word in their names, `--help=all` all of them."""
 
-    # What --help shows: names of flags by the title of their group. Empty: all flags.
+    # Flags that --help shows: their names by the title of their group. Empty: all flags.
     common_flags: Mapping[str, Sequence[str]] = types.MappingProxyType({})
-    # Returns more words for the command line, from its parsed arguments and its words; they come behind its own.
+    # Returns words to append to the command line, from the parsed arguments and the words so far.
     more_words: Callable[[argparse.Namespace, Sequence[str]], Sequence[str]] | None = None
 
     def __init__(self, **options: Any) -> None:
@@ -71,7 +71,7 @@ class FlagParser(argparse.ArgumentParser):
         for word in words:
             if word.startswith("--help="):
                 self._show(word.removeprefix("--help=").replace("_", "-"))
-        # argparse would take an unknown flag with a space in its value, as in JSON, for a positional word: a model.
+        # argparse would take an unknown flag with a space in its value (such as JSON) for a positional word, the model.
         unknown = [word for word in words if re.match(r"--\S+=.* ", word) and not self._knows(word)]
         namespace, others = super().parse_known_args([word for word in words if word not in unknown], namespace)
         return namespace, unknown + others
@@ -290,7 +290,7 @@ def number_with_unit(text: str) -> int:
 
 
 def read_yaml(path: str, where: str) -> Any:
-    """Return what a file has. Raises `ConfigError`, which begins with `where`."""
+    """Return the contents of a YAML file. Raises `ConfigError`, whose message begins with `where`."""
     import yaml
 
     try:

@@ -34,7 +34,7 @@ _expected: list[bool] = []
 
 
 def expect_cuda() -> None:
-    """Take a CUDA device for granted in this process, which compiles for one and launches nothing."""
+    """Assume a CUDA device in this process, which compiles kernels for one and launches nothing."""
     _expected.append(True)
     why_not_cuda.cache_clear()
 

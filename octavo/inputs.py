@@ -34,4 +34,4 @@ class EmbedsPrompt(TypedDict):
 
 
 PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
-"""What `LLM.generate` takes as a prompt: token ids may stand for themselves."""
+"""A prompt of `LLM.generate`: text, a list of token ids, or one of the dictionaries above."""

@@ -27,10 +27,10 @@ class MediaKind:
     extra: str  # extra of Octavo's package
     modules: tuple[str, ...]  # Python modules that decode and fetch it
     verb: str  # verb for a model that takes it
-    values: str  # its values in multi_modal_data, in words
+    values: str  # the kind's values in multi_modal_data, in words
     media_types: tuple[str, ...]  # of data: URLs and fetched files; the first is the default of data: URLs
     built: str  # the built formats, in words
-    file: str  # a file in these formats, in words
+    file: str  # a file a file in these formats, in words
 
     def refusal(self, reason: str) -> RequestError:
         """Return the error for a refused medium."""
@@ -117,8 +117,8 @@ class MediaReader(Protocol):
         """Return an example of a medium."""
 
     def largest(self, share: float) -> list[Any]:
-        """Return media of `share`, up to 1, of the size that the bounds allow: one for each shape that makes a
-        difference."""
+        """Return media of `share`, up to 1, of the size that the bounds allow: one for each shape whose size in memory
+        differs."""
 
     def content_hash(self, medium: Any, settings: str, salt: str | None) -> bytes:
         """Return the SHA-256 of everything that a tower's rows depend on, and of the salt that keeps tenants apart."""

@@ -16,7 +16,7 @@ def group_token() -> bytes:
 
 
 def check_token(address: str, flag: str) -> None:
-    """Raise `ConfigError` if a group without a token could be reached from other hosts."""
+    """Raise `ConfigError` if there is no token and other hosts can reach the address."""
     try:
         is_local = ipaddress.ip_address(address).is_loopback
     except ValueError:

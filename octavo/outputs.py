@@ -29,8 +29,8 @@ PositionLogprobs = dict[int, Logprob]
 
 
 class Positions(Sequence[PositionLogprobs | None]):
-    """The entries of tokens; a prompt's first token has none. Each entry is made when it is asked for, because making
-    all entries of a long prompt would delay other requests."""
+    """The entries of tokens; a prompt's first token has none. Each entry is made when it is read, because making all
+    entries of a long prompt would delay other requests."""
 
     def __init__(self, found: Sequence[Any], make: Callable[[Any], PositionLogprobs]) -> None:
         """`make` returns the entry of an item of `found` other than None."""
@@ -56,7 +56,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: Sequence[PositionLogprobs] | None = None  # a list; `Positions` in the server
     finish_reason: str | None = None  # "stop", "length" or "abort"; None while it runs
-    # The stop string or stop token id that ended it, or what its `final_check` found: "schema_mismatch", or
+    # The stop string or stop token id that ended it, or the result of its `final_check`: "schema_mismatch", or
     # "schema_unchecked" if the answer could not be checked. None for end-of-sequence.
     stop_reason: int | str | None = None
     # All tokens, also in a delta stream; set with the finish reason.
@@ -79,7 +79,7 @@ class RequestMetrics:
 
     @property
     def queued_ts(self) -> float:
-        """Return the arrival time; like the next properties a newer name of vLLM."""
+        """Return the arrival time. This and the next properties are vLLM's newer names."""
         return self.arrival_time
 
     @property
@@ -142,8 +142,8 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     num_accepted_prediction_tokens: int = 0  # of the request's prediction, by all completions
     num_rejected_prediction_tokens: int = 0  # tokens of the prediction that were rejected
-    # For A `SamplingParams.alignment_heads`: float32 queries [prompt tokens, A, D], then the keys [A, rows, D] of the
-    # sound.
+    # For `SamplingParams.alignment_heads` of A heads: float32 queries [prompt tokens, A, D], then keys [A, rows, D] of
+    # the sound.
     alignment: bytes | None = None
     lora_request: LoRARequest | None = None  # the adapter that a Python caller named
 
@@ -236,6 +236,6 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The answers of one prompt, best first, as many as beams."""
+    """The answers of one prompt, best first: one for each beam."""
 
     sequences: list[BeamSearchSequence]

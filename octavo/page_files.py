@@ -1,4 +1,4 @@
-"""The files of the pages at /ui, the server's and the gateway's, and the headers that keep them to themselves."""
+"""The files of the pages at /ui, of server and gateway, and the headers that keep other sites from using them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from starlette.responses import FileResponse
 
-# The folder of the server's page. The gateway's has files of its own, and some of these.
+# The folder of the server's page. The gateway's page has its own files, and shares some of these.
 SHARED = Path(__file__).parent / "entrypoints" / "ui" / "static"
 _TYPES = {
     ".html": "text/html; charset=utf-8",

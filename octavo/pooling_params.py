@@ -9,7 +9,7 @@ import msgspec
 
 from octavo.errors import RequestError
 
-# Tasks of requests, by vLLM's names: one vector for a text or one for each token, as embeddings or as classes.
+# Tasks of requests, by vLLM's names: embeddings or classes, for a whole text or for each of its tokens.
 TASKS = ("embed", "token_embed", "classify", "token_classify")
 
 
@@ -21,7 +21,7 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     use_activation: bool | None = None  # False: do not normalize embeddings, no softmax or sigmoid for classes
     truncate_prompt_tokens: int | None = None  # keep this many tokens of a text; -1: as many as the model takes
     truncation_side: str = "right"  # side at which tokens are cut off
-    # Older names of `use_activation`; their values go there, and so does an `activation` that is no text.
+    # Older names of `use_activation`, which gets their values, and that of an `activation` that is not a string.
     normalize: bool | None = None
     softmax: bool | None = None
     # Set from the model when the request is checked.
@@ -61,7 +61,7 @@ class DenseConfig:
     """A matrix after pooling in a sentence-transformers folder. `name` is its folder, and the prefix of its tensors."""
 
     name: str
-    size: int  # of its output
+    size: int  # elements of its output
     bias: bool
     activation: str | None
 
@@ -76,14 +76,14 @@ class PoolingConfig:
     dense: list[DenseConfig] = field(default_factory=list)
     activation: str = "identity"  # applied to vectors; see `PoolingParams`
     labels: list[str] = field(default_factory=list)  # of classes
-    may_cut: bool = False  # the first elements of an embedding are an embedding too
+    may_cut: bool = False  # the first elements of an embedding are an embedding themselves
     dimensions: list[int] = field(default_factory=list)  # allowed numbers of elements; empty: any
     default_dimensions: int | None = None  # for requests without `dimensions`
     prompts: dict[str, str] = field(default_factory=dict)  # by name: a text put before each text
     default_prompt: str | None = None
     pools_prompts: bool = True
-    whole_prompts: bool = True  # a text is computed in one step
-    label_tokens: list[int] = field(default_factory=list)  # their rows of the output matrix are the classifier
+    whole_prompts: bool = True  # a text's tokens are all computed in one step
+    label_tokens: list[int] = field(default_factory=list)  # tokens whose rows of the output matrix are the classifier
     is_difference: bool = False
     lowers_case: bool = False
     score_template: str | None = None  # makes one text of {instruction}, {query} and {document}

@@ -1,6 +1,6 @@
 """Command lines of child processes, and a process's settings in the operating system.
 
-A child imports from the same path as its parent, and not from the working directory, which `python -m` would search
+A child imports from the same path as its parent, not from the working directory, which `python -m` would search
 first."""
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
     position: int  # index of its first token in the prompt
     num_tokens: int
     content_hash: bytes  # of the picture
-    first_row: int = 0  # the picture's row that belongs to its first token
+    first_row: int = 0  # the row of the picture that this run's first token gets
     # Numbers of its tokens in time, height and width, for models whose positions follow from a grid.
     grid: tuple[int, int, int] | None = None
-    time_step: float = 1.0  # from one position in time to the next
+    time_step: float = 1.0  # positions in time from one frame to the next
     num_rows: int = 0  # rows of encoder output that layers attend to; such an item has no tokens
 
     @property
@@ -38,7 +38,7 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
         if self.grid is None:
             return self.num_tokens
         time, height, width = self.grid
-        # In float32, like `execution.media_table`. 1 << 40 is more than any model has, and does not overflow.
+        # In float32, like `execution.media_table`. The bound 1 << 40 is larger than any model's, and does not overflow.
         step = struct.unpack("f", struct.pack("f", min(self.time_step, float(1 << 20))))[0]
         return max(min(int((time - 1) * step) + 1, 1 << 40), height, width)
 
@@ -94,8 +94,8 @@ def pack_tokens(token_ids: Tokens) -> bytes:
 
 
 class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A prompt, and everything that its keys and values depend on. Two sequences share cached blocks only if all of it
-    agrees."""
+    """A prompt, and everything that its keys and values depend on. Two sequences share cached blocks only if all of
+    these agree."""
 
     token_ids: list[int]
     text: str | None = None  # if it came as text
@@ -104,7 +104,7 @@ class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_salt: str | None = None  # requests with different salts share no cached blocks
     is_embedded: bool = False  # `media` has embeddings that replace all or some tokens; penalties ignore these
     second_start: int | None = None  # in a pair: first token of the second text, for models that tell them apart
-    packed: bytes = b""  # `token_ids` by `pack_tokens`, on the way to a core, which has an array of them
+    packed: bytes = b""  # `token_ids` from `pack_tokens`, on the way to a core, which makes an array of them
 
 
 class AdapterSource(msgspec.Struct, frozen=True, array_like=True):
@@ -127,7 +127,7 @@ class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True, weakref=T
     max_tokens: int  # output tokens at most, `max_model_len` already considered
     arrival_time: float  # seconds of time.monotonic, which processes of one machine share
     priority: int = 0  # lower goes first
-    max_ttft_s: float | None = None  # wanted time to the first token
+    max_ttft_s: float | None = None  # wanted seconds from arrival to the first token
     deadline: float | None = None  # `time.monotonic` at which it ends with the tokens so far
     pooling: PoolingParams | None = None  # the request asks for vectors and no output tokens
     prediction: list[int] = []  # tokens that its answer is likely to contain
@@ -138,15 +138,15 @@ class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True, weakref=T
     begun: list[list[int]] = []  # tokens of its answer that another server has sent, in groups as they came
     output_token_ids: dict[int, list[int]] = {}  # by completion to go on with: its tokens from a core that has died
     cache_session: str | None = None  # keeps its blocks on disk under this id
-    cache_ttl_s: float = 0.0  # for so long
-    session_id: str | None = None  # requests of one session go to one engine, where the load allows it
-    client: str | None = None  # who sent it, for the policy `fair`
+    cache_ttl_s: float = 0.0  # seconds for which its blocks are kept
+    session_id: str | None = None  # requests of one session go to the same engine, if its load allows it
+    client: str | None = None  # its sender, for the policy `fair`
     block_hashes: bytes = b""  # of the prompt's full blocks, one after the other, as far as they are known
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
-    """Log-probabilities at one position: the chosen token first, then the most likely ones, best first, or
-    those that the request names."""
+    """Log-probabilities at one position: the chosen token first, then the most likely tokens, best first, or the tokens
+    that the request names."""
 
     token_ids: list[int]
     logprobs: list[float]

@@ -53,22 +53,21 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
     json_object: bool | None = None
     """Any JSON object."""
     structural_tag: str | dict[str, Any] | None = None
-    """Text in which what stands between tags has a form: xgrammar's structural tag or vLLM's older list of structures,
-    as JSON text or as an object. See `octavo.structured_output.structural_tag`."""
+    """Text whose parts between tags follow a grammar: xgrammar's structural tag or vLLM's older list of structures, as
+    JSON text or as an object. See `octavo.structured_output.structural_tag`."""
     disable_fallback: bool = False
-    """Either says what holds: there is one library of grammars, and what it cannot follow is refused."""
+    """No effect: there is only one grammar library, and grammars that it cannot follow are always refused."""
     disable_any_whitespace: bool = False
-    """For JSON: none between its parts."""
+    """For JSON: allow no whitespace between its parts."""
     disable_additional_properties: bool | None = None
-    """For JSON: objects whose schema names properties have no others, unless it says that they may or something else
-    applies to them. Left out: the engine's own (`disable_additional_properties`)."""
+    """For JSON: an object whose schema names properties has no others, unless the schema allows them or has other rules
+    for them. Left out: the engine's setting (`disable_additional_properties`)."""
     whitespace_pattern: str | None = None
-    """For JSON: a regular expression for the whitespace where some may stand."""
+    """For JSON: a regular expression for whitespace, wherever JSON allows it."""
     final_check: str = "report"
-    """For `json`: what becomes of an answer that ends and does not satisfy the part of its schema that no grammar can
-    hold it to (`not`, `uniqueItems`, ...). "report": its `stop_reason` is "schema_mismatch", or "schema_unchecked" if
-    checking it takes too long. "error": the request fails in both cases. "refuse": a request with such a schema is
-    refused."""
+    """For `json`: what to do with a finished answer that breaks a part of its schema that no grammar can enforce
+    (`not`, `uniqueItems`, ...). "report": its `stop_reason` is "schema_mismatch", or "schema_unchecked" if checking it
+    takes too long. "error": the request fails in both cases. "refuse": a request with such a schema is refused."""
 
     @classmethod
     def from_optional(cls, **given: Any) -> StructuredOutputsParams:
@@ -115,7 +114,7 @@ STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_t
 
 
 class SpeechRules(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens that a transcribing model may say: see `octavo.sampling.timestamp_rules`."""
+    """The tokens that a transcribing model may generate: see `octavo.sampling.timestamp_rules`."""
 
     suppressed: list[int]
     suppressed_first: list[int]  # also suppressed as the first token
@@ -125,7 +124,7 @@ class SpeechRules(msgspec.Struct, frozen=True, array_like=True):
     last_initial: int | None = None  # largest timestamp allowed as the first token
 
 
-# For parameters of vLLM or other libraries that Octavo lacks: what to do instead.
+# Parameters of vLLM or other libraries that Octavo lacks, with what to do instead.
 _INSTEAD = {
     "do_sample": "temperature 0 is greedy, and any other samples",
     "flat_logprobs": "logprobs are a list of dictionaries",
@@ -161,7 +160,7 @@ class _Named(type(msgspec.Struct)):  # type: ignore[misc]
                     if name in _INSTEAD and given[name] is not None and given[name] is not False:
                         raise RequestError(f"{name} is not built: {_INSTEAD[name]}.", param=name) from None
                 strange = [name for name in unknown if name not in _INSTEAD]
-                if not strange:  # callers pass on None for values that they were not given
+                if not strange:  # callers pass None for values that they were not given
                     return cls(*args, **{name: value for name, value in given.items() if name not in unknown})
                 close = [difflib.get_close_matches(name, cls.__struct_fields__, 1, 0.7) for name in strange]
                 advice = [f" Perhaps {found[0]} is meant." for found in close if found]
@@ -178,7 +177,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     n: int = 1
     """Completions to return. They share the blocks of their prompt."""
     best_of: int | None = None
-    """Completions to generate, of which the `n` with the highest cumulative log-probability are returned."""
+    """Completions to generate; the `n` with the highest cumulative log-probability are returned."""
     presence_penalty: float = 0.0
     """Subtracted once from the logit of every token that is in the output; -2 to 2."""
     frequency_penalty: float = 0.0
@@ -194,7 +193,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     min_p: float = 0.0
     """Least probability of a token, relative to the most likely one (Nguyen et al. 2024)."""
     seed: int | None = None
-    """Makes the request's tokens a function of the request alone, whatever else is in the batch. -1 is None, as in
+    """With a seed the request's tokens depend on the request alone, not on the rest of the batch. -1 is None, as in
     vLLM."""
     stop: list[str] = msgspec.field(default_factory=list)
     stop_token_ids: list[int] = msgspec.field(default_factory=list)
@@ -205,22 +204,22 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     max_tokens: int | None = 16
     """Output tokens at most; None is as many as `max_model_len` allows."""
     min_tokens: int = 0
-    """End-of-sequence and stop tokens are masked until this many tokens are out."""
+    """End-of-sequence and stop tokens are masked until this many tokens are generated."""
     logprobs: int | None = None
     """Log-probabilities of the chosen token and of this many most likely ones, before penalties and temperature; -1 is
     all of the vocabulary. --max-logprobs bounds both."""
     logprob_token_ids: list[int] | None = None
-    """In the place of the most likely ones: log-probabilities of these tokens, whose ranks are not measured, and of the
-    chosen one; at most `MAX_LOGPROB_TOKEN_IDS`, whatever --max-logprobs says."""
+    """Log-probabilities of these tokens, without ranks, instead of those of the most likely ones, and of the chosen
+    token; at most `MAX_LOGPROB_TOKEN_IDS`, independent of --max-logprobs."""
     prompt_logprobs: int | None = None
-    """Like `logprobs`, of each token of the prompt but the first."""
+    """Like `logprobs`, for each token of the prompt except the first."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = None
-    """Keep only this many of the prompt's tokens; -1 is as many as fit."""
+    """Keep only this many of the prompt's tokens; -1: as many as fit."""
     truncation_side: str = "left"
     """Where a prompt is cut: "left" keeps its last tokens, "right" its first."""
     logits_processors: list[Any] | None = None
@@ -235,11 +234,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     """With beam search: True ends it as soon as there are as many completions as beams, False when better ones are
     unlikely, "never" when they are impossible."""
     structured_outputs: StructuredOutputsParams | None = None
-    """What the answer must be. `LLM` and the async engine take a dictionary of its fields too."""
+    """What the answer must be. `LLM` and the async engine also take a dictionary of its fields."""
     guided_decoding: StructuredOutputsParams | None = None
-    """The former name of `structured_outputs`, under which it is kept."""
+    """The former name of `structured_outputs`, which gets its value."""
     extra_args: dict[str, Any] | None = None
-    """For plugins of vLLM's, of which there are none here: None or empty."""
+    """For vLLM's plugins, which Octavo does not have: None or empty."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     bad_words_token_ids: list[list[int]] | None = None
     """Filled in by the engine from `bad_words`; not the caller's to set."""
@@ -248,7 +247,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     speech: SpeechRules | None = None
     """Set for transcriptions; not the caller's to set."""
     alignment_heads: list[tuple[int, int]] | None = None
-    """Likewise: layers and heads of which it is wanted what the prompt's tokens attend to in what is heard."""
+    """Set for transcriptions: (layer, head) pairs whose attention from the prompt's tokens to the sound is wanted."""
 
     def __post_init__(self) -> None:
         if type(self.seed) is int and self.seed == -1:
@@ -312,7 +311,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
     @property
     def follows_output(self) -> bool:
-        """Return whether the output so far changes the logits, other than through a grammar."""
+        """Return whether the output so far changes the logits, apart from a grammar's masks."""
         return bool(self.min_tokens) or self.follows_output_tokens
 
     @property
@@ -339,7 +338,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         return self.logprobs is not None or self.num_sequences > self.n or self.use_beam_search
 
     def _check_types(self, given: set[str]) -> None:
-        """Check the types of the fields that are `given`: those that are not their defaults."""
+        """Check the types of the `given` fields, which are those that differ from their defaults."""
         for name in filter(given.__contains__, _NUMBERS):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
@@ -388,7 +387,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             return
         if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:
             _refuse("length_penalty", self.length_penalty, f"between -{MAX_LENGTH_PENALTY} and {MAX_LENGTH_PENALTY}")
-        # Beam search does not support parameters of random sampling, nor ends by text.
+        # Beam search supports neither parameters of random sampling nor stop strings.
         for name, is_idle in (
             ("top_p", self.top_p == 1),
             ("top_k", self.top_k <= 0),
@@ -406,7 +405,7 @@ _NUMBERS = (
     "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p", "length_penalty",
 )  # fmt: skip
 _OPTIONAL_INTEGERS = ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
-# By field: whether its value, which is not None, is in its range, and which range that is.
+# By field: a function that returns whether a value (never None) is in range, and the range in words.
 _RANGES: dict[str, list[tuple[Callable[[SamplingParams, Any], bool], str]]] = {
     "n": [(lambda params, n: 1 <= n <= MAX_N, f"between 1 and {MAX_N}")],
     "best_of": [(lambda params, number: params.n <= number <= MAX_N, f"between n ({{0.n}}) and {MAX_N}")],

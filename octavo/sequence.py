@@ -31,7 +31,7 @@ class Sequence:
     request: EngineRequest
     key: tuple[float, int]  # scheduling order: smaller goes first and is preempted last
     seed: int
-    index: int = 0  # which completion of its request
+    index: int = 0  # index of its completion in the request
     token_ids: array[int] = field(default_factory=lambda: array("i"))  # prompt, then output
     stop_reasons: dict[int, int | None] = field(default_factory=dict)  # tokens that end it -> `stop_reason`
     num_computed_tokens: int = 0  # tokens in the cache, those of steps in flight included
@@ -41,10 +41,10 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
     num_registered_blocks: int = 0  # leading blocks that are in the prefix index
     host_blocks: list[list[int]] = field(default_factory=list)  # by cache group: its blocks while it is swapped out
-    row: int | None = None  # of the runner's tables, while it runs
+    row: int | None = None  # row of the runner's tables, while it runs
     is_admitted_to_runner: bool = False  # the runner's row holds its tokens and blocks
     admission_step: int = 0  # number of its last admission's step; results of older steps are not in its blocks
-    adapter_slot: int = -1  # of its adapter on the device, while it runs
+    adapter_slot: int = -1  # slot of its adapter on the device, while it runs
     num_bypassed: int = 0  # sequences that started while it waited for room for its adapter
     num_pending_forks: int = 0  # siblings to fork off when the prompt is computed
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at its first admission
@@ -57,8 +57,8 @@ class Sequence:
     beam_search: Chooser | None = None  # None: the sampler chooses its tokens
     is_held: bool = False  # waits for its beam_search: not scheduled, and may lose its blocks and its row
     speculated: Any = None  # state of `octavo.speculative`
-    num_accepted_prediction_tokens: int = 0  # draft tokens from the request's `prediction` that were accepted
-    num_rejected_prediction_tokens: int = 0  # and that were rejected
+    num_accepted_prediction_tokens: int = 0  # accepted draft tokens from the request's `prediction`
+    num_rejected_prediction_tokens: int = 0  # and rejected ones
     max_tokens: int = field(init=False)  # prompt and output together
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ class Sequence:
 
     @property
     def num_result_positions(self) -> int:
-        """Return how many of its last tokens have a result when all are computed: all of them if each token has a
+        """Return how many of its last tokens have a result once all are computed: all tokens if each token has a
         vector."""
         pooling = self.request.pooling
         return len(self.token_ids) if pooling is not None and pooling.is_by_token else 1
@@ -122,7 +122,7 @@ class Sequence:
         return 1 + self.num_pending_forks
 
     def fork(self, index: int) -> Sequence:
-        """A sibling that has computed the same tokens. The caller shares the blocks."""
+        """Return a sibling that has computed the same tokens. The caller must share the blocks."""
         return Sequence(
             request=self.request,
             key=self.key,
@@ -142,7 +142,7 @@ class Sequence:
         )
 
     def continued(self, index: int, output_token_ids: list[int]) -> Sequence:
-        """A completion that another core has begun. It goes on like a preempted one."""
+        """Return the sequence of a completion that another core has begun. It continues like a preempted one."""
         one = self.fork(index)
         one.token_ids.extend(output_token_ids)
         return one

@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.errors import ConfigError
 
-# Methods, and their default of num_speculative_tokens. Each token of a draft model costs a step of it.
+# Methods, and their defaults of num_speculative_tokens. Each token of a draft model costs one step of that model.
 HOST_METHODS = {"ngram": 16, "suffix": 24}
 DRAFT_METHODS = {"draft_model": 4, "eagle": 3, "eagle3": 3, "medusa": 3, "mtp": 1}
 HEAD_METHODS = ("eagle", "eagle3", "medusa", "mtp")  # methods whose models read the target model's hidden states
@@ -44,13 +44,14 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: int = 10000
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
-    # For benchmarks: by position, how often a draft token and all before it are accepted, whatever was sampled.
+    # For benchmarks: by position, the rate at which a draft token and all before it count as accepted, whatever was
+    # sampled.
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     rejection_sample_method: str = "standard"  # or "synthetic": by synthetic_acceptance_rates
 
 
-# What applies where nothing is asked for (`octavo.config.speculation_flags`): lookups take microseconds of a step, and
-# draft tokens rarely pay where more sequences share the reading of the weights.
+# The default of servers (`octavo.config.speculation_flags`): lookups take microseconds of a step, and draft tokens
+# rarely pay when more sequences share the reading of the weights.
 DEFAULT = SpeculativeConfig("ngram", HOST_METHODS["ngram"], disable_by_batch_size=4, prompt_lookup_min=3)
 
 
@@ -114,7 +115,7 @@ def _method(settings: dict[str, Any]) -> str:
             )
         method = _ALIASES.get(model, model if model in HOST_METHODS else "draft_model")
     method = _ALIASES.get(str(method), str(method))
-    if method.endswith("_mtp"):  # vLLM's names include the model's family, which the model itself tells
+    if method.endswith("_mtp"):  # vLLM's names include the model's family, which the checkpoint tells
         method = "mtp"
     if method in HOST_METHODS or method in DRAFT_METHODS:
         return method

@@ -1,6 +1,6 @@
 """The cost of steps: `StepWork` is the work of a step, `StepCostModel` predicts its time and is fitted as steps happen.
 
-Nothing here knows a scheduler or a clock. Code that runs steps measures them and calls `observe`; code that plans
+This module uses no scheduler and no clock: code that runs steps measures them and calls `observe`; code that plans
 steps, predicts a wait or chooses between machines calls `seconds`. The same calls give the same numbers.
 """
 
@@ -15,14 +15,14 @@ from typing import Protocol
 
 import numpy as np
 
-_MEMORY_STEPS = 200  # older steps of a kind count e times less
-_SPEED_STEPS = 15  # their median is the machine's present speed; seven disturbed steps do not change it
+_MEMORY_STEPS = 200  # after so many steps of a kind, older ones count e times less
+_SPEED_STEPS = 15  # the median of so many steps is the machine's present speed; seven disturbed steps do not change it
 _LARGEST_SURPRISE = 1.5  # measured times are clipped to this factor around the prediction
 _FIRST_SURPRISE = 20.0  # the factor for the first step of a kind; half of it for the second, and so on
 _TRUST = 0.1  # weight of the start's proportions, in steps of a single feature
-_FIRST_STEPS = 50  # of a kind: each fits all coefficients; later steps fit one, in a tenth of the time
-_READ_S_PER_BYTE = 1e-9  # of a disk, until reads were measured
-_DOUBT = 0.9  # of the cost of reading, when it was too high to read: a disk that was slow once is tried again
+_FIRST_STEPS = 50  # the first steps of a kind fit all coefficients; later steps fit one each, in a tenth of the time
+_READ_S_PER_BYTE = 1e-9  # assumed for a disk until a read is measured
+_DOUBT = 0.9  # lowers the cost of reading after each prompt that was not read: a slow disk is tried again
 _BENDS = (8, 64)  # numbers of tokens at which the cost of a further token may change
 
 
@@ -75,8 +75,9 @@ class StepWork:
         return work
 
     def features(self) -> tuple[float, ...]:
-        """Return the features in which the time is linear, with non-negative coefficients. The number of tokens is
-        split at bends: the first tokens cost little while reading the weights takes longer than multiplying."""
+        """Return the features of the linear model of a step's time, whose coefficients are not negative. The number of
+        tokens is split at `_BENDS`, because the first tokens cost little while reading the weights takes longer than
+        multiplying."""
         few, many = _BENDS
         tokens = self.num_tokens
         return (
@@ -127,8 +128,8 @@ class StepCostModel:
 
     @classmethod
     def derived(cls, weight_bytes: int, key_bytes: int, bytes_per_s: float, operations_per_s: float) -> StepCostModel:
-        """Start from what a step must read and compute: `weight_bytes` once, `key_bytes` for each key. The figures
-        of the machine may be rough: the first steps correct the speed, and only proportions matter until then."""
+        """Start from what a step must read and compute: `weight_bytes` once, `key_bytes` for each key. The machine's
+        figures may be rough: the first steps correct the speed, and until then only proportions matter."""
         num_weights = weight_bytes  # about one byte each
         read_s, token_s = weight_bytes / bytes_per_s, 2 * num_weights / operations_per_s
         key_s, pair_s = key_bytes / bytes_per_s, key_bytes / operations_per_s
@@ -150,7 +151,7 @@ class StepCostModel:
             self._read_s_per_byte += (seconds / num_bytes - self._read_s_per_byte) / 4
 
     def doubt_reads(self) -> None:
-        """Lower the cost of reading a little, as nothing is read and learned while it is too high."""
+        """Lower the predicted cost of reading a little: while it is too high nothing is read, so nothing is learned."""
         self._read_s_per_byte *= _DOUBT
 
     def observe(self, work: StepWork, seconds: float, had_neighbour: bool = False) -> None:

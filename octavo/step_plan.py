@@ -1,4 +1,4 @@
-"""`StepPlan`, what the scheduler decides for a step, and `StepResult`, what the executor reports of it. Both are plain
+"""`StepPlan`, the scheduler's decisions for a step, and `StepResult`, the executor's report of the step. Both are plain
 data that can cross processes."""
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from octavo.request import MediaItem, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 from octavo.step_cost import StepWork
 
-DRAFT_PLACEHOLDER = -1  # instead of a draft token: the worker's draft model makes it when the step runs
+DRAFT_PLACEHOLDER = -1  # stands for a draft token that the worker's draft model makes when the step runs
 
 
 @dataclass(slots=True)
 class BlockMoves:
-    """Copies of whole blocks (source, destination) of one pool in a step, in their order: blocks are swapped out before
-    anything overwrites them, and copied on write before swapped blocks come back."""
+    """Copies of whole blocks (source, destination) of one pool in a step, in the order of the fields: blocks are
+    swapped out before anything overwrites them, and copied on write before swapped blocks come back."""
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # device -> host
     copy: list[tuple[int, int]] = field(default_factory=list)  # device -> device
@@ -46,7 +46,8 @@ class AdapterLoad(NamedTuple):
 
 @dataclass(slots=True)
 class Admission:
-    """A sequence takes a row of the runner's tables. This is everything that the runner keeps of it."""
+    """A sequence takes a row of the runner's tables. These fields are everything that the runner knows of the
+    sequence."""
 
     row: int
     packed_tokens: bytes  # prompt and output so far, as int32
@@ -55,10 +56,10 @@ class Admission:
     params: SamplingParams
     stop_token_ids: list[int]  # with end-of-sequence; masked until params.min_tokens are generated
     seed: int
-    index: int  # which completion of its request
+    index: int  # index of its completion in the request
     adapter_slot: int = -1  # -1: no adapter
     pooling: PoolingParams | None = None
-    second_start: int | None = None  # this and the next two: see `Prompt`
+    second_start: int | None = None  # for this and the next two fields see `Prompt`
     media: tuple[MediaItem, ...] = ()
     is_embedded: bool = False
 
@@ -126,8 +127,9 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepResult:
-    """The results of a step. `tokens` has `num_samples` entries for each row of the plan, one row after the other. Of a
-    row with draft tokens the first `count_valid_tokens` are valid; the others follow a rejected draft token."""
+    """The results of a step. `tokens` has `num_samples` entries for each row of the plan, one row after the other. In a
+    row with draft tokens only the first `count_valid_tokens` tokens are valid; the others follow a rejected draft
+    token."""
 
     tokens: list[int]
     # Parallel to `tokens`; None if no request asks for them. For beams: the most likely next tokens.
@@ -137,9 +139,9 @@ class StepResult:
     # By row: cross-attention queries of this step's prompt tokens, one entry a token; the last token of the prompt has
     # one more entry, the keys. See `CrossOutputs.alignment`.
     alignment: dict[int, list[bytes]] = field(default_factory=dict)
-    vectors: NDArray[np.float32] | None = None  # [samples, size]: instead of `tokens`, from a model that pools
+    vectors: NDArray[np.float32] | None = None  # [samples, size]: from a model that pools, instead of `tokens`
     draft_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by row: made by the worker
-    num_drafted: dict[int, int] = field(default_factory=dict)  # by row: how many of them are real, the rest padding
+    num_drafted: dict[int, int] = field(default_factory=dict)  # by row: how many of them are not padding
     draft_s: float = 0.0  # time that drafting took
     caught_up: bool = False  # `draft_s` includes older tokens that the drafter had not computed
 

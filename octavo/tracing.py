@@ -65,7 +65,7 @@ class Tracer:
     async def trace(
         self, request: EngineRequest, outputs: AsyncGenerator[RequestOutput, None], headers: Mapping[str, str]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield a request's outputs, and make its span when they end, for whatever reason."""
+        """Yield a request's outputs, and make its span when they end, also after an error."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

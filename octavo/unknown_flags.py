@@ -110,8 +110,8 @@ def known_arguments(caller: str, given: Mapping[str, object], known: Collection[
 
 
 def advice_on(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return a line of advice for each of `names` that has any. `known` are the existing names. Names are those of
-    fields, or have hyphens."""
+    """Return a line of advice for each of `names` that has any. `known` are the existing names. All are names of
+    fields, or flags with hyphens."""
     known = list(known)
     lines = [(name, _advice(name, known)) for name in names]
     return [f"{name}: {advice}." for name, advice in lines if advice]

@@ -1,9 +1,9 @@
 """Adapters of a worker: read from disk by threads, packed on the host, copied into pages of the device.
 
-A page has a fixed number of bytes, enough for the largest piece of any adapter that is allowed. An adapter lies in as
-many pages as it needs, wherever they are; so what the device holds is bounded by memory, whatever the ranks are. A
-device that shares the host's memory has no pages: adapters are used where they lie there, and to load one is to write
-down its addresses.
+A page has a fixed number of bytes, enough for the largest piece of any adapter that is allowed. An adapter takes as
+many pages as it needs, anywhere, so only memory limits the number of adapters on the device, not their ranks. A device
+that shares the host's memory has no pages: it uses adapters where they are on the host, and loading one only records
+its addresses.
 """
 
 from __future__ import annotations
@@ -41,32 +41,33 @@ from octavo.step_plan import AdapterLoad, AdapterMemory
 
 logger = logging.getLogger(__name__)
 
-_PAGE_UNIT = 64 << 10  # bytes that a page is a multiple of
+_PAGE_UNIT = 64 << 10  # a page is a multiple of these bytes
 _ALIGNMENT = 64
-_LEAST_SHARED_BYTES = 4096  # of pieces that are looked for among others
+_LEAST_SHARED_BYTES = 4096  # smaller pieces are not searched for duplicates
 _MAX_SLOTS = 4096
-_NUM_READERS = 2  # so that small adapters pass large ones, and one is packed while the disk is waited for
-_SHARE_OF_HOST = 0.1  # of its free memory, for adapters
+_NUM_READERS = 2  # so that small adapters overtake large ones, and one is packed while another is read from disk
+_SHARE_OF_HOST = 0.1  # share of the host's free memory for adapters
 _UNCUT = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """An adapter as it is copied to the device: images of its pages, and where in them the pieces lie. Where the device
-    uses it as it is, it is all in one."""
+    """An adapter on the host: images of its pages, as they are copied to the device, and the places of its pieces in
+    them. If the device shares the host's memory, there is one page with all pieces."""
 
     pages: list[NDArray[np.uint8]]
-    tables: list[tuple[int, Any, list[tuple[int, int]]]]  # number of the table, `PackedFactors`, (page, offset) each
+    tables: list[tuple[int, Any, list[tuple[int, int]]]]  # number of the table, `PackedFactors`, (page, offset) of each
 
 
 def place(sizes: Sequence[int], page_bytes: int) -> tuple[int, list[tuple[int, int]]]:
-    """How many pages pieces of these sizes take, and where each lies: the largest first, each where it fits first."""
+    """Return the number of pages that pieces of these sizes take, and the (page, offset) of each piece. The largest
+    piece is placed first, each in the first page with room."""
     filled: list[int] = []
     places = [(0, 0)] * len(sizes)
     page, last = 0, 0
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         size = -(-sizes[i] // _ALIGNMENT) * _ALIGNMENT
-        if size != last:  # where the last of this size went no page before has room
+        if size != last:  # no page before that of the last piece has room for another of its size
             page, last = 0, size
         page = next((p for p in range(page, len(filled)) if filled[p] + size <= page_bytes), len(filled))
         if page == len(filled):
@@ -88,8 +89,8 @@ class AdapterStore:
         worker_group: WorkerGroup = ALONE,
         others: Collection[str] = (),
     ) -> None:
-        """`others` are names of modules of other stages. Raises `LoadError` if the model has no product that adapters
-        may change."""
+        """`others` are names of other stages' modules. Raises `LoadError` if adapters may change no matrix product of
+        the model."""
         assert config.lora is not None
         self._config, self._lora, self._device = config, config.lora, device
         lora = config.lora
@@ -118,7 +119,7 @@ class AdapterStore:
             if not matrix.looked_up and any(self._map.is_open(name) for m in matrix.modules for name in m.all_names)
         ]  # fmt: skip
 
-        # Plans are about pages that all workers have. Where adapters stay on the host these are a measure of it.
+        # Plans count pages that all workers have. If adapters stay on the host, pages are only a unit of its memory.
         least = worker_group.largest(max((table.least_page_bytes() for table in sizing), default=1))
         self.page_bytes = -(-least // _PAGE_UNIT) * _PAGE_UNIT
         pieces = [size for table in products for size in table.largest(self.page_bytes)]
@@ -131,7 +132,7 @@ class AdapterStore:
         else:
             share = int(_SHARE_OF_HOST * available_memory_bytes()) // worker_group.worker_rank.on_host.size
             self.num_host_pages = max(self.num_pages, -worker_group.largest(-(share // self.page_bytes)))
-        # A device's tables have a row for each slot and expert, of which workers have different numbers.
+        # A device's tables have a row for each slot and expert, and workers have different numbers of experts.
         num_experts = worker_group.largest(
             max((cast(ExpertsWeight, m.weight).num_experts for m in firsts if m.expert is not None), default=1)
         )
@@ -150,10 +151,10 @@ class AdapterStore:
             adapt(matrix.weight, table)
         self._experts = [matrix.expert for matrix in matrices]
         self._on_host: dict[str, HostAdapter] = {}
-        self._left: list[AdapterLoad] = []  # that are still to be copied
-        self._copied: dict[str, Event] = {}  # the last time that each of them was loaded
-        self._free_pages: deque[NDArray[np.uint8]] = deque()  # of pinned memory, which is not given back
-        self._used: dict[int, str] = {}  # by slot, what its factors are on the host, where the device uses these
+        self._left: list[AdapterLoad] = []  # loads that are still to be copied
+        self._copied: dict[str, Event] = {}  # by identity: reached when its last copy to the device is done
+        self._free_pages: deque[NDArray[np.uint8]] = deque()  # pinned memory, which is reused and never freed
+        self._used: dict[int, str] = {}  # by slot: the adapter whose factors on the host the device uses
         self._readers = ThreadPoolExecutor(_NUM_READERS, "adapters")
 
     @property
@@ -161,8 +162,8 @@ class AdapterStore:
         return AdapterMemory(self.num_pages, self.num_slots, self.num_host_pages, self.page_bytes)
 
     def prepare(self, source: AdapterSource) -> Future[int]:
-        """Have a thread bring an adapter to the host. The result is the number of pages that it takes; plans may
-        load it from then on. Raises `RequestError` if it cannot be served."""
+        """Have a thread read an adapter into the host's memory. The future returns the number of pages that it takes;
+        from then on plans may load it. Raises `RequestError` if it cannot be served."""
         return self._readers.submit(self._read, source)
 
     def forget(self, identity: str) -> None:
@@ -177,17 +178,17 @@ class AdapterStore:
         if adapter is None:
             return
         if copied is not None:
-            copied.wait()  # which has long come, but where the only step with it was aborted
+            copied.wait()  # usually done long ago, unless the only step with this adapter was aborted
         self._free_pages.extend(adapter.pages)
 
     def load(self, loads: Sequence[AdapterLoad]) -> None:
-        """Copy adapters into their pages, after all steps that were submitted before and before those that come. If the
-        device lacks memory, raise its error; what is left then is copied by the next call."""
+        """Copy adapters into their pages, after all steps submitted before and before all later steps. If the device
+        lacks memory, raise its error; the next call copies the rest."""
         compute = self._device.compute
         self._left += loads
         while self._left:
             one = self._left[0]
-            if (adapter := self._on_host.get(one.identity)) is not None:  # none: it has been forgotten meanwhile
+            if (adapter := self._on_host.get(one.identity)) is not None:  # None: forgotten meanwhile
                 compute.run(partial(self._copy, one, adapter), reads=adapter.pages)
                 self._copied[one.identity] = compute.record()
             del self._left[0]
@@ -197,7 +198,7 @@ class AdapterStore:
         if arena is None:
             self._used[load.slot] = load.identity
         else:
-            for page, image in zip(load.pages, adapter.pages, strict=False):  # another worker's share may take more
+            for page, image in zip(load.pages, adapter.pages, strict=False):  # another worker may need more pages
                 self._device.copy(image, arena[page * size : page * size + len(image)])
         put = {number for number, _, _ in adapter.tables}
         for number, table in enumerate(self._tables):
@@ -243,7 +244,7 @@ class AdapterStore:
                 by_table.setdefault(table, {})[expert] = factors
         page_bytes = _UNCUT if self._arena is None else self.page_bytes
         packed = [(number, self._tables[number].pack(found, page_bytes)) for number, found in by_table.items()]
-        # Where a tied matrix is replaced the embedding and the output have the same pieces.
+        # If a tied matrix is replaced, embedding and output have the same pieces.
         pieces: dict[Any, NDArray[np.uint8]] = {}
         keys = []
         for number, one in packed:
@@ -283,7 +284,7 @@ class AdapterStore:
         return f"{num_pages * self.page_bytes / (1 << 20):.1f} MiB"
 
     def _base_weights(self, matrix: NamedMatrix, module: Module) -> NDArray[np.float32]:
-        """DoRA needs the length of each row of the sum: the base is read once more, where such an adapter comes."""
+        """Return the base weights of a module, read again: DoRA needs the length of each row of base plus adapter."""
         model = self._config.model
         if model.checkpoint.format == "dummy" and model.seed is None:
             raise LoadError("DoRA needs to read the base weights again, and dummy weights without a --seed differ.")
@@ -298,7 +299,7 @@ class AdapterStore:
 
 
 def _table_key(matrix: NamedMatrix) -> tuple[Any, ...]:
-    """Neighbours of one key have a table together."""
+    """Return the key of a matrix's table. Neighbouring matrices with equal keys share a table."""
     return id(matrix.weight), matrix.looked_up, matrix.expert is None
 
 

@@ -1,8 +1,8 @@
 """Copies whole KV blocks on a device, and between it and pinned host memory, in the order of `BlockMoves`.
 
-A block is in two pieces for each layer. On its way to the host it is gathered into a staging buffer on the device, in a
-thousandth of the time that the bus takes: then the block may be overwritten, and the copy to the host runs while later
-steps compute. A step that reads swapped blocks waits for them.
+A block has two pieces for each layer. On the way to the host they are gathered into a staging buffer on the device, in
+a thousandth of the time that the bus takes. Then the block may be overwritten, and the copy to the host runs while
+later steps compute. A step that reads swapped blocks waits for them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.ops import Array, LayerKVCache, Ops
 from octavo.step_plan import BlockMoves
 
-_STAGE_BYTES = 64 << 20  # of device memory, twice: one or two milliseconds of the bus
+_STAGE_BYTES = 64 << 20  # of each of two staging buffers on the device: one or two milliseconds of the bus
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -52,9 +52,9 @@ class _PoolMover:
     def __init__(self, ops: Ops, device: Device, caches: Sequence[LayerKVCache], num_host_blocks: int) -> None:
         self._ops, self._device, self._caches = ops, device, caches
         self._staging_buffers: list[_StagingBuffer] = []
-        self._left: list[tuple[Callable[[Pairs], None], Pairs]] = []  # moves that are still to be made
+        self._left: list[tuple[Callable[[Pairs], None], Pairs]] = []  # moves still to be made
         self.host_arrays: list[Any] = []  # memory of swapped blocks
-        if num_host_blocks and caches:  # a pipeline stage may have no layer of the pool
+        if num_host_blocks and caches:  # a pipeline stage may have no layer in the pool
             num_bytes = sum(block_bytes(cache) for cache in caches)
             self._host = device.pinned([num_host_blocks, num_bytes], "uint8")
             self.host_arrays = [self._host]
@@ -62,15 +62,16 @@ class _PoolMover:
             self._staging_buffers = [_StagingBuffer(device.zeros([num_staged, num_bytes], "uint8")) for _ in range(2)]
 
     def add(self, moves: BlockMoves) -> None:
-        """Note moves to be made after those noted before."""
+        """Add moves to be made after those added before."""
         self._left += [(self._swap_out, pairs) for pairs in self._staged(moves.swap_out)]
         if moves.copy and self._caches:
             self._left.append((self._copy, moves.copy))
         self._left += [(self._swap_in, pairs) for pairs in self._staged(moves.swap_in)]
 
     def run(self) -> None:
-        """Move what is left, in smaller parts where the device lacks memory for what is on its way. If it has none for
-        a single block, raise its error; what is left then comes before the next step, as other steps count on it."""
+        """Make the moves that are left, in smaller parts if the device lacks memory for a whole one. If it lacks memory
+        for a single block, raise its error; the rest is then moved before the next step, because later steps rely on
+        it."""
         while self._left:
             move, pairs = self._left[0]
             try:
@@ -159,7 +160,7 @@ class BlockMover:
 
     def move(self, moves: Sequence[BlockMoves]) -> None:
         """Append the moves, by pool, to the device's streams: before everything submitted later. If the device lacks
-        memory, raise its error; the next call, before anything else is submitted, makes what is left."""
+        memory, raise its error; the next call, before anything else is submitted, makes the moves that are left."""
         for pool, of_pool in zip(self._pools, moves, strict=False):
             pool.add(of_pool)
         for pool in self._pools:

@@ -1,6 +1,7 @@
 """The fingerprint of a KV cache: a hash of everything, beside a prompt, that decides the bits of a cached block.
 
-Blocks on disk are kept by it. What is in it may only be too much: then blocks of another server are not found.
+It names the folder of blocks on disk. A superfluous part only hides blocks of other servers; a missing part would give
+wrong blocks.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ def _counted_pool(groups: Sequence[CacheGroup]) -> int:
 def num_blocks(
     config: EngineConfig, groups: Sequence[CacheGroup], block_bytes: Sequence[int], budget_bytes: int, source: str
 ) -> list[int]:
-    """Return, by pool, how many blocks `budget_bytes` hold: in the proportion that the longest request needs, no fewer
-    than it needs, and no more than can be in use. `block_bytes` are by pool.
+    """Return, by pool, how many blocks `budget_bytes` hold. The numbers are in the proportion that the longest request
+    needs, at least what it needs, and at most what can be in use. `block_bytes` are by pool.
 
     Each running sequence needs a state, and one for each draft token. They get up to a quarter of the budget, but leave
     enough keys and values for the longest request.
@@ -76,8 +76,8 @@ def num_blocks(
 
 
 def _scratch_blocks(config: EngineConfig, groups: Sequence[CacheGroup]) -> list[int]:
-    """Return, by pool, the blocks of the tokens and sequences of the largest step; of two steps on a GPU, where two are
-    in flight."""
+    """Return, by pool, the blocks that the tokens and sequences of the largest step need; of two steps on a GPU, where
+    two are in flight."""
     limits, num_steps = config.scheduler, 2 if config.device == "cuda" else 1
     count = num_steps * (limits.max_num_batched_tokens // config.cache.block_size + limits.max_num_seqs)
     found = [0] * num_pools(groups)
@@ -89,8 +89,8 @@ def _scratch_blocks(config: EngineConfig, groups: Sequence[CacheGroup]) -> list[
 def shortened(
     config: EngineConfig, groups: Sequence[CacheGroup], block_bytes: Sequence[int], budget_bytes: int
 ) -> EngineConfig:
-    """Return `config` with a `max_model_len` that fits in the cache, if --max-model-len auto allows less. It is at
-    least one block: `num_blocks` refuses less memory than that."""
+    """Return `config` with a `max_model_len` that fits in the cache, if --max-model-len auto allows a shorter one. The
+    result is at least one block: `num_blocks` refuses a cache that is too small for that."""
     override, block_size = config.cache.num_blocks_override, config.cache.block_size
 
     def excess(length: int) -> int:

@@ -1,8 +1,8 @@
 """Compiles a model's kernels while its weights are loaded.
 
-The worker runs `compile_ahead` in a thread. It builds the model a second time, of arrays without memory
-(`octavo.ops.triton.outline`), and runs the warm-up steps with a runner on a device without memory: the same code
-decides what is compiled and what is launched."""
+The worker runs `compile_ahead` in a thread. It builds the model a second time with arrays that have no memory
+(`octavo.ops.triton.outline`), and runs the warm-up steps on a device without memory. So the same code decides what is
+compiled and what is launched."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from octavo.ops import AdapterOps, Array, Ops
 
 logger = logging.getLogger(__name__)
 
-_ROTARY_POSITIONS = 1  # length of the table, which no kernel depends on
+_ROTARY_POSITIONS = 1  # length of the table; no kernel depends on it
 
 
 def start_compile_ahead(
@@ -65,7 +65,8 @@ def compile_ahead(
     config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, worker_group: WorkerGroup = ALONE,
     device: int | None = None,
 ) -> None:  # fmt: skip
-    """Compile what `DummySteps.warm_up` will launch. If something fails here, it fails or is compiled there."""
+    """Compile the kernels that `DummySteps.warm_up` will launch. Kernels that fail here are compiled, or fail, when
+    they are launched."""
     from octavo.ops.triton.outline import compiling
 
     begun = time.monotonic()
@@ -74,14 +75,14 @@ def compile_ahead(
     try:
         with compiling(len(os.sched_getaffinity(0))):
             DummySteps(outline_runner(config, description, weights, ops, worker_group)).warm_up()
-    except Exception as e:  # what is missing is compiled when it is launched
+    except Exception as e:  # missing kernels are compiled when they are launched
         logger.info("kernels are compiled as they are launched (%s: %s)", type(e).__name__, str(e).splitlines()[:1])
         return
     logger.debug("kernels compiled in %.1f s beside the loading of weights", time.monotonic() - begun)
 
 
 def compile_model(config: EngineConfig) -> None:
-    """Compile what a start with `config` would launch, for the device that Triton takes for the current one."""
+    """Compile the kernels that a start with `config` would launch, for Triton's current device."""
     from octavo.ops import load_cuda
     from octavo.ops.triton.outline import compiling
 
@@ -108,7 +109,7 @@ def outline_runner(
     ops: Ops,
     worker_group: WorkerGroup = ALONE,
 ) -> Runner:
-    """Return a runner of the model, in a thread that is outlining."""
+    """Return a runner of the model; the calling thread must be outlining."""
     limits, device = config.scheduler, OutlineDevice()
     recorded = RecordingWeights(config.model.dtype, weights)
     adapted = None if config.lora is None else AdaptedOps(cast(AdapterOps, ops))
@@ -138,7 +139,7 @@ def outline_runner(
 
 
 class _Now:
-    """An event that is always reached, and a stream that runs work when it is appended."""
+    """A stream that runs work when it is appended, and its events, which are always reached."""
 
     def run(
         self, work: Callable[[], None], reads: Sequence[NDArray[Any]] = (), writes: Sequence[NDArray[Any]] = ()
@@ -150,7 +151,7 @@ class _Now:
         return self
 
     def wait(self, event: Event | None = None) -> None:
-        """Nothing to wait for."""
+        """Do nothing: all work is done."""
 
 
 class OutlineDevice:
@@ -174,7 +175,7 @@ class OutlineDevice:
         return 0
 
     def release_memory(self) -> None:
-        """There is none."""
+        """Do nothing: no memory is reserved."""
 
     def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
         return np.zeros(tuple(shape), dtype)
@@ -192,7 +193,7 @@ class OutlineDevice:
         return array.view(getattr(torch, dtype))
 
     def copy(self, source: Any, target: Any) -> None:
-        """Nothing is there."""
+        """Do nothing: there is no memory."""
 
     def capture_shapes(self, max_shape: StepShape) -> list[StepShape]:
         return []

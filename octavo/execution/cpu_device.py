@@ -91,7 +91,7 @@ class CpuDevice:
         return 0
 
     def release_memory(self) -> None:
-        """No memory is reserved."""
+        """Do nothing: no memory is reserved."""
 
     def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
         return np.zeros(tuple(shape), dtype)

@@ -1,11 +1,11 @@
 """Cross attention's inputs: brings an encoder's output into the cache of the sequences that attend to it.
 
 The output is computed once for each distinct medium (`octavo.multimodal.tower`). When the token at a medium's place is
-computed, for the first time or after a preemption, the decoder makes keys and values of the output and writes them to
-the sequence's blocks, over those that no token sees any more.
+computed, for the first time or after a preemption, the decoder computes keys and values from the output and writes them
+to the sequence's blocks, over rows that later tokens do not see.
 
-Requests may ask what tokens attend to (`SamplingParams.alignment_heads`). They get the queries and keys of those heads
-and multiply them themselves, so that no step waits for that."""
+Requests may ask what tokens attend to (`SamplingParams.alignment_heads`). They get the queries and keys of these heads,
+and the front end multiplies them, so that no step waits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class _Wish(NamedTuple):
-    """A row whose prompt's alignment is wanted."""
+    """The wanted alignment of a row's prompt."""
 
     heads: list[tuple[int, int]]  # layer and head
     num_prompt_tokens: int
@@ -36,7 +36,7 @@ class _Wish(NamedTuple):
 
 
 class AlignmentPart(NamedTuple):
-    """Tokens first .. end of a step, of such a row; `is_last` says whether the prompt's last token is among them."""
+    """Tokens first .. end of a step, whose alignment is wanted; `is_last`: the prompt's last token is among them."""
 
     row: int
     wish: _Wish
@@ -46,21 +46,22 @@ class AlignmentPart(NamedTuple):
 
 
 class Alignment(NamedTuple):
-    """The wanted heads' queries [tokens, D], and with the prompt's last token keys [1, rows, D] of the encoder's
-    output; on the device, in float32."""
+    """For each wanted head: queries [tokens, D], and, with the prompt's last token, the keys [1, rows, D] of the
+    encoder's output; on the device, in float32."""
 
     queries: list[Array]
     keys: list[Array]
 
     def fetch_bytes(self, fetch: Callable[[Sequence[Array]], list[NDArray[Any]]]) -> list[bytes]:
-        """Return the form of `StepResult.alignment`: the queries [A, D] of each token, then the keys [A, rows, D]."""
+        """Return the entries of `StepResult.alignment`: the queries [A, D] of each token, then the keys [A, rows,
+        D]."""
         found = [one.tobytes() for one in np.stack(fetch(self.queries), 1)]
         return [*found, b"".join(one.tobytes() for one in fetch(self.keys))] if self.keys else found
 
 
 class _Seen(NamedTuple):
-    """What tokens of a row see from a position on: rows first .. end of its blocks, of one medium; the rows before are
-    of the media just before it."""
+    """One medium of a row: from a position on, tokens see its rows first .. end of the row's blocks. Rows before belong
+    to the media just before it."""
 
     position: int
     first: int
@@ -69,9 +70,9 @@ class _Seen(NamedTuple):
 
 
 class CrossOutputs:
-    """The encoder outputs of the running sequences. The runner's tables have `num_rows`; `groups` are the model's,
-    which computes in `dtype`. From a medium's place to the next one's, tokens see it and the media right before it;
-    steps start at these places."""
+    """The encoder outputs of the running sequences. The runner's tables have `num_rows` rows; `groups` are the model's
+    cache groups, and `dtype` is its type. From the place of a medium to that of the next, tokens see it and the media
+    right before it; steps start at these places."""
 
     def __init__(
         self, found: MediaRows, groups: tuple[CacheGroup, ...], block_size: int, dtype: str, num_rows: int,
@@ -82,8 +83,8 @@ class CrossOutputs:
         self._block_size, num_tokens = block_size, groups[self._group].spec.num_tokens
         self._most_exchanged = most_exchanged  # rows of one exchange between workers
         self.num_tokens = num_tokens  # the most rows that a token sees
-        self._lens = np.ones(num_rows, np.int32)  # what a row's tokens attend to
-        self._starts = np.full(num_rows, _NEVER)  # the first of them that sees something
+        self._lens = np.ones(num_rows, np.int32)  # number of rows that a row's tokens attend to
+        self._starts = np.full(num_rows, _NEVER)  # position of its first token that sees something
         self._ahead: dict[
             int, tuple[list[_Seen], list[int]]
         ] = {}  # by table row: media still to come, and their blocks
@@ -93,13 +94,13 @@ class CrossOutputs:
 
     @property
     def content_hashes(self) -> set[bytes]:
-        """The content hashes of media that sequences may still need."""
+        """Return the content hashes of media that sequences may still need."""
         return {seen.content_hash for media, _ in self._ahead.values() for seen in media}
 
     def starting(self, plan: StepPlan) -> Iterator[tuple[int, NDArray[Any], NDArray[np.int64]]]:
         """Yield, for each medium at whose place a row of the step starts: the table row, the encoder's output [N, H] in
-        the model's type, and the slots [N] int64 of its keys and values. To be called before `gather`, as the step's
-        tokens see it."""
+        the model's type, and the slots [N] int64 of its keys and values. Call this before `gather`, because the step's
+        tokens see the output."""
         for planned in plan.rows if self._ahead else ():
             if (ahead := self._ahead.get(planned.row)) is None:
                 continue
@@ -115,12 +116,13 @@ class CrossOutputs:
                 yield planned.row, rows.reshape(-1, rows.shape[-1]).astype(self._dtype), slots
 
     def no_output(self, hidden_size: int, num_rows: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return an output of `num_rows` that is written nowhere, and its slots, as `starting` yields them."""
+        """Return an output of `num_rows` rows and its slots, as `starting` yields them; the slots are -1, so that
+        nothing is written."""
         return np.zeros((num_rows, hidden_size), self._dtype), np.full(num_rows, -1)
 
     def admit(self, admission: Admission) -> None:
         row = admission.row
-        self._lens[row], self._starts[row] = (1, _NEVER)  # without an image: the output is zeroed
+        self._lens[row], self._starts[row] = (1, _NEVER)  # no medium yet: the output is zeroed
         self._ahead.pop(row, None)
         if admission.media:
             media = []
@@ -167,7 +169,7 @@ class CrossOutputs:
 
     @contextmanager
     def keeping_queries(self, model: CrossModel) -> Iterator[None]:
-        """While it is entered, the model keeps the queries of a step, for `alignment`."""
+        """A context in which the model keeps the queries of a step, for `alignment`."""
         layers = [layer for layer, _ in model.cross_layers]
         for layer in layers:
             layer.keeps_query = True
@@ -179,8 +181,8 @@ class CrossOutputs:
 
     @contextmanager
     def warm_up_alignment(self, model: CrossModel) -> Iterator[None]:
-        """While it is entered, the model computes everything that `alignment` may need: in layers with as many key
-        heads as query heads."""
+        """A context in which the model computes everything that `alignment` may need, in layers with as many key heads
+        as query heads."""
         described = [layer.description for layer, _ in model.cross_layers]
         may_align = all(one.num_heads == one.num_kv_heads for one in described)
         with self.keeping_queries(model) if may_align else nullcontext():

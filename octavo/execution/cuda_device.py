@@ -1,4 +1,4 @@
-"""The CUDA device of this process. Everything that is known of CUDA beyond kernels is here."""
+"""The CUDA device of this process. All code that is specific to CUDA, except kernels, is here."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _GIB = 1 << 30
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Sequences of the steps that are captured. A step is padded to the next larger one; what the padding costs stays
-    under a third up to 512, and below 16 the weights' traffic, which is the same for all."""
+    """Return the numbers of sequences of the steps to capture. A step is padded to the next larger size. Padding costs
+    less than a third up to 512; below 16 it costs nothing, because reading the weights takes the time."""
     sizes = [1, 2, 4, 8, *range(16, 64, 8), *range(64, 128, 16), *range(128, 513, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-_MIXED_TOKENS = (128, 256, 512)  # more keep the device busy for longer than Python takes to launch them
-_TEXT_TOKENS = (*_MIXED_TOKENS, 1024, 2048)  # of encoders, which are small
+_MIXED_TOKENS = (128, 256, 512)  # larger steps keep the device busy for longer than Python takes to launch them
+_TEXT_TOKENS = (*_MIXED_TOKENS, 1024, 2048)  # for encoders, which are small
 
 
 def shapes_to_capture(max_shape: StepShape) -> list[StepShape]:
-    """Steps of decodes, of some numbers of sequences; then steps with prompts, of some numbers of tokens. Where these
-    may be pictures' there are two of each, so that steps without any upload no rows of theirs. Where there are
-    adapters, first those of no row with one, which are as fast as if none were served; then the same with them. Models
-    that pool decode nothing, and may want something of each token."""
+    """Return the shapes of steps to capture: steps of decodes, by number of sequences, then steps with prompts, by
+    number of tokens. If the model takes media, each step with prompts comes without and with media rows, so that steps
+    without media upload none. With adapters, all shapes come first without adapters, as fast as if none were served,
+    then with them. Models that pool have no decodes, and may sample after every token."""
     if max_shape.adapted:
         plain = shapes_to_capture(replace(max_shape, adapted=False))
         return plain + [replace(shape, adapted=True) for shape in plain]
@@ -54,7 +54,8 @@ def shapes_to_capture(max_shape: StepShape) -> list[StepShape]:
     mixed = []
     for size in dict.fromkeys(sizes):
         num_seqs = max(1, min(max_shape.seqs, size // 2))
-        # A sequence that is admitted sends its whole block table: prefixes of as many blocks as tokens.
+        # An admitted sequence sends its whole block table; cached prefixes have at most as many blocks as the step has
+        # tokens.
         num_updates = min(max_shape.updates, groups * (UPDATES_PER_DECODE * num_seqs + size))
         num_samples = size if max_shape.pools else num_seqs
         shape = replace(empty, tokens=size, seqs=num_seqs, samples=num_samples, updates=num_updates)
@@ -63,7 +64,7 @@ def shapes_to_capture(max_shape: StepShape) -> list[StepShape]:
 
 
 def becomes(used: StepShape, captured: StepShape) -> bool:
-    """Whether a step becomes `captured` by padding. One of decodes only computes no other steps."""
+    """Return whether padding turns a step into `captured`. A captured step of decodes can replay only decodes."""
     if captured.tokens == captured.seqs and not used.tokens == used.seqs == used.samples:
         return False
     if used.adapted and not captured.adapted:
@@ -73,7 +74,8 @@ def becomes(used: StepShape, captured: StepShape) -> bool:
 
 
 def _unpin(device: torch.device, address: int) -> None:
-    """Before pages go back to the system: CUDA would refuse to pin what is mapped to these addresses next."""
+    """Unpin pages before they go back to the system: otherwise CUDA would refuse to pin the next memory at these
+    addresses."""
     torch.cuda.synchronize(device)  # nothing may still copy
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
@@ -107,7 +109,7 @@ class CudaStream:
 
 
 class CapturedGraph:
-    """A CUDA graph, and the arrays that it leaves its results in."""
+    """A CUDA graph, and the arrays that it writes its results to."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: StepOutputs) -> None:
         self._graph, self.outputs = graph, outputs
@@ -117,7 +119,7 @@ class CapturedGraph:
 
 
 class CudaDevice:
-    """The CUDA device of this process: that of its number among those that CUDA_VISIBLE_DEVICES leaves."""
+    """The CUDA device of this process: number `index` of the devices in CUDA_VISIBLE_DEVICES."""
 
     runs_ahead = True
     shares_memory = False
@@ -127,14 +129,14 @@ class CudaDevice:
         self._device = torch.device("cuda", index)
         torch.cuda.set_device(self._device)
         self.name = torch.cuda.get_device_name(self._device)
-        # Its kernels come before a tower's, which have torch's default stream and its priority, 0.
+        # Kernels of steps run before a tower's, which are in torch's default stream with priority 0.
         compute = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(compute)  # so that entering `compute` again changes nothing
         self.compute = CudaStream(compute)
         self.copies = CudaStream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
         self._graph_memory = torch.cuda.graph_pool_handle()
-        # Of the largest captured step of a model: smaller ones leave theirs in the beginnings. Graphs that kept results
-        # of their own would take as much for each.
+        # By model: the results of its largest captured step. Smaller steps use the beginnings of these arrays; results
+        # of their own would take memory for each graph.
         self._outputs: dict[StepModel, list[Tensor]] = {}
 
     def free_bytes(self) -> int:
@@ -162,11 +164,12 @@ class CudaDevice:
         torch.cuda.empty_cache()
 
     def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
-        """Registered pages: torch would round them up to a power of two, and a swap tier may be half of the memory."""
+        """Allocate pages and register them: torch would round the size up to a power of two, and a swap tier may be
+        half of the memory."""
         num_bytes = prod(shape) * np.dtype(dtype).itemsize
-        pages = np.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), np.uint8)  # zeros; kept by what is made of them
+        pages = np.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), np.uint8)  # zeros; arrays made from them keep them
         address = pages.ctypes.data
-        with torch.cuda.device(self._device):  # a thread that reads adapters has the first one as its own
+        with torch.cuda.device(self._device):  # threads that read adapters start with device 0
             error = int(torch.cuda.cudart().cudaHostRegister(address, len(pages), 0))  # type: ignore[no-untyped-call]
         if error:
             raise ConfigError(f"{num_bytes / _GIB:.2f} GiB of host memory could not be pinned (CUDA error {error}).")
@@ -174,7 +177,7 @@ class CudaDevice:
         return pages[:num_bytes].view(dtype).reshape(tuple(shape))
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Any:
-        with torch.cuda.stream(self.compute.stream):  # whichever thread asks
+        with torch.cuda.stream(self.compute.stream):  # in the compute stream, whichever thread calls
             return torch.zeros(tuple(shape), dtype=getattr(torch, dtype), device=self._device)
 
     def upload_target(self, pinned: NDArray[Any]) -> Any:
@@ -197,10 +200,11 @@ class CudaDevice:
         return becomes(used, captured)
 
     def capture(self, model: StepModel, inputs: StepArrays[Array]) -> CapturedGraph:
-        """What it launches must have been launched before."""
+        """Capture the step in a graph. All its kernels must have been launched before."""
 
         def work() -> list[Tensor]:
-            """Hidden states, logits, the likeliest tokens; and features where those are no hidden states."""
+            """Return hidden states, logits and the likeliest tokens; and the features if they are not the hidden
+            states."""
             hidden, features = model.hidden(inputs)
             found: list[Any] = [hidden, *model.logits(inputs, hidden)]
             return found + ([] if features is hidden else [features])
@@ -217,9 +221,9 @@ class CudaDevice:
                 ]
             self.compute.stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            gc.disable()  # and not `torch.cuda.graph`, which collects all garbage before each of some twenty captures
+            gc.disable()  # not `torch.cuda.graph`, which collects garbage before each of about twenty captures
             try:
-                # Other threads may go on: that of NCCL's, and those that watch.
+                # Other threads may use CUDA meanwhile: NCCL's, and those that watch processes.
                 graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
                 try:
                     found = work()
@@ -241,6 +245,6 @@ class CudaDevice:
             return [tensor.cpu().numpy() for tensor in tensors]
 
     def _memory_bytes(self) -> tuple[int, int]:
-        """What is free, to whoever asks first, and what there is in all."""
+        """Return the free and the total device memory. Another process may take the free memory meanwhile."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)

@@ -1,9 +1,8 @@
-"""A device that computes: streams of work, events, captured steps, memory that the host and the device share.
-
-The runner is written against `Device`. `octavo.execution.cpu_device` is the processor that Python runs on, whose
-streams run at once and whose captured step is the native program; `octavo.execution.cuda_device` computes while Python
-goes on. The tests drive the runner with one that does its work as late as it may, and notices when somebody touches
-memory that work under way has still to read or to write.
+"""The interface of a device: streams of work, events, captured steps, and pinned memory for transfers. The runner is
+written against `Device`. `octavo.execution.cpu_device` is the processor that Python runs on: its streams run work at
+once, and its captured step is the native program. `octavo.execution.cuda_device` computes while Python goes on. The
+tests run the runner on a device that does its work as late as possible, and that notices if anything touches memory
+that pending work will read or write.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class Stream(Protocol):
     def run(
         self, work: Callable[[], None], reads: Sequence[NDArray[Any]] = (), writes: Sequence[NDArray[Any]] = ()
     ) -> None:
-        """Append work. `reads` and `writes` are the pinned host arrays that it uses: until it is done, nobody else may
-        write `reads` or touch `writes`."""
+        """Append work. `reads` and `writes` are the pinned host arrays that the work uses: until it is done, no other
+        code may write `reads` or touch `writes`."""
         ...
 
     def record(self) -> Event:
@@ -61,10 +60,10 @@ class StepModel(Protocol):
     for each sample."""
 
     def hidden(self, inputs: StepArrays[Array]) -> tuple[Array, Array]:
-        """-> hidden states and features, as in `StepOutputs`; they may be the same array."""
+        """Return hidden states and features, as in `StepOutputs`; they may be the same array."""
 
     def logits(self, inputs: StepArrays[Array], hidden: Array) -> tuple[Array, Array]:
-        """-> logits and the most likely tokens."""
+        """Return logits and the most likely tokens."""
         ...
 
 
@@ -125,7 +124,7 @@ class Device(Protocol):
         ...
 
     def as_input(self, array: Array) -> Array:
-        """Mark an array as an input of captured steps: a replay reads its contents at that time."""
+        """Mark an array as an input of captured steps: each replay reads its current contents."""
         ...
 
     def view(self, array: Array, dtype: str) -> Array:

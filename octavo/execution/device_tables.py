@@ -60,11 +60,12 @@ class DeviceTables:
         of the tokens."""
         table, no_row = self._table, self._num_rows
         num_tokens, num_samples = len(row_of), len(samples.rows)
-        # Only the device may know the last token of a row.
+        # The host may not know the last token of a row yet.
         is_unknown = arrays.positions[:num_tokens] + table.num_ahead >= table.num_known[row_of]
         arrays.pending_token_rows[:num_tokens] = np.where(is_unknown, row_of, no_row)
         arrays.seq_table_rows[: len(plan.rows)] = [planned.row for planned in plan.rows]
-        # Forks are admitted with their token, and the host knows accepted draft tokens.
+        # Forks are admitted with their token, and the host knows accepted draft tokens, so neither needs the device's
+        # last token.
         is_kept = (samples.forks == 0) & ~np.isin(samples.rows, list(samples.drafted))
         arrays.sample_table_rows[:num_samples] = np.where(is_kept, samples.rows, no_row)
         places, blocks = updates
@@ -72,7 +73,7 @@ class DeviceTables:
         arrays.new_blocks[: len(places)] = blocks
 
     def resolve(self, ops: Ops, inputs: StepArrays[Array]) -> tuple[Array, Array]:
-        """-> the step's token ids [T] and block tables [groups, S, width]."""
+        """Return the step's token ids [T] and block tables [groups, S, width]."""
         return cast(DeviceOps, ops).resolve_step(
             self._blocks, inputs.block_places, inputs.new_blocks, self._last_tokens, inputs.pending_token_rows,
             inputs.token_ids, inputs.seq_table_rows,

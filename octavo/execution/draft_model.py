@@ -1,5 +1,5 @@
-"""The draft model or draft head of a worker: which cache group's blocks it uses, and what it must have in common with
-the target model."""
+"""The draft model or draft head of a worker: builds it, finds the cache group whose blocks it uses, and compares its
+vocabulary with the target model's."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from octavo.models.registry import Model, describe
 from octavo.models.sharding import with_shard
 from octavo.ops import LayerKVCache, Ops
 
-_LEAST_COMMON = 0.95  # of a model's tokens; families add a few from model to model
+_LEAST_COMMON = 0.95  # share of common tokens; families add a few tokens from model to model
 
 
 def group_for(groups: Sequence[CacheGroup], specs: Sequence[LayerCacheSpec], name: str) -> int:
-    """The group of a model's cache whose blocks can hold what a draft model keeps: the first that gives no block back
-    which the draft still reads. States are no matter of blocks, but where a layer keeps one the draft reads all keys
-    again. Raises `ConfigError` if there is none."""
+    """Return the group of a model's cache whose blocks can hold a draft model's keys and values: the first group that
+    releases no block that the draft still reads. States are kept outside of blocks, but a draft with states reads all
+    keys again. Raises `ConfigError` if there is no such group."""
     if all(spec.kind == "state" for spec in specs):
         return 0
     if all(group.spec.kind == "state" for group in groups):
@@ -55,8 +55,7 @@ def group_for(groups: Sequence[CacheGroup], specs: Sequence[LayerCacheSpec], nam
 
 
 class Draft:
-    """A draft model or head of `own` configuration for the sequences of `target`. `use_caches` is to be called before
-    it is used."""
+    """A draft model or head of `own` configuration for the sequences of `target`. Call `use_caches` before using it."""
 
     def __init__(
         self, config: EngineConfig, own: ModelConfig, model: Model | MedusaHeads, target: Runner,
@@ -72,7 +71,7 @@ class Draft:
         self._states = [
             layer_cache(config.cache, device, ops, spec, num_states) for spec in self._specs if spec.kind == "state"
         ]
-        self.state_arrays = [part for cache in self._states for part in cache.arrays]  # which it has for itself
+        self.state_arrays = [part for cache in self._states for part in cache.arrays]  # of this draft alone
         self.state_bytes = sum(int(part.nbytes) for part in self.state_arrays)
         self._group = group_for(groups, self._specs, own.checkpoint.name)
         self.pool = groups[self._group].pool
@@ -105,7 +104,8 @@ class Draft:
             chain.use_features(model.hidden_size, own.dtype, limits.max_num_seqs)
 
     def use_caches(self, caches: Sequence[LayerKVCache], num_blocks: int, num_host_blocks: int) -> Drafter:
-        """Keep what the layers keep in `caches`, which are moved with the blocks of the model that serves."""
+        """Use `caches` for the layers' keys and values; they are moved with the target model's blocks. Returns the
+        drafter."""
         mover = BlockMover(self._ops, self._device, [self._states] if self._states else [], [0] if self._states else [])
         if self.runner is not None:
             states, in_blocks = iter(self._states), iter(caches)
@@ -143,8 +143,9 @@ class Draft:
 def build_head(
     config: EngineConfig, own: ModelConfig, target: Model, ops: Ops, max_draft_tokens: int
 ) -> ChainHead | MedusaHeads:
-    """The head that `config.speculative` asks for, over a model, or a worker's share of it: then with copies of what
-    embeds and makes logits where it has none of its own. Raises `LoadError` or `ConfigError` if it does not fit."""
+    """Build the head that `config.speculative` asks for, over a model or a worker's shard of it. Over a shard, a head
+    without its own embedding or output matrix gets whole copies. Raises `LoadError` or `ConfigError` if it does not
+    fit."""
     assert config.speculative is not None
     method, checkpoint, of_target = config.speculative.method, own.checkpoint, config.model
     if not isinstance(target, Decoder):
@@ -186,7 +187,7 @@ def build_head(
 
 
 def check_vocabulary(target: ModelConfig, draft: ModelConfig) -> None:
-    """Raise `ConfigError` if a number means one token to a model and another one to its draft."""
+    """Raise `ConfigError` if model and draft have different tokens for one id."""
     paths = [config.checkpoint.tokenizer_path for config in (target, draft)]
     if paths[0] == paths[1]:
         return
@@ -196,7 +197,7 @@ def check_vocabulary(target: ModelConfig, draft: ModelConfig) -> None:
         ours, theirs = (read_tokenizer(path).get_vocab() for path in paths)
     except LoadError as e:
         if target.vocab_size == draft.vocab_size:
-            return  # the server can do without a tokenizer that is in no file
+            return  # no tokenizer file: a server without one can still draft
         raise ConfigError(
             f"the vocabularies of {target.checkpoint.name} ({target.vocab_size} tokens) and "
             f"{draft.checkpoint.name} ({draft.vocab_size}) differ in size and cannot be compared: {e}"

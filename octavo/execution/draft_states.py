@@ -1,9 +1,9 @@
 """The states of a draft model with recurrent layers: two for each row of its table.
 
 A state cannot be undone after a rejected draft token. So one is the state after valid tokens, and the other a copy that
-draft tokens change. Accepted ones are computed again, with the next token, in the step that makes the next draft token:
-it reads the weights once, however many tokens it has. Blocks of the model that serves say nothing
-of these states, so that a sequence that is admitted anew begins without one.
+draft tokens change. Accepted draft tokens are computed again, with the next token, in the step that makes the next
+draft token. This step reads the weights once, however many tokens it computes. The target model's blocks do not hold
+these states, so a sequence that is admitted again begins without a state.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ STATES_PER_ROW = 2
 
 
 class DraftStates:
-    """Which states the rows of a draft's `table` use; `mover` copies them, as blocks of its one pool."""
+    """Chooses the states that the rows of a draft's `table` use; `mover` copies states as blocks of its only pool."""
 
     def __init__(self, table: SequenceTable, mover: BlockMover) -> None:
         self._table, self._mover = table, mover
 
     def use_right(self) -> None:
-        """Use the states of valid tokens: the next step computes such."""
+        """Use the states of valid tokens: the next step computes valid tokens."""
         self._use(0)
 
     def use_copies(self, rows: Iterable[int]) -> None:

@@ -1,8 +1,8 @@
 """A runner with a `Drafter`, which makes the draft tokens of a plan before the step that verifies them.
 
 The plan says how many draft tokens each row gets, and has blocks for them. The drafter's tokens become part of the
-plan, so that nothing else knows where they came from. With several workers only the first one drafts; it sends the plan
-to the others afterwards. The result has the draft tokens.
+plan, so other code treats them like any draft tokens. With several workers only the first one drafts, and then sends
+the plan to the others. The result has the draft tokens.
 
 With pipeline stages the first worker, in the last stage, drafts for a step and sends its plan while earlier stages
 still compute another step."""
@@ -38,7 +38,7 @@ class Drafter(Protocol):
 
 
 class DraftedStep:
-    """A step with its draft tokens. `submit` launches it, after a wait for earlier stages if there are some: then it is
+    """A step with its draft tokens. `submit` launches it; with earlier pipeline stages it first waits for them, and is
     called when the result is wanted."""
 
     def __init__(
@@ -74,10 +74,10 @@ class DraftingRunner:
     def __init__(self, runner: Runner, drafter: Drafter, worker_group: WorkerGroup) -> None:
         self._runner, self._drafter, self._worker_group = runner, drafter, worker_group
         self._has_stages = worker_group.worker_rank.num_stages > 1
-        self._waiting: deque[DraftedStep] = deque()  # for the stages before, in order; or their results are known
+        self._waiting: deque[DraftedStep] = deque()  # steps that wait for earlier stages, or are done; in order
 
     def submit(self, plan: StepPlan) -> DraftedStep:
-        """Draft, then launch the plan. Raises `DeviceMemoryError` as `Runner.submit`."""
+        """Draft, then launch the plan. Raises `DeviceMemoryError`, like `Runner.submit`."""
         while self._waiting and (self._waiting[0].is_done or self._changes_what_waits(plan)):
             self._waiting.popleft().result()
         try:
@@ -88,7 +88,7 @@ class DraftingRunner:
         begin = time.monotonic()
         draft_tokens = self._drafter.draft(plan)
         draft_s = time.monotonic() - begin
-        if made := draft_tokens.of_rows:  # padding with any token where none could be made
+        if made := draft_tokens.of_rows:  # missing draft tokens are padded with token 0
             rows = [
                 p._replace(draft_tokens=(*made[p.row], *[0] * (len(p.draft_tokens) - len(made[p.row]))))
                 if p.row in made
@@ -104,7 +104,7 @@ class DraftingRunner:
         return step
 
     def _changes_what_waits(self, plan: StepPlan) -> bool:
-        """Whether something that comes before the plan's rows is still to be read, as it is, by steps that wait."""
+        """Return whether the plan's updates would change anything that waiting steps still have to read."""
         if plan.adapters or any(moves.swap_out or moves.copy or moves.swap_in for moves in plan.moves):
             return True
         rows = {planned.row for step in self._waiting for planned in step.plan.rows}

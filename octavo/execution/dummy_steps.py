@@ -30,7 +30,7 @@ class DummySteps:
 
     @property
     def _ops(self) -> DeviceOps:
-        return cast(DeviceOps, self._runner.ops)  # only devices with their own memory warm up
+        return cast(DeviceOps, self._runner.ops)  # only devices with memory of their own warm up
 
     @property
     def _max_vectors(self) -> int:
@@ -63,8 +63,8 @@ class DummySteps:
             try:
                 self.run(min(num_samples, num_rows), min(num_samples, num_rows), num_samples, adapted)
             except self._device.memory_errors:
-                # Such a step may run out of memory later too; then it fails alone. With other workers the error is
-                # final: they wait for this worker's part of the step.
+                # Such a step may also run out of memory later, and then fails alone. With other workers the error is
+                # final, because they wait for this worker's part of the step.
                 if num_samples <= num_rows or self._runner.worker_group.connections:
                     raise
                 self._device.release_memory()

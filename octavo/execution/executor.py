@@ -43,14 +43,14 @@ class PendingStep(Protocol):
 class Executor(Protocol):
     """What the engine core needs of the workers."""
 
-    runs_ahead: bool  # a step may be submitted before the last one's tokens are known
+    runs_ahead: bool  # a step may be submitted before the last step's tokens are known
     num_stages: int  # pipeline stages: as many steps may be in flight
     cache_groups: tuple[CacheGroup, ...]
     max_model_len: int  # the configuration's, or less with --max-model-len auto
     num_blocks: list[int]  # by pool
     num_host_blocks: list[int]
-    weight_bytes: int  # of the packed matrices
-    cache_bytes: int  # of the KV cache, used or not
+    weight_bytes: int  # bytes of the packed matrices
+    cache_bytes: int  # bytes of the KV cache, used or not
     block_bytes: Sequence[int]  # of a block of the cache, by pool
     startup: dict[str, float]  # seconds by phase
 
@@ -61,7 +61,7 @@ class Executor(Protocol):
 
     def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
         """Return a copy of the contents of blocks, [len(blocks), block_bytes[pool]], the parts of several workers side
-        by side. On CPUs. No step may be in flight, except steps of several stages."""
+        by side. Only on CPUs. No step may be in flight, except with several stages."""
         ...
 
     def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
@@ -168,13 +168,13 @@ class LocalExecutor:
 
 
 class MultiprocExecutor(LocalExecutor):
-    """The first of several workers; the others compute the same plans."""
+    """The first of several workers, in the core's process; the others compute the same plans."""
 
     def __init__(self, config: EngineConfig, on_loading: Callable[[float], None] | None = None) -> None:
         model = config.model
         description = describe(model.checkpoint.config, model.impl, model.code_folder, model.pooling)
         self.worker_group = Leader(config, description)
-        self._has_drafter = config.draft is not None  # then the worker sends plans, with its draft tokens
+        self._has_drafter = config.draft is not None  # True: the worker sends plans itself, with its draft tokens
         try:
             super().__init__(config, worker_group=self.worker_group, on_loading=on_loading)
             self.worker_group.wait_until_ready()
@@ -224,8 +224,8 @@ class MultiprocExecutor(LocalExecutor):
         super().write_blocks(pool, blocks, np.ascontiguousarray(own))
 
     def _finish_steps(self) -> None:
-        """Compute the last stage of the steps in flight. Earlier stages have computed theirs, as they compute plans and
-        read and write blocks in order."""
+        """Compute the last stage of the steps in flight. Earlier stages handle plans, reads and writes of blocks in
+        order, so they need no wait."""
         while self._last_steps:
             self._last_steps.popleft().result()
 
@@ -242,7 +242,7 @@ class MultiprocExecutor(LocalExecutor):
 
 
 class _LastStage:
-    """A step that earlier stages compute now, and the last one when its result is wanted."""
+    """A step that earlier stages compute now; the last stage computes it when its result is wanted."""
 
     def __init__(self, submit: Callable[[], PendingStep]) -> None:
         self._submit = submit
@@ -277,7 +277,7 @@ def _open_device(config: EngineConfig, worker_group: WorkerGroup) -> tuple[Devic
         return CpuDevice(), load(config.cpu_threads, config.cpus)
     from octavo.ops import cpu
 
-    # Of all workers on this host, of all engines of the server.
+    # The number of workers of all the server's engines on this host.
     of_threads = Shard(config.place * on_host.size + on_host.rank, num_workers)
     num_threads, default_cpus = cpu.default_threads()
     own = of_threads.cut(config.cpu_threads or num_threads)
@@ -295,7 +295,7 @@ def _open_cuda(worker_group: WorkerGroup) -> tuple[Device, Ops]:
     from octavo.execution.cuda_device import CudaDevice
 
     device, shard = CudaDevice(worker_group.worker_rank.on_host.rank), worker_group.shard
-    worker_group.largest(0)  # a worker without a device has failed by now
+    worker_group.largest(0)  # waits for all workers: one without a device has failed by now
     if not shard.is_whole:
         from octavo.ops.cuda_collectives import join_group
 

@@ -18,7 +18,8 @@ Blocks = NDArray[np.int32]  # the beginning of a block table
 
 
 class FilledSlots:
-    """Of each block of a pool, on the device and on the host: how many of its first slots the draft has filled."""
+    """Counts, for each block of a pool on the device and on the host, how many of its first slots the draft has
+    filled."""
 
     def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int, has_null_block: bool) -> None:
         self._counts = np.zeros(num_blocks, np.int32)
@@ -35,7 +36,7 @@ class FilledSlots:
         self._counts[list(blocks)] = counts
 
     def move(self, moves: BlockMoves) -> None:
-        """Blocks are moved, in the order of `BlockMoves`."""
+        """Note that blocks are moved, in the order of `BlockMoves`."""
         for source, target in moves.swap_out:
             self._host_counts[target] = self._counts[source]
         for source, target in moves.copy:
@@ -44,24 +45,25 @@ class FilledSlots:
             self._counts[target] = self._host_counts[source]
 
     def overwrite(self, blocks: Blocks, begin: int, end: int) -> None:
-        """A sequence's tokens begin .. end are new: the draft has computed none of them."""
+        """Note that a sequence's tokens begin .. end are new: the draft has not computed them."""
         first, offset = divmod(begin, self._block_size)
         self._counts[blocks[first]] = min(int(self._counts[blocks[first]]), offset)
         if end > (first + 1) * self._block_size:
             self._counts[blocks[first + 1 : -(-end // self._block_size)]] = 0
 
     def fill(self, blocks: Blocks, begin: int, end: int) -> None:
-        """The draft has computed a sequence's tokens up to `end`, after those before `begin`."""
+        """Note that the draft has computed a sequence's tokens begin .. end; tokens before `begin` were computed
+        earlier."""
         first, last = begin // self._block_size, end // self._block_size
         self._counts[blocks[first:last]] = self._block_size
         if offset := end % self._block_size:
             self._counts[blocks[last]] = max(int(self._counts[blocks[last]]), offset)
 
     def num_filled(self, blocks: Blocks, num_tokens: int) -> int:
-        """How many of a sequence's first `num_tokens` the draft has computed, up to the first that it has not."""
+        """Return how many of a sequence's first `num_tokens` tokens the draft has computed without a gap."""
         used = blocks[: -(-num_tokens // self._block_size)]
         counts = self._counts[used]
-        if self._has_null_block:  # what has left a window is not read again
+        if self._has_null_block:  # released blocks of a window are not read again
             counts = np.where(used == NULL_BLOCK, self._block_size, counts)
         lacking = np.flatnonzero(counts < self._block_size)
         if not len(lacking):

@@ -41,7 +41,7 @@ from octavo.execution.worker_messages import (
 from octavo.logs import configure_logging
 from octavo.processes import follow_parent
 
-logger = logging.getLogger("octavo.execution.follower")  # which runs as __main__
+logger = logging.getLogger("octavo.execution.follower")  # not __name__, which is __main__
 
 _GRACE_S = 10.0
 
@@ -54,12 +54,11 @@ def main() -> None:
     try:
         _run(leader, args)
     except (EOFError, OSError):
-        # The first worker has ended, or a worker of another stage has: wait for the first worker to see which ended
-        # first.
+        # The first worker or a worker of another stage has ended. Wait for the first worker's end to see which it was.
         has_hung_up(leader, _GRACE_S)
         os._exit(0)
     except Exception:
-        if has_hung_up(leader):  # in the middle of a step
+        if has_hung_up(leader):  # the leader has ended in the middle of a step
             os._exit(0)
         logger.exception("worker failed")
         os._exit(1)
@@ -75,7 +74,7 @@ def _run(leader: Connection, args: FollowerArgs) -> None:
         return
     worker_group.tell(WorkerReady(list(executor.block_bytes)))
     gc.freeze()
-    steps: deque[SubmittedStep] = deque()  # whose tokens are not known yet
+    steps: deque[SubmittedStep] = deque()  # steps whose tokens are not known yet
     while True:
         match worker_group.hear():
             case Plan(plan):

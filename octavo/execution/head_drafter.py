@@ -1,9 +1,9 @@
 """Draft heads: they read the hidden states of a step as soon as its tokens are known.
 
-A chain head (EAGLE, EAGLE-3, multi-token prediction) has a runner of its own, over the same sequences and in the same
-blocks, as a draft model has. Right after a step it computes the step's valid positions, each with the token that
-follows it, and samples the first draft token; for more it goes on from its own hidden states. Medusa's heads keep only
-the last hidden state of each sequence. Draft tokens are sampled with the random numbers that the model will use."""
+A chain head (EAGLE, EAGLE-3, multi-token prediction) has its own runner over the same sequences and blocks, like a
+draft model. Right after a step it computes the step's valid positions, each with the token that follows it, and samples
+the first draft token. For more draft tokens it continues from its own hidden states. Medusa's heads keep only the last
+hidden state of each sequence. Draft tokens are sampled with the random numbers that the model will use."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from octavo.step_plan import PlannedRow, StepPlan, StepResult
 
 
 class _RowFeatures:
-    """One row of features for each sequence, where the device keeps them: [rows, F]."""
+    """One row of features for each sequence, on the device: [rows, F]."""
 
     def __init__(self, array: Array, ops: Ops) -> None:
         self._array: Any = array
         self._ops = ops
 
     def put(self, rows: Sequence[int], features: Array) -> None:
-        """features [len(rows), F]"""
+        """Store features [len(rows), F] in `rows`."""
         self._array[cast(Any, self._ops.place(np.array(rows, np.int64)))] = features
 
     def take(self, rows: Sequence[int]) -> Array:
@@ -53,12 +53,13 @@ class ChainDrafter:
         target.draft_hooks.warm_up_drafter = self._read
         table = target.table
         self._max_len = table.tokens.shape[1] - 1
-        # Positions that the head has computed of each row, if it has a draft token for the next one; otherwise -1.
+        # By row: the number of positions that the head has computed, if it has a draft token for the next one;
+        # otherwise -1.
         self._num_computed = np.full(table.max_num_seqs, -1, np.int64)
         self._first_draft = np.zeros(table.max_num_seqs, np.int64)
         self._buffer: Any = None
-        self._last: _RowFeatures | None = None  # what the head has made of each row's last position
-        self._changes = StepPlan()  # that the head's runner has taken in and not computed anything with
+        self._last: _RowFeatures | None = None  # the head's features of each row's last position
+        self._changes = StepPlan()  # applied to the head's runner, but not followed by a step yet
 
     def use_features(self, size: int, dtype: str, num_rows: int) -> None:
         """Make room for features of `size` elements."""
@@ -69,7 +70,8 @@ class ChainDrafter:
         self._last = _RowFeatures(self._device.zeros([num_rows, size], dtype), self._ops)
 
     def _read(self, features: Array) -> None:
-        """What `observe` and `draft` launch of features [T, F], at the start."""
+        """Launch the kernels that `observe` and `draft` use on features [T, F], so that they are compiled at the
+        start."""
         assert self._last is not None
         rows: Any = self._head.features_of(_first_rows(self._ops, features, len(cast(Any, features))))
         self._buffer[: len(rows)] = rows
@@ -80,7 +82,7 @@ class ChainDrafter:
     def draft(self, plan: StepPlan) -> DraftBatch:
         """Make draft tokens for the rows of a plan that ask for them."""
         has_vocabulary = self._head.target_token_ids is None
-        self._runner.defer_updates(self._changes)  # where nothing has been computed since
+        self._runner.defer_updates(self._changes)  # if no step has followed them
         self._changes = changes_of(plan, self._group, len(self._runner.table.blocks), has_vocabulary)
         self._runner.apply_updates(self._changes)
         for admission in plan.admissions:
@@ -92,11 +94,11 @@ class ChainDrafter:
             while going := [p for p in ready if len(found[p.row]) < len(p.draft_tokens)]:
                 self._continue(going, found)
         except DeviceMemoryError:
-            pass  # the step that verifies needs more than this
+            pass  # use the tokens made so far; the step that verifies them needs more memory than this
         return DraftBatch({planned.row: found.get(planned.row, []) for planned in wanting})
 
     def _continue(self, rows: list[PlannedRow], found: dict[int, list[int]]) -> None:
-        """Make one more draft token for each of the rows, which have equally many."""
+        """Make one more draft token for each of the rows, and append it to `found`."""
         assert self._last is not None
         numbers = [planned.row for planned in rows]
         last, planned_rows = self._last, []
@@ -140,7 +142,7 @@ class ChainDrafter:
         try:
             own = self._compute(rows)
         except DeviceMemoryError:
-            return  # the head never computes these positions: its tokens are worse
+            return  # the head never computes these positions, and its later draft tokens are worse
         sampled = [(planned, end) for planned, end in zip(rows, ends, strict=True) if planned.num_sampled_positions]
         for (planned, _), token in zip(sampled, own.result().tokens, strict=True):
             self._first_draft[planned.row] = token
@@ -172,7 +174,7 @@ class MedusaDrafter:
         target.draft_hooks.keeps_features, target.draft_hooks.warm_up_drafter = True, self._read
         num_rows = target.table.max_num_seqs
         self._sampling = SamplingTable(num_rows)
-        self._num_computed = np.full(num_rows, -1, np.int64)  # of rows whose last features are there, else -1
+        self._num_computed = np.full(num_rows, -1, np.int64)  # by row: position of its last features, or -1 without any
         self._last: _RowFeatures | None = None
 
     def use_features(self, size: int, dtype: str, num_rows: int) -> None:
@@ -180,7 +182,7 @@ class MedusaDrafter:
         self._last = _RowFeatures(self._device.zeros([num_rows, size], dtype), self._ops)
 
     def _read(self, features: Array) -> None:
-        """As `ChainDrafter._read`; requests sample of the heads' logits as of the model's."""
+        """Like `ChainDrafter._read`, with sampling from the heads' logits."""
         assert self._last is not None
         numbers = range(min(len(cast(Any, features)), len(self._num_computed)))
         self._last.put(numbers, self._heads.features_of(_first_rows(self._ops, features, len(numbers))))
@@ -188,7 +190,7 @@ class MedusaDrafter:
             self._ops.argmax(self._heads.logits(head, self._last.take(numbers)))
 
     def draft(self, plan: StepPlan) -> DraftBatch:
-        """As `ChainDrafter.draft`."""
+        """Make draft tokens for the rows of a plan that ask for them."""
         for admission in changes_of(plan, 0, 0).admissions:
             self._sampling.admit(admission)
             self._num_computed[admission.row] = -1
@@ -204,7 +206,8 @@ class MedusaDrafter:
         return DraftBatch({planned.row: found.get(planned.row, []) for planned in wanting})
 
     def _draft(self, head: int, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[int]:
-        """The tokens that a head draws for rows [N] that are so long by then."""
+        """Return the tokens that a head samples for rows [N], whose lengths with earlier draft tokens are `lengths`
+        [N]."""
         assert self._last is not None
         last, samples = self._last, Samples(rows, np.zeros_like(rows), lengths)
         batch = self._sampling.build(samples, self._target.table.tokens)
@@ -253,7 +256,7 @@ class MedusaDrafter:
 
 
 def _first_rows(ops: Ops, features: Array, count: int) -> Array:
-    """As steps are read: by their places."""
+    """Return the first rows, taken by index like the rows of a step."""
     return ops.take_rows(features, ops.place(np.arange(count)))
 
 

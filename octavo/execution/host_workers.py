@@ -1,4 +1,4 @@
-"""The worker processes of one host, and the memory and sockets that they exchange rows through.
+"""The worker processes of one host, and the memory and sockets through which they exchange rows.
 
 The first worker starts the workers of its own host. On other hosts `octavo.execution.node` starts them.
 """
@@ -28,13 +28,12 @@ _EXIT_GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class FollowerArgs:
-    """What a follower is started with: a line of JSON on its standard input, which stays open while its parent
-    lives."""
+    """The arguments of a follower: a line of JSON on its standard input, which stays open while its parent lives."""
 
     config: EngineConfig
     worker_rank: WorkerRank
     control: int  # its connection to the first worker
-    memory: int  # the file of the stage's collectives; workers with devices find each other in it
+    memory: int  # the file of the stage's collectives; workers with devices only find each other there
     memory_bytes: int
     ends: LinkEnds
     log_level: int
@@ -62,7 +61,7 @@ class HostWorkers:
         num_samples = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         of_token = max(size * description.hidden_size, all_gather_size(description))
         most = max(limits.max_num_batched_tokens * of_token, num_samples * description.vocab_size)
-        # Devices exchange rows by NCCL: they only find each other in the file.
+        # Devices exchange rows by NCCL; the file only holds what they need to find each other.
         self.memory_bytes = 0 if config.device == "cuda" else group_bytes(size, most)
         stages = range(self.worker_ranks[0].stage, self.worker_ranks[-1].stage + 1)
         self._memories = {stage: shared_memory(self.memory_bytes) for stage in stages}
@@ -109,8 +108,8 @@ class HostWorkers:
             process.stdin.flush()
 
     def let_go(self, own: WorkerRank | None = None) -> None:
-        """Close what only the worker processes use. This process, as the worker `own`, keeps its stage's memory and its
-        link to the stage before."""
+        """Close descriptors that only the worker processes use. This process, the worker `own`, keeps its stage's
+        memory and its link to the stage before."""
         for stage, pairs in self._pairs.items():
             for rank, pair in enumerate(pairs):
                 pair.let_go(keeps_end=own is not None and (stage, rank) == (own.stage - 1, own.shard.rank))

@@ -64,7 +64,7 @@ class MediaTable:
         return {item.content_hash for items in self._items.values() for item in items}
 
     def num_rows(self, plan: StepPlan) -> int:
-        """Return how many tokens of a step have media rows."""
+        """Return the number of a step's tokens that have media rows."""
         return sum(end - begin for _, _, begin, end in self._parts(plan))
 
     def gather(self, plan: StepPlan, row_of: NDArray[np.int64], into: StepArrays[NDArray[Any]]) -> None:

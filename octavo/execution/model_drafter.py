@@ -1,13 +1,13 @@
-"""A draft model: it makes the draft tokens that the next step verifies.
+"""Makes draft tokens with a draft model; the next step of the target model verifies them.
 
-It has a runner of its own over the same sequences: its layers keep their keys in the blocks of a group of the model's
-cache, behind the model's own, so that prefixes, forks, preemption and swapping need nothing of it. It draws from its
-distributions with the random numbers that the model is going to draw with at the same positions (common random
-numbers), so that its tokens are accepted where the two distributions are close, not only where both are sure.
+The draft model has its own runner over the same sequences. Its layers keep their keys in the blocks of a group of the
+target model's cache, behind the target's own, so that prefix hits, forks, preemption and swapping include them. It
+samples with the random numbers that the target model will use at the same positions (common random numbers), so that
+its tokens are accepted if the two distributions are close, not only if both are sure.
 
-It computes prompts in the same steps as the model. If it makes no tokens for a while it lags, and catches up when it is
-needed again. Where its layers keep states (`DraftStates`), which are in no block, it
-begins anew with each sequence that is admitted.
+It computes prompts in the same steps as the target model. If it makes no draft tokens for a while it lags, and catches
+up when it is needed again. If its layers keep states (`DraftStates`), which are in no block, it starts from nothing
+with each admitted sequence.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from octavo.step_plan import NewBlock, PlannedRow, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
-# Steps that wait for their tokens to be fetched: as many as a runner keeps apart.
+# Steps in flight whose tokens are not fetched yet; a runner has buffers for so many.
 _MOST_UNDER_WAY = 2
 
 
 class DraftBatch(NamedTuple):
-    """Draft tokens by row that asked for some; fewer if they cannot be made yet. `caught_up`: the drafter has also
-    computed older tokens of the rows."""
+    """Draft tokens for each row that asked for some, fewer than asked if they cannot be made yet. `caught_up`: the
+    drafter has also computed older tokens."""
 
     of_rows: Mapping[int, list[int]]
     caught_up: bool = False
 
 
 class ModelDrafter:
-    """Makes draft tokens with `runner`, the draft model's. Its caches are in the blocks of group `group` of `table`,
-    the target model's sequences; `pool` is that group's. Sequences longer than `max_len` get none; `vocab_size` is the
-    target model's."""
+    """Makes draft tokens with the draft model's `runner`. Its caches are in the blocks of group `group` of the target
+    model's `table`; `pool` is the group's pool. Sequences longer than `max_len` get no draft tokens. `vocab_size` is
+    the target model's."""
 
     def __init__(
         self, runner: Runner, table: SequenceTable, group: int, pool: int, kept: FilledSlots | DraftStates,
@@ -60,11 +60,11 @@ class ModelDrafter:
         # Tokens that the draft model has computed; draft tokens included, unless they were computed in copies of
         # states.
         self._num_drafted = np.zeros(num_rows, np.int64)
-        self._num_filled = np.zeros(num_rows, np.int64)  # of those, the ones that `filled` knows of
+        self._num_filled = np.zeros(num_rows, np.int64)  # how many of these `filled` has recorded
 
     def draft(self, plan: StepPlan) -> DraftBatch:
-        """Compute what the draft model lacks of the plan's rows, which have their blocks, and make the draft tokens
-        that rows ask for, if there is memory enough."""
+        """Compute the tokens of the plan's rows that the draft model lacks, and make the draft tokens that rows ask
+        for, if there is enough memory."""
         changes = self._take_in(plan)
         wanting = [planned for planned in plan.rows if planned.wants_drafts]
         budget = self._runner.max_step_tokens
@@ -79,7 +79,7 @@ class ModelDrafter:
             budget -= num_tokens
             if num_tokens == num_lacking:
                 ready.append(planned)
-            caught_up |= num_lacking > len(planned.draft_tokens) + 1  # more than a step before can have brought
+            caught_up |= num_lacking > len(planned.draft_tokens) + 1  # more than one step can have added
             if num_tokens > 0:
                 first.append(self._next(planned, num_tokens, num_tokens == num_lacking))
         if plan.drafts_prompts:
@@ -106,10 +106,10 @@ class ModelDrafter:
         return DraftBatch({planned.row: found.get(planned.row, []) for planned in wanting}, caught_up)
 
     def observe(self, plan: StepPlan, step: SubmittedStep, result: StepResult) -> None:
-        """Nothing: the next plan shows which draft tokens were accepted."""
+        """Do nothing: the next plan shows which draft tokens were accepted."""
 
     def _take_in(self, plan: StepPlan) -> StepPlan:
-        """What comes before the plan's rows -> as much of that as concerns the draft."""
+        """Apply the plan's updates that concern the draft, and return them as a plan without rows."""
         table = self._runner.table
         changes = changes_of(plan, self._group, len(table.blocks), state_groups=table.state_groups)
         self._runner.apply_updates(changes)
@@ -118,12 +118,12 @@ class ModelDrafter:
             return changes
         self._num_drafted[[admission.row for admission in plan.admissions]] = 0
         for planned in plan.rows:
-            if self._num_drafted[planned.row] > planned.num_computed:  # a step was not computed: states do not go back
+            if self._num_drafted[planned.row] > planned.num_computed:  # a step was withdrawn, and states cannot go back
                 self._num_drafted[planned.row] = 0
         return changes
 
     def _look_up(self, plan: StepPlan, filled: FilledSlots) -> None:
-        """How much of the plan's rows has been computed, as their blocks say."""
+        """Find how many tokens of the plan's rows the draft has computed, from the blocks' filled slots."""
         if plan.moves:
             filled.move(plan.moves[self._pool])
         admitted = {admission.row for admission in plan.admissions}
@@ -146,7 +146,7 @@ class ModelDrafter:
             self._num_filled[row] = end
 
     def _num_lacking(self, planned: PlannedRow) -> int:
-        """Return the tokens to compute before the first draft token, or up to the end of a prompt's part."""
+        """Return the number of tokens to compute before the first draft token, or up to the end of a prompt's chunk."""
         end = planned.num_computed + planned.num_tokens - len(planned.draft_tokens)
         return min(end, self._max_len) - int(self._num_drafted[planned.row])
 
@@ -157,7 +157,8 @@ class ModelDrafter:
         return PlannedRow(planned.row, num_drafted, num_tokens, int(is_sampled))
 
     def _run(self, plan: StepPlan, ready: list[PlannedRow], found: dict[int, list[int]]) -> None:
-        """Compute a plan that samples the first draft token of each of `ready`, then their next ones one by one."""
+        """Compute a plan that samples the first draft token of each row of `ready`, then the rows' next draft tokens
+        one by one. Appends them to `found`."""
         under_way: deque[tuple[list[PlannedRow], SubmittedStep]] = deque()
 
         def collect() -> None:
@@ -189,8 +190,8 @@ class ModelDrafter:
 def changes_of(
     plan: StepPlan, group: int, num_groups: int, has_vocabulary: bool = True, state_groups: Container[int] = ()
 ) -> StepPlan:
-    """What comes before a plan's rows, for a runner all of whose `num_groups` groups use the blocks of `group`, but for
-    those that keep states."""
+    """Return a plan's admissions and new blocks for a draft's runner: all its `num_groups` groups, except state groups,
+    use the blocks of `group`."""
     copies = [number for number in range(num_groups) if number not in state_groups]
     admissions = [
         replace(

@@ -1,5 +1,5 @@
-"""A node other than node 0 (`octavo serve --headless`): it joins the group, starts its workers, and joins again when
-the group has broken, until node 0 ends for good. It computes nothing itself, so that its heartbeat never waits."""
+"""A node other than node 0 (`octavo serve --headless`): joins the group, starts its workers, and joins again when the
+group has broken, until node 0 ends for good. This process computes nothing, so that its heartbeat never waits."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class _Membership:
         self._nodes, self._size = config.nodes, config.tensor_parallel_size
         self._ends: queue.SimpleQueue[_End] = queue.SimpleQueue()
         self._connection: socket.socket | None = None
-        self._listener: socket.socket | None = None  # rows from the node before; node 1 has none
+        self._listener: socket.socket | None = None  # accepts rows from the node before; None in node 1
         self._heartbeat: Heartbeat | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._end = _End("it was told to stop")
@@ -157,7 +157,7 @@ class _Membership:
         try:
             self._start(joined)
         except (OSError, EOFError, HandshakeError) as error:
-            with contextlib.suppress(queue.Empty):  # node 0 may know better why
+            with contextlib.suppress(queue.Empty):  # node 0 may know the reason
                 self._end = self._ends.get(timeout=_WORKER_GRACE_S)
                 return self._end
             self._end = _End(f"the nodes cannot connect: {error}")
@@ -170,7 +170,7 @@ class _Membership:
         token, session = group_token(), joined.session
         address = self._nodes.master_addr, self._nodes.master_port
         behind = joined.next_address or address
-        with contextlib.ExitStack() as open_files:  # always closed: this node may try again
+        with contextlib.ExitStack() as open_files:  # descriptors are always closed, because this node may try again
             leaving, entering = list[int](), list[int]()
             for rank in range(self._size):
                 leaving.append(self._open(behind, token, Rows(session, rank)))

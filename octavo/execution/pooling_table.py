@@ -1,4 +1,4 @@
-"""What to pool of the running sequences, as a table, and a step's arrays gathered from it."""
+"""Which tokens to pool, for each running sequence, and a step's arrays gathered from this table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from octavo.execution.step_arrays import StepArrays
 from octavo.step_plan import Admission, StepPlan
 
-# What is pooled of a text: single tokens, the first one, or all of them.
+# Which tokens of a text are pooled: each one, the first one, or all of them.
 _SINGLE, _FIRST, _WHOLE = range(3)
 _CODES = {"ALL": _SINGLE, "LAST": _SINGLE, "CLS": _FIRST}
 
@@ -20,8 +20,8 @@ class PoolingTable:
 
     def __init__(self, num_rows: int) -> None:
         self._codes = np.zeros(num_rows, np.int64)
-        self._num_skipped = np.zeros(num_rows, np.int64)  # tokens of an instruction
-        self._second_starts = np.zeros(num_rows, np.int64)  # the position of the second text
+        self._num_skipped = np.zeros(num_rows, np.int64)  # number of tokens of an instruction, which are not pooled
+        self._second_starts = np.zeros(num_rows, np.int64)  # first position of the second text
 
     def admit(self, admission: Admission) -> None:
         row, params, num_tokens = admission.row, admission.pooling, len(admission.token_ids)

@@ -51,7 +51,8 @@ class PromptLogprobs:
         self._wishes: dict[int, _Wish] = {}  # by row
 
     def admit(self, admission: Admission) -> None:
-        """Note a new sequence. If it has output tokens, its prompt was measured before a preemption."""
+        """Note a new sequence. If it has output tokens, nothing is left to measure: its prompt was measured before a
+        preemption."""
         self._wishes.pop(admission.row, None)
         num_top, num_prompt = admission.params.prompt_logprobs, admission.num_prompt_tokens
         if num_top is not None and len(admission.token_ids) <= num_prompt:

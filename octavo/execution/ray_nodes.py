@@ -1,5 +1,5 @@
-"""Nodes that Ray starts (`--distributed-executor-backend ray`): an actor on each of several hosts of its cluster has
-their stages. An engine that is started again starts all of them anew."""
+"""Nodes that Ray starts (`--distributed-executor-backend ray`): an actor on each of several hosts of its cluster runs a
+node's stages. An engine that is started again starts new actors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class RayNodes:
-    """Room for all nodes in Ray's cluster, and the actors that are the others. See `octavo.distributed.group.Starter`
-    for `start` and `close`."""
+    """Reserves room for all nodes in Ray's cluster, and runs the actors of the other nodes. See
+    `octavo.distributed.group.Starter` for `start` and `close`."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raises `ConfigError` without a cluster, or one that has too little; but a cluster that has lost a host of an
-        engine which has served is waited for."""
+        """Raises `ConfigError` if there is no cluster, or if it has too few resources. At a restart it waits instead
+        until the cluster has replaced a lost host."""
         nodes = config.nodes
         num_workers = config.tensor_parallel_size * config.pipeline_parallel_size // nodes.size
         advice = "--nnodes says how many hosts share the stages."

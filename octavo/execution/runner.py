@@ -125,7 +125,7 @@ class Runner:
         self.caches: Sequence[LayerKVCache]  # set by `use_caches`, like `mover`
         self.mover: BlockMover
         self._build_tables(grammars, pooling)
-        # Elements of a sample's output: logits or a vector.
+        # Number of elements of a sample's output: logits or a vector.
         self._output_size = model.vocab_size if pooling is None else pooling.size
         self.max_shape = self._compute_max_shape(pooling)
         self.computation = StepComputation(
@@ -136,7 +136,7 @@ class Runner:
         # Pinned memory for hidden states on their way to the next stage.
         self._hidden_out: NDArray[np.uint8] | None = None
         if self.links.next is not None and not device.shares_memory:
-            row_bytes = cast(StageModel, model).stage_width * 4  # at most: float32
+            row_bytes = cast(StageModel, model).stage_width * 4  # upper bound: rows in float32
             self._hidden_out = device.pinned([max_step_tokens * row_bytes], "uint8")
 
     def _build_tables(self, grammars: GrammarCompiler | None, pooling: PoolingConfig | None) -> None:
@@ -244,7 +244,7 @@ class Runner:
             self._prompt_logprobs.admit(admission)
 
     def launch(self, plan: StepPlan) -> SubmittedStep:
-        """Have the device compute a plan's rows. `apply_updates` comes first. A caller that computes none of the rows
+        """Have the device compute a plan's rows. `apply_updates` comes first. A caller that does not compute the rows
         calls `defer_updates` instead. Raises `DeviceMemoryError` as `submit` does."""
         staging = self.buffers.take()
         try:
@@ -424,7 +424,7 @@ class Runner:
         if self.draft_hooks.target_token_ids is None:
             return tokens
         own_ids: Any = tokens
-        own_ids = own_ids * (own_ids > 0)  # 0 instead of `NO_TOKEN`: a draft token may be any token
+        own_ids = own_ids * (own_ids > 0)  # 0 instead of `NO_TOKEN`: any token may be a draft token
         ids: Any = self.ops.take_rows(self.draft_hooks.target_token_ids, own_ids)
         return cast(Array, ids.reshape(-1))
 

@@ -34,8 +34,8 @@ class SequenceTable:
         vocab_size: int | None = None,
     ) -> None:
         """A draft model's table shares the tokens of the target model's, `tokens_of`. A draft head reads, at each
-        position, the token `num_ahead` positions later. If `vocab_size` is smaller than the target's, the last token
-        stands for those that are missing."""
+        position, the token `num_ahead` positions later. If `vocab_size` is smaller than the target's, its last token
+        replaces the missing ones."""
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.num_cross = max((group.spec.num_tokens for group in groups), default=0)  # rows of an encoder's output
@@ -138,7 +138,7 @@ class SequenceTable:
             continues = samples.forks == 0
             rows, lengths, tokens = rows[continues], lengths[continues], tokens[continues]
         self.tokens[rows, lengths] = tokens
-        self.num_known[rows] = lengths + 1  # of several tokens of a row the last one counts
+        self.num_known[rows] = lengths + 1  # with several tokens of a row, numpy keeps the last length
 
     def _gather_slots(
         self, into: StepArrays[NDArray[Any]], row_of: NDArray[np.int64], positions: NDArray[np.int64],
@@ -150,7 +150,7 @@ class SequenceTable:
             if kind == "state":
                 slots[:] = self.blocks[group, row_of, state_entries]
                 continue
-            if kind == "cross":  # tokens write nothing there
+            if kind == "cross":  # a step's tokens write nothing to these groups
                 slots[:] = -1
                 continue
             np.multiply(self.blocks[group, row_of, places], self.block_size, out=slots)
@@ -170,12 +170,12 @@ class SequenceTable:
         starts: NDArray[np.int32],
         seq_lens: NDArray[np.int64],
     ) -> None:
-        """Return the samples of a plan: one after each of a row's last `num_sampled_positions` tokens, but
+        """Set the samples of a plan: one after each of a row's last `num_sampled_positions` tokens, but
         `num_last_samples` after the last one."""
         num_samples = np.array([planned.num_samples for planned in rows], np.int64)
         num_sampled_positions = np.array([planned.num_sampled_positions for planned in rows], np.int64)
         firsts = np.cumsum(num_samples) - num_samples
-        # From a row's first sample on the position advances; at the last position the fork does.
+        # From sample to sample of a row the position advances; at the last position the fork number does.
         numbers = np.arange(int(num_samples.sum())) - np.repeat(firsts, num_samples)
         last = np.repeat(num_sampled_positions - 1, num_samples)
         forks = np.maximum(numbers - last, 0)

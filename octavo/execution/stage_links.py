@@ -25,7 +25,7 @@ from octavo.errors import ConfigError
 from octavo.layers.tensor_parallel import WHOLE, Shard
 
 _HEADER = struct.Struct("<QQ")  # before a step's rows over TCP: number of the step, bytes
-HUNG_UP = getattr(select, "POLLRDHUP", 0)  # asked for; POLLHUP, of sockets of one host, always comes
+HUNG_UP = getattr(select, "POLLRDHUP", 0)  # must be asked for; POLLHUP, of sockets within a host, is always reported
 
 
 class WorkerRank(NamedTuple):
@@ -49,7 +49,7 @@ class WorkerRank(NamedTuple):
 
     @property
     def on_host(self) -> Shard:
-        """The worker's index among its node's workers."""
+        """Return the worker's index among the workers of its node."""
         num_workers = self.num_stages // self.num_nodes * self.shard.size
         return Shard(self.number % num_workers, num_workers)
 
@@ -88,7 +88,7 @@ class _Watched:
         self._poll = select.poll()
         self._poll.register(connection.fileno(), select.POLLIN)
         for other in watched:
-            self._poll.register(other, HUNG_UP)  # only that it is hung up
+            self._poll.register(other, HUNG_UP)  # watches only for the end of the process
 
     def receive_into(self, buffer: memoryview) -> None:
         """Fill the buffer. Raises `ConnectionError` if one of the processes has ended."""
@@ -133,14 +133,14 @@ class TcpLink:
     def __init__(self, connection: socket.socket, watched: Sequence[int]) -> None:
         self._connection, self._count = connection, 0
         self._watched = _Watched(connection, watched)
-        self._waiting: queue.SimpleQueue[memoryview] = queue.SimpleQueue()  # no more steps than may be under way
-        self._num_given = self._num_sent = 0  # to the thread, and by it
+        self._waiting: queue.SimpleQueue[memoryview] = queue.SimpleQueue()  # at most the steps in flight
+        self._num_given = self._num_sent = 0  # steps given to the thread, and sent by it
         self._sender: threading.Thread | None = None
 
     def send(self, rows: NDArray[np.uint8]) -> None:
         data = memoryview(_HEADER.pack(self._count, rows.nbytes) + rows.tobytes())
         self._count += 1
-        if self._num_given == self._num_sent:  # rows that fit in the socket's buffer, as of decodes, need no thread
+        if self._num_given == self._num_sent:  # rows that fit in the socket's buffer need no thread
             with contextlib.suppress(BlockingIOError):
                 data = data[self._connection.send(data, socket.MSG_DONTWAIT) :]
         if not data:
@@ -164,7 +164,7 @@ class TcpLink:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def _send_all(self) -> None:
-        with contextlib.suppress(OSError):  # the connection to the first worker reports the end, too
+        with contextlib.suppress(OSError):  # the connection to the first worker reports the end too
             while True:
                 self._connection.sendall(self._waiting.get())
                 self._num_sent += 1
@@ -228,7 +228,7 @@ class LinkPair:
         self.start, self.end = (LinkEnd(one.fileno(), self._memory) for one in self._sockets)
 
     def let_go(self, keeps_end: bool = False) -> None:
-        """Close what only other processes use."""
+        """Close descriptors that only other processes use."""
         start, end = self._sockets
         os.close(self._memory)
         start.close()
@@ -239,8 +239,8 @@ class LinkPair:
 
 
 def shared_memory(num_bytes: int) -> int:
-    """Return a file of zeros, shared memory that is freed with the last process that has it. Not in /dev/shm, of which
-    containers have 64 MB."""
+    """Return the descriptor of a file of zeros: shared memory that is freed when the last process closes it. It is not
+    in /dev/shm, which has only 64 MB in containers."""
     if not hasattr(os, "memfd_create"):
         raise ConfigError("--tensor-parallel-size and --pipeline-parallel-size above 1 need Linux.")
     memory = os.memfd_create("octavo")

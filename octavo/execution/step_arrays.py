@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ALIGNMENT = 64  # bytes, of each array: a cache line
-UPDATES_PER_DECODE = 2  # the most changes of a group's block tables by a decode: a new block, and a copied one
+UPDATES_PER_DECODE = 2  # a decode changes at most two entries of a group's block tables: a new block and a copied one
 
 _A = TypeVar("_A")
 
@@ -33,10 +33,10 @@ class StepShape:
     media: int = 0  # tokens whose embeddings are replaced by media rows
     media_width: int = 0  # elements of a media row; 0 if the model takes no media
     media_parts: int = 1  # rows of a media token: the first replaces its embedding, layers add the others
-    axes: int = 0  # positions of a token besides its place in the sequence
+    axes: int = 0  # position axes of a token besides its place in the sequence
     sees_ahead: bool = False  # whether tokens may see later ones
     crosses: bool = False  # whether tokens attend to an encoder's output
-    hidden_in_bytes: int = 0  # bytes of a token from the stage before
+    hidden_in_bytes: int = 0  # bytes of a token's hidden state from the stage before
     adapted: bool = False  # whether rows may have adapters; a step without any skips them
     # Of models that pool: whether a step computes whole "texts", or "parts" of prompts.
     pools: Literal["", "texts", "parts"] = ""
@@ -63,11 +63,11 @@ class StepShape:
 
 
 def array_of(*dims: str, dtype: type[np.generic], padding: int | str = 0) -> Any:
-    """A field of `StepArrays`: what its dimensions are, named by `StepShape`'s fields ("bounds" is one more than the
-    sequences, "media_tokens" the tokens of models that take media, "tokens_ahead" those of models where tokens see
-    later ones, "cross_mask_tokens" those of models with cross attention, "hidden_in_tokens" those of stages that are
-    not the first, "adapted_tokens" and "adapted_samples" those of steps with adapters), its type, and what lies behind
-    the entries of a step: a number, or the name of a `Padding`."""
+    """Declare a field of `StepArrays`: its dimensions, its type, and its padding, which is a number or the name of a
+    field of `Padding`. Dimensions are named by `StepShape`'s fields, and these: "bounds" is the sequences plus one. The
+    others are the tokens or samples of certain models or steps, otherwise 0: "media_tokens" if the model takes media,
+    "tokens_ahead" if tokens see later ones, "cross_mask_tokens" with cross attention, "hidden_in_tokens" in stages
+    after the first, "adapted_tokens" and "adapted_samples" in steps with adapters."""
     return field(metadata={"dims": dims, "dtype": np.dtype(dtype), "padding": padding})
 
 
@@ -76,7 +76,7 @@ class Padding:
     """The padding values that differ by step or engine."""
 
     num_tokens: int  # of the step
-    no_row: int  # a table row that no sequence has
+    no_row: int  # a table row that no sequence uses
     no_place: int  # a place in the block tables that no sequence reads
 
 
@@ -100,7 +100,7 @@ class StepArrays(Generic[_A]):
     seq_table_rows: _A = array_of("seqs", dtype=np.int64, padding="no_row")
     sample_table_rows: _A = array_of(
         "samples", dtype=np.int64, padding="no_row"
-    )  # padding: the token is kept for no row
+    )  # padding: the token is stored for no row
     block_places: _A = array_of("updates", dtype=np.int64, padding="no_place")  # flat places in the device's tables
     new_blocks: _A = array_of("updates", dtype=np.int32)  # the blocks to write there
     temperature: _A = array_of("samples", dtype=np.float32)  # 0 takes the most likely token
@@ -111,16 +111,16 @@ class StepArrays(Generic[_A]):
     # Adapter slots of tokens and samples; -1: no adapter.
     adapter_slots: _A = array_of("adapted_tokens", dtype=np.int32, padding=-1)
     sample_adapter_slots: _A = array_of("adapted_samples", dtype=np.int32, padding=-1)
-    # Of models that pool: the first token of each sample's range, which ends at its row; and the text of a pair that a
-    # token is in.
+    # Only for models that pool. `pool_starts`: first token of the range of each sample, which ends at the sample's
+    # token. `token_types`: 0 or 1, the text of a pair that each token is in.
     pool_starts: _A = array_of("samples", dtype=np.int64)
     token_types: _A = array_of("tokens", dtype=np.int64)
-    # Of models that take media: the media row of each token; -1: none.
+    # Only for models that take media: the media row of each token; -1: none.
     media_indices: _A = array_of("media_tokens", dtype=np.int32, padding=-1)
     media_rows: _A = array_of("media_parts", "media", "media_width", dtype=np.float32)
     axis_positions: _A = array_of("axes", "tokens", dtype=np.int64)
     key_ends: _A = array_of("tokens_ahead", dtype=np.int32)
-    # Of models with cross attention: 0 for tokens that see no encoder output, -1 for others.
+    # Only for models with cross attention: 0 for tokens that see no encoder output, -1 for others.
     cross_mask: _A = array_of("cross_mask_tokens", dtype=np.int32, padding=-1)
     hidden_in: _A = array_of("hidden_in_tokens", "hidden_in_bytes", dtype=np.uint8)
 

@@ -48,7 +48,7 @@ class StepComputation:
     def logits(self, inputs: StepArrays[Array], hidden: Array) -> tuple[Array, Array]:
         """`StepModel.logits`."""
         if self._links.next is not None:
-            return hidden, hidden  # nobody reads them: the last stage computes logits
+            return hidden, hidden  # placeholders: only the last stage computes logits
         if self._max_shape.pools:
             vectors = cast(PoolingModel, self._model).pool(hidden, inputs.pool_starts, inputs.sample_rows)
             return vectors, vectors
@@ -57,12 +57,13 @@ class StepComputation:
         return logits, self._ops.argmax(logits)
 
     def logits_after(self, inputs: StepArrays[Array], hidden: Array, begin: int, end: int) -> Array:
-        """-> logits [end - begin, V] float32 after the tokens begin .. end of a step with these `hidden` states."""
+        """Return the logits [end - begin, V] float32 after the tokens begin .. end of a step with these `hidden`
+        states."""
         with self._taking(inputs.adapter_slots[begin:end]):
             return self._model.logits(hidden[begin:end])
 
     def outputs(self, inputs: StepArrays[Array], num_samples: int) -> StepOutputs:
-        """Compute all of it, call by call."""
+        """Compute the whole step, call by call."""
         hidden, features = self.hidden(inputs)
         if not num_samples or self._links.next is not None:
             return StepOutputs(hidden, features, hidden[:0], hidden[:0])
@@ -78,7 +79,7 @@ class StepComputation:
             cast(CrossModel, self._model).write_encoder_kv(place(rows), place(positions), place(slots), self.caches)
 
     def _batch(self, inputs: StepArrays[Array]) -> StepBatch:
-        """Return the model's input. A device with tables of its own adds what only it knows."""
+        """Return the model's input. A device with its own tables adds the last tokens and block tables."""
         token_ids, tables = inputs.token_ids, inputs.block_tables
         if self._tables is not None:
             token_ids, tables = self._tables.resolve(self._ops, inputs)
@@ -103,5 +104,5 @@ class StepComputation:
         )
 
     def _taking(self, slots: Array) -> AbstractContextManager[None]:
-        """While it is entered, each row takes the adapter of its slot."""
+        """A context in which each row uses the adapter in its slot."""
         return nullcontext() if self._adapters is None or not len(slots) else self._adapters.taking(slots)

@@ -1,4 +1,4 @@
-"""A submitted step, until its results are collected. The runner fills it in."""
+"""A submitted step, until its results are collected. The runner sets its fields."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SubmittedStep:
         # Set in the stream.
         self.sampled: SampledTokens | None = None
         self.vectors: Array | None = None  # [samples, size] float32, from a model that pools
-        self.prompt_logprobs: list[tuple[int, MeasuredLogprobs]] = []  # with their rows
+        self.prompt_logprobs: list[tuple[int, MeasuredLogprobs]] = []  # (row, log-probabilities)
         self.alignment: dict[int, Alignment] = {}  # by row
         self.features: Array | None = None  # [T, F]; valid until the next replay of a captured step
         self.hidden_out: Array | None = None  # [T, bytes]: hidden states for the next stage
@@ -64,7 +64,7 @@ class SubmittedStep:
         return self._runner.collect(self)
 
     def take_tokens(self, tokens: NDArray[np.int64]) -> None:
-        """Replace the tokens [N] by those that the first worker has sampled."""
+        """Set the tokens [N] to those that the first worker has sampled."""
         sampled: Any = self.staging.tokens[: len(tokens)]
         sampled[:] = tokens
         self.sampled = SampledTokens(sampled)

@@ -88,7 +88,7 @@ class Worker:
         self.adapters: AdapterStore | None = None
         runner_adapters = None if adapted is None else self._make_adapter_store(model, adapted, phases)
         self.media: TowerCache | None = None
-        self._largest_media: Callable[[], list[MediaInput]]  # that the tower may get
+        self._largest_media: Callable[[], list[MediaInput]]  # the largest media that the tower may get
         self._received: ReceivedRows | None = None
         self._media_table: MediaTable | None = None
         self._make_tower(phases)
@@ -102,7 +102,7 @@ class Worker:
             model_config.pooling, worker_group, self._media_table, self._cross,
         )  # fmt: skip
         self._draft: Draft | None = None
-        if config.draft is not None and worker_group.is_leader:  # the others are told its draft tokens
+        if config.draft is not None and worker_group.is_leader:  # the other workers get its draft tokens
             self._draft = self._load_draft(config.draft, phases)
         self.submit: Callable[[StepPlan], SubmittedStep | DraftedStep] = self.runner.submit
         self._set_synthetic_acceptance(model.vocab_size)
@@ -122,7 +122,7 @@ class Worker:
         return model
 
     def _wait_for_kernels(self, compiling: Thread | None, phases: Phases) -> None:
-        """Return when the kernels are compiled; other workers find those of the first one."""
+        """Return when the kernels are compiled; other workers use those that the first one has compiled."""
         if compiling is not None:
             compiling.join()
             phases.end("kernels compiled")
@@ -141,14 +141,14 @@ class Worker:
 
     @property
     def _tower_device(self) -> tuple[str, str]:
-        """Where towers compute, and in which type."""
+        """Return the device and the type in which towers compute."""
         if self._config.device != "cuda":
-            return "cpu", "float32"  # processors are best at float32
-        # With its number: towers compute in threads, whose own device is the first.
+            return "cpu", "float32"  # CPUs compute fastest in float32
+        # The device's number is needed: towers compute in threads, whose default is device 0.
         return f"cuda:{self._worker_group.worker_rank.on_host.rank}", self._config.model.dtype
 
     def _make_tower(self, phases: Phases) -> None:
-        """The tower of a model that takes media, on the first worker; the others receive its rows."""
+        """Make the tower of a model that takes media, on the first worker; the others receive its rows."""
         if (media := self._config.media) is None:
             return
         from octavo.multimodal.tower import ReceivedRows, Tower, TowerCache
@@ -161,7 +161,7 @@ class Worker:
             tower = Tower(media.folder, media.kind, media.row_multiplier, *self._tower_device)
             rows = self.media = TowerCache(tower, media.cache_tokens)
             if worker_group.worker_rank.num_stages > 1:
-                # Steps are computed after their results are wanted, when the rows of ended requests may be forgotten.
+                # With stages, a step may be computed after its requests have ended, when their rows would be forgotten.
                 rows = self._received = ReceivedRows()
             most_rows = description.num_cross_tokens or self._config.model.max_model_len
             self._largest_media = lambda: MediaProcessor(media).largest(most_rows)
@@ -172,7 +172,7 @@ class Worker:
         phases.end("tower")
 
     def _make_encoder(self, phases: Phases) -> None:
-        """The encoder of a model that hears, on the first worker; the others receive its rows."""
+        """Make the encoder of a model that takes speech, on the first worker; the others receive its rows."""
         if (sound := self._config.sound) is None:
             return
         from octavo.multimodal.tower import ReceivedRows, TowerCache
@@ -188,7 +188,7 @@ class Worker:
         phases.end("encoder")
 
     def _take_prompt_embeds(self) -> None:
-        """Rows of prompts that are embeddings: media without a tower."""
+        """Make the table of rows for prompts that are embeddings: media without a tower."""
         if (embeds := self._config.prompt_embeds) is None:
             return
         from octavo.multimodal.tower import BroughtRows, ReceivedRows, TowerCache
@@ -202,7 +202,7 @@ class Worker:
         self._media_table = MediaTable(rows, self._description, self._config.scheduler.max_num_seqs)
 
     def _make_cross_outputs(self) -> CrossOutputs | None:
-        """What cross attention reads of sequences, for a model that has it."""
+        """Make the table of encoder outputs, for a model with cross attention; otherwise return None."""
         if not self._description.num_cross_tokens:
             return None
         rows: MediaRows | None = self._received or self.media
@@ -236,7 +236,7 @@ class Worker:
         )  # fmt: skip
 
     def _open(self, config: ModelConfig, phases: Phases, worker_rank: WorkerRank) -> tuple[ModelDescription, Weights]:
-        """Return a worker's part of a model: its description, and its weights, which fit in memory."""
+        """Return a worker's part of a model: its description, and its weights. Checks that they fit in memory."""
         checkpoint = config.checkpoint
         description = describe(checkpoint.config, config.impl, config.code_folder, config.pooling)
         description = with_shard(
@@ -266,7 +266,7 @@ class Worker:
             model = build_head(config, own, target.model, ops, config.speculative.num_speculative_tokens)
         else:
             check_vocabulary(config.model, own)
-            description, weights = self._open(own, phases, ALONE.worker_rank)  # whole, even if the model is sharded
+            description, weights = self._open(own, phases, ALONE.worker_rank)  # drafts are never sharded
             model = build(description, weights, ops, config.model.max_model_len, own.dtype)
             weights.check_all_taken()
             weights.close()
@@ -304,14 +304,14 @@ class Worker:
 
     @property
     def _num_sharing(self) -> int:
-        """How many workers share the memory: all of the host's, unless each device has its own."""
+        """Return the number of workers that share this memory: all of the host's, or one if each device has its own."""
         return self._worker_group.worker_rank.on_host.size if self._device.shares_memory else 1
 
     def _compile_ahead(self, description: ModelDescription, weights: Weights, ops: Ops) -> Thread | None:
         """Start to compile the steps' kernels while weights are loaded, on devices that compile kernels. Nothing may be
         launched until it is done."""
         if self._config.device != "cuda" or description.impl != "octavo" or not self._worker_group.is_leader:
-            return None  # models of transformers need memory to run; other workers launch the same kernels
+            return None  # transformers' models need memory to run; other workers use the first worker's kernels
         from octavo.execution.compile_ahead import start_compile_ahead
 
         return start_compile_ahead(self._config, description, weights, ops, self._worker_group)
@@ -339,14 +339,14 @@ class Worker:
         config, device = self._config, self._device
         small = self._caches([1] * capacity.num_pools(self.groups))
         own_sizes = [sum(map(block_bytes, of_pool)) for of_pool in small]
-        sizes = own_sizes  # of the first worker, which decides the number of blocks: draft models share them
+        sizes = own_sizes  # the first worker's sizes decide the number of blocks, because draft models share them
         if self._worker_group.worker_rank.num_stages > 1:
             sizes = [max(pair) for pair in zip(own_sizes, self._largest_blocks(), strict=True)]
         self._use(small, [0] * len(small))
         other_bytes = sum(runner.capture_memory_bytes for runner in self._runners if self._captures(runner))
         other_bytes += self._tower_bytes()
         if self._draft is not None and device.shares_memory:
-            other_bytes += self._draft.state_bytes  # they are in use when they are written
+            other_bytes += self._draft.state_bytes  # the draft's states count as in use before they are first written
         del small
         budget, source = self._worker_group.smallest(self._cache_offer(other_bytes))
 
@@ -381,7 +381,7 @@ class Worker:
         return max((self._device.peak_bytes(partial(tower.try_out, one)) for one in self._largest_media()), default=0)
 
     def _cache_offer(self, other_bytes: int) -> Offer:
-        """Allocate this worker's part of the cache."""
+        """Return the memory that this worker can give to its part of the cache, and what limits it."""
         config, device, size = self._config.cache, self._device, self._num_sharing
         wanted = config.memory_bytes
         if wanted is None:
@@ -395,9 +395,9 @@ class Worker:
         return Offer(wanted, f"--kv-cache-memory-bytes {wanted}")
 
     def _caches(self, num_blocks: Sequence[int]) -> list[list[LayerKVCache]]:
-        """By pool: memory for as many layers as its largest group has of this stage, which the layers of its groups
-        share (where it is scratch, all of them the memory of one), and then for those of a draft model that keeps what
-        it keeps in the same blocks."""
+        """Allocate, by pool, memory for as many layers as the pool's largest group has in this stage; the layers of all
+        its groups share it. Scratch memory is that of one layer, shared by all. The layers of a draft model with caches
+        in the same blocks come last."""
         caches = []
         for pool, count in enumerate(num_blocks):
             spec = next(group.spec for group in self.groups if group.pool == pool)
@@ -441,7 +441,8 @@ class Worker:
         self._ops.scatter_blocks(cast(Array, contents), np.array(blocks), self._cache[pool])
 
     def take_rows(self, rows: Mapping[bytes, NDArray[np.float32]]) -> None:
-        """Take the rows of the next plan's media, by content hash, from the first worker, which has the tower."""
+        """Store the rows of the next plan's media, by content hash; they come from the first worker, which has the
+        tower."""
         table = self._media_table or self._cross
         assert self._received is not None and table is not None, "this worker asks the tower"
         self._received.take(rows, table.content_hashes)
@@ -471,7 +472,7 @@ class Worker:
             for place, layer in enumerate(group.layers):
                 if layer in own:
                     by_layer[layer] = of_pool[0 if is_scratch else places.index(place)]
-        for pool, of_pool in enumerate(caches):  # masked attention reads the null block: it must not hold NaN
+        for pool, of_pool in enumerate(caches):  # masked attention reads the null block, so it must not hold NaN
             if any(group.pool == pool and group.spec.kind == "window" for group in self.groups):
                 zeros = self._device.zeros([1, sum(block_bytes(cache) for cache in of_pool)], "uint8")
                 self._device.compute.run(partial(self._ops.scatter_blocks, zeros, np.array([NULL_BLOCK]), of_pool))

@@ -64,8 +64,8 @@ from octavo.step_plan import Admission, StepPlan
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.02  # between looks for an adapter that another thread has taken in, or for a group that is closed
-_ANSWER_S = 60.0  # for a follower's blocks: one that hangs in a step that was broken off gives none
+_LOOK_S = 0.02  # between checks whether another thread has read the answer, or the group is closed
+_ANSWER_S = 60.0  # longest wait for a follower's blocks: a follower that hangs in a step sends none
 
 _Message = TypeVar("_Message", bound=ToLeader)
 
@@ -89,7 +89,7 @@ class WorkerGroup:
         return []
 
     def agree(self, choose: Callable[[], Sizes]) -> Sizes:
-        """Return what the first worker chooses."""
+        """Return the sizes that the first worker chooses with `choose`."""
         return choose()
 
     def smallest(self, own: Offer) -> Offer:
@@ -97,11 +97,11 @@ class WorkerGroup:
         return own
 
     def largest(self, own: int) -> int:
-        """Return the largest of all workers' numbers."""
+        """Return the largest of the workers' numbers."""
         return own
 
     def send_plan(self, plan: StepPlan) -> None:
-        """Send a plan to the other workers, of which there are none."""
+        """Send a plan to the other workers; this group has none."""
 
     def send_tokens(self, tokens: NDArray[np.int64]) -> None:
         """Send the sampled tokens [N] to the other workers."""
@@ -121,11 +121,12 @@ ALONE = WorkerGroup()
 
 
 class Leader(WorkerGroup):
-    """The first worker's view: the processes of this host, which it starts and ends, and those of other nodes."""
+    """The first worker's view. It starts and ends the processes of this host, and is connected to those of other
+    nodes."""
 
     def __init__(self, config: EngineConfig, description: ModelDescription) -> None:
-        """Starts the workers, and waits for the other nodes. Raises `ConfigError` in a process that has a group
-        already, and for nodes that do not fit."""
+        """Start the workers, and wait for the other nodes. Raises `ConfigError` if the process already has a group, or
+        if a node does not fit."""
         collectives = _collectives(config.device)
         collectives.check_is_in_no_group()
         worker_ranks = configured_worker_ranks(config)
@@ -147,10 +148,10 @@ class Leader(WorkerGroup):
             self._followers.append(Connection(own.detach()))
         self.links = host.ends(self.worker_rank).open(self.connections)
         host.let_go(self.worker_rank)
-        self._listener = ThreadPoolExecutor(1, "others' adapters")  # for the followers' answers
+        self._listener = ThreadPoolExecutor(1, "others' adapters")  # waits for the followers' answers
         self._inboxes = [_Inbox(*one) for one in zip(self._worker_ranks, self._followers, strict=True)]
         self.block_bytes: list[list[int]] = []  # by follower and pool, once they are ready
-        # Also when the group is garbage-collected.
+        # Runs at `close`, and when the group is garbage-collected.
         self.close = weakref.finalize(
             self, _end, collectives.leave_group, self._followers, host.processes, self.memory, self._group
         )
@@ -212,7 +213,7 @@ class Leader(WorkerGroup):
         return found
 
     def _hang_up(self) -> None:
-        """Close the connections to other nodes, one of which is lost, so that no worker waits for another."""
+        """Close the connections to all other nodes after one is lost, so that no worker waits for another."""
         for worker_rank, follower in zip(self._worker_ranks, self._followers, strict=True):
             if worker_rank.node != self.worker_rank.node:
                 hang_up(follower)
@@ -222,7 +223,7 @@ class Leader(WorkerGroup):
         self._tell(PictureRows.of(rows))
 
     def send_plan(self, plan: StepPlan) -> None:
-        """Return the plan without sampling parameters, which the other workers do not need."""
+        """Send a plan, without sampling parameters, to the other workers, which do not need them."""
         self._tell(Plan(replace(plan, admissions=[_without_sampling(admission) for admission in plan.admissions])))
 
     def send_tokens(self, tokens: NDArray[np.int64]) -> None:
@@ -235,7 +236,8 @@ class Leader(WorkerGroup):
         return self._listener.submit(self._all_read, source.identity, own)
 
     def _all_read(self, identity: str, own: Future[int]) -> int:
-        """Wait for each answer, even if this worker's read failed: later answers belong to a later request."""
+        """Return the most pages of all workers. Waits for every answer even if this worker's read failed: later answers
+        belong to a later request."""
         answers = [inbox.wait_for_adapter(identity) for inbox in self._inboxes]
         num_pages = own.result()
         for answer in answers:
@@ -298,14 +300,14 @@ class Leader(WorkerGroup):
 
 
 class _Inbox:
-    """Messages of one follower once it is ready. Two threads read them, one for adapters and one for blocks; each
-    stores those that the other waits for."""
+    """Messages of one follower once it is ready. One thread waits for adapters and another for blocks; each stores the
+    messages that are for the other."""
 
     def __init__(self, worker_rank: WorkerRank, follower: Connection) -> None:
         self._worker_rank, self._follower = worker_rank, follower
         self._adapters: dict[str, AdapterRead] = {}  # by identity
         self._contents: deque[bytes] = deque()
-        self._lock = threading.Lock()  # for the next message
+        self._lock = threading.Lock()  # held while reading the next message
 
     def wait_for_adapter(self, identity: str) -> AdapterRead:
         """Raises `LoadError` if the worker ends."""
@@ -406,7 +408,7 @@ def _gather(config: EngineConfig) -> NodeGroup:
     try:
         return NodeGroup.gather(others.config, others)
     except BaseException:
-        others.close()  # also if there was no group to close it
+        others.close()  # also if no group was made that would close it
         raise
 
 
@@ -424,7 +426,7 @@ def hang_up(other: Connection) -> None:
 
 
 def _without_sampling(admission: Admission) -> Admission:
-    asked = admission.params  # of the model, which all compute
+    asked = admission.params  # parameters that change the model's computation, in which all workers take part
     params = SamplingParams(
         temperature=0.0, prompt_logprobs=asked.prompt_logprobs, alignment_heads=asked.alignment_heads
     )

@@ -31,7 +31,7 @@ class Offer(NamedTuple):
 
 
 class Number(msgspec.Struct, tag="number"):
-    """A worker's number; and the answer, the largest of all."""
+    """A worker's number; the answer is the largest of all workers' numbers."""
 
     value: int
 
@@ -63,7 +63,7 @@ class PictureRows(msgspec.Struct, tag="rows"):
 
     @classmethod
     def of(cls, rows: dict[bytes, NDArray[np.float32]]) -> PictureRows:
-        """rows [parts, tokens, H] by content hash."""
+        """Make the message of rows [parts, tokens, H] by content hash."""
         return cls({key: (of_one.shape, of_one.tobytes()) for key, of_one in rows.items()})
 
     @property

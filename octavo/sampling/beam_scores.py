@@ -34,6 +34,6 @@ def best_tokens(ops: Ops, scores: Array, beams: Beams) -> list[tuple[list[int], 
 
 def offers(samples: list[int], best: NDArray[Any], scores: NDArray[Any]) -> Iterator[tuple[int, TokenLogprobs]]:
     """Yield (sample, its best tokens) for each beam in one group of `best_tokens`, whose arrays are on the host by now.
-    Each entry begins with the best token, which comes again among the best."""
+    Each entry begins with the best token, and the list of best tokens that follows repeats it."""
     for n, ids, values in zip(samples, best.tolist(), scores.tolist(), strict=True):
         yield n, TokenLogprobs([ids[0], *ids], [values[0], *values], 1)

@@ -31,7 +31,7 @@ def measure(ops: Ops, logits: Array, tokens: Array, num_top: NDArray[np.int64]) 
 
 def measure_of(ops: Ops, logits: Array, samples: NDArray[np.int64], tokens: Sequence[Sequence[int]]) -> Array:
     """Return the log-probabilities of `tokens` of each of the rows `samples` [M] of logits [N, V]: [M, K], where K is
-    the most tokens of a row. What lies behind a row's tokens means nothing."""
+    the length of the longest list. Entries after a row's own tokens are meaningless."""
     asked = np.zeros((len(tokens), max(map(len, tokens))), np.int64)
     for row, own in zip(asked, tokens, strict=True):
         row[: len(own)] = own

@@ -85,7 +85,7 @@ def _run_callers_processors(ops: Ops, logits: Array, special: list[SpecialSample
                         call(prompt.tolist(), output.tolist(), row)
                     ),
                 )
-            except Exception as e:  # the caller's code failed: only its request fails
+            except Exception as e:  # an error in the caller's code fails only its request
                 errors[one.sample] = f"logits processor {processor!r} failed: {type(e).__name__}: {e}"
                 break
         if has_nan and one.sample not in errors:

@@ -36,10 +36,10 @@ class SampledTokens:
 
     tokens: Array
     errors: dict[int, str] = field(default_factory=dict)
-    wanted: list[int] = field(default_factory=list)  # the samples that `logprobs` belongs to
+    wanted: list[int] = field(default_factory=list)  # samples of the rows of `logprobs`
     logprobs: MeasuredLogprobs | None = None
-    logprob_tokens: list[tuple[int, list[int]]] = field(default_factory=list)  # samples, tokens asked for
-    of_tokens: Array | None = None  # their log-probabilities, a row for each of `logprob_tokens`
+    logprob_tokens: list[tuple[int, list[int]]] = field(default_factory=list)  # (sample, its wanted tokens)
+    of_tokens: Array | None = None  # log-probabilities of these tokens, a row for each entry of `logprob_tokens`
     offers: list[tuple[list[int], Array, Array]] = field(default_factory=list)
 
     def results(
@@ -107,7 +107,7 @@ def sample_tokens(
     if batch.beams:
         sampled.offers = best_tokens(ops, logits, batch.beams)
     sampled.tokens = best
-    if (batch.settings["temperature"] > 0).any():  # last, because it overwrites the logits
+    if (batch.settings["temperature"] > 0).any():  # done last, because it overwrites the logits
         settings = arrays.temperature, arrays.top_k, arrays.top_p, arrays.min_p, arrays.uniforms
         sampled.tokens = ops.sample(logits, *(setting[: len(best)] for setting in settings))
     if raw is not None:

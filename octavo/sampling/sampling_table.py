@@ -175,10 +175,10 @@ class SamplingBatch:
     settings: dict[str, NDArray[Any]]  # by name of `_SETTINGS`, [N]
     position: NDArray[np.uint64]  # [N]: output tokens before this one
     special: list[SpecialSample]
-    # Waits for the masks of samples that follow a grammar. Returns the masks, and by sample why a grammar cannot be
-    # followed any further.
+    # Waits for the masks of samples that follow a grammar. Returns the masks, and by sample the reason if its grammar
+    # cannot be followed any further.
     masks: Callable[[], Masks] = _no_masks
-    # Samples of which log-probabilities of certain tokens are wanted, and these tokens.
+    # Samples with wanted tokens (`logprob_token_ids`), and these tokens.
     logprob_tokens: list[tuple[int, list[int]]] = field(default_factory=list)
     beams: Beams = field(default_factory=list)
 
@@ -209,7 +209,7 @@ class SamplingTable:
             self._logprob_tokens[row] = params.logprob_token_ids
         self._beams.pop(row, None)
         if params.use_beam_search:
-            # Enough tokens for all sequences to continue this beam, even if its most likely tokens all end it.
+            # Enough tokens for all sequences to continue this beam, even if all of its most likely tokens end it.
             num_offered = max(params.num_sequences + len(admission.stop_token_ids), params.logprobs or 0)
             self._beams[row] = num_offered, params.temperature
             temperature, num_logprobs = 0.0, -1  # beams have log-probabilities of their own

@@ -1,4 +1,4 @@
-"""Whisper's rules for timestamps (Radford et al. 2022, and its code): the tokens that a transcribing model may say
+"""Whisper's rules for timestamps (Radford et al. 2022, and its code): which tokens a transcribing model may generate
 next.
 
 The rules apply before all settings of a request, and before log-probabilities are measured, which therefore cover only
@@ -48,7 +48,7 @@ def allowed_tokens(rules: SpeechRules, output: Sequence[int], logits: NDArray[np
     if not output:
         allowed[rules.suppressed_first] = False
     first = rules.first_timestamp
-    if not rules.has_times:  # the prompt asks for no timestamps
+    if not rules.has_times:  # the prompt asks for text without timestamps
         allowed[first:] = False
         return allowed
     allowed[first - 1] = False  # the token for "no timestamps"
