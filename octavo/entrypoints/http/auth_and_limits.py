@@ -126,7 +126,7 @@ class AuthAndLimits:
                 self._state.num_engine_requests -= uses_engine
                 self._state.num_tokenizing -= tokenizes
         except ClientGoneError:
-            pass
+            await Response(status_code=499)(scope, receive, send)  # nobody sees it; metrics do
         finally:
             self._state.num_in_flight -= 1
 

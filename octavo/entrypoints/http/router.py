@@ -118,8 +118,10 @@ class _Application:
         """Return the answer to a request."""
         try:
             return await self._endpoints["GET" if request.method == "HEAD" else request.method](request)
-        except (RequestError, EngineDeadError, HTTPException, ClientDisconnect):
+        except (RequestError, EngineDeadError, HTTPException):
             raise
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody sees it; metrics do
         except Exception as error:  # answered here, so that CORS headers are still added
             return error_response(**error_fields(error))
 

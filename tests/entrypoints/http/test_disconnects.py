@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octavo.entrypoints.http.app import build_app
+from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.streaming import run_until_disconnect
+from tests.entrypoints.fake_engine import FakeEngine
 
 
 class Client:
@@ -78,3 +82,32 @@ def test_errors_and_the_cancelling_of_others_reach_the_caller() -> None:
             await task
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/v1/completions", "application/json"), ("/v1/files", "multipart/form-data; boundary=x"),
+        ("/v1/audio/transcriptions", "multipart/form-data; boundary=x"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("body", [b"", b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nba'])
+def test_a_client_that_leaves_amid_its_body_is_no_fault_of_the_server(
+    tiny_tokenizer: Path, path: str, kind: str, body: bytes
+) -> None:
+    app: Any = build_app(FakeEngine(tiny_tokenizer), ServerArgs(disable_log_requests=True))  # type: ignore[arg-type]
+    messages = [{"type": "http.request", "body": body, "more_body": True}, {"type": "http.disconnect"}]
+    headers = [(b"content-type", kind.encode()), (b"content-length", b"1000")]
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path, "root_path": "",
+        "raw_path": path.encode(), "query_string": b"", "headers": headers, "client": None, "server": None,
+    }  # fmt: skip
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        pass
+
+    asyncio.run(app(scope, receive, send))
+    assert list(app.counts._counts) == [(path, "POST", "4xx")]
