@@ -119,8 +119,8 @@ class GatewayApp:
             await self._unless_gone(work(), receive)
         except RequestError as error:
             self.metrics.requests.labels("none", "none", error.status).inc()
-            if 400 <= error.status < 500 and not client.has_begun:
-                self._note_refusal(scope["method"], path, key, error)
+            if not client.has_begun:
+                self._note_refusal(scope["method"], path, key, error, client.request_id)
             await client.fail(error)
         except (_ClientGoneError, BrokenAnswerError):
             raise
@@ -128,15 +128,15 @@ class GatewayApp:
             logger.exception("Unexpected error while answering a request")
             await client.fail(RequestError("Internal error.", status=500, code="internal_error"))
 
-    def _note_refusal(self, method: str, path: str, key: Key | None, error: RequestError) -> None:
-        """Count the refusal, and write a line without what the client wrote."""
+    def _note_refusal(self, method: str, path: str, key: Key | None, error: RequestError, request_id: str) -> None:
+        """Count a refusal (4xx), and write a line with nothing that the client wrote but its id of the request."""
         reason = error.limit if isinstance(error, LimitError) else error.code
-        if key is not None:
+        if key is not None and error.status < 500:
             self.metrics.key_refusals.labels(key.settings.name, reason or str(error.status)).inc()
         if error.status in (401, 404) and not self._lines.admits(time.monotonic()):
             return
         of_key = None if key is None else f"key {key.settings.name}"
-        said = ", ".join(filter(None, (str(error.status), error.param, reason, of_key)))
+        said = ", ".join(filter(None, (str(error.status), error.param, reason, of_key, f"request {request_id}")))
         logger.info("%s %s is refused: %s", method, route_of(path) or "none", said)
 
     async def _find_key(self, scope: Scope) -> Key | None:

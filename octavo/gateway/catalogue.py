@@ -184,7 +184,11 @@ def _check_addresses(entry: ModelEntry, at: str) -> None:
         except ConfigError as error:
             raise ConfigError(f"{at}.discover: {error}") from None
     for address in entry.addresses:
-        parts = urlsplit(address)
+        try:
+            parts = urlsplit(address)
+            _ = parts.port
+        except ValueError as error:
+            raise ConfigError(f"{at}.addresses: {address} is no HTTP address: {error}.") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ConfigError(f"{at}.addresses: {address} is no HTTP address, such as http://127.0.0.1:8000.")
         if parts.path.rstrip("/").endswith("/v1"):

@@ -19,10 +19,11 @@ from octavo.errors import RequestError
 from octavo.gateway.error_bodies import error_body, error_event
 from octavo.gateway.meter import PROMPT_TOKENS, Meter
 from octavo.gateway.stream_progress import RESUMABLE, StreamProgress
-from octavo.gateway.upstream import HOP_BY_HOP, Answer
+from octavo.gateway.upstream import HOP_BY_HOP, Answer, UpstreamError
 from octavo.messages_errors import MESSAGES_PREFIX
 
 _NOT_PASSED_ON = HOP_BY_HOP | {b"date", RESUMABLE, PROMPT_TOKENS}
+_NO_BODY = (204, 304)  # a Content-Length would be of the body that another answer has
 _EVENTS = b"text/event-stream"
 _EVENT_END = re.compile(rb"(?<=\n\n)|(?<=\r\n\r\n)")
 _MAX_EVENT_BYTES = 1 << 20  # of an event that is held back until it is whole
@@ -114,7 +115,10 @@ class Client:
         self.has_answer = True
         is_events = answer.header(b"content-type").startswith(_EVENTS) and not answer.header(b"content-encoding")
         self._rest = b""
-        self.progress.begin(answer.header(RESUMABLE) if is_events else b"")
+        about = answer.header(RESUMABLE) if is_events else b""
+        if self.progress.is_resumable and is_events and not about:
+            raise UpstreamError("it cannot go on with another replica's stream")
+        self.progress.begin(about)
         if self.meter is not None:
             self.meter.see_prompt(answer.header(PROMPT_TOKENS))
         if self._has_head:
@@ -122,7 +126,8 @@ class Client:
             return
         self._is_events = is_events
         # A stream may get an event more than it was to have: the one that says that it broke.
-        dropped = _NOT_PASSED_ON | {b"content-length"} if is_events else _NOT_PASSED_ON
+        has_length = not is_events and answer.status not in _NO_BODY
+        dropped = _NOT_PASSED_ON if has_length else _NOT_PASSED_ON | {b"content-length"}
         await self._begin(answer.status, [one for one in answer.headers if one[0] not in dropped])
 
     def add(self, data: bytes) -> bool:

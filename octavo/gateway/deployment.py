@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from octavo.errors import RequestError
 from octavo.gateway.catalogue import ModelEntry
@@ -51,6 +51,7 @@ class Deployment:
         self._budget, self._launch, self._timeout_s = budget, launch, replica_timeout_s
         self._servers: dict[Replica, RunningServer] = {}
         self._starting: asyncio.Task[None] | None = None
+        self._waits: set[asyncio.Future[None]] = set()  # of requests, for the start
         self._stopping: asyncio.Task[None] | None = None
         self._restarts: set[asyncio.Task[None]] = set()
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -90,6 +91,12 @@ class Deployment:
         """Return whether a client's key is for this model."""
         return key is None or key.may_use({self.name, *self.entry.aliases})
 
+    def change(self, entry: ModelEntry) -> None:
+        """Have an entry that asks for the same replicas."""
+        before, self.entry = self.keep_alive, entry
+        if self.is_idle and self.keep_alive != before:
+            self._on_idle()
+
     def ask_to_keep(self, seconds: float | None) -> None:
         """Have the model stop after this time without a request; None changes nothing."""
         if seconds is not None:
@@ -123,14 +130,18 @@ class Deployment:
                 self._starting = asyncio.ensure_future(self._start())
                 self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
             starting = self._starting
+            wait = asyncio.shield(starting)
+            self._waits.add(wait)
             try:
-                await asyncio.shield(starting)
+                await wait
             except StartError as error:
                 raise self._refusal(error, self._backoff_s) from None
             except asyncio.CancelledError:
-                if starting.cancelled() and not self._is_cancelled():
-                    continue  # whoever had begun it left; this request begins it again
-                raise
+                if self._is_cancelled():
+                    raise
+                # Whoever had begun it left, and this request begins it again; or all requests are cut off.
+            finally:
+                self._waits.discard(wait)
 
     async def settle(self, replicas: Iterable[Replica]) -> None:
         """Return when the processes of replicas that hung up have ended, or do not seem to."""
@@ -147,8 +158,9 @@ class Deployment:
     def cut(self) -> None:
         """End the requests that are answered or wait, with errors."""
         self._is_closed = True
-        if self._starting is not None:
-            self._starting.cancel()
+        _cancel(self._starting)
+        for wait in self._waits:
+            wait.cancel()
         for replica in (*self.replicas, *self._gone):
             replica.upstream.close()
 
@@ -177,8 +189,7 @@ class Deployment:
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         tasks = [*self._restarts, *filter(None, (self._starting, self._discovering))]
-        for task in tasks:
-            task.cancel()
+        _cancel(*tasks)
         await asyncio.gather(*tasks, return_exceptions=True)
         self.begin_stop()
         if self._stopping is not None:
@@ -253,8 +264,7 @@ class Deployment:
             if not all(replica in self._servers for replica in self.replicas):
                 raise StartError("a replica ended right after its start")
         except BaseException:
-            for launch in launches:
-                launch.cancel()
+            _cancel(*launches)
             await asyncio.gather(*launches, return_exceptions=True)
             self.replicas = []
             await self._stop_servers()
@@ -299,7 +309,7 @@ class Deployment:
 
     def _on_idle(self) -> None:
         if self._starting is not None and self.state == "waiting":
-            self._starting.cancel()  # nobody waits for it any more
+            _cancel(self._starting)  # nobody waits for it any more
         elif self._is_retired:
             self._closing = asyncio.ensure_future(self.close())
         elif self.state == "ready" and self.entry.is_local:
@@ -318,8 +328,7 @@ class Deployment:
 
     async def _stop(self) -> None:
         restarts = list(self._restarts)
-        for restart in restarts:
-            restart.cancel()
+        _cancel(*restarts)
         await asyncio.gather(*restarts, return_exceptions=True)
         for replica in self.replicas:
             self.router.forget(replica)
@@ -332,3 +341,10 @@ class Deployment:
     async def _stop_servers(self) -> None:
         await asyncio.gather(*(server.stop() for server in list(self._servers.values())))
         self._servers.clear()
+
+
+def _cancel(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel tasks once: a second time would cut off how they end, and leave processes."""
+    for task in tasks:
+        if task is not None and not task.cancelling():
+            task.cancel()

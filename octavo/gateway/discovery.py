@@ -48,14 +48,14 @@ class KubernetesService(NamedTuple):
 
 def read_source(text: str) -> DnsName | KubernetesService:
     """Raises `ConfigError`, which says what the text may be."""
-    parts = urlsplit(text)
     try:
+        parts = urlsplit(text)
         if parts.scheme == "dns+http" and parts.hostname and parts.port and parts.path in ("", "/"):
             return DnsName(parts.hostname, parts.port)
-    except ValueError:  # a port that is no number
+        if parts.scheme == "kubernetes" and (found := re.fullmatch(r"/([a-z0-9.-]+):([a-z0-9-]+)", parts.path)):
+            return KubernetesService(parts.netloc, found[1], found[2])
+    except ValueError:  # a port that is no number, or an IPv6 address without its end
         pass
-    if parts.scheme == "kubernetes" and (found := re.fullmatch(r"/([a-z0-9.-]+):([a-z0-9-]+)", parts.path)):
-        return KubernetesService(parts.netloc, found[1], found[2])
     raise ConfigError(
         f"{text} is neither dns+http://HOST:PORT nor kubernetes://NAMESPACE/SERVICE:PORT (https is not built: its "
         "certificates are not for addresses)."

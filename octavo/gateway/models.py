@@ -85,16 +85,17 @@ class Models:
         """Have these models from now on. What changed stops once its requests have ended; what did not goes on.
         Raises `ConfigError`, and then nothing has changed."""
         check_memory(catalogue, self.budget.total_gib)
-        before, self._deployments = self._deployments, {}
+        before, after = dict(self._deployments), dict[str, Deployment]()
         for name, entry in catalogue.models.items():
             kept = before.get(name)
             if kept is not None and _what_runs(kept.entry) == _what_runs(entry):
-                kept.entry = entry
-                self._deployments[name] = before.pop(name)
+                kept.change(entry)
+                after[name] = before.pop(name)
             else:
-                self._deployments[name] = Deployment(
+                after[name] = Deployment(
                     name, entry, self.budget, self._launch, replica_timeout_s=self._replica_timeout_s
                 )
+        self._deployments = after
         self._aliases = {alias: name for name, entry in catalogue.models.items() for alias in entry.aliases}
         self._retired = [one for one in self._retired if one.num_held or one.state != "stopped"]
         for gone in before.values():

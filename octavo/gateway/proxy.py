@@ -37,7 +37,7 @@ SESSION_HEADER = b"x-session-id"
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 _NOT_PASSED_ON = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding", MODEL_HEADER, RESUMABLE}
 _KEEPS = re.compile(
-    r"/v1/(?:responses|conversations|chat/completions|files|batches)(?:/(?!(?:input_tokens|render)$)([^/]+))?"
+    r"/v1/(?:responses|conversations|chat/completions|files|batches)(?:/(?!(?:input_tokens|compact|render|derender|batch)$)([^/]+))?"
 )
 _CREATED = re.compile(
     rb'"(?:id|output_file_id|error_file_id)"\s*:\s*"((?:resp|conv|chatcmpl|file|batch)[-_][\w-]{1,100})"'

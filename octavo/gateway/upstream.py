@@ -7,6 +7,7 @@ framing of chunks: a piece of a stream goes to its client in the callback that r
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import re
 import ssl
@@ -53,7 +54,7 @@ class Upstream:
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
 
-    @property
+    @functools.cached_property
     def is_near(self) -> bool:
         """Whether the address is of this host or of a private network, by its number or its name."""
         try:
@@ -69,12 +70,17 @@ class Upstream:
         if body or method in ("POST", "PUT", "PATCH"):
             lines.append(b"content-length: %d" % len(body))
         message = b"\r\n".join(lines) + b"\r\n\r\n" + body
-        while (connection := self._take_idle()) is not None:
+        was_lost = False
+        if (connection := self._take_idle()) is not None:
             try:
                 return self._seen_from_outside(await connection.ask(message, self._timeout_s))
-            except _StaleError:  # it was closed while it was idle, and the replica has not seen the request
-                continue
-        return self._seen_from_outside(await (await self._connect()).ask(message, self._timeout_s))
+            except _StaleError:  # it was closed while it was idle; or the request has ended the replica
+                was_lost = True
+        try:
+            connection = await self._connect()
+        except UnreachableError as error:
+            raise UpstreamError(f"the replica hung up: {error}") if was_lost else error from None
+        return self._seen_from_outside(await connection.ask(message, self._timeout_s))
 
     def close(self) -> None:
         """Cut all connections; requests under way end with `UpstreamError`."""
@@ -107,8 +113,9 @@ class Upstream:
                 )
         except TimeoutError:
             raise UnreachableError(f"{self.address} took longer than {CONNECT_TIMEOUT_S:g} s to connect") from None
-        except OSError as error:
-            raise UnreachableError(f"{self.address} cannot be reached: {error.strerror or error}") from None
+        except (OSError, UnicodeError) as error:  # a label of a name that is empty or too long is a UnicodeError
+            why = (error.strerror if isinstance(error, OSError) else None) or error
+            raise UnreachableError(f"{self.address} cannot be reached: {why}") from None
         return connection
 
 
@@ -305,7 +312,7 @@ class _Connection(asyncio.Protocol):
         self._has_begun = True
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             answer.fail(UpstreamError(f"the replica spoke no HTTP: {error}"))
             self._transport.abort()
         answer.deliver()
@@ -333,6 +340,9 @@ class _Connection(asyncio.Protocol):
         assert self._parser is not None
         status = self._parser.get_status_code()
         if self._answer is None:
+            return
+        if not 100 <= status < 600:
+            self._answer.fail(UpstreamError(f"the replica spoke no HTTP: status {status}"))
             return
         if status < 200:  # interim
             self._answer.headers.clear()

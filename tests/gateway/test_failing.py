@@ -35,6 +35,14 @@ async def talk_nonsense(asked: Asked) -> None:
     asked.writer.write(b"220 smtp ready\r\n\r\n")
 
 
+async def have_an_odd_status(asked: Asked) -> None:
+    asked.reply(b"{}", 799)
+
+
+async def change_the_protocol(asked: Asked) -> None:
+    asked.head(101, connection="upgrade", upgrade="x")
+
+
 async def be_silent(asked: Asked) -> None:
     await asked.reader.read()
 
@@ -47,7 +55,10 @@ async def be_starting(asked: Asked) -> None:
     asked.reply(b"{}", 503)
 
 
-@pytest.mark.parametrize("bad", [die, die_after_the_head, talk_nonsense, be_silent, be_busy, be_starting])
+@pytest.mark.parametrize(
+    "bad",
+    [die, die_after_the_head, talk_nonsense, have_an_odd_status, change_the_protocol, be_silent, be_busy, be_starting],
+)
 def test_a_replica_that_fails_before_the_first_byte_costs_the_client_nothing(clock: Clock, bad: Behave) -> None:
     async def run() -> None:
         async with fake_servers(bad, answer_plainly) as servers, gateway(at(servers), replica_timeout=30.0) as gate:
@@ -65,6 +76,30 @@ def test_a_request_that_ends_replicas_is_refused_after_two(clock: Clock) -> None
             response = await gate.ask(messages=["poison"])
             assert response.status_code == 500 and response.json()["error"]["code"] == "request_kills_replicas"
             assert sorted(len(one.asked) for one in servers) == [0, 1, 1]
+
+    clock.run(run())
+
+
+def test_a_request_that_ends_replicas_over_kept_connections_ends_two_at_most(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        if asked.json["messages"] == ["poison"]:
+            next(one for one in servers if asked in one.asked).die()
+        else:
+            await answer_plainly(asked)
+
+    servers: list[FakeServer] = []
+
+    async def run() -> None:
+        async with fake_servers(behave, behave, behave) as found, gateway(at(found)) as gate:
+            servers.extend(found)
+            for replica in gate.deployment("a").replicas:
+                (await replica.upstream.send("POST", b"/", [], b'{"messages": []}')).close()
+                answer = await replica.upstream.send("POST", b"/", [], b'{"messages": []}')
+                await answer.read_all(99)
+                answer.close()
+            response = await gate.ask(messages=["poison"])
+            assert response.json()["error"]["code"] == "request_kills_replicas"
+            assert sum(one.exited.done() for one in servers) == 2
 
     clock.run(run())
 

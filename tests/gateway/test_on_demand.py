@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,5 +247,49 @@ def test_five_models_in_the_memory_of_two_answer_all_requests(clock: Clock) -> N
             await asyncio.gather(*(ask_often() for _ in range(8)))
             starts = [await gate.metric(f'octavo_gateway_starts_total{{model="{name}"}}') for name in names]
             assert starts == [gate.launch.begun.count(name) for name in names] and min(starts) >= 1
+
+    clock.run(run())
+
+
+def test_the_end_interrupts_no_start_that_is_being_undone(clock: Clock) -> None:
+    class SlowToEnd(FakeLaunch):
+        async def __call__(self, name: str, entry: ModelEntry) -> FakeServer:
+            try:
+                return await super().__call__(name, entry)
+            except asyncio.CancelledError:
+                if len(self.begun) > len(ended) + 1:
+                    ended.append(name)
+                    raise
+                await virtual_sleep(20)
+                ended.append(name)
+                raise
+
+    ended: list[str] = []
+
+    async def run() -> None:
+        launch = SlowToEnd()
+        launch.may_start.clear()
+        async with gateway({"a": {"replicas": 2}}, launch, shutdown_timeout=3.0) as gate:
+            asking = asyncio.ensure_future(gate.ask())
+            await until(lambda: len(launch.begun) == 2)
+            gate.server.stop()
+            assert (await asking).status_code == 503
+        assert ended == ["a", "a"], "memory is free only when the processes have ended"
+
+    clock.run(run())
+
+
+def test_a_keep_alive_that_changes_holds_for_a_model_that_is_idle(clock: Clock, tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("models: {a: {keep_alive: null}}")
+
+    async def run() -> None:
+        async with gateway(str(file)) as gate:
+            await gate.ask()
+            clock.advance(600)
+            assert gate.launch.running("a") == 1
+            file.write_text("models: {a: {keep_alive: 7}}")
+            gate.server.reload()
+            await until(lambda: not gate.launch.running("a"))
 
     clock.run(run())

@@ -262,17 +262,44 @@ def test_a_cache_session_is_deleted_at_every_replica(clock: Clock) -> None:
     clock.run(run())
 
 
+def test_an_answer_without_a_body_may_say_how_long_it_would_be(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    async def behave(asked: Asked) -> None:
+        asked.head(304, content_length="9", etag="x")
+
+    async def run() -> None:
+        async with gateway({"a": {}}, FakeLaunch(behave)) as gate:
+            for _ in range(2):
+                answer = await gate.http.get("/v1/files/file-1/content", headers={"if-none-match": "x"})
+                assert (answer.status_code, answer.headers["etag"], answer.content) == (304, "x", b"")
+            assert "Unexpected" not in caplog.text
+
+    clock.run(run())
+
+
+def test_a_path_below_the_stored_ones_is_no_id(clock: Clock) -> None:
+    async def run() -> None:
+        async with gateway({"a": {}, "b": {}}) as gate:
+            for path in ("/v1/responses/compact", "/v1/chat/completions/batch", "/v1/chat/completions/derender"):
+                answer = await gate.ask(None, path)
+                assert answer.status_code == 400 and "names no model" in answer.json()["error"]["message"]
+
+    clock.run(run())
+
+
 def test_a_line_of_a_refusal_has_no_word_of_the_client(
     clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("octavo.gateway.app.time", SimpleNamespace(monotonic=lambda: 7.5, time=time.time))  # one second
     caplog.set_level("INFO", logger="octavo.gateway")
+    ids: list[str] = []
 
     async def run() -> None:
         async with gateway({"a": {}}, api_key=["k"]) as gate:
             for i in range(9):
-                assert (await gate.http.get(f"/SECRET/{i}")).status_code == 401
-            gate.http.headers["x-api-key"] = "k"
+                refused = await gate.http.get(f"/SECRET/{i}")
+                assert refused.status_code == 401
+                ids.append(refused.headers["x-request-id"])
+            gate.http.headers.update({"x-api-key": "k", "x-request-id": "mine"})
             for method, path in (("PUT", "/v1/files/SECRET"), ("HEAD", "/v1/responses/SECRET"), ("HEAD", "/SECRET"),
                                  ("PUT", "/v1/chat/completions/render")):  # fmt: skip
                 await gate.http.request(method, path, json={"model": "a"}, headers={"content-encoding": "gzip"})
@@ -281,8 +308,8 @@ def test_a_line_of_a_refusal_has_no_word_of_the_client(
     lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     known = ["PUT /v1/files is refused: 415", "HEAD /v1/responses is refused: 405", "HEAD none is refused: 405",
              "PUT /v1/chat/completions/render is refused: 415"]  # fmt: skip
-    assert lines[-4:] == known and "SECRET" not in "".join(lines)
-    assert lines[:-4] == ["GET none is refused: 401, invalid_api_key"] * 5
+    assert lines[-4:] == [f"{line}, request mine" for line in known] and "SECRET" not in "".join(lines)
+    assert lines[:-4] == [f"GET none is refused: 401, invalid_api_key, request {one}" for one in ids[:5]]
 
 
 def test_errors_of_the_gateway_tell_the_id_and_the_methods_of_a_route(clock: Clock) -> None:

@@ -164,3 +164,22 @@ def test_a_response_is_kept_where_its_stream_ended(clock: Clock) -> None:
             assert kept.json() == {"kept": True} and servers[1].asked[-1].method == "GET"
 
     clock.run(run())
+
+
+def test_a_server_that_does_not_go_on_does_not_begin_anew(clock: Clock) -> None:
+    async def begin_anew(asked: Asked) -> None:
+        if "resume" not in asked.json:
+            await replica(2)(asked)
+            return
+        asked.begin_stream()
+        asked.piece(WHOLE)
+        asked.piece(b"")
+
+    async def run() -> None:
+        async with fake_servers(begin_anew, begin_anew) as servers, gateway(at(servers)) as gate:
+            answer = await gate.ask(stream=True)
+            begin = b"".join(events + b"\n\n" for events, _ in SCRIPT[:2])
+            assert answer.content.startswith(begin) and b"replica_lost" in answer.content[len(begin) :]
+            assert answer.content.count(b'{"b": 2}') == 1
+
+    clock.run(run())

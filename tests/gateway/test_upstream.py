@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from octavo.gateway import upstream as upstream_module
-from octavo.gateway.upstream import Upstream, UpstreamError
+from octavo.gateway.upstream import Sink, Upstream, UpstreamError
 from tests.gateway.fakes import Asked, Behave, fake_servers, until
 from tests.waiting import Clock, virtual_sleep
 
@@ -42,6 +42,14 @@ async def too_short(asked: Asked) -> None:
 async def never_ending(asked: Asked) -> None:
     asked.head(content_length="9")
     asked.writer.write(b"abcde")
+
+
+def sink_into(given: list[bytes], *, takes_more: bool) -> Sink:
+    def sink(data: bytes) -> bool:
+        given.append(data)
+        return takes_more
+
+    return sink
 
 
 def run_with(clock: Clock, behave: Behave, work: Callable[..., Awaitable[None]], timeout_s: float = 30) -> None:
@@ -170,11 +178,7 @@ def test_what_a_sink_cannot_take_yet_is_held_and_comes_before_the_loss(clock: Cl
     async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
         answer = await upstream.send("GET", b"/x", [], b"")
         given: list[bytes] = []
-
-        def full(data: bytes) -> bool:
-            given.append(data)
-            return False
-
+        full = sink_into(given, takes_more=False)
         assert await answer.pass_to(full) and given == [b"a"]
         go_on.set()
         await until(lambda: answer._failure)
@@ -227,13 +231,8 @@ def test_a_stream_is_lost_when_nothing_came_for_its_time_and_not_before(clock: C
     async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
         begin, given = clock.now(), list[bytes]()
         answer = await upstream.send("GET", b"/x", [], b"")
-
-        def sink(data: bytes) -> bool:
-            given.append(data)
-            return True
-
         with pytest.raises(UpstreamError, match="nothing came for 30 s"):
-            await answer.pass_to(sink)
+            await answer.pass_to(sink_into(given, takes_more=True))
         assert given == [b"a"] * 5 and 110 <= clock.now() - begin < 120
         answer.close()
 
@@ -263,5 +262,7 @@ def test_nobody_at_the_address_is_an_error_that_says_so(clock: Clock) -> None:
         server.die()
         with pytest.raises(UpstreamError, match="cannot be reached"):
             await upstream.send("GET", b"/x", [], b"")
+        with pytest.raises(UpstreamError, match="cannot be reached"):
+            await Upstream("http://no..name", timeout_s=30).send("GET", b"/x", [], b"")
 
     run_with(clock, with_length, work)
