@@ -89,6 +89,7 @@ class FileStream(EventStream):
 
     media_type = "application/octet-stream"
     keep_alive = b""
+    shows_errors = False
 
 
 MAX_FILES = 10_000  # of one page of the list, as in OpenAI's API

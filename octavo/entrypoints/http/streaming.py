@@ -173,6 +173,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
     keep_alive = b": keep-alive\n\n"  # a comment, sent when nothing else has been sent for a while
+    shows_errors = True  # as a last event; otherwise an error breaks the answer off, so that it does not look whole
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str], push: Push | None = None) -> None:
         self._events = events
@@ -199,6 +200,8 @@ class EventStream(Response):
                 push.has_sent = True
                 await send_body({"type": "http.response.body", "body": events, "more_body": True})
         except Exception as error:
+            if not self.shows_errors:
+                raise
             await send_body({"type": "http.response.body", "body": stream_error_event(error), "more_body": True})
         finally:
             push.close()

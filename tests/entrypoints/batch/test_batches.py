@@ -547,6 +547,27 @@ def test_files_expire(client: openai.OpenAI, http: httpx.Client) -> None:
         assert answer.status_code == 400 and "expires_after" in answer.json()["error"]["param"], data
 
 
+def test_a_download_that_fails_does_not_look_whole(
+    client: openai.OpenAI, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_routes, "PIECE_BYTES", 100)
+    monkeypatch.setattr(stored_files, "_PIECES_AT_ONCE", 1)
+    chunks = Database.chunks
+
+    def fail_later(database: Database, id: str, after: int, limit: int) -> Any:
+        if after >= 1:
+            raise sqlite3.OperationalError("disk I/O error")
+        return chunks(database, id, after, limit)
+
+    file = client.files.create(file=("in.jsonl", b"x" * 1000), purpose="batch")
+    monkeypatch.setattr(Database, "chunks", fail_later)
+    with http.stream("GET", f"/v1/files/{file.id}/content") as answer:
+        parts = answer.iter_raw()
+        assert next(parts).startswith(b"x")
+        with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+            list(parts)
+
+
 def test_expired_files_are_gone_unless_a_batch_needs_them() -> None:
     database = Database(None, 1 << 20)
     file = stored_files.new_file("a", "batch", 1) | {"expires_at": 1}
