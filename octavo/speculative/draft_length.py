@@ -54,12 +54,14 @@ def choose_counts(
 
 
 def choose_draft_count(
-    cost: StepCost, work: StepWork, prompts: StepWork, candidates: Sequence[Candidate], draft_s: float, gain: float
-) -> int:
+    cost: StepCost, work: StepWork, prompts: StepWork, candidates: Sequence[Candidate], draft_s: float, gain: float,
+    num_wrong: float = 0.0,
+) -> int:  # fmt: skip
     """Return how many tokens a drafter makes for each of the `candidates`. `work`, `prompts` and `gain` are as in
-    `choose_counts`; one more token for all of them takes the drafter `draft_s`."""
+    `choose_counts`; one more token for all of them takes the drafter `draft_s`. `work` may have draft tokens of other
+    sequences, of which `num_wrong` are expected to be wrong."""
     prompts_s = cost.seconds(prompts) if prompts.num_tokens else 0.0
-    expected = float(work.num_samples - prompts.num_samples)
+    expected = work.num_samples - prompts.num_samples - num_wrong
     best = first = expected / max(cost.seconds(work) - prompts_s, 1e-9)
     chosen, tried, chances = 0, replace(work), [1.0] * len(candidates)
     for count in range(1, max(candidate.num_draft_tokens for candidate in candidates) + 1):

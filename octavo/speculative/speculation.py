@@ -114,30 +114,38 @@ class Speculation:
             return draft_tokens
         work = StepWork.of(rows)
         prompts = StepWork.of([row for row in rows if not row.is_decode])
-        asked = [i for i, tokens in enumerate(draft_tokens) if tokens]
-        by_drafter = [draft_tokens[i][0] == DRAFT_PLACEHOLDER for i in asked]
-        found = []
-        for i, is_made in zip(asked, by_drafter, strict=True):
-            seq, rate = candidates[i][0], self._rate(candidates[i][0])
-            found.append(Candidate(seq.num_computed_tokens, len(draft_tokens[i]), rate if is_made else _cautious(rate)))
+        known, by_drafter = dict[int, Candidate](), dict[int, Candidate]()  # by index
+        for i, tokens in enumerate(draft_tokens):
+            if tokens:
+                seq, rate = candidates[i][0], self._rate(candidates[i][0])
+                is_made = tokens[0] == DRAFT_PLACEHOLDER
+                (by_drafter if is_made else known)[i] = Candidate(
+                    seq.num_computed_tokens, len(tokens), rate if is_made else _cautious(rate)
+                )
         gain = 1.0 if self._was_worth_it else _LEAST_GAIN
-        if all(by_drafter):
-            counts = self._draft_counts(self.cost, work, prompts, found, gain)
-        else:
-            counts = choose_counts(self.cost, work, prompts, found, gain)
-        self._was_worth_it = any(counts)
-        chosen: list[tuple[int, ...]] = [()] * len(draft_tokens)
-        for i, count in zip(asked, counts, strict=True):
-            chosen[i] = draft_tokens[i][:count]
-        return chosen
+        counts, num_wrong = dict[int, int](), 0.0
+        if known:
+            found = choose_counts(self.cost, work, prompts, [*known.values()], gain)
+            counts.update(zip(known, found, strict=True))
+        if by_drafter:
+            for i, candidate in known.items():
+                for count in range(1, counts[i] + 1):
+                    work.add_draft_token(candidate.num_computed, count)
+                    num_wrong += 1.0 - candidate.rate**count
+            found = self._draft_counts(self.cost, work, prompts, [*by_drafter.values()], gain, num_wrong)
+            counts.update(zip(by_drafter, found, strict=True))
+        self._was_worth_it = any(counts.values())
+        return [tokens[: counts.get(i, 0)] for i, tokens in enumerate(draft_tokens)]
 
     def _draft_counts(
-        self, cost: StepCost, work: StepWork, prompts: StepWork, candidates: list[Candidate], gain: float
-    ) -> list[int]:
+        self, cost: StepCost, work: StepWork, prompts: StepWork, candidates: list[Candidate], gain: float,
+        num_wrong: float,
+    ) -> list[int]:  # fmt: skip
         """Return how many tokens a drafter makes for each: its cost is the same for one sequence as for all. How good
-        they are is known only if it makes them; so if they were not worth it, one sequence tries some now and then."""
+        they are is known only if it makes them; so if they were not worth it, one sequence tries some now and then.
+        `num_wrong` is as in `choose_draft_count`."""
         self._was_asked = True
-        count = choose_draft_count(cost, work, prompts, candidates, self._draft_s, gain)
+        count = choose_draft_count(cost, work, prompts, candidates, self._draft_s, gain, num_wrong)
         counts = [min(count, candidate.num_draft_tokens) for candidate in candidates]
         if not count and self._num_idle_steps >= self._next_trial:
             counts[-1] = min(_TRIAL_DRAFT_TOKENS, candidates[-1].num_draft_tokens)

@@ -87,3 +87,16 @@ def test_a_drafter_that_lags_is_not_judged_by_what_it_has_not_guessed() -> None:
     first = found[late.stop]
     assert first - found[late.start] < 5 * 6
     assert num_steps - first < 600 / (MOST + 1) + 20
+
+
+@pytest.mark.parametrize(("draft_s", "is_made"), [(1e-3, True), (1.0, False)])
+def test_a_drafter_is_asked_for_what_its_time_is_worth_beside_a_prediction_too(draft_s: float, is_made: bool) -> None:
+    speculation = Speculation(ToBeDrafted(100_000), MOST, COST)
+    speculation.drafted([PlannedRow(0, 10, 3, 3, 1, (DRAFT_PLACEHOLDER,) * 2)], {0: (5, 6)}, 2 * draft_s)
+    seqs = []
+    for i, prediction in enumerate(([], [5, 6, 7, 8])):
+        request = EngineRequest(f"r{i}", Prompt([1]), SamplingParams(), [], 100, 0.0, prediction=prediction)
+        seqs.append(Sequence(request, (0.0, i), 0))
+        speculation.accept(seqs[-1], [0], None)
+    made, found = speculation.choose([(seq, MOST) for seq in seqs], [PlannedRow(i, 10, 1, 1) for i in range(2)])
+    assert bool(made) == is_made and found
