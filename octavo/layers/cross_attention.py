@@ -41,7 +41,7 @@ class CrossAttentionDescription:
     value_name: str = "encoder_attn.v_proj"
     output_name: str = "encoder_attn.out_proj"
     qk_norm_names: tuple[str, str] = ("", "")
-    shard: Shard = WHOLE  # of the heads
+    shard: Shard = WHOLE  # this worker's heads
 
     @property
     def units(self) -> int:

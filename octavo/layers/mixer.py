@@ -25,7 +25,7 @@ class Mixer(Protocol):
 
     @property
     def consumer(self) -> LinearWeight | None:
-        """As `FeedForwardLike.consumer`."""
+        """See `FeedForwardLike.consumer`."""
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
         """Return the output [T, H] of hidden [T, H]; `tables` belong to the layer's cache group."""

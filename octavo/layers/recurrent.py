@@ -56,12 +56,13 @@ class Convolution:
         return self._ops.causal_conv(x, self._weight, self._bias, self._activation, *_places(states, batch, tables))
 
     def behind(self, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> tuple[Array, Array, Array, Array]:
-        """Return the arguments of operations whose state follows the convolution's: the recurrence's numbers."""
+        """Return the last arguments of an operation whose state follows the convolution's in the block: the
+        recurrence's numbers."""
         return _places(cache.key[:, self.num_floats :], batch, tables)
 
 
 def _places(states: Array, batch: StepBatch, tables: GroupTables) -> tuple[Array, Array, Array, Array]:
-    """Return the last arguments of operations with states."""
+    """Return the arguments that describe states and sequences, which come last in operations with states."""
     return states, tables.slot_mapping, batch.query_start_loc, batch.seq_lens
 
 

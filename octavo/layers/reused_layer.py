@@ -21,8 +21,8 @@ from octavo.ops import Array, LayerKVCache
 
 @dataclass(frozen=True, slots=True)
 class ReusedLayerDescription:
-    """A use of a reused transformer layer. `adapter` is the using layer's index among all that use it. The last matrix
-    belongs to the using layer."""
+    """One layer's use of a reused transformer layer. `adapter` is this layer's index among all layers that use it. The
+    last matrix belongs to the using layer."""
 
     name: str  # name of the transformer's modules in the checkpoint
     attention: AttentionDescription

@@ -45,15 +45,16 @@ class Shard:
         return range(self.rank * each, (self.rank + 1) * each)
 
     def of_few(self, count: int, what: str) -> range:
-        """As `of`, but if there are fewer things than workers, several workers have the same one. Raises
-        `ConfigError`."""
+        """Return this worker's range of `count` things; with fewer things than workers, several workers share a thing.
+        Raises `ConfigError` if they cannot have equally many."""
         if count >= self.size or self.size % count:
             return self.of(count, what)
         own = self.rank * count // self.size
         return range(own, own + 1)
 
     def cut(self, count: int) -> range:
-        """Return this worker's range of `count` things, as equal as possible: the last workers may have fewer."""
+        """Return this worker's range of `count` things. Ranges are as equal as possible: the last workers may have
+        fewer."""
         each = -(-count // self.size)
         return range(min(self.rank * each, count), min((self.rank + 1) * each, count))
 
@@ -79,5 +80,5 @@ class ShardedHeads:
 
 
 def elements(own: range, size: int) -> range:
-    """Return the range of elements of the `own` things, which have `size` elements each."""
+    """Return the range of elements of the things `own`, of `size` elements each."""
     return range(own.start * size, own.stop * size)

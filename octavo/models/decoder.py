@@ -74,14 +74,13 @@ class Decoder:
         self.on_layer_input: Callable[[int, Array], None] | None = None
         # 3. From the last layer to logits or vectors.
         self._output = OutputLayer(description, parameters, self._input.embedding)
-        # 4. What workers and adapters ask.
+        # 4. Facts for workers and adapters.
         self.residual_dtype = self._choose_residual_dtype()
         self._num_weight_bytes = parameters.num_matrix_bytes
         self._matrices, self._expert_matrices = parameters.matrices, parameters.expert_matrices
 
     def _build_embedding_carriers(self, parameters: Parameters) -> None:
-        """Build the makers of rows that are zero except for the embedding at their end. Other outputs are added to the
-        zeros."""
+        """Build the makers of rows of zeros with the embedding at the end. Other outputs are added to the zeros."""
         description, size = self.description, self.hidden_size
         # Reused layers read rows [hidden, embedding].
         self._padded_rows: ZeroRows | None = None
@@ -212,9 +211,8 @@ class Decoder:
         return residual
 
     def _split_input(self, batch: StepBatch) -> tuple[Array, Array]:
-        """Return the residual streams [T, streams * H] before this stage's layers, and the embedding [T, H]. Unless the
-        model `carries_embedding`, a later stage's second array is something else, which nobody reads. Both may be one
-        array."""
+        """Return the residual streams [T, streams * H] before this stage's layers, and the embedding [T, H]. In a later
+        stage the second array is meaningless unless the model `carries_embedding`. Both may be one array."""
         if batch.hidden_in is None:
             embedding = self._input.forward(batch, self.residual_dtype)
             return embedding, embedding

@@ -37,8 +37,8 @@ _LARGEST = (1 << 31) - 1
 
 
 def check_numbers(description: Any) -> None:
-    """Raise `LoadError` if a field of a description, or of one inside it, should be a number and is not: configurations
-    may hold a list or a text in its place."""
+    """Raise `LoadError` if a field that should be a number is none, in a description or in one inside it:
+    configurations may have a list or a text there."""
     for field in fields(description):
         value, kind = getattr(description, field.name), _NUMBERS.get(str(field.type))
         if kind is not None and not (isinstance(value, kind) and (value is None or abs(value) <= _LARGEST)):
@@ -46,7 +46,7 @@ def check_numbers(description: Any) -> None:
             raise LoadError(f"the model's configuration makes {name} {str(value)[:60]}, which it cannot be.")
         before = None
         for one in value if isinstance(value, tuple) else (value,):
-            if is_dataclass(one) and not isinstance(one, type) and one != before:  # most layers equal the one before
+            if is_dataclass(one) and not isinstance(one, type) and one != before:  # most layers equal the layer before
                 check_numbers(one)
             before = one
 
@@ -103,7 +103,7 @@ class LayerDescription:
     def __post_init__(self) -> None:
         if self.deferred_by:
             scale = self.output_scales.feed_forward * self.residual_multiplier
-            assert self.feed_forward_post_norm is None and scale == 1.0, "a deferred output is added as it is"
+            assert self.feed_forward_post_norm is None and scale == 1.0, "a deferred output is not normed or scaled"
 
     @property
     def cached_mixers(self) -> tuple[MixerDescription | ReusedLayerDescription, ...]:
@@ -153,7 +153,7 @@ class ModelDescription:
     # Which tokens also see later tokens: "picture": a picture's tokens see the whole picture; "prompt": a prompt's
     # tokens see the whole prompt.
     sees_ahead: Literal["", "picture", "prompt"] = ""
-    media_stand_in: int | None = None  # the token that `per_layer_embeddings` reads in place of tokens with media rows
+    media_stand_in: int | None = None  # the token that `per_layer_embeddings` reads instead of tokens with media rows
     unused: tuple[str, ...] = ()  # prefixes of tensors that the model does not use
     shard: Shard = WHOLE  # this worker's part of the output matrix and of the layers: `octavo.models.sharding`
     num_precise_layers: int = 0  # number of first layers whose inputs are quantized to 16 bits instead of 8

@@ -156,7 +156,7 @@ class ModuleNames(NamedTuple):
     norms: tuple[str, str, str]  # of the embedding, of the hidden state, and of the result
     layer: str  # prefix of the layer's tensors
     tables: dict[str, str]  # "embedding" and "output": modules that it may have of its own
-    passes_normed: bool  # the next position gets the module's result after the norm
+    passes_normed: bool  # the next position reads the module's result after the norm
 
 
 def module_names(description: ModelDescription, weights: Weights) -> ModuleNames | None:

@@ -48,7 +48,7 @@ DECODERS = {
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "mllama_text_model": "LlamaForCausalLM",
-    "kimi_k2": "DeepseekV3ForCausalLM",  # as Kimi's own files call it
+    "kimi_k2": "DeepseekV3ForCausalLM",  # the model_type in Kimi's own files
 }
 # Defaults of the configuration classes in transformers 5, by model_type or by the family's class: checkpoints leave out
 # settings that equal their default.
@@ -60,7 +60,7 @@ _REFUSES = {"paddleocr_vl_text": ("use_bias",)}
 _FIXED: dict[str, dict[str, Any]] = {
     "glm_ocr_text": {"attention_bias": False}, "mllama_text_model": {"attention_bias": False, "mlp_bias": False},
 }  # fmt: skip
-# Decoders that any family whose default decoder is among them may have.
+# A family whose default decoder is one of these may have any of them.
 _ANY_FAMILY = ("llama", "mistral", "qwen2", "qwen3", "granite", "cohere2", "aria_text")
 
 
@@ -88,7 +88,7 @@ class MediaFamily:
     brings_adapter: bool = False  # an adapter lies beside the weights, for prompts with media
     # Cross-attention layers of the decoder read a picture's rows; the rows replace no tokens: `with_cross_attention`.
     crosses: bool = False
-    longest_s: float | None = None  # longest sound that its tower hears, in seconds; None: as its processor
+    longest_s: float | None = None  # longest sound that its tower takes, in seconds; None: the processor's limit
 
     @property
     def sees_videos(self) -> bool:
@@ -279,7 +279,7 @@ def _text_config(family: MediaFamily, config: Mapping[str, Any]) -> dict[str, An
     if text.get("model_type") is None:
         text["model_type"] = family.decoder
     if family.sees_ahead == "prompt":
-        text.pop("use_bidirectional_attention", None)  # it means the same as `sees_ahead`, which is set by the family
+        text.pop("use_bidirectional_attention", None)  # the family's `sees_ahead` says this
     for name in ("rope_scaling", "rope_parameters"):
         scaling = text.get(name) or {}
         if "mrope" in (

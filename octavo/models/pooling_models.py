@@ -23,7 +23,7 @@ from octavo.models.readers import num_labels
 from octavo.pooling_params import PoolingConfig
 
 _EMBEDS = ("Model",)
-_BASES = {"Gemma3Text": "Gemma3"}  # a class's name before its suffix -> its decoder's
+_BASES = {"Gemma3Text": "Gemma3"}  # name of a class before its suffix -> that of its decoder
 _CLASSIFIES = ("ForSequenceClassification", "ForTokenClassification", "ForRewardModel", "ForProcessRewardModel")
 # Value of --task, as in older versions of vLLM -> "embed" or "classify".
 TASKS = {
@@ -53,8 +53,8 @@ class PoolingFlags:
 
 
 def decoder_of(name: str) -> str:
-    """Return the decoder (ForCausalLM) whose network architecture `name` has, with another head or none. Other
-    architectures are returned unchanged."""
+    """Return the decoder (ForCausalLM) with the same network as architecture `name`, which has another head or none.
+    Other architectures are returned unchanged."""
     for suffix in (*_CLASSIFIES, *_EMBEDS):
         base = _BASES.get(name.removesuffix(suffix), name.removesuffix(suffix))
         if name.endswith(suffix) and f"{base}ForCausalLM" in FAMILIES:

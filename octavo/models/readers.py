@@ -26,7 +26,7 @@ from octavo.models.description import LayerDescription, ModelDescription
 from octavo.ops import Routing
 
 Config = Mapping[str, Any]
-# A function of the configuration and the layer's number. Other values in a family's table stand for themselves.
+# A function of the configuration and the layer's number. Other values in a family's table are constants.
 Setting = Callable[[Config, int], Any]
 
 # Defaults of most configuration classes. Sizes have no default: config.json must have them.
@@ -86,8 +86,8 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "mamba_conv_bias": ("use_conv_bias",),
 }
 _STANDARD = {own: standard for standard, names in _ALIASES.items() for own in names}
-# Settings that are ignored on purpose: read by training, losses, caches, tokenizers, other modules or the choice of a
-# kernel only, or by nothing any more.
+# Settings that are ignored on purpose: they matter only to training, losses, caches, tokenizers, other modules or the
+# choice of a kernel, or no longer matter.
 _CHANGES_NOTHING = re.compile(
     r"""_\w+|\w*(dropout|pdrop|layerdrop|jitter|initializer|variance_scale|rescale|fp32|_loss_coef|loss_coefficient
     |loss_scaling_factor|token_id|scoring_func|version|precision)\w*
@@ -120,11 +120,11 @@ _OF_SOME = (
     "attention_bias", "attention_multiplier", "embedding_multiplier", "final_logit_softcapping", "logits_scaling",
     "mlp_bias", "residual_multiplier",
 )  # fmt: skip
-# Settings that must be given and are sizes or counts of at least 1; the others among these may be 0, null or a list.
+# Settings without defaults. These are sizes or counts of at least 1; the second group may be 0, null or a list.
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _SIZES = ("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok")
 _MAX_LAYERS, _MAX_EXPERTS, _MAX_LABELS, _MAX_COUNT = 1 << 13, 1 << 13, 1 << 20, (1 << 31) - 1
-# Settings whose defaults are whole numbers though any number is meant, and settings that may be texts.
+# Settings with whole default values that may be any number, and settings that may be texts.
 _NOT_WHOLE = re.compile(r"\w+_factor|\w*scal\w+|mamba_expand")
 _ANY = ("sliding_window_pattern",)
 _LISTS, _OBJECTS = ("layer_types", "mlp_layer_types"), ("rope_parameters", "rope_scaling")
@@ -223,7 +223,7 @@ def read(name: str, family: Family, given: Config) -> ModelDescription:
     config = _merged(name, given)
     try:
         return _read(name, family, config)
-    except (TypeError, ValueError, ArithmeticError, AttributeError) as e:  # of values that `_check_values` lets pass
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as e:  # values that `_check_values` does not check
         noted = _Noted(_merged(name, given))
         with suppress(Exception):
             _read(name, family, noted)
@@ -239,7 +239,7 @@ def unread(name: str, family: Family, given: Config) -> list[str]:
     config = _Noted(_merged(name, given))
     _read(name, family, config)
     own = _own_settings(name, given)
-    defaults = _OWN_DEFAULTS.get(_HEADS.sub("", name), {})  # some are for layers that this model may lack
+    defaults = _OWN_DEFAULTS.get(_HEADS.sub("", name), {})  # some belong to layers that this model may lack
     counts = config.read | {*family.refuses, *defaults, *_DEFAULTS}
     return sorted(
         key

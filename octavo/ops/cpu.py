@@ -131,8 +131,8 @@ def use_threads(num_threads: int | None, cpus: list[int] | None) -> int:
 
 
 def default_threads() -> tuple[int, list[int] | None]:
-    """Return the default number of threads, and a processor for each where each is bound to its own by default: on
-    several NUMA nodes. Engines that this process has already do not matter."""
+    """Return the default number of threads, and on several NUMA nodes, where threads are bound by default, a processor
+    for each. Existing engines of this process do not matter."""
     if asked_for := os.environ.get("OCTAVO_CPU_THREADS"):
         return int(asked_for), None
     count, cpus = _cpu.default_placement()
@@ -140,8 +140,8 @@ def default_threads() -> tuple[int, list[int] | None]:
 
 
 def keep_threads_on(cpus: list[int]) -> None:
-    """Compute on one thread for each of these processors. The calling thread, which is one of them, is left to the
-    system: what it starts later may run anywhere."""
+    """Compute on one thread for each of these processors. The calling thread, which is one of them, is not bound:
+    threads that it starts later may run anywhere."""
     _cpu.set_threads(len(cpus), cpus)
 
 

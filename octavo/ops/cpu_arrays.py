@@ -37,7 +37,8 @@ CACHE_CODES: dict[np.dtype[Any], int] = {
 
 
 def code_of(op: str, *arrays: NDArray[Any]) -> int:
-    """Return the kernels' code of the element type that all `arrays` have. Raises `TypeError` for other types."""
+    """Return the kernels' code of the `arrays`' element type. Raises `TypeError` if the types differ or are
+    unsupported."""
     dtype = arrays[0].dtype
     for array in arrays:
         if array.dtype != dtype:
@@ -62,7 +63,7 @@ def is_dense(x: NDArray[Any]) -> bool:
 def require(holds: bool, message: str = "") -> None:
     """Raise `ValueError` unless `holds`, with the calling operation's arrays and sizes.
 
-    Kernels check nothing and would read out of bounds. An assertion would be gone under `python -O`."""
+    Kernels check nothing and would read out of bounds. `python -O` would remove assertions."""
     if holds:
         return
     frame = sys._getframe(1)

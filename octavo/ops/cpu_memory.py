@@ -60,7 +60,7 @@ def _place(memory: NDArray[np.uint8], in_shares: bool) -> None:
     """Place memory whose pages are still to be written on the NUMA nodes of the threads."""
     nodes: list[int] = _cpu.nodes_of_threads()
     if in_shares and len([*itertools.groupby(nodes)]) > len({*nodes}):
-        return  # neighbouring threads are of different nodes (--cpu-threads-bind)
+        return  # neighbouring threads run on different nodes (--cpu-threads-bind)
     if nodes:
         _cpu.place_pages(
             memory=memory, bytes=memory.nbytes, page_bytes=_HUGE_PAGE_BYTES, nodes=nodes, in_shares=in_shares

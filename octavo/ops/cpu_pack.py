@@ -28,7 +28,7 @@ from octavo.quantization.unpacking import ROUNDED, words_of
 
 _PLAIN = ("F32", "F16", "BF16")  # formats of floats that stay floats
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_QUANTIZED = {"INT8": "", "INT4": " 4"}  # formats that the packer makes of floats: the suffix of its source format
+_QUANTIZED = {"INT8": "", "INT4": " 4"}  # formats that the packer quantizes floats to -> suffix of its source format
 # Formats whose superblocks are packed with the file's own bits and scales.
 _KEPT: dict[str, int] = {name: getattr(_cpu, f"WEIGHT_{name}") for name in KEPT_ON_CPUS}
 # Formats whose scales are single float16 numbers in the file, not products of two numbers.
@@ -165,7 +165,7 @@ def pack_linear(
     if not floats:
         return _pack_runs(parts, bias, gated, is_precise)
     dtype = floats[0].tensors["data"].dtype.name
-    # Where a file keeps some of these matrices as floats, the quantized ones become floats too.
+    # If a file has some of these matrices as floats, the quantized ones become floats too.
     arrays = [part.tensors["data"] if part.format in _PLAIN else dequantize(part, dtype) for part in parts]
     return _pack_floats(arrays, bias, gated)
 

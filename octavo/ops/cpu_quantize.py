@@ -13,7 +13,7 @@ from octavo.ops.cpu_arrays import BFLOAT16, CODES, FLOAT32, UINT8, code_of, is_d
 from octavo.ops.cpu_pack import first_part
 from octavo.ops.cpu_program import check_inputs, empty
 
-# The type of activations that float matrices multiply, by the matrix's format.
+# The type of activations for a float matrix, by the matrix's format.
 FLOAT_FORMATS = {
     _cpu.WEIGHT_F32: FLOAT32, _cpu.WEIGHT_BF16: BFLOAT16, _cpu.ROWS_F32: FLOAT32, _cpu.ROWS_BF16: BFLOAT16,
 }  # fmt: skip

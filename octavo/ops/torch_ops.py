@@ -45,8 +45,8 @@ def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return ids and values of the largest logits, of equals the lowest id first.
 
     `topk` does not define the order of equals, so it gets integer keys that are all different."""
-    bits = (logits + 0.0).view(torch.int32)  # the sum makes -0 a 0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # as the floats are
+    bits = (logits + 0.0).view(torch.int32)  # adding 0 turns -0 into 0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # integers in the order of the floats
     width = logits.shape[1]
     keys = ordered * width + torch.arange(width - 1, -1, -1, device=logits.device)
     top = width - 1 - keys.topk(min(count, width), dim=-1).values % width
@@ -63,7 +63,7 @@ def replace_rows(x: Tensor, replacements: Tensor, indices: Tensor) -> None:
 def add_chosen(residual: Tensor, x: Tensor, ids: Tensor, weights: Tensor, first_id: int) -> None:
     passed = torch.where(ids >= first_id, weights, 0.0)
     factor = torch.zeros_like(passed[:, :1])
-    for j in range(ids.shape[1]):  # one by one: torch may add in another order when there are more rows
+    for j in range(ids.shape[1]):  # one by one: with several rows torch may add in another order
         factor += passed[:, j : j + 1]
     residual.copy_(residual.float() + factor * x.float())
 

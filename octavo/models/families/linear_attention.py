@@ -38,7 +38,7 @@ def _lightning(config: Config, i: int) -> LightningDescription:
 
 
 def _minimax_constants(config: Config, _: int) -> tuple[str, ...]:
-    """Return unused tensors: checkpoints have constants that follow from the configuration."""
+    """Return unused tensors: constants that follow from the configuration."""
     names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
     return tuple(f"model.layers.{i}.self_attn.{name}" for i in range(config["num_hidden_layers"]) for name in names)
 

@@ -1,7 +1,7 @@
 """Mixtures of experts: routing, stacks of packed weights, and their products.
 
-Rows are sorted by expert, and each expert's rows begin with a new tile, so that a tile of a product has one matrix.
-There are as many tiles as so many rows and experts may need; programs of tiles that routing leaves empty end at once.
+Rows are sorted by expert, and each expert's rows begin with a new tile, so that a tile of a product has one matrix. The
+number of tiles is the most that this number of rows and experts may need; programs of empty tiles end at once.
 """
 
 from __future__ import annotations
@@ -193,9 +193,10 @@ def stack_experts(experts: Iterable[LinearWeight], num_experts: int) -> StackedW
 def _tile_rows(num_tokens: int, top_k: int, num_experts: int, is_hopper: bool = True) -> int:
     """Return the number of rows of a tile. On average an expert's last tile is half empty. Bits do not depend on it.
 
-    Steps of `_MANY_TOKENS` or more are a class beside `ROW_CLASSES`; the start's largest step is of it if any is."""
+    Steps of `_MANY_TOKENS` or more are one more class beside `ROW_CLASSES`; the start's largest step is in it if any
+    step can be."""
     num_each = (_MANY_TOKENS if num_tokens >= _MANY_TOKENS else row_class(num_tokens)) * top_k // num_experts
-    return 16 if num_each <= 16 else 64 if num_each < 256 or not is_hopper else 128  # which spills on others
+    return 16 if num_each <= 16 else 64 if num_each < 256 or not is_hopper else 128  # 128 rows spill on others
 
 
 @triton.jit(do_not_specialize=["first_expert", "num_entries", "num_tiles"])
@@ -203,10 +204,9 @@ def _group(
     ids, tile_experts, rows, first_expert, num_entries, num_tiles, NUM: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program e gives the entries of ids that are `first_expert` + e their rows, and their tiles their expert; program
-    NUM does so for what is no expert of these.
-
-    Each program counts the entries of all experts: a launch more would take longer."""
+    """Program e assigns rows to the entries of ids that equal `first_expert` + e, and the expert to their tiles;
+    program NUM handles entries of other experts. Each program counts the entries of all experts, because another launch
+    would take longer."""
     own = tl.program_id(0)
     index = tl.arange(0, SIZE)
     place = tl.arange(0, BLOCK)

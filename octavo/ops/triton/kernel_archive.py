@@ -1,9 +1,9 @@
 """Compiled kernels and launchers in one file, for machines that have no C compiler or should not wait for one.
 
-`octavo kernels` makes an archive, on a machine with or without a GPU; a server takes one that OCTAVO_KERNELS names.
-An archive belongs to one version of Triton, of Python and of the kernels' sources, and to some compute capabilities
-(`archive_key`). Kernels that it lacks are compiled as if there were none. It holds machine code: take none from people
-whose programs you would not run.
+`octavo kernels` makes an archive, on a machine with or without a GPU; a server uses the archive that OCTAVO_KERNELS
+names. An archive belongs to one version of Triton, of Python and of the kernels' sources, and to some compute
+capabilities (`archive_key`). Kernels that it lacks are compiled as usual. It contains machine code: use archives only
+from sources whose programs you would run.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from octavo.ops.triton import launch
 logger = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
-_KEPT = (".cubin", ".json", ".so")  # of what Triton leaves, what a launch needs
-# Multiprocessors of the usual device of a compute capability: tiles follow from them ("Compute Capabilities" of the
-# CUDA programming guide; A100, A10, L40S, H100, B200).
+_KEPT = (".cubin", ".json", ".so")  # the files of Triton's cache that a launch needs
+# Number of multiprocessors of the usual device of a compute capability, from which tiles are chosen ("Compute
+# Capabilities" of the CUDA programming guide; A100, A10, L40S, H100, B200).
 MULTIPROCESSORS = {(8, 0): 108, (8, 6): 72, (8, 9): 142, (9, 0): 132, (10, 0): 148}
 
 
 @cache
 def archive_key() -> str:
-    """Return the name of what kernels depend on beside a model and a device."""
+    """Return a key of everything that kernels depend on besides model and device."""
     sources = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         sources.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -55,10 +55,10 @@ def archive_key() -> str:
 
 
 def _use_portable_keys() -> None:
-    """Have Triton keep compiled things under names that are alike on machines with one `archive_key`."""
-    # Its own key reads the compiler's library, to tell builds of one version apart.
+    """Have Triton name compiled files alike on all machines with the same `archive_key`."""
+    # Triton's own key hashes the compiler's library, to distinguish builds of one version.
     triton_cache.triton_key = _triton_key
-    if hasattr(build, "_get_cache_manager"):  # from 3.7 on a launcher's name has the folders of libraries in it
+    if hasattr(build, "_get_cache_manager"):  # from 3.7 on a launcher's name contains folders of libraries
         build._get_cache_manager = _module_cache
 
 
@@ -71,8 +71,8 @@ def _module_cache(source: bytes, config: object) -> Any:
 
 
 def use_archive(path: str, folder: Path) -> bool:
-    """Have Triton find the archive's kernels, which are unpacked to a folder of `folder` -> whether they are of use
-    here. Call it before any kernel is launched. Raises `ConfigError` for a file that is no archive."""
+    """Unpack the archive's kernels to a subfolder of `folder`, where Triton finds them. Returns whether they can be
+    used here. Call it before any kernel is launched. Raises `ConfigError` for a file that is no archive."""
     try:
         with tarfile.open(path) as archive:
             manifest = json.loads(_read(archive, _MANIFEST))
@@ -122,7 +122,8 @@ def _unpack(archive: tarfile.TarFile, target: Path) -> None:
 
 
 def _with_paths(group: bytes, folder: Path) -> bytes:
-    """Triton keeps the whole path of each file of a group, and misses the group if it misses one."""
+    """Return a group's index with paths in `folder`. Triton stores the full path of each file, and ignores a group if a
+    file is missing."""
     files = json.loads(group)["child_paths"]
     kept = {name: str(folder / name) for name in files if Path(name).suffix in _KEPT}
     return json.dumps({"child_paths": kept}).encode()
@@ -130,19 +131,19 @@ def _with_paths(group: bytes, folder: Path) -> bytes:
 
 @contextmanager
 def making_archive(output: str, capabilities: Sequence[tuple[int, int]]) -> Iterator[Iterator[tuple[int, int]]]:
-    """Yield the capabilities one by one: what is compiled while one is current is for a device of it, and goes to
-    `output`. For a process that does nothing else: nothing can be launched in it any more."""
+    """Yield the capabilities one by one. Kernels compiled meanwhile are for a device of the current capability, and go
+    to `output`. The process can launch no kernels afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"TRITON_CACHE_DIR": folder, "TRITON_STORE_BINARY_ONLY": "1"}
         _use_portable_keys()
         _provide_libcuda(Path(folder))
-        build._load_module_from_path = lambda name, path: _Anything()  # it may be another machine's
+        build._load_module_from_path = lambda name, path: _Anything()  # the launcher may be for another machine
         yield map(_become_absent, capabilities)
         _write(output, Path(folder), capabilities)
 
 
 class _Anything:
-    """What stands for a module that is built and not loaded."""
+    """Stands for a launcher that is built but not loaded."""
 
     def __getattr__(self, name: str) -> _Anything:
         return self
@@ -152,7 +153,7 @@ class _Anything:
 
 
 class _AbsentDriver:
-    """As much of Triton's driver as compiling asks for."""
+    """The part of Triton's driver that compiling needs."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
@@ -166,7 +167,7 @@ class _AbsentDriver:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # kernels are kept by device
+        return self.capability  # Triton caches kernels by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -176,7 +177,7 @@ class _AbsentDriver:
 
 
 def _become_absent(capability: tuple[int, int]) -> tuple[int, int]:
-    """Make this process compile for a device that is not here."""
+    """Make this process compile for a device that is absent."""
     driver.set_active(_AbsentDriver(capability))
     launch._capability = lambda device: capability  # type: ignore[assignment]
     launch._num_multiprocessors = lambda device: MULTIPROCESSORS[capability]  # type: ignore[assignment]
@@ -184,7 +185,7 @@ def _become_absent(capability: tuple[int, int]) -> tuple[int, int]:
 
 
 def _provide_libcuda(folder: Path) -> None:
-    """Launchers are linked with the driver's library, of which the name is enough."""
+    """Provide an empty libcuda: launchers are linked with the driver's library, and its name is enough."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

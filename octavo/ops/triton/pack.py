@@ -62,7 +62,7 @@ def pack_linear(
     dtype, k = DTYPES[name], rows.num_in
     data = torch.zeros(rows.num_padded, _rounded_up(k, 16), dtype=dtype, device=device)[:, :k]
     for side, (part, there) in enumerate(zip(parts, moved, strict=True)):
-        # Where a file keeps some of these matrices as floats, the quantized ones become floats too.
+        # If a file has some of these matrices as floats, the quantized ones become floats too.
         is_plain = part.format in _PLAIN
         tensor = there.tensors["data"] if is_plain else to_torch(dequantize(part, name)).to(device)
         if tensor.dtype is not dtype:

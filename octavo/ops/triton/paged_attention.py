@@ -1,22 +1,24 @@
 """Paged attention: one launch for any mix of prefill and decode rows, whatever their lengths.
 
-A tile of work has the query heads of one key/value head for as many tokens as fill a tensor-core tile, so that grouped
-heads share what is loaded. It passes over the keys as online softmax does (Milakov & Gimelshein 2018; Dao et al. 2022).
+A tile of work has the query heads of one key/value head, for as many tokens as fill a tensor-core tile, so that grouped
+heads share loaded keys and values. It reads the keys once, with online softmax (Milakov & Gimelshein 2018; Dao et al.
+2022).
 
 *Reduction.* Keys are cut into splits at fixed places (`split_begin`). Each split is summed from scratch, tile by tile,
-and the splits are merged in their order. Few rows with many keys (decode) let one program sum each split, and the last
-of them to finish merges (FlashDecoding: Dao et al. 2023); all other tiles merge as they go, with the same arithmetic.
-So nothing but its own position decides how a row is summed, and the kernel may choose freely who does it.
+and the splits are merged in their order. For few rows with many keys (decodes), one program sums each split, and the
+last program to finish merges them (FlashDecoding: Dao et al. 2023). All other tiles merge as they go, with the same
+arithmetic. So the order of a row's sum depends on its position alone, and any program may compute any part.
 
-*Work.* Programs stay on their multiprocessor and fetch tiles of work until there are none. Who computes what is
-`attention_plan`'s.
+*Work.* Programs stay on their multiprocessor and fetch tiles of work until none are left. `attention_plan` makes the
+list of tiles.
 
-*Limits.* A decode row reads 2 * D * bytes a key and key/value head and does 4 * D * group operations with them: 4 a
-byte for a group of 4 in bfloat16, where an H100 can do 300. Even the 64 rows that its tensor cores are given at least
-keep them busy for a quarter of the time that the bytes take, and the softmax of these rows takes about as long beside
-it. Two programs a multiprocessor with 32 KiB or more in flight each are three times the latency of memory times its
-bandwidth (20 KiB a multiprocessor), so large batches should read at 80 to 90% of the rate of a copy. Prefill does
-2 * BLOCK_M operations a byte that it loads: 128 rows ask 3 TB/s of the L2 cache at 400 Tflop/s, 64 more than it has.
+*Limits.* For each key and key/value head, a decode row reads 2 * D elements and does 4 * D * group operations: 4
+operations a byte for a group of 4 in bfloat16, where an H100 can do 300. Its tensor cores take at least 64 rows, which
+keep them busy for a quarter of the time that reading takes; the softmax of these rows takes about as long, at the same
+time. Two programs a multiprocessor with at least 32 KiB in flight each are three times what memory latency times
+bandwidth requires (20 KiB a multiprocessor), so large batches should read at 80 to 90% of the rate of a copy. Prefill
+does 2 * BLOCK_M operations for each byte that it loads: at 400 Tflop/s, 128 rows need 3 TB/s from the L2 cache; 64 rows
+would need more than it has.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ from octavo.ops.triton.attention_plan import (
     split_of,
 )
 
-_WORKSPACE_FLOATS = 8 << 20  # sequences that find no room here are not split
-_MIN_PARTIAL_FLOATS = 16  # what a split of one key/value head takes there at least
+_WORKSPACE_FLOATS = 8 << 20  # sequences without room here are not split
+_MIN_PARTIAL_FLOATS = 16  # the least room that a split of one key/value head takes there
 _NEXT_ITEM, _FINISHED_PROGRAMS, _NUM_GLOBAL_COUNTERS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -73,8 +75,8 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr, MASKS_ALL: tl.constexpr, NESTED: tl.constexpr, SEQS: tl.constexpr, SCALED: tl.constexpr,
     PADDING: tl.constexpr,
 ):  # fmt: skip
-    """`partials` holds sums [Q, V] for each (split of a sequence, token), then maxima and sums [Q, 2] for each of them.
-    `counters` are 0 before and after."""
+    """`partials` holds sums [Q, V] for each (split of a sequence, token), then maxima and sums of weights [Q, 2] for
+    each. `counters` are 0 before and after."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -83,7 +85,7 @@ def _attention_kernel(
 
     d, v_d = tl.arange(0, D_P2), tl.arange(0, V_P2)
 
-    # Tokens that belong to no sequence pad the batch of a graph. They are zeros, as they must not become NaN.
+    # Tokens of no sequence pad the batch of a graph. Their results are zeros, because they must not be NaN.
     padding = tl.load(query_start_loc + num_seqs).to(tl.int64)
     for pad in range(padding * HEADS + program, num_tokens.to(tl.int64) * HEADS, num_programs):
         tl.store(out + (padding * 0 + pad) * V + v_d, v_d * 0.0, mask=v_d < V)
@@ -102,7 +104,7 @@ def _attention_kernel(
             begin = tl.maximum(first_position - WINDOW + 1, 0)
         end = tl.minimum(first_position + TILE_TOKENS, num_keys)
         last = position
-        seen_by_all = first_position  # the last key that is, at least
+        seen_by_all = first_position  # a lower bound of the last key that all rows see
         if AHEAD == "all":
             last = position * 0 + num_keys - 1
             end = num_keys
@@ -133,15 +135,15 @@ def _attention_kernel(
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         table = block_tables + seq.to(tl.int64) * table_stride
-        block = block_of(table, begin, end, BLOCK_SIZE, BLOCK_N)  # a tile ahead
+        block = block_of(table, begin, end, BLOCK_SIZE, BLOCK_N)  # one tile ahead
         split_acc, split_max, split_sum = acc, row_max, row_sum
         scale = score_scale * LOG2E
         if (SOFTCAP > 0) or (BY_DISTANCE != ""):
             scale = scale * 0 + LOG2E
-        slope = row_max  # which nobody reads where scores do not depend on the distance
+        slope = row_max  # a placeholder: read only with BY_DISTANCE
         if BY_DISTANCE == "slopes":
             slope = tl.load(by_distance + head, mask=is_row, other=0.0)
-        elif BY_DISTANCE == "biases":  # what is added for key 0
+        elif BY_DISTANCE == "biases":  # place of the bias for key 0
             slope = head * bias_stride + (bias_stride - PADDING) // 2 - position
         if NESTED:
             while begin < end:
@@ -162,7 +164,7 @@ def _attention_kernel(
                         by_distance, slope, score_scale, scale, TILE_TOKENS, WINDOW, SOFTCAP, BY_DISTANCE, MASKS_ALL,
                         BLOCK_N,
                     )  # fmt: skip
-                    # Nothing waits for this product before the next tile's scores are under way.
+                    # This product may still run while the next tile's scores are computed.
                     weights = scaled(weights, pair, 0, SCALED)
                     split_acc = exact_dot(weights.to(q.dtype), as_query(v, q.dtype), split_acc * before[:, None])
                 acc, row_max, row_sum = merged(acc, row_max, row_sum, split_acc, split_max, split_sum)
@@ -178,7 +180,7 @@ def _attention_kernel(
                 scores = scaled(scores, pair, 16, SCALED)
                 if tile_key >= split_end:
                     acc, row_max, row_sum = merged(acc, row_max, row_sum, split_acc, split_max, split_sum)
-                    # The next weights are 2^(-inf) times the other sums: these start again from zero.
+                    # This clears the split's sums: the next tile multiplies them by 2^(-inf).
                     split_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
                     split += 1
                     split_end = split_begin(split + 1, SPLIT)
@@ -190,7 +192,7 @@ def _attention_kernel(
                 split_acc = exact_dot(weights.to(q.dtype), as_query(v, q.dtype), split_acc * before[:, None])
             acc, row_max, row_sum = merged(acc, row_max, row_sum, split_acc, split_max, split_sum)
 
-        # Found once more, so that none of it takes registers meanwhile.
+        # Computed again, so that these values take no registers during the loops.
         partial, kv_head, part, seq_token, seq_tokens = locate(item, seq, plan, query_start_loc, num_seqs, KV_HEADS)
         tile_token, row, is_row = rows_of(partial, part, seq_tokens, GROUP, BLOCK_M)
         head = kv_head * GROUP + row % GROUP
@@ -219,7 +221,8 @@ def _attention_kernel(
                 mask=is_row[:, None] & (v_d < V)[None, :],
             )  # fmt: skip
 
-        # The first items are handed out by number. Who comes last cleans up for the next launch.
+        # The first items are assigned by program number. The last program to finish resets the counters for the next
+        # launch.
         item = num_items
         if num_items > num_programs:
             item = num_programs + tl.atomic_add(counters + _NEXT_ITEM, 1, sem="relaxed", scope="gpu")
@@ -244,7 +247,7 @@ def _merge_partials(
         for i in tl.static_range(4):  # loads of four splits at a time overlap
             rows = row + (first + i) * split_stride + g
             exists = (g < GROUP) & (g * 0 + first + i < num_splits)
-            # What other programs wrote is in the L2 cache (.cg), not in this multiprocessor's.
+            # Other programs' results are in the L2 cache (.cg), not in this multiprocessor's cache.
             split_acc = tl.load(
                 partials + (rows[:, None] * D + d[None, :]), mask=exists[:, None] & (d < D)[None, :], other=0.0,
                 cache_modifier=".cg",
@@ -260,14 +263,13 @@ def _merge_partials(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a launch is cut: rows and keys of a tile, and what a program takes of its multiprocessor.
+    """How a launch is cut: rows and keys of a tile, and what a program takes of its multiprocessor. With `masks_all`
+    even fully visible tiles of scores are masked: before Hopper the branch that skips the mask would hide from the
+    compiler that one product feeds the other, and warps would also be spread along keys.
 
-    With `masks_all` no tile of scores is left unmasked because all of it is visible: before Hopper that branch would
-    hide from the compiler that one product feeds the other, and warps would lie along keys too.
-
-    `nested` loops, over splits and over the tiles of each, let the product of weights and values go on while the next
-    tile's scores are computed: a loop that merges splits reads its sums. But the pipeline of loads drains at the end of
-    each split, which costs decodes more: they wait for memory.
+    With `nested` there are two loops, over splits and over the tiles of each. So the product of weights and values may
+    run while the next tile's scores are computed; in a single loop, merging splits reads its sums. But the pipeline of
+    loads drains at the end of each split, which slows decodes, because they wait for memory.
     """
 
     block_m: int
@@ -280,15 +282,14 @@ class Tiles:
 
 
 def _tiles(query: Tensor, cache_dtype: torch.dtype, group: int, is_prefill: bool, has_biases: bool = False) -> Tiles:
-    """Bits depend on block_n, and on where the warps lie: only along rows, or there is one layout for all batches.
-
-    64 rows and four warps are the least that Hopper's instructions take. Registers decide the rest: a thread holds
-    block_m * head_size / (32 * num_warps) sums, as many merged ones, and half as many scores; and as many biases as
-    scores where they have some.
+    """Return the tiles of a launch. Bits depend on block_n and on the layout of warps, so warps lie along rows only, or
+    all batches have one layout. Hopper's instructions take at least 64 rows and four warps. Registers decide the rest:
+    a thread holds block_m * head_size / (32 * num_warps) sums, as many merged sums, half as many scores, and, with
+    biases, as many biases as scores.
     """
     padded = triton.next_power_of_2(query.shape[2])
     has_wgmma = launch.capability(query.device) >= (9, 0)
-    if query.dtype is torch.float32:  # for comparisons only: it uses no tensor cores
+    if query.dtype is torch.float32:  # float32 is for comparisons only: it uses no tensor cores
         return Tiles(max(16, triton.next_power_of_2(group)), 16, 4, 1, 2)
     if padded > 128:
         return Tiles(128 if group > 64 else 64, 32, 8, 2, 1)
@@ -302,8 +303,8 @@ def _tiles(query: Tensor, cache_dtype: torch.dtype, group: int, is_prefill: bool
 
 @cache
 def _workspace(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
-    """Partial sums, and counters that every launch leaves at zero. Those of one stream share them, as its launches
-    never overlap."""
+    """Return memory for partial sums, and counters that every launch leaves at zero. Launches of one stream share both,
+    because they never overlap."""
     num_counters = _NUM_GLOBAL_COUNTERS.value + _WORKSPACE_FLOATS // _MIN_PARTIAL_FLOATS
     partials = torch.empty(_WORKSPACE_FLOATS, dtype=torch.float32, device=device)
     return partials, torch.zeros(num_counters, dtype=torch.int32, device=device)

@@ -1,8 +1,8 @@
 """Layers with a state: short convolutions, selective scans and the gated delta rule, token by token, in float32.
 
-A program has some channels of one sequence, and walks over its tokens in this step; so no result depends on how a
-prompt is cut into steps. States lie as rows of the channels: [K - 1, C], [N, C], [V, Dk, Dv]. One is written where the
-next token is to leave its own in another block.
+A program has some channels of one sequence, and goes through the sequence's tokens of this step in order, so results do
+not depend on how a prompt is cut into steps. States are stored as rows of channels: [K - 1, C], [N, C], [V, Dk, Dv]. A
+state is written after the last token that has its block.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from octavo.ops.triton.launch import by_pieces
 from octavo.ops.triton.quantize import quantize_rows
 
 _FACTORS = ("identity", "silu", "sigmoid", "softplus")
-_LANES = 32  # channels of a program that keeps a matrix of numbers for them
+_LANES = 32  # channels of a program that keeps several numbers for each
 _CONV_LANES = 128
 
 
 @triton.jit
 def _factor(x, KIND: tl.constexpr):
-    """float32 -> float32, by the place of the function in `_FACTORS`."""
+    """Return function number KIND of `_FACTORS` of x, float32."""
     if KIND == 0:
         return x
     elif KIND == 1:
@@ -38,7 +38,7 @@ def _factor(x, KIND: tl.constexpr):
 
 @triton.jit
 def _softplus(x):
-    """log(1 + e^x): max(x, 0) + 2 artanh(y / (2 + y)) where y = e^-|x|."""
+    """Return log(1 + e^x) as max(x, 0) + 2 artanh(y / (2 + y)) with y = e^-|x|."""
     y = tl.exp(-tl.abs(x))
     s = y / (2.0 + y)
     square = s * s
@@ -52,7 +52,7 @@ def _softplus(x):
 def _multiply(
     x, x_stride, y, y_stride, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, c): piece c of row n."""
+    """Program (n, c) computes piece c of row n."""
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(x + n * x_stride + column, mask=column < WIDTH, other=0.0).to(tl.float32)
@@ -62,7 +62,7 @@ def _multiply(
 
 
 def multiply(x: Tensor, y: Tensor, activation: str = "identity", consumer: LinearWeight | None = None) -> Tensor:
-    """`Ops.multiply`: x * f(y) of x [T, N] and y [T, N / shared]."""
+    """`Ops.multiply`: return x * f(y) of x [T, N] and y [T, N / shared]."""
     rows, width = x.shape
     shared = width // y.shape[1]
     assert len(x) == len(y) and shared * y.shape[1] == width
@@ -76,7 +76,7 @@ def multiply(x: Tensor, y: Tensor, activation: str = "identity", consumer: Linea
 
 @triton.jit
 def _sequence(query_start_loc, seq_lens):
-    """Program (s, ...): the tokens of sequence s, and how many came before."""
+    """Return, in program (s, ...): first token and end of sequence s in the step, and its number of earlier tokens."""
     s = tl.program_id(0).to(tl.int64)
     begin = tl.load(query_start_loc + s).to(tl.int64)
     end = tl.load(query_start_loc + s + 1).to(tl.int64)
@@ -85,7 +85,7 @@ def _sequence(query_start_loc, seq_lens):
 
 @triton.jit
 def _is_left(slot_mapping, t, end):
-    """Whether no later token of the sequence overwrites the state that token t leaves."""
+    """Return whether token t is the last one of the sequence that writes its state's block."""
     following = tl.load(slot_mapping + t + 1, mask=t + 1 < end, other=-1)
     return following != tl.load(slot_mapping + t)
 
@@ -96,7 +96,7 @@ def _conv(
     WIDTH: tl.constexpr, KERNEL: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """Program (s, c): piece c of the channels. ROWS is a power of two that holds KERNEL - 1."""
+    """Program (s, c) computes piece c of the channels. ROWS is KERNEL - 1 rounded up to a power of two."""
     begin, end, num_before = _sequence(query_start_loc, seq_lens)
     if begin == end:
         return
@@ -114,8 +114,8 @@ def _conv(
             old = tl.load(state + (row - begin + KERNEL - 1) * WIDTH + lane, mask=is_old, other=0.0)
             total = tl.fma(tl.load(weight + j * WIDTH + lane, mask=inside, other=0.0), new + old, total)
         tl.store(out + t * WIDTH + lane, _factor(total, KIND).to(out.dtype.element_ty), mask=inside)
-    # From the last token back to one that leaves its state where all of them read the old one from. Of that all rows
-    # are read before any is written: they may move within it.
+    # Write states from the last token back to the one whose block holds the old state, which all tokens read. All rows
+    # of a state are read before any is written, because rows may move within the block.
     kept = tl.arange(0, ROWS)[:, None]
     is_row = inside[None] & (kept < KERNEL - 1)
     first = tl.load(slot_mapping + begin)
@@ -145,7 +145,7 @@ def causal_conv(
     """`Ops.causal_conv`."""
     kernel, width = weight.shape
     assert x.stride(1) == 1 and weight.is_contiguous()
-    # Rows of no sequence, with which steps are padded, are read by later operations.
+    # Zeros, because later operations also read the padding rows of a step.
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     _conv[(len(seq_lens), triton.cdiv(width, _CONV_LANES))](
         *_of_sequences(states, slot_mapping, query_start_loc, seq_lens), x, x.stride(0), weight, bias, out, WIDTH=width,
@@ -162,7 +162,7 @@ def _scan(
     HEAD: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, HAS_TIME: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_SKIP: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Program (s, p): the p-th piece of a group's channels, group by group. ROWS is a power of two that holds SIZE."""
+    """Program (s, p) computes the p-th piece of channels, group by group. ROWS is SIZE rounded up to a power of two."""
     begin, end, num_before = _sequence(query_start_loc, seq_lens)
     if begin == end:
         return
@@ -228,7 +228,7 @@ def _delta(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     LANES: tl.constexpr, BY_ELEMENT: tl.constexpr, BOUNDED: tl.constexpr, ALTERNATES: tl.constexpr,
 ):  # fmt: skip
-    """Program (s, p): the p-th piece of a head's values, head by head."""
+    """Program (s, p) computes the p-th piece of values, head by head."""
     begin, end, num_before = _sequence(query_start_loc, seq_lens)
     if begin == end:
         return
@@ -252,7 +252,7 @@ def _delta(
         k = tl.load(key + t * key_stride + first + row, mask=row < SIZE, other=0.0).to(tl.float32)
         v = tl.load(value + t * value_stride + head * WIDTH + lane, mask=lane < WIDTH, other=0.0).to(tl.float32)
         if BY_ELEMENT:
-            # Biases are loaded again for each token: they would take registers from the state.
+            # Biases are loaded again for each token, because they would take registers from the state.
             raw = tl.load(decay + t * decay_stride + decays, mask=row < SIZE, other=0.0).to(tl.float32)
             raw += tl.load(decay_bias + decays, mask=row < SIZE, other=0.0)
         else:
@@ -295,7 +295,7 @@ def _recurrence(
     slot_mapping, query_start_loc, seq_lens, states, state_stride, x, x_stride, input_gate, input_stride,
     decay_gate, decay_stride, a, input_bias, decay_bias, out, WIDTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Program (s, c): piece c of the channels."""
+    """Program (s, c) computes piece c of the channels."""
     begin, end, num_before = _sequence(query_start_loc, seq_lens)
     if begin == end:
         return

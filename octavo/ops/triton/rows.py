@@ -21,7 +21,7 @@ _BLOCK = 1024  # elements of a program
 
 @triton.jit(do_not_specialize=["count"])
 def _take_rows(x, rows, out, x_stride, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (n, c): piece c of out[n] = x[rows[n]]. Rows that x does not have become zeros."""
+    """Program (n, c) writes piece c of out[n] = x[rows[n]]. Rows that x does not have become zeros."""
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + n)
@@ -31,7 +31,7 @@ def _take_rows(x, rows, out, x_stride, count, WIDTH: tl.constexpr, BLOCK: tl.con
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """`Ops.take_rows`: x [T, H], rows [N] int64 -> x[rows]: [N, H]."""
+    """`Ops.take_rows`: return x[rows] [N, H] of x [T, H] and rows [N] int64."""
     assert rows.dtype is torch.int64 and rows.is_contiguous()
     count, width = x.shape
     assert x.stride(1) == 1 or width == 1
@@ -42,7 +42,7 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 @triton.jit
 def _embed(token_ids, data, scales, out, stride, scale, WIDTH: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (t, c): piece c of row token_ids[t], which SCALED has a scale of its own."""
+    """Program (t, c) writes piece c of row token_ids[t]; with SCALED each row has a scale."""
     t = tl.program_id(0).to(tl.int64)
     token = tl.load(token_ids + t).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -57,7 +57,7 @@ def _embed_int(
     token_ids, codes, scales, out, stride_codes, stride_scales, scale, WIDTH: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, MINIMA: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same out of `weights.IntWeight`."""
+    """The same for rows of an `IntWeight`."""
     t = tl.program_id(0).to(tl.int64)
     token = tl.load(token_ids + t).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -75,7 +75,7 @@ def _embed_int(
 
 
 def embedded(token_ids: Tensor, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0) -> Tensor:
-    """`Ops.embedding`: rows `token_ids` [T] int32 of a packed matrix [V, H], times `scale` -> [T, H]."""
+    """`Ops.embedding`: return rows `token_ids` [T] int32 of a packed matrix [V, H], times `scale`: [T, H]."""
     assert isinstance(weight, PackedWeight)
     assert not weight.gated
     assert token_ids.dtype is torch.int32 and token_ids.is_contiguous()
@@ -99,7 +99,7 @@ def embedded(token_ids: Tensor, weight: LinearWeight, out_dtype: str | None = No
 
 @triton.jit
 def _activate(x, KIND: tl.constexpr, KINDS: tl.constexpr, p0, p1, p2, p3):
-    """Those of `PARAMETRIC_ACTIVATIONS` come after the others."""
+    """Return activation number KIND of x; numbers from KINDS on are `PARAMETRIC_ACTIVATIONS`."""
     if KIND < KINDS:
         return activate(x, KIND)
     elif KIND == KINDS:  # xielu; near zero exp(z) - 1 is the Taylor series
@@ -129,7 +129,7 @@ def _activation(
 def activation(
     x: Tensor, kind: str, consumer: LinearWeight | None = None, parameters: tuple[float, ...] = ()
 ) -> Tensor:
-    """`Ops.activation`: x [T, N] -> the same shape and dtype, or quantized for the `consumer`."""
+    """`Ops.activation` of x [T, N]: the same shape and dtype, or quantized for the `consumer`."""
     rows, width = x.shape
     assert x.stride(1) == 1 or width == 1
     assert len(parameters) == PARAMETRIC_ACTIVATIONS.get(kind, 0)
@@ -145,7 +145,7 @@ def activation(
 
 @triton.jit
 def _add(x, stride, out, out_stride, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (n, c): piece c of row n, as the epilogue of a product adds it."""
+    """Program (n, c) adds piece c of row n, like the epilogue of a product."""
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(x + n * stride + column, mask=column < WIDTH, other=0.0).to(tl.float32)
@@ -181,7 +181,7 @@ def _sum_of_four(parts, at, part_stride, mask, FIRST: tl.constexpr, COUNT: tl.co
 def _sum_in_tree(
     parts, bias, out, num_rows, WIDTH: tl.constexpr, COUNT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Program (t, c): piece c of row t of the sum."""
+    """Program (t, c) computes piece c of row t of the sum."""
     t = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -194,12 +194,12 @@ def _sum_in_tree(
     tl.store(out + at, total, mask=mask)
 
 
-MAX_PARTS = 8  # of `sum_in_tree`
+MAX_PARTS = 8  # most parts of `sum_in_tree`
 
 
 def sum_in_tree(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out [T, H] = the sum of parts [N, T, H] in the order of `SegmentOps.sum_by_segments`, plus the bias [H]; float32,
-    and N is `MAX_PARTS` at most."""
+    """Write the sum of parts [N, T, H], in the order of `SegmentOps.sum_by_segments`, plus the bias [H] to out [T, H].
+    All are float32; N is at most `MAX_PARTS`."""
     count, rows, width = parts.shape
     assert count <= MAX_PARTS and out.shape == (rows, width) and parts.is_contiguous() and out.is_contiguous()
     assert parts.dtype is out.dtype is torch.float32

@@ -1,20 +1,19 @@
-"""Choosing tokens: argmax, and drawing by temperature, top-k, top-p and min-p without sorting.
+"""Choosing tokens: argmax, and sampling by temperature, top-k, top-p and min-p without sorting.
 
-A row of logits is cut into chunks, and a chunk into pieces, by the vocabulary alone. Three launches draw:
+A row of logits is cut into chunks, and a chunk into pieces, by the vocabulary alone. Three launches sample:
 
-1. `_find_maxima`, a program a chunk: the largest logit of every piece.
-2. `_narrow`, a program a chunk. A token's *distance* is (largest logit - its logit) / temperature, so the likeliest
-   tokens have distance 0, its weight exp(-distance). Of rows that limit their tokens, those that may stay are moved to
-   the front of their chunk as distances, in order; the largest of pieces bound the k likeliest, and a token whose
-   weight times the vocabulary is less than 1 - top_p is not among the likeliest top_p. Of other rows the chunk's winner
-   is drawn.
-3. `_draw`, a program a row: the limits are bisected over the bits of distances, whose order as integers is that of
-   positive floats; then the token is found whose logarithm of its exponential number plus its distance is smallest.
+1. `_find_maxima`, one program a chunk: the largest logit of each piece.
+2. `_narrow`, one program a chunk. A token's *distance* is (largest logit - its logit) / temperature, so the likeliest
+   tokens have distance 0; its weight is exp(-distance). In rows that limit their tokens, the distances of tokens that
+   may stay are moved to the front of their chunk, in order. The pieces' largest logits bound the k likeliest tokens,
+   and a token whose weight times the vocabulary is less than 1 - top_p is not among the likeliest top_p. In other rows
+   the chunk's winner is chosen.
+3. `_draw`, one program a row: it bisects the limits over the bits of distances (as integers, positive floats keep
+   their order), then finds the token with the smallest sum of distance and logarithm of its exponential number.
 
-Weights are summed as integers, in units of 2^-40 of the likeliest token's: sums are exact, so they do not depend on
-who adds what in which order, and a row is reproducible whatever is computed beside it. What rounding a weight down
-loses is less than 2^-40 a token, and 2^-22 of the mass in a vocabulary of 256k; the weight itself has the precision
-of a float32 exponential.
+Weights are summed as integers, in units of 2^-40 of the likeliest token's weight. Such sums are exact and do not depend
+on their order, so a row is reproducible whatever is computed beside it. Rounding a weight down loses less than 2^-40 a
+token, and 2^-22 of the mass in a vocabulary of 256k; the weight itself is as precise as a float32 exponential.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK = 4096  # logits of a program; a program a row would leave most of a GPU idle when rows are few
+_CHUNK = 4096  # logits of a program; one program a row would leave most of a GPU idle if there are few rows
 _PIECE = 256
 _TILE = 4096  # candidates that `_draw` looks at in one turn
 _INFINITY = tl.constexpr(0x7F800000)  # the bits of an infinite float
@@ -32,7 +31,8 @@ _INFINITY = tl.constexpr(0x7F800000)  # the bits of an infinite float
 
 @triton.jit
 def _find_maxima(logits, stride, maxima, VOCAB: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
-    """Program (n, c): the largest logits of the PIECES pieces of chunk c of row n; infinite where one is NaN."""
+    """Program (n, c) writes the largest logit of each of the PIECES pieces of chunk c of row n; infinity if one is
+    NaN."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1) * PIECES + tl.arange(0, PIECES)
     column = piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
@@ -43,8 +43,8 @@ def _find_maxima(logits, stride, maxima, VOCAB: tl.constexpr, PIECE: tl.constexp
 
 @triton.jit
 def _first_of_largest(row, maximum, largest, VOCAB: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
-    """The lowest token that has the `largest` logit of a row, of whose pieces `maximum` [PIECES] are the largest; -1 if
-    that is not finite."""
+    """Return the lowest token with the `largest` logit of a row, or -1 if that logit is not finite. `maximum` [PIECES]
+    are the largest logits of the row's pieces."""
     piece = tl.min(tl.where(maximum == largest, tl.arange(0, PIECES), PIECES - 1), 0)
     column = piece * PIECE + tl.arange(0, PIECE)
     x = tl.load(row + column, mask=column < VOCAB, other=float("nan"))
@@ -67,20 +67,20 @@ def _argmax(
 
 @triton.jit
 def _distance(x, largest, temperature):
-    """0 for the largest logit, infinite for -inf and NaN."""
-    distance = (largest - x) * (1.0 / tl.maximum(temperature, 1e-30))  # finite, for 0 times it must be 0
+    """Return the distance of a logit: 0 for the largest one, infinity for -inf and NaN."""
+    distance = (largest - x) * (1.0 / tl.maximum(temperature, 1e-30))  # the factor is finite, so that 0 times it is 0
     return tl.where(distance >= 0, distance, float("inf"))
 
 
 @triton.jit
 def _weight(distance):
-    """exp(-distance) in units of 2^-40, as int64."""
+    """Return exp(-distance) in units of 2^-40, as int64."""
     return (tl.exp2(distance * -1.4426950408889634) * 1099511627776.0).to(tl.int64)
 
 
 @triton.jit
 def _mixed_coarsely(token, low):
-    """MurmurHash3's finalizer of a token and the lower bits of its row's number, as uint32."""
+    """Return MurmurHash3's finalizer of a token and the lower bits of its row's uniform number, as uint32."""
     x = token.to(tl.uint32) * 0x9E3779B1 + low
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
@@ -89,7 +89,7 @@ def _mixed_coarsely(token, low):
 
 @triton.jit
 def _mixed(x, high):
-    """And of the upper ones: lowbias32."""
+    """Return x mixed with the upper bits of the uniform number: the hash lowbias32."""
     x = x + high
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
@@ -98,14 +98,15 @@ def _mixed(x, high):
 
 @triton.jit
 def _score(token, distance, uniform):
-    """The logarithm of a token's exponential number divided by its weight: the smallest is drawn."""
+    """Return the logarithm of a token's exponential number divided by its weight. The token with the smallest score is
+    drawn."""
     bits = (uniform * 9007199254740992.0).to(tl.int64)  # 2^53
     low = (bits & 0xFFFFFFFF).to(tl.uint32)
     high = (bits >> 32).to(tl.uint32) * 0x27D4EB2F
     x = _mixed_coarsely(token, low)
     coarse, rest = _mixed(x, high), _mixed(x, high + 0x165667B1)
     u = coarse.to(tl.float32) * 2.3283064365386963e-10 + (rest.to(tl.float32) + 0.5) * 5.421010862427522e-20
-    left = ((4294967295 - coarse).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u, where that is small
+    left = ((4294967295 - coarse).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u, exact if it is small
     series = u * (1 + u * (0.5 + u * (0.33333334 + u * 0.25)))
     number = tl.where(u < 0.015625, series, -tl.log(tl.where(u < 0.5, 1 - u, left)))
     return tl.log(number) + distance
@@ -113,14 +114,15 @@ def _score(token, distance, uniform):
 
 @triton.jit
 def _first_of_least(score, token, VOCAB: tl.constexpr):
-    """-> the least score of [n], and the lowest token that has it."""
+    """Return the least score of [n], and the lowest token that has it."""
     least = tl.min(score, 0)
     return least, tl.min(tl.where(score == least, token, VOCAB), 0)
 
 
 @triton.jit
 def _min_p_distance(min_p):
-    """How far tokens may be for `min_p`. A hair is added, so that rounding does not take those at the very limit."""
+    """Return the largest distance that `min_p` allows, plus a little, so that rounding keeps tokens exactly at the
+    limit."""
     return tl.where(min_p > 0, 1e-7 - 1.000001 * tl.log(tl.maximum(min_p, 1e-37)), float("inf"))
 
 
@@ -131,7 +133,7 @@ def _is_limited(top_k, top_p, min_p, VOCAB: tl.constexpr):
 
 @triton.jit
 def _bound_of_likeliest(distance, k):
-    """Distances [n] -> a little more than the k-th smallest: the upper 13 bits of it, with the others set."""
+    """Return a little more than the k-th smallest of distances [n]: its upper 13 bits, with the lower bits set."""
     bits = distance.to(tl.int32, bitcast=True)
     found = tl.full((), 0, tl.int32)
     for i in range(12):
@@ -184,7 +186,7 @@ def _narrow(
             count = tl.sum(kept.to(tl.int32), 0)
             if 2 * count <= length:
                 place = tl.cumsum(kept.to(tl.int32), 0) - 1
-                tl.debug_barrier()  # all of the chunk has been read
+                tl.debug_barrier()  # the whole chunk has been read
                 tl.store(begin + place, distance, mask=kept)
                 tl.store(begin + length - count + place, offset.to(tl.float32), mask=kept)
                 tl.store(counts + n * tl.num_programs(1) + chunk, count)
@@ -224,14 +226,14 @@ def _tighten(
     """Lower `limit`, within which candidates have `mass` and are `number`, as far as they still have the `wanted`
     weight, or are that many -> the new limit and mass. If they are fewer from the start, nothing changes."""
     has = tl.sum(mass, 0) if BY_WEIGHT else number.to(tl.int64)
-    below = tl.full((), -1, tl.int32)  # too low a limit
+    below = tl.full((), -1, tl.int32)  # a limit that is too low
     if has < wanted:
         below = limit
     while limit - below > 1:
         middle = below + (limit - below) // 2
         mass_within, number, largest, smallest = _sums(row, count, num_tiles, middle, CHUNK, CHUNKS, WIDTH)
         has = tl.sum(mass_within, 0) if BY_WEIGHT else number.to(tl.int64)
-        # From what is next to the middle, so that there are fewer turns when there are few candidates.
+        # Continue from the candidate next to the middle, so that few candidates take few turns.
         if has >= wanted:
             limit, mass = largest, mass_within
         else:
@@ -244,14 +246,14 @@ def _draw_from(
     row, k, p, min_p, uniform, counts, masses, scores,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A token of a row that `_narrow` has seen; `counts`, `masses` and `scores` are the row's."""
+    """Return the token that is drawn for a row after `_narrow`; `counts`, `masses` and `scores` are the row's."""
     chunks = tl.arange(0, CHUNKS)
     count = tl.load(counts + chunks, mask=chunks < NUM_CHUNKS, other=0)
     token = tl.full((), 0, tl.int32)
     if _is_limited(k, p, min_p, VOCAB):
         mass = tl.load(masses + chunks, mask=chunks < NUM_CHUNKS, other=0)
         num_tiles = (tl.max(count, 0) + WIDTH - 1) // WIDTH
-        left = tl.sum(mass, 0)  # after min_p; candidates alone may have less
+        left = tl.sum(mass, 0)  # the mass after min_p; the candidates' mass may be less
         limit = _min_p_distance(min_p).to(tl.int32, bitcast=True)
         mass, number, limit, _beyond = _sums(row, count, num_tiles, limit, CHUNK, CHUNKS, WIDTH)
         if (k > 0) & (k < VOCAB):
@@ -289,7 +291,7 @@ def _draw(
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, NUM_CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
     PIECE: tl.constexpr, PIECES: tl.constexpr, NUM_PIECES: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
+    """One program for each row."""
     n = tl.program_id(0).to(tl.int64)
     row = logits + n * stride
     piece = tl.arange(0, PIECES)
@@ -310,7 +312,8 @@ def _draw(
 
 
 def _maxima(logits: Tensor) -> Tensor:
-    """logits [S, V] -> the largest of each piece [S, P] float32, those after the last being -inf."""
+    """Return the largest logit of each piece of logits [S, V]: [S, P] float32; entries after the last piece are
+    -inf."""
     rows, vocab = logits.shape
     assert logits.dtype is torch.float32 and logits.stride(1) == 1
     num_chunks = triton.cdiv(vocab, _CHUNK)
@@ -323,8 +326,7 @@ def _maxima(logits: Tensor) -> Tensor:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """`Ops.argmax`: logits [S, V] float32 -> [S] int64; the lowest index wins a tie, and -1 says on the device that
-    nothing could be chosen."""
+    """`Ops.argmax` of logits [S, V] float32: [S] int64. The lowest index wins a tie; -1: no token could be chosen."""
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
@@ -340,7 +342,7 @@ def argmax(logits: Tensor) -> Tensor:
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor
 ) -> Tensor:
-    """`Ops.sample`, of logits [S, V] float32 that are overwritten -> [S] int64."""
+    """`Ops.sample` of logits [S, V] float32, which are overwritten: [S] int64."""
     rows, vocab = logits.shape
     dtypes = (torch.float32, torch.int64, torch.float32, torch.float32, torch.float64)
     for tensor, dtype in zip((temperature, top_k, top_p, min_p, uniforms), dtypes, strict=True):

@@ -1,12 +1,12 @@
-"""A model of how long a device takes for a launch of equal programs: which resources each takes, and when all are done.
+"""A model of the time that a device takes for a launch of equal programs, from the resources that each program takes.
 
-Products choose their tiles by it, and `benchmarks/gpu_limits.py` derives predictions from it. No torch, no device: it
-is arithmetic. `Machine` lists what is assumed of a device; `scripts/gpu-check` measures the first two, and a
-prediction that fails says which of the others is wrong.
+Products choose their tiles by it, and `benchmarks/gpu_limits.py` derives predictions from it. It is pure arithmetic,
+without torch or a device. `Machine` lists the assumptions about a device; `scripts/gpu-check` measures the first two,
+and a prediction that fails shows which other assumption is wrong.
 
-Programs run side by side on multiprocessors. One that runs alone is as fast as the slowest of: its tensor cores, what
-its multiprocessor reads from the L2 cache, and its loads in flight over their latency (Little 1961). All that run share
-the memory's and the cache's bandwidth. Those that end together make room for the next.
+Programs run side by side on multiprocessors. A program that runs alone is limited by the slowest of: the tensor cores,
+its multiprocessor's reads from the L2 cache, and its loads in flight divided by their latency (Little 1961). Running
+programs share the bandwidth of memory and cache. Programs that end together make room for the next ones.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from dataclasses import dataclass, replace
 @dataclass(frozen=True, slots=True)
 class Machine:
     multiprocessors: int
-    copy_gbs: float  # bytes that a copy reads and writes in a second
-    tflops: float  # of a large bfloat16 product
-    cache_gbs: float  # from L2 to all multiprocessors
-    port_gbs: float  # from L2 to one: two thirds of the 64 bytes a cycle that its port has
+    copy_gbs: float  # GB that a copy reads and writes in a second
+    tflops: float  # rate of a large bfloat16 product
+    cache_gbs: float  # GB a second from L2 to all multiprocessors
+    port_gbs: float  # GB a second from L2 to one: two thirds of its port's 64 bytes a cycle
     latency_s: float  # of a load from memory
     between_s: float  # from the end of a kernel of a graph to the first instruction of the next
     shared_bytes: int  # of a multiprocessor
     is_hopper: bool
-    link_gbs: float  # that it receives from others of its host by NVLink
+    link_gbs: float  # GB a second that it receives from others of its host by NVLink
 
     @property
     def flops(self) -> float:
-        """Of one multiprocessor, a second."""
+        """Operations a second of one multiprocessor."""
         return self.tflops * 1e12 / self.multiprocessors
 
 
-# Rates as such devices have measured. The cache's: Chips and Cheese, "Nvidia's H100: Funny L2, and Tons of Bandwidth"
-# (2023), some 5.5 TB/s on an H100 with fewer multiprocessors, and less on an A100. Links: four fifths of what NVIDIA's
-# data sheets have for one direction.
+# Measured rates of such devices. Cache: Chips and Cheese, "Nvidia's H100: Funny L2, and Tons of Bandwidth" (2023), some
+# 5.5 TB/s on an H100 with fewer multiprocessors, and less on an A100. Links: four fifths of one direction in NVIDIA's
+# data sheets.
 MACHINES = {
     "h100": Machine(132, 3000, 790, 6000, 75, 0.9e-6, 1.0e-6, 227 << 10, True, 370),
     "h200": Machine(132, 4300, 790, 6000, 75, 0.9e-6, 1.0e-6, 227 << 10, True, 370),
@@ -44,28 +44,29 @@ MACHINES = {
 
 
 def machine_like(capability: tuple[int, int], multiprocessors: int) -> Machine:
-    """What is assumed of a device that is chosen for, not predicted: ratios of its rates decide."""
+    """Return assumptions about a device to choose tiles for: only the ratios of its rates matter, so they are those of
+    a known device."""
     known = MACHINES["h100" if capability[0] in (9, 10) else "a100"]
     share = multiprocessors / known.multiprocessors
     return replace(known, multiprocessors=multiprocessors, tflops=known.tflops * share)
 
 
-# What an exchange of rows between devices takes to begin, and bytes that an H100's link carries meanwhile.
+# Seconds that an exchange of rows between devices takes to begin, and bytes that an H100's link carries meanwhile.
 EXCHANGE_S = 12e-6
 _SECOND_EXCHANGE_BYTES = 4 << 20
 
 
 def sum_exchanges(num_bytes: int, size: int) -> tuple[int, int]:
-    """How `num_bytes` of each of `size` devices are added up: the number of exchanges, and bytes that each receives.
-
-    One exchange brings the rows of all; two, of parts of the rows and of their sums, are less to carry.
+    """Return how rows of `num_bytes` of each of `size` devices are summed: the number of exchanges, and the bytes that
+    each device receives. One exchange sends whole rows to all; two exchanges, of parts of the rows and then of their
+    sums, move fewer bytes.
     """
     one, two = (size - 1) * num_bytes, 2 * (size - 1) * num_bytes // size
     return (1, one) if one - two <= _SECOND_EXCHANGE_BYTES else (2, two)
 
 
-# Kernels are chosen by the class of a number of rows: the next of these, or the last. So what any step launches is what
-# one step of each class launches, and all of it is there when the start has run those.
+# Kernels are chosen by the class of a number of rows: the next of these numbers, or the last one. So the start compiles
+# all kernels by running one step of each class.
 ROW_CLASSES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
@@ -78,7 +79,7 @@ def row_class(num_rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a product is cut up: `block_n` channels by `block_t` tokens a program, `block_k` bytes of k at a time."""
+    """How a product is cut: `block_n` channels by `block_t` tokens a program, `block_k` bytes of k at a time."""
 
     block_n: int
     block_t: int
@@ -100,7 +101,7 @@ def product_s(machine: Machine, num_rows: int, num_out: int, row_bytes: int, til
     turns, rest = divmod(-(-num_out // channels) * tiles_t, slots)
 
     def turn_s(programs: int) -> float:
-        beside = -(-programs // machine.multiprocessors)  # on one multiprocessor: they are handed out one to each first
+        beside = -(-programs // machine.multiprocessors)  # programs on one multiprocessor: each first gets one
         streams_s = max(
             beside * tile.block_n * tile.block_t * row_bytes / machine.flops,
             beside * read * row_bytes / (machine.port_gbs * 1e9),
@@ -116,8 +117,8 @@ def product_s(machine: Machine, num_rows: int, num_out: int, row_bytes: int, til
 def choose(
     machine: Machine, num_rows: int, num_out: int, row_bytes: int, unit: int, tiles: tuple[Tile, ...]
 ) -> tuple[Tile, int]:
-    """The first of `tiles` that is about as fast as the fastest, and how many channels of it a program computes: as
-    many as give each multiprocessor one program, or all."""
+    """Return the first of `tiles` that is within 3% of the fastest, and the number of its channels that a program
+    computes: all of them, or as many as give each multiprocessor one program."""
     best: list[tuple[float, Tile, int]] = []
     for tile in tiles:
         programs = max(1, machine.multiprocessors // -(-num_rows // tile.block_t))
@@ -129,4 +130,4 @@ def choose(
     return tile, channels
 
 
-SPLIT_OVERHEAD = 512  # keys that a program of attention could look at while partial sums are written and merged
+SPLIT_OVERHEAD = 512  # keys that attention could read in the time of writing and merging partial sums

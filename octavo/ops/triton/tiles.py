@@ -1,9 +1,10 @@
-"""What the kernels of all matrix products share: which tile a program computes, the product of two tiles, the epilogue.
+"""The parts that the kernels of all matrix products share: the choice of a program's tile, the product of two tiles,
+the epilogue.
 
 Products are computed transposed, W x^T: output channels are the rows of the tensor cores' instruction and tokens its
 columns, of which Hopper takes 8 to 256 at a time. So one family of instructions serves one token and thousands. An
-output is one chain of sums in float32 over k in ascending steps of 16, whatever the shape of the tile that it is in:
-that is why a token's result does not depend on the others.
+output is one chain of float32 sums over k in ascending steps of 16, whatever its tile's shape, so a token's result does
+not depend on other tokens.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Epilogues: what becomes of a finished sum y.
+# Epilogues: the use of a finished sum y.
 STORE = tl.constexpr(0)  # out = y
 ADD = tl.constexpr(1)  # out += scale * y
-ACTIVATED = tl.constexpr(-8)  # out = activation(y); plus the place in `ACTIVATIONS`
-GATED = tl.constexpr(2)  # out = activation(y of a gate's row) * y of an up row; plus the place in `ACTIVATIONS`
+ACTIVATED = tl.constexpr(-8)  # plus the index in `ACTIVATIONS`: out = activation(y)
+GATED = tl.constexpr(2)  # plus the index in `ACTIVATIONS`: out = activation(y of a gate row) * y of an up row
 
-# Channels come in units of 8, so that the compiler sees that masks change only between them and writes 16 bytes at
-# once. A gated matrix has 8 rows of the gate, then 8 of up, and so on.
+# Channels come in units of 8: the compiler sees that masks change only between units, and writes 16 bytes at once. A
+# gated matrix has 8 rows of the gate, then 8 of up, and so on.
 UNIT = tl.constexpr(8)
 
 # Major capabilities of the machines with 227 KB of shared memory, whose tensor cores take 64 channels at a time.
 LARGE_SHARED = (9, 10)
 
-# What the kernels of products read of an adapter's row in `adapter_tables`.
+# The fields of a row of `adapter_tables` that the kernels of products read.
 KIND, SCALES = 0, 1
 REPLACES = 2
 _KIND, _SCALES, _REPLACES = tl.constexpr(KIND), tl.constexpr(SCALES), tl.constexpr(REPLACES)
 
-# The interpreter multiplies bfloat16 as if they were integers (up to Triton 3.9).
+# Up to Triton 3.9 the interpreter multiplies bfloat16 numbers as integers.
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -44,23 +45,23 @@ class Groups:
 
     num_experts: int
     block_t: int
-    tile_experts: Tensor  # [tiles] int32; -1: nothing is computed
-    factors: Tensor | None = None  # [num_experts] float32, of matrices of codes
+    tile_experts: Tensor  # [tiles] int32; -1: the tile is empty
+    factors: Tensor | None = None  # [num_experts] float32, for matrices of codes
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What adapters add to a product, as `octavo.ops.triton.lora` has computed it."""
+    """The adapters' part of a product, computed by `octavo.ops.triton.lora`."""
 
     slots: Tensor  # [T] int32: the slot of each row's adapter, or -1
     entries: Tensor  # [slots, entry_size] int64, of `adapter_tables.TritonAdapterTable`
     entry_size: int
     sums: Tensor  # [T, columns] float32, of rows with adapters
-    is_gated: bool  # the matrix is, whose rows are not in the order of the columns
+    is_gated: bool  # the matrix is gated: its rows are in another order than `sums`' columns
 
 
 def adapted_arguments(added: Added | None) -> dict[str, Any]:
-    """What kernels take for `add_adapted`. ADAPTED is 0 where nothing is added, 2 of gated matrices."""
+    """Return the kernels' arguments for `add_adapted`. ADAPTED: 0 adds nothing, 2 is for gated matrices."""
     if added is None:
         return {"slots": None, "entries": None, "entry_size": 0, "added": None, "stride_added": 0, "ADAPTED": 0}
     return {
@@ -71,7 +72,7 @@ def adapted_arguments(added: Added | None) -> dict[str, Any]:
 
 @triton.jit
 def place(width, num_rows, columns, BLOCK_T: tl.constexpr, GROUP_T: tl.constexpr):
-    """-> the first of the `columns` of the output and the first token of this program's tile.
+    """Return the first of the `columns` output columns and the first token of this program's tile.
 
     Programs that run at the same time take GROUP_T tiles of tokens for each tile of channels, so that both are read
     from the L2 cache by most of them."""
@@ -87,23 +88,23 @@ def place(width, num_rows, columns, BLOCK_T: tl.constexpr, GROUP_T: tl.constexpr
 
 @triton.jit
 def dot(w, x, acc, PROMOTE: tl.constexpr = 0):
-    """acc + w [N, K] x [K, T], summed in float32 (int32 for integers)."""
+    """Return acc + w [N, K] x [K, T], summed in float32 (int32 for integers)."""
     if _INTERPRETED and w.dtype.is_bf16():
         w, x = w.to(tl.float32), x.to(tl.float32)
     if w.dtype.is_fp8() and PROMOTE > 0:
-        # Hopper keeps some 14 bits of sums of 8-bit floats: they are added up elsewhere every PROMOTE elements.
+        # Hopper keeps about 14 bits of sums of 8-bit floats, so every PROMOTE elements a sum is added to a float32 one.
         return tl.dot(w, x, acc, max_num_imprecise_acc=PROMOTE, out_dtype=acc.dtype)
     return tl.dot(w, x, acc, input_precision="ieee", out_dtype=acc.dtype)
 
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """float32 -> float32, by the place of the function in `ACTIVATIONS`."""
+    """Return activation number KIND of `ACTIVATIONS` of x, float32."""
     if KIND == 0:  # silu
         return x / (1.0 + tl.exp(-x))
     elif KIND == 1:  # gelu
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif KIND == 2:  # gelu_tanh, whose tanh is a logistic function of twice its argument
+    elif KIND == 2:  # gelu_tanh: (1 + tanh(z)) / 2 is the logistic function of 2 z
         return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     else:
         positive = tl.where(x < 0, 0.0, x)  # NaN for NaN
@@ -118,8 +119,8 @@ def add_adapted(
     y, first, first_t, width, num_rows, slots, entries, entry_size, sums, stride_sums,
     ADAPTED: tl.constexpr, EPILOGUE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Sums y [BLOCK_T, BLOCK_N] float32 of `finish`, and what adapters make of them: y, y times their scales plus what
-    they add, or that alone."""
+    """Return sums y [BLOCK_T, BLOCK_N] float32 with the adapters' change: y without an adapter; otherwise y times the
+    adapter's scales plus its sums, or, for a replacement, the sums alone."""
     SIDES: tl.constexpr = 2 if EPILOGUE >= GATED else 1
     token = first_t + tl.arange(0, BLOCK_T)
     slot = tl.load(slots + token, mask=token < num_rows, other=-1)
@@ -132,7 +133,7 @@ def add_adapted(
     in_n = (channel < width * SIDES)[None, :]
     scales = tl.load(entry + _SCALES, mask=slot >= 0, other=0)
     is_scaled = (scales != 0) | (kind == _REPLACES)
-    if tl.max(is_scaled.to(tl.int32), 0) > 0:  # seldom; and registers hold one more tile at a time
+    if tl.max(is_scaled.to(tl.int32), 0) > 0:  # rare, and it takes registers for one more tile
         at = scales.to(tl.pointer_type(tl.float32))[:, None] + column[None, :]
         scale = tl.load(at, mask=(scales != 0)[:, None] & in_n, other=0.0)
         y = tl.where(is_scaled[:, None], y * scale, y)
@@ -146,7 +147,8 @@ def finish(
     y, first, first_t, columns, width, num_rows, bias, out, stride_out, scale,
     EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Sums y [BLOCK_T, BLOCK_N] float32 -> `columns` columns of `out` [num_rows, width] from `first` on."""
+    """Apply bias and epilogue to sums y [BLOCK_T, BLOCK_N] float32, and write `columns` columns of `out` [num_rows,
+    width] from `first` on."""
     SIDES: tl.constexpr = 2 if EPILOGUE >= GATED else 1
     if HAS_BIAS:
         channels = first * SIDES + tl.arange(0, BLOCK_N)
