@@ -1,20 +1,18 @@
-"""How often draft tokens are accepted: counted for all sequences, and lately for each.
-
-Every proposal is compared with the tokens that followed, even if no step has verified it, so that nothing has to be
-tried to be known.
+"""How often draft tokens are accepted: counted for all sequences, and recently for each sequence. Every proposal is
+compared with the tokens that followed, even if no step verified it, so that rates are known without trials.
 """
 
 from __future__ import annotations
 
 from octavo.speculative.proposer import NUM_LEVELS, Proposal
 
-# The prior, by level; for lookups the level grows with the logarithm of the tokens that agree.
+# The prior rates, by level; for lookups the level grows with the logarithm of the number of tokens that agree.
 _FIRST = (0.7, 0.2, 0.35, 0.5, 0.7, 0.85, 0.9, 0.95) * 2
 _FIRST_WEIGHT = 8.0  # draft tokens that the prior counts for
 _MEMORY = 400.0  # draft tokens of a level after which older ones count e times less
-_SEQUENCE_MEMORY = 24.0  # of a sequence
+_SEQUENCE_MEMORY = 24.0  # the same, for a sequence
 _FORGET = 0.98
-_MOST = 0.99  # nothing is certain
+_MOST = 0.99  # upper bound of a rate
 
 
 class Acceptance:
@@ -32,8 +30,8 @@ class Acceptance:
 
 
 class SequenceAcceptance:
-    """The recent acceptance of one sequence: rejected draft tokens, relative to those expected from their levels. So it
-    also predicts levels that the sequence has not had yet."""
+    """The recent acceptance of one sequence: rejected draft tokens, relative to those expected from their levels. So
+    the ratio also predicts levels that the sequence has not had yet."""
 
     __slots__ = ("num_expected", "num_wrong")
 

@@ -2,7 +2,7 @@
 
 A draft token is worth the probability that it and those before it are accepted, and costs what `StepCostModel`
 predicts. Draft tokens are added while they raise the step's tokens by more than its time. The time of prompts in the
-same step does not count: it is spent anyway, and a draft token must be as good a use of time as any token."""
+same step does not count, because it is spent anyway."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ class Candidate(NamedTuple):
     """A sequence that lacks one token, and its proposal."""
 
     num_computed: int
-    num_draft_tokens: int  # at most
+    num_draft_tokens: int  # the most draft tokens
     rate: float  # probability that a token is accepted if those before it are
 
 
 def choose_counts(
     cost: StepCost, work: StepWork, prompts: StepWork, candidates: Sequence[Candidate], gain: float
 ) -> list[int]:
-    """Return, for each candidate, how many draft tokens the step of `work` verifies. `work` includes the candidates'
-    single tokens and `prompts`. There are none unless tokens a second grow by a factor of `gain`."""
+    """Return, for each candidate, the number of draft tokens that the step of `work` verifies. `work` includes the
+    candidates' single tokens and `prompts`. All are 0 unless draft tokens raise the tokens a second by a factor of
+    `gain`."""
     counts = [0] * len(candidates)
     prompts_s = cost.seconds(prompts) if prompts.num_tokens else 0.0
     num_tokens = float(work.num_samples - prompts.num_samples)

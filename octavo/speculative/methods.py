@@ -12,8 +12,8 @@ from octavo.step_cost import StepCost
 
 def make_speculation(config: SpeculativeConfig | None, cost: StepCost | None, max_draft_len: int = 0) -> Speculation:
     """Return the speculation of an engine. Without a configuration only requests with a prediction have draft tokens.
-    For a method with a draft model this is the core's part, for sequences of up to `max_draft_len` tokens; the worker
-    has the drafter."""
+    For a method with a draft model the result is the core's part, for sequences of up to `max_draft_len` tokens; the
+    worker has the drafter."""
     if config is None:
         return Speculation(cost=cost)
     proposer: Proposer

@@ -1,9 +1,8 @@
 """Proposals by lookup of the last tokens in a text: prompt lookup (`ngram`), and predicted outputs.
 
-The source is Saxena's prompt lookup decoding (2023), which compares the end of a text with every place of it. Here each
-n-gram's last place is kept in a table, so that a token costs one entry of each length, however long the text. While the
-text goes on as it did after the place that was found, that place is kept: the longer it has, the likelier the next
-token is right.
+The method is Saxena's prompt lookup decoding (2023), which compares the end of a text with every place in it. Here a
+table keeps the last place of each n-gram, so a token costs one entry for each n, however long the text is. A found
+place is kept while the text continues as it did there: the longer both agree, the likelier the next token is right.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from octavo.speculative.proposer import NO_PROPOSAL, Proposal, ReadingShare
 # Tokens of long prompts that are indexed at once, in a few milliseconds; the others in later steps.
 _MOST_READ = 4096
 _FEW = 16  # n-grams that are hashed faster one by one
-_FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # of hashes: polynomials modulo 2^64
-_PLACE_BITS = 24  # no prediction has so many tokens
+_FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # for hashes, which are polynomials modulo 2^64
+_PLACE_BITS = 24  # predictions are shorter than 2^24 tokens
 _PREDICTION_LEVELS = 8  # the first level of proposals from a predicted output
-# N-grams that bring a text back to its prediction, after it has left it; and back to the place that it was quoting, if
-# they come within so many tokens of both.
+# Lengths of n-grams that bring a text back to its prediction after it has differed, and back to a place that it was
+# quoting, within `_QUOTE_GAP` tokens in both.
 _RETURN_LENGTHS = (3, 2, 1)
 _QUOTE_LENGTHS = (3, 2)
 _QUOTE_GAP = 24
 
 
 class NgramIndex:
-    """The last place of each n-gram in a growing text. It keeps hashes of n-grams, so that a hit may be wrong."""
+    """The last place of each n-gram in a growing text. It stores only hashes of n-grams, so a hit may be wrong."""
 
     def __init__(self, least: int, most: int) -> None:
         self.lengths = range(most, least - 1, -1)
@@ -39,7 +38,7 @@ class NgramIndex:
         self._ends: list[dict[int, int]] = [{} for _ in self.lengths]  # hash of an n-gram -> the place behind it
 
     def read(self, tokens: Tokens, end: int, most: int) -> None:
-        """Index the n-grams that end before `end`, at `most` more places."""
+        """Index the n-grams that end at the next places up to `end`, `most` places at most."""
         begin, self.num_read = self.num_read, min(end, self.num_read + most)
         for n, ends in zip(self.lengths, self._ends, strict=True):
             first = max(begin + 1, n)
@@ -51,8 +50,8 @@ class NgramIndex:
                 ends.update(zip(hashes.tolist(), range(first, self.num_read + 1), strict=True))
 
     def find(self, tokens: Tokens) -> tuple[int, int] | None:
-        """(place, n): the longest n-gram at the end of `tokens`, a text, that the index has, and what it is followed
-        by."""
+        """Return (place, n): n is the length of the longest n-gram at the end of `tokens` that the index has, and place
+        is the position behind its last occurrence. None if there is none."""
         for n, ends in zip(self.lengths, self._ends, strict=True):
             if len(tokens) >= n and (place := ends.get(_hash(tokens[-n:]))) is not None:
                 return place, n
@@ -76,20 +75,20 @@ def _hashes(tokens: Tokens, n: int) -> NDArray[np.uint64]:
 
 
 class LookupState:
-    """The state of a sequence: the place of the source where it goes on."""
+    """The state of a sequence: the place in the source where its next token is looked up."""
 
     __slots__ = ("index", "left", "length", "num_seen", "place", "prediction")
 
     def __init__(self, index: NgramIndex | None = None) -> None:
         self.index = index
-        self.prediction: PlacesIndex | None = None  # of the request's predicted output, if the answer has left it
+        self.prediction: PlacesIndex | None = None  # of the predicted output, once the answer has differed
         self.num_seen = 0  # tokens of the sequence
-        self.place = -1  # of the source: its next token, if the sequence goes on like it
-        self.length = 0  # tokens before it that agree
-        self.left = (-1, 0)  # the place at which it was left last, and the tokens of the sequence then
+        self.place = -1  # place of the proposal's first token in the source; -1: none
+        self.length = 0  # number of tokens before `place` that agree
+        self.left = (-1, 0)  # the place that was left last, and the sequence's number of tokens then
 
     def follow(self, tokens: Tokens, source: Tokens) -> bool:
-        """Go on with the tokens that are new. Returns whether the source has them all."""
+        """Advance over the new tokens of the sequence. Returns False if the source continues differently."""
         if self.place < 0:
             return False
         new = list(tokens[self.num_seen :])
@@ -101,7 +100,7 @@ class LookupState:
 
 
 def _level(length: int) -> int:
-    """Return the level: one for one token that agrees, the next for two or three, for four to seven, …"""
+    """Return the level: 1 for one token that agrees, 2 for two or three, 3 for four to seven, …"""
     return min(length.bit_length(), 7)
 
 
@@ -119,7 +118,7 @@ class NgramProposer:
     def propose(self, seq: Sequence, state: LookupState, most: int) -> Proposal:
         tokens, index = seq.token_ids, state.index
         assert index is not None
-        # The n-gram at the end is followed by nothing yet: it is taken in with the next token.
+        # The n-gram at the end is indexed with the next token, because nothing follows it yet.
         index.read(tokens, len(tokens) - 1, self._share.num_tokens)
         if not state.follow(tokens, tokens):
             if state.length >= self._least:
@@ -131,7 +130,8 @@ class NgramProposer:
         return Proposal(tuple(tokens[state.place : state.place + most]), _level(state.length))
 
     def _return(self, state: LookupState, tokens: Tokens) -> tuple[int, int] | None:
-        """(place, n): a quote goes on, near the place at which it was left, after `n` tokens that agree."""
+        """Return (place, n) if the text continues a quote near the place where it was left; n tokens agree before
+        `place`."""
         place, num_tokens = state.left
         if place < 0 or len(tokens) > num_tokens + _QUOTE_GAP:
             return None
@@ -144,17 +144,18 @@ class NgramProposer:
 
 
 class PlacesIndex:
-    """All places of each n-gram in a text that does not grow. Like `NgramIndex` it keeps hashes. An n-gram's places are
-    sorted when the first n-gram of its length is looked for."""
+    """All places of each n-gram in a text that does not grow. Like `NgramIndex` it keeps hashes. Places are sorted when
+    the first n-gram of a length is looked up."""
 
     def __init__(self, text: Tokens) -> None:
         self._text = text
-        # By n, sorted: the low bits of an n-gram's hash, and the place behind it in `_PLACE_BITS`.
+        # By n, sorted numbers: the low bits of an n-gram's hash, then the place behind the n-gram in `_PLACE_BITS`
+        # bits.
         self._places: dict[int, NDArray[np.uint64]] = {}
 
     def find_next(self, end: Tokens, begin: int) -> tuple[int, int] | None:
-        """(place, n): what follows the next occurrence, behind `begin`, of the longest of the n-grams at the `end` of
-        another text that bring a text back to its prediction."""
+        """Return (place, n) for the longest n-gram of `_RETURN_LENGTHS` at the `end` of another text that occurs here
+        after `begin`: the place behind the next occurrence. None if there is none."""
         for n in _RETURN_LENGTHS:
             if min(len(end), len(self._text)) < n:
                 continue
@@ -174,7 +175,7 @@ class PredictionProposer:
     occurrence of the last tokens."""
 
     def __init__(self) -> None:
-        # By request: its completions share the index, which goes with the last of them.
+        # By request: completions of a request share the index, which is freed with the last of them.
         self._indexes = WeakValueDictionary[str, PlacesIndex]()
 
     def start(self, seq: Sequence) -> LookupState:
@@ -194,12 +195,12 @@ class PredictionProposer:
         return Proposal(tuple(prediction[state.place : state.place + most]), _PREDICTION_LEVELS + _level(state.length))
 
     def end(self, seq: Sequence, state: LookupState) -> None:
-        """Nothing outlasts the sequence."""
+        """Do nothing: no state outlives the sequence."""
 
 
 def _find_next(end: Tokens, text: Tokens, begin: int, lengths: tuple[int, ...]) -> tuple[int, int] | None:
-    """(place, n): what follows the next occurrence in `text`, behind `begin`, of the longest n-gram at the `end` of
-    another. `lengths` are those of n-grams, the longest first."""
+    """Return (place, n): the place in `text` behind the next occurrence, after `begin`, of the longest n-gram at the
+    `end` of another text. `lengths` are the values of n, the largest first."""
     for n in lengths:
         wanted, place = list(end[-n:]), begin
         while len(wanted) == n:

@@ -1,7 +1,6 @@
-"""What proposes draft tokens: a `Proposer` in the core's process, or a draft model in the worker's.
-
-Both propose what follows a sequence whose tokens are all known. They change nothing but their own state, and need not
-be right. For a draft model the proposer says only how many tokens: the worker makes them."""
+"""The interface of proposers of draft tokens: a `Proposer` in the core's process, or a draft model in the worker's.
+Both propose tokens after a sequence whose tokens are all known. They change only their own state, and may be wrong. For
+a draft model the proposer only chooses the number of tokens; the worker makes them."""
 
 from __future__ import annotations
 
@@ -26,7 +25,8 @@ NO_PROPOSAL = Proposal(())
 
 
 class ReadingShare:
-    """Shares out what proposers read of long prompts between two steps: the more sequences live, the less of each."""
+    """Limits the tokens of long prompts that proposers read between two steps: the more sequences live, the fewer
+    tokens of each."""
 
     def __init__(self, most: int) -> None:
         self._most, self._num_sequences = most, 0
@@ -39,12 +39,12 @@ class ReadingShare:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are read of a sequence at once, more than an answer brings in a step."""
+        """Tokens of a sequence that are read at once: more than a step adds to an answer."""
         return max(_LEAST_READ, self.num_other_tokens)
 
     @property
     def num_other_tokens(self) -> int:
-        """Tokens that are read beside them at once of what no sequence waits for."""
+        """Tokens of other texts that are read at once in addition; no sequence waits for these."""
         return max(1, self._most // max(1, self._num_sequences))
 
 
@@ -73,10 +73,10 @@ class ToBeDrafted:
         self._max_len = max_len
 
     def start(self, seq: Sequence) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no state."""
 
     def propose(self, seq: Sequence, state: None, most: int) -> Proposal:
         return Proposal((DRAFT_PLACEHOLDER,) * min(most, self._max_len - seq.num_tokens))
 
     def end(self, seq: Sequence, state: None) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no state."""

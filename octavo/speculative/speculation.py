@@ -1,7 +1,8 @@
 """Chooses, for the scheduler, which draft tokens a step verifies, or how many a draft model makes for it.
 
 A sequence has at most one proposal of what follows its tokens: from its request's own prediction, or by the configured
-method. It is made when a step's tokens are known, and compared with the next tokens, whether they verified it or not.
+method. A proposal is made when a step's tokens are known, and is compared with the next tokens even if no step verified
+it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from octavo.step_cost import StepCost, StepWork
 from octavo.step_plan import DRAFT_PLACEHOLDER, PlannedRow
 
 _MOST_PREDICTED = 32  # draft tokens of a sequence in a step, from its request's prediction
-# A step with draft tokens after one without them must promise so much more speed: predictions are not exact.
+# After a step without draft tokens, draft tokens must promise this gain in speed, because predictions are not exact.
 _LEAST_GAIN = 1.03
-# If a drafter's tokens were not worth their time, one sequence tries so many of them again: after so many steps, then
-# after twice as many, and in the end in every so many steps. So a bad beginning is soon corrected.
+# If a drafter's tokens were not worth their time, one sequence tries this number of them again: first after a few
+# steps, then after twice as many each time, up to a maximum. So a bad start is soon corrected.
 _TRIAL_DRAFT_TOKENS, _FIRST_TRIAL, _TRIAL_STEPS = 2, 4, 128
 
 
@@ -30,9 +31,9 @@ _TRIAL_DRAFT_TOKENS, _FIRST_TRIAL, _TRIAL_STEPS = 2, 4, 128
 class Speculated:
     """The speculation's state of a sequence."""
 
-    state: Any  # of the proposer
+    state: Any  # state state of the proposer
     prediction_state: Any = None
-    proposal: Proposal = NO_PROPOSAL  # for the tokens after its first `num_tokens`
+    proposal: Proposal = NO_PROPOSAL  # proposal for the tokens after the first `num_tokens`
     num_tokens: int = 0
     is_predicted: bool = False  # the proposal is from the request's prediction
     acceptance: SequenceAcceptance = field(default_factory=SequenceAcceptance)
@@ -40,9 +41,9 @@ class Speculated:
 
 class Speculation:
     """The draft tokens of one engine, up to `max_draft_tokens` a sequence and step. Without a `proposer`, and while
-    more than `max_running` sequences run, only requests with a prediction have draft tokens. A proposer may leave them
-    to a drafter in the worker; one that `reads_steps` reads what the model has computed in a step before the next.
-    Without a `cost` model every step verifies as many draft tokens as it can."""
+    more than `max_running` sequences run, only requests with a prediction have draft tokens. A proposer may leave
+    drafting to a drafter in the worker; a drafter that `reads_steps` reads the model's results of a step before the
+    next one. Without a `cost` model every step verifies as many draft tokens as it can."""
 
     def __init__(
         self, proposer: Proposer | None = None, max_draft_tokens: int = _MOST_PREDICTED, cost: StepCost | None = None,
@@ -50,11 +51,11 @@ class Speculation:
     ) -> None:  # fmt: skip
         self.cost, self._reads_steps = cost, reads_steps
         self._proposer, self._max_running = proposer, max_running
-        self.follows_all = proposer is not None  # all sequences may have proposals, now
+        self.follows_all = proposer is not None  # all sequences may have proposals now
         self._predictions = PredictionProposer()
         self._max_draft_tokens = max_draft_tokens
         self._acceptance = Acceptance()
-        self._num_sequences = self._num_predicted = 0  # with proposals; from their requests' predictions
+        self._num_sequences = self._num_predicted = 0  # sequences with proposals; those with a request's prediction
         self._was_worth_it = False  # the last step that could have draft tokens had some
         self._draft_s = 0.0  # seconds of one more draft token for all sequences
         self._num_idle_steps = 0  # steps without a drafter's tokens, except trials
@@ -73,14 +74,14 @@ class Speculation:
 
     def accept(self, seq: Sequence, tokens: list[int], drafts: tuple[int, ...] | None) -> None:
         """Record the new `tokens` of a sequence, compare the last proposal with them, and make the next one. `drafts`
-        are the tokens that a drafter has made: tokens that it could not make do not count against it."""
+        are the tokens that a drafter has made; tokens that it could not make do not lower its rate."""
         about = seq.speculated
         if about is None:
             if not self.follows_all and not seq.request.prediction:
                 return
             seq.speculated = about = self._start(seq)
         num_tokens = len(seq.token_ids)
-        if about.num_tokens != num_tokens - len(tokens):  # not followed for a while: the proposal is an old one
+        if about.num_tokens != num_tokens - len(tokens):  # not called for a while: the proposal is out of date
             about.proposal = NO_PROPOSAL
         about.num_tokens = num_tokens
         if drafts is not None:
@@ -89,7 +90,7 @@ class Speculation:
             right, wrong = compare(about.proposal, tokens)
             about.acceptance.observe(right, wrong, self._acceptance.rates[about.proposal.level])
             self._acceptance.observe(about.proposal.level, right, wrong)
-        elif about.proposal.tokens or drafts is not None:  # no drafter has made them
+        elif about.proposal.tokens or drafts is not None:  # a drafter's proposal counts only if it made tokens
             about.acceptance.forget()
         about.proposal, about.is_predicted = NO_PROPOSAL, False
         if about.prediction_state is not None:
@@ -105,8 +106,8 @@ class Speculation:
             about.acceptance.forget()
 
     def choose(self, candidates: list[tuple[Sequence, int]], rows: list[PlannedRow]) -> list[tuple[int, ...]]:
-        """Return, for each of the sequences, all of which lack one token, the draft tokens that the step of `rows`
-        verifies, at most as many as given with it."""
+        """Return, for each candidate (a sequence that lacks one token, and its most draft tokens), the draft tokens
+        that the step of `rows` verifies."""
         draft_tokens: list[tuple[int, ...]] = [_proposal(seq).tokens[:most] for seq, most in candidates]
         if not any(draft_tokens):
             return draft_tokens
@@ -141,9 +142,9 @@ class Speculation:
         self, cost: StepCost, work: StepWork, prompts: StepWork, candidates: list[Candidate], gain: float,
         num_wrong: float,
     ) -> list[int]:  # fmt: skip
-        """Return how many tokens a drafter makes for each: its cost is the same for one sequence as for all. How good
-        they are is known only if it makes them; so if they were not worth it, one sequence tries some now and then.
-        `num_wrong` is as in `choose_draft_count`."""
+        """Return how many tokens a drafter makes for each candidate; it costs the same for one sequence as for all.
+        Rates are known only for tokens that it makes, so if they were not worth their time, one sequence tries some now
+        and then. `num_wrong` is as in `choose_draft_count`."""
         self._was_asked = True
         count = choose_draft_count(cost, work, prompts, candidates, self._draft_s, gain, num_wrong)
         counts = [min(count, candidate.num_draft_tokens) for candidate in candidates]
@@ -163,8 +164,8 @@ class Speculation:
                 self._next_trial = self._num_idle_steps + min(self._num_idle_steps, _TRIAL_STEPS)
 
     def must_wait(self, seqs: list[Sequence], rows: list[PlannedRow]) -> bool:
-        """Return whether the next step should wait for the tokens of this one, of `rows`: because it verifies draft
-        tokens, or because a drafter reads what this one computes of prompts."""
+        """Return whether the next step should wait for the tokens of this one, of `rows`: because the next step
+        verifies draft tokens, or because a drafter reads this step's results of prompts."""
         if any(row.draft_tokens for row in rows):
             return True
         if self._reads_steps and not all(row.is_decode for row in rows):
@@ -186,9 +187,9 @@ class Speculation:
         includes older tokens that the drafter had not computed yet."""
         if not draft_tokens:
             return
-        if not any(draft_tokens.values()):  # it lacks too many tokens, or memory: nothing was tried
+        if not any(draft_tokens.values()):  # the drafter lacks too many tokens, or memory: nothing was tried
             self._next_trial = min(self._next_trial, self._num_idle_steps + _FIRST_TRIAL)
-        elif not caught_up and all(row.is_decode for row in rows):  # no parts of prompts
+        elif not caught_up and all(row.is_decode for row in rows):  # the step has no chunks of prompts
             a_token = seconds / max(map(len, draft_tokens.values()))
             self._draft_s += (a_token - self._draft_s) / (8 if self._draft_s else 1)
 
@@ -237,6 +238,6 @@ def _proposal(seq: Sequence) -> Proposal:
 
 
 def _cautious(rate: float) -> float:
-    """Return an acceptance rate of half the odds. Found draft tokens are tried where counts are good, and the best of
-    many counts are better than what follows."""
+    """Return the rate with half the odds of `rate`. Draft tokens are tried where counts are high, and the highest of
+    many counts are higher than the true rates."""
     return rate / (2 - rate)

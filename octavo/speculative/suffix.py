@@ -1,8 +1,8 @@
-"""Proposals from suffixes: what followed the longest suffix of a sequence that was seen before, in itself or in recent
-answers (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975).
+"""Proposals from suffixes: the tokens that followed earlier occurrences of a sequence's longest suffix, in itself or in
+recent answers (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975).
 
-A `SuffixAutomaton` knows every piece of the texts that it has read, how often each occurs and what follows it. It grows
-by a token in constant time on average (Blumer et al. 1985), however long the texts are.
+A `SuffixAutomaton` knows every piece of the texts that it has read, how often each piece occurs and which tokens follow
+it. Adding a token takes constant time on average (Blumer et al. 1985), however long the texts are.
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ from octavo.speculative.proposer import NO_PROPOSAL, Proposal, ReadingShare
 
 # Tokens of long prompts and of answers that are read at once, in some milliseconds; the others in later steps.
 _MOST_READ = 1024
-_MOST_REMEMBERED = 4096  # of an answer
+_MOST_REMEMBERED = 4096  # most tokens that are kept of an answer
 # Recent answers are kept in two halves; when one is full the older is forgotten. A token takes about 0.8 KB.
 _MOST_CACHED_TOKENS = 1 << 17
 
 
 class SuffixAutomaton:
-    """The pieces of some texts. A state stands for pieces that end at the same places; 0 is the empty one."""
+    """All pieces of some texts. A state stands for the pieces that end at the same places; state 0 is the empty
+    piece."""
 
     __slots__ = ("_max_depth", "counts", "last", "lengths", "links", "nexts", "num_tokens")
 
     def __init__(self, max_depth: int) -> None:
-        """Pieces that are longer than `max_depth` are counted roughly."""
+        """Pieces longer than `max_depth` are counted roughly."""
         self._max_depth = max_depth
-        self.nexts: list[dict[int, int]] = [{}]  # by state: what may follow, and the state then
-        self.links = [-1]  # by state: that of its longest end which occurs elsewhere too
-        self.lengths = [0]  # by state: of its longest piece
-        self.counts = [0]  # by state: how often it occurs
-        self.last = 0  # the state of all that was read of the present text
+        self.nexts: list[dict[int, int]] = [{}]  # by state: {next token: next state}
+        self.links = [-1]  # by state: the state of its longest suffix that also ends elsewhere
+        self.lengths = [0]  # by state: length of its longest piece
+        self.counts = [0]  # by state: number of occurrences
+        self.last = 0  # the state of the present text so far
         self.num_tokens = 0
 
     def begin_text(self) -> None:
         self.last = 0
 
     def read(self, token: int) -> None:
-        """The present text goes on."""
+        """Add the next token of the present text."""
         nexts, links, lengths = self.nexts, self.links, self.lengths
         state = self.last
         self.num_tokens += 1
-        if (known := nexts[state].get(token)) is not None:  # of an earlier text
+        if (known := nexts[state].get(token)) is not None:  # the piece was read in an earlier text
             self.last = known if lengths[known] == lengths[state] + 1 else self._split(state, token, known)
         else:
             self.last = new = self._add({}, lengths[state] + 1, 0)
@@ -66,7 +67,7 @@ class SuffixAutomaton:
             counted = links[counted]
 
     def _split(self, state: int, token: int, known: int) -> int:
-        """Give those pieces of `known` a state of their own that are those of `state` and the token."""
+        """Move the pieces of `known` that consist of a piece of `state` and the token to a new state, and return it."""
         nexts, links = self.nexts, self.links
         copy = self._add(dict(nexts[known]), self.lengths[state] + 1, links[known])
         self.counts[copy] = self.counts[known]
@@ -84,7 +85,8 @@ class SuffixAutomaton:
         return len(self.links) - 1
 
     def advance(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """The longest end of a text that is known here has a `state` and a length -> those with a token more."""
+        """Return the state and length of a text's longest known suffix after one more token; `state` and `length` are
+        those before it."""
         nexts = self.nexts
         while state > 0 and token not in nexts[state]:
             state = self.links[state]
@@ -93,7 +95,8 @@ class SuffixAutomaton:
         return (0, 0) if after is None else (after, length + 1)
 
     def continuation(self, state: int, most: int, least_probability: float) -> list[int]:
-        """What has followed most often, as long as it followed so often by its share of all times."""
+        """Return the most frequent next tokens, one after the other, up to `most` tokens and while their joint
+        probability is at least `least_probability`."""
         found: list[int] = []
         nexts, counts = self.nexts, self.counts
         count = sum([counts[after] for after in nexts[state].values()])
@@ -110,14 +113,14 @@ class SuffixAutomaton:
 
 @dataclass(slots=True)
 class _State:
-    """A sequence: its own pieces, and where it is in recent answers."""
+    """The state of a sequence: its own pieces, and its longest suffixes in recent answers."""
 
     own: SuffixAutomaton
-    num_read: int = 0  # tokens of it in `own`
-    num_matched: int = 0  # tokens of it that were compared with recent answers
-    match: tuple[int, int] = (0, 0)  # in the younger half: state, length
+    num_read: int = 0  # its tokens in `own`
+    num_matched: int = 0  # its tokens that were compared with recent answers
+    match: tuple[int, int] = (0, 0)  # state and length in the younger half of answers
     older_match: tuple[int, int] = (0, 0)
-    half: int = 0  # number of the younger half
+    half: int = 0  # number of the younger half when they were compared
 
 
 class SuffixProposer:
@@ -128,8 +131,8 @@ class SuffixProposer:
         self._max_requests = max_requests
         self._recent, self._older = SuffixAutomaton(max_depth), SuffixAutomaton(max_depth)
         self._num_recent = 0  # answers in the younger half
-        self._answers: deque[Tokens] = deque()  # that have ended and are not in it yet; of the first a part may be
-        self._num_read = self._num_unread = 0  # tokens of the first that are in it; of all
+        self._answers: deque[Tokens] = deque()  # ended answers that are still to be read; the first may be partly read
+        self._num_read = self._num_unread = 0  # read tokens of the first answer; tokens of all queued answers
         self._half = 0
         self._share = ReadingShare(_MOST_READ)
 
@@ -147,7 +150,7 @@ class SuffixProposer:
         self._match(state, tokens)
         if end < len(tokens):
             return NO_PROPOSAL
-        # The longest end that occurs before, too, is the link of the whole.
+        # The link of the whole text is its longest suffix that also occurs earlier.
         place = max(own.links[own.last], 0)
         found = [(own.lengths[place], own, place)]
         for automaton, (match, length) in ((self._recent, state.match), (self._older, state.older_match)):
@@ -159,7 +162,7 @@ class SuffixProposer:
         return Proposal(drafted, min(length.bit_length(), 7))
 
     def _match(self, state: _State, tokens: Tokens) -> None:
-        """Bring the places in recent answers up to date."""
+        """Update the suffixes' states in recent answers with the sequence's new tokens."""
         if not self._max_requests:
             return
         if state.half != self._half:
@@ -169,7 +172,7 @@ class SuffixProposer:
             if not is_next:
                 state.num_matched = 0
         first = max(0, len(tokens) - self._max_depth)
-        if state.num_matched < first:  # not followed for a while: longer matches count as `_max_depth` tokens
+        if state.num_matched < first:  # not called for a while: start again `_max_depth` tokens back
             state.match = state.older_match = (0, 0)
             state.num_matched = first
         for token in tokens[state.num_matched :]:
@@ -201,7 +204,7 @@ class SuffixProposer:
         self._num_read = 0
 
     def end(self, seq: Sequence, state: _State) -> None:
-        """Queue its answer for the recent ones, unless its salt keeps it apart from others."""
+        """Queue its answer for the recent answers, unless the request has a cache salt."""
         self._share.end()
         if not self._max_requests or not seq.num_output_tokens or seq.request.prompt.cache_salt is not None:
             return

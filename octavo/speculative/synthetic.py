@@ -12,12 +12,12 @@ from octavo.sampling.sampling_table import Samples
 
 
 class SyntheticAcceptance:
-    """Replaces sampled tokens by draft tokens, or by others. `rates` are by position, as vLLM's: the probability that
-    this draft token and all before it are accepted."""
+    """Replaces sampled tokens by draft tokens or by other tokens. `rates` are by position, as in vLLM: the probability
+    that this draft token and all before it are accepted."""
 
     def __init__(self, rates: Sequence[float], vocab_size: int) -> None:
         before = [1.0, *rates]
-        # Probability of a draft token if those before it are accepted.
+        # Probability that a draft token is accepted if those before it are.
         self._chances = [rate / last if last else 0.0 for rate, last in zip(rates, before, strict=False)]
         self._vocab_size = vocab_size
         self._random = random.Random(0)

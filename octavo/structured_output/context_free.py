@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 import re
 
-# Strings, regular expressions or classes, and comments, which nothing outside of them may be taken for.
+# Strings, regular expressions or classes, and comments, which are not searched for rules.
 _LARK_PIECES = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*')
 _GBNF_PIECES = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*')
 _WIDE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|x([0-9A-Fa-f]{2})|(.))", re.DOTALL)
 
 
 def to_lark(text: str) -> str:
-    """The grammar in llguidance's Lark. Raises `ValueError` that says where it cannot be read."""
+    """Return the grammar in llguidance's Lark. Raises `ValueError` with the place that cannot be read."""
     outside = _GBNF_PIECES.sub("", text)
     if "::=" not in outside:
         return _of_lark(text)
@@ -34,7 +34,7 @@ def _of_lark(text: str) -> str:
 
 
 def _lark_outside(text: str) -> str:
-    # Whether a rule has a place in the tree, and which terminal comes first, is nothing to a grammar that only holds.
+    # Remove marks for the parse tree (? and !) and priorities of terminals: they do not change which texts are valid.
     text = re.sub(r"(^|\n)[ \t]*[?!]+(?=[a-zA-Z_])", r"\1", text)
     text = re.sub(r"((?:^|\n)[ \t]*[a-zA-Z_]\w*)\.-?\d+(?=\s*:)", r"\1", text)
     return re.sub(r":[ \t]*\n\s*(?=\S|$)", ": ", text)
@@ -53,7 +53,7 @@ def _gbnf_piece(piece: str) -> str:
 
     def one(found: re.Match[str]) -> str:
         if found[4] is not None:
-            # What stands for itself needs no backslash, and llguidance knows few of them.
+            # Remove needless backslashes, because llguidance knows few escapes.
             known = found[4] in ("\\", '"', "[", "]", "n", "r", "t")
             if known or found[4].isalnum():
                 return found[0]

@@ -1,8 +1,6 @@
-"""What an answer must be, as a grammar in llguidance's own form: JSON text that names Lark grammars and JSON schemas.
-
-The front end makes and checks it before a request is queued; it crosses the wire as text, and
-`octavo.structured_output.grammar_matching` has it followed. llguidance itself looks at it in a process of its own
-(`trial`).
+"""Makes the grammar of a request's answer, in llguidance's own form: JSON text with Lark grammars and JSON schemas. The
+front end makes and checks a grammar before the request is queued; it crosses the wire as text, and
+`octavo.structured_output.grammar_matching` follows it. llguidance tries grammars out in a process of its own (`trial`).
 """
 
 from __future__ import annotations
@@ -29,24 +27,25 @@ from octavo.structured_output.schema_keywords import SILENT
 from octavo.structured_output.schema_lowering import lower
 from octavo.structured_output.trial import GrammarTrial, TrialFailed, TrialsBusy, limits
 
-MAX_CHARACTERS = 1 << 20  # of a schema or a grammar
-# Of one regular expression, choice, constant or pattern. A mask takes a microsecond a character, and streams wait.
+MAX_CHARACTERS = 1 << 20  # the most characters of a schema or a grammar
+# The most characters of one regular expression, choice, constant or pattern. A mask takes a microsecond a character,
+# and streams wait for it.
 MAX_PIECE_CHARACTERS = 1 << 14
-# JSON allows any amount of whitespace, and small models are known to go on with it for ever: a line break and an
-# indentation, or a few spaces, are what people write.
+# JSON allows any amount of whitespace, and small models may write it for ever. People write a line break and an
+# indentation, or a few spaces.
 DEFAULT_WHITESPACE = r"\r?\n(?: {0,24}|\t{0,6})| {1,2}"
 MAX_CALLS = 32  # in one answer
 _MAX_DEPTH = 100  # of a schema
-_MAX_SIMPLE_CHARACTERS = 1 << 16  # of a grammar that is not tried in a process of its own
-# What llguidance says of references that it merges with others without end, or multiplies by each other too often.
+_MAX_SIMPLE_CHARACTERS = 1 << 16  # the most characters of a grammar that is not tried in another process
+# llguidance's errors for references that it merges without end, or multiplies by each other too often.
 _TOO_MANY_MERGES = (
     "circular references with sibling keys", "Schema intersection stack level exceeded", "schema too large",
 )  # fmt: skip
 _EMPTY_DEFINITION = re.compile(r"^Unsatisfiable.* while processing \S*#/\$defs/(\d+)$")
-_WHERE = re.compile(r" while processing \S*#/\$defs/\d+\S*$")  # numbers that callers do not have
-_MAX_ROUNDS = 8  # each finds one empty definition, and tries the whole schema
-_COMMENTS = ("$comment", "title", "description", "examples")  # of a schema, which make no work
-_PIECES = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/')  # of Lark: strings and regular expressions
+_WHERE = re.compile(r" while processing \S*#/\$defs/\d+\S*$")  # a place with numbers that mean nothing to callers
+_MAX_ROUNDS = 8  # each round finds one empty definition, and tries the whole schema
+_COMMENTS = ("$comment", "title", "description", "examples")  # keywords of a schema that cost nothing
+_PIECES = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/')  # strings and regular expressions in Lark
 
 _trial = GrammarTrial()
 atexit.register(_trial.close)
@@ -54,7 +53,8 @@ atexit.register(_trial.close)
 
 @dataclass(frozen=True, slots=True)
 class ParameterText:
-    """What stands around the key of a parameter and its value, a text as it is or JSON. `{key}` is the key again."""
+    """The texts around a parameter's key and its value, which is plain text or JSON. `{key}` in `after_value` is the
+    key again."""
 
     before_key: str
     after_key_of_text: str
@@ -65,25 +65,26 @@ class ParameterText:
 
 @dataclass(frozen=True, slots=True)
 class CallText:
-    """What stands around the arguments of a function: one JSON object, each one as `parameter` says, or any text."""
+    """The texts around a function's arguments. The arguments are one JSON object, or separate parameters (`parameter`),
+    or any text (`free`)."""
 
     before: str
     after: str
     parameter: ParameterText | None = None
-    # By name what a value is: "text", one of several texts, or None for JSON.
+    # By name the kind of value: "text", a list of allowed texts, or None for JSON.
     parameters: Mapping[str, list[str] | str | None] = field(default_factory=dict)
-    free: str | None = None  # a regular expression of arguments that may be any; "" is any text up to `after`
+    free: str | None = None  # a regular expression for free arguments; "" is any text up to `after`
 
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How calls are written: `open call separator call close`, and each by its function's name."""
+    """How calls are written: `open call separator call close`, with the texts of each call by function name."""
 
     open: str
     close: str
     separator: str
     calls: Mapping[str, CallText]
-    # Of calls that are JSON objects and nothing else: the keys of the name and of the arguments.
+    # Only for calls that are plain JSON objects: the keys of the name and of the arguments.
     keys: tuple[str, str] | None = None
 
     @property
@@ -92,42 +93,42 @@ class Spelling:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Every text in which there may be special tokens that must be shown."""
+        """Return every text that may contain special tokens which must be shown."""
         texts = [self.open, self.close, self.separator]
         return (*texts, *(text for call in self.calls.values() for text in (call.before, call.after)))
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCalls:
-    """An answer that calls functions, in one spelling, of which only the values of arguments are the model's to lay
-    out."""
+    """An answer that calls functions, in one spelling. The model chooses the layout of argument values only."""
 
-    schemas: Mapping[str, Mapping[str, Any]]  # of the functions' arguments, by name
+    schemas: Mapping[str, Mapping[str, Any]]  # schemas of the functions' arguments, by name
     spelling: Spelling
     is_parallel: bool = True  # more than one call is allowed
-    # Where calls are optional: the marks that only calls begin with, none if these are the whole answer.
+    # None: there must be calls. Otherwise calls are optional, and these are the marks that only calls begin with; () if
+    # calls make up the whole answer.
     marks: tuple[str, ...] | None = None
 
     @property
     def heads(self) -> dict[str, str]:
-        """Return, by function, how an answer begins that calls it first."""
+        """Return, by function, the beginning of an answer that calls this function first."""
         return {name: self.spelling.open + call.before for name, call in self.spelling.calls.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """What stands around the reasoning that an answer begins with."""
+    """The texts around the reasoning at the beginning of an answer."""
 
     start: str | None  # None if the answer begins inside of the reasoning
     end: str
     is_optional: bool
-    answer_start: str = ""  # what stands around the content after it
+    answer_start: str = ""  # texts around the content after the reasoning
     answer_end: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """How many tokens the reasoning may have that an answer begins with; then the token `end` is all that may come."""
+    """The most tokens of the reasoning at the beginning of an answer; after them only the token `end` is allowed."""
 
     num_tokens: int
     start: int | None  # None if the answer begins inside of the reasoning
@@ -137,12 +138,12 @@ class ThinkingBudget:
 
     @property
     def rule(self) -> str:
-        """The reasoning up to its end, as a rule `thought`. Tokens are counted, whatever their texts are."""
+        """Return the rule `thought`: the reasoning up to its end. It counts tokens, whatever their texts are."""
         counted = f"token{{0,{self.num_tokens}}} " if self.num_tokens else ""
         return f"thought: {counted}<[{self.end}]>\ntoken: {self.tokens_but(self.end)}"
 
     def tokens_but(self, *others: int) -> str:
-        """Every token but these and those that end an answer."""
+        """Return an expression for every token except `others` and those that end an answer."""
         ranges, begin = [], 0
         for token in sorted({*others, *self.eos_token_ids, self.vocab_size}):
             if begin < token <= self.vocab_size:
@@ -152,30 +153,30 @@ class ThinkingBudget:
 
 
 class WantedGrammar(NamedTuple):
-    """What an answer must be: `content`, or `calls` in its place, after `reasoning` if any. Without content only the
-    `budget` bounds it."""
+    """The wanted form of an answer: `content` or `calls`, after `reasoning` if there is any. Without content only the
+    `budget` limits the answer."""
 
     content: StructuredOutputsParams | ToolCalls | None
     reasoning: ReasoningMarks | None = None
-    field: str | None = None  # what errors call a structure, where that is not `structured_outputs`
-    special_tokens: Mapping[str, int] | None = None  # ids by text: they have no text in a grammar
+    field: str | None = None  # name of the structure's field in errors, if not `structured_outputs`
+    special_tokens: Mapping[str, int] | None = None  # ids by text: grammars name these tokens by id
     budget: ThinkingBudget | None = None
     calls: ToolCalls | None = None
 
 
 class MadeGrammar(NamedTuple):
-    """A grammar that can be followed, and what it does not hold answers to."""
+    """A grammar that can be followed, and the check of the parts of a schema that it does not enforce."""
 
     text: str
     check: FinalCheck | None = None
 
 
 def make_checked_grammar(wanted: WantedGrammar, *, closes_objects: bool = False) -> MadeGrammar:
-    """The grammar of the answers that are wanted, and the check of what it leaves open. Every grammar is made here.
+    """Return the grammar of the wanted answers, and the check of what it leaves open. Every grammar is made here.
 
-    `closes_objects`: objects whose schema names properties have no others, where neither the schema nor the request
-    says anything of others. Raises `RequestError` with the reason if it is not one that can be followed. Takes some
-    seconds for the largest.
+    `closes_objects`: objects whose schema names properties have no others, unless the schema or the request says
+    otherwise. Raises `RequestError` with the reason if the grammar cannot be followed. The largest grammars take some
+    seconds.
     """
     content, reasoning, field, special_tokens, budget, calls = wanted
     is_call = isinstance(content, ToolCalls)
@@ -187,8 +188,8 @@ def make_checked_grammar(wanted: WantedGrammar, *, closes_objects: bool = False)
     elif field is None:
         field = "structured_outputs." + next(n for n in STRUCTURES if getattr(content, n) not in (None, False))
     problem = ""
-    # A grammar is tried as a whole. If it fails its schemas are tried one by one: to name the one that is wrong, or to
-    # leave out of it what llguidance has no room for.
+    # A grammar is tried as a whole. If this fails, its schemas are tried one by one, to name the wrong one, or to leave
+    # out parts that are too much for llguidance.
     for tries_each in (False, True):
         maker = _Maker(special_tokens or {}, closes_objects, tries_each)
         if content is None:
@@ -248,10 +249,10 @@ class _Maker:
     """Writes the grammar of one request."""
 
     def __init__(self, special_tokens: Mapping[str, int], closes_objects: bool, tries_each: bool) -> None:
-        self.unheld = set[str]()  # keywords of schemas that the grammar does not hold answers to
-        self.has_open_objects = False  # in which a name may be written with escapes
-        self.is_simple = True  # llguidance's work on it is bounded by its size
-        self.is_certain = True  # and it refuses none such
+        self.unheld = set[str]()  # keywords of schemas that the grammar does not enforce
+        self.has_open_objects = False  # some object allows other names: a known name may be written with escapes
+        self.is_simple = True  # llguidance's work on the grammar is bounded by its size
+        self.is_certain = True  # and llguidance never refuses such a grammar
         self.has_schemas = False
         self._special_tokens = special_tokens
         self._closes_objects = closes_objects
@@ -271,8 +272,8 @@ class _Maker:
 
     def _of_structural_tag(self, wanted: StructuredOutputsParams, field: str) -> str:
         def part(kind: str, value: Any) -> dict[str, Any]:
-            """The grammar of a schema, a regular expression or a grammar within the tag, with the options of the
-            whole."""
+            """Return the grammar of a schema, a regular expression or a grammar in the tag, with the request's
+            options."""
             one = msgspec.structs.replace(wanted, structural_tag=None, **{kind: value})
             grammars: list[dict[str, Any]] = json.loads(self._write(one, field))["grammars"]
             return grammars[0]
@@ -283,7 +284,7 @@ class _Maker:
             if len(tag) > MAX_CHARACTERS:
                 return tag  # is refused for its length
             tag = json.loads(tag)
-        _check_parts(tag, (*_COMMENTS, "grammar"))  # a grammar's own parts are looked at where it is written
+        _check_parts(tag, (*_COMMENTS, "grammar"))  # parts of a "grammar" are checked where it is written
         return json.dumps({"grammars": structural_tag.grammars_of(tag, self._special_tokens, part)})
 
     def _write(self, wanted: StructuredOutputsParams, field: str) -> str:
@@ -298,7 +299,8 @@ class _Maker:
             for text in wanted.choice:
                 _check_length(text)
             alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
-            # As one terminal, which the lexer makes an automaton of: as a rule each one would be an item of the parser.
+            # One terminal, from which the lexer makes an automaton; in a rule each choice would be an item of the
+            # parser.
             return _of_lark(f"start: CHOICE\nCHOICE: {alternatives}")
         if wanted.grammar is not None:
             if len(wanted.grammar) > MAX_CHARACTERS or wanted.grammar.lstrip().startswith("{"):
@@ -323,7 +325,7 @@ class _Maker:
     def _of_schema(
         self, schema: dict[str, Any], field: str, *, start: Any = None, closes: bool, wanted: StructuredOutputsParams
     ) -> dict[str, Any]:
-        """The grammar of a schema, or of `start`, which is a part of it."""
+        """Return the grammar of a schema, or of `start`, a part of it."""
         try:
             _check_parts(schema)
         except ValueError as e:
@@ -350,7 +352,7 @@ class _Maker:
             problem = _problem(text, field, is_simple=lowered.is_simple)
             if not problem:
                 break
-            # A definition that nothing satisfies may stand where the schema can do without it.
+            # A definition that no value satisfies may be in a place that the schema does not need.
             of_definition = _EMPTY_DEFINITION.search(problem)
             if of_definition is not None and of_definition[1] not in empty:
                 if num_rounds == _MAX_ROUNDS:
@@ -359,12 +361,12 @@ class _Maker:
                 empty |= {of_definition[1]}
                 num_rounds += 1
                 continue
-            empty, num_rounds = frozenset(), 0  # each level has numbers of its own
+            empty, num_rounds = frozenset(), 0  # definitions have other numbers at each level
             if merges_references and problem.startswith(_TOO_MANY_MERGES):
                 merges_references = False
                 continue
             levels.pop()
-            # What a part of the schema leaves nothing of, the whole of it leaves nothing of.
+            # If no value satisfies a part of the schema, none satisfies the whole.
             if not levels or problem.startswith("Unsatisfiable"):
                 raise RequestError(f"{field} cannot be followed: {_WHERE.sub('', problem)}", param=field)
         self.unheld |= lowered.unheld
@@ -374,9 +376,9 @@ class _Maker:
         return grammar
 
     def of_tool_calls(self, calls: ToolCalls, *, is_beside_json: bool = False) -> str:
-        """The grammar of calls. With `is_beside_json` calls that are JSON objects are written as schemas: the lexer
-        cannot tell texts that begin alike from other JSON."""
-        self.is_certain = False  # of the rules for calls
+        """Return the grammar of calls. With `is_beside_json`, calls that are JSON objects are written as schemas,
+        because the lexer cannot tell their first texts from other JSON."""
+        self.is_certain = False  # the rules for calls may be refused
         special_tokens = self._special_tokens
         literal = partial(lark.literal, special_tokens=special_tokens)
         spelling, grammars, lines = calls.spelling, list[dict[str, Any]](), list[str]()
@@ -398,8 +400,8 @@ class _Maker:
                 lines += more
                 grammars += their_grammars
             lines.append(f"call{i}: {literal(call.before)} rest{i}")
-            # The separator and what is before a call are one text: the lexer cannot go back to where a shorter one
-            # ended.
+            # Separator and the text before a call are one lexeme, because the lexer cannot go back to the end of a
+            # shorter one.
             lines.append(f"next{i}: {literal(spelling.separator + call.before)} rest{i}")
         names = " | ".join(f"call{indices[name]}" for name in spelling.calls)
         limit = MAX_CALLS - 1 if calls.is_parallel else 0
@@ -414,7 +416,7 @@ class _Maker:
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(start + lines)}, *grammars]})
 
     def _of_whole_call(self, name: str, keys: tuple[str, str], schema: Mapping[str, Any], index: int) -> dict[str, Any]:
-        """The grammar of a call that is a JSON object."""
+        """Return the grammar of a call that is a JSON object."""
         grammar = self._of_arguments(schema, index)["json_schema"]
         beside = {key: grammar.pop(key) for key in ("$defs", "x-guidance") if key in grammar}
         properties = {keys[0]: {"const": name}, keys[1]: grammar}
@@ -422,7 +424,7 @@ class _Maker:
         return {"json_schema": {**whole, **beside}}
 
     def _of_free_arguments(self, call: CallText, index: int, literal: Callable[[str], str]) -> list[str]:
-        """Rules for the arguments of a function that may be any, with what stands after them."""
+        """Return the rules for a function's free arguments, with the text after them."""
         if call.free:
             return [f"rest{index}: FREE{index} {literal(call.after)}", f"FREE{index}: /{call.free}/"]
         if not call.after:
@@ -436,7 +438,8 @@ class _Maker:
     def _of_parameters(
         self, call: CallText, schema: Mapping[str, Any], index: int, literal: Callable[[str], str]
     ) -> tuple[list[str], list[dict[str, Any]]]:
-        """Rules for the parameters of a function, in the order of its schema, and the grammars that they name."""
+        """Return the rules for a function's parameters, in the order of its schema, and the grammars that the rules
+        name."""
         form = call.parameter
         assert form is not None
         required, special_tokens = schema.get("required", ()), self._special_tokens
@@ -473,13 +476,13 @@ class _Maker:
         return lines, grammars
 
     def _of_arguments(self, schema: Mapping[str, Any], index: int) -> dict[str, Any]:
-        """The grammar of a function's arguments: an object, without properties that the schema does not know of."""
+        """Return the grammar of a function's arguments: an object without properties that the schema does not name."""
         field = f"tools[{index}].function.parameters"
         schema = {"type": "object", **schema}
         if schema["type"] != "object":
             raise RequestError(f"{field} must describe an object, not {schema['type']!r:.100}.", param=field)
         if schema.keys() <= {"type", "properties", *SILENT} and not schema.get("properties"):
-            schema["additionalProperties"] = False  # a function without parameters: whatever came would be made up
+            schema["additionalProperties"] = False  # a function without parameters: any argument would be made up
         return self._of_schema(schema, field, closes=True, wanted=_PLAIN)
 
 
@@ -490,7 +493,8 @@ def _after_free_text(
     special_tokens: Mapping[str, int],
     indices: Mapping[str, int],
 ) -> list[str]:
-    """Rules of an answer that is any text, with calls after it or not. What begins as a call must go on as one."""
+    """Return the rules of an answer that is any text, with or without calls after it. Text that begins like a call must
+    continue as one."""
     spelling, marks = calls.spelling, calls.marks or ()
     heads = calls.heads
     if not marks:
@@ -506,14 +510,14 @@ def _after_free_text(
     else:
         before = f"before[lazy]: /(.|\\n)*{escaped(trigger)}/"
     heads_left = [f"{literal(head[len(trigger) :])} rest{indices[name]}" for name, head in heads.items()]
-    # Blanks after a call begin another one.
+    # Text after the calls must not begin with a blank, because blanks begin another call.
     after = f"AFTER: /[^ \\t\\r\\n](.|\\n)*/{kept_out}"
     begun = f"begun: {' | '.join(heads_left)}"
     return [f"start: FREE | before begun {ending} AFTER?", before, free, after, begun]
 
 
 def _of_budget(budget: ThinkingBudget) -> str:
-    """Reasoning within its budget, then anything."""
+    """Return the grammar of reasoning within its budget, then anything."""
     lines = ["start: thought free*", budget.rule, f"free: {budget.tokens_but()}"]
     if budget.start is not None:
         lines[0] = f"start: <[{budget.start}]> thought free* | (other free*)?"
@@ -531,7 +535,8 @@ def _after_reasoning(
     *,
     is_call: bool,
 ) -> str:
-    """`grammar`, or `or_calls`, after any text up to the mark at its end, or, if that is optional, after none."""
+    """Return the grammar of reasoning (any text up to its end mark; it may be optional), then `grammar` or
+    `or_calls`."""
     literal = partial(lark.literal, special_tokens=special_tokens)
     end, *more = pieces(marks.end, special_tokens)
     after = " ".join(map(literal, more))
@@ -577,7 +582,8 @@ def _check_length(piece: str) -> None:
 
 
 def _check_parts(schema: Any, passed_over: Collection[str] = _COMMENTS) -> None:
-    """That a schema is not too deep and that none of its strings is too long, but those of the names `passed_over`."""
+    """Raise `ValueError` if a schema is too deep or one of its strings too long, except under the names
+    `passed_over`."""
     level, depth = [schema], 0
     while level:
         if depth > _MAX_DEPTH:
@@ -595,14 +601,14 @@ def _check_parts(schema: Any, passed_over: Collection[str] = _COMMENTS) -> None:
         level = children
 
 
-_PLAIN = StructuredOutputsParams(json={})  # the options of JSON within calls
-_verdicts: OrderedDict[bytes, str] = OrderedDict()  # why a grammar cannot be followed, or nothing; by its hash
+_PLAIN = StructuredOutputsParams(json={})  # options of JSON in calls
+_verdicts: OrderedDict[bytes, str] = OrderedDict()  # by a grammar's hash: why it cannot be followed, or ""
 _verdicts_lock = threading.Lock()
 _MAX_VERDICTS = 8192
 
 
 def _problem(grammar: str, field: str, *, is_simple: bool = False) -> str:
-    """Why a grammar cannot be followed, or nothing. Found out once, be it that it takes too long."""
+    """Return why a grammar cannot be followed, or "". Each grammar is tried once, even if it takes too long."""
     if len(grammar) > MAX_CHARACTERS:
         raise RequestError(f"{field} has {len(grammar)} characters; {MAX_CHARACTERS} is the most.", param=field)
     key = hashlib.blake2b(grammar.encode(), digest_size=20).digest()
@@ -624,13 +630,13 @@ def _problem(grammar: str, field: str, *, is_simple: bool = False) -> str:
 
 
 def _validated(grammar: str) -> str:
-    """What llguidance says to a grammar that it can only do bounded work for. Releases the interpreter's lock."""
+    """Return llguidance's error for a grammar on which its work is bounded, or "". Releases the interpreter's lock."""
     from llguidance import LLMatcher
 
     try:
         return LLMatcher.validate_grammar(grammar, limits=limits())
     except BaseException as e:
-        if type(e).__name__ != "PanicException":  # of Rust, which is no Exception
+        if type(e).__name__ != "PanicException":  # a panic of Rust, which is not an Exception
             raise
         return "llguidance fails on it."
 
@@ -639,7 +645,7 @@ def _first_line(problem: object) -> str:
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     if not lines:
         return ""
-    # What is wrong with a regular expression comes after a drawing of where it is.
+    # For a regular expression, a drawing of the place comes before the reason.
     reasons = [line for line in lines[1:] if line.startswith(("error:", "while processing"))]
     shown = " ".join([lines[0], *reasons[:1]])
     return shown if len(shown) <= 300 else shown[:300] + "..."

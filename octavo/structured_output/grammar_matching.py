@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NUM_COMPILING = 4  # grammars at once: one that takes long holds no others up
-_NUM_IDLE = 256  # compiled grammars that are kept though no request has them
+_NUM_COMPILING = 4  # grammars compiled at once, so that a slow one does not delay others
+_NUM_IDLE = 256  # compiled grammars that are kept without a request
 
 
 class GrammarCompiler:
-    """Compiles each grammar once. llguidance and the vocabulary are loaded with the first of them."""
+    """Compiles each grammar once. llguidance and the vocabulary are loaded with the first grammar."""
 
     def __init__(self, checkpoint: Checkpoint, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -48,23 +48,23 @@ class GrammarCompiler:
         self._eos_token_ids: list[int] = []
         self._vocabulary: LLTokenizer | None = None
         self._templates: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._num_holders: Counter[str] = Counter()  # requests, by grammar
-        self._released: deque[str] = deque()  # by requests that are gone
+        self._num_holders: Counter[str] = Counter()  # number of requests, by grammar
+        self._released: deque[str] = deque()  # grammars released by requests that have ended
         self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()  # of the vocabulary while it is read
+        self._lock = threading.Lock()  # held while the vocabulary is read
 
     def prepare(self, grammar: str, eos_token_ids: list[int], holder: object) -> Future[None]:
-        """Compile a grammar in a thread, and keep it as long as there is `holder`. The future raises `RequestError` if
-        it cannot be followed."""
+        """Compile a grammar in a thread, and keep it as long as `holder` lives. The future raises `RequestError` if the
+        grammar cannot be followed."""
         while self._released:
             gone = self._released.popleft()
             self._num_holders[gone] -= 1
             if not self._num_holders[gone]:
                 del self._num_holders[gone]
         self._num_holders[grammar] += 1
-        # It runs whenever the holder goes, in any thread: it takes no lock.
+        # This runs when the holder is freed, in any thread, so it takes no lock.
         weakref.finalize(holder, self._released.append, grammar).atexit = False
-        with contextlib.suppress(KeyError):  # it is not compiled, or another thread drops it now
+        with contextlib.suppress(KeyError):  # not compiled yet, or being dropped by another thread
             self._templates.move_to_end(grammar)
             done: Future[None] = Future()
             done.set_result(None)
@@ -79,27 +79,27 @@ class GrammarCompiler:
         return self._pool.submit(compile_it)
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """A matcher at the beginning of `grammar`, which has been prepared. Copies share what they learn of it."""
+        """Return a matcher at the beginning of `grammar`, which has been prepared. Copies share the lexer's states."""
         return self._compile(grammar).deep_copy()
 
     def renewed(self, grammar: str) -> LLMatcher:
-        """A matcher at the beginning of `grammar` that shares nothing with others. Copies of a template share a lexer,
-        and when one of them has made it too large it serves none of them any more: those that come get another."""
+        """Return a matcher at the beginning of `grammar` that shares nothing with others. Copies of a template share a
+        lexer; once one copy has made it too large it fails for all, so later matchers get a new template."""
         self._templates.pop(grammar, None)
         return self._matcher(grammar)
 
     @property
     def num_words(self) -> int:
-        """Words of 32 bits in a mask."""
+        """Return the number of 32-bit words in a mask."""
         assert self._vocabulary is not None
         return -(-self._vocabulary.vocab_size // 32)
 
     def _compile(self, grammar: str) -> LLMatcher:
-        """Return the template of a grammar, which is made if there is none. Other threads may drop it at any time."""
+        """Return the template of a grammar; make it if there is none. Other threads may drop it at any time."""
         if (known := self._templates.get(grammar)) is not None:
             return known
         matcher = self._matcher(grammar)
-        matcher.compute_bitmask()  # the first is by far the slowest
+        matcher.compute_bitmask()  # the first mask is by far the slowest
         self._templates[grammar] = matcher
         self._drop_idle()
         return matcher
@@ -117,7 +117,7 @@ class GrammarCompiler:
         return matcher
 
     def _drop_idle(self) -> None:
-        """Forget the oldest templates that no request has, beyond as many as are kept."""
+        """Forget the oldest templates without a request, except the last `_NUM_IDLE`."""
         idle = [grammar for grammar in list(self._templates) if grammar not in self._num_holders]
         for grammar in idle[: max(0, len(idle) - _NUM_IDLE)]:
             self._templates.pop(grammar, None)
@@ -135,20 +135,20 @@ class TokenMask:
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """One sequence on its way through its grammar. Only the thread of masks writes to it once it is made."""
+    """A sequence's position in its grammar. Once made, only the thread of masks writes to it."""
 
     grammar: str
-    output: list[int]  # tokens that the matcher has still to read
+    output: list[int]  # tokens that the matcher has not read yet
     end_token_ids: list[int]  # end-of-sequence, and the request's stop tokens
-    ignored_token_ids: list[int]  # those of them that end nothing as long as something else may follow
+    ignored_token_ids: list[int]  # end tokens that are masked while any other token is allowed
     min_tokens: int
     matcher: LLMatcher | None = None
     mask: TokenMask | None = None
-    drafted: list[TokenMask] = field(default_factory=list)  # after each draft token of the step, up to one not allowed
+    drafted: list[TokenMask] = field(default_factory=list)  # after each draft token, up to one not allowed
     error: str | None = None
     index: int = field(default=0)  # its line in the array of masks
     read: list[int] = field(default_factory=list)  # tokens that the matcher has read
-    renewed_at: int = -1  # how many it had read when its matcher was last made anew
+    renewed_at: int = -1  # tokens that were read when the matcher was last renewed
 
 
 class GrammarTable:
@@ -164,12 +164,12 @@ class GrammarTable:
         self._pending: Future[None] | None = None
 
     def has_any(self, rows: Iterable[int]) -> bool:
-        """Return whether a sequence of `rows` follows a grammar. The row of one that was aborted, or has reached its
-        maximum length, keeps its grammar until another sequence takes it."""
+        """Return whether a sequence of `rows` follows a grammar. The row of an aborted sequence, or of one that has
+        reached its maximum length, keeps its grammar until another sequence takes the row."""
         return not self._rows.keys().isdisjoint(rows)
 
     def admit(self, row: int, params: SamplingParams, output: list[int], end_token_ids: list[int]) -> None:
-        """A sequence takes `row`, with the tokens of its `output` so far; without a grammar the row is forgotten.
+        """Note that a sequence takes `row`, with its `output` tokens so far. Without a grammar the row is forgotten.
 
         `end_token_ids` are end-of-sequence and the request's stop tokens.
         """
@@ -182,7 +182,7 @@ class GrammarTable:
         self._submit([state], partial(self._compute, [state]))
 
     def advance(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
-        """`tokens` [N] were drawn for `rows` [N]: start to compute what may follow."""
+        """Note that `tokens` [N] were sampled for `rows` [N], and start to compute the next masks."""
         changed: dict[int, _Row] = {}  # a row has several tokens if draft tokens were accepted
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             if (state := self._rows.get(row)) is None:
@@ -197,16 +197,16 @@ class GrammarTable:
             self._submit(list(changed.values()), partial(self._compute, list(changed.values())))
 
     def look_ahead(self, row: int, draft_tokens: Sequence[int]) -> None:
-        """The next step computes `draft_tokens` after the tokens of `row`: start to compute what may follow each."""
+        """Start to compute the masks after each of `draft_tokens`, which the next step computes for `row`."""
         if (state := self._rows.get(row)) is not None:
             self._submit([state], partial(self._look_ahead, state, list(draft_tokens)))
 
     def masks(
         self, rows: NDArray[np.int64], firsts: Mapping[int, int]
     ) -> tuple[list[tuple[int, TokenMask]], dict[int, str]]:
-        """Wait for the masks of the samples of `rows` [N] -> (sample, mask) of those that have a grammar, and what
-        went wrong by sample. `firsts` are the first samples of rows with guesses, each of which is followed by one
-        after each guess. Where a guess is not allowed, what is sampled after it does not stand and needs no mask."""
+        """Wait for the masks of the samples of `rows` [N]. Returns (sample, mask) for each sample with a grammar, and
+        errors by sample. `firsts` has the first sample of each row with draft tokens; a sample after each draft token
+        follows. Samples after a draft token that is not allowed are invalid and need no mask."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None
@@ -223,15 +223,15 @@ class GrammarTable:
         return masks, errors
 
     def _submit(self, rows: list[_Row], work: Callable[[], None]) -> None:
-        """Have the thread of masks work for `rows`. It takes its work in order, so that the last piece done means all
-        are."""
+        """Have the thread of masks do `work` for `rows`. Work is done in order, so that waiting for the last piece is
+        enough."""
         if self._pool is None:
             self._pool = _new_pool("grammar-masks")
 
         def run() -> None:
             try:
                 work()
-            except Exception as e:  # a bug, ours or llguidance's: these requests fail, the others go on
+            except Exception as e:  # a bug, ours or llguidance's, fails only these requests
                 logger.exception("masks of structured outputs could not be computed")
                 for state in rows:
                     state.error = f"structured output failed: {type(e).__name__}."
@@ -261,13 +261,13 @@ class GrammarTable:
                 state.mask = self._mask(state, words[state.index])
 
     def _look_ahead(self, state: _Row, draft_tokens: list[int]) -> None:
-        """In the thread of masks: go on with guesses as far as they are allowed, and back again."""
+        """In the thread of masks: follow draft tokens as far as they are allowed, keep the masks, and go back."""
         state.drafted = []
         matcher, mask = state.matcher, state.mask
         if matcher is None or mask is None or state.error is not None:
             return
         for draft_token in draft_tokens:
-            # A token that ends the sequence is followed by nothing.
+            # No token follows one that ends the sequence.
             if (
                 not mask.allows(draft_token)
                 or draft_token in state.end_token_ids
@@ -281,7 +281,7 @@ class GrammarTable:
             self._renew(state, matcher)
 
     def _read(self, state: _Row) -> bool:
-        """Bring a matcher up to date. False if it could not be."""
+        """Have the matcher read the new tokens. Returns False, and sets the row's error, if it fails."""
         if state.matcher is None:
             state.matcher = self._compiler.matcher(state.grammar)
         tokens, state.output = state.output, []
@@ -291,8 +291,8 @@ class GrammarTable:
         return state.error is None
 
     def _renew(self, state: _Row, matcher: LLMatcher) -> bool:
-        """Put a matcher of its own in the place of one that fails, which others may be to blame for. False, and the
-        row has an error, if that fails too."""
+        """Replace a matcher that fails, perhaps because of others that share its lexer, by a new one. Returns False,
+        and sets the row's error, if the new one fails too."""
         reason = _explain(matcher)
         if state.renewed_at < len(state.read):
             state.renewed_at = len(state.read)
@@ -306,17 +306,17 @@ class GrammarTable:
     def _mask(self, state: _Row, words: NDArray[np.uint32], num_draft_tokens: int = 0) -> TokenMask:
         is_short = len(state.read) + num_draft_tokens < state.min_tokens
         held = state.end_token_ids if is_short else state.ignored_token_ids
-        if held:  # it may not end yet, unless the grammar lets it do nothing else
+        if held:  # the sequence may not end yet, unless the grammar allows nothing else
             going_on = words.copy()
             for token in held:
                 going_on[token >> 5] &= ~np.uint32(1 << (token & 31))
             words = going_on if going_on.any() else words
-        # A view: the line is written again only when this sequence, or the next one of this row, has gone on.
+        # A view is enough: its line is overwritten only after this sequence, or the row's next one, has a new token.
         return TokenMask(words)
 
 
 def _new_pool(name: str, num_threads: int = 1) -> ThreadPoolExecutor:
-    """Threads with more stack than there is where grammars are tried out; one alone works in order."""
+    """Return threads with more stack than a trial of a grammar has. A single thread works in order."""
     usual = threading.stack_size(4 * STACK_BYTES)
     try:
         pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
@@ -331,6 +331,6 @@ def _new_pool(name: str, num_threads: int = 1) -> ThreadPoolExecutor:
 
 def _explain(matcher: LLMatcher) -> str:
     [reason, *_] = matcher.get_error().splitlines() or ["unknown reason"]
-    if "NoExtension" in reason:  # llguidance's word for it
+    if "NoExtension" in reason:  # llguidance's name for this
         reason = "nothing may follow what the answer has so far, and it is not complete."
     return f"the grammar of structured_outputs cannot be followed any further: {reason}"

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 
 def literal(text: str, special_tokens: Mapping[str, int]) -> str:
-    """Exactly `text`; `special_tokens` are ids by text. Nothing for an empty text."""
+    """Return an expression for exactly `text`, "" for an empty text; `special_tokens` are ids by text."""
     parts = (f"<[{special_tokens[p]}]>" if p in special_tokens else json.dumps(p) for p in pieces(text, special_tokens))
     return " ".join(parts)
 
 
 def pieces(text: str, special_tokens: Mapping[str, int]) -> list[str]:
-    """`text` cut so that each special token in it is a piece of its own."""
+    """Return `text` in pieces, so that each special token in it is a piece of its own."""
     found, begin = list[str](), 0
     while True:
         places = [
@@ -22,11 +22,11 @@ def pieces(text: str, special_tokens: Mapping[str, int]) -> list[str]:
         ]
         if not places:
             return [piece for piece in [*found, text[begin:]] if piece]
-        at, _, token = min(places)  # of those at one place the longest: one token may begin with another
+        at, _, token = min(places)  # the longest token at a place: one token may begin with another
         found += [text[begin:at], token]
         begin = at + len(token)
 
 
 def escaped(text: str) -> str:
-    """`text` within a regular expression."""
+    """Return `text` escaped for a regular expression."""
     return re.sub(r"[\\.+*?()|\[\]{}^$/]", lambda found: "\\" + found[0], text).replace("\n", "\\n")

@@ -15,12 +15,13 @@ _COUNTED = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 # A counted group that ends in one or more characters of a class, such as `(\S+\s+){0,49}`.
 _COUNTED_OPEN_END = re.compile(r"(?:\\[dDsSwW]|[.\]])[+*]\)+\{\d")
 _MAX_LENGTH_OF_OPEN_ENDS = 100
-# A class, an escape, how often what is before it may come, or another character.
+# A class, an escape, a count of the piece before, or another character.
 _PIECE = re.compile(r"\[(?:[^\]\\]|\\.)*\]|\\[xpP]\{[^}]*\}|\\.|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
 
 
 def patterns_meet(schema: Schema) -> tuple[bool, bool]:
-    """Whether there is an expression in a lowered schema, or may be behind a reference; and whether two may meet."""
+    """Return whether a lowered schema has a regular expression, perhaps behind a reference, and whether two may apply
+    to one value."""
     if not isinstance(schema, dict):
         return False, False
     has_one = not schema.keys().isdisjoint(("pattern", "format", "patternProperties"))
@@ -40,7 +41,8 @@ def patterns_meet(schema: Schema) -> tuple[bool, bool]:
 
 
 def is_tame(pattern: str) -> bool:
-    """Whether an expression's automaton is about as large as the expression: what is counted after any text is not."""
+    """Return whether an expression's automaton is about as large as the expression. It is not if counts follow any
+    text."""
     counts = [int(found[2] or found[1]) for found in _COUNTED.finditer(pattern)]
     is_unbounded = not pattern.startswith("^") or any(sign in pattern for sign in ("*", "+", ",}"))
     most = _MAX_COUNT_AFTER_ANY if is_unbounded else _MAX_COUNT
@@ -49,8 +51,9 @@ def is_tame(pattern: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def num_positions(pattern: str) -> int:
-    """Return at how many positions of an expression a character may be matched, if counted parts are written out."""
-    totals, last = [0], 0  # of the groups that are open; of what may be counted
+    """Return the number of positions of an expression at which a character may be matched, with counted parts written
+    out."""
+    totals, last = [0], 0  # positions of the open groups; of the last piece, which may be counted
     for piece in _PIECE.finditer(pattern):
         if piece[1] is not None:
             totals[-1] += last * (max(int(piece[2] or piece[1]), 1) - 1)
@@ -67,19 +70,19 @@ def num_positions(pattern: str) -> int:
 
 
 def length_is_costly(pattern: str, most: int) -> bool:
-    """Whether a length of `most` characters beside the expression makes states that llguidance gives up on halfway
-    through an answer: their number grows by the square of the length where counted groups end anywhere."""
+    """Return whether a maximum length of `most` beside the expression makes so many states that llguidance gives up
+    during an answer: with counted groups that may end anywhere, their number grows with the square of the length."""
     return most > _MAX_LENGTH_OF_OPEN_ENDS and _COUNTED_OPEN_END.search(pattern) is not None
 
 
 def are_disjoint(patterns: list[str]) -> bool:
-    """Whether expressions begin with different plain texts."""
+    """Return whether expressions begin with different plain texts, so that no text matches two."""
     heads = [pattern[1 : 1 + _plain_length(pattern[1:])] if pattern.startswith("^") else "" for pattern in patterns]
     return all(not one.startswith(other) and not other.startswith(one) for one, other in combinations(heads, 2))
 
 
 def _plain_length(pattern: str) -> int:
-    """How many characters at the beginning stand for themselves, and are not repeated."""
+    """Return the number of leading characters that stand for themselves and are not repeated."""
     num = next((i for i, c in enumerate(pattern) if not (c.isalnum() or c in "_-:/@ ")), len(pattern))
     if "|" in pattern:
         return 0

@@ -1,5 +1,5 @@
-"""Schemas that apply to one value together, or of which one does: `allOf`, `anyOf`, `oneOf`, and what they stand in for
-(`not`, `if`, what depends on a property)."""
+"""Writes schemas that apply to the same value: `allOf`, `anyOf`, `oneOf`, and keywords that are rewritten as these
+(`not`, `if`, and schemas that depend on a property)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from octavo.structured_output.schema_keywords import SILENT, Schema, as_list, as
 from octavo.structured_output.schema_validation import types_in
 from octavo.structured_output.schema_writer import SchemaWriter
 
-_MAX_BRANCHES = 32  # combinations of alternatives that stand beside each other
-_MAX_REWRITTEN = 2_000  # schemas within what is written more than once
+_MAX_BRANCHES = 32  # most combinations of alternatives for one value
+_MAX_REWRITTEN = 2_000  # most schemas in parts that are written more than once
 
 
 class AlternativesWriter(SchemaWriter):
-    """Writes the keywords that hold other schemas for the same value."""
+    """Writes the keywords whose schemas apply to the same value."""
 
     def _alternatives(
         self, schema: dict[str, Any], base: str, out: dict[str, Any], both: list[Schema], *, is_alone: bool
@@ -53,7 +53,7 @@ class AlternativesWriter(SchemaWriter):
                     out["anyOf"] = written
 
     def _exclusive(self, parts: list[Schema], base: str) -> list[Schema] | None:
-        """Each of a few alternatives without the others."""
+        """Return each of a few alternatives without the values of the others, or None if this cannot be written."""
         if self._is_coarse or len(parts) > 3 or self._num_rewritten > _MAX_REWRITTEN:
             return None
         opposites = [self._logic.opposite(one, base) for one in parts]
@@ -64,7 +64,7 @@ class AlternativesWriter(SchemaWriter):
         ]
 
     def _rewritten(self, schema: dict[str, Any], base: str, out: dict[str, Any], both: list[Schema]) -> None:
-        """Keywords that are written with others: `not`, `if`, and what depends on a property."""
+        """Write keywords as other keywords: `not`, `if`, and schemas that depend on a property."""
         for keyword, alternatives in self._rewritings(schema, base):
             if alternatives is None or self._is_coarse or self._num_rewritten > _MAX_REWRITTEN:
                 self.unheld.add(keyword)
@@ -88,7 +88,7 @@ class AlternativesWriter(SchemaWriter):
             self._rewriting -= 1
 
     def _rewritings(self, schema: dict[str, Any], base: str) -> Iterator[tuple[str, list[Schema] | None]]:
-        """Keyword by keyword, schemas of which one must hold, or None if there are no such schemas."""
+        """Yield each keyword with schemas of which one must hold, or None if it cannot be rewritten."""
         if "not" in schema:
             opposite = self._logic.opposite(schema["not"], base, within=schema)
             yield "not", None if opposite is None else [opposite]

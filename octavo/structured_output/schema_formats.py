@@ -1,5 +1,5 @@
-"""Formats that grammars hold: llguidance's own, and those written here as patterns. The final check holds
-`regex`, which no grammar can. Others are annotations."""
+"""Formats that grammars enforce: llguidance's own, and those written here as patterns. The final check enforces
+`regex`, which no grammar can. Other formats are annotations."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ WRITTEN_FORMATS = {  # RFC 3986, RFC 3987, RFC 6901
 CHECKED_FORMATS = frozenset(("regex",))  # by the final check
 _CLASS_OR_ESCAPE = re.compile(r"\\.|\[\^?\]|\[(?:\\.|[^\]\\])+\]", re.DOTALL)
 _NAMED_GROUP = re.compile(r"\(\?<(?![=!])")
-# Python's reasons why a text is no expression, which are ECMAScript's too.
+# Errors of Python's `re` that mean that a text is no expression of ECMAScript either.
 _WRONG_EXPRESSION = re.compile(
     r"nothing to repeat|multiple repeat|missing \)|unbalanced|unterminated character set|bad escape \(end|min repeat"
 )
 
 
 def format_keywords(form: object) -> dict[str, str] | None:
-    """Return the keywords that hold a text to a format; None if a grammar does not hold it."""
+    """Return the keywords that enforce a format; None if grammars do not enforce it."""
     if not isinstance(form, str):
         return None
     if form in _KNOWN:
@@ -44,8 +44,8 @@ def format_keywords(form: object) -> dict[str, str] | None:
 
 
 def has_format(text: str, form: object) -> bool:
-    """Return whether a text has a format as grammars and the final check hold it; any text has a format that they do
-    not hold."""
+    """Return whether a text has a format, as grammars and the final check define it; True for formats that they do not
+    enforce."""
     if form == "regex":
         return _is_expression(text)
     said = format_keywords(form)
@@ -59,8 +59,8 @@ def has_format(text: str, form: object) -> bool:
 
 
 def _is_expression(text: str) -> bool:
-    """Return whether a text is a regular expression of ECMAScript's, as far as Python's reader can tell: some 2 µs a
-    character. It would read classes in another way, and take a millisecond for some."""
+    """Return whether a text is a regular expression of ECMAScript, as far as Python's parser can tell; it takes about 2
+    µs a character. Classes are left out: Python reads them differently, and takes a millisecond for some."""
     without_classes = _CLASS_OR_ESCAPE.sub(lambda found: "x" if found[0][0] == "[" else found[0], text)
     try:
         re.compile(_NAMED_GROUP.sub("(?P<", without_classes))

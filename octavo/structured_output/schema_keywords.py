@@ -1,8 +1,8 @@
 """The vocabulary of JSON Schema: which keywords hold schemas, what `$ref` points at, and in which draft a schema is
 written.
 
-`children` is the only place that knows where schemas stand within a schema; everything that walks one calls it. Names
-of properties and definitions are names there, whatever they are.
+`children` is the only place that knows where schemas are within a schema; all code that walks a schema calls it. It
+never takes names of properties or definitions for keywords.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems"))
 MAPS = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _DRAFTS = {"draft-03": 3, "draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09": 2019, "2020-12": 2020}
-# Keywords that mean nothing to the values that a schema takes.
+# Keywords that do not restrict values.
 SILENT = frozenset(
     ("$anchor", "$comment", "$defs", "$dynamicAnchor", "$id", "$schema", "contentEncoding", "contentMediaType",
      "contentSchema", "default", "definitions", "deprecated", "description", "discriminator", "example", "examples",
@@ -30,11 +30,11 @@ SILENT = frozenset(
 IN_PLACE = ("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "if", "not", "dependentSchemas",
              "dependencies", "dependentRequired")  # fmt: skip
 
-# What takes some microseconds:
+# Amounts of work that take some microseconds:
 _INDEXED_AT_ONCE = 4  # schemas
 _CHARACTERS_AT_ONCE = 64  # of references and URIs
 
-# What stands behind other keywords, and what that is called.
+# The types of other keywords' values, and the types' names in errors.
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "$anchor": (str, "a text"),
     "$id": (str, "a text"),
@@ -52,11 +52,11 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
 
 
 class SchemaError(ValueError):
-    """A schema that is none. The message has the keyword, what was found and what may stand there."""
+    """An invalid schema. The message has the keyword, what was found and what is allowed."""
 
 
 def children(schema: Mapping[str, Any]) -> Iterator[tuple[str, str | int | None, Schema]]:
-    """The schemas directly within `schema`: (keyword, name or index within the keyword, schema)."""
+    """Yield the schemas directly within `schema`: (keyword, name or index within the keyword, schema)."""
     for keyword, value in schema.items():
         if keyword in ONE:
             yield keyword, None, value
@@ -79,7 +79,7 @@ def children(schema: Mapping[str, Any]) -> Iterator[tuple[str, str | int | None,
 
 
 def check_kinds(schema: Mapping[str, Any]) -> None:
-    """Raise `SchemaError` for a keyword whose value is of another kind than it has."""
+    """Raise `SchemaError` for a keyword whose value has the wrong type."""
     for keyword, value in schema.items():
         if (kind := _KINDS.get(keyword)) is not None and not isinstance(value, kind[0]):
             raise SchemaError(f"{keyword} is {kind[1]}, not {shown(value)}")
@@ -114,13 +114,13 @@ def size_of(keyword: str, schema: dict[str, Any]) -> int | None:
 
 
 def shown(value: Any) -> str:
-    """A value within an error: as Python has it, and short."""
+    """Return a value for an error message: Python's notation, shortened."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def draft_of(schema: Schema) -> int:
-    """The draft that `$schema` names, as its number or year; 2020 where it names none."""
+    """Return the number or year of the draft that `$schema` names; 2020 if it names none."""
     named = schema.get("$schema") if isinstance(schema, dict) else None
     return next((draft for name, draft in _DRAFTS.items() if isinstance(named, str) and name in named), 2020)
 
@@ -131,29 +131,29 @@ class Document:
     def __init__(self, root: Schema) -> None:
         self.root = root
         self.draft = draft_of(root)
-        # Later drafts do not know it, and who writes it without naming a draft means it.
+        # Later drafts lack `dependencies`, but schemas that use it without naming a draft mean it.
         self.has_dependencies = self.draft < 2019 or not isinstance(root, dict) or "$schema" not in root
         self.has_plain_refs = self.draft >= 2019  # keywords beside `$ref` count
         self._id = "id" if self.draft < 6 else "$id"
-        self._resources: dict[str, Schema] | None = None  # by their URI, the whole document by ""
+        self._resources: dict[str, Schema] | None = None  # schemas by URI; "" is the whole document
         self._anchors: dict[tuple[str, str], tuple[Schema, str]] = {}
-        self._bases: dict[int, tuple[Schema, str]] = {}  # by the identity of the schemas, which stay
-        self._found: dict[tuple[str, str], tuple[Schema, str]] = {}  # by the reference and its base
-        self.spend: Callable[[int], None] | None = None  # is told of steps before they are taken
+        self._bases: dict[int, tuple[Schema, str]] = {}  # by id() of the schemas, which the document keeps alive
+        self._found: dict[tuple[str, str], tuple[Schema, str]] = {}  # by reference and base
+        self.spend: Callable[[int], None] | None = None  # called with numbers of steps before they are taken
 
     def base_within(self, schema: Mapping[str, Any], base: str) -> str:
-        """The URI that references within `schema` are relative to, where those around it are relative to `base`."""
+        """Return the base URI of references within `schema`, if references around it have the base URI `base`."""
         own = schema.get(self._id)
         if not isinstance(own, str) or own.startswith("#") or ("$ref" in schema and not self.has_plain_refs):
             return base
-        # Found out once: what is relative must not be joined to what it has already been joined to.
+        # Kept, because a relative URI must not be joined twice.
         if (known := self._bases.get(id(schema))) is None:
             self._spend_on(base, own)
             known = self._bases[id(schema)] = schema, urldefrag(urljoin(base, own))[0]
         return known[1]
 
     def find(self, reference: str, base: str) -> tuple[Schema, str]:
-        """What `reference` points at and the base of that. Raises `SchemaError`."""
+        """Return the schema that `reference` points at, and its base URI. Raises `SchemaError`."""
         if (found := self._found.get((reference, base))) is None:
             self._spend_on(base, reference)
             found = self._found[reference, base] = self._look_up(reference, base)
@@ -198,7 +198,7 @@ class Document:
         return node, base
 
     def _index(self, root: Schema) -> None:
-        """Note identifiers and anchors, wherever a schema stands."""
+        """Record the identifiers and anchors of all schemas in the document."""
         assert self._resources is not None
         stack: list[tuple[Schema, str]] = [(root, "")]
         num_schemas = 0

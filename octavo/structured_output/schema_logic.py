@@ -1,6 +1,5 @@
-"""What can be proven of schemas without values: that two have none in common, and which schema is the opposite of one.
-
-Both give up rather than be wrong, and have a budget, since schemas come from requests.
+"""Proofs about schemas without values: that no value satisfies two schemas, and the opposite of a schema. Both give up
+rather than be wrong, and have a budget, because schemas come from requests.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from octavo.structured_output.schema_validation import Validator, bounds_of, is_
 
 _BUDGET = 20_000  # schemas looked at
 _MAX_DEPTH = 4
-_MAX_NUMBERS = 4  # that a number is not to be
+_MAX_NUMBERS = 4  # most numbers that a value must differ from
 _ANNOTATIONS = frozenset(
     ("$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description", "example",
      "examples", "id", "readOnly", "title", "writeOnly")
@@ -26,7 +25,7 @@ _WITH_OPPOSITES = _ANNOTATIONS | _OF_NUMBERS | {
     "type", "enum", "const", "format", "required", "properties", "anyOf", "oneOf", "allOf", "not", "minLength",
     "maxLength", "minItems", "maxItems",
 }  # fmt: skip
-_CLASSES = [  # of values: integers are numbers that are whole
+_CLASSES = [  # classes of values: integers are whole numbers
     name for name in TYPES if name != "integer"
 ]
 
@@ -44,7 +43,7 @@ class Logic:
 
     @cached_property
     def dynamic_anchors(self) -> list[Schema]:
-        """The schemas of the document that `$dynamicRef` and `$recursiveRef` may lead to."""
+        """Return the schemas of the document that `$dynamicRef` and `$recursiveRef` may lead to."""
         return [one for one in self._schemas() if "$dynamicAnchor" in one or "$recursiveAnchor" in one]
 
     @cached_property
@@ -63,7 +62,7 @@ class Logic:
         return self.validator.satisfies(schema, base, value, asserts_formats=asserts_formats)
 
     def resolved(self, schema: Schema, base: str) -> tuple[Schema, str]:
-        """A schema, or what it points at if it only does that."""
+        """Return a schema and its base, or, if it is only a reference, those of its target."""
         for _ in range(20):
             if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
                 break
@@ -74,7 +73,7 @@ class Logic:
         return schema, base
 
     def are_disjoint(self, schemas: list[Schema], base: str, types: list[str] | None = None) -> bool:
-        """Whether it is certain that no value of one of `types` satisfies two of these."""
+        """Return whether it is certain that no value of one of `types` satisfies two of these schemas."""
         if len(schemas) > 100:
             return False
         return all(
@@ -125,7 +124,7 @@ class Logic:
         return common == {"object"} and self._objects_are_apart(a, b, base_a, base_b, depth)
 
     def _objects_are_apart(self, a: dict[str, Any], b: dict[str, Any], base_a: str, base_b: str, depth: int) -> bool:
-        """Whether a property that both, or one of them, must have tells two kinds of objects from each other."""
+        """Return whether a property that one or both of them require distinguishes the objects of two schemas."""
         for one, other, base, other_base in ((a, b, base_a, base_b), (b, a, base_b, base_a)):
             of_one, of_other = one.get("properties", {}), other.get("properties", {})
             if not isinstance(of_one, dict) or not isinstance(of_other, dict):
@@ -141,9 +140,8 @@ class Logic:
         return False
 
     def opposite(self, schema: Schema, base: str, within: dict[str, Any] | None = None) -> Schema | None:
-        """The schema of all values that do not satisfy `schema`, or None where the vocabulary has none.
-
-        `within` is the schema that the opposite stands in, whose `type` and `properties` bound it.
+        """Return the schema of all values that do not satisfy `schema`, or None if the vocabulary cannot say it.
+        `within` is the surrounding schema, whose `type` and `properties` limit the opposite.
         """
         return self._opposite(schema, base, 0, within or {})
 
@@ -242,8 +240,8 @@ def _listed(schema: dict[str, Any]) -> list[Any] | None:
 
 
 def _without(values: list[Any], types: list[str] | None) -> Schema | None:
-    """Everything but these values, as far as they are strings, booleans and null; others only if `types` are not
-    theirs."""
+    """Return the schema of everything except these values, if they are strings, booleans or null; other values must not
+    be of `types`."""
     parts, others = list[Schema](), [name for name in _CLASSES if types is None or name in types]
     if types is not None and "integer" in types and "number" not in types:
         others.append("integer")
@@ -278,7 +276,8 @@ def _without(values: list[Any], types: list[str] | None) -> Schema | None:
 
 
 def _all_but(texts: list[str]) -> str:
-    """A regular expression for every text but these: those that leave the tree of them, and those that end within."""
+    """Return a regular expression for every text except these: texts that leave their prefix tree, or end inside of
+    it."""
     following: dict[str, list[str]] = {}
     for text in texts:
         if text:

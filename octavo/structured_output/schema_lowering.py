@@ -1,9 +1,8 @@
-"""JSON schemas in the part of the vocabulary that llguidance follows.
-
-`lower` writes a schema as one that llguidance takes and that admits every valid value. Where it admits more than that
-(`not`, `uniqueItems`, alternatives of `oneOf` that overlap, ...) the keywords are named in `Lowered.unheld`, and
-`schema_validation` checks the answer when it has ended. The work is linear in the schema's size: each definition is
-written once, and what is written more than once (`if`, `not`) has a budget.
+"""Writes JSON schemas in the part of the vocabulary that llguidance follows. `lower` returns a schema that llguidance
+takes and that admits every valid value. If it also admits other values (`not`, `uniqueItems`, overlapping alternatives
+of `oneOf`, ...), `Lowered.unheld` has the keywords, and `schema_validation` checks the finished answer. The work is
+linear in the schema's size: each definition is written once, and parts that are written more than once (`if`, `not`)
+have a budget.
 """
 
 from __future__ import annotations
@@ -36,41 +35,41 @@ from octavo.structured_output.schema_patterns import Pattern, read_pattern
 from octavo.structured_output.schema_references import check_cycles, prune_empty, refs_in
 from octavo.structured_output.schema_validation import array_parts, bounds_of, is_type, types_in
 
-_MAX_LENGTH = 1 << 31  # which no answer has
-_MAX_TRIED = 40  # texts with patterns or formats, each of which takes llguidance about a millisecond
-# Simple schemas take llguidance milliseconds, whatever is in them: the trial in a process of its own is for the others.
+_MAX_LENGTH = 1 << 31  # longer than any answer
+_MAX_TRIED = 40  # most trials of text schemas, each of which takes llguidance about a millisecond
+# Schemas within these limits take llguidance milliseconds; only larger ones are tried in another process.
 _MAX_SIMPLE_NODES = 400
 _MAX_SIMPLE_DEFINITIONS = 50
-_MAX_SIMPLE_ALTERNATIVES, _MAX_ALTERNATIVES = 64, 256  # that apply to one value, multiplied by each other
+_MAX_SIMPLE_ALTERNATIVES, _MAX_ALTERNATIVES = 64, 256  # product of the numbers of alternatives for one value
 
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
     schema: dict[str, Any]
-    unheld: frozenset[str]  # keywords that the grammar does not hold answers to, or not fully
-    has_open_objects: bool  # with named properties: a name written with escapes passes for another
-    is_simple: bool  # whether llguidance's work on it is bounded by its size
-    is_certain: bool  # and nothing in it could make llguidance refuse it
+    unheld: frozenset[str]  # keywords that the grammar does not enforce, or not fully
+    has_open_objects: bool  # some object has named and other properties: a name written with escapes passes for another
+    is_simple: bool  # llguidance's work on it is bounded by its size
+    is_certain: bool  # and llguidance will not refuse it
 
 
 def lower(
     root: Schema, *, start: Schema = None, closes: bool = False, is_picky: bool = False, is_coarse: bool = False,
     merges_references: bool = True, empty: Collection[str] = (),
 ) -> Lowered:  # fmt: skip
-    """`root`, or `start`, which is a schema within it, for llguidance.
+    """Return `root`, or `start`, a schema within it, for llguidance.
 
-    `closes`: objects that name their properties and say nothing of others have no others, where nothing else applies to
-    the same object. `is_picky`: leave out the patterns that llguidance refuses by themselves. `is_coarse`: leave out
-    what llguidance may find too much (patterns, rewritten keywords). Without `merges_references`, references beside
-    other keywords are left out, or those where they say a type at most: llguidance merges none that lead back to
-    themselves. `empty` are definitions of the result that nothing satisfies. Raises `SchemaError` for what is no schema
-    and for one that no finite value satisfies.
+    `closes`: an object that names properties and says nothing about others has no others, unless another schema applies
+    to it too. `is_picky`: leave out patterns that llguidance refuses by themselves. `is_coarse`: leave out parts that
+    may be too much for llguidance (patterns, rewritten keywords). Without `merges_references`, a reference beside other
+    keywords is left out; if these say at most a type, they are left out instead: llguidance cannot merge references
+    that lead back to themselves. `empty`: names of definitions in the result that no value satisfies. Raises
+    `SchemaError` for an invalid schema, and for one that no finite value satisfies.
     """
     document = Document(root)
     writer = _Writer(document, closes, is_picky, is_coarse, merges_references)
     try:
         whole = writer.whole(root if start is None else start, empty)
-    except (AttributeError, KeyError, OverflowError, TypeError) as e:  # deep within what is written by other keywords
+    except (AttributeError, KeyError, OverflowError, TypeError) as e:  # raised deep within a keyword
         raise SchemaError(f"a keyword of it has a value of another kind than it takes: {e}") from None
     if writer.unheld:
         writer.check_references()
@@ -86,7 +85,7 @@ def lower(
 
 @lru_cache(maxsize=1024)
 def _some_text_has(keywords: tuple[tuple[str, Any], ...]) -> bool:
-    """Whether llguidance follows a schema of a text, and finds one that satisfies it."""
+    """Return whether llguidance follows a schema for texts, and some text satisfies it."""
     from llguidance import LLMatcher
 
     schema = {"type": "string", **dict(keywords)}
@@ -116,7 +115,7 @@ class _Writer(ObjectWriter, AlternativesWriter):
 
     def _ref(self, reference: str, base: str, *, is_alone: bool) -> dict[str, Any]:
         found, its_base = self._document.find(reference, base)
-        for _ in range(100):  # a reference to a reference
+        for _ in range(100):  # follow references to references
             if not isinstance(found, dict) or not isinstance(found.get("$ref"), str):
                 break
             if self._document.has_plain_refs and not found.keys() <= {"$ref", *SILENT}:
@@ -135,7 +134,7 @@ class _Writer(ObjectWriter, AlternativesWriter):
         return f"#/$defs/{self._names[key]}"
 
     def write(self, schema: Schema, base: str, *, is_alone: bool) -> Schema:
-        """One schema. `is_alone`: nothing else applies to the same value."""
+        """Return one schema for llguidance. `is_alone`: no other schema applies to the same value."""
         self.num_nodes += 1
         if self._rewriting:
             self._num_rewritten += 1
@@ -155,7 +154,7 @@ class _Writer(ObjectWriter, AlternativesWriter):
             return False
         is_alone_here = is_alone and schema.keys() <= _ALONE
         out: dict[str, Any] = {}
-        both: list[Schema] = []  # what must hold too
+        both: list[Schema] = []  # schemas that must hold too
         if types is not None:
             out["type"] = types[0] if len(types) == 1 else types
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
@@ -194,7 +193,7 @@ class _Writer(ObjectWriter, AlternativesWriter):
             own = {key: one for key, one in out.items() if key not in ("$ref", "anyOf")}
             apart = [{key: out[key]} for key in ("$ref", "anyOf") if key in out]
             parts = [one for one in (own, *apart, *both) if one]
-            # Of objects and arrays llguidance merges the parts, too.
+            # llguidance also merges the parts of objects and arrays.
             plain = [one for one in parts if not any(refs_in(one, in_place=not self._is_coarse))]
             if len(plain) < len(parts) > 1:
                 self.unheld.add("$ref")
@@ -211,7 +210,8 @@ class _Writer(ObjectWriter, AlternativesWriter):
         return {**out, "allOf": both}
 
     def _bounded(self, out: dict[str, Any], both: list[Schema]) -> list[Schema]:
-        """Return as much of `both` as llguidance has room for: it multiplies alternatives by each other."""
+        """Return `both` with only as many alternatives as llguidance has room for, because it multiplies them by each
+        other."""
         num, kept = _num_alternatives(out), list[Schema]()
         for one in both:
             more = _num_alternatives(one)
@@ -235,7 +235,7 @@ class _Writer(ObjectWriter, AlternativesWriter):
         return out
 
     def _listed(self, schema: dict[str, Any], base: str) -> Schema:
-        """A schema with `enum` or `const`: those of the values that satisfy all of it."""
+        """Return a schema for `enum` or `const`: the values that satisfy all other keywords too."""
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         if not isinstance(values, list):
             raise SchemaError(f"enum is a list, not {shown(values)}")
@@ -282,7 +282,7 @@ class _Writer(ObjectWriter, AlternativesWriter):
     def _one_of_numbers(
         self, ways: list[dict[str, Any]], types: list[str] | None, keyword: str, out: dict[str, Any], both: list[Schema]
     ) -> None:
-        """Numbers satisfy one of `ways`, which `keyword` is written as."""
+        """Write `keyword` as `ways`, of which numbers must satisfy one."""
         if len(ways) == 1:
             out.update(ways[0])
             return
@@ -319,22 +319,22 @@ class _Writer(ObjectWriter, AlternativesWriter):
             self.unheld.add("format")
         if (said := format_keywords(schema.get("format"))) is not None and not self._is_coarse:
             beside = {name: out[name] for name in ("pattern", "minLength", "maxLength") if name in out}
-            # A format alone forbids nothing: it is left out where no text has it and what else is said.
+            # The format is left out if no text has it and satisfies the other keywords: by itself it forbids nothing.
             if not beside or (not said.keys() & beside and self._some_text_has(**beside, **said)):
                 out.update(said)
                 self.has_patterns = True
                 self.has_merges |= "pattern" in beside
 
     def _follows(self, pattern: Pattern) -> bool:
-        """Whether llguidance follows an expression, as far as it matters. Raises `ValueError` for one that the final
-        check cannot read either."""
+        """Return whether to give an expression to llguidance: if `is_picky`, only if it follows it. Raises `ValueError`
+        for an expression that the final check cannot read either."""
         if not self._is_picky or self._some_text_has(pattern=pattern.grammar):
             return True
         pattern.check()
         return False
 
     def _some_text_has(self, **keywords: Any) -> bool:
-        """Whether some text satisfies keywords; False too where that takes long to find out."""
+        """Return whether some text satisfies keywords; also False if finding out takes too long."""
         found = tuple(keywords.items())
         self._tried.add(found)
         pattern = keywords.get("pattern", "")
@@ -370,7 +370,8 @@ class _Writer(ObjectWriter, AlternativesWriter):
             out["maxItems"] = most
 
     def patterns_meet(self) -> bool:
-        """Whether two regular expressions may be applied to one value, whose product llguidance looks at."""
+        """Return whether two regular expressions may apply to one value, so that llguidance must build their
+        product."""
         return any(patterns_meet(one)[1] for one in self.definitions.values())
 
 
@@ -384,7 +385,7 @@ def _are_integers(types: list[str] | None) -> bool:
     return types is not None and "integer" in types and "number" not in types
 
 
-# Keywords of an object that is described in one place.
+# Keywords of an object that only one schema describes.
 _ALONE = SILENT | {
     "type", "properties", "required", "additionalProperties", "minProperties", "maxProperties", "propertyNames",
     "unevaluatedProperties", "patternProperties",

@@ -7,14 +7,14 @@ from decimal import Decimal
 from typing import Any
 
 _MAX_INTEGER = 2**53  # llguidance reads numbers as floats
-_MAX_DIVISOR = 250  # llguidance takes 20 µs for each unit of it
-_MAX_DIGITS = 6  # of a bound behind the point
-Bounds = list[tuple[Any, bool]]  # numbers, and whether each is left out
+_MAX_DIVISOR = 250  # llguidance takes 20 µs for each unit of a divisor
+_MAX_DIGITS = 6  # most digits of a bound behind the point
+Bounds = list[tuple[Any, bool]]  # (number, whether it is excluded)
 
 
 def integer_ranges(low: Bounds, high: Bounds, unheld: set[str]) -> list[dict[str, Any]]:
-    """Return one range of integers, or none if it is empty. Bounds that llguidance has no expression for go into
-    `unheld`."""
+    """Return one range of integers, or an empty list if no integer is in range. Bounds that llguidance has no
+    expression for go into `unheld`."""
     least = max((math.floor(bound) + 1 if is_out else math.ceil(bound) for bound, is_out in low), default=None)
     most = min((math.ceil(bound) - 1 if is_out else math.floor(bound) for bound, is_out in high), default=None)
     if least is not None and most is not None and least > most:
@@ -31,12 +31,10 @@ def integer_ranges(low: Bounds, high: Bounds, unheld: set[str]) -> list[dict[str
 
 
 def number_ranges(low: Bounds, high: Bounds, unheld: set[str]) -> list[dict[str, Any]]:
-    """Ranges that llguidance gets right, which together are those of the schema.
-
-    Its expression for 0.25 to 1.75 knows neither 0.2 nor 1.7 (a bound's own digits, cut short), and 0 is within its
-    0 to 0.5 though 0 is left out.
+    """Return ranges that llguidance handles correctly, which together are the schema's range. For -0.25 to 1.75 its
+    expression lacks -0.2 and 1.7 (a bound's own digits, cut short), and for 0 to 0.5 with 0 excluded it includes 0.
     """
-    # The tightest; of two that are equal the one that is left out.
+    # The tightest bound; of equal bounds the exclusive one.
     least = max(((Decimal(repr(bound)), is_out) for bound, is_out in low), default=None)
     most = min(((Decimal(repr(bound)), not is_out) for bound, is_out in high), default=None)
     if most is not None:
@@ -84,8 +82,9 @@ def is_exact(value: Any) -> bool:
 
 
 def divisors(divisor: float) -> list[int | float]:
-    """Return divisors whose multiples are together those of a `multipleOf`, and which llguidance gets right: of 0.25 it
-    knows the multiple 0.50 and not 0.5. Return none where that takes too much, or where it reads another number."""
+    """Return divisors that llguidance handles correctly, whose multiples together are those of a `multipleOf`: for 0.25
+    it knows the multiple 0.50 but not 0.5. Return an empty list if this takes too long, or if llguidance reads another
+    number."""
     written = Decimal(repr(divisor)).normalize()
     if int("".join(map(str, written.as_tuple().digits))) > _MAX_DIVISOR or abs(written.adjusted()) > 8:
         return []
@@ -106,8 +105,8 @@ def _is_exact_divisor(divisor: float) -> bool:
 
 
 def _beyond(bound: tuple[Decimal, bool] | None, sign: int) -> tuple[Decimal, bool] | None:
-    """Return an inclusive bound 1e-12 inside an exclusive whole one. llguidance treats the exclusive bound as inclusive
-    when another bound, be it of another part of an `allOf`, has the same whole part."""
+    """Return an inclusive bound 1e-12 inside an exclusive whole bound. llguidance treats the exclusive bound as
+    inclusive if another bound, perhaps in another part of an `allOf`, has the same whole part."""
     if bound is None or not bound[1] or bound[0] != int(bound[0]) or bound[0] * sign < 0:
         return bound
     places = min(12, 15 - len(str(abs(int(bound[0])))))  # a float has no more
@@ -124,7 +123,8 @@ def _is_plain(value: Decimal) -> bool:
 
 
 def _cuts(bound: tuple[Decimal, bool] | None, *, negative: bool) -> list[Decimal]:
-    """A bound with each smaller number of digits behind the point, where llguidance does not know these numbers."""
+    """Return a bound cut to each smaller number of digits behind the point, if llguidance does not know these
+    numbers."""
     if bound is None or (bound[0] < 0) != negative:
         return []
     digits = -_exponent(bound[0])

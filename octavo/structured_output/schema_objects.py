@@ -10,7 +10,7 @@ from octavo.structured_output.schema_patterns import read_pattern
 from octavo.structured_output.schema_validation import names_in, types_in
 from octavo.structured_output.schema_writer import SchemaWriter
 
-_MAX_LISTED = 16  # alternatives that one keyword is written as
+_MAX_LISTED = 16  # most alternatives that one keyword is written as
 _OF_NAMES = ("patternProperties", "propertyNames")
 
 
@@ -20,7 +20,7 @@ class ObjectWriter(SchemaWriter):
     def _object(
         self, schema: dict[str, Any], base: str, out: dict[str, Any], both: list[Schema], *, is_alone: bool
     ) -> bool:
-        """Write the keywords of objects. True if no object satisfies them."""
+        """Write the keywords of objects. Returns True if no object satisfies them."""
         given = as_map("properties", schema.get("properties", {}))
         properties = {name: self.write(one, base, is_alone=True) for name, one in given.items()}
         required = schema.get("required")
@@ -56,7 +56,7 @@ class ObjectWriter(SchemaWriter):
         return self._counted(least, most, properties, needed, patterns, rest, out, both)
 
     def _patterns(self, schema: dict[str, Any], base: str, rest: Schema) -> tuple[dict[str, Schema], Schema]:
-        """`patternProperties`, and what other properties are."""
+        """Return `patternProperties` for llguidance, and the schema of other properties."""
         given = as_map("patternProperties", schema.get("patternProperties", {}))
         written, is_fuzzy = dict[str, Schema](), self._is_coarse and bool(given)
         for name, one in given.items():
@@ -67,7 +67,8 @@ class ObjectWriter(SchemaWriter):
             self.unheld.add("patternProperties")
             return {}, True
         if len(written) > 1 and not are_disjoint(list(written)):
-            # A name that several of them match must satisfy each: any of them is what can be said of it here.
+            # A property whose name matches several patterns must satisfy all their schemas; the grammar only enforces
+            # one of them.
             schemas = list(written.values())
             if any(one != schemas[0] for one in schemas):
                 self.unheld.add("patternProperties")
@@ -78,14 +79,15 @@ class ObjectWriter(SchemaWriter):
     def _named(
         self, names: Schema, base: str, properties: dict[str, Schema], patterns: dict[str, Schema], rest: Schema
     ) -> tuple[dict[str, Schema], Schema]:
-        """What `propertyNames` leaves of the properties."""
+        """Return patterns and the schema of other properties as `propertyNames` limits them; changes `properties` in
+        place."""
         for name in properties:
             if not self._logic.satisfies(names, base, name):
                 properties[name] = False
         if rest is False and not patterns:
             return patterns, rest
         found, its_base = self._logic.resolved(names, base)
-        # A pattern applies to named properties too, which what is said of the others does not.
+        # A pattern also applies to named properties, unlike the schema of other properties.
         takes_pattern = not self._is_coarse and (rest is True or all(one is False for one in properties.values()))
         if isinstance(found, dict) and not patterns:
             keys = found.keys() - SILENT - {"format", "type"}
@@ -119,7 +121,8 @@ class ObjectWriter(SchemaWriter):
         self, least: int, most: int | None, properties: dict[str, Schema], needed: list[str],
         patterns: dict[str, Schema], rest: Schema, out: dict[str, Any], both: list[Schema],
     ) -> bool:  # fmt: skip
-        """`minProperties` and `maxProperties`, which llguidance counts only where all named properties are required."""
+        """Write `minProperties` and `maxProperties`, which llguidance counts only if all named properties are required.
+        Returns True if no object satisfies them."""
         possible = [name for name, one in properties.items() if one is not False]
         is_closed = rest is False and not patterns
         if is_closed and least > len(possible):
@@ -140,7 +143,7 @@ class ObjectWriter(SchemaWriter):
         if not optional:
             if least:
                 out["minProperties"] = least
-                if least > len(needed) + 1:  # a key that comes twice counts once, and the grammar does not see that
+                if least > len(needed) + 1:  # a repeated key counts once, but the grammar counts it twice
                     self.unheld.add("minProperties")
             if most is not None:
                 out["maxProperties"] = most

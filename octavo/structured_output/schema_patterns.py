@@ -1,6 +1,6 @@
-"""Regular expressions of JSON Schema, which are ECMAScript's, in the syntax of Rust's, which llguidance and the final
-check read. Neither ever goes back in a text. Look-ahead at a place that is known, and look-behind at the end, are
-conditions of their own; what else needs to go back is refused."""
+"""Regular expressions of JSON Schema (ECMAScript's), translated to the syntax of Rust's, which llguidance and the final
+check read. Neither ever goes back in a text. Look-ahead at a known place, and look-behind at the end, become separate
+conditions; other expressions that need to go back are refused."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any
 _CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]", "s": r"\s", "S": r"\S"}
 _CONTROLS = {"t": r"\t", "n": r"\n", "r": r"\r", "f": r"\f", "v": r"\v"}
 _REPEATED = re.compile(r"\{\d+(,\d*)?\}")
-# Characters, classes and escapes of one character, as many as they say: what follows them is at a known place.
+# Characters, classes and escapes of one character, with fixed counts, so that the place after them is known.
 _FIXED = re.compile(
     r"(?:(?:[^\\\[\](){}?*+|^$]|\\[dDwWsS.\-_/ ]|\[(?:[^\]\\]|\\.)+\])(?:\{\d+\}(?![?*+]))?(?![?*+{]))*"
 )
 _LONE_HALF = r"\\u(?:[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[dD][c-fC-F][0-9a-fA-F]{2})"
 _LONE_HALVES = re.compile(f"{_LONE_HALF}(?:-{_LONE_HALF})?(?!-)")
-_CLASS_BEGIN = re.compile(r"\\[pP](?:\{[^{}]*\}|.)|\\.|\[", re.DOTALL)  # or an escape
+_CLASS_BEGIN = re.compile(r"\\[pP](?:\{[^{}]*\}|.)|\\.|\[", re.DOTALL)  # or an escape sequence
 _OWN_CLASS = re.compile(r"\\[dDwWsSpP]")
 _META = frozenset(r"\.+*?()|[]{}^$#&-~")
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A pattern found anywhere in a text, with what must, and must not, be found too."""
+    """A pattern to find anywhere in a text, with patterns that must be found too, and that must not be found."""
 
     text: str  # in Rust's syntax
     required: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Pattern:
 
     @property
     def grammar(self) -> str:
-        """The text as llguidance gets it right within the quotes of JSON."""
+        """Return the pattern in a form that llguidance handles correctly within the quotes of JSON."""
         return _in_json(self.text)
 
     @property
@@ -57,7 +57,7 @@ class Pattern:
 
 @lru_cache(maxsize=1024)
 def read_pattern(pattern: str) -> Pattern:
-    """Raises `ValueError` with the reason for a pattern that cannot be followed."""
+    """Return the pattern of a schema. Raises `ValueError` with the reason if it cannot be followed."""
     required, forbidden = list[str](), list[str]()
     rest, anchor = pattern, ""
     if pattern.startswith("^"):
@@ -78,7 +78,7 @@ def read_pattern(pattern: str) -> Pattern:
         rest = rest[:place] + "$"
     text, has_boundaries = _translated(anchor + rest)
     made = Pattern(text, tuple(required), tuple(forbidden), has_boundaries)
-    if not made.is_plain:  # llguidance reads the others
+    if not made.is_plain:  # only the final check reads it; llguidance reads the plain ones
         made.check()
     return made
 
@@ -115,12 +115,12 @@ def _is_misquoted(text: str) -> bool:
         return all(_found(text, chr(i)) for i in range(32) if i != 10) and not (
             _found(text, '"') and _found(text, "\\")
         )
-    except ValueError:  # it cannot be read, which is found out elsewhere
+    except ValueError:  # unreadable: reported elsewhere
         return False
 
 
 def _place_of_look_ahead(pattern: str, *, is_anchored: bool) -> int | None:
-    """Return where the first look-ahead begins whose place in a text is known; None if there is none."""
+    """Return where the first look-ahead with a known place in a text begins; None if there is none."""
     place = 0
     if is_anchored and not _has_alternatives(pattern):
         fixed = _FIXED.match(pattern)
@@ -129,7 +129,7 @@ def _place_of_look_ahead(pattern: str, *, is_anchored: bool) -> int | None:
 
 
 def _place_of_last_look_behind(pattern: str) -> int | None:
-    """Return where a look-behind begins that stands right before the end of a text; None if there is none."""
+    """Return where a look-behind right before the end of a text begins; None if there is none."""
     places = [i for i, c, depth in _outside_of_classes(pattern) if c == "(" and depth == 1]
     if not places or not pattern.endswith(")$") or not pattern.startswith(("(?<=", "(?<!"), places[-1]):
         return None
@@ -142,7 +142,7 @@ def _found(pattern: str, text: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _matcher(pattern: str) -> Any:
-    """Rust's engine, by way of pydantic: its time is linear in the text's length."""
+    """Return a matcher of Rust's engine, by way of pydantic. Its time is linear in the text's length."""
     from pydantic_core import SchemaError, SchemaValidator, core_schema
 
     try:
@@ -154,7 +154,7 @@ def _matcher(pattern: str) -> Any:
 
 
 def _translated(pattern: str) -> tuple[str, bool]:
-    """The pattern in Rust's syntax, and whether it has word boundaries."""
+    """Return the pattern in Rust's syntax, and whether it has word boundaries."""
     out, i, has_boundaries = list[str](), 0, False
     while i < len(pattern):
         c = pattern[i]
@@ -198,7 +198,7 @@ def _translated(pattern: str) -> tuple[str, bool]:
 
 
 def _escape(pattern: str, i: int) -> tuple[str, int]:
-    """What the escape at `i` is, in a class or not, and where it ends."""
+    """Return the translation of the escape at `i`, valid inside and outside of classes, and where the escape ends."""
     c = pattern[i + 1 : i + 2]
     if not c:
         raise ValueError(f"pattern {pattern!r:.80} ends in a backslash")
@@ -224,7 +224,7 @@ def _escape(pattern: str, i: int) -> tuple[str, int]:
         return r"\x{0}", i + 2
     if c.isdigit() or (c == "k" and pattern.startswith("<", i + 2)):
         raise ValueError(f"pattern {pattern!r:.80} refers back to what a group has found, which is not built")
-    if c in "zZ":  # the end of a text in Python, and nobody means the letter
+    if c in "zZ":  # the end of a text in Python; hardly meant as the letter
         return "$", i + 2
     if c == "A":
         return "^", i + 2
@@ -232,15 +232,16 @@ def _escape(pattern: str, i: int) -> tuple[str, int]:
 
 
 def _class(pattern: str, i: int) -> tuple[str, int]:
-    """The class that begins at `i`, and where it ends. Brackets and `&&` have no meaning there."""
+    """Return the translation of the class at `i`, and where it ends. In ECMAScript brackets and `&&` have no meaning in
+    it."""
     start, negated = i, pattern.startswith("[^", i)
     i += 2 if negated else 1
-    if pattern.startswith("]", i):  # nothing, or anything
+    if pattern.startswith("]", i):  # [] matches nothing, [^] anything
         return (r"[\s\S]" if negated else r"[^\s\S]"), i + 1
     out = ["[^" if negated else "["]
     while i < len(pattern) and pattern[i] != "]":
         c = pattern[i]
-        if pattern[i - 1] != "-" and (halves := _LONE_HALVES.match(pattern, i)):  # no text has them
+        if pattern[i - 1] != "-" and (halves := _LONE_HALVES.match(pattern, i)):  # lone surrogates: no text has them
             i = halves.end()
             continue
         if c == "\\":
@@ -251,7 +252,7 @@ def _class(pattern: str, i: int) -> tuple[str, int]:
             out.append(r"\^" if text == "^" else r"\$" if text == "$" else text)
             continue
         is_doubled = c in "&~-" and pattern.startswith(c, i - 1)
-        # Beside a class of its own a hyphen is itself and no range.
+        # Beside a class such as \d a hyphen is itself, not a range.
         is_hyphen = c == "-" and (out[-1].startswith((r"\p", r"\P", "[", r"\s", r"\S")) and len(out) > 1)
         is_hyphen = is_hyphen or (c == "-" and _OWN_CLASS.match(pattern, i + 1) is not None)
         out.append("\\" + c if c == "[" or is_doubled or is_hyphen else c)
@@ -264,7 +265,7 @@ def _class(pattern: str, i: int) -> tuple[str, int]:
 
 
 def _end_of_group(pattern: str) -> int:
-    """Where the parenthesis is that closes the one that the pattern begins with."""
+    """Return the place of the parenthesis that closes the one at the beginning of the pattern."""
     end = next((i for i, c, depth in _outside_of_classes(pattern) if c == ")" and depth == 0), None)
     if end is None:
         raise ValueError(f"pattern {pattern!r:.80} has a group that does not end")

@@ -1,5 +1,5 @@
-"""References among the definitions of a lowered schema: those that lead back to where they stand, and those that only
-endless values satisfy. `schema_lowering` calls it when all definitions are written."""
+"""References among the definitions of a lowered schema: finds cycles without a value in between, and definitions that
+only endless values satisfy. `schema_lowering` calls it when all definitions are written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.structured_output.schema_keywords import TYPES, Schema, SchemaError,
 from octavo.structured_output.schema_validation import is_type, types_in
 
 _SIZES = (("string", "minLength", "maxLength"), ("array", "minItems", "maxItems"))
-_MAX_LOOKS = 20_000  # at definitions, to find those that only endless values satisfy
+_MAX_LOOKS = 20_000  # most looks at definitions to find those that only endless values satisfy
 
 
 def refs_in(schema: Schema, *, in_place: bool = False) -> Iterator[str]:
@@ -28,7 +28,7 @@ def refs_in(schema: Schema, *, in_place: bool = False) -> Iterator[str]:
 
 
 def check_cycles(definitions: dict[str, Schema]) -> None:
-    """Raise `SchemaError` where a schema is applied to the value that it is itself applied to, without end."""
+    """Raise `SchemaError` if a schema applies itself to the same value without end."""
     after = {name: {ref.removeprefix("#/$defs/") for ref in refs_in(one, in_place=True)}
              for name, one in definitions.items()}  # fmt: skip
     done, active = set[str](), set[str]()
@@ -50,8 +50,9 @@ def check_cycles(definitions: dict[str, Schema]) -> None:
 
 
 def prune_empty(definitions: dict[str, Schema]) -> None:
-    """Put `false` where no type is left, and where only endless values would do, since each has to have another within
-    it: llguidance refuses a schema with a reference to such a definition, needed or not."""
+    """Replace definitions by `false` if no type is left, or if only endless values satisfy them, because each value
+    must contain another. llguidance refuses a schema with a reference to such a definition, even if no value needs
+    it."""
     ending, types = set[str](), dict[str, frozenset[str]]()
     empty = {name for name in definitions if not _types_of({"$ref": f"#/$defs/{name}"}, definitions, types)}
     using: dict[str, list[str]] = {name: [] for name in definitions}
@@ -72,8 +73,8 @@ def prune_empty(definitions: dict[str, Schema]) -> None:
 
 
 def _types_of(schema: Schema, definitions: dict[str, Schema], known: dict[str, frozenset[str]]) -> frozenset[str]:
-    """The types that values of a lowered schema may have, as far as types, enumerations and sizes say. `known` has
-    those of definitions, which do not lead back to where they stand."""
+    """Return the types that values of a lowered schema may have, according to types, enumerations and sizes. `known`
+    has the types of definitions, which have no cycles (`check_cycles`)."""
     if not isinstance(schema, dict):
         return frozenset(TYPES if schema else ())
     found = set(types_in(schema) or TYPES)
@@ -97,7 +98,8 @@ def _types_of(schema: Schema, definitions: dict[str, Schema], known: dict[str, f
 
 
 def _can_end(schema: Schema, ending: set[str]) -> bool:
-    """Whether a finite value may satisfy a lowered schema, where definitions that are not in `ending` have none."""
+    """Return whether a finite value may satisfy a lowered schema if only the definitions in `ending` have finite
+    values."""
     if isinstance(schema, bool):
         return schema
     if "$ref" in schema and schema["$ref"].removeprefix("#/$defs/") not in ending:

@@ -1,9 +1,8 @@
-"""Whether a JSON value satisfies a schema: the final check of answers whose schema is no grammar as a whole.
-
-All of the vocabulary counts. `format` asserts only within `oneOf`, `not` and `if`, because grammars tell alternatives
-apart by it, but for `regex`, which no grammar holds. A value is checked as Python's `json` reads it. The event loop
-waits for the check of an answer: an answer that takes more than `_MAX_STEPS` is not checked. Large values, lists and
-regular expressions are several steps each.
+"""Checks whether a JSON value satisfies a schema: the final check of answers whose schema a grammar enforces only in
+part. It supports the whole vocabulary. `format` is checked only within `oneOf`, `not` and `if`, because grammars
+distinguish alternatives by it; `regex`, which no grammar enforces, is checked everywhere. A value is checked as
+Python's `json` reads it. The event loop waits for the check of an answer: an answer that takes more than `_MAX_STEPS`
+is reported as unchecked. Large values, lists and regular expressions are several steps each.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from octavo.structured_output.schema_formats import CHECKED_FORMATS, has_format
 from octavo.structured_output.schema_keywords import Document, Schema, SchemaError, children, shown
 from octavo.structured_output.schema_patterns import Pattern, read_pattern
 
-_MAX_STEPS = 10_000  # each takes up to 5 µs: a schema applied to a value, or one of these:
-_CHARACTERS_PER_STEP = 1024  # of JSON that is parsed
-_PARSED_PER_STEP = 32  # values of it
-_NAMES_PER_STEP = 16  # that are looked through: properties, types, keywords
-_VALUES_PER_STEP = 4  # within values that are compared, and one for _CHARACTERS_PER_STEP of a text or number
-_BITS_PER_STEP = 256  # of whole numbers that are divided
-_POSITIONS_PER_STEP = 16  # of regular expressions that are compiled
-_UNICODE_CLASS_SIZE = 800  # of \p{L} and the like, as so many other positions: they have hundreds of ranges
-_MATCHES_PER_STEP = 256  # characters times the positions of a regular expression at which they may be matched
-_TAME_MATCHES_PER_STEP = 64  # characters that are matched at few positions
-_FORMAT_STEPS = 16  # that a format takes, and one for eight characters, or for two of a regular expression
-_MAX_FORMAT_STEPS = 200_000  # of all values in a schema
+_MAX_STEPS = 10_000  # a step takes up to 5 µs: a schema applied to a value, or one of these amounts:
+_CHARACTERS_PER_STEP = 1024  # characters of parsed JSON
+_PARSED_PER_STEP = 32  # values of parsed JSON
+_NAMES_PER_STEP = 16  # properties, types or keywords that are searched
+_VALUES_PER_STEP = 4  # parts of compared values; a text or number counts as one more for each _CHARACTERS_PER_STEP
+_BITS_PER_STEP = 256  # bits of divided whole numbers
+_POSITIONS_PER_STEP = 16  # positions of compiled regular expressions
+_UNICODE_CLASS_SIZE = 800  # \p{L} and the like count as so many positions, because they have hundreds of ranges
+_MATCHES_PER_STEP = 256  # characters times positions of a regular expression at which they may be matched
+_TAME_MATCHES_PER_STEP = 64  # characters matched by an expression with few positions
+_FORMAT_STEPS = 16  # for a format; one more for eight characters, or for two characters of a regular expression
+_MAX_FORMAT_STEPS = 200_000  # steps for formats of all values in a schema
 _MAX_DEPTH = 200
-_MAX_TYPES = 8  # that a message names
+_MAX_TYPES = 8  # most types that a message names
 _TOO_MANY_STEPS = "it takes too many steps"
 
 
@@ -41,8 +40,8 @@ class Invalid(Exception):
     """A value that does not satisfy its schema. The message has the place and the keyword."""
 
     def __init__(self, at: str, message: str, *values: Any) -> None:
-        """`message` has a pair of braces for each of `values`, which are written down only if somebody reads it. What
-        a client wrote is a value, never a part of `message`."""
+        """`message` has a pair of braces for each of `values`, which are formatted only if the message is read. Text
+        from a client must be a value, never a part of `message`."""
         self._at, self._message, self._values = at, message, values
 
     def __str__(self) -> str:
@@ -54,7 +53,7 @@ class NotChecked(SchemaError):
 
 
 def problem_of(text: str, schema: str) -> str | None:
-    """Why a text is not JSON that satisfies a schema, which is JSON too; None if it is. Raises `NotChecked`."""
+    """Return why a text is not JSON that satisfies `schema`, also JSON text; None if it is. Raises `NotChecked`."""
     num_steps = sum(len(one) // _CHARACTERS_PER_STEP + sum(map(one.count, "[{,")) // _PARSED_PER_STEP
                     for one in (text, schema))  # fmt: skip
     if num_steps > _MAX_STEPS:
@@ -63,7 +62,7 @@ def problem_of(text: str, schema: str) -> str | None:
         value = json.loads(text)
     except json.JSONDecodeError as e:
         return f"it is no JSON: {e}"
-    except (RecursionError, ValueError) as e:  # nested too deep, or a number of thousands of digits
+    except (RecursionError, ValueError) as e:  # nested too deep, or a number with thousands of digits
         raise NotChecked(str(e)) from None
     return Validator(json.loads(schema)).check(value, num_steps)
 
@@ -77,11 +76,11 @@ class Validator:
         self._num_steps = self._num_format_steps = 0
         self._has_dependencies = self._document.has_dependencies
         self._asserts_formats = False
-        self._enums: dict[int, tuple[list[Any], set[str]]] = {}  # by the identity of the lists, which stay
-        self._patterns: dict[str, Pattern] = {}  # that have been used
+        self._enums: dict[int, tuple[list[Any], set[str]]] = {}  # by id() of the lists, which the schema keeps alive
+        self._patterns: dict[str, Pattern] = {}  # patterns that have been used
 
     def check(self, value: Any, num_steps: int = 0) -> str | None:
-        """Why a value does not satisfy the schema, or None if it does. `num_steps` have been taken before. Raises
+        """Return why a value does not satisfy the schema, or None if it does. `num_steps` were already taken. Raises
         `NotChecked`."""
         self._num_steps, self._num_format_steps = num_steps, 0
         self._document.spend = self._spend
@@ -89,7 +88,7 @@ class Validator:
             try:
                 self._apply(self._document.root, "", value, "$", 0)
             except Invalid as e:
-                return str(e)  # which fails for values that are nested too deep
+                return str(e)  # raises `RecursionError` for values that are nested too deep
         except NotChecked:
             raise
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as e:
@@ -97,7 +96,7 @@ class Validator:
         return None
 
     def satisfies(self, schema: Schema, base: str, value: Any, *, asserts_formats: bool = False) -> bool:
-        """Whether a value satisfies a schema within the document, whose references are relative to `base`."""
+        """Return whether a value satisfies a schema of the document, whose references are relative to `base`."""
         self._num_steps = 0
         return self._satisfies(schema, base, value, 0, asserts_formats=asserts_formats)
 
@@ -131,7 +130,7 @@ class Validator:
         base = self._document.base_within(schema, base)
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             if isinstance(target := schema.get(keyword), str):
-                if base:  # URIs have to be joined
+                if base:  # joining URIs takes time
                     self._spend(2)
                 found, its_base = self._document.find(target, base)
                 self._apply(found, its_base, value, at, depth + 1)
@@ -168,7 +167,7 @@ class Validator:
         return set(map(self._same, values))
 
     def _matches(self, expression: str, text: str) -> bool:
-        """Whether a regular expression of the schema is found in a text."""
+        """Return whether a regular expression of the schema is found in a text."""
         if (pattern := self._patterns.get(expression)) is None:
             self._spend(len(expression) // _POSITIONS_PER_STEP)
             pattern = self._patterns[expression] = read_pattern(expression)
@@ -181,7 +180,7 @@ class Validator:
         return pattern.matches(text)
 
     def _check_value(self, schema: dict[str, Any], value: Any, at: str) -> None:
-        """The keywords that have no schemas in them."""
+        """Check the keywords that contain no schemas. Raises `Invalid`."""
         types = types_in(schema)
         if types is not None:
             if len(types) > _NAMES_PER_STEP:
@@ -217,7 +216,7 @@ class Validator:
                 raise Invalid(at, "{} is not a multiple of {}", value, divisor)
 
     def _apply_within(self, schema: dict[str, Any], base: str, value: Any, at: str, depth: int) -> None:
-        """The keywords that apply schemas to the value itself."""
+        """Check the keywords that apply schemas to the value itself. Raises `Invalid`."""
         for one in schema.get("allOf", ()):
             self._apply(one, base, value, at, depth)
         if "anyOf" in schema and not any(self._satisfies(one, base, value, depth) for one in schema["anyOf"]):
@@ -293,7 +292,8 @@ class Validator:
                     self._apply(schema["unevaluatedItems"], base, one, f"{at}[{i}]", depth)
 
     def _evaluated(self, schema: Schema, base: str, value: Any, depth: int) -> set[Any]:
-        """The names or indices in `value` that keywords of `schema`, which it satisfies, have looked at."""
+        """Return the names or indices in `value` that keywords of `schema` have evaluated; `value` satisfies
+        `schema`."""
         if not isinstance(schema, dict):
             return set()
         num_names = len(schema) + sum(len(one) for one in (*schema.values(), value) if isinstance(one, dict | list))
@@ -335,17 +335,17 @@ class Validator:
 
 
 def array_parts(schema: dict[str, Any], draft: int) -> tuple[list[Schema], Schema]:
-    """The schemas of an array's first items, and that of the others."""
+    """Return the schemas of an array's first items, and the schema of the other items."""
     items = schema.get("items", True)
-    if isinstance(items, list):  # of drafts before 2020, and of people who write them without saying so
+    if isinstance(items, list):  # drafts before 2020, and schemas that use this form without naming a draft
         return items, schema.get("additionalItems", True)
     first = schema.get("prefixItems", []) if draft >= 2020 else []
     return first, items
 
 
 def names_in(value: Any) -> list[str]:
-    """The names in a list such as `required`."""
-    if isinstance(value, str):  # of draft 3
+    """Return the names in a list such as `required`."""
+    if isinstance(value, str):  # draft 3
         return [value]
     return list(dict.fromkeys(name for name in value if isinstance(name, str))) if isinstance(value, list) else []
 
@@ -367,7 +367,7 @@ def is_type(value: Any, name: str, draft: int = 2020) -> bool:
 
 
 def types_in(schema: dict[str, Any]) -> list[str] | None:
-    """What `type` names, or None where everything may be."""
+    """Return the types that `type` names, or None if every type is allowed."""
     given = schema.get("type")
     if given is None or given == "any":
         return None
@@ -375,10 +375,11 @@ def types_in(schema: dict[str, Any]) -> list[str] | None:
 
 
 def same(value: Any, spend: Callable[[int], None] | None = None) -> str:
-    """A text that is equal for values that are equal in JSON, where 1 is 1.0 and not true, and for no others. Python
-    keys the hashes of texts, so that nobody can make many values of one hash. `spend` is told of steps."""
+    """Return a text that is the same exactly for values that are equal in JSON, where 1 equals 1.0 but not true. Python
+    seeds the hashes of texts, so that nobody can make many values with one hash. `spend` is called with numbers of
+    steps."""
     if isinstance(value, str):
-        text = f'"{len(value)}:{value}'  # nothing in the value can end it
+        text = f'"{len(value)}:{value}'  # its length comes first, so no text in the value can end it
     elif isinstance(value, dict | list):
         parts: list[str] = []
         _write(value, parts, spend)
@@ -386,7 +387,7 @@ def same(value: Any, spend: Callable[[int], None] | None = None) -> str:
     elif isinstance(value, bool | None):
         text = f"{value},"
     elif isinstance(value, int) or value.is_integer():
-        text = f"{int(value):x},"  # decimal digits would take the square of their number
+        text = f"{int(value):x},"  # hexadecimal, because decimal digits take quadratic time
     else:
         text = f"{value!r},"
     if spend is not None and len(text) >= _CHARACTERS_PER_STEP:
@@ -395,7 +396,7 @@ def same(value: Any, spend: Callable[[int], None] | None = None) -> str:
 
 
 def _write(value: Any, parts: list[str], spend: Callable[[int], None] | None) -> None:
-    """Add what `same` returns for a value, in parts: values that are nested deep are not copied at each level."""
+    """Append what `same` returns for a value to `parts`, so that deeply nested values are not copied at each level."""
     if not isinstance(value, dict | list):
         parts.append(same(value, spend))
         return
@@ -415,12 +416,13 @@ def _write(value: Any, parts: list[str], spend: Callable[[int], None] | None) ->
 
 
 def exact(value: float | Decimal) -> Fraction:
-    """A number as it is written: 0.1 is a tenth."""
+    """Return a number exactly as it is written: 0.1 is a tenth."""
     return Fraction(value) if isinstance(value, int) else Fraction(repr(value))
 
 
 def bounds_of(schema: dict[str, Any]) -> list[tuple[str, Any, bool]]:
-    """The bounds of a number: ("minimum" or "maximum", the bound, whether it is left out). Draft 4's booleans too."""
+    """Return the bounds of a number: ("minimum" or "maximum", the bound, whether it is excluded). Understands draft 4's
+    booleans too."""
     bounds = []
     for name, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         at, beyond = schema.get(name), schema.get(exclusive)

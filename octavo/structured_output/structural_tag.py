@@ -1,12 +1,12 @@
-"""Structural tags as a grammar: text in which what stands between tags has a form, such as calls within prose.
+"""Structural tags as a grammar: text whose parts between tags follow a grammar, such as calls within prose.
 
 The forms are xgrammar's, which vLLM takes: a tree of formats (its documentation's "Structural Tag Usage"), and the
 older list of structures with their triggers, which is one format of that tree. Here they become rules of
 a Lark grammar; `octavo.structured_output.grammar_builder` writes the schemas, regular expressions and grammars within
 them.
 
-llguidance's lexer takes the longest lexeme and never goes back. So text that runs up to something is one lazy lexeme
-with it, and a format that may be any text is given what ends it: `write` returns a format together with its end.
+llguidance's lexer takes the longest lexeme and never goes back. So free text and the text that ends it are one lazy
+lexeme. For this, `write` gets the texts that end a format, and returns the format together with its end.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MAX_DEPTH = 40
 _TEXTS = "(.|\\n)*"
 _NOTHING = '""'
 _EMPTY: tuple[Any, ...] = (None, [], {})
-# A regular expression that ends in any text, however long.
+# A regular expression whose end matches any text of any length.
 _OPEN_ENDED = re.compile(r"(\.|\[\\s\\S\]|\[\^\]|\((?:\?:)?\.\|\\n\))[*+]\??\)*\$?$")
-# What a format is called in errors, and the fields that it may have.
+# The fields of each format, by its type.
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # required, optional
     "const_string": (("value",), ()),
     "json_schema": (("json_schema",), ("style", "any_order")),
@@ -46,18 +46,17 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # required, opt
 _NOT_BUILT = (
     "token", "exclude_token", "any_tokens", "token_triggered_tags", "token_dispatch", "qwen_xml_parameter",
 )  # fmt: skip
-# What ends a format: None where something else follows that it cannot see, () where the answer ends with it, or the
-# texts of which one comes next.
+# The texts of which one comes after a format. (): the answer ends with the format. None: something follows that the
+# format does not know.
 _Ends = tuple[str, ...] | None
 
 
 def grammars_of(
     tag: Any, special_tokens: Mapping[str, int], part: Callable[[str, Any], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The grammars of a structural tag: the first is the answer's.
-
-    `special_tokens` are ids by text. `part(kind, value)` is the grammar of a part that is a "json" schema, a "regex" or
-    a "grammar". Raises `ValueError` that says where the tag is wrong.
+    """Return the grammars of a structural tag; the first is the answer's. `special_tokens` are ids by text. `part(kind,
+    value)` returns the grammar of a "json" schema, a "regex" or a "grammar" in the tag. Raises `ValueError` with the
+    place of an error.
     """
     if not isinstance(tag, Mapping):
         raise ValueError(f"a structural tag is an object, not {json.dumps(tag)[:40]}")
@@ -100,7 +99,7 @@ class _Writer:
         self._num_names = 0
 
     def write(self, wanted: Any, ends: _Ends, where: str) -> str:
-        """An expression of Lark for one format and, where there are `ends`, for one of these after it."""
+        """Return an expression of Lark for one format and, if there are `ends`, for one of these after it."""
         if not isinstance(wanted, Mapping):
             raise ValueError(f"{where} is an object with a type, not {json.dumps(wanted)[:40]}")
         wanted = {name: value for name, value in wanted.items() if value is not None}
@@ -122,7 +121,7 @@ class _Writer:
 
     def _const_string(self, wanted: Mapping[str, Any], ends: _Ends, where: str) -> str:
         value = _text(wanted["value"], f"{where}.value")
-        # With its end it is one text: of two texts the lexer would take the longer one, which may not be meant.
+        # The constant and its end are one text: of two texts the lexer would take the longer one, which may be wrong.
         return f"({' | '.join(self._literal(value + end) or _NOTHING for end in ends or ('',))})"
 
     def _json_schema(self, wanted: Mapping[str, Any], ends: _Ends, where: str) -> str:
@@ -149,7 +148,7 @@ class _Writer:
         expression = self._part("regex", pattern)["lark_grammar"].removeprefix("start: ")
         name = self._name("expression").upper()
         self.lines.append(f"{name}: {expression}")
-        # Up to the first end: an expression such as `.*` would go on over it.
+        # Stop at the first end, because an expression such as `.*` would also match the end.
         return f"({' | '.join(self._up_to_first(name, end) for end in ends)})"
 
     def _of_part(self, kind: str, value: Any, ends: _Ends) -> str:
@@ -163,7 +162,7 @@ class _Writer:
         return self._up_to(ends, _texts(wanted.get("excludes", []), f"{where}.excludes"), where)
 
     def _up_to(self, ends: _Ends, kept_out: list[str], where: str) -> str:
-        """Any text without those `kept_out`, and one of `ends` after it."""
+        """Return an expression for any text without the texts `kept_out`, and one of `ends` after it."""
         if ends is None:
             raise ValueError(f"{where} has no end: any text is last, or in a tag, or before a const_string")
         if not ends:
@@ -171,8 +170,8 @@ class _Writer:
         return f"({' | '.join(self._text_with(end, kept_out) for end in ends)})"
 
     def _text_without(self, kept_out: list[str], head: str = "") -> str:
-        """Any text with none of those `kept_out` and `head` at its end, as long as it can be. Special tokens are no
-        text."""
+        """Return a terminal for the longest text that ends in `head` and has none of `kept_out` in it. Special tokens
+        are no text."""
         name = self._name("text").upper()
         texts = [text for text in kept_out if not self._special_tokens.keys() & self._pieces(text)]
         out = "".join(f" & ~/{_TEXTS}{lark.escaped(text)}{_TEXTS}/" for text in texts)
@@ -180,7 +179,7 @@ class _Writer:
         return name
 
     def _text_with(self, end: str, kept_out: list[str]) -> str:
-        """Text up to the first `end`, with it."""
+        """Return an expression for text up to and including the first `end`."""
         pieces = self._pieces(end)
         special = next((i for i, piece in enumerate(pieces) if piece in self._special_tokens), None)
         head = "".join(pieces[:special])
@@ -192,8 +191,8 @@ class _Writer:
         return name
 
     def _up_to_first(self, terminal: str, end: str) -> str:
-        """A terminal up to the first `end`, with it."""
-        if self._pieces(end)[0] in self._special_tokens:  # which is no text, so that the terminal ends there
+        """Return an expression for a terminal up to and including the first `end`."""
+        if self._pieces(end)[0] in self._special_tokens:  # a special token is no text, so it ends the terminal
             return f"{terminal} {self._literal(end)}"
         name = self._name("upto")
         self.lines.append(f"{name}[lazy]: {terminal} {self._literal(end)}")
@@ -247,7 +246,7 @@ class _Writer:
         return f"({self._literal(_text(wanted['begin'], f'{where}.begin'))} {self._rest(wanted, ends, where)})"
 
     def _rest(self, tag: Mapping[str, Any], ends: _Ends, where: str) -> str:
-        """A tag after its begin."""
+        """Return an expression for a tag after its begin."""
         given = tag["end"]
         own = [_text(given, f"{where}.end")] if isinstance(given, str) else _texts(given, f"{where}.end")
         if not own:
@@ -263,10 +262,10 @@ class _Writer:
         if not triggers or "" in triggers:
             raise ValueError(f"{where}.triggers is a list of non-empty texts")
         tags = self._tags(wanted, where)
-        begun: dict[str, list[str]] = {}  # by trigger: what may follow it
+        begun: dict[str, list[str]] = {}  # by trigger: expressions that may follow it
         whole = []
         for tag, rest in tags:
-            # Text ends at the first trigger that is there: of two that fit, at the shorter.
+            # Text ends at the first trigger in it; if two begin at one place, at the shorter.
             trigger = min((text for text in triggers if tag.startswith(text)), key=len, default=None)
             if trigger is None:
                 raise ValueError(f"{where}: a tag begins {json.dumps(tag)[:60]}, and none of the triggers does")
@@ -300,10 +299,11 @@ class _Writer:
         ends: _Ends,
         where: str,
     ) -> str:
-        """Text in which what comes after a trigger is what is `begun` there: after `first`, if that is given."""
+        """Return an expression for text in which one of the expressions `begun[trigger]` follows each trigger; the text
+        follows `first`, if given."""
         alternatives = []
         for trigger in triggers:
-            # A trigger that nothing begins with must not come.
+            # A trigger that no tag begins with must not occur.
             if trigger in begun:
                 alternatives.append(f"{self._text_with(trigger, excludes)} ({' | '.join(begun[trigger])})")
         tagged, name = f"({' | '.join(alternatives)})", self._name("tagged")
@@ -319,14 +319,14 @@ class _Writer:
         separator = _text(wanted["separator"], f"{where}.separator")
         tags = self._tags(wanted, where)
         first = " | ".join(f"{self._literal(begin)} {rest}" for begin, rest in tags)
-        # One text, as the lexer cannot go back to where the separator alone ended.
+        # Separator and begin are one text, because the lexer cannot go back to the end of the separator.
         following = " | ".join(f"{self._literal(separator + begin)} {rest}" for begin, rest in tags)
         more = "" if _flag(wanted, "stop_after_first", where) else f" ({following})*"
         is_optional = "" if _flag(wanted, "at_least_one", where) else "?"
         return self._before(f"(({first}){more}){is_optional}", ends)
 
     def _tags(self, wanted: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
-        """How each of the tags begins, and a rule for the rest of it."""
+        """Return the begin of each tag, and an expression for the rest of it."""
         found = []
         for i, tag in enumerate(_list(wanted["tags"], f"{where}.tags")):
             here = f"{where}.tags[{i}]"
@@ -352,7 +352,7 @@ class _Writer:
 
 
 def _constant(wanted: Any) -> str | None:
-    """The text of a format that is one text."""
+    """Return the text of a format that is one constant text; otherwise None."""
     if not isinstance(wanted, Mapping) or wanted.get("type") != "const_string":
         return None
     return wanted["value"] if wanted.keys() == {"type", "value"} and isinstance(wanted["value"], str) else None
@@ -362,7 +362,7 @@ def _check_fields(given: Mapping[str, Any], where: str, required: tuple[str, ...
     missing = [name for name in required if name not in given]
     if missing:
         raise ValueError(f"{where} has no {missing[0]}")
-    # xgrammar's own classes write down every field that they have, most of them empty.
+    # xgrammar's own classes write all of their fields, most of them empty.
     unknown = [name for name, value in given.items() if name not in (*required, *optional) and value not in _EMPTY]
     if unknown:
         raise ValueError(f"{where} has {json.dumps(unknown[0])[:40]}, which is not known")

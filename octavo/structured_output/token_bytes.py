@@ -1,7 +1,7 @@
 """The vocabulary of a model for llguidance: the bytes of each token, and the tokens of a text.
 
-llguidance forces the tokens of a text that a grammar leaves no choice about. These must be the tokens of just this
-text: `<|im_end|>` in a constant is ten characters, and not the token that ends an answer.
+If a grammar leaves no choice, llguidance forces the tokens of the only text. These must be plain text: `<|im_end|>` in
+a constant is ten characters, not the token that ends an answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _MARK = "\x02"  # before a text whose tokens would otherwise begin with a blank
 
 
 def make_vocabulary(tokenizer_json: str, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
-    """llguidance's view of a tokenizer, for masks of `vocab_size` tokens or as many as the tokenizer has."""
+    """Return a tokenizer for llguidance, for masks of `vocab_size` tokens, or of the tokenizer's tokens if it has
+    more."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     plain = Tokenizer.from_str(tokenizer_json)
@@ -29,7 +30,7 @@ def make_vocabulary(tokenizer_json: str, vocab_size: int, eos_token_ids: list[in
 
 
 class _Words:
-    """What llguidance asks of a tokenizer that it does not know: bytes of tokens, and tokens of bytes."""
+    """llguidance's interface of a custom tokenizer: bytes of tokens, and tokens of bytes."""
 
     def __init__(self, tokenizer: Tokenizer, known: LLTokenizer, size: int, eos_token_ids: list[int]) -> None:
         tokenizer.no_padding()
@@ -42,7 +43,7 @@ class _Words:
         special |= {token for token in range(size) if token not in added and known.is_special_token(token)}
         self.eos_token_ids = eos_token_ids or list(known.eos_tokens)
         special |= set(self.eos_token_ids)
-        # The text of an added token is its text, whatever letters stand for in the others.
+        # Letters of an added token stand for themselves, also in byte-level vocabularies.
         self.tokens = [
             added[token].content.encode() if token in added else known.decode_bytes([token]) for token in range(size)
         ]
@@ -63,5 +64,5 @@ class _Words:
                     skipped -= len(found.pop(0))
                 if skipped == 0:
                     return token_ids[len(token_ids) - len(found) :]
-        # Not the tokens that a model would choose, but those of this text.
+        # These are tokens of this text, but not those that a model would choose.
         return [] if self.vocabulary is None else self.vocabulary.greedy_tokenize(text)

@@ -1,12 +1,9 @@
-"""Whether a grammar can be followed, found out where it does no harm: in processes of their own, which end when they
-take too long or die.
-
-llguidance bounds most of the work that a grammar may make (`limits`), but not all: intersected regular expressions keep
-it busy for ever, and references that follow each other by the hundred overflow its stack, which ends the process.
-`octavo.structured_output.grammar_builder` asks here; what passes is compiled once more where the model runs.
-
-One process is started with the first grammar, loads llguidance and forks for each trial. So trials run beside each
-other, and one that is slow, which gives way to all others (`nice`), holds nobody up.
+"""Finds out whether a grammar can be followed, in processes of their own that are ended when they take too long, and
+may crash without harm. llguidance bounds most of its work on a grammar (`limits`), but not all: intersected regular
+expressions may keep it busy for ever, and hundreds of chained references overflow its stack, which ends the process.
+`octavo.structured_output.grammar_builder` calls this; a grammar that passes is compiled once more where the model runs.
+One process starts with the first grammar, loads llguidance and forks for each trial. So trials run concurrently, and
+slow ones have a lower priority (`nice`), so that they delay nobody.
 """
 
 from __future__ import annotations
@@ -26,30 +23,31 @@ from typing import Any
 
 from octavo.processes import child_command
 
-# Of the processor's time, so that it is the same on a busy machine. The largest that are of use take 3 s; what takes as
-# long as this would take for ever.
+# Processor time, so that the limit is the same on a busy machine. The largest useful grammars take 3 s; a grammar that
+# takes this long would take for ever.
 TIME_LIMIT_S = 10
-_PATIENCE = 6  # times as long by the clock, on a machine that gives the process no time
-_SLOW_S = 0.1  # of processor time: from then on a trial gives way to others
-_MAX_SLOW = 4  # slow trials at once; another one ends
-# Where the model runs there must be more stack than here (`grammar_matching`), so that what passes never overflows it.
+_PATIENCE = 6  # the limit by the clock is this multiple, for busy machines
+_SLOW_S = 0.1  # of processor time, after which a trial gets a lower priority
+_MAX_SLOW = 4  # slow trials at once; a further one is ended
+# `grammar_matching` needs more stack than this, so that grammars that pass never overflow it.
 STACK_BYTES = 4 << 20
-_MEMORY_BYTES = 4 << 30  # of addresses; the largest of our tests takes 0.3 GB
-# In Lark: strings and regular expressions, which are kept, and special tokens.
+_MEMORY_BYTES = 4 << 30  # limit of address space; the largest of our tests takes 0.3 GB
+# Pieces of Lark: strings and regular expressions, which are kept, and special tokens.
 _PIECES = re.compile(r'("(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/)|<[^<>\s]+>')
 _HEAD = struct.Struct("<I")
 
 
 class TrialFailed(Exception):
-    """A grammar that was too much."""
+    """The grammar took too much time or memory, or crashed llguidance."""
 
 
 class TrialsBusy(TrialFailed):
-    """A slow grammar among too many of them. Another time it may be tried to its end."""
+    """Too many slow grammars were being tried. A later trial of the same grammar may succeed."""
 
 
 def limits() -> Any:
-    """What one grammar may cost. Where llguidance's default is not taken: a state of the lexer is about 2 kB."""
+    """Return the limits of one grammar. The number of lexer states differs from llguidance's default; a state takes
+    about 2 kB."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
@@ -67,7 +65,7 @@ class GrammarTrial:
         self._running: set[socket.socket] = set()
 
     def problem(self, grammar: str) -> str:
-        """Why a grammar cannot be followed, in llguidance's words, or nothing. Raises `TrialFailed`."""
+        """Return why a grammar cannot be followed, in llguidance's words, or "". Raises `TrialFailed`."""
         if not hasattr(os, "fork"):
             return self._tried_alone(grammar)
         with self._started(grammar) as connection:
@@ -102,7 +100,7 @@ class GrammarTrial:
                     self._running.discard(connection)
 
     def _tried_alone(self, grammar: str) -> str:
-        """On Windows: each trial starts a process, which costs a fifth of a second."""
+        """Try a grammar on Windows: each trial starts a process, which takes a fifth of a second."""
         command = child_command("octavo.structured_output.trial", "alone")
         try:
             done = subprocess.run(command, input=grammar.encode(), stdout=subprocess.PIPE, timeout=self._time_limit_s)
@@ -114,7 +112,7 @@ class GrammarTrial:
         return problem
 
     def _started(self, grammar: str) -> socket.socket:
-        """A connection to a process that tries `grammar`, and ends when the connection does."""
+        """Return a connection to a process that tries `grammar`; the process ends with the connection."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             for _ in range(2):
@@ -125,7 +123,7 @@ class GrammarTrial:
                 except OSError:  # the process has gone
                     self._end()
         data = grammar.encode()
-        with contextlib.suppress(OSError):  # it ended before it had read everything
+        with contextlib.suppress(OSError):  # the process ended before it had read everything
             ours.sendall(_HEAD.pack(len(data)) + data)
         return ours
 
@@ -139,9 +137,9 @@ class GrammarTrial:
         return self._socket
 
     def close(self) -> None:
-        """End the process, if there is one, and the trials under way. The next grammar starts another."""
+        """End the process, if there is one, and all running trials. The next grammar starts another process."""
         with self._lock:
-            running, self._running = self._running, set()  # before they hear of it
+            running, self._running = self._running, set()  # cleared first: their threads then see that they were closed
             for connection in running:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
@@ -158,7 +156,7 @@ class GrammarTrial:
 
 
 def _receive(connection: socket.socket, deadline: float | None = None) -> bytes | None:
-    """The next message, or None if the other side has gone."""
+    """Return the next message, or None if the other side has closed the connection."""
     data = b""
     size = _HEAD.size
     while len(data) < size:
@@ -182,11 +180,11 @@ def _send(connection: socket.socket, message: bytes) -> None:
 
 
 def _try(grammar: str) -> str:
-    """Do what will be done where the model runs, with a vocabulary of bytes."""
+    """Do the work that will be done where the model runs, with a vocabulary of bytes. Returns the error, or ""."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(_bytes(), grammar, log_level=0, limits=limits())
-    if "token" in matcher.get_error().lower():  # bytes have no special ones: the rest must be tried without them
+    if "token" in matcher.get_error().lower():  # bytes have no special tokens: the rest must be tried without them
         if problem := LLMatcher.validate_grammar(grammar, limits=limits()):
             return problem
         matcher = LLMatcher(_bytes(), _without_special_tokens(grammar), log_level=0, limits=limits())
@@ -215,8 +213,8 @@ def _without_special_tokens(grammar: str) -> str:
 
 
 def _serve_one(connection: socket.socket, time_limit_s: int) -> None:
-    """In a process of its own: try one grammar, watched by this thread."""
-    _limit("RLIMIT_CPU", time_limit_s + 2)  # for what holds the interpreter's lock
+    """In a process of its own: try one grammar in another thread, watched by this one."""
+    _limit("RLIMIT_CPU", time_limit_s + 2)  # in case the trial holds the interpreter's lock
     _limit("RLIMIT_AS", _MEMORY_BYTES)
     data = _receive(connection)
     if data is None:
@@ -232,7 +230,7 @@ def _serve_one(connection: socket.socket, time_limit_s: int) -> None:
     threading.Thread(target=work, daemon=True).start()
     is_slow = False
     while True:
-        # The other side says nothing more: what can be read is its end.
+        # The other side sends nothing more, so a readable connection is a closed one.
         if select.select([connection], [], [], 0.02)[0] and not connection.recv(1):
             return
         used_s = time.process_time() - started
@@ -250,20 +248,20 @@ def _limit(name: str, value: int) -> None:
 
     kind = getattr(resource, name)
     _, most = resource.getrlimit(kind)
-    with contextlib.suppress(ValueError):  # a system that does not have this limit
+    with contextlib.suppress(ValueError):  # some systems lack this limit
         resource.setrlimit(kind, (value if most == resource.RLIM_INFINITY else min(value, most), most))
 
 
 def main() -> None:
-    """Fork for each trial until the parent has gone."""
+    """Fork for each trial until the parent has ended."""
     if sys.argv[1] == "alone":
         print(json.dumps(_try(sys.stdin.read())))
         return
     import signal
 
     _limit("RLIMIT_CORE", 0)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the children are nobody's to wait for
-    _try(json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}]}))  # load everything once
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
+    _try(json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}]}))  # a first trial loads everything once
     control = socket.socket(fileno=int(sys.argv[1]))
     while True:
         limit, fds, _, _ = socket.recv_fds(control, _HEAD.size, 1)
