@@ -226,7 +226,7 @@ def _element_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[Mapp
 
 def _by_name(found: Iterable[tuple[str, FileTensor, str]]) -> dict[str, FileTensor]:
     """Return tensors by name. Each comes with the place where it is stored. Raises `LoadError` if two have the same
-    name: nobody knows which of them is the model's."""
+    name, because it is unknown which of them is the model's."""
     tensors, places = dict[str, FileTensor](), dict[str, str]()
     for name, tensor, place in found:
         if name in tensors:

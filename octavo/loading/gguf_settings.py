@@ -49,8 +49,8 @@ def each(m: Metadata, key: str) -> list[Any]:
 
 
 def _layer_types(period: int) -> Setting:
-    """Return the setting `layer_types`: all layers have a sliding window but every n-th, with n from the file or
-    `period`, unless the file lists the layers with a window."""
+    """Return the setting `layer_types`: every n-th layer has no sliding window, and all others have one. n is from the
+    file or `period`, unless the file lists the layers with a window."""
 
     def find(m: Metadata) -> list[str] | None:
         if not m.number("attention.sliding_window", 0):

@@ -36,7 +36,7 @@ def download(
     fetch: Fetch | None = None,
 ) -> str:  # fmt: skip
     """Download the repository's small files, and the files that `pick` chooses from its top-level file names. Return
-    their folder. `fetch` puts some of them into the cache before. Raises `LoadError`."""
+    their folder. `fetch` may first put some of them into the cache. Raises `LoadError`."""
     from huggingface_hub import HfApi, errors, snapshot_download
 
     at = f" at revision {revision}" if revision else ""
@@ -75,7 +75,7 @@ def download(
             f"{repo} is neither a folder or .gguf file here nor a model on the Hugging Face hub; check the name, and "
             "set HF_TOKEN if it is private."
         ) from None
-    except Exception as e:  # no failure of a network deserves a traceback
+    except Exception as e:  # failures of a network need no traceback
         raise LoadError(f"{repo}{at} could not be fetched from the Hugging Face hub: {_one_line(e)}.") from None
 
 

@@ -1,7 +1,7 @@
 """Fetches a hub model's large files piece by piece, for `octavo pull`.
 
-A fetch that was cut off goes on where it stopped, which the hub's own library no longer does. A file comes into the
-cache only if its SHA-256 is the hub's. `hub.download` then finds these files there.
+An interrupted fetch continues where it stopped; the hub's own library no longer does this. A file comes into the cache
+only if its SHA-256 is the hub's. `hub.download` then finds these files there.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _fetch(url: str, path: Path, name: str, size: int, report: Report) -> None:
             session = utils.get_session()  # type: ignore[attr-defined]
             with session.stream("GET", url, headers=headers, follow_redirects=True, timeout=60) as response:
                 utils.hf_raise_for_status(response)  # type: ignore[attr-defined]
-                if num_bytes and response.status_code != 206:  # a server that knows no ranges begins again
+                if num_bytes and response.status_code != 206:  # a server without ranges begins again
                     file.truncate(0)
                     num_bytes, digest = 0, hashlib.sha256()
                 for piece in response.iter_raw():

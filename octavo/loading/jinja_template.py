@@ -32,8 +32,8 @@ _TEXT_FILTERS = (
 )  # fmt: skip
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 _PLAIN = frozenset((str, int, float, bool, type(None)))
-_NESTED = (dict, list, tuple, Mapping, Set, ValuesView)  # values whose text has those of others; the usual ones first
-_MAX_CHARACTERS = 1 << 26  # of a text that a template makes
+_NESTED = (dict, list, tuple, Mapping, Set, ValuesView)  # types of values that contain others; the usual ones first
+_MAX_CHARACTERS = 1 << 26  # longest text that a template may make
 # A conversion of the operator %: width, precision and letter. A letter ( begins a key that has parentheses in it.
 _PERCENT = re.compile(r"%(?:\([^()]*\))?[-+ #0]*(\*|\d*)(?:\.(\*|\d*))?[hlL]?(.)?", re.DOTALL)
 # Lines that a template may run while a small conversation is rendered to find out about the template. Real ones run
@@ -44,7 +44,7 @@ _MAX_TRIAL_LINES = 200_000
 @lru_cache(maxsize=32)
 def compile_template(text: str) -> Template:
     """Return the compiled template. Raises `jinja2.TemplateSyntaxError`."""
-    from jinja2 import TemplateError, nodes  # here because text completions need no templates
+    from jinja2 import TemplateError, nodes  # imported here, because text completions need no templates
     from jinja2.compiler import CodeGenerator
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension
@@ -79,7 +79,7 @@ def compile_template(text: str) -> Template:
             SafeNamespace._check(name)
             super().__setitem__(name, value)
 
-        def __repr__(self) -> str:  # without the values, whose text is of any length
+        def __repr__(self) -> str:  # without the values, whose text may be of any length
             return "<Namespace>"
 
         @staticmethod
@@ -241,7 +241,7 @@ def compile_template(text: str) -> Template:
     def bounded_filter(name: str) -> Any:
         found = FILTERS[name]
 
-        @wraps(found)  # with the mark of what Jinja passes first
+        @wraps(found)  # keeps the mark of the argument that Jinja passes first
         def call(*args: Any, **kwargs: Any) -> Any:
             given = args[1:] if hasattr(found, "jinja_pass_arg") else args
             check_text(given[0])
@@ -254,7 +254,7 @@ def compile_template(text: str) -> Template:
         return bounded_join(value if attribute is None else map(make_attrgetter(environment, attribute), value), str(d))
 
     dict_names = frozenset(dir(dict))
-    loop_names = frozenset(("first", "last", "index", "index0", "length"))  # whose values are numbers
+    loop_names = frozenset(("first", "last", "index", "index0", "length"))  # attributes of a loop that are numbers
     extensions = [Generation, "jinja2.ext.loopcontrols"]
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=finalize)
     environment.filters |= {name: bounded_filter(name) for name in _TEXT_FILTERS}
@@ -266,7 +266,7 @@ def compile_template(text: str) -> Template:
         namespace=SafeNamespace,
     )
     template = environment.from_string(text)
-    template.globals = dict(template.globals)  # every rendering copies them, which takes longest of a `ChainMap`
+    template.globals = dict(template.globals)  # every rendering copies the globals, and a `ChainMap` is slow to copy
     return template
 
 
@@ -317,7 +317,7 @@ class EndlessTemplateError(RequestError):
 @contextmanager
 def limited_lines() -> Iterator[None]:
     """Inside this context, raise `EndlessTemplateError` in a template that runs too many lines."""
-    num_lines, before = 0, sys.gettrace()  # a debugger's, or one that measures coverage
+    num_lines, before = 0, sys.gettrace()  # `before`: the tracer of a debugger or a coverage tool
 
     def count(frame: FrameType, event: str, argument: Any, earlier: Any = before) -> Any:
         nonlocal num_lines

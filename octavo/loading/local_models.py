@@ -98,7 +98,7 @@ def remove(model: LocalModel) -> None:
 
 
 def _of_repo(repo: Path) -> Iterator[LocalModel]:
-    """Yield the models of a repository in the hub's cache, those that are whole, of its main revision or its newest."""
+    """Yield the complete models of a repository in the hub's cache, of its main revision or its newest one."""
     name = "/".join(repo.name.split("--", 2)[1:])
     try:
         snapshot = repo / "snapshots" / (repo / "refs" / "main").read_text(encoding="utf-8").strip()

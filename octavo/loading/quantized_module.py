@@ -48,7 +48,7 @@ class QuantizedModule:
         return found
 
     def matrix(self, part: str, dtype: str) -> FileTensor:
-        """As `tensor`, of a tensor with two dimensions. Raises `LoadError`."""
+        """Like `tensor`, for a tensor that must have two dimensions. Raises `LoadError`."""
         found = self.tensor(part, (dtype,))
         if len(found.shape) != 2:
             raise self.fail(f"{part} has the shape {list(found.shape)}, which is no matrix")
@@ -61,7 +61,7 @@ class QuantizedModule:
 
     def group(self, group: int | None, num_in: int) -> int:
         """Return the number of elements that share a scale: `num_in`, the whole row, if `group` is -1 or None. Raises
-        `LoadError` for a size that does not divide the row or is not a multiple of 32, and for a row of nothing."""
+        `LoadError` for a size that does not divide the row or is not a multiple of 32, and for empty rows."""
         if num_in == 0:
             raise self.fail("its matrix has no inputs")
         if group in (-1, None):

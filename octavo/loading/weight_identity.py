@@ -1,7 +1,7 @@
 """The identity of a model's weights: a hash of all bytes of its files.
 
-A file is read once: folders that keep blocks of a cache keep what was found, and a file with the same path, size, times
-and inode has not changed.
+A file is read only once: its hash is kept in the folder of cached blocks, and a file with the same path, size, times
+and inode counts as unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def weight_identity(files: Sequence[str], notes: Path) -> str:
-    """Return the hash of the files' contents, in hexadecimal. `notes` is a folder for what was found, which may be
+    """Return the hash of the files' contents, in hexadecimal. `notes` is a folder for the hashes of files; it may be
     missing or damaged. Raises `OSError` for a file that cannot be read."""
     return hashlib.sha256("".join(_file_identity(path, notes) for path in files).encode()).hexdigest()
 

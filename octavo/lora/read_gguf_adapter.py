@@ -19,7 +19,7 @@ from octavo.loading.mapped_file import ReadFile
 from octavo.lora.read_peft import ModuleAdapter
 from octavo.quantization import dequantize
 
-_INVOCATION = "adapter.alora.invocation_tokens"  # of aLoRA: the adapter applies from these tokens on
+_INVOCATION = "adapter.alora.invocation_tokens"  # key of aLoRA: the adapter applies from these tokens on
 
 
 def read_gguf_adapter(opened: ReadFile, config: Mapping[str, Any], max_rank: int) -> dict[str, ModuleAdapter]:
@@ -73,7 +73,7 @@ def read_gguf_adapter(opened: ReadFile, config: Mapping[str, Any], max_rank: int
             raise LoadError(f"{path}: {info.name} has rank {rank}, and --max-lora-rank is {max_rank}.")
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             raise LoadError(f"{path}: {base} has numbers that are not finite.")
-        scale = alpha / rank if alpha else 1  # as llama.cpp has it
+        scale = alpha / rank if alpha else 1  # like llama.cpp
         scaled = np.asarray(b * np.float32(scale), np.float32)
         modules[name] = ModuleAdapter(
             np.asarray(a, np.float32), scaled, tensors=names, is_embedding=is_embedding, num_experts=num_experts

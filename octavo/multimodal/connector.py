@@ -26,7 +26,7 @@ from octavo.media_kinds import KINDS
 if TYPE_CHECKING:
     import httpx
 
-MAX_CONNECTIONS = 64  # at once; further fetches wait, and their timeout starts only when they do
+MAX_CONNECTIONS = 64  # concurrent fetches; others wait, and their timeout starts when they start
 _MAX_ADDRESS = 8192  # characters; more than any server takes
 _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "octavo"}
 _REDIRECTS = (301, 302, 303, 307, 308)

@@ -41,7 +41,7 @@ DECODE_S = 60
 
 
 class Refused(Exception):
-    """The file is refused. The text tells its sender what is wrong with it."""
+    """The file is refused. The text tells the sender what is wrong with the file."""
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-_PARTS = {"image": "image_processor", "audio": "feature_extractor", "video": "video_processor"}  # of a processor
+_PARTS = {"image": "image_processor", "audio": "feature_extractor", "video": "video_processor"}  # parts of a processor
 # Arrays of a processed video. Some towers take the frames as pictures.
 _OF_VIDEO = (
     "pixel_values_videos", "video_grid_thw", "video_position_ids", "num_frames_per_video", "pixel_values",
@@ -69,7 +69,7 @@ class MediaProcessor:
         self._lock = Lock()
         self._processor: Any = None
         self._settings: dict[str, str] = {}  # by kind
-        self._found_marks: dict[str, tuple[str, str, str]] = {}  # likewise
+        self._found_marks: dict[str, tuple[str, str, str]] = {}  # by kind
         # The import takes seconds; the first medium should not wait for it.
         Thread(target=self._warm_up, name="octavo-processor", daemon=True).start()
 
@@ -304,9 +304,9 @@ class MediaProcessor:
         return made
 
     def _process(self, loader: MediaLoader, medium: Any, digest: bytes, number: int = 1) -> Processed:
-        """Return a medium as the model's processor makes it among `number` of its kind. Each medium is processed
-        alone, so that no other can change it. Raises `RequestError` for a sound that the model would hear only in
-        part, or not at all."""
+        """Return a processed medium, as number `number` of its kind in the prompt. Each medium is processed alone, so
+        that no other can change it. Raises `RequestError` for a sound that the model would hear only in part, or not at
+        all."""
         if isinstance(medium, Embeddings):
             return self._process_embeddings(loader, medium, digest)
         if loader.kind is VIDEO:

@@ -265,7 +265,7 @@ class TowerCache:
 
     def prepare(self, inputs: Sequence[MediaInput], in_use: Callable[[], set[bytes]]) -> list[Future[Rows]] | None:
         """Start the rows of a request's pictures and return their futures. They are kept while they are `in_use`, which
-        is asked only if room is short. Return None if the rows in use leave no room for them; without rows in use there
+        is called only if room is short. Return None if the rows in use leave too little room; without rows in use there
         is always room."""
         wanted = {one.content_hash: one.num_tokens for one in inputs}
         counts = {digest: count for digest, (count, _) in self._entries.items()}

@@ -41,8 +41,8 @@ class Codes:
         return least_layout(self.bits, self.group, self.minima is not None, self.table, self.scale_bytes)
 
     def widened(self, layout: Layout) -> Codes:
-        """Return the same matrix with the bits of `layout`, at least as many as now, its groups, of a divisor of the
-        present group, and its minima and table or none."""
+        """Return the same matrix in the form of `layout`: its bits (at least as many as now), its groups (whose size
+        divides the present one), and its minima and table, if any."""
         if self.table is not None and layout.table is None:
             codes = taken(self.codes, [number + 128 for number in self.table], "uint8")
             return Codes(8, self.group, codes, self.scales, order=self.order).widened(layout)

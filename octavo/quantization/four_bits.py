@@ -40,9 +40,9 @@ def codebook_words(stored: StoredWeight) -> PackedWords:
 
 
 def integers_near(table: NDArray[np.float64]) -> tuple[tuple[int, ...], float]:
-    """Return integers, at most 127 in magnitude, and the unit that they are to be multiplied by, so that they come
-    nearest to the numbers of `table` in the mean of squares. For NF4's, the largest of which is 1, that is 0.0017 (its
-    root). To the error of NF4 for normal numbers, 0.092, this adds 0.0049; rounding each 32 to 8 bits adds 0.0055."""
+    """Return integers, at most 127 in magnitude, and their unit, so that integers times unit have the least mean square
+    distance to the numbers of `table`. For NF4's table, whose largest number is 1, the root of this mean is 0.0017. It
+    adds 0.0049 to NF4's error for normal numbers, 0.092; rounding each 32 elements to 8 bits would add 0.0055."""
     largest = float(np.abs(table).max()) or 1.0
     units = largest / np.arange(127, 63, -1)
     rounded = np.rint(table / units[:, None])

@@ -1,8 +1,8 @@
-"""SqueezeLLM's matrices (Kim et al. 2024): each output has a table of its own, and few elements beside it.
+"""SqueezeLLM's matrices (Kim et al. 2024): each output has its own table, and a few elements are stored apart.
 
 "SQUEEZELLM": "qweight" int32 [K * bits / 32, N], indices of 3 or 4 bits, lowest bits first, as GPTQ packs its codes;
 "table" [N, 2^bits]; and, if the checkpoint has a sparse part, "places" int32 and "added" [N, most], the columns and the
-numbers that are added there. Rows with fewer have -1 as the places of the rest.
+numbers that are added there. Shorter rows are filled up with places of -1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def values(stored: StoredWeight) -> Array:
     found = cast(table, "float32")[rows, cast(codes, "int64")]
     if "places" in stored.tensors:
         places, added = cast(stored.tensors["places"], "int64"), cast(stored.tensors["added"], "float32")
-        there = places >= 0  # no place is twice in a row
+        there = places >= 0  # no place occurs twice in a row
         found[(rows + 0 * places)[there], places[there]] += added[there]
     return found
 
