@@ -104,8 +104,8 @@ class EngineCore:
             self.scheduler.tier = self.disk
             self.scheduler.queues.on_end += [self.disk.leave, self.disk.sessions.keep]
         self._publisher: KVEventPublisher | None = None
-        if config.cache.events is not None and cache.collect_events() is not None:
-            self._publisher = KVEventPublisher(config.cache.events, config.data_parallel_rank)
+        if config.cache.events is not None and (events := cache.collect_events()) is not None:
+            self._publisher = KVEventPublisher(config.cache.events, config.data_parallel_rank, events.take)
             weakref.finalize(self, self._publisher.close)
         self._takes_media = any(one is not None for one in (config.media, config.sound, config.prompt_embeds))
         self.is_paused = False  # nothing is computed
@@ -153,7 +153,8 @@ class EngineCore:
                 self.disk.save_all()
             self.disk.forget(removes_files=not frees_memory)
         self.scheduler.cache.forget_prefixes()
-        self._publish_events()
+        if self._publisher is not None:
+            self._publisher.publish()
         if frees_memory:
             self.executor.release_cache()
 
@@ -244,13 +245,9 @@ class EngineCore:
             self.disk.take_stats(stats)
         if self._takes_media:
             stats.num_media_queries, stats.num_media_hits, stats.tower_s = self.executor.take_media_stats()
-        self._publish_events()
+        if self._publisher is not None:
+            self._publisher.publish()
         return StepOutputs(outputs, stats, loaded)
-
-    def _publish_events(self) -> None:
-        events = self.scheduler.cache.events
-        if self._publisher is not None and events is not None:
-            self._publisher.publish(events.take())
 
     def _measure(self, step: _InFlightStep, draft_s: float) -> float:
         """Return the seconds that a finished step took, and teach the cost model; `draft_s` of them were for drafts.

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -36,9 +37,9 @@ class EventBatch(msgspec.Struct, array_like=True):
 class KVEventPublisher:
     """A PUB socket for messages, and a thread with a ROUTER socket for replays if `replay_endpoint` is set."""
 
-    def __init__(self, config: KVEventsConfig, data_parallel_rank: int) -> None:
-        """Raises `ConfigError` for an endpoint that cannot be used."""
-        self._rank, self._topic = data_parallel_rank, config.topic.encode()
+    def __init__(self, config: KVEventsConfig, data_parallel_rank: int, take: Callable[[], list[Event]]) -> None:
+        """`take` returns the events since its last call. Raises `ConfigError` for an endpoint that cannot be used."""
+        self._rank, self._topic, self._take = data_parallel_rank, config.topic.encode(), take
         self._count = 0
         self._sent = deque[tuple[int, bytes]](maxlen=config.buffer_steps)  # the last messages, for replays
         self._sent_lock = threading.Lock()
@@ -56,9 +57,9 @@ class KVEventPublisher:
             _attach(replays, endpoint_of_rank(config.replay_endpoint, data_parallel_rank), binds=True)
             threading.Thread(target=self._replay, args=(replays,), name="kv-event-replay", daemon=True).start()
 
-    def publish(self, events: list[Event]) -> None:
-        """Send events, if there are any. Never waits: a slow subscriber misses messages."""
-        if not events:
+    def publish(self) -> None:
+        """Send the new events, if there are any. Never waits: a slow subscriber misses messages."""
+        if not (events := self._take()):
             return
         payload = msgspec.msgpack.encode(EventBatch(time.time(), events, self._rank))
         number, self._count = self._count, self._count + 1

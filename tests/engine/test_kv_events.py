@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from octavo import LLM, SamplingParams
 from octavo.config import KVEventsConfig
 from octavo.engine.kv_event_publisher import KVEventPublisher, endpoint_of_rank
 from octavo.errors import ConfigError
-from octavo.kv_cache.block_events import AllBlocksCleared
+from octavo.kv_cache.block_events import AllBlocksCleared, Event
 from tests.models.small_models import MODELS
 from tests.waiting import within
 
@@ -109,15 +110,16 @@ def test_engines_of_several_workers_in_other_processes_tell_of_their_own_blocks(
 
 def test_subscribers_get_each_message_with_topic_and_number(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/events"
-    publisher = KVEventPublisher(KVEventsConfig(True, endpoint=endpoint, topic="kv"), data_parallel_rank=2)
+    events: Iterator[list[Event]] = cycle([[], [AllBlocksCleared()]])
+    publisher = KVEventPublisher(KVEventsConfig(True, endpoint=endpoint, topic="kv"), 2, events.__next__)
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.linger = 0
         socket.connect(f"{endpoint}_dp2")
         socket.subscribe("kv")
         numbers = []
         while len(numbers) < 3:  # a subscription takes effect some time after it is made
-            publisher.publish([])
-            publisher.publish([AllBlocksCleared()])
+            publisher.publish()
+            publisher.publish()
             if socket.poll(10):
                 topic, number, payload = socket.recv_multipart()
                 numbers.append(int.from_bytes(number, "big"))
@@ -130,20 +132,20 @@ def test_the_oldest_messages_are_forgotten(tmp_path: Path) -> None:
     config = KVEventsConfig(
         True, endpoint=f"ipc://{tmp_path}/events", replay_endpoint=f"ipc://{tmp_path}/replay", buffer_steps=2
     )
-    publisher = KVEventPublisher(config, data_parallel_rank=0)
+    publisher = KVEventPublisher(config, 0, lambda: [AllBlocksCleared()])
     for _ in range(5):
-        publisher.publish([AllBlocksCleared()])
+        publisher.publish()
     assert [number for number, _ in replayed(config.replay_endpoint or "")] == [3, 4]
     publisher.close()
-    KVEventPublisher(config, data_parallel_rank=0).close()  # the endpoints are free again
+    KVEventPublisher(config, 0, lambda: [AllBlocksCleared()]).close()  # the endpoints are free again
 
 
 def test_a_client_that_reads_late_misses_nothing(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/replay"
     config = KVEventsConfig(True, endpoint=f"ipc://{tmp_path}/events", replay_endpoint=endpoint)
-    publisher = KVEventPublisher(config, data_parallel_rank=0)
+    publisher = KVEventPublisher(config, 0, lambda: [AllBlocksCleared()])
     for _ in range(10_000):  # far more than what a socket holds by default
-        publisher.publish([AllBlocksCleared()])
+        publisher.publish()
     assert len(replayed(endpoint, read_ahead=1)) == 10_000
     publisher.close()
 
