@@ -128,14 +128,8 @@ class BlockFiles:
             self.scan()
         self._make_room(size)
         path = self._path_of(self._own, file_name)
-        part, flags = f"{path}-{secrets.token_hex(8)}{_PART}", os.O_CREAT | os.O_EXCL | os.O_WRONLY
+        part, file = _open_part(path)
         try:
-            file = os.open(part, flags, 0o600)
-        except FileNotFoundError:
-            Path(part).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            file = os.open(part, flags, 0o600)
-        try:
-            lock(file)  # an unlocked part was left by a killed process
             _write_all(file, [data, memoryview(self._digest(file_name, data))])
             used = self._time(size, keep_until)
             os.utime(file, ns=(used, used))
@@ -386,6 +380,28 @@ def _remove_if_left(path: str) -> None:
         pass  # its writer lives
     finally:
         os.close(file)
+
+
+def _open_part(path: str) -> tuple[str, int]:
+    """Make a file beside `path` and lock it: an unlocked part was left by a killed process. Returns its path and
+    descriptor."""
+    while True:
+        part, flags = f"{path}-{secrets.token_hex(8)}{_PART}", os.O_CREAT | os.O_EXCL | os.O_WRONLY
+        try:
+            file = os.open(part, flags, 0o600)
+        except FileNotFoundError:
+            Path(part).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            file = os.open(part, flags, 0o600)
+        try:
+            with contextlib.suppress(BlockingIOError):
+                lock(file)
+                if os.fstat(file).st_nlink:
+                    return part, file
+        except OSError:  # this file system has no locks
+            os.close(file)
+            os.unlink(part)
+            raise
+        os.close(file)  # another server's scan came before the lock, and has removed the part
 
 
 def _write_all(file: int, parts: list[memoryview]) -> None:

@@ -161,6 +161,22 @@ def test_what_a_killed_server_left_is_removed_and_what_a_living_one_writes_is_no
     assert paths(tmp_path) == [path]
 
 
+def test_a_scan_that_finds_a_part_before_it_is_locked_loses_no_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other, lock = files(tmp_path), files(tmp_path), block_files.lock
+    scans = [other.scan]
+
+    def lock_late(file: int) -> None:
+        if scans:
+            scans.pop()()
+        lock(file)
+
+    monkeypatch.setattr(block_files, "lock", lock_late)
+    assert one.write(name(1), contents(1)) and not scans
+    assert np.array_equal(read(other, name(1)), contents(1)) and len(paths(tmp_path)) == 1  # type: ignore[arg-type]
+
+
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = files(tmp_path)
     real = os.writev
