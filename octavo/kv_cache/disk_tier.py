@@ -52,6 +52,7 @@ _LEAST_PATIENCE_S = 1.0  # but not before this time, because reading may be slow
 _IDLE_WAIT_S = 0.01  # longest wait for the writer before the caller looks for messages again
 _MOST_LOOKS = 4  # failed lookups on disk for a prompt in a pool: each takes some microseconds
 _LOOK_S = 0.01  # for all lookups of a prompt; if the disk takes longer, only known files are used
+_WARNING_S = 60.0  # between two warnings of the same error
 _SAVING_S = 10.0  # longest wait until all blocks are saved, in case the disk hangs
 _COUNTERS = ("num_disk_hits", "disk_read_bytes", "num_disk_written", "disk_written_bytes", "num_disk_dropped")
 
@@ -174,7 +175,7 @@ class DiskTier:
         self._is_emptying = False  # all files of the folder are being removed
         self.keep_until: dict[Name, float] = {}  # for blocks that are not written yet
         self._write_s = 0.0  # the writer's processor time for a block, lately
-        self._last_error = ""
+        self._last_error, self._next_warning = "", 0.0
         self._stats = EngineStats()
         self._writer = threading.Thread(target=self._write, name="block-writer", daemon=True)
         self._writer.start()
@@ -347,9 +348,10 @@ class DiskTier:
             is_written = self.files.write(name, contents, self.keep_until.get(name, 0.0))
         except Exception as e:
             error = (isinstance(e, OSError) and e.strerror) or repr(e)
-        if error and error != self._last_error:
+        now = self._clock()
+        if error and (error != self._last_error or now >= self._next_warning):
             logger.warning("blocks of the KV cache are not kept on disk: %s", error)
-        self._last_error = error
+            self._last_error, self._next_warning = error, now + _WARNING_S
         with self._lock:
             self._write_s += (time.thread_time() - begin - self._write_s) / 8
             if name in self._queued:  # it was not forgotten

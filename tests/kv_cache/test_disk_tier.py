@@ -248,6 +248,12 @@ def test_a_disk_that_refuses_is_not_fatal(engines: Any, caplog: pytest.LogCaptur
     one.compute(list(range(200, 220)))
     one.save()
     assert one.stats().num_disk_written == 5
+    one.files.write = refuse
+    for number, after_s in enumerate((0.0, 59.0, 1.0)):
+        one.now += after_s
+        one.compute(list(range(300 + 40 * number, 340 + 40 * number)))
+        one.save()
+    assert caplog.text.count("No space left on device") == 2, "the same error is told once a minute"
 
 
 def test_a_prompt_is_computed_where_that_is_faster(engines: Any) -> None:
