@@ -48,9 +48,9 @@ inline Vec pow2(Vec x) {
 }
 
 // Returns x times the normal distribution function, to a few units in the last place everywhere. It is computed from
-// the tail that is small, so nothing cancels. The tail is half the complementary error function of z = |x| / sqrt(2),
-// with Chebyshev coefficients of Press et al., Numerical Recipes in C (1992), section 6.2, here for powers of two. For
-// bf16 it is a minimax fit of the same form, with relative errors of 1.1e-5.
+// the small tail, so nothing cancels. The tail is half the complementary error function of z = |x| / sqrt(2), with
+// Chebyshev coefficients of Press et al., Numerical Recipes in C (1992), section 6.2, here for powers of two. For bf16
+// it is a minimax fit of the same form, with relative errors of 1.1e-5.
 template <class E>
 inline Vec gelu(Vec x) {
     const Vec t = reciprocal(fma(set1(0.35355339f), abs(x), set1(1.0f)));  // 1 / (1 + z / 2)

@@ -18,8 +18,7 @@ namespace octavo {
 namespace {
 
 constexpr size_t kCacheLine = 64;
-// A thread looks at the others so often before it offers its core to other threads, and looks at the connections so
-// rarely.
+// How often a waiting thread checks the others before it yields its core, and how rarely it checks the connections.
 constexpr int kSpinsBeforeYield = 500;
 constexpr auto kLookAtConnections = std::chrono::milliseconds(2);
 constexpr int64_t kTasksPerThread = 4;
@@ -27,7 +26,7 @@ constexpr double kFloatNs = 0.3;  // to copy or add one float, roughly
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
-// Floats that are added up at a time, and the most sums that wait for others meanwhile.
+// Floats that are added at a time, and the most partial sums that wait meanwhile.
 constexpr int64_t kSumFloats = 256;
 constexpr int kMaxWaiting = 16;
 

@@ -12,13 +12,12 @@
 
 namespace octavo {
 
-// One process's view of a group. All processes exchange the same rows in the same order. An exchange uses one of two
-// halves of the memory, in turns: a process that puts rows into a half again has met all others since they read it.
+// One process's view of a group. All processes exchange the same rows in the same order. Exchanges use two halves of
+// the memory in turns: before a process writes to a half again, all others have finished reading it.
 class Group {
   public:
     // This process is `rank` of `size`. `memory`, of `num_bytes`, is shared by all and must be zeros before the first
-    // process comes. `watched` are connections to other processes, as far as this one has some: if one hangs up, nobody
-    // waits any more.
+    // process comes. `watched` are this process's connections to others, if any: when one is closed, all waits end.
     Group(int rank, int size, void* memory, size_t num_bytes, std::vector<int> watched);
 
     int rank() const { return rank_; }
@@ -39,7 +38,7 @@ class Group {
 
     const int rank_, size_;
     const std::vector<int> watched_;
-    std::atomic<uint64_t>* arrivals_;  // by rank, a cache line each: for how many exchanges it has put its rows
+    std::atomic<uint64_t>* arrivals_;  // by rank, a cache line each: exchanges for which it has put its rows
     float* floats_;
     size_t half_floats_;
     uint64_t turn_ = 0;                   // the number of the exchange; changes after its last launch

@@ -1,8 +1,8 @@
 // Attention over the paged cache with an online softmax (Milakov & Gimelshein 2018): a task's partitions, their merging
 // and the kernel. One tile of keys is in attention_keys.h and attention_8bit.h, tile instructions in attention_amx.h,
 // tasks in launch.cpp. A row's bits depend on its position alone: keys are met in tiles of 64 within partitions at
-// fixed positions of the sequence; a partition starts from nothing; partitions are merged in order; a key that a row
-// may not see is never multiplied in, whatever its slot holds. (Where attention goes both ways, bits also depend on how
+// fixed positions of the sequence; a partition's sums start from zero; partitions are merged in order; a key that a row
+// may not see is never multiplied, whatever its slot holds. (Where attention goes both ways, bits also depend on how
 // many keys a row sees.) Included by kernels.cpp, products.cpp and latent.h only.
 #pragma once
 
@@ -77,8 +77,8 @@ struct Partials {
     float* out;
 };
 
-// Merges the next partition's results into `total`, the results of the partitions before it. `exponent` takes
-// differences of maxima to powers of two.
+// Merges the next partition's results into `total`, the results of the partitions before it. Results are scaled by
+// 2^(`exponent` * difference of maxima).
 template <class E>
 void merge(const Partials& total, const Partials& part, int count, int64_t padded, float exponent) {
     for (int row = 0; row < count; row += kLanes) {
@@ -180,7 +180,7 @@ inline int last_key(const AttentionArgs& a, const AttentionTask& task, int token
     return a.window > 0 ? min_of(position + a.window - 1, last) : last;
 }
 
-// Finds the first tile of a task. Threads mostly take tasks in turn, so the task before fetches it.
+// Finds the first tile of a task, for the task before to fetch: threads mostly take tasks in turn.
 template <class E>
 void find_first_tile(const AttentionArgs& a, int64_t task_number, TileRefs<E>& refs) {
     const AttentionTask& task = a.schedule->tasks[task_number / a.kv_heads];

@@ -1,8 +1,8 @@
 // Attention to one tile of a cache of bytes. Integers are multiplied as integers. A query is rounded to 14 bits of its
 // largest element. A tile's weights are multiplied by the scales of its values and rounded to 14 bits of the largest.
 // Both meet the bytes in two pieces of seven bits, whose sums are exact in any order. Floats of eight bits are unpacked
-// to pairs of bf16 by shifts. No unpacked number and no product is infinite or NaN, as only scales can be: so a weight
-// of zero hides a key that a row may not see. Included by attention.h only.
+// to pairs of bf16 by shifts. Unpacked numbers and products are always finite (only scales may not be), so a weight of
+// zero hides a key that a row may not see. Included by attention.h only.
 #pragma once
 
 #include "attention_keys.h"

@@ -24,7 +24,7 @@ struct RouteArgs : RowWiseArgs {
     float scale, softcap, jitter;
 };
 
-// Rows of one expert that are multiplied together: `rows` places from `begin` on in the order by expert.
+// Rows of one expert that are multiplied together: `rows` places from `begin` on in the order of experts.
 struct ExpertRows {
     int32_t expert, begin, rows;
     int64_t cost_end;  // of the products of these rows and of all parts before, in an arbitrary unit

@@ -14,8 +14,7 @@ inline int64_t row_elements(int64_t bytes, int32_t dtype) {
     return bytes / (dtype == kQ8 ? static_cast<int64_t>(sizeof(QBlock)) : dtype == kF32 ? 4 : 2);
 }
 
-// Sets up `linear` to add the adapters of a part's rows. `factors` are those of the stack of experts; shrunk rows have
-// `width` elements.
+// Sets up `linear` to add the adapters of a part's rows. `factors` are the stack's; shrunk rows have `width` elements.
 inline void expand_part(LinearArgs& linear, const ExpertsPass& p, const ExpertRows& part, const AdapterFactors* factors,
                         int64_t width) {
     const ExpertsArgs& a = *p.args;
@@ -123,7 +122,7 @@ void experts_up(const void* args, int64_t task) {
     }
 }
 
-// Returns memory for outputs [tokens, width] of a task's columns, sums that wait for those of other segments.
+// Returns memory for a task's columns [tokens, width] of partial sums that wait for other segments.
 inline float* waiting_outputs(int64_t floats) {
     static thread_local std::vector<float> waiting;
     const size_t wanted = static_cast<size_t>((kTreeDepth - 1) * floats);
@@ -146,8 +145,7 @@ void experts_down(const void* args, int64_t task) {
     const int64_t width = min_of(panel_end * kPanel, a.down->n) - panel_begin * kPanel;
     const int64_t tokens = p.token_end - p.token_begin;
     float* waiting = a.segments == 1 ? nullptr : waiting_outputs(tokens * width);
-    // Where the task's columns of the pass's first token are at a depth of the tree, and the distance from token to
-    // token.
+    // The place of the first token's columns at a depth of the tree, and the distance from token to token.
     const auto at = [&](int depth) {
         return depth == 0 ? a.out + p.token_begin * a.down->n + panel_begin * kPanel
                           : waiting + (depth - 1) * tokens * width;

@@ -28,7 +28,7 @@ inline uint16_t float_to_half(float value) {
     const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
     if (magnitude >= bits_of(65536.0f)) return static_cast<uint16_t>(sign | (magnitude > 0x7f800000 ? 0x7e00 : 0x7c00));
     if (magnitude < bits_of(0x1p-14f)) {
-        // Below the normal float16 numbers: from 0.5 on floats lie as far apart as these, so the addition rounds.
+        // Below the normal float16 numbers: floats from 0.5 on have the same spacing, so adding 0.5 rounds.
         return static_cast<uint16_t>(sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f)));
     }
     return static_cast<uint16_t>(sign | (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13);

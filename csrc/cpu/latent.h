@@ -1,7 +1,7 @@
 // Latent attention (DeepSeek-AI 2024) over its compressed cache, which all heads share. A token keeps one vector, which
 // is its value and the greater part of its key, and the rotated part of its key. The vectors are stored as values are;
-// a tile of them is transposed to the layout of keys before it meets a task's rows. All else is paged attention
-// (attention.h), with its promises about bits. Included by sparse_attention.h only.
+// a tile of them is transposed to the layout of keys before it meets a task's rows. Everything else is paged attention
+// (attention.h), with the same bits for any batch. Included by sparse_attention.h only.
 #pragma once
 
 #include "attention.h"
@@ -9,8 +9,8 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Rows that are transposed as the compiler's own vectors. They are never arguments: sets without AVX pass such vectors
-// in another way than sets with it.
+// Rows to transpose, in the compiler's own vectors. They are never arguments, because sets with and without AVX pass
+// such vectors in different ways.
 typedef float Floats8 __attribute__((vector_size(32)));
 typedef uint16_t Halves16 __attribute__((vector_size(32)));
 typedef uint64_t Words4 __attribute__((vector_size(32)));
@@ -83,7 +83,7 @@ struct LatentView {
 
     const TileRefs<E>& tile(const TileRefs<E>& refs, int) { return turned(stored, refs); }
 
-    // Returns the tile `refs` of `from` with its vectors as keys too.
+    // Returns the tile `refs` of `from`, with its vectors also transposed to keys.
     const TileRefs<E>& turned(const Head<E>& from, const TileRefs<E>& refs) {
         constexpr int64_t kRow = kKeyTile * E::kStep;
         const int64_t padded = from.value_stride / E::kStep;

@@ -17,7 +17,7 @@ namespace octavo {
 
 namespace {
 
-// The least time of a task, where a row's keys are shared out.
+// The least time of a task if a row's keys are divided among tasks.
 constexpr double kLeastAttentionNs = 1000;
 
 // Plans a kernel whose rows are independent, `row_ns` each: a task is whole rows, at least some microseconds' worth.
@@ -164,8 +164,8 @@ Launch plan(LinearArgs& args, const KernelTable& table, int threads) {
     if (args.row_chunks * units < wanted) {
         args.row_chunks = std::max(args.row_chunks, std::min(ceil_div(wanted, units), args.rows / kMinChunkRows));
     }
-    // If each thread has enough rows of its own, it keeps the same rows from one product to the next: its outputs are
-    // in its own cache, which may be far from another thread's.
+    // With enough rows, each thread keeps the same rows from one product to the next, because their inputs are in its
+    // own cache.
     if (args.rows >= kOwnRows * threads) args.row_chunks = ceil_div(args.row_chunks, threads) * threads;
     const int64_t task_bytes = integers ? kIntTaskBytes : kTaskBytes;
     args.panel_chunks = integers ? std::min(static_cast<int64_t>(bytes) / task_bytes, wanted)
@@ -443,7 +443,7 @@ Launch plan(ChooseArgs& args, const KernelTable& table, int) {
         keys += static_cast<double>(num_queries) * args.seq_lens[s];
         longest = std::max<int64_t>(longest, args.seq_lens[s]);
     }
-    // With few rows the keys of each are shared out, in parts of at least a partition.
+    // With few rows each row's keys are divided among tasks, in parts of at least a partition.
     const int64_t most = std::max<int64_t>(args.scratch_rows / std::max<int64_t>(args.rows, 1), 1);
     args.parts = std::clamp<int64_t>(ceil_div(longest, kKeyPartition), 1, most);
     if (args.merges) {
@@ -476,7 +476,7 @@ void AdapterPlan::plan(const ShrinkArgs& args, int threads) {
         }
     }
     const int64_t num_parts = static_cast<int64_t>(parts_.size());
-    // With few parts the outputs of each are shared out, and each task copies the inputs for itself.
+    // With few parts each part's outputs are divided among tasks, and each task copies the inputs for itself.
     const int64_t splits = num_parts == 0 ? 1 : std::max<int64_t>(threads / num_parts, 1);
     schedule_ = {rows_.data(), parts_.data(), num_parts, splits};
 }

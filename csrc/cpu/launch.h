@@ -19,8 +19,8 @@ struct Launch {
     double cost_ns;
 };
 
-// Throws std::out_of_range if an index points nowhere: a kernel would read or write other memory. Looking at an index
-// costs a nanosecond. Most operations have no indices.
+// Throws std::out_of_range for an index out of range, with which a kernel would read or write other memory. Checking an
+// index takes a nanosecond. Most operations have no indices.
 template <class Args>
 void check(const Args&) {}
 void check(const LinearArgs& args);

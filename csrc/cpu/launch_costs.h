@@ -21,7 +21,7 @@ constexpr int64_t kTaskBytes = 128 * 1024;
 // Rows of a chunk: their inputs stay in a second-level cache while a thread's panels go by.
 constexpr int64_t kMaxChunkRows = 256;
 constexpr int64_t kMinChunkRows = 48;
-// With so many rows for each thread, rows are shared out before panels are.
+// With this many rows for each thread, rows are divided before panels.
 constexpr int64_t kOwnRows = 32;
 // Integer products: bytes of weights of a task, bytes of quantized rows of a chunk (by vectors, and by tiles), and the
 // least rows of a chunk by tiles, for which codes are opened.

@@ -12,7 +12,7 @@ namespace {
 // Memory for experts' input rows and for the rows between the two products. More tokens than fit take several passes,
 // each of which reads the experts that it needs.
 constexpr int64_t kExpertsScratchBytes = int64_t{32} << 20;
-// Reading an expert's weights costs as much as multiplying about so many rows by them.
+// Reading an expert's weights takes as long as multiplying about this many rows by them.
 constexpr int64_t kRowsOfRead = 4;
 // Units of cost in a row: finer than rows, so that a task may end within a part.
 constexpr int64_t kCostScale = 4096;
@@ -70,7 +70,7 @@ void ExpertsPlan::plan(const ExpertsArgs& args, const KernelTable& table, int th
     pass.inner_bytes = row_bytes(args.down->k, pass.inner_dtype);
     pass.part_rows = std::clamp<int64_t>(kChunkBytes / pass.input_bytes, kMinChunkRows, kMaxChunkRows);
     const int64_t wanted = kTasksPerThread * threads;
-    // Few tasks: each has a place of its own in every expert, where reading begins anew.
+    // Few tasks, because each begins to read anew at its own place in every expert.
     pass.down_tasks = std::min(ceil_div(args.down->n, kPanel), threads == 1 ? 1 : wanted / 2);
     pass.up_tasks = threads == 1 ? 1 : wanted;
     const int64_t token_bytes = args.top_k * (pass.input_bytes + pass.inner_bytes);

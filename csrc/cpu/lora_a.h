@@ -203,7 +203,7 @@ void copy_part(const ShrinkArgs& a, const AdapterRows& part, int64_t split) {
     }
 }
 
-// Computes one part's rows by share `split` of its adapter's panels. Rows that do not lie as the products need them are
+// Computes one part's rows by share `split` of its adapter's panels. Rows in another layout than products need are
 // copied first.
 template <class E>
 void shrink_part(const ShrinkArgs& a, const AdapterRows& part, int64_t split) {
@@ -223,7 +223,7 @@ void shrink_part(const ShrinkArgs& a, const AdapterRows& part, int64_t split) {
 #else
     constexpr bool kByTiles = false;
 #endif
-    // Tiles need rows that lie equally far apart.
+    // Tiles need rows at equal distances.
     const bool as_they_are = a.x_dtype == a.dtype && (!kByTiles || rows[part.rows - 1] - rows[0] == part.rows - 1);
     if (as_they_are) {
         for (int64_t r = 0; r < part.rows; ++r) x[r] = static_cast<const T*>(a.x) + rows[r] * a.x_stride;

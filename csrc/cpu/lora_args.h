@@ -42,7 +42,7 @@ struct AdapterRows {
 };
 
 struct AdapterSchedule {
-    const int32_t* rows;  // ordered by adapter, then by number
+    const int32_t* rows;  // ordered by adapter, then by row
     const AdapterRows* parts;
     int64_t num_parts, splits;  // a part's outputs are shared among `splits` tasks
 };

@@ -1,6 +1,6 @@
-// Prefetching of adapters' factors. They are small pieces far apart, which a processor does not foresee, so they are
-// fetched explicitly: a few lines at a time between the products of the base, or all at once where these have no place
-// for it. Included by lora_b.h only.
+// Prefetching of adapters' factors. They are small pieces far apart, which processors do not prefetch, so they are
+// fetched explicitly: a few lines at a time between the base's products, or all at once if these cannot do it. Included
+// by lora_b.h only.
 #pragma once
 
 #include "simd.h"
@@ -21,7 +21,7 @@ inline void for_adapters(const LinearArgs& a, int64_t row, int64_t end, F f) {
 }
 
 // Calls f(first byte, number of bytes) for the pieces of B that rows row .. end - 1 need for `panels` panels of outputs
-// from `panel` on. Matrices that replace the base's are left out: they are long enough for the processor to foresee.
+// from `panel` on. Matrices that replace the base's are left out: they are long enough for the processor to prefetch.
 template <class F>
 inline void for_factors(const LinearArgs& a, int64_t row, int64_t end, int64_t panel, int64_t panels, F f) {
     const int64_t size = a.factor_dtype == kF32 ? 4 : 2;
@@ -172,7 +172,7 @@ class FactorLines {
     const LinearArgs& a_;
     const int64_t row_begin_, row_end_, panels_;
     int64_t each_ = 0;
-    int64_t total_ = 0, at_ = 0;   // lines of all parts, and of those how many are listed so far, tasks before included
+    int64_t total_ = 0, at_ = 0;   // lines of all parts; lines listed so far, by earlier tasks too
     int64_t part_ = 0, line_ = 0;  // the part and the line where the list ends
     Pieces pieces_;
 };

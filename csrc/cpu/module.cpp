@@ -71,8 +71,8 @@ T* at(Address address) {
     return reinterpret_cast<T*>(address.value);
 }
 
-// The least time of a call that gives up the interpreter lock. Getting it back may cost a whole switch interval (5 ms)
-// if another thread wants it, so shorter calls keep it: they are over before that thread would get its turn.
+// The least time of a call that releases the interpreter lock. Getting the lock back may take a whole switch interval
+// (5 ms) if another thread wants it, so shorter calls keep it: they end before that thread would get its turn.
 constexpr double kReleaseNs = 1e6;
 
 template <class F>
@@ -104,11 +104,11 @@ void submit(Args& args) {
         plan.plan(args, octavo::kernels(), octavo::num_threads(), scratch);
         double cost_ns = 0;
         for (const Launch& launch : plan.launches()) cost_ns += launch.cost_ns;
-        const std::vector<Launch>& launches = plan.launches();  // this thread's: named where it runs
+        const std::vector<Launch>& launches = plan.launches();  // this thread's
         without_lock(cost_ns, [&] { octavo::run(launches.data(), launches.size()); });
     } else if constexpr (std::is_same_v<Args, octavo::ExchangeArgs>) {
         const std::vector<Launch> launches = octavo::plan_exchange(args, octavo::num_threads());
-        nb::gil_scoped_release release;  // other processes may be late by any time
+        nb::gil_scoped_release release;  // other processes may be late by any amount
         octavo::run(launches.data(), launches.size());
         octavo::check_group(*args.group);
     } else {

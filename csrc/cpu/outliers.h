@@ -11,9 +11,9 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Rows of a batch, which share columns. Their outputs wait meanwhile; so many fit the first-level cache.
+// Rows of a batch, which share columns. The outputs of this many rows fit in the first-level cache.
 constexpr int kOutlierRows = 64;
-// Rows of a batch where opened blocks are shared (superblock_layouts.h).
+// Rows of a batch that shares opened blocks (superblock_layouts.h).
 constexpr int kOpenedRows = 96;
 
 struct Outlier {

@@ -23,8 +23,8 @@ struct PanelBlock {
     uint16_t minima[kPanel][kMinima];
 };
 
-// Reads one row's share of a block into lane `lane`. Rounds its scales and minima, and shifts its codes to the zero of
-// the matrix.
+// Reads one row of a block into lane `lane`. Rounds its scales and minima, and shifts its codes to the zero of the
+// matrix.
 template <class Source>
 void read_row(const Matrix& to, const uint8_t* row, int64_t block, int lane, PanelBlock& out) {
     const int valid = static_cast<int>(std::min<int64_t>(to.k - block * kQBlock, kQBlock));
@@ -251,7 +251,7 @@ void pack_words_panels(const void* args, int64_t task) {
     }
 }
 
-// How many superblocks ahead scales are fetched, where nothing else is read.
+// How many superblocks ahead scales are fetched if nothing else is read.
 constexpr int kSupersAhead = 16;
 
 template <class Source>
@@ -401,7 +401,7 @@ Launch plan(PackWordsArgs& args, const KernelTable&, int) {
                                     " bits and " + (args.to.minima ? "minima." : "no minima."));
     }
     args.num_panels = panels_of_part(args.to, args.first_row, args.rows);
-    // An order needs all words of its panels; those of several panels would not fit a core's own cache.
+    // An order needs all words of its panels; words of several panels would not fit in a core's cache.
     args.together = args.order ? 1 : kTogether;
     const Kernel kernel = args.bits == 2   ? pack_words_panels<2>
                           : args.bits == 3 ? pack_words_panels<3>

@@ -1,5 +1,5 @@
-// The table of products, including those with adapters' factors, for instruction sets that bring nothing to the other
-// kernels; with tiles, attention too. All other kernels are those of a narrower set (dispatch.cpp). Compiled once for
+// The table of products, including products with adapters' factors, for instruction sets that do not speed up the other
+// kernels; with tiles, also attention. All other kernels are those of a narrower set (dispatch.cpp). Compiled once for
 // each set, as kernels.cpp is.
 #include "experts.h"
 #include "lora_a.h"

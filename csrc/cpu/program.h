@@ -25,7 +25,7 @@ class Program {
     Program& operator=(const Program&) = delete;
 
     // Returns the program into which this thread's calls are recorded instead of being run, or null.
-    // octavo.ops.cpu_program asks here: nothing else keeps track of it.
+    // octavo.ops.cpu_program calls this; no other state tells it.
     static Program* recording();
     static void stop_recording();
     // Begins to record this thread's calls. They have as many rows as a step has tokens or, with `per_sample`, rows
@@ -35,8 +35,8 @@ class Program {
     // Adds a call.
     void add(const Args& args);
     // Runs a step. The arrays that the recorded calls read must hold this step's values. Throws std::out_of_range for a
-    // token id, position or slot that points nowhere; std::invalid_argument for lengths that contradict each other and
-    // for more rows than were recorded.
+    // token id, position or slot out of range; std::invalid_argument for lengths that contradict each other and for
+    // more rows than were recorded.
     void run(int64_t tokens, int32_t seqs, int64_t samples);
     // Runs a step call by call. Returns each call's name and its nanoseconds.
     std::vector<std::pair<std::string, double>> profile(int64_t tokens, int32_t seqs, int64_t samples);
@@ -48,7 +48,7 @@ class Program {
         Args args;
         bool per_sample;
         int64_t recorded_rows;
-        AttentionPlan* attention;              // of an attention call: shared with layers that are planned alike
+        AttentionPlan* attention;              // of an attention call: shared by layers with one plan
         std::unique_ptr<ExpertsPlan> experts;  // of a call of experts
         AdapterPlan* adapters;                 // of a call for adapters: shared by calls that read the same slots
     };

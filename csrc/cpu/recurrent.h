@@ -1,5 +1,5 @@
 // Kernels of layers that carry a state from token to token: short convolutions, selective state spaces, the gated delta
-// rule, gated recurrences. Each walks over a sequence's tokens one by one, in float32, so no result depends on how a
+// rule, gated recurrences. Each computes a sequence's tokens one by one, in float32, so results do not depend on how a
 // prompt is cut into steps. Channels lie in lanes; sequences and tiles of channels are shared out. Included by
 // kernels.cpp only.
 #pragma once
@@ -10,19 +10,18 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Returns where the state after token t is left. The state before a step's first token is where that token leaves its
-// own.
+// Returns where the state after token t is stored. The state before a step's first token is at that token's place.
 inline float* state_of(const StateArgs& a, int64_t t) { return a.states + a.slots[t] * a.state_stride; }
 
-// Returns the state at `place` that token t changes, where it leaves it. The state of the token before is copied if it
-// lies elsewhere.
+// Returns the state at token t's `place`, for the token to change. The state of the token before is copied there if it
+// is elsewhere.
 inline float* continued(const StateArgs& a, int64_t t, int64_t place, int64_t num_floats, float* state) {
     float* own = state_of(a, t) + place;
     if (own != state) memcpy(own, state, static_cast<size_t>(num_floats) * sizeof(float));
     return own;
 }
 
-// Returns whether no later token overwrites the state that token t leaves.
+// Returns whether no later token overwrites token t's state.
 inline bool is_kept(const StateArgs& a, int64_t t, int64_t end) { return t + 1 == end || a.slots[t + 1] != a.slots[t]; }
 
 // Calls f(unit, first token, end, is_fresh) for the units of a task. A sequence has `units` units.
