@@ -25,6 +25,7 @@ from octavo.entrypoints.http.body_reader import BodyReader, ClientGoneError, rep
 from octavo.entrypoints.http.error_responses import (
     DEV_MODE_PATHS,
     ERROR_FORM,
+    UNBUILT_PATHS,
     error_response,
     method_not_allowed_message,
 )
@@ -53,7 +54,12 @@ TOKENIZING_PATHS = frozenset({
     "/v1/responses/input_tokens",
 })  # fmt: skip
 # POST routes whose requests do not wait in the engine's queue
-UNQUEUED_PATHS = DEV_MODE_PATHS | TOKENIZING_PATHS | {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/api/show"}
+UNQUEUED_PATHS = (
+    DEV_MODE_PATHS
+    | UNBUILT_PATHS
+    | TOKENIZING_PATHS
+    | {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/api/show"}
+)
 
 
 class AuthAndLimits:
@@ -97,7 +103,7 @@ class AuthAndLimits:
             num_bytes = len(scope[INTERNAL_BODY])
             await self._handle_internal(scope, replay_body(scope.pop(INTERNAL_BODY), receive), send, num_bytes)
             return
-        uses_engine = method == "POST" and not _is_unqueued(path)
+        uses_engine = method == "POST" and not _is_unqueued(path) and self._methods_of(path) is not None
         tokenizes = method == "POST" and path in TOKENIZING_PATHS
         answer: Response | bytes | None = await self._refuse(headers, method, path, uses_engine)
         self._state.num_in_flight += 1
@@ -134,6 +140,10 @@ class AuthAndLimits:
         address, _ = scope["client"] or (None, 0)
         return self._keys.client(address, headers.get("authorization"), headers.get("x-api-key"))
 
+    def _methods_of(self, path: str) -> set[str] | None:
+        """Return the methods that a path has; None if there is no such path."""
+        return self._methods.get(path) or methods_of(path, self._routes)
+
     async def _handle_internal(self, scope: Scope, receive: Receive, send: Send, num_bytes: int) -> None:
         """Handle a request from within the server. Its original request has passed the checks already."""
         unavailable = await self._state.unavailable()
@@ -156,7 +166,7 @@ class AuthAndLimits:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        allowed = self._methods.get(path) or methods_of(path, self._routes)
+        allowed = self._methods_of(path)
         if allowed is not None and method not in allowed:
             allow = {"Allow": ", ".join(sorted(allowed))}
             return error_response(method_not_allowed_message(method, path), 405, headers=allow)

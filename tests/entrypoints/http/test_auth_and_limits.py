@@ -194,6 +194,12 @@ def test_a_request_that_only_tokenizes_counts_while_it_does(
     assert counts == [1, 1]
 
 
+def test_a_full_queue_asks_nobody_to_try_a_route_again_that_there_is_not(limited: Address, engine: FakeEngine) -> None:
+    engine.stats = EngineStats(num_running=8, num_waiting=2)
+    for path in ("/v1/completion", "/v1/responses/x/cance", "/v1/moderations", "/sleep"):
+        assert httpx.post(limited + path, json=BODY).status_code == 404, path
+
+
 def test_a_full_queue_is_429_with_an_estimate_of_the_wait(limited: Address, engine: FakeEngine) -> None:
     num_rejected = engine.metrics.num_rejected["queue_full"]
     engine.stats = EngineStats(num_running=8, num_waiting=2)
