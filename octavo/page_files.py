@@ -14,10 +14,11 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# A page may run only its own files and connect only to its own server. No other page may frame it.
+# A page may run only its own files and connect only to its own server. Only its own pages may frame it.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "media-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "media-src data:; connect-src 'self'; frame-src 'self'; frame-ancestors 'self'; base-uri 'none'; "
+    "form-action 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",  # browsers ask again each time, and get 304

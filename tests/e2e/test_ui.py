@@ -127,7 +127,7 @@ def test_an_answer_follows_a_schema(page: sync_api.Page) -> None:
     page.click("#settings summary")
     page.fill("#schema", "{no json")
     say(page, "Name a colour.")
-    assert "schema of the answer is no JSON" in page.inner_text("[role=alert]")
+    assert "JSON schema of the answer cannot be read" in page.inner_text("[role=alert]")
     assert page.evaluate("document.activeElement.id") == "schema"
     assert page.locator("article").count() == 0 and page.input_value("#prompt") == "Name a colour."
     schema = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"],
@@ -172,6 +172,64 @@ def test_markdown_is_shown_and_stays_text(page: sync_api.Page) -> None:
     )
 
 
+def stream_of(*deltas: dict[str, object]) -> str:
+    """A streamed chat completion, as the server writes it."""
+    chunks = [json.dumps({"choices": [{"index": 0, "delta": delta}]}) for delta in deltas]
+    return "".join(f"data: {chunk}\n\n" for chunk in [*chunks, "[DONE]"])
+
+
+@pytest.mark.long
+def test_reasoning_and_calls_are_shown_and_results_sent(page: sync_api.Page) -> None:
+    page.wait_for_selector("#status[data-state=ready]")
+    call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city"'}}
+    rest = {"index": 0, "function": {"arguments": ': "Paris"}'}}
+    answers = [
+        stream_of(
+            {"reasoning_content": "Which "},
+            {"reasoning_content": "city?"},
+            {"tool_calls": [call]},
+            {"tool_calls": [rest]},
+        ),
+        stream_of({"content": "It **rains**."}),
+    ]
+    bodies = []
+
+    def answer(route: sync_api.Route) -> None:
+        bodies.append(json.loads(route.request.post_data))
+        route.fulfill(body=answers[len(bodies) - 1], headers={"Content-Type": "text/event-stream"})
+
+    page.route("**/v1/chat/completions", answer)
+    page.click("#settings summary")
+    page.fill("#functions", '[{"name": "get_weather", "parameters": {}}]')
+    say(page, "Weather?")
+    page.fill(".calls textarea", "rain")
+    assert page.inner_text(".calls label") == 'get_weather({"city": "Paris"})'
+    assert page.locator(".reasoning .text").text_content() == "Which city?"
+    page.click(".calls button")
+    assert finish(page, 2) == "It rains."
+    assert bodies[0]["tools"] == [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]
+    [asked, called, result] = bodies[1]["messages"]
+    assert asked == {"role": "user", "content": "Weather?"}
+    assert called["reasoning_content"] == "Which city?"
+    assert called["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    assert result == {"role": "tool", "tool_call_id": "call_1", "content": "rain"}
+
+
+@pytest.mark.long
+def test_two_settings_answer_one_message(page: sync_api.Page) -> None:
+    page.click("#compare")
+    first, second = (page.frame_locator(f"iframe >> nth={i}") for i in range(2))
+    for chat, most in ((first, "3"), (second, "5")):
+        chat.locator("#settings summary").click()
+        chat.locator("#max_tokens").fill(most)
+    page.fill("#prompt", "Count to a hundred.")
+    page.press("#prompt", "Enter")
+    first.get_by_text("3 tokens").wait_for()
+    second.get_by_text("5 tokens").wait_for()
+    assert first.locator("article.user").inner_text().startswith("Count to a hundred.")
+    assert not first.locator("#prompt").is_visible()
+
+
 @pytest.fixture(scope="module")
 def axe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """axe-core, which knows the rules of accessible pages (WCAG)."""
@@ -199,6 +257,9 @@ def test_axe_finds_no_violation(browser: sync_api.Browser, server: Server, axe: 
     for page in open_page(browser, server.url, viewport=size, color_scheme=scheme, bypass_csp=True):
         page.wait_for_selector("#status[data-state=ready]")
         assert violations(page, axe) == []
+        page.goto(server.url + "/ui/compare.html")
+        assert violations(page, axe) == []
+        page.goto(server.url + "/ui")
         say(page, "Print this: ```x = 1```")
         finish(page, 1)
         page.click("#settings summary")

@@ -28,7 +28,7 @@ router = Router(include_in_schema=False)
 
 # The files of the page, which hold no secrets: without a key the page can do nothing.
 FILES = ("index.html", "style.css", "app.js", "api.js", "chat.js", "markdown.js", "media.js", "engine.js", "charts.js",
-         "theme.js", "icon.svg")  # fmt: skip
+         "theme.js", "compare.html", "compare.js", "icon.svg")  # fmt: skip
 OPEN_PATHS = frozenset({"/ui", "/ui/", *(f"/ui/{name}" for name in FILES)})
 
 

@@ -11,6 +11,7 @@ for (const view of document.querySelectorAll("[data-shows]")) {
   });
 }
 
+if (window.parent !== window) document.body.classList.add("framed"); // by compare.html, which has the composer
 startTheme(redraw);
 startChat();
 startEngine();

@@ -70,21 +70,12 @@ function grow() {
 
 async function say(text) {
   const log = $("log"), prompt = $("prompt");
-  let format;
-  try {
-    format = answerFormat();
-  } catch (error) {
-    showError(error);
-    $("settings").open = true;
-    $("schema").focus();
-    return;
-  }
+  const fields = fieldsOfSettings();
+  if (!fields) return;
   $("welcome")?.remove();
   prompt.value = "";
   grow();
   const media = takeMedia();
-  const asked = { role: "user", content: contentOf(text, media) };
-  messages.push(asked);
   const question = message("user", text);
   if (media.length) {
     const list = make("div", "media");
@@ -92,24 +83,38 @@ async function say(text) {
     question.element.prepend(list);
   }
   log.append(question.element);
+  await answerTo([{ role: "user", content: contentOf(text, media) }], fields, () => {
+    if (prompt.value || $("media").childElementCount) return;
+    prompt.value = text;
+    setMedia(media);
+    grow();
+  });
+}
+
+// Shows the answer to the conversation with the messages `asked` at its end. If nothing comes, they leave it, and after
+// an error `restore` puts them where they can be sent again. Returns whether something came.
+async function answerTo(asked, fields, restore) {
+  const log = $("log");
+  messages.push(...asked);
   const answer = message("assistant", "");
   answer.element.setAttribute("aria-busy", "true");
   log.append(answer.element);
   log.scrollTop = log.scrollHeight;
   const mine = answering = new AbortController();
   setButton(true);
-  const started = performance.now();
-  let content = "", firstAt = 0, lastAt = 0, usage = null, failure = null, isStopped = false;
+  const started = performance.now(), calls = [];
+  let content = "", reasoning = "", firstAt = 0, lastAt = 0, usage = null, failure = null, isStopped = false;
   try {
-    for await (const chunk of streamChat({ ...body(), ...format }, mine.signal)) {
+    for await (const chunk of streamChat({ ...body(), ...fields }, mine.signal)) {
       usage = chunk.usage ?? usage;
-      const piece = chunk.choices[0]?.delta?.content;
-      if (!piece) continue;
+      const delta = chunk.choices[0]?.delta;
+      if (!delta?.content && !delta?.reasoning_content && !delta?.tool_calls) continue;
       lastAt = performance.now();
       firstAt ||= lastAt;
-      content += piece;
       const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
-      answer.show(content);
+      if (delta.reasoning_content) answer.think(reasoning += delta.reasoning_content);
+      if (delta.content) answer.show(content += delta.content);
+      for (const part of delta.tool_calls ?? []) addToCall(calls, part);
       if (follows) log.scrollTop = log.scrollHeight;
     }
   } catch (error) {
@@ -121,22 +126,55 @@ async function say(text) {
     setButton(false);
   }
   answer.element.setAttribute("aria-busy", "false");
-  if (!messages.includes(asked)) return; // a new chat was begun
-  if (content) {
-    messages.push({ role: "assistant", content });
+  if (!messages.includes(asked[0])) return true; // a new chat was begun
+  const came = Boolean(content || reasoning || calls.length);
+  if (came) {
+    const said = { role: "assistant", content };
+    if (reasoning) said.reasoning_content = reasoning;
+    if (calls.length && !failure && !isStopped) {
+      said.tool_calls = calls;
+      answer.element.append(formOfCalls(calls));
+    }
+    messages.push(said);
     answer.note(summary(usage, started, firstAt, lastAt, isStopped));
   } else {
-    // Nothing came: the question goes back to where it can be sent again.
-    messages.splice(messages.indexOf(asked), 1);
+    messages.splice(messages.indexOf(asked[0]), asked.length);
     answer.element.remove();
-    if (failure && !prompt.value && !$("media").childElementCount) {
-      prompt.value = text;
-      setMedia(media);
-      grow();
-    }
+    if (failure) restore();
   }
   if (failure) showError(failure);
   log.scrollTop = log.scrollHeight;
+  return came;
+}
+
+function addToCall(calls, { index, id, function: part }) {
+  const call = calls[index] ??= { id: "", type: "function", function: { name: "", arguments: "" } };
+  if (id) call.id = id;
+  call.function.name += part?.name ?? "";
+  call.function.arguments += part?.arguments ?? "";
+}
+
+// The calls of an answer, with a field for the result of each: the reader is the tool.
+function formOfCalls(calls) {
+  const form = make("form", "calls"), send = make("button", "primary", "Send the results");
+  const fields = calls.map(({ function: { name, arguments: written } }) => {
+    const label = make("label", "", `${name}(${written})`), field = document.createElement("textarea");
+    field.rows = 1;
+    field.placeholder = "What the tool answers";
+    label.append(field);
+    form.append(label);
+    return field;
+  });
+  form.append(send);
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const fieldsOfBody = fieldsOfSettings();
+    if (answering || !fieldsOfBody) return;
+    send.disabled = true;
+    const results = calls.map(({ id }, i) => ({ role: "tool", tool_call_id: id, content: fields[i].value }));
+    send.disabled = await answerTo(results, fieldsOfBody, () => {});
+  });
+  return form;
 }
 
 function body() {
@@ -150,17 +188,28 @@ function body() {
   return fields;
 }
 
-// The field that makes the answer JSON of the schema in the settings; none without one. Throws for what is no JSON.
-function answerFormat() {
-  const text = $("schema").value.trim();
-  if (!text) return {};
-  let schema;
-  try {
-    schema = JSON.parse(text);
-  } catch (error) {
-    throw new Error(`The JSON schema of the answer is no JSON: ${error.message}`);
+// The fields of a request that the JSON in the settings gives; null, with an error shown, if it cannot be read.
+function fieldsOfSettings() {
+  const fields = {};
+  for (const [id, what, read] of [
+    ["schema", "JSON schema of the answer", (schema) => {
+      fields.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
+    }],
+    ["functions", "list of tools", (tools) => {
+      fields.tools = tools.map((tool) => (tool.type ? tool : { type: "function", function: tool }));
+    }],
+  ]) {
+    const text = $(id).value.trim();
+    try {
+      if (text) read(JSON.parse(text));
+    } catch (error) {
+      showError(new Error(`The ${what} cannot be read: ${error.message}`));
+      $("settings").open = true;
+      $(id).focus();
+      return null;
+    }
   }
-  return { response_format: { type: "json_schema", json_schema: { name: "answer", schema } } };
+  return fields;
 }
 
 function summary(usage, started, firstAt, lastAt, isStopped) {
@@ -195,7 +244,7 @@ function make(tag, className, text = "") {
   return element;
 }
 
-// One message on the page: its element, a way to show more of it, and a way to close it with a note.
+// One message on the page: its element, ways to show more of its text and its reasoning, and to close it with a note.
 function message(role, text) {
   const element = make("article", `message ${role}`);
   element.setAttribute("aria-label", role === "user" ? "You" : "Answer");
@@ -206,6 +255,16 @@ function message(role, text) {
     whole = content;
     if (role === "user") shown.textContent = content;
     else renderMarkdown(shown, content);
+  };
+  let thoughts = null;
+  const think = (reasoning) => {
+    if (!thoughts) {
+      const details = make("details", "reasoning");
+      thoughts = make("div", "text");
+      details.append(make("summary", "", "Reasoning"), thoughts);
+      element.prepend(details);
+    }
+    thoughts.textContent = reasoning;
   };
   const addCopy = () => {
     const copy = make("button", "plain", "Copy");
@@ -223,7 +282,7 @@ function message(role, text) {
     meta.append(words);
     addCopy();
   };
-  return { element, show, note };
+  return { element, show, think, note };
 }
 
 async function copyText(text) {
