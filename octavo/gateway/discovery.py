@@ -159,7 +159,7 @@ async def _follow_service(service: KubernetesService, take: Take) -> None:
                 else:
                     slices[one.metadata.name] = one
                 take(_ready_addresses(slices.values(), service.port))
-        except (UpstreamError, OSError, msgspec.DecodeError) as error:
+        except (UpstreamError, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             logger.warning(
                 "the endpoints of %s are not known: %s; next try in %g s, and its replicas stay as they are",
                 service.name, error, pause_s,

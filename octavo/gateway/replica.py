@@ -57,7 +57,7 @@ class Replica:
     async def context_length(self, timeout_s: float) -> int | None:
         """Return how many tokens a prompt and its answer may have there; None if the replica does not say."""
         status, body = await self._ask("/v1/models", timeout_s)
-        with contextlib.suppress(msgspec.DecodeError):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             listed = msgspec.json.decode(body, type=_ModelList).data if status == 200 else []
             return next((one.max_model_len for one in listed if one.id == self.served_name), None)
         return None

@@ -149,7 +149,7 @@ def parse(data: bytes, decode: Callable[[bytes], _T], wanted: str) -> _T:
     """Return what `decode` makes of a body. Raises `RequestError`, which says what is `wanted`."""
     try:
         return decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"{wanted}: {error}.") from None
     except RecursionError:
         raise RequestError(f"{wanted}: this one is nested too deeply.") from None

@@ -44,7 +44,7 @@ class StreamProgress:
         if self._about is None and about:
             try:
                 self.id = msgspec.json.decode(about, type=_About).id
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 return
             self._about = about
         self._waiting, self._rest = [], b""

@@ -87,7 +87,7 @@ class AnswerTranslator:
             return
         try:
             chunk = msgspec.json.decode(event, type=dict[str, Any])
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             chunk = ollama_error("the model's server sent an event that is no JSON object")
         if "error" in chunk:
             self._is_done = True
@@ -187,11 +187,11 @@ class AnswerTranslator:
         """Send the answer to a request for embeddings, or an error."""
         try:
             found = msgspec.json.decode(body)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             found = None
         if self._status >= 300 or not isinstance(found, dict) or "data" not in found:
-            self._status = self._status if self._status >= 300 else 502
             message = _message_of(found) or body.decode(errors="replace")[:200] or f"status {self._status}"
+            self._status = self._status if self._status >= 400 else 502  # others may have no body
             await self._send_part(_JSON, _encode(ollama_error(message)), True)
             return
         vectors = [one["embedding"] for one in sorted(found["data"], key=lambda one: one.get("index", 0))]

@@ -126,7 +126,7 @@ def translate(path: str, data: bytes) -> Translated:
     """Return the request of OpenAI's API for the body of a request for one of `PATHS`. Raises `RequestError`."""
     try:
         body = msgspec.json.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"{path}: {error}.") from None
     except RecursionError:
         raise RequestError(f"{path}: the body is nested too deeply.") from None

@@ -285,6 +285,28 @@ def test_errors_have_their_status_before_the_answer_and_a_line_within_it(clock: 
     clock.run(run())
 
 
+def test_a_server_that_answers_nonsense_is_an_error_in_ollamas_form(clock: Clock) -> None:
+    async def not_modified(asked: Asked) -> None:
+        asked.head(304)
+
+    async def no_text(asked: Asked) -> None:
+        asked.begin_stream()
+        asked.piece(b'data: {"\xff": 1}\n\n')
+        asked.piece(b"")
+
+    async def run() -> None:
+        async with fake_servers(not_modified, no_text) as (first, second):
+            models = {"a": {"addresses": [first.address]}, "b": {"addresses": [second.address]}}
+            async with gateway(models) as gate:
+                for model, status, says in (("a", 502, "status 304"), ("b", 500, "no JSON object")):
+                    answer = await gate.ask(model, "/api/chat", messages=[{"role": "user", "content": "x"}])
+                    assert answer.status_code == status and says in answer.json()["error"]
+                answer = await gate.http.post("/api/chat", content=b'{"model": "\xff"}')
+                assert answer.status_code == 400 and "utf-8" in answer.json()["error"]
+
+    clock.run(run())
+
+
 def test_models_are_loaded_kept_and_unloaded_as_clients_say(clock: Clock) -> None:
     async def run() -> None:
         async with gateway({"a": {}, "b": {"keep_alive": None}}, FakeLaunch(chunks(delta("x", "stop")))) as gate:

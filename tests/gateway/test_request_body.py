@@ -43,7 +43,8 @@ def test_a_name_that_cannot_be_found_is_refused_and_not_searched_for_ever() -> N
 
 
 @pytest.mark.parametrize(
-    "data", [b"[]", b"1", b'"model"', b"{", b'{"model": ["a"]}', b"\xff", b'{"x":' + b"[" * 99_999]
+    "data",
+    [b"[]", b"1", b'"model"', b"{", b'{"model": ["a"]}', b'{"model": "\xff"}', b"\xff", b'{"x":' + b"[" * 99_999],
 )
 def test_what_is_no_object_is_refused(data: bytes) -> None:
     with pytest.raises(RequestError):
