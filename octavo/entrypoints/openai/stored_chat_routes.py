@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
 from octavo.entrypoints.http.body_fields import Metadata, RequestBody
 from octavo.entrypoints.http.pagination import MAX_LIMIT, Deleted, Page, page_query
@@ -50,25 +51,25 @@ async def list_chats(raw: Request) -> Page:
     return Page.of(await state_of(raw).store.run(read), query)
 
 
-@router.get("/v1/chat/completions/{completion_id}")
-async def get_chat(completion_id: str, raw: Request) -> dict[str, Any]:
+@router.get("/v1/chat/completions/{completion_id}", response_model=dict[str, Any])
+async def get_chat(completion_id: str, raw: Request) -> Response:
     """A stored chat."""
     stored = await state_of(raw).store.run(lambda database: _find(database, completion_id))
-    chat: dict[str, Any] = _decode(stored.body)
-    return chat
+    return Response(stored.body, media_type="application/json")
 
 
-@router.post("/v1/chat/completions/{completion_id}")
-async def update_chat(completion_id: str, body: ChatUpdate, raw: Request) -> dict[str, Any]:
+@router.post("/v1/chat/completions/{completion_id}", response_model=dict[str, Any])
+async def update_chat(completion_id: str, body: ChatUpdate, raw: Request) -> Response:
     """Change the metadata of a stored chat."""
 
-    def update(database: Database) -> dict[str, Any]:
+    def update(database: Database) -> bytes:
         chat: dict[str, Any] = _decode(_find(database, completion_id).body)
         chat["metadata"] = body.metadata or {}
-        database.put(KIND, completion_id, encode_json(chat))
-        return chat
+        changed = encode_json(chat)
+        database.put(KIND, completion_id, changed)
+        return changed
 
-    return await state_of(raw).store.run(update)
+    return Response(await state_of(raw).store.run(update), media_type="application/json")
 
 
 @router.delete("/v1/chat/completions/{completion_id}")

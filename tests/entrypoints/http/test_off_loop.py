@@ -16,7 +16,7 @@ from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.entrypoints.chat import message_rendering
 from octavo.entrypoints.http import piecewise_json, router, streaming
 from octavo.entrypoints.http.router import MAX_INLINE_BYTES
-from octavo.entrypoints.openai import tokenize
+from octavo.entrypoints.openai import stored_chats, tokenize
 from tests.entrypoints.fake_engine import MODEL, FakeEngine
 from tests.leaving import ask_and_leave
 from tests.waiting import until, wait_until, within
@@ -147,6 +147,19 @@ def test_others_go_on_while_many_tokens_are_written(
     answer = meanwhile(http, hold, route, body).json()
     found = answer if isinstance(answer, list) else [answer]
     assert sum(len(one["tokens"] if route == "/tokenize" else one["token_ids"]) for one in found) > 400
+    assert hold.threads[0].startswith("octavo-text")
+
+
+def test_others_go_on_while_a_large_chat_is_stored(
+    http: httpx.Client, hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(piecewise_json, "MAX_PIECE_VALUES", 5)
+    monkeypatch.setattr(stored_chats, "encode_in_pieces", hold.around(stored_chats.encode_in_pieces, always=True))
+    body = {**talk("short"), "store": True, "metadata": {"a": "b"}}
+    answer = meanwhile(http, hold, "/v1/chat/completions", body).json()
+    assert http.get(f"/v1/chat/completions/{answer['id']}").json() == {
+        **answer, "metadata": {"a": "b"}, "request_id": answer["id"],
+    }  # fmt: skip
     assert hold.threads[0].startswith("octavo-text")
 
 
