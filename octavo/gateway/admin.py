@@ -59,7 +59,7 @@ class AdminApp:
             with contextlib.suppress(BrokenAnswerError):
                 await client.fail(error)
         except BrokenAnswerError:
-            pass  # uvicorn cuts the connection, as the answer was not ended
+            pass  # uvicorn cuts the connection, as the answer is incomplete
 
     async def _answer(self, method: str, way: list[str], body: bytes, query: dict[str, str]) -> tuple[bytes, bytes]:
         """Return the content type and the body of an answer. Raises `RequestError`."""
@@ -72,7 +72,7 @@ class AdminApp:
             case "GET", ["keys", key_id]:
                 return _json(_shown(await self._store.get(key_id)))
             case "PATCH", ["keys", key_id]:
-                while True:  # until nobody else changes it meanwhile
+                while True:  # until no other request has changed it meanwhile
                     key = await self._store.get(key_id)
                     if await self._store.change(key, _settings(body, key.settings)):
                         return _json(_shown(key))
@@ -97,7 +97,7 @@ class AdminApp:
 
 
 def _settings(body: bytes, before: KeySettings | None = None) -> KeySettings:
-    """Return the settings of a body; keys that it lacks are as `before`. Raises `RequestError`."""
+    """Return the settings in a body; fields that it lacks keep their value in `before`. Raises `RequestError`."""
     known = {} if before is None else msgspec.to_builtins(before)
 
     def read(data: bytes) -> KeySettings:

@@ -39,17 +39,17 @@ _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 class _ClientGoneError(Exception):
-    """The client hung up before its request was whole."""
+    """The client hung up before its request was complete."""
 
 
 class GatewayApp:
-    """Call it as an ASGI application. `num_in_flight` counts requests that are not answered to their end."""
+    """The gateway as an ASGI application. `num_in_flight` counts requests whose answer has not ended."""
 
     def __init__(
         self, models: Models, keys: ApiKeys, limits: WaitLimits, *, max_body_bytes: int, store: KeyStore | None = None,
         several_gateways: bool = False,
     ) -> None:  # fmt: skip
-        """Clients need one of the `keys`, which have no limits, or of the `store`, if there are any."""
+        """Clients need one of the `keys`, which have no limits, or a key of the `store`, if either has any."""
         self.models, self._keys, self._store = models, keys, store
         self.metrics = GatewayMetrics(models, store)
         self._proxy = Proxy(
@@ -74,7 +74,7 @@ class GatewayApp:
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} is not served")
         path: str = scope["path"]
-        # After a broken answer uvicorn cuts the connection, as the answer was not ended.
+        # After a broken answer uvicorn cuts the connection, as the answer is incomplete.
         with contextlib.suppress(_ClientGoneError, BrokenAnswerError):
             client = Client(ClientSend(send, scope[TRANSPORT]), path, request_id=_request_id(scope))
             if path in OPEN_PATHS:
@@ -129,7 +129,7 @@ class GatewayApp:
             await client.fail(RequestError("Internal error.", status=500, code="internal_error"))
 
     def _note_refusal(self, method: str, path: str, key: Key | None, error: RequestError, request_id: str) -> None:
-        """Count a refusal (4xx), and write a line with nothing that the client wrote but its id of the request."""
+        """Count a refusal (4xx) and log it. Of the client's own text the line has only the request's id."""
         reason = error.limit if isinstance(error, LimitError) else error.code
         if key is not None and error.status < 500:
             self.metrics.key_refusals.labels(key.settings.name, reason or str(error.status)).inc()
@@ -140,7 +140,8 @@ class GatewayApp:
         logger.info("%s %s is refused: %s", method, route_of(path) or "none", said)
 
     async def _find_key(self, scope: Scope) -> Key | None:
-        """Return the client's key, if it is one of the store. Raises `RequestError` for a client without any key."""
+        """Return the client's key if it is in the store, else None. Raises `RequestError` for a client without any
+        key."""
         headers = dict(scope["headers"])
         sent = [value and value.decode("latin-1") for value in map(headers.get, (b"authorization", b"x-api-key"))]
         key = None
@@ -156,7 +157,8 @@ class GatewayApp:
         return key
 
     def _check(self, scope: Scope, key: Key | None) -> None:
-        """Raise `RequestError` for a key that takes no requests, and for what no route takes."""
+        """Raise `RequestError` for a key that may send no requests, and for a method or encoding that no route
+        takes."""
         if self._store is not None and key is not None:
             self._store.check(key)
         if scope["method"] not in _METHODS:
@@ -168,7 +170,7 @@ class GatewayApp:
             raise RequestError("The gateway is stopping.", status=503, code="stopping")
 
     async def _unless_gone(self, work: Awaitable[None], receive: Receive) -> None:
-        """Answer; a client that hangs up ends the work at once, its replica's too."""
+        """Do the `work` of answering. A client that hangs up ends it at once, at the replica too."""
         answering = asyncio.current_task()
         assert answering is not None
         is_gone = False
@@ -257,7 +259,7 @@ class GatewayApp:
 
 
 def _request_id(scope: Scope) -> str | None:
-    """Return the client's own id of the request, if it has one that can be a header again."""
+    """Return the client's own id of the request if there is one that may be sent on in a header, else None."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
     return given if _ID.match(given) else None
 

@@ -11,8 +11,8 @@ MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
 @dataclass
 class Breaker:
-    """Keeps requests from a replica that fails: after some failures in a row for a pause, which doubles with each
-    further one. After it one more failure is enough, and a success forgets them all."""
+    """Keeps requests from a replica that fails. Some failures in a row begin a pause, and each further failure begins
+    another one of twice the length. A success ends the count."""
 
     num_failures: int = 0
     open_until: float = 0.0  # time.monotonic
@@ -22,11 +22,11 @@ class Breaker:
         return self.num_failures >= FAILURES_TO_OPEN and time.monotonic() < self.open_until
 
     def wait_s(self) -> float:
-        """Return for how long no request is taken."""
+        """Return the seconds until the replica gets requests again."""
         return max(0.0, self.open_until - time.monotonic()) if self.num_failures >= FAILURES_TO_OPEN else 0.0
 
     def fail(self) -> None:
-        if self.is_open():  # a request that was under way before
+        if self.is_open():  # the failed request began before the pause
             return
         self.num_failures += 1
         if self.num_failures >= FAILURES_TO_OPEN:

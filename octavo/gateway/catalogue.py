@@ -25,8 +25,8 @@ _Positive = Annotated[float, Meta(gt=0)]
 
 
 class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A model of the catalogue. It runs here, as `octavo serve` with `flags`, or at `addresses`, or at those that
-    `discover` finds."""
+    """A model of the catalogue. It runs here, as `octavo serve` with `flags`, or at `addresses`, or where `discover`
+    finds it."""
 
     model: str | None = None  # what `octavo serve` is given; the entry's name by default
     flags: dict[str, Any] = {}

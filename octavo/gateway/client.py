@@ -1,5 +1,5 @@
-"""The client's side of a request: what it is sent, over ASGI. Knows whether an error can still be a status, or has to
-be an event of a stream."""
+"""The client's side of a request: sends it the answer over ASGI. Knows whether an error can still be a status, or has
+to be an event of a stream."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from octavo.gateway.upstream import HOP_BY_HOP, Answer, UpstreamError
 from octavo.messages_errors import MESSAGES_PREFIX
 
 _NOT_PASSED_ON = HOP_BY_HOP | {b"date", RESUMABLE, PROMPT_TOKENS}
-_NO_BODY = (204, 304)  # a Content-Length would be of the body that another answer has
+_NO_BODY = (204, 304)  # their Content-Length would tell the length of another answer's body
 _EVENTS = b"text/event-stream"
 _EVENT_END = re.compile(rb"(?<=\n\n)|(?<=\r\n\r\n)")
-_MAX_EVENT_BYTES = 1 << 20  # of an event that is held back until it is whole
-WRITE_TIMEOUT_S = 60.0  # in which a client must read some of what waits for it
+_MAX_EVENT_BYTES = 1 << 20  # of an incomplete event that is held back
+WRITE_TIMEOUT_S = 60.0  # a client that reads nothing for so long is cut
 TRANSPORT = "octavo.transport"  # scope key of the client's connection
 
 
 class BrokenAnswerError(Exception):
-    """An answer cannot be ended as it was begun, or its client does not read it: its connection has to be cut."""
+    """The answer cannot be completed, or its client does not read it: the connection has to be cut."""
 
 
 class ClientSend:
-    """uvicorn's `send` of a request, to a client that may read slowly. It waits before it writes, so that it can be
-    called again where it has not written."""
+    """uvicorn's `send` for a client that may read slowly. It waits before it writes: if it is cut off while it waits,
+    it has written nothing, and can be called again."""
 
     def __init__(self, send: Send, transport: asyncio.Transport) -> None:
         self._send, self._transport = send, transport
@@ -53,8 +53,8 @@ class ClientSend:
         return False
 
     async def __call__(self, message: Message) -> None:
-        """Send. Resets the connection of a client that has read nothing for `WRITE_TIMEOUT_S`, and raises
-        `BrokenAnswerError`: it would hold the replica, which would count as lost after its own time."""
+        """Send. If the client has read nothing for `WRITE_TIMEOUT_S`, reset its connection and raise
+        `BrokenAnswerError`: it would hold up the replica, which would then count as lost."""
         if self.at_once(message):
             return
         transport = self._transport
@@ -77,26 +77,26 @@ class Client:
     """One request's client."""
 
     def __init__(self, send: Send, path: str, *, request_id: str | None = None) -> None:
-        """`request_id` is what the client calls the request, or None. The gateway's own errors tell it."""
+        """`request_id` is the client's id of the request, or None; the gateway's own errors repeat it."""
         self.send, self._path = send, path
         self._send_at_once = send.at_once if isinstance(send, ClientSend) else None
         self.request_id = request_id or uuid.uuid4().hex
-        self.streams = False  # it asked for events
+        self.streams = False  # the client asked for events
         self._has_head = False
         self._is_events = self._is_lines = False
-        self._rest = b""  # of an event that is not whole
-        self._unsent = b""  # what `flush` is to send
-        self._failed_status = 0  # of an answer to a client that has had comments, and so a status
-        self.has_answer = False  # it has a byte of an answer, or its status
+        self._rest = b""  # the part of an event that has come
+        self._unsent = b""  # bytes that `flush` sends
+        self._failed_status = 0  # the status of an error that came after comments had been sent
+        self.has_answer = False  # a replica's answer has begun
         self.progress = StreamProgress()
-        self.meter: Meter | None = None  # of a client whose tokens are counted
-        self.hides_usage = False  # of a stream, which the gateway has asked for
+        self.meter: Meter | None = None  # for a client whose tokens are counted
+        self.hides_usage = False  # drops the usage that only the gateway asked the stream for
         self.num_lost = 0  # replicas that were lost before they answered it
         self.loads_s: list[float] = []  # how long the request has waited for models
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has a status."""
+        """Whether the client has got a status."""
         return self._has_head
 
     @property
@@ -125,14 +125,14 @@ class Client:
             self._failed_status = 0 if is_events else answer.status
             return
         self._is_events = is_events
-        # A stream may get an event more than it was to have: the one that says that it broke.
+        # A stream that breaks off gets a further event, the error, so it has no fixed length.
         has_length = not is_events and answer.status not in _NO_BODY
         dropped = _NOT_PASSED_ON if has_length else _NOT_PASSED_ON | {b"content-length"}
         await self._begin(answer.status, [one for one in answer.headers if one[0] not in dropped])
 
     def add(self, data: bytes) -> bool:
-        """Take bytes of the answer, and send what the client may have of them. Returns False if that has to wait:
-        `flush` them before the next ones."""
+        """Take bytes of the answer, and send the part that the client may have now. Returns False if the client has to
+        read first: then `flush` before the next call."""
         due = self._due(data)
         if not due:
             return True
@@ -151,7 +151,8 @@ class Client:
         await self._write(data)
 
     def _due(self, data: bytes) -> bytes:
-        """Return what the client may have now. Of a stream only whole events: one that breaks off would be no JSON."""
+        """Return the bytes that the client may have now. In a stream they are whole events: a part of one would be no
+        JSON."""
         if not self._is_events:
             if self.meter is not None:  # the last piece waits until the tokens are written
                 self.meter.see(data)
@@ -170,7 +171,7 @@ class Client:
         return self._seen(data[:end])
 
     def _seen(self, events: bytes) -> bytes:
-        """Count events, and return those that are the client's."""
+        """Count events, and return those that the client is to get."""
         if self.meter is not None:
             self.meter.see_events(events)
         if not self.hides_usage:
@@ -182,8 +183,8 @@ class Client:
         return events
 
     async def end(self) -> None:
-        """The answer is whole."""
-        if self._failed_status:  # the replica's error, where a status has been sent
+        """Complete the answer."""
+        if self._failed_status:  # the replica's error, which becomes an event
             body = b" ".join(self._rest.split())
             await self._finish(error_event(body, self._path))
         else:
@@ -224,14 +225,14 @@ class Client:
         await self._finish(body)
 
     async def line(self, line: dict[str, Any]) -> None:
-        """Send a line of JSON of an answer of the gateway's own, which begins the answer."""
+        """Send a line of JSON as a part of the gateway's own answer. The first line begins the answer."""
         if not self._has_head:
             await self._begin(200, [(b"content-type", b"application/x-ndjson")])
             self._is_lines = True
         await self._write(msgspec.json.encode(line) + b"\n")
 
     async def finish(self, line: dict[str, Any], *, streams: bool) -> None:
-        """Send the last line of such an answer, or the whole answer if it is not streamed."""
+        """Send the last line of the gateway's own answer, or the whole answer if it is not streamed."""
         if not streams:
             await self.reply(200, b"application/json; charset=utf-8", msgspec.json.encode(line))
             return

@@ -1,7 +1,7 @@
-"""A model that runs: its replicas, from the first request to the end of its idle time.
+"""A model and its replicas, from the first request to the end of its idle time.
 
 States of a model that the gateway starts: stopped -> waiting (for memory) -> starting -> ready -> stopping -> stopped.
-A model at addresses is ready always.
+A model at addresses is always ready.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Deployment:
         self.last_used = time.monotonic()
         self.start_s = 5.0  # what the last start took
         self.num_starts, self.num_failed_starts = 0, 0
-        self.num_held = 0  # requests that wait for the model or are answered by it
+        self.num_held = 0  # requests that wait or are being answered
         self._budget, self._launch, self._timeout_s = budget, launch, replica_timeout_s
         self._servers: dict[Replica, RunningServer] = {}
         self._starting: asyncio.Task[None] | None = None
-        self._waits: set[asyncio.Future[None]] = set()  # of requests, for the start
+        self._waits: set[asyncio.Future[None]] = set()  # one for each request that waits for the start
         self._stopping: asyncio.Task[None] | None = None
         self._restarts: set[asyncio.Task[None]] = set()
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -61,14 +61,14 @@ class Deployment:
         self._asked_keep_alive: float | None = None
         self._backoff_s, self._retry_at = MIN_BACKOFF_S, 0.0
         self._discovering: asyncio.Task[None] | None = None
-        self.has_addresses = asyncio.Event()  # of a model that has to be discovered
-        self._gone: set[Replica] = set()  # that discovery finds no more, with requests under way
+        self.has_addresses = asyncio.Event()  # for a model whose replicas are discovered
+        self._gone: set[Replica] = set()  # no longer discovered, but still answering
         if not entry.is_local:
             self.replicas = [self._replica_at(address) for address in entry.addresses]
             self.state = "ready"
 
     def begin_discovery(self) -> None:
-        """Follow where the replicas are, if the entry says how."""
+        """Begin to follow the replicas' addresses, if the entry names a source of them."""
         if self.entry.discover is not None and self._discovering is None and not self._is_closed:
             self._discovering = asyncio.ensure_future(follow(read_source(self.entry.discover), self._move_to))
 
@@ -92,7 +92,7 @@ class Deployment:
         return key is None or key.may_use({self.name, *self.entry.aliases})
 
     def change(self, entry: ModelEntry) -> None:
-        """Have an entry that asks for the same replicas."""
+        """Take a new entry, which asks for the same replicas."""
         before, self.entry = self.keep_alive, entry
         if self.is_idle and self.keep_alive != before:
             self._on_idle()
@@ -120,7 +120,8 @@ class Deployment:
                 self._on_idle()
 
     async def ready(self) -> None:
-        """Return when the model has replicas; start it if nobody has. Raises `RequestError` if it does not start."""
+        """Return when the model has replicas; start it if it is not being started. Raises `RequestError` if it does not
+        start."""
         while self.state != "ready":
             if self._is_closed:
                 raise RequestError(f"The model {self.name} is being stopped.", status=503, code="stopping")
@@ -139,12 +140,13 @@ class Deployment:
             except asyncio.CancelledError:
                 if self._is_cancelled():
                     raise
-                # Whoever had begun it left, and this request begins it again; or all requests are cut off.
+                # The request that began the start was cancelled, so this one begins it again; or all requests are cut
+                # off.
             finally:
                 self._waits.discard(wait)
 
     async def settle(self, replicas: Iterable[Replica]) -> None:
-        """Return when the processes of replicas that hung up have ended, or do not seem to."""
+        """Wait until the processes of replicas that hung up have ended, for `SETTLE_S` at most."""
         ends = {self._servers[one].exited for one in replicas if one in self._servers and one.breaker.num_failures}
         if ends:
             await asyncio.wait(ends, timeout=SETTLE_S)
@@ -156,7 +158,7 @@ class Deployment:
             self._stopping = asyncio.ensure_future(self._stop())
 
     def cut(self) -> None:
-        """End the requests that are answered or wait, with errors."""
+        """End all requests, waiting or being answered, with errors."""
         self._is_closed = True
         _cancel(self._starting)
         for wait in self._waits:
@@ -172,7 +174,7 @@ class Deployment:
                     await self.has_addresses.wait()
 
     def close_if_gone(self, replica: Replica) -> None:
-        """Close the connections to a replica that discovery finds no more, once it has no request."""
+        """Close the connections to a replica that is no longer discovered, once it has no request."""
         if replica in self._gone and not replica.num_in_flight:
             self._gone.discard(replica)
             replica.upstream.close()
@@ -203,7 +205,8 @@ class Deployment:
         return Replica(address, upstream, self.entry.served_model_name or self.name, key, self.entry.health)
 
     def _move_to(self, addresses: list[str]) -> None:
-        """Have replicas at these addresses. Those that have gone answer to the end what they have begun."""
+        """Have replicas at these addresses only. Replicas that have gone may still end the answers that they have
+        begun."""
         before = {replica.name: replica for replica in self.replicas}
         self.replicas = [
             before.pop(address) if address in before else self._replica_at(address) for address in addresses
@@ -279,7 +282,7 @@ class Deployment:
         return replica
 
     def _on_exit(self, replica: Replica) -> None:
-        """A process has ended; if nobody told it to, another takes its place."""
+        """Note that a process has ended. If it was not told to, another one takes its place."""
         self._servers.pop(replica, None)
         replica.upstream.close()
         if replica not in self.replicas:
@@ -309,7 +312,7 @@ class Deployment:
 
     def _on_idle(self) -> None:
         if self._starting is not None and self.state == "waiting":
-            _cancel(self._starting)  # nobody waits for it any more
+            _cancel(self._starting)  # no request waits for it any more
         elif self._is_retired:
             self._closing = asyncio.ensure_future(self.close())
         elif self.state == "ready" and self.entry.is_local:
@@ -344,7 +347,7 @@ class Deployment:
 
 
 def _cancel(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel tasks once: a second time would cut off how they end, and leave processes."""
+    """Cancel tasks once: a second time would interrupt their clean-up, and leave processes."""
     for task in tasks:
         if task is not None and not task.cancelling():
             task.cancel()

@@ -1,4 +1,4 @@
-"""Where the replicas of a model are, when they come and go: the records of a DNS name, or the endpoints of a Kubernetes
+"""Finds the replicas of a model as they come and go: the records of a DNS name, or the endpoints of a Kubernetes
 service. `Deployment` is told the addresses whenever they change."""
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from octavo.gateway.upstream import Answer, Upstream, UpstreamError
 
 logger = logging.getLogger("octavo.gateway")
 
-Take = Callable[[list[str]], None]  # called with all addresses, when there may be others than before
+Take = Callable[[list[str]], None]  # called with all addresses, when they may have changed
 
-DNS_INTERVAL_S = 5.0  # the resolver says no time to live
+DNS_INTERVAL_S = 5.0  # the resolver does not tell a time to live
 WATCH_S = 300  # after which the API server ends a watch, and everything is listed again
 MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0  # between two tries
 MAX_LIST_BYTES = 64 << 20
@@ -38,8 +38,8 @@ class DnsName(NamedTuple):
 
 
 class KubernetesService(NamedTuple):
-    """`kubernetes://NAMESPACE/SERVICE:PORT`: each ready endpoint is a replica. Without a namespace it is the pod's own;
-    the port is the number that the pods listen at, or its name in the service."""
+    """`kubernetes://NAMESPACE/SERVICE:PORT`: each ready endpoint is a replica. The default namespace is the pod's own;
+    the port is the number at which the pods listen, or its name in the service."""
 
     namespace: str
     name: str
@@ -47,7 +47,7 @@ class KubernetesService(NamedTuple):
 
 
 def read_source(text: str) -> DnsName | KubernetesService:
-    """Raises `ConfigError`, which says what the text may be."""
+    """Return the source that a text names. Raises `ConfigError`, which names the forms that are known."""
     try:
         parts = urlsplit(text)
         if parts.scheme == "dns+http" and parts.hostname and parts.port and parts.path in ("", "/"):
@@ -63,8 +63,8 @@ def read_source(text: str) -> DnsName | KubernetesService:
 
 
 async def follow(source: DnsName | KubernetesService, take: Take) -> None:
-    """Tell the addresses, and again whenever they change, until cancelled. While nobody knows them, those that were
-    told last stay."""
+    """Call `take` with the addresses, and again whenever they change, until cancelled. If they cannot be found for a
+    while, it is not called."""
     tell_once = _without_repeats(take)
     if isinstance(source, DnsName):
         await _follow_dns(source, tell_once)
@@ -122,7 +122,7 @@ class _Metadata(msgspec.Struct, frozen=True):
 
 
 class _Slice(msgspec.Struct, frozen=True):
-    """EndpointSlice of discovery.k8s.io/v1, what of it is needed."""
+    """The fields of an EndpointSlice (discovery.k8s.io/v1) that are needed."""
 
     metadata: _Metadata = _Metadata()
     addressType: str = "IPv4"
@@ -144,7 +144,7 @@ async def _follow_service(service: KubernetesService, take: Take) -> None:
     pause_s = MIN_PAUSE_S
     while True:
         try:
-            api = _EndpointApi(service)  # again each time: certificates and tokens are renewed in their files
+            api = _EndpointApi(service)  # anew each time, as certificates and tokens are renewed in their files
             slices, version = await api.list()
             take(_ready_addresses(slices.values(), service.port))
             pause_s = MIN_PAUSE_S
@@ -208,7 +208,7 @@ class _EndpointApi:
         return {one.metadata.name: one for one in found.items}, found.metadata.resourceVersion
 
     async def watch(self, version: str) -> AsyncIterator[_Event]:
-        """Yield what changes, until the server ends the watch."""
+        """Yield the changes, until the server ends the watch."""
         asked = {
             "watch": "1",
             "resourceVersion": version,

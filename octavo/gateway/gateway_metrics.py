@@ -1,5 +1,5 @@
-"""What the gateway counts, by model and replica, for Prometheus. Models are labelled by their names of the catalogue,
-never by what a client wrote."""
+"""What the gateway counts, by model and replica, for Prometheus. Models are labelled by their names in the catalogue,
+never by a client's text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 
 class GatewayMetrics:
-    """Counters are incremented where things happen; gauges are read from `models` when Prometheus asks. What keys have
-    used is apart: it has the names of clients."""
+    """Counters are incremented by the code that they count; gauges are read from `models` when Prometheus asks. The use
+    of keys is shown on request only, as it tells the names of clients."""
 
     def __init__(self, models: Models, store: KeyStore | None = None) -> None:
         self._registry = CollectorRegistry()
@@ -98,7 +98,7 @@ class GatewayMetrics:
 
 
 class _KeyMetrics:
-    """What the keys of a store have used."""
+    """The requests and tokens of a store's keys."""
 
     def __init__(self, store: KeyStore | None) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""Clients' keys, with their limits and what they have used: what the gateway asks of a store of them.
+"""Clients' keys, with their limits and use, and the interface of the stores that keep them.
 
 `sqlite_keys` keeps them in a file, for one gateway; `shared_keys` in PostgreSQL or Valkey, for several. Only digests of
 keys are kept. Each request is counted before a replica gets it, and its tokens before the client gets the end of its
@@ -31,7 +31,7 @@ _Limit = Annotated[int, Meta(ge=0, le=2**63 - 1)] | None  # msgspec and database
 
 
 class KeySettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What an operator says about a key. Limits are of requests and of tokens, prompts and answers together."""
+    """An operator's settings of a key. Limits of tokens count prompts and answers together."""
 
     name: Annotated[str, Meta(min_length=1, max_length=100)]
     models: list[str] | None = None  # names or aliases; None: all
@@ -45,7 +45,7 @@ class KeySettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Key:
-    """A key and what it has used, ever."""
+    """A key and its use since it was made."""
 
     def __init__(self, key_id: str, settings: KeySettings) -> None:
         self.id, self.settings = key_id, settings
@@ -56,31 +56,31 @@ class Key:
         return self.settings.models is None or not names.isdisjoint(self.settings.models)
 
     def add(self, requests: int, prompt_tokens: int, completion_tokens: int) -> None:
-        """Note what was used."""
+        """Add to the key's use."""
         self.num_requests += requests
         self.num_prompt_tokens += prompt_tokens
         self.num_completion_tokens += completion_tokens
 
 
 class KeyStore(ABC):
-    """Keys by what clients send, by id, and all of them. Every method that waits raises `RequestError` (503) where the
-    store does not answer."""
+    """Finds keys by the secret that clients send or by id, and counts their use. Every `async` method raises
+    `RequestError` (503) if the store does not answer."""
 
     def __init__(self, on_loss: OnLoss, now: Callable[[], float]) -> None:
-        """`on_loss` says what becomes of requests that cannot be counted, `now` is the time in seconds since 1970."""
+        """`on_loss` says whether requests that cannot be counted are refused. `now` returns the seconds since 1970."""
         self.on_loss, self._now = on_loss, now
 
     @abstractmethod
     async def open(self) -> None:
-        """Begin. Raises `ConfigError` for a store that cannot be used."""
+        """Open the store. Raises `ConfigError` if it cannot be used."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End; what is not written yet is written if the store answers."""
+        """Write the counts that are not written yet, if the store answers, and close the store."""
 
     @abstractmethod
     async def find(self, secret: bytes) -> Key | None:
-        """Return the key that a client has sent, or None."""
+        """Return the key with a client's secret, or None."""
 
     @abstractmethod
     async def get(self, key_id: str) -> Key:
@@ -92,7 +92,7 @@ class KeyStore(ABC):
 
     @abstractmethod
     def counted(self) -> Iterable[Key]:
-        """Return keys with what metrics say that they have used: through this gateway, if others share the store."""
+        """Return the keys with their use for metrics: only the use through this gateway, if several share the store."""
 
     @abstractmethod
     async def add(self, key: Key, digest: bytes) -> None:
@@ -100,12 +100,12 @@ class KeyStore(ABC):
 
     @abstractmethod
     async def change(self, key: Key, settings: KeySettings) -> bool:
-        """Give a key these settings. Returns False, and changes nothing, if it has others than `key.settings` by now.
+        """Give a key these settings. Returns False, and changes nothing, if its settings are no longer `key.settings`.
         Raises `RequestError` (404) if there is no such key."""
 
     @abstractmethod
     async def delete(self, key: Key) -> None:
-        """Delete a key. What it has used stays."""
+        """Delete a key. Its use stays recorded."""
 
     @abstractmethod
     async def admit(self, key: Key, model: str) -> None:
@@ -113,7 +113,7 @@ class KeyStore(ABC):
 
     @abstractmethod
     async def add_tokens(self, key: Key, model: str, prompt_tokens: int, completion_tokens: int) -> None:
-        """Count the tokens of a request. What cannot be written is written later."""
+        """Count the tokens of a request. If they cannot be written now, they are written later."""
 
     @abstractmethod
     async def used(self, first_day: int, last_day: int) -> list[tuple[str, int, str, int, int, int]]:
@@ -127,14 +127,14 @@ class KeyStore(ABC):
         return key, secret
 
     def check(self, key: Key) -> None:
-        """Raise `RequestError` for a key that takes no requests at any model."""
+        """Raise `RequestError` for a key that no model may answer."""
         expires_at = key.settings.expires_at
         if not key.settings.is_enabled or (expires_at is not None and self._now() >= expires_at):
             why = "is disabled" if not key.settings.is_enabled else "has expired"
             raise RequestError(f"The API key {key.settings.name} {why}.", status=401, code="invalid_api_key")
 
     async def usage(self, first_day: int, last_day: int) -> list[dict[str, Any]]:
-        """Return what was used, by day, key and model. Days are counted from 1970."""
+        """Return the use by day, key and model. Days are counted from 1970."""
         names = {key.id: key.settings.name for key in await self.keys()}
         rows = await self.used(first_day, last_day)
 
@@ -145,7 +145,7 @@ class KeyStore(ABC):
                 for key, day, model, requests, prompt_tokens, completion_tokens in sorted(rows, key=_in_order)
             ]  # fmt: skip
 
-        return await asyncio.to_thread(named)  # there may be millions
+        return await asyncio.to_thread(named)  # a thread, as there may be millions of rows
 
 
 def _in_order(row: tuple[str, int, str, int, int, int]) -> tuple[int, str, str]:
@@ -154,8 +154,8 @@ def _in_order(row: tuple[str, int, str, int, int, int]) -> tuple[int, str, str]:
 
 
 def open_keys(address: str, on_loss: OnLoss = "refuse", now: Callable[[], float] | None = None) -> KeyStore:
-    """Return the store at an address: a file, postgresql://... or valkey://.... Without `now` a database
-    that is shared has its own clock, so that all gateways agree. Raises `ConfigError`."""
+    """Return the store at an address: a file, postgresql://... or valkey://.... Without `now` a shared database uses
+    its own clock, so that all gateways agree. Raises `ConfigError`."""
     scheme = address.partition("://")[0] if "://" in address else ""
     if scheme in ("postgresql", "postgres"):
         from octavo.gateway.postgresql_keys import PostgresqlKeys

@@ -1,5 +1,5 @@
-"""How much memory the models that run here may take together. Who wants some waits in line; idle models make room, the
-least recently used first, and memory is free only when their processes have ended."""
+"""How much memory the models that run here may take together. A model that needs memory waits in line; idle models make
+room, the least recently used first, and memory is free only when their processes have ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Tenant(Protocol):
-    """What holds memory."""
+    """A model that may hold memory."""
 
     last_used: float
 
@@ -19,11 +19,11 @@ class Tenant(Protocol):
     @property
     def is_stopping(self) -> bool: ...
 
-    def begin_stop(self) -> None: ...  # which ends with `release`
+    def begin_stop(self) -> None: ...  # at its end it calls `release`
 
 
 class MemoryBudget:
-    """`total_gib` is never exceeded; None is any amount."""
+    """Lends memory, never more than `total_gib`; None is no limit."""
 
     def __init__(self, total_gib: float | None) -> None:
         self.total_gib = total_gib
@@ -36,7 +36,7 @@ class MemoryBudget:
         return sum(self._held.values())
 
     async def reserve(self, tenant: Tenant, gib: float) -> None:
-        """Return when the memory is the tenant's. Whoever is cancelled leaves the line."""
+        """Wait in line until the tenant has the memory. A tenant that is cancelled leaves the line."""
         turn = asyncio.get_running_loop().create_future()
         self._line.append((tenant, gib, turn))
         self.look()
@@ -51,13 +51,13 @@ class MemoryBudget:
             self.look()
 
     def release(self, tenant: Tenant) -> None:
-        """The tenant's processes have ended."""
+        """Take the memory back, once the tenant's processes have ended."""
         self._held.pop(tenant, None)
         self.look()
 
     def look(self) -> None:
-        """Serve the line as far as there is memory, and have idle tenants stop for its first. To be called when one
-        has become idle."""
+        """Serve the line as far as there is memory, and stop idle tenants for the first that waits. Call it whenever a
+        tenant becomes idle."""
         while self._line:
             tenant, gib, turn = self._line[0]
             if turn.done() or self._fits(self.held_gib + gib):
@@ -73,7 +73,7 @@ class MemoryBudget:
         return self.total_gib is None or gib <= self.total_gib + 1e-9
 
     def _make_room(self, gib: float) -> None:
-        """Stop idle tenants, if that is enough: otherwise they would stop for nothing yet."""
+        """Stop idle tenants if that frees enough; otherwise they go on, as their end would not help yet."""
         staying = self.held_gib - sum(gib for one, gib in self._held.items() if one.is_stopping)
         leaving = []
         for tenant in sorted((one for one in self._held if one.is_idle), key=lambda one: one.last_used):

@@ -1,4 +1,4 @@
-"""Counts a request of a key, and the tokens of its answer, as the replica's usage says them."""
+"""Counts a request of a key, and its tokens, which the replica reports as the usage."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import json
 
 from octavo.gateway.key_store import Key, KeyStore
 
-PROMPT_TOKENS = b"x-octavo-prompt-tokens"  # of a resumable stream, before its usage is known
+PROMPT_TOKENS = b"x-octavo-prompt-tokens"  # in a resumable stream, whose usage comes last
 
-# What ends streams of the APIs: the tokens are written before the client gets it.
+# The last events of the APIs' streams: the tokens are written before the client gets these.
 _ENDS = (b"[DONE]", b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
 _USAGE = b'"usage":'
 _MAX_TOKENS = 1 << 40  # of one request: what a replica says beyond it is nonsense, and databases have 64 bits
-_MAX_TAIL_BYTES = 65_536  # of an answer that is no stream, where its usage is looked for
+_MAX_TAIL_BYTES = 65_536  # the end of an answer without a stream, which has the usage
 _decode = json.JSONDecoder().raw_decode
 
 
 class Meter:
-    """Of one request. `admit` it, `see` what it is sent, and `finish` before its end is sent and when it is over."""
+    """Counts one request. `admit` it, `see` the answer's bytes, and `finish` before its last bytes are sent and when it
+    is over."""
 
     def __init__(self, store: KeyStore, key: Key) -> None:
         self._store, self.key = store, key
@@ -25,16 +26,16 @@ class Meter:
         self._tail = b""
         self._num_prompt = self._num_completion = 0
         self._written = (0, 0)
-        self.is_at_end = False  # the last events end the stream
+        self.is_at_end = False  # the events seen last end the stream
 
     async def admit(self, model: str) -> None:
-        """Count the request, once, whichever models are asked. Raises `RequestError`."""
+        """Count the request, only once even if several models are asked. Raises `RequestError` if it is refused."""
         if self._model is None:
             await self._store.admit(self.key, model)
         self._model = model
 
     def see_prompt(self, header: bytes) -> None:
-        """Note the number of the prompt's tokens, if the replica says it."""
+        """Note the number of the prompt's tokens, from the replica's `header`, which may be empty."""
         if header.isdigit():
             self._num_prompt = max(self._num_prompt, _count(int(header)))
 
@@ -43,12 +44,12 @@ class Meter:
         self._tail = (self._tail + data)[-_MAX_TAIL_BYTES:]
 
     def see_events(self, events: bytes) -> None:
-        """Look for the usage in whole events, and for the end of the stream, where it is to `finish`."""
+        """Look in whole events for the usage, and for the end of the stream: then `is_at_end` is set."""
         self._look_into(events)
         self.is_at_end = any(end in events for end in _ENDS)
 
     async def finish(self, at_least: int = 0) -> None:
-        """Write the tokens that are not written yet. `at_least` so many tokens came, of a stream without a usage."""
+        """Write the tokens that are not written yet. A stream without a usage counts as `at_least` so many tokens."""
         if self._model is None:
             return
         if self._tail:
@@ -78,5 +79,5 @@ class Meter:
 
 
 def _count(said: object) -> int:
-    """Return a number of tokens that a replica has said, or 0 for something else."""
+    """Return a number of tokens that a replica has reported, or 0 if it is no valid number."""
     return min(said, _MAX_TOKENS) if isinstance(said, int) else 0

@@ -1,4 +1,4 @@
-"""The deployments of a catalogue, and what a new catalogue changes about them."""
+"""The deployments of a catalogue, and their changes when the catalogue changes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Models:
         self, catalogue: Catalogue, budget: MemoryBudget, launch: Launch, *, replica_timeout_s: float,
         find_local: FindLocal | None = None,
     ) -> None:  # fmt: skip
-        """With `find_local` the models are those on this machine, which it finds again and again."""
+        """With `find_local` the models are those on this machine; it is called again to find new ones."""
         self.budget = budget
         self._find_local = find_local
         self._launch, self._replica_timeout_s = launch, replica_timeout_s
         self._deployments: dict[str, Deployment] = {}
         self._aliases: dict[str, str] = {}
         self._looking = asyncio.Lock()
-        self._num_begun = self._last_done = 0  # looks, and the number of the last one that found what is here
-        self._retired: list[Deployment] = []  # what has left the catalogue and may still answer
+        self._num_begun = self._last_done = 0  # searches for models, and the last complete one
+        self._retired: list[Deployment] = []  # no longer in the catalogue, but may still answer
         self._tasks: set[asyncio.Future[None]] = set()
         self.apply(catalogue)
 
@@ -54,12 +54,12 @@ class Models:
         return self._find_local is not None
 
     async def look_for_more(self) -> None:
-        """Have the models that are on this machine now, if those are what is served. A thread reads the folders."""
+        """Find the models on this machine again, if the gateway serves those. A thread reads the folders."""
         if self._find_local is None:
             return
         num_begun = self._num_begun
         async with self._looking:
-            if self._last_done > num_begun:  # a look that began after this request came
+            if self._last_done > num_begun:  # a search that began after this request came
                 return
             self._num_begun += 1
             number = self._num_begun
@@ -67,12 +67,12 @@ class Models:
             self._last_done = number
 
     async def look_for(self, name: str | None) -> None:
-        """Have the model of this name, if it has come to this machine meanwhile."""
+        """Find the models on this machine again if a client asks for a name that is not known yet."""
         if self.is_open and name is not None and name not in self.names():
             await self.look_for_more()
 
     def find(self, name: str) -> Deployment:
-        """Raises `RequestError`."""
+        """Return the deployment of a name or alias. Raises `RequestError` (404)."""
         deployment = self._deployments.get(self._aliases.get(name, name))
         if deployment is None:
             raise RequestError(
@@ -82,8 +82,8 @@ class Models:
         return deployment
 
     def apply(self, catalogue: Catalogue) -> None:
-        """Have these models from now on. What changed stops once its requests have ended; what did not goes on.
-        Raises `ConfigError`, and then nothing has changed."""
+        """Serve the models of this catalogue from now on. Models that it changes stop once their requests have ended;
+        the others go on. Raises `ConfigError`, and then nothing has changed."""
         check_memory(catalogue, self.budget.total_gib)
         before, after = dict(self._deployments), dict[str, Deployment]()
         for name, entry in catalogue.models.items():
@@ -103,14 +103,14 @@ class Models:
             self._spawn(gone.retire())
 
     def preload(self) -> None:
-        """Start the models that are to be there before anyone asks, and find the replicas that have to be found."""
+        """Start the models that are marked `preload`, and begin to discover replicas."""
         for deployment in self:
             deployment.begin_discovery()
             if deployment.entry.preload and deployment.state == "stopped":
                 self._spawn(self._preload_one(deployment))
 
     async def wait_discovered(self, timeout_s: float) -> None:
-        """Return when each model that is discovered has had addresses, or when the time is up."""
+        """Wait until every model whose replicas are discovered has addresses, for `timeout_s` at most."""
         waiting = [asyncio.ensure_future(one.has_addresses.wait()) for one in self if one.entry.discover is not None]
         if waiting:
             _, late = await asyncio.wait(waiting, timeout=timeout_s)
@@ -118,7 +118,7 @@ class Models:
                 one.cancel()
 
     async def check_health(self, timeout_s: float) -> None:
-        """Ask all replicas."""
+        """Ask all replicas for their health."""
         await asyncio.gather(*(self._check(one, timeout_s) for deployment in self for one in deployment.replicas))
 
     async def close(self) -> None:
@@ -152,5 +152,5 @@ class Models:
 
 
 def _what_runs(entry: ModelEntry) -> ModelEntry:
-    """An entry without what can change while its replicas run."""
+    """Return an entry without the fields that may change while its replicas run."""
     return msgspec.structs.replace(entry, aliases=[], fallbacks=[], keep_alive=None, preload=False)

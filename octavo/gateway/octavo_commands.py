@@ -1,4 +1,4 @@
-"""Runs `octavo show`, `pull` and `rm` as children: they read models, and the gateway imports nothing of the engine."""
+"""Runs `octavo show`, `pull` and `rm` as child processes, as the gateway itself imports nothing that reads models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.processes import server_command
 
 logger = logging.getLogger("octavo.gateway")
 
-_FAILED_S = 5.0  # for which a model without a card is not asked for it again
+_FAILED_S = 5.0  # until a card that could not be made is tried again
 _MAX_LINE_BYTES = 16 << 20  # a card has the model's chat template
 
 
@@ -48,7 +48,7 @@ async def run_octavo(*words: str, offline: bool = False) -> AsyncGenerator[dict[
 
 
 class ModelCards:
-    """Cards of models, by what `octavo serve` is given for them. A card is made once; files of another version have
+    """Cards of models, by the path or id that `octavo serve` gets. A card is made once; files of another version have
     another path."""
 
     def __init__(self) -> None:
@@ -57,17 +57,17 @@ class ModelCards:
         self._failed: dict[str, float] = {}  # until a time
 
     def try_again(self) -> None:
-        """Have the next `of` make cards that could not be made: files have come."""
+        """Let the next `of` try failed cards again, as files have come."""
         self._failed.clear()
 
     async def of(self, deployments: Sequence[Deployment]) -> list[dict[str, Any]]:
-        """Return the cards, empty ones for models whose files are not here."""
+        """Return a card for each deployment, empty for models whose files are not here."""
         models = [one.entry.model or one.name for one in deployments if one.entry.is_local]
         known, now = self._cards.keys() | self._making.keys(), time.monotonic()
         if missing := [one for one in dict.fromkeys(models) if one not in known and self._failed.get(one, now) <= now]:
             self._making |= dict.fromkeys(missing, asyncio.ensure_future(self._make(missing)))
         if making := {self._making[model] for model in models if model in self._making}:
-            await asyncio.wait(making)  # a client that hangs up ends none of them
+            await asyncio.wait(making)  # they go on if the client hangs up
         return [self._cards.get(one.entry.model or one.name, {}) if one.entry.is_local else {} for one in deployments]
 
     async def _make(self, models: Sequence[str]) -> None:

@@ -1,5 +1,5 @@
-"""Ollama's routes at the gateway. Requests that a model answers become OpenAI's (`octavo.ollama`) and take their usual
-way; the others are about the models here."""
+"""Ollama's routes at the gateway. Requests to a model are translated to OpenAI's (`octavo.ollama`) and take the usual
+way; the others list, show, fetch and remove models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from octavo.ollama.cards import NEVER, refuse_thinking, running, shown, tag
 from octavo.ollama.to_openai import PATHS, Translated, translate
 
 _MAX_CARD_BYTES = 16 << 20
-_LENGTH_S = 2.0  # for a replica to say how many tokens it takes
+_LENGTH_S = 2.0  # for a replica's answer about its context length
 _ROUTES = {
     "/api/tags": "GET", "/api/ps": "GET", "/api/version": "GET", "/api/show": "POST", "/api/pull": "POST",
     "/api/delete": "DELETE",
@@ -45,15 +45,15 @@ class _Named(msgspec.Struct):
 
 
 class OllamaRoutes:
-    """`begin` each request whose path has the prefix of Ollama's API."""
+    """Call `begin` for each request below Ollama's prefix."""
 
     def __init__(self, models: Models, proxy: Proxy) -> None:
         self._models, self._proxy = models, proxy
         self._cards = ModelCards()
 
     def begin(self, request: ProxyRequest, client: Client) -> tuple[Client, Callable[[], Awaitable[None]]]:
-        """Return what is answered in the place of `client`, and the work that answers it. Raises `RequestError`. The
-        body of `request` has only its bytes."""
+        """Return the client to answer in the place of `client`, and the work that answers it. Of the body of `request`
+        only the bytes are read. Raises `RequestError`."""
         path, method = request.path, request.method
         if any(path.startswith(unbuilt) for unbuilt in UNBUILT):
             refuse_unbuilt(path)
@@ -95,7 +95,7 @@ class OllamaRoutes:
         if translated.only_loads:
             return client, lambda: self._load(translated, client, request.meter)
         translator = AnswerTranslator(client.send, translated, request.arrival)
-        # It has not asked for events: comments have no place in Ollama's answers.
+        # Ollama's answers cannot have comments, so the inner request does not ask for events.
         inner_client = Client(translator, translated.path, request_id=client.request_id)
         translator.load_s = partial(sum, inner_client.loads_s)  # not the client, which has the translator
         is_stream = "stream" in translated.body
@@ -173,7 +173,7 @@ class OllamaRoutes:
         await _reply(client, shown({"name": name}))  # a server that does not know this route
 
     async def _pull(self, name: str, client: Client, *, streams: bool) -> None:
-        """Fetch a model, with a line for each step."""
+        """Fetch a model, and send a line for each step."""
         try:
             async with contextlib.aclosing(run_octavo("pull", "--json", name)) as lines:
                 async for line in lines:
@@ -203,7 +203,8 @@ async def _reply(client: Client, answer: dict[str, Any]) -> None:
 
 
 async def _context_length(deployment: Deployment) -> int | None:
-    """Return how many tokens a running model takes, which its flags may have made fewer than its files say."""
+    """Return the context length of a running model in tokens, which its flags may set below that of its files; else
+    None."""
     for replica in deployment.replicas:
         if replica.takes_requests():
             return await replica.context_length(_LENGTH_S)
@@ -211,7 +212,7 @@ async def _context_length(deployment: Deployment) -> int | None:
 
 
 def _expiry(deployment: Deployment) -> str:
-    """Return when a model stops if nobody asks for it any more."""
+    """Return the time at which the model stops without further requests."""
     keep_s = deployment.keep_alive
     if keep_s is None or not deployment.entry.is_local:
         return NEVER

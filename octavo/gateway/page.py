@@ -1,7 +1,6 @@
-"""The page at /ui: models, replicas, memory, queues and keys, live. Its numbers are at /ui/stats, which is for the page
-alone and may change with it; dashboards read /metrics.
-
-The page is on the port of the clients. With --keys it is on the admin port, because it shows every key.
+"""The page at /ui: models, replicas, memory, queues and keys, live. It reads its numbers from /ui/stats, which may
+change with the page; dashboards read /metrics. The page is on the clients' port, or with --keys on the admin port,
+because it shows every key.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from octavo.page_files import SHARED, page_file
 from octavo.version import __version__
 
 _OWN = Path(__file__).parent / "static"
-# Files hold no secrets: without a key the page can show nothing.
+# The files need no key: they hold no secrets, and the page shows nothing without one.
 FILES = {name: _OWN / name for name in ("gateway.html", "gateway.css", "gateway.js")} | {
     name: SHARED / name for name in ("style.css", "api.js", "charts.js", "theme.js", "icon.svg")
 }
@@ -38,10 +37,10 @@ def is_of_page(path: str) -> bool:
 
 
 class Page:
-    """Answers for the page."""
+    """Answers the requests of the page."""
 
     def __init__(self, models: Models, metrics: GatewayMetrics, store: KeyStore | None) -> None:
-        """With a `store` its keys are shown."""
+        """The page shows the keys of a `store`."""
         self._models, self._metrics, self._store = models, metrics, store
 
     async def send_file(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,7 +86,7 @@ class Page:
         return found
 
     def _first_byte(self) -> list[float]:
-        """Return the number of answers that have begun, and the seconds that their clients waited, all together."""
+        """Return the number of answers that have begun, and the sum of the seconds that their clients waited."""
         totals = {"count": 0.0, "sum": 0.0}
         for sample in next(iter(self._metrics.first_byte.collect())).samples:
             kind = sample.name.rpartition("_")[2]

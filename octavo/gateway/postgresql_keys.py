@@ -1,8 +1,6 @@
-"""Keys in PostgreSQL, by psycopg 3 (the extra `postgresql`). What is counted and what is refused is decided by one
-function in the database, so that a batch takes one statement and holds no lock while anything travels.
-
-Works behind PgBouncer too: nothing is kept in a session. Rows of a key change in place (fillfactor), without new index
-entries.
+"""Keys in PostgreSQL, by psycopg 3 (the extra `postgresql`). One function in the database counts and refuses requests,
+so a batch takes one statement and holds no lock while messages travel. Works behind PgBouncer too: sessions have no
+state. A key's row changes in place (fillfactor), without new index entries.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ _MISSING = ""
 try:
     import psycopg
     from psycopg.conninfo import conninfo_to_dict
-except ImportError as error:  # `PostgresqlKeys` says it
+except ImportError as error:  # `PostgresqlKeys` reports it
     _MISSING = str(error)
 
-# The number in the function's name is the version of all of this.
+# The number in the function's name is the version of the whole schema.
 _FUNCTION = "octavo_count_2"
 _REFUSALS = " ".join(
     f"WHEN own.{per}_{what} >= (own.settings->>'{name}')::numeric "
@@ -120,7 +118,7 @@ _KEY = "SELECT id, settings::text, requests, prompt_tokens, completion_tokens FR
 
 
 class PostgresqlKeys(KeyDatabase):
-    """At an address, postgresql://USER:PASSWORD@HOST:PORT/DATABASE, with whatever libpq understands."""
+    """The database at postgresql://USER:PASSWORD@HOST:PORT/DATABASE, with any parameter that libpq knows."""
 
     def __init__(self, address: str) -> None:
         """Raises `ConfigError`."""
@@ -139,9 +137,9 @@ class PostgresqlKeys(KeyDatabase):
         self._connecting: dict[str, asyncio.Lock] = {purpose: asyncio.Lock() for purpose in ("count", "find", "admin")}
 
     async def prepare(self) -> None:
-        if not (await self._run(_HAS_SCHEMA, (_SIGNATURE,)))[0][0]:  # a role that may not make it will do
+        if not (await self._run(_HAS_SCHEMA, (_SIGNATURE,)))[0][0]:  # a role that may not make the schema can use it
             await self._make_schema()
-        with contextlib.suppress(LostError):  # a role that may not
+        with contextlib.suppress(LostError):  # the role may lack the right
             await self._run(_CLEAN, ())
 
     async def _make_schema(self) -> None:
@@ -172,7 +170,7 @@ class PostgresqlKeys(KeyDatabase):
         return await self._run(_KEY + "ORDER BY number", ())
 
     async def add(self, key_id: str, digest: bytes, settings: str) -> None:
-        # Sent twice, as an answer was lost, it is added once.
+        # ON CONFLICT: a key that is sent again, as an answer was lost, is added once.
         statement = (
             "INSERT INTO octavo_keys (id, digest, settings) VALUES (%s, %s, %s) ON CONFLICT DO NOTHING RETURNING id"
         )
@@ -193,7 +191,7 @@ class PostgresqlKeys(KeyDatabase):
         return await self._run(statement, (first_day, last_day))
 
     async def _run(self, statement: str, values: tuple[Any, ...], purpose: str = "admin") -> list[Any]:
-        """Return the rows of a statement, on the connection for a purpose: none keeps the others waiting."""
+        """Return a statement's rows. Each `purpose` has a connection of its own, so none keeps the others waiting."""
         connection = None
         try:
             async with self._connecting[purpose]:
@@ -210,12 +208,12 @@ class PostgresqlKeys(KeyDatabase):
         except psycopg.Error as error:
             await self._drop(purpose, connection)
             raise LostError(_said(error)) from None
-        except BaseException:  # nobody waits for the answer that may still come
+        except BaseException:  # an answer that nobody reads may still come
             await self._drop(purpose, connection)
             raise
 
     async def _drop(self, purpose: str, connection: psycopg.AsyncConnection[tuple[Any, ...]] | None) -> None:
-        """Use a connection no more. The last statement on it closes it: event loops want no closed socket."""
+        """Use a connection no more. Its last statement closes it, as event loops cannot watch a closed socket."""
         if connection is not None:
             if self._connections.get(purpose) is connection:
                 del self._connections[purpose]

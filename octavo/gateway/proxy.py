@@ -1,8 +1,7 @@
-"""One request's way through the gateway: which model, which replica, and its bytes both ways.
-
-A replica that is lost before the client has a byte costs the client nothing: another one is asked. Afterwards another
-one goes on with a stream of Octavo's; others end with an error event. A request that was with two replicas when they
-were lost is refused: it may be what ends them.
+"""Takes a request to a replica of its model, and the answer to the client. If a replica is lost before the answer's
+first byte, another one is asked. Later, another replica goes on with the stream if both are Octavo servers; else the
+stream ends with an error event. A request that had two replicas when they were lost is refused, as it may have ended
+them.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ _CREATED = re.compile(
     rb'"(?:id|output_file_id|error_file_id)"\s*:\s*"((?:resp|conv|chatcmpl|file|batch)[-_][\w-]{1,100})"'
 )
 _CACHE_SESSIONS = "/v1/cache/sessions/"
-_EVERYWHERE_S = 30.0  # for the answers of all replicas
+_EVERYWHERE_S = 30.0  # for all replicas to answer
 _MAX_ANSWER_BYTES = 1 << 16
 _BUSY = (429, 503)
-_MAX_LOST = 2  # replicas that were lost with a request, as engines with a request that kills them
+_MAX_LOST = 2  # replicas that a request may lose: it may be what ends them
 # Known routes, and what is true of each: `priority` is a field of its body; its streams have a `usage` only where it is
 # asked for; its answers are `uncounted`, as they have no usage; it `lists` with GET what one server keeps.
-_MAX_COMPARED = 64  # characters of a client's path that a similar route is looked for
+_MAX_COMPARED = 64  # characters of an unknown path that are compared with the routes
 _ROUTES: dict[str, tuple[str, ...]] = {
     "/v1/chat/completions": ("priority", "usage", "lists"),
     **dict.fromkeys(("/v1/completions", "/invocations"), ("priority", "usage")),
@@ -70,7 +69,7 @@ _ROUTES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ProxyRequest:
-    """A request whose body has come. `target` is the path and query as the client wrote them."""
+    """A request with its whole body. `target` is the path and query as the client wrote them."""
 
     method: str
     path: str
@@ -78,7 +77,7 @@ class ProxyRequest:
     headers: Headers
     body: RequestBody
     arrival: float  # time.monotonic
-    meter: Meter | None = None  # of a client with a key of the store
+    meter: Meter | None = None  # if the client has a key of the store
 
     @property
     def owner(self) -> str | None:
@@ -87,13 +86,13 @@ class ProxyRequest:
 
     @property
     def model(self) -> str | None:
-        """The model that the body names, or else a header."""
+        """The model that the body or else a header names."""
         header = self.header(MODEL_HEADER)
         return self.body.model if self.body.model is not None or header is None else header.decode("latin-1")
 
     @property
     def session(self) -> bytes | None:
-        """What stands for the client's session among the hashes of prefixes."""
+        """A digest of the client's session, which is used like a prefix's hash."""
         said = self.body.session_id
         given = self.header(SESSION_HEADER) if said is None else said.encode()
         return None if not given else hashlib.blake2b(b"session " + given, digest_size=16).digest()
@@ -109,8 +108,7 @@ class ProxyRequest:
 
 @dataclass(frozen=True)
 class WaitLimits:
-    """How many requests may wait for models that are not there, and for how long; how often a stream that waits gets a
-    comment."""
+    """How many requests may wait for models to start, and for how long; how often a waiting stream gets a comment."""
 
     max_waiting: int = 256
     max_wait_s: float = 300.0
@@ -123,8 +121,8 @@ class Proxy:
     def __init__(
         self, models: Models, metrics: GatewayMetrics, limits: WaitLimits, *, keeps_keys: bool, several_gateways: bool
     ) -> None:
-        """With `keeps_keys` clients' keys are the gateway's own business, and no replica sees them. `several_gateways`
-        have the same replicas."""
+        """With `keeps_keys` no replica gets the clients' keys. With `several_gateways` others route to the same
+        replicas."""
         self._models, self._metrics, self._limits = models, metrics, limits
         self._keeps_keys, self._several_gateways = keeps_keys, several_gateways
         self._created = CreatedIds()
@@ -152,8 +150,9 @@ class Proxy:
             await request.meter.finish(client.progress.num_tokens)  # type: ignore[union-attr]
 
     async def _answer_everywhere(self, request: ProxyRequest, client: Client) -> None:
-        """Ask all replicas that run, of the model that a header names or of all that the client may use. Answer that it
-        is done if one has done it. Raises `RequestError` if one gave no answer, as it may not have done it."""
+        """Send the request to all running replicas of the model that a header names, or of all models that the client
+        may use. Answer with a success if one of them did. Raises `RequestError` if one gave no answer, as it may have
+        done nothing."""
         name, key = request.header(MODEL_HEADER), None if request.meter is None else request.meter.key
         await self._models.look_for(None if name is None else name.decode("latin-1"))
         deployments = list(self._models) if name is None else [self._models.find(name.decode("latin-1"))]
@@ -215,10 +214,10 @@ class Proxy:
                 if error.status not in _BUSY or client.has_answer:
                     raise
                 errors = errors or [error]
-        raise errors.pop()  # a local variable of its own traceback would be a cycle
+        raise errors.pop()  # popped, as a variable would make a cycle with its traceback
 
     def _place(self, request: ProxyRequest) -> tuple[Deployment, Replica | None]:
-        """The model, and the replica if only one can answer, as it keeps what the request is about. Raises
+        """Return the model, and the replica if only one can answer because it keeps what the request is about. Raises
         `RequestError`."""
         path = _KEEPS.match(request.path)
         path_id = path[1] if path is not None else None
@@ -228,7 +227,7 @@ class Proxy:
             raise RequestError(f"{path_id or request.body.refers_to} is not known here.", status=404, code="not_found")
         if home is not None and (named is None or self._models.find(named).name == home[0]):
             deployment = self._models.find(home[0])
-            # An address that has left and come back is another object, and the same server.
+            # By name: a server whose address left and came back is another `Replica`.
             name = None if deployment.entry.is_local else home[1].name
             keepers = [one for one in deployment.replicas if one is home[1] or one.name == name]
             if not keepers:
@@ -266,14 +265,14 @@ class Proxy:
     async def _answer_with(
         self, deployment: Deployment, keeper: Replica | None, request: ProxyRequest, client: Client
     ) -> bool:
-        """Answer with a model. Raises `RequestError` if no replica does."""
+        """Have a replica of the model answer, only the `keeper` if there is one. Raises `RequestError` if none does."""
         tried: set[Replica] = set()
         why = "no replica takes requests"
         await deployment.discovered()
         for _ in range(2):  # a model whose last replica died meanwhile is started once more
             if deployment.state != "ready":
                 await self.until_ready(deployment, client)
-            # Every try excludes one replica, so this ends.
+            # Every try excludes one replica, so the loop ends.
             while (replica := keeper or self._choose(deployment, request, tried)) not in tried and replica is not None:
                 tried.add(replica)
                 error = await self._try(deployment, replica, request, client, tried, keeper is not None)
@@ -310,7 +309,8 @@ class Proxy:
         self, deployment: Deployment, replica: Replica, request: ProxyRequest, client: Client, tried: set[Replica],
         is_only: bool,
     ) -> str | None:  # fmt: skip
-        """Have a replica answer. Returns why it did not, or not to the end, if another one may."""
+        """Have a replica answer. Returns None, or if another replica may answer or go on, why this one did not or
+        stopped."""
         body = client.progress.resumed(request.body.naming(replica.served_name))
         replica.num_in_flight += 1
         answer: Answer | None = None
@@ -352,8 +352,8 @@ class Proxy:
     async def _pass_on(
         self, deployment: Deployment, replica: Replica, answer: Answer, data: bytes, client: Client, is_only: bool
     ) -> str | None:
-        """Send an answer to the client. Returns why it broke off, if another replica can go on with it. Raises
-        `RequestError` if none can."""
+        """Send an answer to the client. Returns None, or if another replica can go on with the answer, why it broke
+        off. Raises `RequestError` if it broke off and none can."""
         try:
             await client.begin(answer)
             if not client.add(data):
@@ -376,11 +376,11 @@ class Proxy:
     def _headers_for(self, replica: Replica, request: ProxyRequest) -> list[tuple[bytes, bytes]]:
         own = replica.auth_headers()
         dropped = _NOT_PASSED_ON | _KEY_HEADERS if own or self._keeps_keys else _NOT_PASSED_ON
-        if not replica.upstream.is_near:  # another company's API is not told who asks
+        if not replica.upstream.is_near:  # a foreign API is not told the client's address
             dropped |= {b"x-forwarded-for"}
         if request.body.streams and request.path in RESUMABLE_PATHS:
             own.append((RESUMABLE, b"1"))
-        own.append((b"accept-encoding", b"identity"))  # events and usages are read in what comes
+        own.append((b"accept-encoding", b"identity"))  # the gateway reads events and usages in the answer
         return [header for header in request.headers if header[0] not in dropped] + own
 
     async def until_ready(self, deployment: Deployment, client: Client) -> None:
@@ -418,7 +418,7 @@ class Proxy:
 
 
 def route_of(path: str) -> str | None:
-    """Return the known route to which a path belongs, which has no ids."""
+    """Return the known route of a path, without ids."""
     if path in _ROUTES:
         return path
     return next((route for route in _ROUTES if path.startswith(route + "/")), None)
@@ -434,8 +434,8 @@ def check_use(key: Key, deployment: Deployment) -> None:
 
 
 def _metered(request: ProxyRequest, key: Key, client: Client) -> ProxyRequest:
-    """Return the request with what counts its tokens, and the key's priority. Raises `RequestError` if they cannot be
-    counted."""
+    """Return the request as a replica is to get it: with the key's priority, and asking for a usage. Raises
+    `RequestError` for requests that the key may not send, such as those whose tokens are limited but not counted."""
     body, settings = request.body, key.settings
     has_budget = settings.tokens_per_day is not None or settings.tokens_per_minute is not None
     # A server in front of a replica may read `/v1/audio/../../generate` as `/generate`.

@@ -1,4 +1,4 @@
-"""One server that answers for a model: its connections, what is under way there, and whether it is to be trusted."""
+"""One server that answers for a model: its connections, its requests under way, and its health."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import msgspec
 from octavo.gateway.breaker import Breaker
 from octavo.gateway.upstream import Upstream, UpstreamError
 
-FAILED_CHECKS = 3  # in a row, after which a replica is not healthy: a busy one may miss some
+FAILED_CHECKS = 3  # in a row make a replica unhealthy: a busy one may miss some
 
-_MAX_BYTES = 1 << 16  # of an answer that is not passed on
+_MAX_BYTES = 1 << 16  # of an answer for the gateway itself
 
 
 class _Listed(msgspec.Struct):
@@ -27,7 +27,7 @@ class _ModelList(msgspec.Struct):
 
 @dataclass(eq=False)
 class Replica:
-    """`name` is the label of its metrics, `served_name` what the model is called there."""
+    """`name` labels its metrics, `served_name` is the model's name at the server."""
 
     name: str
     upstream: Upstream
@@ -49,13 +49,13 @@ class Replica:
         return [] if self.api_key is None else [(b"authorization", b"Bearer " + self.api_key.encode())]
 
     async def check_health(self, timeout_s: float) -> None:
-        """Ask for the replica's health. Any answer but a server's error will do: foreign servers may have no such
-        path."""
+        """Ask for the replica's health. Any answer but a server's error (5xx) counts as healthy: foreign servers may
+        not have the path."""
         status, _ = await self._ask(self.health, timeout_s)
         self.num_failed_checks = 0 if status < 500 else self.num_failed_checks + 1
 
     async def context_length(self, timeout_s: float) -> int | None:
-        """Return how many tokens a prompt and its answer may have there; None if the replica does not say."""
+        """Return the most tokens of a prompt and its answer together; None if the replica does not tell."""
         status, body = await self._ask("/v1/models", timeout_s)
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             listed = msgspec.json.decode(body, type=_ModelList).data if status == 200 else []

@@ -1,5 +1,5 @@
-"""What the gateway reads of a request's body: the model's name, ids of what earlier requests created, and the hashes of
-the conversation's prefixes. It changes nothing but the model's name, in place."""
+"""Reads a request's body: the model's name, the ids of earlier responses and files, and the hashes of the
+conversation's prefixes. Of a body's bytes only the model's name is ever replaced."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import msgspec
 
 from octavo.errors import RequestError
 
-_MAX_CANDIDATES = 16  # places of a body that look like the model's name, of which each is tried by parsing
+_MAX_CANDIDATES = 16  # places that look like the model's name, each tried by parsing
 _CHUNK_CHARS = 1024  # of a prompt that is one text
-_MAX_PREFIXES = 1024  # of a conversation; what comes later does not change where it belongs
+_MAX_PREFIXES = 1024  # of a conversation; later ones do not change its replica
 _FORM_FIELD = re.compile(rb'content-disposition:[^\r\n]*;\s*name="?(model|stream)"?\s*[;\r]', re.IGNORECASE)
 _MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")')
 
@@ -37,7 +37,7 @@ class _Fields(msgspec.Struct):
 
 
 class _Conversation(msgspec.Struct):
-    """What a prompt is made of, in the words of every API: OpenAI's, Responses, Anthropic's."""
+    """The fields that make a prompt, of all APIs: Chat Completions, Responses, Anthropic's."""
 
     tools: msgspec.Raw = msgspec.Raw()
     system: msgspec.Raw = msgspec.Raw()
@@ -54,32 +54,32 @@ _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 @dataclass(frozen=True)
 class RequestBody:
-    """A body and what it says about where it belongs."""
+    """A body and the fields of it that decide which replica gets it."""
 
     data: bytes
     model: str | None = None
     streams: bool = False
     refers_to: str | None = None  # the id of something that a replica keeps
-    model_span: tuple[int, int] | None = None  # of the name in a multipart form
+    model_span: tuple[int, int] | None = None  # where a multipart form has the name
     is_json: bool = False
-    wants_usage: bool = False  # at the end of its stream
+    wants_usage: bool = False  # asks for the usage at the stream's end
     is_background: bool = False
     is_resumed: bool = False  # goes on with another server's stream
     session_id: str | None = None
 
     def having(self, **fields: Any) -> RequestBody:
-        """Return the body with these fields in the place of its own."""
+        """Return the body with these fields in place of its own."""
         return replace(self, data=with_fields(self.data, {name: msgspec.json.encode(fields[name]) for name in fields}))
 
     def naming(self, model: str) -> bytes:
-        """Return the bytes with another model's name, all others as they are. Raises `RequestError`."""
+        """Return the bytes with another model's name, and otherwise unchanged. Raises `RequestError`."""
         if model == self.model or self.model is None:
             return self.data
         if self.model_span is not None:
             begin, end = self.model_span
             return self.data[:begin] + model.encode() + self.data[end:]
         name = msgspec.json.encode(model)
-        # A body may have other keys called "model", deeper: the one that changes what is parsed is the right one.
+        # Nested objects may have a key "model" too: the right one changes the parsed name.
         for number, found in enumerate(_MODEL.finditer(self.data)):
             if number == _MAX_CANDIDATES:
                 break
@@ -92,9 +92,10 @@ class RequestBody:
         )  # fmt: skip
 
     def prefix_hashes(self) -> tuple[list[bytes], bytes | None]:
-        """Return a hash of each prefix of the conversation, the shortest first: one a message, or one for each
-        kilobyte of a text. The instructions and tools are part of all of them. And the hash that all turns of the
-        conversation share: up to the user's first message, or of the text's first kilobyte; None without a prefix."""
+        """Return two things. The hashes of the conversation's prefixes, the shortest first: one for each message, or
+        for each kilobyte of a text; all include the instructions and tools. And the hash that all turns of the
+        conversation share: of the prefix that ends with the user's first message or the text's first kilobyte; None
+        without a prefix."""
         if not self.is_json:
             return [], None
         try:
@@ -109,7 +110,7 @@ class RequestBody:
         for item in _split(bytes(items)):
             chain.update(item + b"\0")
             hashes.append(chain.digest())
-            if shared is None and b'"user"' in item:  # quotes in texts are escaped: it is the role
+            if shared is None and b'"user"' in item:  # the role, as quotes in texts are escaped
                 shared = hashes[-1]
         return hashes, shared or next(iter(hashes), None)
 
@@ -118,7 +119,7 @@ def _split(data: bytes) -> list[bytes]:
     if data.startswith(b"["):
         with contextlib.suppress(msgspec.DecodeError):
             return [bytes(item) for item in _decode_items(data)[:_MAX_PREFIXES]]
-    # The last piece is not whole: a longer text has another.
+    # The last piece may be partial: a longer text does not have it.
     return [data[at : at + _CHUNK_CHARS] for at in range(0, len(data), _CHUNK_CHARS)[:_MAX_PREFIXES]]
 
 
@@ -146,7 +147,7 @@ def read_body(data: bytes, content_type: str) -> RequestBody:
 
 
 def parse(data: bytes, decode: Callable[[bytes], _T], wanted: str) -> _T:
-    """Return what `decode` makes of a body. Raises `RequestError`, which says what is `wanted`."""
+    """Return a body as decoded by `decode`. Raises `RequestError`, whose message begins with `wanted`."""
     try:
         return decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -162,7 +163,7 @@ def reason_of(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> str
 
 
 def with_fields(data: bytes, fields: Mapping[str, bytes]) -> bytes:
-    """Return a JSON object with further fields, behind its own: of two with one name readers take the last."""
+    """Return a JSON object with further fields at its end: of two fields with one name, readers take the last."""
     more = b",".join(b'"%b":%b' % (name.encode(), value) for name, value in fields.items())
     body = data.rstrip()[:-1].rstrip()
     return body + (b"" if body.endswith(b"{") else b",") + more + b"}"

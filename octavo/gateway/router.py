@@ -1,6 +1,6 @@
-"""Which replica answers a request: the one of its session, or the one with the longest prefix of its conversation,
-corrected by load; else the better of two drawn at random, or where several gateways share the replicas the one that all
-of them would choose. And which replica keeps something by an id."""
+"""Chooses the replica that answers a request: the one of its session or with the longest prefix of its conversation,
+unless its load is too high; else the less loaded of two drawn at random, or where several gateways share the replicas,
+the one that all of them would choose. Also remembers which replica keeps an id."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from collections.abc import Collection, Sequence
 
 from octavo.gateway.replica import Replica
 
-MAX_HASHES = 65_536  # a model's prefixes that are remembered
+MAX_HASHES = 65_536  # remembered prefixes of a model
 MAX_IDS = 65_536
-# A replica may have so many times the mean of requests in flight before affinity gives way: the constant of consistent
+# How many times the mean of requests in flight a replica may have before affinity gives way: the constant of consistent
 # hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016).
 LOAD_FACTOR = 1.25
-SLACK = 2  # requests more than that, so that few requests do not drive each other from their caches
+SLACK = 2  # and so many requests more, so that affinity holds while there are few
 _NUM_DRAWS = 4
 
 
 class Router:
-    """Of one model. `random_source` draws the candidates."""
+    """Chooses among the replicas of one model. `random_source` draws the candidates."""
 
     def __init__(self, random_source: random.Random | None = None) -> None:
         self._random = random_source or random.Random()
         self._holders: OrderedDict[bytes, list[Replica]] = OrderedDict()  # by the hash of a prefix
-        self.num_affine = 0  # requests that went where their prefix is
+        self.num_affine = 0  # requests sent to a replica that has their prefix
 
     def choose(
         self,
@@ -36,9 +36,9 @@ class Router:
         session: bytes | None = None,
         agreed: bytes | None = None,
     ) -> Replica | None:
-        """Return the replica for a request with these prefixes, the longest last, and of this session; None if no one
-        takes requests. If none is known to have a prefix, the `agreed` part of the conversation chooses: alike in every
-        gateway with these replicas."""
+        """Return the replica for a request of this session with these prefixes, the longest last; None if no replica
+        takes requests. If none is known to have a prefix, the hash of `agreed` chooses, equally in every gateway with
+        these replicas."""
         chosen = self._less_loaded(replicas, excluded)
         if chosen is None:
             return None
@@ -57,7 +57,7 @@ class Router:
         return chosen
 
     def remember(self, replica: Replica, hashes: Sequence[bytes], session: bytes | None = None) -> None:
-        """Note that a replica was given these prefixes, and is now the one of the session."""
+        """Note that a replica has these prefixes and the session from now on."""
         if session is not None:
             self._holders[session] = [replica]
             self._holders.move_to_end(session)
@@ -99,7 +99,7 @@ class Router:
 
 
 def _most_in_flight(replicas: Sequence[Replica]) -> float:
-    """Return how many requests a replica may have with one more, before affinity gives way."""
+    """Return how many requests a replica may have, a new one included, before affinity gives way."""
     total = 1 + sum(one.num_in_flight for one in replicas)
     return int(SLACK + LOAD_FACTOR * total / len(replicas))
 

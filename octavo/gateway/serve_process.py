@@ -20,7 +20,7 @@ from octavo.processes import server_command
 
 logger = logging.getLogger("octavo.gateway")
 
-STOP_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL: more than a server has to drain
+STOP_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL: longer than a server may drain
 _MAX_LINE_BYTES = 1 << 20
 
 
@@ -101,7 +101,7 @@ class ServeProcess:
         while True:
             try:
                 line = await self._process.stdout.readline()
-            except ValueError:  # longer than the limit; what is left of it comes as another line
+            except ValueError:  # the line is longer than the limit; its rest is read as another line
                 continue
             if not line:
                 break
@@ -110,16 +110,16 @@ class ServeProcess:
         self.exited.set_result(None)
 
     def _note(self, line: str) -> None:
-        """Log a line of the child's, and look for what it says: that it is ready, or why it is not."""
+        """Log a line of the child's. Note the address if it says that the server is ready, or the error."""
         try:
             record: Any = msgspec.json.decode(line)
             message, level = str(record["message"]), logging.getLevelNamesMapping().get(record["level"], logging.INFO)
-        except (msgspec.DecodeError, KeyError, TypeError):  # before its logging is set up: argparse's errors
+        except (msgspec.DecodeError, KeyError, TypeError):  # no JSON: errors of argparse come before logging is set up
             message, level, record = line, logging.INFO, {}
         if level >= logging.CRITICAL or re.match(r"octavo.*: error: ", message):
             self._error_line = message
             if not self.address:
-                return  # `StartError` has it, and whoever asked for the start says it
+                return  # `StartError` has it, and its handler logs it
         elif not self.address and not record and message.strip():
             self._error_line = message  # the last line of a traceback
         logger.log(level, "%s: %s", self._name, message)

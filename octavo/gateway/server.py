@@ -1,4 +1,4 @@
-"""The gateway's process: the socket, signals, the watch over the catalogue's file, and the end.
+"""The gateway's process: its socket, its signals, the watch over the catalogue's file, and its end.
 
 SIGTERM drains: new requests are refused while those under way go on; then the models stop. A second signal ends it at
 once. SIGHUP reads the catalogue again.
@@ -39,7 +39,7 @@ from octavo.processes import allow_files, collect_rarely, event_loop_factory
 
 logger = logging.getLogger("octavo.gateway")
 
-LOOK_INTERVAL_S = 1.0  # at the catalogue's file
+LOOK_INTERVAL_S = 1.0  # between looks at the catalogue's file
 _DRAIN_POLL_S = 0.02
 
 
@@ -102,7 +102,7 @@ class GatewayArgs(Flags):
     log_format: Literal["text", "json"] = flag("text", "Form of the log: text, or JSON objects, one a line.")
 
     def check(self) -> None:
-        """Raise `ConfigError` for what cannot be honoured."""
+        """Raise `ConfigError` for values that cannot be honoured."""
         self.check_flags()
         for name in ("stream_keep_alive", "shutdown_timeout"):
             if getattr(self, name) < 0:
@@ -143,7 +143,7 @@ def run_gateway(args: GatewayArgs, models: list[str], find_local: FindLocal) -> 
 
 
 def bind(host: str, port: int, flags: str = "--port or --host") -> socket.socket:
-    """Return a socket that listens. Raises `ConfigError`, which names the `flags` that say where."""
+    """Return a listening socket. Raises `ConfigError`, which names the `flags` of the address."""
     # asyncio turns Nagle's algorithm off only for sockets that name their protocol.
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
@@ -181,7 +181,7 @@ def address_of(sock: socket.socket) -> str:
 
 
 class _ClosingTransport:
-    """A client's connection. When it is closed, what waits to be read is dropped once nothing has been read for
+    """A client's connection. After it is closed, unread data is dropped once the client has read nothing for
     `WRITE_TIMEOUT_S`."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -214,7 +214,7 @@ class _ClosingTransport:
 
 
 class _Protocol(HttpToolsProtocol):
-    """Shows the application its client's connection."""
+    """Gives the application its client's connection, in the scope."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._closing = _ClosingTransport(transport, self.loop)
@@ -248,7 +248,7 @@ class _AdminServer(uvicorn.Server):
 
 
 class GatewayServer(uvicorn.Server):
-    """`serve` returns when the gateway has been stopped, and every server that it had started."""
+    """`serve` returns when the gateway and every server that it started have stopped."""
 
     def __init__(
         self, args: GatewayArgs, catalogue: Catalogue, launch: Launch = ServeProcess.start,
@@ -274,7 +274,7 @@ class GatewayServer(uvicorn.Server):
             if self._args.admin_port is None and not await self.store.keys():
                 logger.warning("--keys has no key yet: --admin-port and --admin-key open the routes that make keys")
         self.models.preload()
-        with self.capture_signals():  # they drain from the first moment on
+        with self.capture_signals():  # signals drain from the first moment on
             await self.models.wait_discovered(DISCOVERY_WAIT_S)  # clients wait in the socket's queue
         tasks = [asyncio.ensure_future(self._check_health()), asyncio.ensure_future(self._watch_file())]
         admin = None
@@ -296,7 +296,7 @@ class GatewayServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn's own would raise the signal again after a clean stop, which makes the exit code -15.
+        # uvicorn's own handler would raise the signal again after a clean stop, and so make the exit code -15.
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.stop)
@@ -311,7 +311,7 @@ class GatewayServer(uvicorn.Server):
             self.force_exit = self.should_exit = True
 
     def reload(self) -> None:
-        """Read the catalogue again. An error keeps the one that holds, and is logged."""
+        """Read the catalogue again. If it has an error, log that and keep the present one."""
         if self._args.catalogue is None:
             logger.warning("there is no --catalogue to read again; the models stay")
             return
@@ -337,7 +337,7 @@ class GatewayServer(uvicorn.Server):
 
     async def _is_idle_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        # Polled, so that a request costs no more than the count.
+        # Polled, so that a request costs no more than its counting.
         while self.app.num_in_flight and time.monotonic() < deadline and not self.should_exit:  # noqa: ASYNC110
             await asyncio.sleep(_DRAIN_POLL_S)
         return not self.app.num_in_flight
@@ -354,7 +354,7 @@ class GatewayServer(uvicorn.Server):
                 self.reload()
 
     def _file_stamp(self) -> tuple[int, int, int] | None:
-        """What changes when the file does; None while there is none, as when an editor replaces it."""
+        """Return numbers that change with the file; None while there is no file, as when an editor replaces it."""
         try:
             found = os.stat(self._args.catalogue or "")
         except OSError:

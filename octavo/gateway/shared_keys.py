@@ -2,7 +2,7 @@
 
 Each gateway sends what it has to count in batches, one at a time, and the database decides by its own counts and clock:
 all gateways together admit no more than a limit. A batch has its writer and a number. One whose answer was lost is sent
-again until there is one, and the database counts it once. What a database has to do for this is `KeyDatabase`.
+again until there is one, and the database counts it once. `KeyDatabase` is the interface of a database.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from octavo.gateway.key_store import Key, KeySettings, KeyStore, OnLoss, digest_
 logger = logging.getLogger("octavo.gateway")
 
 TIMEOUT_S = 5.0  # for an answer of the database; then requests are refused
-_GRACE_S = 0.05  # for an answer that has come, while the process had no processor to read it
-CLOSE_S = 5.0  # for what is not written when the gateway ends
+_GRACE_S = 0.05  # to read an answer that came while the process had no processor
+CLOSE_S = 5.0  # for the last writes when the gateway ends
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0  # between two tries of a database that does not answer
 FRESH_S = 1.0  # how old a key's settings may be
-_MAX_FOUND = 65_536  # keys that clients have sent, right or wrong, whose settings are kept
+_MAX_FOUND = 65_536  # keys that clients have sent, valid or not, and that are remembered
 _MAX_BATCH = 256  # requests that one batch admits
 _T = TypeVar("_T")
 
@@ -38,9 +38,9 @@ _T = TypeVar("_T")
 KeyRow = tuple[str, str, int, int, int]
 # Key id, model, requests, prompt tokens, completion tokens, whether it is a request that may be refused.
 Operation = tuple[str, str, int, int, int, bool]
-# Of an operation: None if it is counted, else [limit's name, used, limit, time], or [] for a key that is not valid.
+# An operation's result: None if it is counted, [limit's name, used, limit, time] if refused, [] for an invalid key.
 Verdict = list[Any] | None
-Answer = Verdict | str  # or why it cannot be counted
+Answer = Verdict | str  # a text says why it cannot be counted
 
 
 class LostError(OctavoError):
@@ -52,24 +52,24 @@ class LateError(LostError):
 
 
 class KeyDatabase(ABC):
-    """What several gateways share. Methods raise `LostError` where the database does not answer, `LateError` if it had
-    its time; they are called again, and connect again by themselves."""
+    """A database that several gateways share. Methods raise `LostError` if it does not answer, `LateError` if it takes
+    too long; when they are called again, they connect again."""
 
-    address: str  # without its password
+    address: str  # without the password
 
     @abstractmethod
     async def prepare(self) -> None:
-        """Make what is missing in the database. Raises `ConfigError` for one that cannot be used."""
+        """Make the tables or scripts that the database lacks. Raises `ConfigError` if it cannot be used."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Close the connections, those that wait for an answer when nobody waits for it any more."""
+        """Close the connections; one that waits for an answer is closed when nobody waits for it any more."""
 
     @abstractmethod
     async def count(self, writer: str, number: int, now: float | None, operations: list[Operation]) -> list[Answer]:
-        """Count all operations, at a time in seconds since 1970 or the database's own, each as a whole. A number that
-        the writer has had before is answered as before, and nothing is counted. Any error other than `LostError` means
-        that nothing was counted."""
+        """Count the operations, each wholly or not at all, at the time `now` (seconds since 1970) or the database's
+        own. A batch `number` that the writer has sent before gets the answer of that time and is not counted again. Any
+        error other than `LostError` means that nothing was counted."""
 
     @abstractmethod
     async def find(self, digest: bytes) -> KeyRow | None:
@@ -89,8 +89,8 @@ class KeyDatabase(ABC):
 
     @abstractmethod
     async def change(self, key_id: str, before: str, settings: str) -> bool:
-        """Give a key other settings if it has those `before`, as they were read. Returns whether it had. Raises
-        `RequestError`."""
+        """Give a key other settings if its present ones are `before`, as they were read. Returns whether they were.
+        Raises `RequestError`."""
 
     @abstractmethod
     async def delete(self, key_id: str) -> None:
@@ -103,17 +103,17 @@ class KeyDatabase(ABC):
 
 @dataclass(eq=False)
 class _Admission:
-    """A request that waits for the database. `answer` has an exception, or is cancelled, if it waits no longer."""
+    """A request that waits for the database. When it waits no longer, `answer` has an exception or is cancelled."""
 
     key_id: str
     model: str
     answer: asyncio.Future[Verdict]
-    was_admitted: bool = False  # without an answer
+    was_admitted: bool = False  # before the database answered
 
 
 @dataclass
 class _Batch:
-    """Admissions, uses that are counted in any case, and what is done when all are."""
+    """Requests to admit, uses that are counted in any case, and `written`, which is done when all are counted."""
 
     admissions: list[_Admission] = field(default_factory=list)
     uses: dict[tuple[str, str], tuple[int, int, int]] = field(default_factory=dict)  # by key id and model
@@ -163,7 +163,7 @@ class SharedKeys(KeyStore):
         if time.monotonic() < until:
             return known
         finding = self._finding.get(digest)
-        if finding is None:  # of requests that come at once, one asks
+        if finding is None:  # only the first of several requests asks the database
             finding = self._finding[digest] = asyncio.ensure_future(self._look_up(digest))
             finding.add_done_callback(lambda done: self._finding.pop(digest) and (done.cancelled() or done.exception()))
         try:
@@ -233,7 +233,7 @@ class SharedKeys(KeyStore):
                 await asyncio.shield(self._next.written)
 
     async def _admitted(self, key: Key, model: str) -> Verdict:
-        """Return the database's answer. Raises `LostError`."""
+        """Return the database's answer to a request. Raises `LostError`."""
         if self._is_lost:
             if self.on_loss == "admit":
                 self._use(key.id, model, 1, 0, 0)
@@ -264,15 +264,15 @@ class SharedKeys(KeyStore):
         self._is_idle.clear()
 
     def _use(self, key_id: str, model: str, requests: int, prompt_tokens: int, completion_tokens: int) -> None:
-        """Have the next batch count a use."""
+        """Add a use to the next batch."""
         self._next.use(key_id, model, requests, prompt_tokens, completion_tokens)
         self._wake()
 
     async def _counted_by_database(self, batch: _Batch) -> list[Answer]:
-        """Send a batch until there is an answer, and return that of its admissions."""
+        """Send a batch until it is answered, and return the answers to its admissions."""
         uses: list[Operation] = [(*place, *used, False) for place, used in batch.uses.items()]
         operations = uses + [(one.key_id, one.model, 1, 0, 0, True) for one in batch.admissions]
-        # By keys, so that batches of several gateways lock them in the same order.
+        # Sorted by key, so that all gateways' batches lock keys in the same order.
         order = sorted(range(len(operations)), key=lambda index: operations[index][0])
         answers = dict(zip(order, await self._answers([operations[index] for index in order], batch), strict=True))
         if self._is_lost:
@@ -288,8 +288,8 @@ class SharedKeys(KeyStore):
         return [answers[len(uses) + index] for index in range(len(batch.admissions))]
 
     async def _answers(self, operations: list[Operation], batch: _Batch) -> list[Answer]:
-        """Send operations of a batch until there are answers. Where they cannot be counted together, each half is sent
-        alone: only what is wrong is left out."""
+        """Send operations of a batch until they are answered, and return the answers. If they cannot be counted
+        together, each half is sent alone, so that only faulty operations are left out."""
         self._num_batches += 1
         number, num_failed = self._num_batches, 0
         while True:
@@ -305,7 +305,7 @@ class SharedKeys(KeyStore):
                 if num_failed > 1 or isinstance(error, LateError):  # an old connection may fail at once
                     self._lose(error, batch)
                     await asyncio.sleep(min(MIN_BACKOFF_S * 2 ** min(num_failed, 10), MAX_BACKOFF_S))
-            except Exception as error:  # it answers, and has counted nothing
+            except Exception as error:  # the database answered, and has counted nothing
                 if len(operations) < 2:
                     return [f"{type(error).__name__}: {error}"] * len(operations)
                 half = len(operations) // 2
@@ -313,7 +313,7 @@ class SharedKeys(KeyStore):
                 return [*first, *await self._answers(operations[half:], batch)]
 
     def _lose(self, error: LostError, batch: _Batch | None = None) -> None:
-        """Have nobody wait for the database any more, for the answer to a batch neither."""
+        """Note that the database is lost: end the waiting of all requests, also of those in `batch`."""
         if not self._is_lost:
             logger.error("%s cannot count requests: %s", self._database.address, error)
         self._is_lost = True
@@ -322,7 +322,7 @@ class SharedKeys(KeyStore):
             if not one.answer.done():
                 one.was_admitted = self.on_loss == "admit"
                 one.answer.set_exception(error)
-        for one in self._next.admissions:  # those that are sent may be counted already
+        for one in self._next.admissions:  # only unsent ones: the sent may be counted already
             if one.was_admitted:
                 self._use(one.key_id, one.model, 1, 0, 0)
         self._next.admissions.clear()
@@ -333,7 +333,7 @@ class SharedKeys(KeyStore):
         self._next.written = asyncio.get_running_loop().create_future()
 
     def _settle(self, admission: _Admission, answer: Answer) -> None:
-        """Tell a request, or set right what was counted if nobody waits for the answer."""
+        """Give a request its answer. If it waits no longer, correct the count instead."""
         is_counted = answer is None
         if isinstance(answer, str):
             if not admission.answer.done():
@@ -350,7 +350,7 @@ class SharedKeys(KeyStore):
         except LostError as error:
             if not self._is_lost:
                 self._lose(error)
-                self._wake()  # the next batch, though it may be empty, is sent until there is an answer
+                self._wake()  # the next batch, even if empty, is sent until it is answered
             raise
         key = None if row is None else _key(row)
         self._found[digest] = time.monotonic() + FRESH_S, key
@@ -364,7 +364,7 @@ class SharedKeys(KeyStore):
             del self._found[digest]
 
     async def _ask(self, ask: Callable[[], Awaitable[_T]]) -> _T:
-        """Return what the database answers to an admin route. Raises `RequestError`. A read that takes too long for one
+        """Return the database's answer to an admin route. Raises `RequestError`. A read that takes too long for one
         admin does not make the database lost for clients."""
         try:
             return await self._answered(ask)
@@ -372,7 +372,7 @@ class SharedKeys(KeyStore):
             raise self._refusal(error) from None
 
     async def _answered(self, ask: Callable[[], Awaitable[_T]]) -> _T:
-        """Return what the database answers. Raises `LostError`, at once where it does not answer already."""
+        """Return the database's answer. Raises `LostError`, at once if the database is lost already."""
         if self._is_lost:
             raise LostError("it does not answer")
         try:
@@ -402,14 +402,14 @@ def wrong_address(kind: str, form: str) -> ConfigError:
 
 
 def is_ambiguous(address: str) -> bool:
-    """Return whether a part of a URL's password may be taken for something else, which errors and logs then tell."""
+    """Return whether a part of a URL's password may be read as another part, which errors and logs would show."""
     before = address.partition("://")[2].rpartition("@")[0]
     return any(mark in before for mark in "@/?#")
 
 
 async def _within(work: Awaitable[_T], seconds: float) -> _T:
-    """Return what comes of work. Raises `LostError` if it takes longer; it is cancelled then, and not waited for, as a
-    driver may wait for the server again."""
+    """Return the result of `work`. Raises `LostError` if it takes longer than `seconds`. It is then cancelled without
+    waiting for its end, as a driver may wait for the server again."""
     task = asyncio.ensure_future(work)
     try:
         for limit_s in (seconds, _GRACE_S):

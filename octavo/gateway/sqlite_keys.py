@@ -1,7 +1,7 @@
 """Keys in an SQLite file, of one gateway. All of them are in memory, too.
 
-A write takes microseconds, as none waits for the disk, so the event loop does it. It does not wait for a lock that
-another process has: it tries again. What is written outlives the process.
+A write takes microseconds, as none waits for the disk, so the event loop does it. If another process has locked the
+file, the write is tried again. Written data outlive the process.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Window:
 
     def add(self, now: float, requests: int, tokens: int) -> None:
         self.at(now)
-        self.requests = max(0, self.requests + requests)  # what is taken back may be of the window before
+        self.requests = max(0, self.requests + requests)  # a use that is taken back may be of the last window
         self.tokens += tokens
 
     def at(self, now: float) -> _Window:
@@ -76,7 +76,7 @@ class _Window:
 
 
 class _Windows:
-    """Of a key."""
+    """A key's windows."""
 
     def __init__(self) -> None:
         self.minute, self.day = _Window(MINUTE_S), _Window(DAY_S)
@@ -88,7 +88,7 @@ class SqliteKeys(KeyStore):
     def __init__(self, path: str, on_loss: OnLoss = "refuse", now: Callable[[], float] = time.time) -> None:
         super().__init__(on_loss, now)
         self._path = path
-        self._has_news = False  # uses were written since the last `checkpoint`
+        self._has_news = False  # whether uses were written since the last `checkpoint`
         self._unwritten: _Uses = {}  # from the last writes that failed; a new one after each write
         self._keys: dict[bytes, Key] = {}  # by digest
         self._windows: dict[str, _Windows] = {}  # by id
@@ -98,7 +98,7 @@ class SqliteKeys(KeyStore):
         try:
             self._database = sqlite3.connect(self._path, isolation_level=None, timeout=LOCK_WAIT_S)
             self._database.execute("PRAGMA journal_mode=WAL")
-            self._database.execute("PRAGMA synchronous=NORMAL")  # what is written outlives the process
+            self._database.execute("PRAGMA synchronous=NORMAL")  # written data outlive the process
             self._database.execute("PRAGMA wal_autocheckpoint=0")  # `checkpoint` does it
             self._database.executescript(_SCHEMA)
             self._keys = {bytes(digest): key for digest, key in self._read()}
@@ -155,7 +155,7 @@ class SqliteKeys(KeyStore):
         before = key.settings
 
         def write() -> bool | None:  # None: there is no such key
-            if key.settings != before:  # another request has changed it while this one waited
+            if key.settings != before:  # another request changed it while this one waited
                 return False
             statement = "UPDATE keys SET settings = ? WHERE id = ?"
             if not self._database.execute(statement, (_written(settings), key.id)).rowcount:
@@ -187,7 +187,7 @@ class SqliteKeys(KeyStore):
 
     async def used(self, first_day: int, last_day: int) -> list[tuple[str, int, str, int, int, int]]:
         def read() -> list[tuple[str, int, str, int, int, int]]:
-            """Read in a thread, with a connection of its own: there may be millions of rows."""
+            """Return the rows. Runs in a thread, with a connection of its own: there may be millions."""
             with contextlib.closing(sqlite3.connect(self._path, timeout=LOCK_WAIT_S)) as database:
                 return database.execute("SELECT * FROM usage WHERE day BETWEEN ? AND ?", days).fetchall()
 
@@ -219,11 +219,11 @@ class SqliteKeys(KeyStore):
                 is_kept = False
         finally:  # a use whose client leaves meanwhile is written too
             if is_kept:
-                key.add(requests, prompt_tokens, completion_tokens)  # now: counters of Prometheus never go down
+                key.add(requests, prompt_tokens, completion_tokens)  # only now, as counters of Prometheus never go down
         return is_kept
 
     def _count(self, key: Key, model: str, requests: int, prompt_tokens: int, completion_tokens: int) -> None:
-        """Add a use to the key's windows, and to what is to be written."""
+        """Add a use to the key's windows and to the next write."""
         before = self._unwritten.pop((key.id, model), (0, 0, 0))
         use = before[0] + requests, before[1] + prompt_tokens, before[2] + completion_tokens
         if any(use):
@@ -233,7 +233,7 @@ class SqliteKeys(KeyStore):
             window.add(now, requests, prompt_tokens + completion_tokens)
 
     def _write_uses(self) -> None:
-        """Write what is not written, all or nothing."""
+        """Write all unwritten uses, or none on an error."""
         if not self._unwritten:
             return
         now = self._now()

@@ -1,8 +1,8 @@
-"""How far a stream has come, so that another replica can go on with it.
+"""Remembers the tokens of a stream, so that another replica can go on with it.
 
-Octavo's servers answer the header X-Octavo-Resumable with the stream's id, time and seed. In the stream a comment with
-tokens follows the events that the tokens make. Events wait here for this comment, so that the client has the text of
-exactly the tokens that are known. The first events of a response come before any tokens, and pass at once.
+Octavo's servers answer the header X-Octavo-Resumable with the stream's id, time and seed. In the stream, a comment with
+tokens follows the events made of these tokens. Events wait here for that comment, so that the client has the text of
+exactly the known tokens. The first events of a response come before any tokens, and pass at once.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class _About(msgspec.Struct):
 
 
 class StreamProgress:
-    """One stream's tokens. It is empty until a replica says that the stream can be gone on with."""
+    """One stream's tokens. There are none until a replica says that the stream is resumable."""
 
     def __init__(self) -> None:
         self._about: bytes | None = None  # JSON
-        self.id = ""  # of the answer
+        self.id = ""  # the answer's id
         self._tokens: list[bytes] = []  # JSON lists
-        self._begun: set[bytes] = set()  # what the client has of `_BEGINS`
+        self._begun: set[bytes] = set()  # the events of `_BEGINS` that the client has
         self._waiting: list[bytes] = []  # events without their tokens
-        self._rest = b""  # of an event that is not whole
+        self._rest = b""  # the part of an event that has come
         self._num_at_loss = -1
         self.num_tokens = 0
 
     def begin(self, about: bytes) -> None:
-        """A replica begins to send, or goes on. `about` is its header."""
+        """Note that a replica begins or resumes the stream. `about` is its header's value, which may be empty."""
         if self._about is None and about:
             try:
                 self.id = msgspec.json.decode(about, type=_About).id
@@ -54,7 +54,7 @@ class StreamProgress:
         return self._about is not None
 
     def add(self, data: bytes) -> bytes:
-        """Take a piece of the stream. Returns the events that the client may have."""
+        """Take a piece of the stream and return the events that the client may have now."""
         *events, self._rest = (self._rest + data).split(b"\n\n")
         ready: list[bytes] = []
         for event in events:
@@ -66,7 +66,7 @@ class StreamProgress:
             elif event.startswith(_KEEP_ALIVES):
                 ready.append(event)
             elif (name := event.partition(b"\n")[0]) in _BEGINS:
-                if name not in self._begun:  # a replica that goes on without tokens begins anew
+                if name not in self._begun:  # a replica that resumes without tokens sends them again
                     self._begun.add(name)
                     ready.append(event)
             else:
@@ -77,14 +77,14 @@ class StreamProgress:
         return b"".join(event + b"\n\n" for event in ready)
 
     def flush(self) -> bytes:
-        """Return what has not been passed on of a stream that has ended."""
+        """Return the rest of a stream that has ended."""
         rest = b"".join(event + b"\n\n" for event in self._waiting) + self._rest
         self._waiting, self._rest = [], b""
         return rest
 
     def lose(self) -> bool:
-        """The replica was lost. Returns whether another one is to go on: not for a stream that is lost twice without a
-        token in between, as it may be what ends replicas."""
+        """Note that the replica was lost. Returns whether another one is to go on: not if the stream is lost twice
+        without a token in between, as it may be what ends replicas."""
         may_go_on = self.is_resumable and len(self._tokens) > self._num_at_loss
         self._num_at_loss = len(self._tokens)
         return may_go_on

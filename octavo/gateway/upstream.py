@@ -1,7 +1,7 @@
 """HTTP/1.1 to one address: requests out, answers in as they come, over connections that are kept.
 
-asyncio's own protocol over llhttp (`httptools`, as the server below). What comes is passed on as it came, less the
-framing of chunks: a piece of a stream goes to its client in the callback that received it, and wakes no task.
+asyncio's own protocol over llhttp (`httptools`, as the server below). Bodies are passed on unchanged but for the
+framing of chunks: the callback that receives a piece of a stream sends it to the client, without waking a task.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 import httptools
 
 Headers = Sequence[tuple[bytes, bytes]]
-Sink = Callable[[bytes], bool]  # takes bytes; False: it can take no more yet
+Sink = Callable[[bytes], bool]  # takes bytes; returns False if it can take no more yet
 CONNECT_TIMEOUT_S = 10.0
 _PRIVATE_NAMES = (".local", ".lan", ".internal", ".svc", ".cluster.local")  # ends of names of private networks
 IDLE_S = 4.0  # less than uvicorn's 5 s: servers close their idle connections later than we do
-MAX_HELD_BYTES = 256 * 1024  # of an answer, read and not yet passed on; then the replica waits
+MAX_HELD_BYTES = 256 * 1024  # of an answer, not yet passed on; then the replica waits
 # Of one hop: RFC 9110, section 7.6.1.
 HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding",
                         b"upgrade", b"proxy-authorization", b"proxy-authenticate"})  # fmt: skip
@@ -74,7 +74,7 @@ class Upstream:
         if (connection := self._take_idle()) is not None:
             try:
                 return self._seen_from_outside(await connection.ask(message, self._timeout_s))
-            except _StaleError:  # it was closed while it was idle; or the request has ended the replica
+            except _StaleError:  # closed while it was idle, or by a replica that the request ended
                 was_lost = True
         try:
             connection = await self._connect()
@@ -113,7 +113,7 @@ class Upstream:
                 )
         except TimeoutError:
             raise UnreachableError(f"{self.address} took longer than {CONNECT_TIMEOUT_S:g} s to connect") from None
-        except (OSError, UnicodeError) as error:  # a label of a name that is empty or too long is a UnicodeError
+        except (OSError, UnicodeError) as error:  # UnicodeError: a name's label is empty or too long
             why = (error.strerror if isinstance(error, OSError) else None) or error
             raise UnreachableError(f"{self.address} cannot be reached: {why}") from None
         return connection
@@ -134,16 +134,16 @@ class Answer:
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timeout_s = timeout_s
-        self._heard_at = 0.0  # when something came last, or the reader began to wait
+        self._heard_at = 0.0  # when bytes came last, or the reader began to wait
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._look)
 
     def header(self, name: bytes) -> bytes:
-        """Return the value of a header, in small letters; empty if there is none."""
+        """Return the value of a header, whose name is in small letters; empty if there is none."""
         return next((value for own, value in self.headers if own == name), b"")
 
     async def read(self) -> bytes:
-        """Return all bytes that have come and were not read, at least one; none at the end. Raises
-        `UpstreamError`, after what had come before."""
+        """Return the bytes that have come and are unread, at least one; none at the end. An `UpstreamError` is raised
+        once all bytes before it were read."""
         while not self._pieces:
             if self.is_whole:
                 return b""
@@ -151,8 +151,8 @@ class Answer:
         return self._take()
 
     async def pass_to(self, sink: Sink) -> bool:
-        """Give `sink` the bytes as they come, until it can take no more: return True; then they are held. Or to the
-        end: return False. Raises `UpstreamError`, after what had come before, and what `sink` raises."""
+        """Give `sink` the bytes as they come. Returns True when it can take no more: later bytes are held; False at the
+        end. Raises errors of `sink`, and once all bytes before it were passed, `UpstreamError`."""
         self._sink = sink
         try:
             self.deliver()
@@ -165,7 +165,7 @@ class Answer:
             self._sink = None
 
     async def read_all(self, max_bytes: int) -> bytes:
-        """Return the whole body, or its beginning."""
+        """Return the body, of which only the beginning if it is longer than `max_bytes`."""
         parts, num_bytes = [], 0
         while num_bytes < max_bytes and (data := await self.read()):
             parts.append(data)
@@ -173,11 +173,11 @@ class Answer:
         return b"".join(parts)[:max_bytes]
 
     def close(self) -> None:
-        """Give the connection back, or cut it if the answer is not whole: the replica then stops its work."""
+        """Give the connection back, or if the answer is incomplete, cut it: the replica then stops its work."""
         self._connection.end(self)
 
     async def wait(self) -> None:
-        """Wait until something has happened. Raises what has ended the answer."""
+        """Wait until bytes or the end have come. Raises the error that ended the answer."""
         if self._failure is not None:
             raise self._failure
         self._heard_at = time.monotonic()
@@ -194,7 +194,7 @@ class Answer:
             self._connection.pause()
 
     def deliver(self) -> None:
-        """Give what has come to the sink, or wake the reader."""
+        """Give the received bytes to the sink, or wake the reader."""
         if not self._pieces:
             return
         self._heard_at = time.monotonic()
@@ -213,7 +213,7 @@ class Answer:
             self.wake()
 
     def forget(self) -> None:
-        """Drop the timer, and the failure, whose traceback has the answer: they would keep it after its end."""
+        """Drop the timer and the failure: through them (a traceback) the answer would stay in memory."""
         self._timer.cancel()
         self._failure = None
 
@@ -230,8 +230,8 @@ class Answer:
         return data
 
     def _look(self) -> None:
-        """Fail if the reader has waited for too long. One timer an answer: a timer for each piece would cost as much
-        as the piece."""
+        """Fail if the reader has waited for too long. An answer has one timer, as a timer for each piece would cost as
+        much as the piece."""
         waits = self._waiter is not None and not self._waiter.done()
         silent_s = time.monotonic() - self._heard_at if waits else 0.0
         if silent_s < self._timeout_s:
@@ -251,7 +251,7 @@ class _Connection(asyncio.Protocol):
         self._idle, self._others = idle, others
         self._answer: Answer | None = None
         self._parser: httptools.HttpResponseParser | None = None
-        self._has_begun = False  # a byte of the answer is here
+        self._has_begun = False  # a byte of the answer has come
         self._has_head = False
         self._ends_with_connection = self._keeps_alive = False
         self._num_requests = 0
@@ -262,11 +262,11 @@ class _Connection(asyncio.Protocol):
         return self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's derive from no class of asyncio's
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports have no class of asyncio as a base
         self._others.add(self)
 
     async def ask(self, message: bytes, timeout_s: float) -> Answer:
-        """Raises `UpstreamError`."""
+        """Send a request's bytes, and return the answer once its head has come. Raises `UpstreamError`."""
         answer = self._answer = Answer(self, timeout_s)
         self._parser = httptools.HttpResponseParser(self)
         self._has_begun = self._has_head = self._ends_with_connection = self._keeps_alive = False
@@ -307,7 +307,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         answer = self._answer
         if answer is None or answer.is_whole or self._parser is None:
-            self.abort()  # an answer that nobody has asked for
+            self.abort()  # bytes without a request
             return
         self._has_begun = True
         try:
@@ -319,7 +319,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._others.discard(self)
-        self._parser = None  # which refers to this object
+        self._parser = None  # it refers to this object
         if self in self._idle:
             self._idle.remove(self)
         if (answer := self._answer) is None:
@@ -333,7 +333,7 @@ class _Connection(asyncio.Protocol):
             answer.fail(UpstreamError("the replica hung up"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._answer is not None and not self._has_head:  # others are trailers
+        if self._answer is not None and not self._has_head:  # later ones are trailers
             self._answer.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:

@@ -1,8 +1,6 @@
-"""Keys in Valkey or Redis, by redis-py (the extra `valkey`). What is counted and what is refused is decided by one
-script in the database.
-
-All names begin with `{octavo}:`, and so lie at one node of a cluster: `key:ID` has a key, `digests` the ids by digest,
-`ids` all of them by age, `usage:DAY` what was used and `writer:ID` a gateway's last batch.
+"""Keys in Valkey or Redis, by redis-py (the extra `valkey`). One script in the database counts and refuses requests.
+All names begin with `{octavo}:`, and so are at one node of a cluster: `key:ID` has a key, `digests` the ids by digest,
+`ids` the ids by age, `usage:DAY` a day's use and `writer:ID` a gateway's last batch.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ try:
     from redis.backoff import NoBackoff
     from redis.exceptions import RedisError
     from redis.exceptions import TimeoutError as LateRedisError
-except ImportError as error:  # `ValkeyKeys` says it
+except ImportError as error:  # `ValkeyKeys` reports it
     _MISSING = str(error)
 
 logger = logging.getLogger("octavo.gateway")
@@ -127,7 +125,7 @@ return 1
 
 
 class ValkeyKeys(KeyDatabase):
-    """At an address, valkey://USER:PASSWORD@HOST:PORT/NUMBER; valkeys:// with TLS, valkey+unix:///PATH at a socket, and
+    """The database at valkey://USER:PASSWORD@HOST:PORT/NUMBER; valkeys:// for TLS, valkey+unix:///PATH for a socket, or
     the same with redis."""
 
     def __init__(self, address: str) -> None:
@@ -145,7 +143,7 @@ class ValkeyKeys(KeyDatabase):
         try:
             parts = urlsplit(address)
             self.address = f"Valkey at {parts.hostname or parts.path}"
-            # `SharedKeys` tries again, and knows what was counted.
+            # No retries: `SharedKeys` tries again without counting twice.
             pool = BlockingConnectionPool.from_url(
                 f"{scheme}://{rest}", max_connections=_MAX_CONNECTIONS, timeout=timeout_s, decode_responses=True,
                 socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0),
@@ -160,7 +158,7 @@ class ValkeyKeys(KeyDatabase):
             await self._client.ping()
             try:
                 found = {**await self._client.info("memory"), **await self._client.info("persistence")}
-            except RedisError:  # a user who may not ask
+            except RedisError:  # the user may not ask for this
                 found = {}
         if found.get("maxmemory") and str(found.get("maxmemory_policy")).startswith("allkeys"):
             raise ConfigError(
