@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from starlette.types import Message, Send
 
+from octavo.call_arguments import with_whole_pairs
 from octavo.ollama import ollama_error
 from octavo.ollama.to_openai import Translated
 from octavo.sse_reader import EventReader
@@ -124,7 +125,7 @@ class AnswerTranslator:
         calls = []
         for _, call in sorted(self._calls.items()):
             try:
-                arguments = msgspec.json.decode(call["arguments"] or "{}")
+                arguments = msgspec.json.decode(with_whole_pairs(call["arguments"] or "{}"))
             except msgspec.DecodeError:
                 continue
             calls.append({"function": {"name": call["name"], "arguments": arguments}})

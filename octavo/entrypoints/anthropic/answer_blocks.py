@@ -10,6 +10,7 @@ import hashlib
 import json
 from typing import Any
 
+from octavo.call_arguments import with_whole_pairs
 from octavo.entrypoints.anthropic.messages_protocol import MessagesRequest
 from octavo.entrypoints.chat.answer_reader import CallDelta, Delta, ReasoningDelta, TextDelta
 from octavo.entrypoints.chat.conversation import Progress
@@ -138,7 +139,7 @@ def _usage(progress: Progress) -> dict[str, int]:
 def _object(arguments: str) -> dict[str, Any]:
     """Return the arguments of a call; empty if the answer ended within them."""
     try:
-        value = json.loads(arguments or "{}")
+        value = json.loads(with_whole_pairs(arguments or "{}"))
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

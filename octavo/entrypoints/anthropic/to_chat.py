@@ -161,7 +161,7 @@ def _add_answer(messages: list[dict[str, Any]], turn: Message, *, shows_thinking
             if shows_thinking and block.thinking:
                 message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
         elif isinstance(block, ToolUseBlock):
-            function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+            function = {"name": block.name, "arguments": json.dumps(block.input)}
             call = {"id": block.id, "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
 

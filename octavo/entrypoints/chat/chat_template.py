@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from octavo.call_arguments import with_whole_pairs
 from octavo.entrypoints.chat.template_traits import TemplateTraits, template_traits
 from octavo.errors import RequestError
 from octavo.loading.jinja_template import compile_template
@@ -271,7 +272,7 @@ def read_arguments(sent: Any) -> Any:
         if not sent.strip():
             return {}
         with suppress(ValueError, RecursionError):
-            value = json.loads(sent)
+            value = json.loads(with_whole_pairs(sent))
             return {} if value is None else value if isinstance(value, dict) else sent
     return {} if sent is None else sent
 

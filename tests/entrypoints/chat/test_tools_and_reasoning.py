@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from octavo.call_arguments import with_whole_pairs
 from octavo.engine import input_processor, off_loop
 from octavo.entrypoints.chat import conversation
 from octavo.entrypoints.chat.chat_template import render_chat
@@ -289,6 +290,47 @@ def test_without_tools_or_with_none_of_them_calls_are_text(client: openai.OpenAI
         choice = both(client, **fields)
         assert (choice.message.content, choice.finish_reason, choice.message.tool_calls) == (CALL, "stop", None)
         assert "get_weather" not in chatty.tokenizer.decode(chatty.seen[-1][0])
+
+
+def test_half_of_a_surrogate_pair_in_a_call_ends_no_conversation(
+    url: str, client: openai.OpenAI, chatty: FakeEngine
+) -> None:
+    arguments, read = '{"city": "Z\\ud83d \\ud83d\\ude00"}', {"city": "Z\ufffd \U0001f600"}
+    chatty.answer = f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
+
+    def post(path: str, body: dict[str, Any]) -> Any:
+        answer = httpx.post(url + path, content=json.dumps(body), headers={"content-type": "application/json"})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    named = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}  # type: ignore[index]
+    message: dict[str, Any] = {"messages": [USER], "max_tokens": 200, "tools": [named]}
+    assert post("/v1/messages", message)["content"][0]["input"] == read
+    asked = {"model": MODEL, "messages": [USER], "tools": [WEATHER], "stream": False}
+    (call,) = post("/api/chat", asked)["message"]["tool_calls"]
+    assert call["function"]["arguments"] == read
+    answer = post("/v1/chat/completions", asked)["choices"][0]["message"]
+    called = {"type": "tool_use", "id": "x", "name": "get_weather", "input": json.loads(arguments)}
+    result = {"type": "tool_result", "tool_use_id": "x", "content": "Rain"}
+    turns = [USER, {"role": "assistant", "content": [called]}, {"role": "user", "content": [result]}]
+    for path, body in (
+        ("/v1/chat/completions", asked | {"messages": [USER, answer, {"role": "tool", "content": "Rain"}]}),
+        ("/v1/messages", message | {"messages": turns}),
+    ):
+        post(path, body)
+        assert json.dumps(read, ensure_ascii=False) in chatty.tokenizer.decode(chatty.seen[-1][0])
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        (r'"\ud83d"', r'"\ufffd"'), (r'"\uDE00\ud83d\ude00\ud83D"', r'"\ufffd\ud83d\ude00\ufffd"'),
+        (r'"\\ud83d"', r'"\\ud83d"'), (r'"\\\ud83d\n"', r'"\\\ufffd\n"'), ('"\\', '"\\'),
+        (r'"\u00e9\ud83d\ud83d\ude00"', r'"\u00e9\ufffd\ud83d\ude00"'),
+    ],
+)  # fmt: skip
+def test_only_halves_of_pairs_are_replaced(text: str, whole: str) -> None:
+    assert with_whole_pairs(text) == whole
 
 
 def test_a_broken_or_cut_call_is_content(client: openai.OpenAI, chatty: FakeEngine) -> None:
