@@ -1,4 +1,4 @@
-"""A model's card: what it is and what it can do, as plain data. `octavo show` prints it, and Ollama's routes say it."""
+"""A model's card: what it is and what it can do, as plain data. `octavo show` and Ollama's routes show it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def model_card(config: EngineConfig, tokenizer: ModelTokenizer, formats: ModelFo
 
 
 def _num_parameters(config: EngineConfig) -> int:
-    """Return the number of parameters in matrices; 0 if only a start of the model would say it."""
+    """Return the number of parameters in matrices; 0 if it is known only once the model starts."""
     from octavo.loading.file_weights import tensor_index
     from octavo.models.registry import describe
     from octavo.planning.step_limits import model_work
@@ -94,7 +94,8 @@ def _quantization(checkpoint: Checkpoint, dtype: str) -> str:
 
 
 def _files(paths: list[str]) -> dict[str, Any]:
-    """Return the size, the age and a digest of weight files. The digest tells files apart and is not of their bytes."""
+    """Return the size, the age and a digest of weight files. The digest distinguishes files, but is not computed from
+    their bytes."""
     stats = [os.stat(path) for path in paths]
     modified = max((one.st_mtime for one in stats), default=0.0)
     described = [f"{os.path.basename(path)} {one.st_size}" for path, one in zip(paths, stats, strict=True)]

@@ -1,4 +1,4 @@
-"""Ollama's routes at a server of one model. OpenAI's routes answer those for a model (`octavo.ollama`)."""
+"""Ollama's routes at a server of one model. Requests to the model are answered by OpenAI's routes (`octavo.ollama`)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def answer(raw: Request) -> Response:
 
 @router.get("/api/tags")
 async def tags(raw: Request) -> dict[str, Any]:
-    """The names of the model and of its adapters."""
+    """List the names of the model and its adapters."""
     state = state_of(raw)
     card = await _card(state)
     names = [*state.model_names, *([] if state.adapters is None else state.adapters.named)]
@@ -64,14 +64,14 @@ async def tags(raw: Request) -> dict[str, Any]:
 
 @router.get("/api/ps")
 async def running_models(raw: Request) -> dict[str, Any]:
-    """The model, which stays loaded."""
+    """List the model, which stays loaded."""
     state = state_of(raw)
     return {"models": [running(state.model_names[0], await _card(state))]}
 
 
 @router.post("/api/show")
 async def show(raw: Request) -> dict[str, Any]:
-    """What the model is and can do."""
+    """Describe the model and its capabilities."""
     state = state_of(raw)
     body = await read_json(raw, await whole_body(raw), lambda given: given if isinstance(given, dict) else {})
     name = body.get("model") or body.get("name")
@@ -83,7 +83,7 @@ async def show(raw: Request) -> dict[str, Any]:
 
 @router.get("/")
 async def greet(raw: Request) -> Response:
-    """Say what Ollama's command line asks for before anything else."""
+    """Answer the greeting that Ollama's command line asks for first."""
     if "text/html" in raw.headers.get("accept", ""):
         raise HTTPException(404)
     return PlainTextResponse(GREETING)
@@ -91,7 +91,7 @@ async def greet(raw: Request) -> Response:
 
 @router.get("/api/version")
 async def version() -> dict[str, str]:
-    """The version of Ollama's API that is followed."""
+    """Return the version of Ollama's API that is followed."""
     return {"version": API_VERSION}
 
 

@@ -25,7 +25,7 @@ class MessageBuilder:
         self._max_tokens = body.max_tokens
         self._stops = body.stop_sequences or []
         self._hides_thinking = body.thinking is not None and body.thinking.display == "omitted"
-        self._arguments = ""  # of the open call
+        self._arguments = ""  # arguments of the open call
         self._is_open = False  # whether the last block is open
         self.message: dict[str, Any] = {
             "id": message_id,
@@ -112,7 +112,7 @@ class MessageBuilder:
             case "length":
                 fits = progress.num_tokens >= self._max_tokens
                 return "max_tokens" if fits else "model_context_window_exceeded", None
-            case "abort":  # the request's time was up
+            case "abort":  # the request ran out of time
                 return "pause_turn", None
         if isinstance(progress.stop_reason, str) and progress.stop_reason in self._stops:
             return "stop_sequence", progress.stop_reason

@@ -55,7 +55,7 @@ class UrlSource(RequestBody):
 
 
 class ImageBlock(_Block):
-    """A picture: a PNG, JPEG, WebP or GIF file in base64, or where it is."""
+    """A picture: a PNG, JPEG, WebP or GIF file in base64, or its URL."""
 
     type: Literal["image"]
     source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
@@ -133,7 +133,7 @@ Blocks = Annotated[
 
 
 class Message(RequestBody):
-    """One turn, or a part of one: neighbours of one role are one turn."""
+    """One turn or a part of it: adjacent messages of one role are one turn."""
 
     role: Literal["user", "assistant", "system"]
     content: Blocks = Field(description="Text, or a list of blocks.")

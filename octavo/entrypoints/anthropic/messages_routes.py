@@ -85,7 +85,7 @@ async def _answer(body: MessagesRequest, raw: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountTokensRequest, raw: Request) -> TokenCount:
-    """The tokens of the prompt that a message would have."""
+    """Count the tokens that the prompt would have."""
     state = state_of(raw)
     state.resolve_model(body.model)
     with NAMES.in_errors():

@@ -89,7 +89,7 @@ class AudioUsage(ResponseModel):
 
 
 class Transcription(ResponseModel):
-    """What is said in the sound."""
+    """The words of the sound."""
 
     text: str
     usage: AudioUsage
@@ -115,7 +115,7 @@ class TranscriptionWord(ResponseModel):
 
 
 class VerboseTranscription(ResponseModel):
-    """What is said in the sound, and when."""
+    """The words of the sound, with times."""
 
     task: str
     language: str
@@ -273,7 +273,7 @@ class TranscriptionJob:
         return await run_off_loop(lambda: self._written(heard, spectrum.seconds, language), length=length)
 
     def _written(self, heard: list[WindowTranscript], seconds: float, language: str) -> Response:
-        """Return the answer of a sound of so many seconds in the form that is asked for."""
+        """Return the answer in the form that the request asks for. `seconds` is the length of the sound."""
         text, kind = "".join(transcript.text for transcript in heard).strip(), self._body.response_format
         if kind == "text":
             return PlainTextResponse(text + "\n", headers=self.headers)

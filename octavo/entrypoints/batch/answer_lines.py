@@ -93,7 +93,7 @@ async def _ask(app: ASGIApp, line: Line) -> tuple[int, bytes]:
     """Return the status and body of a line's answer. Waits and tries again while the application cannot answer."""
     for _ in range(MAX_TRIES):
         status, headers, body = await call_app(app, line.url, line.body)
-        is_lost = status == 500 and b'"engine_dead"' in body  # with its engine, which is started again
+        is_lost = status == 500 and b'"engine_dead"' in body  # the engine died with it, and is started again
         if status not in _RETRIED_STATUSES and not is_lost:
             is_json = headers.get("content-type", "").startswith("application/json")
             return status, body if is_json else encode_json(body.decode(errors="replace"))

@@ -31,7 +31,7 @@ ACTIVE_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 class _InvalidBatch(Exception):
-    """A batch that is not begun, with what clients are told of it."""
+    """A batch that cannot begin, with the error for clients."""
 
     def __init__(self, found: list[dict[str, Any]]) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class BatchJob:
             return database.chunk_numbers(batch["output_file_id"]), database.chunk_numbers(batch["error_file_id"])
 
         completed, failed = await self._store.run(answered)
-        # Of an interrupted try, answers may be counted that are not stored.
+        # An interrupted try may have counted answers that it did not store.
         batch["request_counts"] |= {"completed": len(completed), "failed": len(failed)}
         return {*completed, *failed}
 
@@ -208,7 +208,7 @@ class BatchJob:
         life_s = (batch.get("output_expires_after") or {}).get("seconds")
 
         def end(database: Database) -> None:
-            ended = {**batch, "request_counts": dict(batch["request_counts"])}  # `batch` stays for another try
+            ended = {**batch, "request_counts": dict(batch["request_counts"])}  # a copy, for another try
             for name, count in (("output_file_id", "completed"), ("error_file_id", "failed")):
                 if batch[name] is None:
                     continue
@@ -225,7 +225,7 @@ class BatchJob:
 
         try:
             await self._store_surely(end)
-        except BatchStopped as error:  # the next server finds that all is answered
+        except BatchStopped as error:  # the next server finds that all lines are answered
             logger.error("the end of batch %s is not noted: %s", batch["id"], error)
         except _NotOwnedError:
             logger.warning("the end of batch %s is not noted here: it has ended, or another server has it", batch["id"])

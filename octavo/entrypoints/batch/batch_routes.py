@@ -167,7 +167,7 @@ def _life_s(given: Sequence[Any]) -> int | None:
     ]},
 )  # fmt: skip
 async def list_files(raw: Request) -> Page:
-    """The files that are kept, the last first."""
+    """List the stored files, the newest first."""
     purpose = raw.query_params.get("purpose")
     asked = page_query(raw, limit=MAX_FILES, most=MAX_FILES)
     found = await _page(raw, FILE, asked, {} if purpose is None else {"purpose": purpose})
@@ -176,7 +176,7 @@ async def list_files(raw: Request) -> Page:
 
 @router.get("/v1/files/{file_id}")
 async def get_file(file_id: str, raw: Request) -> FileObject:
-    """What is known of a file."""
+    """Describe a file."""
     found = await state_of(raw).store.run(lambda database: stored_files.find(database, FILE, file_id))
     return FileObject(**stored_files.read(found))
 
@@ -187,7 +187,7 @@ async def get_file(file_id: str, raw: Request) -> FileObject:
     responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
 )
 async def get_content(file_id: str, raw: Request) -> Response:
-    """What a file has."""
+    """Return a file's content."""
     store = state_of(raw).store
     await store.run(lambda database: stored_files.find(database, FILE, file_id))
 
@@ -241,14 +241,14 @@ async def create_batch(body: BatchRequest, raw: Request) -> BatchObject:
 
 @router.get("/v1/batches", openapi_extra=Page.PARAMETERS)
 async def list_batches(raw: Request) -> Page:
-    """The batches, the last first."""
+    """List the batches, the newest first."""
     asked = page_query(raw)
     return Page.of([_shown(one).model_dump() for one in await _page(raw, BATCH, asked)], asked)
 
 
 @router.get("/v1/batches/{batch_id}")
 async def get_batch(batch_id: str, raw: Request) -> BatchObject:
-    """How far a batch is."""
+    """Return a batch with its progress."""
     return _shown(await _batch(raw, batch_id))
 
 
@@ -266,7 +266,7 @@ async def cancel_batch(batch_id: str, raw: Request) -> BatchObject:
 
 
 def _shown(batch: dict[str, Any]) -> BatchObject:
-    """Return what clients see of a batch. It has output files once they are whole."""
+    """Return a batch as clients see it. It has output files once they are complete."""
     is_under_way = batch["status"] in ("validating", "in_progress", "cancelling")
     return BatchObject(**batch | (dict.fromkeys(("output_file_id", "error_file_id")) if is_under_way else {}))
 
@@ -279,7 +279,7 @@ async def _batch(raw: Request, batch_id: str) -> dict[str, Any]:
 async def _page(
     raw: Request, kind: str, asked: PageQuery, fields: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the objects of a page that have these fields, and the next object if there is one."""
+    """Return the objects of a page, only those with these fields, and the next object if there is one."""
 
     def read(database: Database) -> list[dict[str, Any]]:
         stored_files.delete_expired(database)

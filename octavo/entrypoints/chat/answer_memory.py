@@ -1,13 +1,13 @@
 """Remembers the tokens of the server's own answers, so that the next prompt of a conversation has them as they were.
 
 A client sends an answer back as a message, and the chat template writes it in its own way: other blanks, arguments in
-another form, other tokens for the same text. So the new prompt would leave what is cached at the first answer.
-`AnswerMemory` keeps the tokens of prompts and answers, `recall` finds those with which a new prompt begins.
+another form, other tokens for the same text. So the new prompt would differ from the cached tokens at the first answer.
+`AnswerMemory` keeps the tokens of prompts and answers, and `recall` finds the ones with which a new prompt begins.
 `answer_recall.py` calls both for a conversation.
 
 A conversation keeps its meaning. The rendered prompt must begin with the text of the earlier prompt, which ends where
-the answer began. What the model wrote, what the template has written in its place, and the message must have the same
-content, reasoning and calls; and behind it the template must write the token with which the answer ended.
+the answer began. The model's text, the template's text in its place and the message must have the same content,
+reasoning and calls, and the template must then write the token with which the answer ended.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
     from octavo.entrypoints.openai.request_bodies import ChatMessage
     from octavo.loading.tokenizer import ModelTokenizer
 
-KIND = "answer"  # of objects in the store
-MAX_ANSWERS = 8  # to the same messages
-_OBJECT_BYTES = 500  # that an answer takes beside its tokens, about
+KIND = "answer"  # kind of the objects in the store
+MAX_ANSWERS = 8  # kept for the same messages
+_OBJECT_BYTES = 500  # roughly what an answer takes beside its tokens
 _DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RememberedAnswer:
-    """An answer, and the prompt that it was an answer to."""
+    """An answer and its prompt."""
 
-    key: bytes  # of the messages of the prompt: the last of `message_keys`
+    key: bytes  # key of the prompt's messages: the last of `message_keys`
     parent: tuple[bytes, bytes] | None  # key and digest of the earlier answer with whose tokens the prompt begins
     tokens: bytes  # int32: the rest of the prompt, then the answer
     num_tokens: int  # of the answer
     has_end: bool  # the answer ends with a token for the end of turn
     text_length: int  # characters of the rendered prompt
     text_digest: bytes
-    digest: bytes = field(init=False)  # tells this answer from others to the same messages
+    digest: bytes = field(init=False)  # distinguishes the answers to the same messages
 
     def __post_init__(self) -> None:
         before = b"" if self.parent is None else self.parent[1]
@@ -76,8 +76,8 @@ _decode_kept = msgspec.msgpack.Decoder(list[_Kept]).decode
 
 
 class AnswerMemory:
-    """The answers used last, of up to `max_bytes`; with a `store` they are there too, and outlive the server. Any
-    thread may call it, except for `load`."""
+    """The answers used last, in up to `max_bytes`. With a `store` they are also kept there, and outlive the server. Any
+    thread may call its methods, except `load`."""
 
     def __init__(self, max_bytes: int, store: Store | None = None) -> None:
         self._max_bytes, self._store = max_bytes, store
@@ -87,7 +87,7 @@ class AnswerMemory:
 
     @property
     def is_kept(self) -> bool:
-        """Return whether `load` may find more than there is in memory."""
+        """Return whether `load` may find answers that are not in memory."""
         return self._store is not None
 
     def add(self, answer: RememberedAnswer) -> None:
@@ -121,7 +121,8 @@ class AnswerMemory:
         return chain[::-1]
 
     def touch(self, chain: Sequence[RememberedAnswer]) -> None:
-        """Note that the answers of a chain are used. The first one counts as used last: the others need it."""
+        """Note that the answers of a chain are used. The first one counts as the most recent, because the others need
+        it."""
         with self._lock:
             self._touch(chain)
 
@@ -183,8 +184,8 @@ def _kept(answer: RememberedAnswer) -> _Kept:
 
 
 def message_keys(messages: Sequence[ChatMessage], salt: str | None) -> list[bytes]:
-    """Return a key for each beginning of a conversation: of its first message, of its first two, and so on. Those of
-    different salts differ."""
+    """Return a key for each beginning of a conversation: its first message, its first two, and so on. Different salts
+    give different keys."""
     keys, key = [], _digest(repr(salt).encode())
     for message in messages:
         key = _digest(key + msgspec.json.encode(message.given_fields()))
@@ -194,7 +195,7 @@ def message_keys(messages: Sequence[ChatMessage], salt: str | None) -> list[byte
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """A prompt that goes on from an earlier answer."""
+    """A prompt that begins with an earlier answer and its prompt."""
 
     answer: RememberedAnswer
     num_known: int  # tokens of the answer's prompt and the answer
@@ -203,7 +204,7 @@ class Recalled:
 
 @dataclass(frozen=True, slots=True)
 class AnswerReading:
-    """What is needed to read answers and to tokenize texts. `schemas` are those of the functions' arguments, by
+    """The means to read answers and to tokenize texts. `schemas` has the schemas of the functions' arguments, by
     name."""
 
     tokenizer: ModelTokenizer
@@ -215,8 +216,8 @@ class AnswerReading:
 def recall(
     memory: AnswerMemory, keys: Sequence[bytes], messages: Sequence[ChatMessage], prompt: str, reading: AnswerReading
 ) -> Recalled | None:
-    """Return the tokens of `prompt`, the text of `messages`, with the tokens of the server's own answers in it; None if
-    it has no such answer. The latest one is found: it has those before it."""
+    """Return the tokens of `prompt`, the rendered `messages`, with the server's own tokens for its answers; None
+    without such an answer. Finding the latest one is enough, as its prompt has the earlier ones."""
     for i in range(len(messages) - 1, 0, -1):
         if messages[i].role != "assistant":
             continue
@@ -239,8 +240,8 @@ def _begins(prompt: str, answer: RememberedAnswer) -> bool:
 def _continued(
     answer: RememberedAnswer, known: list[int], message: ChatMessage, prompt: str, reading: AnswerReading
 ) -> list[int] | None:
-    """Return the tokens with which a prompt in which `message` may be `answer` goes on behind it; None if it is not.
-    `known` are the tokens of the answer's prompt and the answer."""
+    """Return the tokens of `prompt` after the answer, if `message` may be `answer`, else None. `known` are the tokens
+    of the answer's prompt and the answer."""
     earlier, begun = prompt[: answer.text_length], prompt[answer.text_length :]
     own = known[-answer.num_tokens :]
     decode = reading.tokenizer.decode
@@ -250,7 +251,7 @@ def _continued(
         if not end:
             return None
         rest = end + rest
-    elif begun.startswith(written):  # it was cut: the template must go on with its very text
+    elif begun.startswith(written):  # a cut answer: the template must go on with the same text
         rendered, rest = written, begun[len(written) :]
     else:
         return None
@@ -265,14 +266,15 @@ def _continued(
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What an answer says. Calls have their name, arguments as JSON with sorted keys, and the id that was written."""
+    """The contents of an answer. Calls have their name, arguments as JSON with sorted keys, and the id that was
+    written."""
 
     reasoning: str
     content: str
     calls: list[tuple[str, str, str]]
 
     def is_of(self, message: ChatMessage) -> bool:
-        """Return whether a message says the same. Ids count where the answer has them."""
+        """Return whether a message has the same contents. Ids are compared if the answer has them."""
         content, thought = message.content, message.reasoning_content or message.reasoning or ""
         if isinstance(content, list):
             content = "".join(part.get("text", "") for part in content)
@@ -341,9 +343,9 @@ def remembered(
     tokenizer: ModelTokenizer,
     formats: ModelFormats,
 ) -> RememberedAnswer:
-    """Return an answer to remember. `key` is of the messages, `prompt` has the tokens that began with those that were
-    `recalled`, and `text` is the length and the digest of the rendered prompt. An answer of Harmony's messages is
-    remembered with the end that histories have (github.com/openai/harmony, docs/format.md)."""
+    """Return an answer to remember. `key` is the key of the messages, `prompt` the prompt's tokens, which begin with
+    the `recalled` ones, and `text` the length and digest of the rendered prompt. An answer of Harmony's messages is
+    remembered with the end that it has in a history (github.com/openai/harmony, docs/format.md)."""
     has_end, style = answer[-1] in end_tokens, formats.reasoning
     if style is not None and style.has_channels:
         final, end = map(tokenizer.backend_tokenizer.token_to_id, ("<|return|>", "<|end|>"))

@@ -164,7 +164,8 @@ def may_want_grammar(body: ChatCompletionRequest) -> bool:
 
 
 def _may_call_instead(body: ChatCompletionRequest) -> bool:
-    """Return whether an answer is calls or a structure. A structural tag says itself where calls may stand."""
+    """Return whether an answer may be calls instead of the structure. A structural tag itself says where calls may
+    stand."""
     structure = body.structure() if body.tools and body.chosen_tools and not body.forces_calls else None
     return structure is not None and structure[1].structural_tag is None
 
@@ -177,7 +178,7 @@ _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
 def _is_object(body: ChatCompletionRequest) -> bool:
-    """Return whether what the request wants is no JSON, or a JSON object."""
+    """Return whether the wanted answer is either no JSON or a JSON object."""
     structure = body.structure()
     schema = None if structure is None else structure[1].json
     return schema is None or (isinstance(schema, dict) and schema.get("type") == "object")

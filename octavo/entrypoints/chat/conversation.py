@@ -133,8 +133,8 @@ class Conversation:
         return prompt, outputs
 
     async def _counted_early(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-        """Yield `outputs`. A thread counts the reasoning of those with many tokens; `read` would do it in the event
-        loop."""
+        """Yield `outputs`. A thread counts the reasoning of outputs with many tokens, which `read` would count in the
+        event loop."""
         try:
             async for output in outputs:
                 for completion in output.outputs:
@@ -176,8 +176,8 @@ class Conversation:
                 self._files = {}
 
     def _prepare(self) -> PreparedPrompt:
-        """Return the prompt, and set the format of the answers. Changes the caller's `params`, which must be read only
-        afterwards: `skip_special_tokens` is False if a mark of the format is a special token. May run in a thread.
+        """Return the prompt, and set the format of the answers. Changes the caller's `params`, so read them only
+        afterwards: `skip_special_tokens` becomes False if a mark of the format is a special token. May run in a thread.
         Raises `RequestError`."""
         body, state, params = self._body, self._state, self._params
         # 1. Decode the media.

@@ -1,4 +1,4 @@
-"""Submits as much of a conversation as the model has room for. Chats and Responses with truncation "auto" do."""
+"""Submits as much of a conversation as the model has room for: truncation "auto" of chats and Responses."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ Submitted = tuple[AsyncGenerator[Any, None], T]
 async def submit_last_turns(
     messages: Sequence[T], roles: Sequence[str], submit: Callable[[Sequence[T], bool], Awaitable[Submitted[Any]]]
 ) -> Submitted[Any]:
-    """Submit a conversation without its oldest turns, as few of them as make it fit, and return what `submit` returns.
-    System messages at the beginning and the last turn stay.
-
-    `submit` takes messages, and whether they are only tried: then what it returns is closed. Raises the `RequestError`
-    of the last turn if even that is too long.
-    """
+    """Submit a conversation, leave out as few of its oldest turns as needed, and return the result of `submit`. The
+    first system messages and the last turn stay. `submit` takes the messages, and whether they are only a trial, whose
+    result is closed. Raises the `RequestError` of the last turn if even that is too long."""
     num_fixed = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), 0)
     turns = [i for i, role in enumerate(roles) if i > num_fixed and role == "user"]
 

@@ -185,7 +185,7 @@ class ReasoningSplitter:
         return self._state == "after"
 
     def passes_over(self, text: str) -> bool:
-        """Return whether `text` is more of the reasoning, whatever follows. Who wants no text need not add it."""
+        """Return whether `text` is certainly more of the reasoning. A caller that wants no text need not add it."""
         is_within = self._state == "inside" and self._trial is None and not (self._held or self._is_at_start)
         return is_within and not any(mark[0] in text for mark in (self._style.end, *self._call_marks))
 
@@ -260,7 +260,7 @@ class ReasoningSplitter:
         return taken + given
 
     def _try_call(self) -> bool:
-        """Return whether the held text, which begins with a mark, is known to be a call or not. A call ends the
+        """Return whether it is decided that the held text, which begins with a mark, is a call or not. A call ends the
         reasoning."""
         assert self._trial is not None
         pieces = self._trial.add(self._held[self._num_tried :])
@@ -386,7 +386,7 @@ class ChannelSplitter:
         return "to=".startswith(text[:3]) and (len(text) < 3 or self._RECIPIENT.fullmatch(text) is not None)
 
     def _begin(self) -> str:
-        """Begin a message by its header. Return the part of the header that goes into the content, where calls are
+        """Begin a message with its header. Return the part of the header that goes into the content, where calls are
         read."""
         header, self._header = self._header or "", None
         channel = header.partition("<|channel|>")[2]

@@ -10,7 +10,7 @@ from octavo.outputs import CompletionOutput
 
 
 class ReasoningCounter:
-    """Counts tokens from that in which the reasoning begins to that which ends its end mark.
+    """Counts tokens from the one in which the reasoning begins to the one that completes its end mark.
 
     The answer is split again, token by token: the engine may give many tokens as one text, and the count does not
     depend on that. Tokens of a call that ends the reasoning do not count.

@@ -11,7 +11,7 @@ from typing import Protocol
 from octavo.errors import ConfigError, LoadError, OctavoError
 from octavo.terminal_styles import DIM, RED, has_styles, styled
 
-# What a person can do after an error, beside what its message says. Programs that read errors get the message alone.
+# Further advice for people after an error. Programs that read errors get the message alone.
 _NEXT_STEPS: dict[type[OctavoError], str] = {
     ConfigError: "`octavo serve --help=WORD` explains the flags with WORD in their names.",
     LoadError: "`octavo doctor` checks this machine and the way to the hub; `octavo list` names the models here.",
@@ -42,7 +42,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     """Run `command` and return the exit code. Bugs of Octavo keep their traceback."""
     try:
         code = command()
-        sys.stdout.flush()  # flush here, where a reader that has gone is no error
+        sys.stdout.flush()  # flush here, where a closed pipe is no error
     except OctavoError as error:
         show_error(str(error))
         if has_styles(sys.stderr) and (step := _NEXT_STEPS.get(type(error))):
@@ -50,7 +50,7 @@ def run_command(command: Callable[[], int | None]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of the output has gone, as in `octavo complete | head -1`
+    except BrokenPipeError:  # the output's reader has closed it, as in `octavo complete | head -1`
         sys.stderr.close()
         return 141
     return code or 0

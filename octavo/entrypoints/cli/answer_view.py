@@ -1,4 +1,4 @@
-"""What a terminal shows of an answer while it comes: Markdown by `rich`, or plain text."""
+"""Shows an answer on a terminal while it comes: as Markdown by `rich`, or as plain text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.terminal_styles import has_styles
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-# What a model writes must not move the cursor or reach the clipboard: ESC and U+0080 to U+009F begin such commands.
+# A model's text must not move the cursor or reach the clipboard: ESC and U+0080 to U+009F begin such commands.
 _UNSAFE = dict.fromkeys([0x1B, *range(0x80, 0xA0)])
 _FRAMES_PER_S = 12
 
@@ -59,7 +59,7 @@ class MarkdownView:
 
         self._console = Console(highlight=False) if console is None else console
         self._parser = MarkdownIt().enable("table")
-        self._open_text = ""  # of the last block, and of an unfinished line
+        self._open_text = ""  # text of the last block and an unfinished line
         self._is_thinking = False
         self._live = Live(
             get_renderable=self._open_lines,
@@ -110,4 +110,4 @@ class MarkdownView:
     def _markdown(self, text: str) -> RenderableType:
         from rich.markdown import Markdown
 
-        return Markdown(text, hyperlinks=False)  # an address is to be seen
+        return Markdown(text, hyperlinks=False)  # without links, so that addresses are visible

@@ -1,4 +1,5 @@
-"""`octavo kernels MODEL`: compiles a model's kernels for GPUs, here or not, into an archive that servers start from."""
+"""`octavo kernels MODEL`: compiles a model's kernels into an archive from which servers start. The GPUs need not be on
+this machine."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigError(
             "`octavo kernels` with -tp or -pp is not built; kernels of shares are compiled when a server starts."
         )
-    if not Path(args.output).absolute().parent.is_dir():  # before all is compiled
+    if not Path(args.output).absolute().parent.is_dir():  # checked before the long compilation
         raise ConfigError(f"the folder of {args.output} is not there: make it, or name another file.")
     from octavo.execution.compile_ahead import compile_model
     from octavo.ops.triton.kernel_archive import making_archive

@@ -59,7 +59,7 @@ def pull(args: argparse.Namespace) -> None:
 
 @command(make_list_parser, "octavo list")
 def list_models(args: argparse.Namespace) -> None:
-    """Print the models that are here."""
+    """Print the models on this machine."""
     rows = [("NAME", "SIZE", "MODIFIED")]
     for model in local_models(args.models_dir):
         moment = datetime.fromtimestamp(model.modified).strftime("%Y-%m-%d %H:%M")
@@ -121,7 +121,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows in columns, the first of which has the headings."""
+    """Print rows in columns. The first row has the headings."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

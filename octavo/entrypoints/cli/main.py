@@ -50,7 +50,7 @@ COMMANDS: Commands = {
     ),
     "bench": Command("octavo.entrypoints.cli.main", "bench", "measure the engine", "make_bench_parser"),
 }
-TASKS: Mapping[str, tuple[Sequence[str], str]] = {  # commands, and an example of one
+TASKS: Mapping[str, tuple[Sequence[str], str]] = {  # by task: its commands, and an example
     "serve": (("serve", "gateway", "kernels"), "octavo serve Qwen/Qwen3-0.6B --max-model-len 8192"),
     "talk to a model": (("run", "chat", "complete", "run-batch"), "octavo run Qwen/Qwen3-0.6B"),
     "keep models": (("pull", "list", "show", "rm", "ps", "stop"), "octavo pull Qwen/Qwen3-0.6B"),
@@ -119,7 +119,7 @@ def _run_named(commands: Commands, argv: Sequence[str], parser: argparse.Argumen
         run = getattr(importlib.import_module(command.module), command.run)
         code: int = run(list(argv[1:]), prog=f"{parser.prog} {argv[0]}")
         return code
-    listed = commands is COMMANDS  # in its description, by task
+    listed = commands is COMMANDS  # the description lists them by task
     names = parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS if listed else None)
     for name, command in commands.items():
         names.add_parser(name, help=command.help)

@@ -1,4 +1,4 @@
-"""`octavo run`, `ps` and `stop`: models that are served, here or at an address."""
+"""`octavo run`, `ps` and `stop`: use, list and unload models that a server at an address has, or that `run` serves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_stop_parser(prog: str) -> FlagParser:
 
 
 def run(argv: Sequence[str] | None = None, *, prog: str = "octavo run") -> int:
-    """Chat with a model that is served for it. Return the exit code."""
+    """Chat with a model, which is served meanwhile if need be. Return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     # MODEL comes first: the parser cannot tell it from the value of a flag that it does not know.
     asked: list[str] = []
@@ -78,7 +78,7 @@ def run(argv: Sequence[str] | None = None, *, prog: str = "octavo run") -> int:
 
 @command(make_ps_parser, "octavo ps")
 def ps(args: argparse.Namespace) -> None:
-    """Print what is loaded."""
+    """Print the loaded models."""
     rows = [("NAME", "SIZE", "CONTEXT", "UNTIL")]
     for one in _ask(args, "GET", "/api/ps")["models"]:
         until = datetime.fromisoformat(one["expires_at"])

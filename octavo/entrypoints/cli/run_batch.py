@@ -60,7 +60,7 @@ def run_batch(engine_args: AsyncEngineArgs, args: ServerArgs, input_path: Path, 
             print(f"{files.num_lines} requests have been answered already.", file=sys.stderr)
         else:
             asyncio.run(_run(engine_args, args, files))
-        files.put_in_order()  # also after a kill that came before this
+        files.put_in_order()  # needed also if a run was killed just before this
     except OSError as error:
         raise OctavoError(f"{output_path} cannot be written: {error.strerror}; what is there stands.") from None
     finally:

@@ -187,7 +187,7 @@ class NoServerError(OctavoError):
 
 class ApiClient:
     """A client of the running server that the arguments of `add_server_flags` name. Every failure is an `OctavoError`.
-    `model` is the first that the server names, unless the arguments say it; empty if none is needed."""
+    `model` is the arguments' model, or else the first that the server lists; empty if none is needed."""
 
     def __init__(self, args: argparse.Namespace, *, needs_model: bool = True) -> None:
         url = urlsplit(args.url if "://" in args.url else "http://" + args.url)
@@ -229,7 +229,7 @@ class ApiClient:
         return names[0]
 
     def model_names(self) -> list[str]:
-        """Return the names of the models that the server names."""
+        """Return the names of the models that the server lists."""
         return [one["id"] for one in self.ask("GET", "/models").get("data") or ()]
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None, *, from_root: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""Lines that are typed at a prompt, or come from a pipe, and the history of those typed in earlier runs."""
+"""Reads lines that are typed at a prompt or come from a pipe, and keeps the typed lines for later runs."""
 
 from __future__ import annotations
 

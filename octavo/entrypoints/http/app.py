@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo.server")
 
-_ANYBODYS_STATUSES = (401, 404, 405)  # of refusals that a client without a key can have
+_ANYBODYS_STATUSES = (401, 404, 405)  # refusals that clients without a key can cause
 ROUTERS = [
     module.router
     for module in (
@@ -175,7 +175,7 @@ class _App(Starlette):
         try:
             await super().__call__(scope, receive, send_noting)
         finally:
-            scope.pop(SERVER_SEND, None)  # it refers to the scope: a cycle would wait for a full collection
+            scope.pop(SERVER_SEND, None)  # it refers to the scope: a cycle would stay until a full collection
             route = self._route(scope["path"])
             self.counts.record(scope["method"], route, status, time.monotonic() - begin)
             is_line = 400 <= status < 500 and REFUSED_NAMES in scope and self.state.octavo.args.logs_requests

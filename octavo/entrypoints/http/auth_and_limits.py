@@ -48,7 +48,7 @@ _FORM_BYTES = 1 << 20  # bytes of a form in addition to its file
 REQUEST_ID = "octavo.request_id"
 # Scope key of the body of a request from within the server. No client can set it.
 INTERNAL_BODY = "octavo.internal_body"
-# POST routes whose requests have the server tokenize, and the engine do nothing
+# POST routes whose requests only need the server's tokenizer, not the engine
 TOKENIZING_PATHS = frozenset({
     "/tokenize", "/detokenize", "/v1/completions/render", "/v1/chat/completions/render", "/v1/messages/count_tokens",
     "/v1/responses/input_tokens",
@@ -132,7 +132,7 @@ class AuthAndLimits:
                 self._state.num_engine_requests -= uses_engine
                 self._state.num_tokenizing -= tokenizes
         except ClientGoneError:
-            await Response(status_code=499)(scope, receive, send)  # nobody sees it; metrics do
+            await Response(status_code=499)(scope, receive, send)  # no client sees it, but metrics count it
         finally:
             self._state.num_in_flight -= 1
 
@@ -221,5 +221,5 @@ class AuthAndLimits:
 
 
 def _is_unqueued(path: str) -> bool:
-    """Return whether a POST to this path gives the engine nothing to do."""
+    """Return whether a POST to this path gives the engine no work."""
     return path in UNQUEUED_PATHS or path.endswith("/cancel") or path.startswith(_UNQUEUED_PREFIXES)

@@ -28,7 +28,8 @@ class Job(Protocol):
 
 
 async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Wait until `work` is done. A job stores its end so: clients may cancel it while it does, and more than once."""
+    """Wait until `work` is done, despite cancellations: clients may cancel a job, even repeatedly, while it stores its
+    end."""
     task = asyncio.ensure_future(work)
     while not task.done():
         with contextlib.suppress(asyncio.CancelledError):

@@ -1,4 +1,5 @@
-"""The base classes of request and response bodies, the types of request fields, and which fields are not built.
+"""The base classes of request and response bodies, the types of request fields, and the list of fields that are not
+built.
 
 Types are checked strictly ("5" is no number). A field of either API that is not built yet is refused by name unless its
 value asks for nothing.
@@ -95,8 +96,8 @@ def refuse_unbuilt(
     data: Any, built: Container[str] = (), unbuilt: Mapping[str, tuple[Any, ...]] = _NOT_BUILT, within: str = ""
 ) -> Any:
     """Return a request body without the fields of `unbuilt`, except those in `built`, which this route has. Raises
-    `RequestError` for the first such field whose value asks for something. `within` is what stands before names of
-    fields if `data` is a part of a body."""
+    `RequestError` for the first such field whose value asks for something. If `data` is a part of a body, `within` is
+    the prefix of its fields' names."""
     if not isinstance(data, dict) or data.keys().isdisjoint(unbuilt):
         return data
     found = [name for name in data if name in unbuilt and name not in built]
@@ -109,7 +110,7 @@ def refuse_unbuilt(
 
 
 class RequestBody(BaseModel):
-    """What a client sends. Unknown fields are refused."""
+    """A request's body. Unknown fields are refused."""
 
     # Pydantic builds the validator with the first body of a class, not while the server starts.
     model_config = ConfigDict(strict=True, extra="forbid", defer_build=True)
@@ -135,9 +136,8 @@ def is_field(name: str) -> bool:
 
 
 def _end_lists_at_first_error(schema: object) -> bool:
-    """Have lists of plain values be refused with their first wrong item: a list of 100,000 has as many errors, which
-    take a second to write down. Returns whether there is a class of bodies in `schema`: unknown fields within lists
-    of these are all found."""
+    """Make lists of plain values fail at their first wrong item: collecting 100,000 errors would take a second. Returns
+    whether `schema` has a class of bodies: lists of these report all of their unknown fields."""
     parts = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list | tuple) else ()
     has_bodies = True in [_end_lists_at_first_error(one) for one in parts]
     if isinstance(schema, dict):
@@ -148,7 +148,7 @@ def _end_lists_at_first_error(schema: object) -> bool:
 
 
 class ResponseModel(BaseModel):
-    """What a client gets."""
+    """A response's body."""
 
     # Pydantic builds the serializer with the first object of a class, not while the server starts.
     model_config = ConfigDict(defer_build=True)
@@ -297,7 +297,7 @@ class TextPart(TypedDict):
 
 
 class RefusalPart(TypedDict):
-    """What the assistant said in the place of an answer. It counts as text."""
+    """A refusal by the assistant instead of an answer. It counts as text."""
 
     type: Literal["refusal"]
     refusal: str
@@ -361,30 +361,30 @@ class InputAudioPart(_NamedPart):
 
 
 class ImageEmbeds(TypedDict):
-    """Rows of a tower in base64, and how many patches they have in time, height and width."""
+    """Rows of a tower in base64, and their numbers of patches in time, height and width."""
 
     image_embeds: str
     image_grid_thw: NotRequired[str | list[int] | None]
 
 
 class ImageEmbedsPart(_NamedPart):
-    """What a tower makes of a picture, in its place: a tensor [tokens, hidden_size] as `torch.save` or safetensors
-    write it."""
+    """A tower's output for a picture, instead of the picture: a tensor [tokens, hidden_size] as `torch.save` or
+    safetensors write it."""
 
     type: Literal["image_embeds"]
     image_embeds: NotRequired[str | ImageEmbeds | None]
 
 
 class AudioEmbedsPart(_NamedPart):
-    """What a tower makes of a sound, in its place."""
+    """A tower's output for a sound, instead of the sound."""
 
     type: Literal["audio_embeds"]
     audio_embeds: NotRequired[str | None]
 
 
 class VideoEmbeds(TypedDict):
-    """Rows of a tower in base64, how many patches they have in time, height and width, and where in the video its
-    frames were."""
+    """Rows of a tower in base64, their numbers of patches in time, height and width, and the places of the frames in
+    the video."""
 
     video_embeds: str
     video_grid_thw: str | list[int]
@@ -395,14 +395,14 @@ class VideoEmbeds(TypedDict):
 
 
 class VideoEmbedsPart(_NamedPart):
-    """What a tower makes of a video, in its place."""
+    """A tower's output for a video, instead of the video."""
 
     type: Literal["video_embeds"]
     video_embeds: NotRequired[VideoEmbeds | None]
 
 
 class PromptEmbedsPart(TypedDict):
-    """Embeddings in the place of a text, with --enable-prompt-embeds: a tensor [tokens, hidden_size] in base64."""
+    """Embeddings instead of a text, with --enable-prompt-embeds: a tensor [tokens, hidden_size] in base64."""
 
     type: Literal["prompt_embeds"]
     data: str

@@ -28,7 +28,7 @@ async def sleep(request: Request) -> Response:
 
 @router.post("/wake_up")
 async def wake_up(request: Request) -> Response:
-    """Have the memory again; with `tags` that of `weights` or `kv_cache` only."""
+    """Take the memory again; with `tags` only the memory of `weights` or `kv_cache`."""
     tags = request.query_params.getlist("tags")
     await state_of(request).engine.wake_up(tags or None)
     return Response()
@@ -36,13 +36,14 @@ async def wake_up(request: Request) -> Response:
 
 @router.get("/is_sleeping")
 async def is_sleeping(request: Request) -> dict[str, bool]:
-    """Whether the engine sleeps."""
+    """Return whether the engine sleeps."""
     return {"is_sleeping": await state_of(request).engine.is_sleeping()}
 
 
 @router.post("/pause")
 async def pause(request: Request) -> Response:
-    """Let new requests wait until /resume. `mode` says what those under way do: abort, wait (for their end) or keep."""
+    """Let new requests wait until /resume. `mode` says what requests under way do: abort, wait (for their end) or
+    keep."""
     query = request.query_params
     clears = read_boolean(query.get("clear_cache", "true"), "clear_cache")
     await state_of(request).engine.pause_generation(query.get("mode", "abort"), clear_cache=clears)
@@ -58,13 +59,13 @@ async def resume(request: Request) -> Response:
 
 @router.get("/is_paused")
 async def is_paused(request: Request) -> dict[str, bool]:
-    """Whether new requests wait."""
+    """Return whether new requests wait."""
     return {"is_paused": await state_of(request).engine.is_paused()}
 
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget what has been computed for others to share."""
+    """Empty the prefix cache."""
     if not await state_of(request).engine.reset_prefix_cache():
         return error_response("The engine ended meanwhile, and is started again with an empty cache.", 503)
     return Response()

@@ -47,9 +47,9 @@ _OF_TOOLS = re.compile(r"tools\[\d+\]\.(type|function)", re.ASCII)
 _FORM_OF_TOOLS = ': a tool is {"type": "function", "function": {"name": ..., "parameters": {...}}}'
 _JSON_SCHEMA = "response_format.json_schema."
 _BESIDE_SCHEMA = ("name", "description", "schema", "strict")
-# Keywords with which a schema may begin that a client has put in the place of its wrapping.
+# Keywords that show that a client sent a bare schema instead of the object around it.
 _OF_SCHEMAS = ONE | LISTS | MAPS | SILENT | {"type", "required", "items", "enum", "const", "format", "pattern", "$ref"}
-_MAX_COMPARED = 64  # characters of a client's name or path that similar ones are looked for
+_MAX_COMPARED = 64  # characters of an unknown name or path that are compared with known ones
 # Routes of OpenAI's and vLLM's servers that Octavo does not have.
 UNBUILT_PATHS = frozenset((
     "/v1/audio/speech", "/v1/realtime", "/v1/images/generations",
@@ -65,9 +65,9 @@ UNBUILT_PATHS = frozenset((
 DEV_MODE_PATHS = frozenset({
     "/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/reset_prefix_cache",
 })  # fmt: skip
-# Routes of Ollama's that change which models there are.
+# Ollama's routes that add or remove models.
 _OF_THE_GATEWAY = frozenset({"/api/pull", "/api/delete"})
-# Scope key of the names in the error that answers a request: its field and its code. Values of clients are not in it.
+# Scope key of an error's field and code, for the request's log line. It has no text of a client.
 REFUSED_NAMES = "octavo.refused_names"
 _FIRST_NAME = re.compile(r"\w*", re.ASCII)
 MAX_MESSAGE_LENGTH = 1000  # messages quote values of clients, which may be megabytes
@@ -160,7 +160,7 @@ def error_fields(error: Exception) -> dict[str, Any]:
         return {"message": str(error), "status": 503, "code": "engine_restarting"}
     if isinstance(error, EngineDeadError):
         message = str(error) or "The engine has died; this server cannot answer."
-        # Not 503, which balancers take for "ask another server": this request may be what ended the engine.
+        # Not 503, after which balancers ask another server: this request may have ended the engine.
         return {"message": message, "status": 500, "code": "engine_dead"}
     logger.error("Unexpected error while answering a request", exc_info=error)
     return {"message": "Internal error.", "status": 500, "code": "internal_error"}
@@ -223,7 +223,8 @@ _JSON_NAMES = {None: "null", True: "true", False: "false"}
 _TYPE_LABEL = re.compile(r".*\[.*|(?:str|int|float|bool|list|dict|none|constrained-\w+)$")
 
 
-# What pydantic says of Python where a client has JSON: "a valid dictionary or instance of Tool", and of its own work.
+# Pydantic's words about Python ("a valid dictionary or instance of Tool") or its own work, which mean nothing to
+# clients.
 _WORDS_OF_PYTHON = re.compile(r"a valid dictionary(?: or (?:instance of|object to extract fields from) ?\w*)?")
 _OF_VALIDATION = re.compile(r" after validation, not (?:more than )?\d+")
 

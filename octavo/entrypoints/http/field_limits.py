@@ -30,7 +30,7 @@ _SCHEMAS = (
     "tools", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "structural_tag", "text", "output_config", "output_format",
 )  # fmt: skip
-_LIMITED = frozenset((*_STOPS, "bad_words", *_TOKEN_IDS, "chat_template", *_SCHEMAS))  # all others are conversations
+_LIMITED = frozenset((*_STOPS, "bad_words", *_TOKEN_IDS, "chat_template", *_SCHEMAS))  # others are conversations
 _CONVERSATIONS = ("messages", "input", "items", "system")
 
 
@@ -61,7 +61,7 @@ class RequestLimits:
         """Raise `RequestError` for a body with too many values, or with values nested too deeply."""
         num_openers = body.count(b"[") + body.count(b"{")
         if self._most_nodes(body) <= self.max_json_nodes and num_openers <= self.max_json_depth:
-            return  # within the limits even if no bracket were in a string
+            return  # within the limits even if all brackets count
         rest = _STRINGS.sub(b"", body)
         num_nodes = self._most_nodes(rest)
         if num_nodes > self.max_json_nodes:

@@ -1,8 +1,8 @@
 """One of several front ends of a server, as a process: `python -m octavo.entrypoints.http.front_end`, started by
 `front_ends.py`.
 
-It serves HTTP as the process of a server with one front end does, but its engines' cores are the hub's. It has its
-listening socket, its connection to the hub and the memory of the shared counts from its parent, and ends with it.
+It serves HTTP as the process of a server with one front end does, but its engines' cores are the hub's. Its parent
+gives it its listening socket, its connection to the hub and the memory of the shared counts. It ends with its parent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from octavo.processes import allow_files, collect_rarely, event_loop_factory
 
 logger = logging.getLogger("octavo.server")
 
-_PARENT_END_S = 1.0  # from the end of a killed parent's connections to that of its process
+_PARENT_END_S = 1.0  # from the end of a killed parent's connections to the end of its process
 
 
 class FrontEndArgs(msgspec.Struct):
@@ -45,14 +45,14 @@ class FrontEndArgs(msgspec.Struct):
 
     config: EngineConfig
     args: ServerArgs
-    number: int  # of this process; one that replaces it has another
+    number: int  # of this process; its replacement gets another
     place: int  # among the front ends, from 0
     parent: int  # the process that owns the hub
     listening: int  # file descriptors
     link: int
     counts: int
     loggers: list[str]
-    store_folder: str | None = None  # of a store that ends with its server
+    store_folder: str | None = None  # folder of a store that ends with its server
 
 
 def main() -> None:
@@ -68,8 +68,8 @@ def main() -> None:
 
 
 def _end_with_hub(store_folder: str | None, parent: int) -> None:
-    """End this process, as its connection has ended: the parent has ended too, or has given this front end up. A
-    parent that was killed has left the folder of its own store."""
+    """End this process, as its connection has ended: its parent has ended too, or has given up this front end. If the
+    parent was killed, delete the folder of its store."""
     deadline = time.monotonic() + _PARENT_END_S
     while os.getppid() == parent and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -136,7 +136,7 @@ async def _serve(given: FrontEndArgs) -> None:
 
 
 def _sample(metrics: EngineMetrics, lines: Sequence[LogLine], counts: SharedCounts, now: float) -> None:
-    """Set the gauges of recent averages, and tell the other front ends this one's requests a second."""
+    """Set the gauges of recent averages, and share this front end's requests a second with the others."""
     for line in lines:
         line.sample(now)
     counts.share(REQUESTS_PER_S, metrics.own_requests_per_s)

@@ -38,7 +38,7 @@ from octavo.processes import child_command
 logger = logging.getLogger("octavo.server")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_END_S = 5.0  # for a front end to end, after its requests have
+_END_S = 5.0  # for a front end to end after its requests
 
 
 def check_engines(config: EngineConfig, args: ServerArgs) -> None:
@@ -81,8 +81,8 @@ def share_port(first: socket.socket, number: int, *, is_path: bool) -> Iterator[
 
 @contextlib.contextmanager
 def one_store(args: ServerArgs) -> Iterator[tuple[ServerArgs, str | None]]:
-    """Yield `args` with a store that front ends can share, and the folder of a store that goes with the server: without
-    --response-store it is a file until the server ends. A user's store has None."""
+    """Yield `args` with a store that front ends can share, and its folder: without --response-store the store is a file
+    that is deleted when the server ends. The folder is None if the user names a store."""
     if args.response_store is not None:
         yield args, None
         return
@@ -146,7 +146,7 @@ class FrontEnds:
             number = self._hub.new_number()
             process, link = await asyncio.to_thread(self._start, place, number)
             front = await self._hub.attach(link, number)
-            if self._stopping.is_set():  # it was not there to be told
+            if self._stopping.is_set():  # `stop` came before it had started
                 front.channels.close()
             beginning = asyncio.ensure_future(self._begin(front, restarts))
             await wait_for_exit(process)

@@ -26,8 +26,8 @@ from octavo.entrypoints.http.field_limits import RequestLimits
 from octavo.errors import RequestError
 from octavo.processes import child_command
 
-MIN_BYTES = 1 << 20  # of a body for the process; smaller bodies parse in a few milliseconds
-MIN_NODES = 10_000  # values of a body for the process; bodies with fewer parse in a few milliseconds
+MIN_BYTES = 1 << 20  # smaller bodies parse in a few milliseconds
+MIN_NODES = 10_000  # bodies with fewer values parse in a few milliseconds
 TIME_LIMIT_S = 60.0  # for one body; the longest take 2 s
 _PIECE_NODES = 2000
 _LENGTH = struct.Struct("<Q")

@@ -191,7 +191,7 @@ def _add_errors(operation: dict[str, Any], body: str) -> None:
 
 @router.get("/openapi.json")
 async def openapi(request: Request) -> dict[str, Any]:
-    """The description."""
+    """Return the description of the API."""
     description: Description = request.app.state.openapi
     schema = await asyncio.to_thread(lambda: description.schema)
     root = request.scope.get("root_path", "")
@@ -216,9 +216,9 @@ async def docs(request: Request) -> Response:
 
 @router.get("/docs/{name}")
 async def docs_file(name: str) -> Response:
-    """A file of the page."""
+    """Return a file of the page /docs."""
     if name not in PAGE_FILES:
         raise HTTPException(404)
-    import fastapi_offline  # has Swagger UI; imported here because the start does not need it
+    import fastapi_offline  # has Swagger UI; imported here, as the start does not need it
 
     return FileResponse(Path(fastapi_offline.__file__).parent / "static" / name)

@@ -27,7 +27,7 @@ class Health(ResponseModel):
 @router.get("/ping", response_model=Health, responses={503: {"model": Health}})
 @router.post("/ping", include_in_schema=False)
 async def health(request: Request) -> Response:
-    """200 when requests are taken; 503 with the reason while the model loads and after the engine has died."""
+    """Answer 200 while requests are taken; 503 with the reason while the model loads and after the engine has died."""
     unavailable = await state_of(request).unavailable()
     if unavailable is None:
         return JSONResponse({"status": "ok"})
@@ -37,19 +37,19 @@ async def health(request: Request) -> Response:
 
 @router.get("/version")
 async def version() -> dict[str, str]:
-    """The version of Octavo."""
+    """Return the version of Octavo."""
     return {"version": __version__}
 
 
 @router.get("/load")
 async def load(request: Request) -> dict[str, int]:
-    """Requests that the engine has been asked for and whose answers are not complete, those that wait included."""
+    """Count the requests of the engine whose answers are not complete, including waiting ones."""
     return {"server_load": state_of(request).num_all_engine_requests}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Everything that Octavo counts, in Prometheus's text format."""
+    """Return all metrics in Prometheus's text format."""
     state = state_of(request)
     engine_metrics = state.engine.metrics
     if engine_metrics is None:

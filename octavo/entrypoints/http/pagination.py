@@ -25,7 +25,7 @@ class PageQuery:
 
 
 class Deleted(ResponseModel):
-    """What is said of an object that was deleted."""
+    """The answer about a deleted object."""
 
     id: str
     object: str

@@ -37,7 +37,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
         yield b"}"
     else:
         yield b"["
-        most = max(1, MAX_PIECE_VALUES - 1)  # the list of them is a value too
+        most = max(1, MAX_PIECE_VALUES - 1)  # their list is a value too
         for begin in range(0, len(value), most):
             yield b"," if begin else b""
             part = value[begin : begin + most]

@@ -12,7 +12,7 @@ HEADERS = "octavo.headers"  # scope key of the headers as they arrived
 
 
 class RequestHeaders(Headers):
-    """Headers that are found by name without a search through all of them. Of a repeated header the first counts."""
+    """Headers in a dictionary by name, as Starlette searches a list. Of a repeated header the first counts."""
 
     def __init__(self, scope: Scope) -> None:
         super().__init__(scope=scope)

@@ -1,8 +1,8 @@
 """Streams that another server can go on with, such as another replica behind `octavo gateway`.
 
 A request with the header X-Octavo-Resumable is answered with the stream's id, time and seed in the same header. In the
-stream a comment with tokens follows the events that the tokens make. The other server gets both as the field `resume`,
-replays the tokens through the readers of the answer, and sends what comes after them.
+stream a comment with tokens follows the events made of these tokens. The other server gets both as the field `resume`,
+replays the tokens through the readers of the answer, and sends the rest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Resumed(Protocol):
 
 
 class ResumableStream:
-    """What one stream needs to be gone on with, and what another server has sent of it. `shows_tokens`: its events are
+    """Makes one stream resumable, and skips the part of it that another server has sent. `shows_tokens`: its events are
     followed by tokens."""
 
     def __init__(
@@ -53,7 +53,7 @@ class ResumableStream:
         return {_HEADER: encode_json(about).decode(), _PROMPT_TOKENS: str(num_prompt_tokens)}
 
     def shown(self, events: bytes, token_ids: list[int], *, is_last: bool) -> bytes:
-        """Return what the client gets of an output's events: nothing if another server has sent them."""
+        """Return an output's events as the client gets them: none if another server has sent them."""
         if self._num_replayed:
             self._num_replayed -= 1
             return b""

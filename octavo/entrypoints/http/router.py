@@ -110,7 +110,7 @@ class _Application:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
-        request._headers = RequestHeaders(scope)  # in the place of those that Starlette would make
+        request._headers = RequestHeaders(scope)  # instead of Starlette's
         response = await self.answer(request)
         await response(scope, receive, send)
 

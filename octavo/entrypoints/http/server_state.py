@@ -53,7 +53,7 @@ logger = logging.getLogger("octavo.server")
 
 MAX_RETRY_AFTER_S = 120
 MAX_SOUNDS_HELD = 16  # transcribed at once; other sounds wait as files
-MAX_FETCHED_HELD = 32  # requests whose media are fetched or wait to be decoded; other requests wait with addresses only
+MAX_FETCHED_HELD = 32  # requests with fetched media in memory; others wait before they fetch
 ID_HEADER = "X-Request-Id"
 RANK_HEADER = "X-data-parallel-rank"
 SESSION_HEADER = "X-Session-ID"
@@ -69,7 +69,7 @@ class Arrival:
     at: float
     headers: Headers
     num_bytes: int  # size of the body
-    client: str | None = None  # who sent it, for --scheduling-policy fair
+    client: str | None = None  # its sender, for --scheduling-policy fair
 
 
 class HasRequestId(Protocol):
@@ -136,7 +136,7 @@ class ServerState:
         self.is_stopping = False
         self.num_in_flight = 0  # requests whose answers are not complete
         self._num_engine_requests = 0
-        self.num_tokenizing = 0  # complete requests of this front end that have it tokenize, and the engine do nothing
+        self.num_tokenizing = 0  # complete requests that only need this front end's tokenizer
 
     @property
     def num_engine_requests(self) -> int:
@@ -150,7 +150,7 @@ class ServerState:
 
     @property
     def num_all_engine_requests(self) -> int:
-        """Those of all front ends."""
+        """Complete requests of all front ends that the engine answers."""
         return int(self.counts.total(ENGINE_REQUESTS))
 
     @cached_property
@@ -162,7 +162,7 @@ class ServerState:
 
     @cached_property
     def answers(self) -> AnswerMemory | None:
-        """Return the memory of the tokens of answers; None without."""
+        """Return the memory of the tokens of answers; None if there is none."""
         from octavo.entrypoints.chat.answer_memory import AnswerMemory
 
         args = self.args
@@ -172,7 +172,7 @@ class ServerState:
 
     @cached_property
     def card(self) -> dict[str, Any]:
-        """Return what the model is and can do. Made with the first use, in a thread."""
+        """Return the model's card. The first call makes it, in a thread."""
         from octavo.entrypoints.model_card import model_card
 
         return model_card(self.engine.config, self.engine.tokenizer, self.formats)
@@ -290,7 +290,7 @@ class ServerState:
         limit_s, forecast, stats = min(limits_s), self.engine.forecast, self.engine.stats
         predicted_s = forecast.seconds(num_tokens)
         rate = 0.0 if self.engine.metrics is None else self.engine.metrics.all_requests_per_s
-        if stats.num_running >= self.engine.config.num_slots and rate > 0:  # another must end first
+        if stats.num_running >= self.engine.config.num_slots and rate > 0:  # a running request must end first
             predicted_s = max(predicted_s, (stats.num_waiting + stats.num_swapped + 1) / rate)
         if predicted_s <= limit_s:
             return
@@ -333,7 +333,7 @@ class ServerState:
             return None
         if name in names.named:
             return names.named[name].source
-        return await run_off_loop(lambda: names.find(name), length=MAX_INLINE_LENGTH + 1)  # its file may be large
+        return await run_off_loop(lambda: names.find(name), length=MAX_INLINE_LENGTH + 1)  # reads a file
 
     def log_pooling(self, name: str, requests: Sequence[EngineRequest]) -> None:
         """Log one line about the texts of a request to a model that pools."""
@@ -472,8 +472,8 @@ class ServerState:
         return self.tracer.trace(named, self.engine.generate_from(request), headers)
 
     def _cache_session(self, body: TokenRequest, headers: Mapping[str, str]) -> tuple[str | None, float]:
-        """Return under which id a request keeps its blocks, if at all, and for how many seconds. Raises
-        `RequestError`."""
+        """Return the id under which a request keeps its blocks, None if it does not, and the seconds for which it does.
+        Raises `RequestError`."""
         session = body.cache_session or headers.get(CACHE_SESSION_HEADER) or None
         if session is not None and not re.match(SESSION_PATTERN, session):
             raise RequestError(

@@ -1,4 +1,4 @@
-"""Counts that the front ends of a server share: each writes its own, and reads the sum of all."""
+"""Counts that a server's front ends share: each writes its own number, and reads the sum of all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def num_bytes(num_front_ends: int, num_engines: int) -> int:
 
 
 class SharedCounts:
-    """The counts of one front end, of `num_front_ends` whose `memory` is one. A number is written and read at once."""
+    """The counts of one of `num_front_ends` front ends that share `memory`. Reading or writing a number is atomic."""
 
     def __init__(self, memory: mmap.mmap | bytearray, place: int = 0, num_front_ends: int = 1) -> None:
         self._cells = memoryview(memory).cast("d")
@@ -37,6 +37,6 @@ class SharedCounts:
         return partial(self.share, what)
 
     def clear(self) -> None:
-        """Set this front end's counts to 0: it has ended."""
+        """Set this front end's counts to 0, after it has ended."""
         for what in range(self._size):
             self.share(what, 0)

@@ -1,4 +1,4 @@
-"""What a person sees of a start: how far the weights are loaded, then what is served and how to use it.
+"""Shows a start to the user: how far the weights are loaded, then which model is served and how to use it.
 
 The bar is for terminals. The lines about what is served come on every start; a log of JSON has them in one object.
 """
@@ -21,17 +21,17 @@ from octavo.version import __version__
 
 logger = logging.getLogger("octavo.server")
 
-_CLEAR = "\x1b[2K\r"  # ECMA-48: erase the line; and back to its begin
+_CLEAR = "\x1b[2K\r"  # ECMA-48: erase the line, and return to its start
 _BAR_WIDTH = 30
 
 
 class StartDisplay:
-    """Shows one start. After `clear` or `show_ready` it shows no bar, such as that of an engine that starts again."""
+    """Shows one start. After `clear` or `show_ready` no bar is shown, not even if an engine starts again."""
 
     def __init__(self, config: EngineConfig, args: ServerArgs, sock: socket.socket) -> None:
         self._args, self._sock = args, sock
         self._name = config.model.served_model_names[0]
-        self._shares: dict[int, float] = {}  # loaded, by engine
+        self._shares: dict[int, float] = {}  # loaded share of the weights, by engine
         self._shows_bar = args.log_format != JSON and has_styles(sys.stderr)
 
     def show_loading(self, engine: int, share: float) -> None:
@@ -45,7 +45,7 @@ class StartDisplay:
         else:
             full = round(_BAR_WIDTH * least)
             line = f"Loading {self._name} [{'#' * full}{'.' * (_BAR_WIDTH - full)}] {least:.0%}"
-        # The cursor goes back to the line's begin, so that a line of the log takes the bar's place.
+        # The cursor goes back to the line's start, so that a line of the log takes the bar's place.
         print(f"{_CLEAR}{line[: shutil.get_terminal_size().columns - 1]}\r", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
@@ -55,8 +55,8 @@ class StartDisplay:
         self._shows_bar = False
 
     def show_ready(self, config: EngineConfig, ready: Ready, seconds: float) -> None:
-        """Show what is served, how much it can hold, and its address; on a terminal also the page and a command to
-        try. `seconds` is how long the start took."""
+        """Show the models, the room for requests, and the address; on a terminal also the page and a command to try.
+        `seconds` is how long the start took."""
         self.clear()
         title = f"Octavo {__version__}, ready in {seconds:.1f} s"
         lines = _what_is_served(config, ready) | {"API": self._api}
@@ -73,7 +73,7 @@ class StartDisplay:
 
     @property
     def _root(self) -> str:
-        """The address without a route. A server at a socket's path has any host."""
+        """Return the server's address without a route. For a Unix socket the host's name is arbitrary."""
         if self._args.uds is not None:
             return f"http://localhost{self._args.root_path}"
         host, port = self._sock.getsockname()[:2]
@@ -86,7 +86,7 @@ class StartDisplay:
         return f"{self._root}/v1" if self._args.uds is None else f"{self._args.uds}, path /v1"
 
     def _example(self, config: EngineConfig) -> str:
-        """Return a command that asks the model something, on one line."""
+        """Return a command that asks the model a question, on one line."""
         words = ["curl"] if self._args.uds is None else ["curl", "--unix-socket", self._args.uds]
         if self._args.api_keys:
             words.append('-H "Authorization: Bearer $OCTAVO_API_KEY"')

@@ -33,7 +33,7 @@ _VERSION = 1  # version of the tables
 _PAGE_BYTES = 4096
 _EVICTED = "kind IN ('response', 'chat', 'conversation') AND owner IS NULL"  # the oldest are deleted to make room
 _EVICTED_AT_ONCE = 16
-_MAX_POSTED_BYTES = 64 << 20  # that wait to be written
+_MAX_POSTED_BYTES = 64 << 20  # of posted work that waits
 _TABLES = """
 CREATE TABLE objects (
   number INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, id TEXT NOT NULL, created REAL NOT NULL,
@@ -118,8 +118,8 @@ class Database:
         self, kind: str, id: str, body: bytes, extra: bytes | None = None, *, is_owned: bool = False,
         needs_room: bool = True,
     ) -> None:  # fmt: skip
-        """Store a new object, or replace the body of an existing one. Without `extra` an existing one stays. Unless it
-        `needs_room`, a full store takes it, too."""
+        """Store a new object, or replace the body of an existing one, and its `extra` if one is given. With
+        `needs_room` false even a full store takes the object."""
         if needs_room:
             self._make_room(len(body) + len(extra or b""))
         self._db.execute(
@@ -253,7 +253,7 @@ class Database:
                 self.delete(kind, id)
 
     def _oldest(self, which: str) -> list[tuple[str, str]]:
-        """Return kinds and ids of the oldest objects of those that SQL chooses."""
+        """Return kinds and ids of the oldest objects that the SQL condition `which` chooses."""
         return self._db.execute(
             f"SELECT kind, id FROM objects WHERE {which} ORDER BY number LIMIT {_EVICTED_AT_ONCE}"
         ).fetchall()
@@ -293,8 +293,8 @@ class Store:
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work))
 
     def post(self, work: Callable[[Database], None], num_bytes: int) -> None:
-        """Run `work`, which writes `num_bytes`, as one transaction, later; not at all if too much waits already. The
-        log has its error. Any thread may call it."""
+        """Run `work`, which writes `num_bytes`, as one transaction later, or never if too much waits already. Its
+        errors go to the log. Any thread may call it."""
         with self._lock:
             had_dropped, self._has_dropped = self._has_dropped, self._num_posted_bytes + num_bytes > _MAX_POSTED_BYTES
             if self._has_dropped:

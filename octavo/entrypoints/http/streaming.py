@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 encode_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
-STARTED_AT_ONCE = 16  # requests of one body
+STARTED_AT_ONCE = 16  # requests of one body that start at once
 SERVER_SEND = "octavo.server_send"  # scope key of the `send` that no middleware has wrapped
 
 
@@ -119,7 +119,7 @@ class Push:
         """`encode` returns the events of an output."""
         self.is_open = False
         self.has_sent = False  # since the keeper's last check
-        self.num_text_tokens = 0  # tokens that `encode` has not seen
+        self.num_text_tokens = 0  # tokens written without `encode`
         self._encode = encode
         self._text_chunk: tuple[int, bytes, bytes] | None = None
         self._shows_tokens = False
@@ -139,8 +139,8 @@ class Push:
         self._encode = _encode_nothing  # the old one may refer to this object: a cycle waits for a full collection
 
     def begin_text(self, before: bytes, after: bytes, *, shows_tokens: bool) -> None:
-        """From now on write the text of the only completion between `before` and `after`, without `encode`, and its
-        tokens behind it."""
+        """From now on write the only completion's text between `before` and `after` without calling `encode`, and its
+        tokens after that."""
         self._shows_tokens = shows_tokens
         self._text_chunk = (len(before) + len(after), before, after + b"\r\n")
 
@@ -173,7 +173,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
     keep_alive = b": keep-alive\n\n"  # a comment, sent when nothing else has been sent for a while
-    shows_errors = True  # as a last event; otherwise an error breaks the answer off, so that it does not look whole
+    shows_errors = True  # as a last event; else an error breaks the answer off, so that it does not look complete
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str], push: Push | None = None) -> None:
         self._events = events
@@ -254,7 +254,7 @@ async def encode_off_loop(value: Any) -> bytes:
 @coroutine
 def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> Generator[Any, Any, T | None]:
     """Return the result of `work`, or None if the client hung up first and `work` was cancelled. The client is watched
-    from when `work` first waits; most work is done before."""
+    only once `work` waits, because most work ends before that."""
     try:
         waited_for = work.send(None)
     except StopIteration as end:
@@ -290,8 +290,8 @@ def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> Gene
 
 
 async def spread(items: Sequence[T]) -> AsyncGenerator[T, None]:
-    """Yield the items, for each of which the caller starts a request, and let other tasks run between groups of them.
-    To start a request takes about 0.1 ms, and a body may have thousands."""
+    """Yield the items, and let other tasks run between groups of them. The caller starts a request for each, which
+    takes about 0.1 ms, and a body may have thousands."""
     for number, item in enumerate(items):
         if number and number % STARTED_AT_ONCE == 0:
             await asyncio.sleep(0)

@@ -39,7 +39,7 @@ HEAD_TIMEOUT_S = 20.0  # from the first byte, or from connecting, to the end of 
 MAX_HEAD_BYTES = 64 * 1024
 LINGER_S = 2.0  # for a client to go on sending and reading after an answer that came before its whole body
 STARTS_PER_TURN = 8  # requests; each takes up to some milliseconds before it waits for anything
-IDLE_GRACE_S = 1.0  # in which a connection without a request is not cut, though all connections are taken
+IDLE_GRACE_S = 1.0  # for a connection to send a request before it may be cut for another one
 KEEP_ALIVE_S = 30  # for idle connections; longer than clients keep theirs, so that the clients close them
 FLUSH_TIMEOUT_S = 1.0  # for aborted answers to reach their clients, and traces their collector
 
@@ -154,7 +154,7 @@ class RequestStarts:
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
-        self._num_started = 0  # in this turn
+        self._num_started = 0  # requests started in this turn
 
     def start(self, loop: asyncio.AbstractEventLoop, begin: Callable[[], None]) -> None:
         if self._num_started == STARTS_PER_TURN:
@@ -301,7 +301,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._idle.pop(self, None)  # the order is that of the times
+        self._idle.pop(self, None)  # removed first, to keep the order of times
         if self.cycle.response_complete and not self.transport.is_closing() and not self._is_lingering:
             self._idle[self] = self.loop.time()
 
@@ -372,7 +372,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def _do_nothing(*_: object) -> None:
-    """Stand for what a connection did that has gone."""
+    """Replace a callback of a connection that has gone."""
 
 
 class _ClosingTransport:
@@ -383,7 +383,8 @@ class _ClosingTransport:
         self.is_closing, self.close, self.attach = transport.is_closing, close, attach
 
     def let_go(self) -> None:
-        """Forget the connection, which has gone. It refers to this object: a cycle would wait for a full collection."""
+        """Forget the connection, which has gone. It refers to this object: a cycle would stay until a full
+        collection."""
         self.is_closing = lambda: True
         self.write = self.close = self.attach = _do_nothing
 

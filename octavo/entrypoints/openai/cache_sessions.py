@@ -14,7 +14,7 @@ router = Router(tags=["Octavo"])
 
 @router.delete("/v1/cache/sessions/{session_id}")
 async def delete_cache_session(session_id: str, raw: Request) -> Deleted:
-    """Free the blocks that only this session has. `cache_salt` in the query is that of the session's requests."""
+    """Free the blocks that only this session has. `cache_salt` in the query is the salt of the session's requests."""
     state = state_of(raw)
     state.check_keeps_sessions()
     if await state.engine.drop_cache_session(session_id, raw.query_params.get("cache_salt")) is None:

@@ -57,15 +57,13 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         self._role = self._state.args.response_role
         self._prompt_token_ids: list[int] = []
         last = body.messages[-1]
-        self._echo = ""  # what answers begin with
+        self._echo = ""  # text with which answers begin
         if body.echo and last.role == self._role and last.content:
             given = last.content
             self._echo = given if isinstance(given, str) else "".join(part.get("text", "") for part in given)
         self._prompt_text: str | None = None
-        self._kept: list[Delta] | None = (
-            [TextDelta(self._echo)] if body.store else None
-        )  # deltas of a stream that will be stored
-        self._kept_logprobs: list[ChatTokenLogprob] = []  # of such a stream
+        self._kept: list[Delta] | None = [TextDelta(self._echo)] if body.store else None  # deltas of a stream to store
+        self._kept_logprobs: list[ChatTokenLogprob] = []  # log-probabilities of a stream to store
         self._kept_token_ids: list[int] = []
         self._has_begun = False  # whether the stream has begun
         self._finish_reason = "abort"

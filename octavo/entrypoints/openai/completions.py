@@ -83,14 +83,14 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
         adds_special = body.add_special_tokens is not False
         for index, given in enumerate(body.prompts):
             await asyncio.sleep(0)  # let other tasks run between two prompts
-            self._body, self._params = body, params  # the prompt before may have been cut
+            self._body, self._params = body, params  # the last prompt may have been cut
             if body.suffix and isinstance(given, str):
                 given = fill_in_prompt(self._state.engine.tokenizer, given, body.suffix)
             with naming_prompt("prompt", index, len(body.prompts)):
                 try:
                     prompt, generator = await self._submit_one(PreparedPrompt(given, adds_special))
                 except RequestError as error:
-                    may_cut = self._truncation == "auto" and not body.suffix  # whose marks are at the beginning
+                    may_cut = self._truncation == "auto" and not body.suffix  # its marks come first
                     if error.code != "context_length_exceeded" or not may_cut:
                         raise
                     self._cut_prompt()
@@ -193,7 +193,7 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
         )
 
     def _end(self, completion: CompletionOutput) -> tuple[str | None, int | str | None]:
-        """Return why a choice ended. A prompt that is only scored ends with "length", whatever followed it."""
+        """Return why a choice ended. A prompt that is only scored always ends with "length"."""
         if self._body.only_prompt and completion.finish_reason == "stop":
             return "length", None
         return completion.finish_reason, completion.stop_reason

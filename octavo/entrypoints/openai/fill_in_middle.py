@@ -1,4 +1,4 @@
-"""The prompt of a completion with a `suffix`: the model writes what stands between prompt and suffix."""
+"""The prompt of a completion with a `suffix`: the model writes the text between prompt and suffix."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
     text_field: tuple[bytes, bytes]  # see `ChunkWriter`
 
     def __init__(self, body: RequestT, raw: Request, *, only_renders: bool = False) -> None:
-        """`only_renders`: `render` comes, and not `answer`."""
+        """`only_renders`: the caller uses `render` and not `answer`."""
         self._only_renders = only_renders
         self._state = state = state_of(raw)
         if state.args.enable_force_include_usage and body.stream:
@@ -111,10 +111,10 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         return True
 
     def _cut_prompt(self) -> None:
-        """Have the prompt keep its last tokens: half of what the model takes, or more if the answer may have less."""
+        """Cut the prompt to its last tokens: half of the model's length, or more if the answer may have less."""
         limit = self._state.engine.config.model.max_model_len
         num_kept = limit - min(limit // 2, self._params.max_tokens or limit)
-        self._params = copy.copy(self._params)  # other prompts have them, too
+        self._params = copy.copy(self._params)  # other prompts share them
         self._params.truncate_prompt_tokens = num_kept
         self._body = self._body.model_copy(update={"truncate_prompt_tokens": num_kept})
 
@@ -146,7 +146,7 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         return self._response(await self._choices())
 
     async def _on_end(self) -> None:
-        """Called when a stream is complete."""
+        """Do the work after a complete stream."""
 
     async def _choices(self) -> list[ChoiceT]:
         choices: list[ChoiceT] = []

@@ -102,7 +102,7 @@ class LogprobsFormatter:
         chosen = [(token_id, position[token_id])] if token_id in position else []
         shown = chosen + _best_first(position)[: _count(num_top, position)]
         result: dict[str, float] = {}
-        for other_id, entry in shown:  # tokens may share a text, such as parts of characters: keep the best
+        for other_id, entry in shown:  # several tokens may have one text, as parts of characters do: keep the best
             result.setdefault(self._text(other_id, entry), _finite(entry.logprob))
         return result
 

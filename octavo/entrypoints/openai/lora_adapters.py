@@ -31,12 +31,12 @@ async def load_adapter(body: LoadAdapterRequest, raw: Request) -> Response:
 
 @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
 async def unload_adapter(body: UnloadAdapterRequest, raw: Request) -> Response:
-    """Serve an adapter no longer. Requests under way finish with it."""
+    """Stop serving an adapter. Requests under way finish with it."""
     return PlainTextResponse(await _everywhere(state_of(raw), unload, "unload_lora_adapter", body))
 
 
 async def _everywhere(state: ServerState, do: Callable[[ServerState, B], Awaitable[str]], name: str, body: B) -> str:
-    """Do it in this front end, or have the hub tell all of them."""
+    """Call `do` in this front end, or if there are several, through the hub in all of them."""
     _updatable(state)
     if state.hub is None:
         return await do(state, body)
@@ -44,7 +44,7 @@ async def _everywhere(state: ServerState, do: Callable[[ServerState, B], Awaitab
 
 
 async def load(state: ServerState, body: LoadAdapterRequest) -> str:
-    """Serve an adapter in this front end. Returns what to say."""
+    """Serve an adapter in this front end. Returns the text of the answer."""
     names = _updatable(state)
     async with names.changing(body.lora_name):
         found = await run_off_loop(
@@ -59,7 +59,7 @@ async def load(state: ServerState, body: LoadAdapterRequest) -> str:
 
 
 async def unload(state: ServerState, body: UnloadAdapterRequest) -> str:
-    """Serve an adapter no longer in this front end. Returns what to say."""
+    """Stop serving an adapter in this front end. Returns the text of the answer."""
     names = _updatable(state)
     async with names.changing(body.lora_name):
         gone = names.unload(body.lora_name)

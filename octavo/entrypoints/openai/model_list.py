@@ -19,8 +19,8 @@ _ANTHROPIC = "anthropic-version"  # a header that all Anthropic clients send
 
 @router.get("/v1/models", response_model=ModelList)
 async def list_models(request: Request) -> ModelList | Response:
-    """The names of the model, and those of its adapters: they have the base model as their parent. With the header
-    `anthropic-version` in the form of Anthropic's API."""
+    """List the names of the model and its adapters, whose parent is the base model. With the header `anthropic-version`
+    the list has the form of Anthropic's API."""
     state = state_of(request)
     names = [*state.model_names, *([] if state.adapters is None else state.adapters.named)]
     if _ANTHROPIC in request.headers:
@@ -31,7 +31,7 @@ async def list_models(request: Request) -> ModelList | Response:
 
 @router.get("/v1/models/{model_id:path}", response_model=ModelCard)
 async def get_model(model_id: str, request: Request) -> ModelCard | Response:
-    """One name of the model; names may contain slashes."""
+    """Return one name of the model; names may contain slashes."""
     state = state_of(request)
     if _ANTHROPIC in request.headers:
         return JSONResponse(_anthropic_card(state, state.resolve_model(model_id)))

@@ -1,6 +1,6 @@
 """POST /v1/chat/completions/render and /v1/completions/render: the tokens of a request's prompts, for routers.
 
-The answers have the first fields of vLLM's. Nothing is computed, but the request is checked as if it were.
+The answers have the first fields of vLLM's. The model does not run, but the request is checked as if it did.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RenderedPrompt(ResponseModel):
 
 @router.post("/v1/chat/completions/render", response_model=RenderedPrompt)
 async def render_chat(body: ChatCompletionRequest, raw: Request) -> Response:
-    """The prompt's tokens, after the chat template."""
+    """Return the prompt's tokens, after the chat template."""
     with body.field_names.in_errors():
         prompts = await _render(ChatJob(body, raw, only_renders=True), raw)
     return await _answer(None if prompts is None else prompts[0])
@@ -34,7 +34,7 @@ async def render_chat(body: ChatCompletionRequest, raw: Request) -> Response:
 
 @router.post("/v1/completions/render", response_model=list[RenderedPrompt])
 async def render_completion(body: CompletionRequest, raw: Request) -> Response:
-    """The tokens of each prompt."""
+    """Return the tokens of each prompt."""
     prompts = await _render(CompletionJob(body, raw, only_renders=True), raw)
     return await _answer(prompts)
 

@@ -60,7 +60,7 @@ class StreamOptions(RequestBody):
 
 
 class Resume(RequestBody):
-    """The part of a stream that another server has sent, as its header X-Octavo-Resumable and its comments say."""
+    """The part of a stream that another server has sent, from its header X-Octavo-Resumable and its comments."""
 
     id: Id
     created: Int
@@ -108,16 +108,14 @@ class SentToolCall(RequestBody):
     index: int | None = None  # of a stream's deltas
 
 
-# Fields of answers that say nothing to the model beside the content. The openai package's `parse` adds `parsed`.
+# Fields of answers that tell the model no more than the content does. The openai package's `parse` adds `parsed`.
 _SHOWN_ONLY = ("annotations", "refusal", "parsed")
 
 
 class ChatMessage(RequestBody):
-    """One message of a conversation. What came back in an answer may be sent again, so null fields are dropped."""
+    """One message of a conversation. Messages of answers may be sent back, so null fields are dropped."""
 
-    role: Annotated[
-        str, Field(min_length=1), AfterValidator(check_text)
-    ]  # any: which ones there are is the template's to say
+    role: Annotated[str, Field(min_length=1), AfterValidator(check_text)]  # any role: the template decides
     content: MessageContent
     name: Text | None = None
     tool_call_id: Text | None = None
@@ -167,8 +165,8 @@ class ChatMessage(RequestBody):
 
 
 class StructuredOutputs(RequestBody):
-    """What an answer must be: one of `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`,
-    with vLLM's options."""
+    """The structure of an answer: one of `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`, with
+    vLLM's options."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
@@ -360,7 +358,7 @@ class SamplingRequest(TokenRequest):
         if self.response_format is not None and self.response_format.type != "text":
             schema = self.response_format.json_schema
             if schema is not None and schema.schema_ is not None:
-                # OpenAI's strict schemas close their objects themselves; others are closed where that changes nothing.
+                # OpenAI's strict schemas close their objects themselves; others are closed if that changes no answer.
                 closes = {"disable_additional_properties": True} if schema.strict else {}
                 found["response_format.json_schema.schema"] = {"json": schema.schema_, **closes}
             elif self.response_format.type == "structural_tag":
@@ -443,7 +441,7 @@ class GenerationRequest(SamplingRequest):
         return self
 
     def num_shown(self, num_top: int | None) -> int:
-        """Return how many log-probabilities of a position are shown of those that there are; -1: all of them."""
+        """Return how many of a position's log-probabilities are shown; -1: all of them."""
         return -1 if self.logprob_token_ids else num_top or 0
 
     @property
@@ -598,7 +596,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
 
     @property
     def is_resumable(self) -> bool:
-        return super().is_resumable and not self.store  # clients may not choose the id of what is kept
+        return super().is_resumable and not self.store  # clients may not choose the id of a stored chat
 
     @property
     def forces_calls(self) -> bool:
@@ -648,7 +646,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
             self.tools = [tool for tool in self.tools or () if tool.function.name in allowed]
             self.tool_choice = choice = choice.allowed_tools.mode
         structure = None if choice == "auto" else self.structure()
-        # OpenAI's format is that of a message, which an answer of calls does not have.
+        # OpenAI's format is the format of a message, which an answer of calls does not have.
         if structure is not None and not structure[0].startswith("response_format"):
             raise RequestError(f"{structure[0]} and tool_choice exclude each other.", param=structure[0])
         return self
@@ -661,7 +659,7 @@ class GenerateRequest(SamplingRequest):
 
 
 class TokenizeRequest(TemplateRequest):
-    """Body of POST /tokenize: a prompt, or the messages of a chat, with what would be done to them."""
+    """Body of POST /tokenize: a prompt, or the messages of a chat, with the options of a request for an answer."""
 
     model: Text | None = described("One of the names of GET /v1/models; may be left out.")
     prompt: Text | None = described("A text.")

@@ -31,7 +31,7 @@ class PromptTokensDetails(ResponseModel):
 
 
 class CompletionTokensDetails(ResponseModel):
-    """The tokens of reasoning, and what came of the request's prediction."""
+    """The tokens of reasoning, and the accepted and rejected tokens of the request's prediction."""
 
     reasoning_tokens: int = 0
     accepted_prediction_tokens: int = 0
@@ -47,7 +47,8 @@ class Usage(ResponseModel):
 
 
 class PromptLogprob(TypedDict):
-    """A dictionary: the collector passes over those that hold no others, and of these a long prompt has 100,000."""
+    """A dictionary, and no model: the collector skips dictionaries without containers, and a long prompt has 100,000 of
+    these."""
 
     logprob: float
     rank: int | None
@@ -115,7 +116,7 @@ class ToolCall(ResponseModel):
 
 
 class AssistantMessage(ResponseModel):
-    """`reasoning` is a newer name of `reasoning_content`. What there is none of is left out."""
+    """`reasoning` is a newer name of `reasoning_content`. Empty fields are left out."""
 
     role: str
     content: str | None
@@ -154,7 +155,7 @@ class ChatCompletionResponse(ResponseModel):
 
 
 class GenerateResponse(ResponseModel):
-    """Each text is the prompt and what continues it. A stream's lines are the same, as far as they have come."""
+    """Each text is the prompt with its continuation. The lines of a stream have the text so far."""
 
     text: list[str]
 

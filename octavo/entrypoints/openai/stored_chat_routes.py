@@ -29,7 +29,7 @@ class ChatUpdate(RequestBody):
 
 @router.get("/v1/chat/completions", openapi_extra=Page.PARAMETERS)
 async def list_chats(raw: Request) -> Page:
-    """Stored chats, the oldest first; `model` and `metadata[KEY]` choose some."""
+    """List stored chats, the oldest first; `model` and `metadata[KEY]` select some."""
     query = page_query(raw, order="asc")
     model = raw.query_params.get("model")
     wanted = {key[9:-1]: value for key, value in raw.query_params.items() if key.startswith("metadata[")}
@@ -53,7 +53,7 @@ async def list_chats(raw: Request) -> Page:
 
 @router.get("/v1/chat/completions/{completion_id}", response_model=dict[str, Any])
 async def get_chat(completion_id: str, raw: Request) -> Response:
-    """A stored chat."""
+    """Return a stored chat."""
     stored = await state_of(raw).store.run(lambda database: _find(database, completion_id))
     return Response(stored.body, media_type="application/json")
 
@@ -86,7 +86,7 @@ async def delete_chat(completion_id: str, raw: Request) -> Deleted:
 
 @router.get("/v1/chat/completions/{completion_id}/messages", openapi_extra=Page.PARAMETERS)
 async def list_messages(completion_id: str, raw: Request) -> Page:
-    """The messages that the request of a stored chat brought, the first first."""
+    """List the messages in the request of a stored chat, in their order."""
     stored = await state_of(raw).store.run(lambda database: _find(database, completion_id))
     return Page.of_whole(_decode(stored.extra or b"[]"), page_query(raw, order="asc"))
 

@@ -27,7 +27,7 @@ _TOKENS_AT_ONCE = 4096
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, raw: Request) -> TokenizeResponse:
-    """The token ids of a prompt, or of a conversation after the chat template."""
+    """Return the token ids of a prompt, or of a conversation after the chat template."""
     state = state_of(raw)
     state.resolve_model(body.model)
     # The chat template has added the special tokens already.
@@ -48,7 +48,7 @@ async def tokenize(body: TokenizeRequest, raw: Request) -> TokenizeResponse:
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, raw: Request) -> DetokenizeResponse:
-    """The text of token ids, special tokens included."""
+    """Return the text of token ids, including special tokens."""
     state = state_of(raw)
     state.resolve_model(body.model)
     tokenizer = state.engine.tokenizer
@@ -61,7 +61,7 @@ async def detokenize(body: DetokenizeRequest, raw: Request) -> DetokenizeRespons
     responses={404: {"model": ErrorResponse, "description": "The server lacks --enable-tokenizer-info-endpoint."}},
 )
 async def tokenizer_info(raw: Request) -> dict[str, Any]:
-    """The tokenizer's configuration (tokenizer_config.json where it is a folder's), with the chat template in use."""
+    """Return the tokenizer's configuration (tokenizer_config.json of a folder), with the chat template in use."""
     state = state_of(raw)
     if not state.args.enable_tokenizer_info_endpoint:
         raise RequestError(

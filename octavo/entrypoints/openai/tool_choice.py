@@ -59,12 +59,12 @@ def _read(value: Any) -> Any:
             return AllowedToolsChoice.model_validate(nested)
     except ValidationError as error:
         if all(one["type"] == "extra_forbidden" for one in error.errors(include_url=False)):
-            raise  # these fields are named, or overlooked where the server does so
+            raise  # unknown fields are reported, or ignored by --unknown-fields
     raise ValueError(_CHOICES)
 
 
 def _nested(value: Any, name: str) -> Any:
-    """Return an object whose fields, but its type, are in its field `name`."""
+    """Return the object with all fields except `type` moved into its field `name`."""
     if not isinstance(value, dict) or name in value:
         return dict(value) if isinstance(value, dict) else value
     rest = {key: one for key, one in value.items() if key != "type"}
@@ -98,7 +98,7 @@ class FlatAllowedTools(TypedDict):
 
 _Word = Literal["none", "auto", "required"]
 ToolChoice = Annotated[_Word | NamedToolChoice | AllowedToolsChoice | None, BeforeValidator(_read)]
-# The same, which /openapi.json describes in the form of Responses.
+# The same type, described by /openapi.json in the form of Responses.
 FlatToolChoice = Annotated[
     _Word | NamedToolChoice | AllowedToolsChoice | None,
     BeforeValidator(_read, json_schema_input_type=_Word | FlatFunction | FlatAllowedTools | None),

@@ -28,7 +28,7 @@ from octavo.request import EngineRequest
 
 Prompts = PromptInput | Sequence[PromptInput]
 ParamsOfTexts = PoolingParams | Sequence[PoolingParams] | None
-UseTqdm = bool | Callable[..., Any]  # whether to show a bar, or what makes it (`functools.partial(tqdm, ...)`)
+UseTqdm = bool | Callable[..., Any]  # whether to show a bar, or its maker (`functools.partial(tqdm, ...)`)
 
 
 class EncodeOptions(TypedDict, total=False):

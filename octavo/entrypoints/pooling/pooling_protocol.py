@@ -156,7 +156,8 @@ class CohereEmbedRequest(PoolingFields):
         return self
 
     def cut(self, max_model_len: int) -> dict[str, Any]:
-        """Return the arguments of `params` that say how texts are cut, by a model that takes so many tokens."""
+        """Return the arguments of `params` for cutting texts. `max_model_len` is the most tokens that the model
+        takes."""
         if self.truncate == "NONE" or self.truncate_prompt_tokens is not None:
             return {}
         side = "left" if self.truncate == "START" else "right"
@@ -234,7 +235,7 @@ class ScoreRequest(PairsRequest):
 
     @property
     def sides(self) -> tuple[list[str], list[str]]:
-        """Queries and documents."""
+        """Return the queries and the documents."""
         queries, documents = (getattr(self, name) for name in self.side_fields)
         return queries, documents
 

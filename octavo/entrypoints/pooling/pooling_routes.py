@@ -62,19 +62,19 @@ _IN_BYTES: dict[int | str, dict[str, Any]] = {
 
 @router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=_IN_BYTES)
 async def create_embedding(body: EmbeddingRequest, raw: Request) -> Response:
-    """An embedding of each text."""
+    """Return an embedding of each text."""
     return await _vectors(PoolingJob(body, raw, "embd"), body, "embed", ("embedding", "embedding"))
 
 
 @router.post("/pooling", response_model=PoolingResponse, responses=_IN_BYTES)
 async def pool(body: PoolingRequest, raw: Request) -> Response:
-    """What the model pools of each text: a vector, or one of each token."""
+    """Return the model's vectors for each text: one, or one for each token."""
     return await _vectors(PoolingJob(body, raw, "pool"), body, body.task, ("pooling", "data"))
 
 
 @router.post("/v2/embed", response_model=CohereEmbedResponse)
 async def create_cohere_embedding(body: CohereEmbedRequest, raw: Request) -> Response:
-    """An embedding of each text, in the forms that are asked for: Cohere's route."""
+    """Return an embedding of each text in the requested forms: Cohere's route."""
     job = PoolingJob(body, raw, "embd")
     texts, purpose = body.all_texts, body.input_type and prompt_for(job.inputs.config, body.input_type)
     cut = body.cut(job.max_model_len)
@@ -110,7 +110,7 @@ async def _vectors(job: PoolingJob, body: EmbeddingRequest, task: str | None, na
 
 @router.post("/classify", response_model=ClassifyResponse)
 async def classify(body: ClassifyRequest, raw: Request) -> Response:
-    """The probabilities of the model's classes for each text, and the likeliest."""
+    """Return the probabilities of the model's classes for each text, and the likeliest class."""
     job = PoolingJob(body, raw, "classify")
     requests = await job.texts(body, body.params(task="classify"))
     labels = job.inputs.config.labels
@@ -123,7 +123,7 @@ async def classify(body: ClassifyRequest, raw: Request) -> Response:
 
 
 async def score(body: ScoreRequest, raw: Request) -> Response:
-    """How well a query goes with each document, or each of several with its own."""
+    """Return how well a query matches each document, or each of several queries its own document."""
     job = PoolingJob(body, raw, "score")
     queries, documents = body.sides
     scores = await job.scores(body, queries, documents, body.side_fields)
@@ -136,7 +136,7 @@ async def score(body: ScoreRequest, raw: Request) -> Response:
 
 
 async def rerank(body: RerankRequest, raw: Request) -> Response:
-    """The documents in the order in which they go with the query, the best first."""
+    """Return the documents in the order in which they match the query, the best first."""
     job = PoolingJob(body, raw, "rerank")
     scores = await job.scores(body, [body.query], body.documents, ("query", "documents"))
 

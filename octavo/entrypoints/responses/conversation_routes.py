@@ -73,7 +73,7 @@ async def create_conversation(body: ConversationRequest, raw: Request) -> Conver
 
 @router.get("/v1/conversations/{conversation_id}")
 async def get_conversation(conversation_id: str, raw: Request) -> ConversationObject:
-    """A conversation, without its items."""
+    """Return a conversation, without its items."""
     found, _ = await state_of(raw).store.run(lambda database: stored_conversations.find(database, conversation_id))
     return ConversationObject(**found)
 
@@ -102,7 +102,7 @@ async def delete_conversation(conversation_id: str, raw: Request) -> Deleted:
 
 @router.get("/v1/conversations/{conversation_id}/items", openapi_extra=Page.PARAMETERS)
 async def list_items(conversation_id: str, raw: Request) -> Page:
-    """The items of a conversation, the last first."""
+    """List the items of a conversation, the newest first."""
     _refuse_include(raw)
     query = page_query(raw)
     _, items = await state_of(raw).store.run(lambda database: stored_conversations.find(database, conversation_id))
@@ -126,7 +126,7 @@ async def create_items(conversation_id: str, body: NewItems, raw: Request) -> Pa
 
 @router.get("/v1/conversations/{conversation_id}/items/{item_id}")
 async def get_item(conversation_id: str, item_id: str, raw: Request) -> dict[str, Any]:
-    """An item of a conversation."""
+    """Return an item of a conversation."""
     _refuse_include(raw)
     return await state_of(raw).store.run(
         lambda database: stored_conversations.find_item(database, conversation_id, item_id)
@@ -135,7 +135,7 @@ async def get_item(conversation_id: str, item_id: str, raw: Request) -> dict[str
 
 @router.delete("/v1/conversations/{conversation_id}/items/{item_id}")
 async def delete_item(conversation_id: str, item_id: str, raw: Request) -> ConversationObject:
-    """Take an item out of a conversation."""
+    """Remove an item from a conversation."""
     found = await state_of(raw).store.run(
         lambda database: stored_conversations.remove(database, conversation_id, item_id)
     )

@@ -18,7 +18,7 @@ Item = dict[str, Any]
 _ROLES = ("user", "assistant", "system", "developer")
 _MEDIA = ("input_image", "input_audio")  # parts of the user's messages, and of results of functions
 _TEXTS = ("input_text", "output_text", "text", "refusal")
-# By kind how the id of an item begins; a reference has another item's.
+# Prefixes of items' ids, by kind; a reference has another item's id.
 ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fc", "reasoning": "rs"}
 _KINDS = (*ID_PREFIXES, "item_reference")
 
@@ -49,7 +49,7 @@ def read_items(value: str | list[Any], owner_id: str, field: str = "input") -> l
 
 
 def _are_parts(value: list[Any]) -> bool:
-    """Return whether a list has the parts of a message alone. transformers' server takes it for one message."""
+    """Return whether a list has only parts of a message. As in transformers' server, it stands for one message."""
     return bool(value) and all(isinstance(one, dict) and one.get("type") in ("input_text", *_MEDIA) for one in value)
 
 

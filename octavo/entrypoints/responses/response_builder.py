@@ -23,7 +23,7 @@ from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
 from octavo.sampling_params import SamplingParams
 
 Event = dict[str, Any]
-_MAX_HELD_TOKENS = 64  # of which the text may still come: marks, or a part of a character
+_MAX_HELD_TOKENS = 64  # whose text may still come: marks, or a part of a character
 
 
 class ResponseBuilder:
@@ -97,8 +97,8 @@ class ResponseBuilder:
         self.response["status"] = "cancelled"
 
     def _take_logprobs(self, deltas: list[Delta]) -> list[list[dict[str, Any]]]:
-        """Return the log-probabilities of each text in `deltas`. Those of reasoning, of calls, of marks and of the
-        stop token belong to none; those after the last text are kept for the next one."""
+        """Return the log-probabilities of each text in `deltas`. Tokens of reasoning, calls, marks and the stop belong
+        to no text; tokens after the last text are kept for the next one."""
         texts = [delta.text for delta in deltas if isinstance(delta, TextDelta)]
         if not self._logprobs:
             return [[] for _ in texts]
@@ -232,7 +232,7 @@ class ResponseBuilder:
 
 
 def _merged(deltas: list[Delta]) -> list[Delta]:
-    """Return `deltas` in which no text follows another one."""
+    """Return `deltas` with adjacent texts merged into one."""
     merged = list[Delta]()
     for delta in deltas:
         if isinstance(delta, TextDelta) and merged and isinstance(last := merged[-1], TextDelta):
@@ -243,16 +243,16 @@ def _merged(deltas: list[Delta]) -> list[Delta]:
 
 
 def tokens_of(text: str, tokens: list[dict[str, Any]], *, from_start: bool) -> tuple[int, int]:
-    """Return which of `tokens` (log-probabilities with bytes) are of `text`: the first of them, and the one after the
-    last. Tokens at the text's edges may reach beyond it. With `from_start` they are the first tokens, else the last
-    ones that have the text; if none have it (it shows other bytes for wrong ones), as many as are as long."""
+    """Return which of `tokens` (log-probabilities with bytes) make `text`: the index of the first, and the index after
+    the last. Tokens at the text's edges may reach beyond it. With `from_start` they are the first tokens, else the last
+    ones that have the text. If no tokens have it (a text replaces wrong bytes), as many as are of its length."""
     wanted, joined = text.encode(), b"".join(bytes(token["bytes"]) for token in tokens)
     ends = [0, *accumulate(len(token["bytes"]) for token in tokens)]
     if from_start and joined.startswith(wanted):
         return 0, bisect_left(ends, len(wanted))
     for end in reversed(ends):
         at = end - len(wanted)
-        # Readers leave out line breaks before a text; what else stands before it in a token is another text.
+        # Readers leave out line breaks before a text; any other characters before it in a token are another text.
         if at >= 0 and joined.startswith(wanted, at) and not joined[ends[bisect_right(ends, at) - 1] : at].strip():
             return bisect_right(ends, at) - 1, bisect_left(ends, end)
     if (at := joined.rfind(wanted)) < 0:

@@ -1,4 +1,4 @@
-"""Runs a response, for a client that waits for it or in the background for clients that ask later."""
+"""Runs a response, either for a waiting client or in the background for clients that ask later."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class ResponseRun:
         return self._builder.fail(code, fields["message"])
 
     async def _join(self) -> None:
-        """Add what was said and answered to the conversation that the request names. Raises `RequestError`: if there is
-        no room, or the conversation is gone, the next turn would miss this one."""
+        """Add the request's items and the answer to the conversation that the request names. Raises `RequestError` if
+        there is no room or the conversation is gone, as the next turn would miss this one."""
         conversation, said = self.response["conversation"], [*self._items, *self.response["output"]]
         if conversation is not None and self.response["status"] != "failed":
             await self._state.store.run(
@@ -82,8 +82,8 @@ class ResponseRun:
 
     async def _keep(self) -> None:
         """Store the response, unless the request says otherwise. If the store has no room, the client still gets the
-        response, which says that it is not stored. One that another server has begun, and stored, is not replaced: its
-        id comes from outside."""
+        response, which says that it is not stored. A response that another server has begun and stored is not replaced,
+        as its id comes from the client."""
         await self._join()
         if not self.response["store"]:
             return
@@ -127,7 +127,7 @@ class BackgroundRun(ResponseRun):
             await to_its_end(self._end())
 
     async def _end(self) -> None:
-        """Store the response, and let those who follow it go."""
+        """Store the response, and end the streams that follow it."""
         try:
             await self._progress.aclose()
             await self._keep_log()
@@ -162,7 +162,7 @@ class BackgroundRun(ResponseRun):
         try:
             try:
                 await self._state.store.run(keep)
-            except StoreFullError as full:  # those who ask later must not wait for ever
+            except StoreFullError as full:  # clients that ask later must not wait for ever
                 error = {"code": "server_error", "message": str(full)}
                 lost = self.response | {"status": "failed", "output": [], "completed_at": None, "error": error}
                 await self._state.store.run(

@@ -1,6 +1,6 @@
 """The bodies of Responses requests, with OpenAI's names and those of vLLM's sampling fields.
 
-Items of `input` are read by `items`. What asks for something that is not here is refused by name.
+Items of `input` are read by `items`. Fields that ask for something that is not built are refused by name.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class NamedConversation(RequestBody):
 
 
 class TextFormat(RequestBody):
-    """What the answer must be."""
+    """The form of the answer's text."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
@@ -75,7 +75,7 @@ class TextOptions(RequestBody):
 
 
 class Reasoning(RequestBody):
-    """With a `summary` the reasoning is shown as summary parts: it is not shortened."""
+    """How much to reason. With a `summary` the reasoning is shown as summary parts, unshortened."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None

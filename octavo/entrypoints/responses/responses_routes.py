@@ -86,7 +86,7 @@ async def create_response(body: ResponsesRequest, raw: Request) -> Response:
 
 @router.post("/v1/responses/input_tokens")
 async def count_input_tokens(body: ResponsesRequest, raw: Request) -> InputTokens:
-    """The tokens of the prompt that a response would have."""
+    """Count the tokens that the prompt would have."""
     state = state_of(raw)
     state.resolve_model(body.model)
     history, items = await _read(body, state, "resp_count")
@@ -110,7 +110,7 @@ async def _read(body: ResponsesRequest, state: ServerState, response_id: str) ->
 
 @dataclass
 class _Stream:
-    """What a response's stream needs."""
+    """The parts of a response's stream."""
 
     push: Push | None
     resumable: ResumableStream
@@ -170,7 +170,7 @@ async def _start(
     },
 )  # fmt: skip
 async def get_response(response_id: str, raw: Request) -> Response:
-    """A stored response, or its events."""
+    """Return a stored response, or its events."""
     state = state_of(raw)
     run = state.background.get(response_id)
     if not read_boolean(raw.query_params.get("stream", "false"), "stream"):
@@ -203,7 +203,7 @@ async def delete_response(response_id: str, raw: Request) -> Deleted:
 
 @router.post("/v1/responses/{response_id}/cancel", response_model=ResponseObject)
 async def cancel_response(response_id: str, raw: Request) -> Response:
-    """End a background response; one that has ended stays as it is."""
+    """Cancel a background response; an ended one stays as it is."""
     state = state_of(raw)
 
     async def find() -> dict[str, Any]:
@@ -223,7 +223,7 @@ async def cancel_response(response_id: str, raw: Request) -> Response:
 
 @router.get("/v1/responses/{response_id}/input_items", openapi_extra=Page.PARAMETERS)
 async def list_input_items(response_id: str, raw: Request) -> Page:
-    """What the request of a response brought, the last first."""
+    """List the items of a response's request, the last first."""
     found: Stored = await state_of(raw).store.run(lambda database: stored_responses.find(database, response_id))
     return Page.of_whole(stored_responses.read_input(found), page_query(raw))
 

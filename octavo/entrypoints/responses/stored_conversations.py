@@ -1,6 +1,6 @@
 """Conversations in the store: an object with metadata, and the items that were said in it, in order.
 
-A conversation that gets items counts as new: those that were not used for longest leave a full store first.
+A conversation that gets items counts as new: a full store first drops the ones that were not used for longest.
 """
 
 from __future__ import annotations

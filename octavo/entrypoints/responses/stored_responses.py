@@ -52,8 +52,9 @@ def write(
 def with_history(
     database: Database, previous_id: str | None, conversation_id: str | None, items: list[Item]
 ) -> tuple[list[Item], list[Item]]:
-    """Return the items of the earlier conversation, and `items` with references replaced by their items; those to what
-    was said earlier add nothing. Raises `RequestError`, also for what the conversation could not take."""
+    """Return the items of the earlier conversation, and `items` with references replaced by their items; references to
+    items of the earlier conversation are dropped. Raises `RequestError`, also for items that the conversation cannot
+    take."""
     if conversation_id is not None:
         _, earlier = stored_conversations.find(database, conversation_id)
         found = resolved(database, items, earlier)
@@ -87,14 +88,14 @@ def _before(database: Database, stored: Stored) -> list[Item]:
     if home is None:
         return []
     _, items = stored_conversations.find(database, home["id"])
-    # Those of the answer too: the client may have deleted the request's.
+    # References in the answer too: the client may have deleted the request's.
     own = {item["id"] for item in [*read_input(stored), *_decode(stored.body)["output"]]}
     return list(itertools.takewhile(lambda item: item["id"] not in own, items))
 
 
 def resolved(database: Database, items: list[Item], earlier: Sequence[Item] = (), field: str = "input") -> list[Item]:
-    """Return `items`, a request's `field`, with references replaced by their items, without those to items that are
-    there already: in `earlier` or before them. Raises `RequestError`."""
+    """Return `items`, a request's `field`, with references replaced by their items. References to items that are there
+    already, in `earlier` or before them, are dropped. Raises `RequestError`."""
     known = {item["id"] for item in earlier}
     found = list[Item]()
     for item in items:

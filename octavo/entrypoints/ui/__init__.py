@@ -26,7 +26,7 @@ from octavo.stats import SequenceProgress
 
 router = Router(include_in_schema=False)
 
-# The files of the page, which hold no secrets: without a key the page can do nothing.
+# The page's files need no key: they hold no secrets, and the page can do nothing without one.
 FILES = ("index.html", "style.css", "app.js", "api.js", "chat.js", "markdown.js", "media.js", "engine.js", "charts.js",
          "theme.js", "compare.html", "compare.js", "icon.svg")  # fmt: skip
 OPEN_PATHS = frozenset({"/ui", "/ui/", *(f"/ui/{name}" for name in FILES)})
@@ -45,7 +45,7 @@ async def page_with_slash() -> Response:
 
 @router.get("/ui/stats")
 async def stats(request: Request) -> Response:
-    """The engine as it is now, and the counters from which the page makes rates."""
+    """Return the engine's present state, and the counters from which the page makes rates."""
     state = state_of(request)
     engine, metrics = state.engine, state.engine.metrics
     if metrics is None:

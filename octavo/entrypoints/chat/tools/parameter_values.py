@@ -72,8 +72,8 @@ def _is_json(value: Any, depth: int = 0) -> bool:
 
 
 def nested_value(text: str, body: Tags, schema: Any, root: Mapping[str, Any], depth: int = 0) -> Any:
-    """Return the object or list that `text` writes with a tag for each key or item, otherwise the value of the plain
-    text."""
+    """Return the object or list that `text` writes with a tag for each key or item, or if it has no tags, the value of
+    the text."""
     schema = resolve_ref(schema, root)
     kinds = schema_types(schema, root)
     begin = re.compile(rf"\s*{re.escape(body.key_before)}([^<>\s/]+){re.escape(body.key_after)}")
