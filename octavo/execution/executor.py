@@ -64,6 +64,10 @@ class Executor(Protocol):
         by side. Only on CPUs. No step may be in flight, except with several stages."""
         ...
 
+    def wait_for_workers(self) -> None:
+        """Wait until the other workers have computed their parts of the steps in flight: then they answer at once."""
+        ...
+
     def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
         """Overwrite blocks with `contents`, as `read_blocks` has returned them."""
         ...
@@ -141,6 +145,9 @@ class LocalExecutor:
     def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
         self.worker.write_blocks(pool, blocks, contents)
 
+    def wait_for_workers(self) -> None:
+        pass
+
     def release_cache(self) -> None:
         self.worker.release_cache()
 
@@ -211,8 +218,13 @@ class MultiprocExecutor(LocalExecutor):
             self.worker.take_rows(rows)
         return super().submit(plan)
 
+    def wait_for_workers(self) -> None:
+        if self.num_stages > 1:
+            self.worker_group.read_blocks(0, [0])
+
     def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
-        self._finish_steps()
+        if any(group.spec.kind != "full" for group in self.cache_groups):  # their blocks are indexed before a step
+            self._finish_steps()
         parts = self.worker_group.read_blocks(pool, blocks)
         return np.concatenate([super().read_blocks(pool, blocks), *parts], axis=1)
 

@@ -73,6 +73,10 @@ class BlockMemory(Protocol):
         """Return a copy of the contents of blocks, [len(blocks), block_bytes[pool]]."""
         ...
 
+    def wait_for_workers(self) -> None:
+        """Wait until `read_blocks` takes only the time of copying."""
+        ...
+
     def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
         """Overwrite blocks with `contents`, [len(blocks), block_bytes[pool]]."""
         ...
@@ -309,6 +313,7 @@ class DiskTier:
                 self.keep_until.pop(name, None)
                 self._stats.num_disk_dropped += 1
             return 0.0
+        self._memory.wait_for_workers()  # not counted: the next step waits for them too
         begin = self._clock()
         contents = self._memory.read_blocks(name[0], [block])[0]
         with self._lock:

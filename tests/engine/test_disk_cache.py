@@ -206,7 +206,7 @@ def test_sleep_keeps_what_is_on_disk_and_a_reset_does_not(model: Any) -> None:
 
 def test_blocks_are_read_and_written_after_the_steps_in_flight(model: Any) -> None:
     """Which the last of several stages has not computed yet."""
-    llm = model("qwen3", pipeline_parallel_size=2, max_num_batched_tokens=16, kv_cache_disk=None)
+    llm = model("gemma 3", pipeline_parallel_size=2, max_num_batched_tokens=16, kv_cache_disk=None)
     llm.core.add(EngineRequest("r", Prompt(DOCUMENT), SamplingParams(max_tokens=1), [0], 1, 0.0))
     executor = llm.core.executor
     llm.core.step()
@@ -219,6 +219,20 @@ def test_blocks_are_read_and_written_after_the_steps_in_flight(model: Any) -> No
     llm.core.step()
     assert len(first) == len(second) == 2 and read.any()
     assert (executor.read_blocks(0, first) == read).all() and not executor.read_blocks(0, second).any()
+
+
+def test_computed_blocks_are_read_while_steps_are_in_flight(model: Any) -> None:
+    """Without windows and states only computed blocks are indexed."""
+    llm = model("qwen3", pipeline_parallel_size=2, max_num_batched_tokens=16)
+    llm.core.add(EngineRequest("r", Prompt(DOCUMENT), SamplingParams(max_tokens=1), [0], 1, 0.0))
+    llm.core.step()
+    llm.core.step()
+    read = blocks(llm)
+    assert llm.core.executor._last_steps[-1]._result is None
+    plain = model("qwen3", kv_cache_disk=None)
+    answers(plain, [DOCUMENT])
+    computed, last = blocks(plain), llm.core.executor.worker.block_bytes[0]
+    assert len(read) == 2 and all(computed[name].endswith(read[name][:last]) for name in read)
 
 
 @pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.long)])

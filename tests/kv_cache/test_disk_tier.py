@@ -40,6 +40,9 @@ class Memory:
     def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
         return self.blocks[pool][list(blocks)]
 
+    def wait_for_workers(self) -> None:
+        pass
+
     def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
         self.blocks[pool][list(blocks)] = contents
 
@@ -202,6 +205,18 @@ def test_a_busy_engine_saves_in_a_small_share_of_its_time(engines: Any) -> None:
     assert len(one.tier.unsaved) == 10 - 2
     one.tier.save_while_busy(1e9)
     assert len(one.tier.unsaved) >= 10 - 2 - 7, "saved-up time is bounded"
+
+
+def test_workers_that_compute_are_waited_for_in_no_time_of_saving(engines: Any) -> None:
+    one = engines()
+
+    def wait() -> None:
+        one.now += 60.0
+
+    one.memory.wait_for_workers = wait
+    for start in (0, 100, 200):
+        one.compute(list(range(start, start + 40)))
+    assert one.stats().num_disk_dropped == 0 and one.now > 60.0
 
 
 def test_an_idle_engine_leaves_the_writer_little_to_do(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
