@@ -51,7 +51,7 @@ class GatewayArgs(Flags):
         None, "YAML file of the models, docs/gateway.md; read again when it changes, and on SIGHUP."
     )
     models_dir: list[str] = flag(
-        [], "Folders of GGUF files to serve, beside the hub's cache, where neither models nor a catalogue are given."
+        [], "Folders of GGUF files to serve, beside the hub's cache, if neither models nor a catalogue are given."
     )
     host: str | None = flag(
         None, "Address to listen at. Default: 0.0.0.0, and 127.0.0.1 where clients may pull and delete models."
@@ -97,7 +97,7 @@ class GatewayArgs(Flags):
         False, "Other gateways route to the same replicas: a conversation that this one does not know goes where all "
         "of them would send it (rendezvous hashing), while the load allows it.",
     )  # fmt: skip
-    max_body_bytes: int = flag(100 << 20, "Bytes of a request's body at most.", positive=True)
+    max_body_bytes: int = flag(100 << 20, "The most bytes of a request's body.", positive=True)
     shutdown_timeout: float = flag(20.0, "Seconds that requests under way may go on after SIGTERM.")
     log_format: Literal["text", "json"] = flag("text", "Form of the log: text, or JSON objects, one a line.")
 

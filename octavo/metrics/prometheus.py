@@ -56,8 +56,8 @@ _COUNTERS = {
     "num_draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Tokens of these drafts."),
     "num_media_queries": ("vllm:mm_cache_queries", "Media looked up among those whose rows are kept."),
     "num_media_hits": ("vllm:mm_cache_hits", "Media whose rows were found there."),
-    "num_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Those of them that the model sampled too."),
-    "tower_s": ("octavo:tower_seconds", "What towers took to make rows of media."),
+    "num_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Draft tokens that the model sampled too."),
+    "tower_s": ("octavo:tower_seconds", "Seconds that towers took to make rows of media."),
     "num_disk_hits": ("octavo:disk_cache_hits", "Prompt tokens whose blocks were read from disk."),
     "disk_read_bytes": ("octavo:disk_cache_read_bytes", "Bytes of these blocks."),
     "num_disk_written": ("octavo:disk_cache_blocks_written", "Blocks of the KV cache that were written to disk."),
@@ -183,8 +183,10 @@ class EngineMetrics:
 
         self.step_times = {  # not in vLLM
             "taken": Histogram(STEP_BOUNDS_S, "step_time", "Seconds that a step took."),
-            "predicted": Histogram(STEP_BOUNDS_S, "step_time_predicted", "Seconds that it was expected to take."),
-            "error": Histogram(ERROR_BOUNDS, "step_time_error", "Difference of both, as a share of what it took."),
+            "predicted": Histogram(STEP_BOUNDS_S, "step_time_predicted", "Seconds that a step was expected to take."),
+            "error": Histogram(
+                ERROR_BOUNDS, "step_time_error", "Error of the expected time, as a share of the actual."
+            ),
         }
 
     @property
@@ -328,7 +330,7 @@ class EngineMetrics:
         yield _Family("gauge", "octavo:memory_bytes", help, num_bytes, ("kind",))
         help = "Blocks of the KV cache on disk, of all servers that share the folder."
         yield _Family("gauge", "octavo:disk_cache_bytes", help, {(): self.last.disk_bytes})
-        help = "Those of them that sessions keep."
+        help = "Blocks of the KV cache on disk that sessions keep."
         yield _Family("gauge", "octavo:disk_cache_kept_bytes", help, {(): self.last.disk_kept_bytes})
         help = "Sessions whose blocks this engine can free."
         yield _Family("gauge", "octavo:disk_cache_sessions", help, {(): self.last.num_disk_sessions})

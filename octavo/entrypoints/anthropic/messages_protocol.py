@@ -216,18 +216,17 @@ class CountTokensRequest(RequestBody):
 
     model: Text | None = described("One of the names of GET /v1/models; may be left out.")
     messages: Annotated[list[Message], Field(min_length=1)] = Field(
-        description="The conversation so far. An answer goes on with a last message of the assistant."
+        description="The conversation so far. If its last message is the assistant's, the answer continues it."
     )
     system: TextBlocks | None = described("The system prompt: text, or blocks of it.")
     tools: list[ToolDefinition] | None = described("Functions that the answer may call.")
     tool_choice: ToolChoice | None = described("Whether to call them.")
     thinking: Thinking | None = described("Whether to think, where the chat template can be told.")
     output_config: OutputConfig | None = described("How much effort to make, and the JSON schema of the answer.")
-    context_management: dict[str, Any] | None = described("Of edits only clear_thinking_20251015 is built.")
+    context_management: dict[str, Any] | None = described("Edits; only clear_thinking_20251015 is built.")
     chat_template_kwargs: dict[str, Any] | None = described("Octavo's own: variables for the chat template.")
     reuse_answers: bool | None = described(
-        "Octavo's own: where the history has answers of this server, their own tokens stand in the prompt; true if "
-        "left out."
+        "Octavo's own: put the original tokens of this server's earlier answers into the prompt; true if left out."
     )
     cache_control: CacheControl | None = described(_NOTE)
 
@@ -252,16 +251,16 @@ class MessagesRequest(CountTokensRequest):
     )
     stream: bool | None = described("Send the answer as events.")
     stop_sequences: list[Text] | None = described("Texts that end the answer.")
-    temperature: float | None = described("0 takes the likeliest token.", minimum=0, maximum=2)
-    top_p: float | None = described("Choose among the likeliest tokens that make up this share.", maximum=1)
-    top_k: Int | None = described("Choose among this many likeliest tokens.", minimum=-1)
+    temperature: float | None = described("0 always takes the likeliest token.", minimum=0, maximum=2)
+    top_p: float | None = described("Sample only the likeliest tokens of this total probability.", maximum=1)
+    top_k: Int | None = described("Sample only from this many likeliest tokens.", minimum=-1)
     metadata: dict[str, Any] | None = described(_NOTE)
     service_tier: Literal["auto", "standard_only"] | None = described(_NOTE)
     inference_geo: Text | None = described(_NOTE)
     diagnostics: dict[str, Any] | None = described(_NOTE)
     user_profile_id: Text | None = described(_NOTE)
     priority: Priority = described("Octavo's own: lower goes first, with --scheduling-policy priority.", default=0)
-    resume: Resume | None = described("Go on with a stream of another server that was lost, as octavo gateway does.")
+    resume: Resume | None = described("Continue another server's stream that broke off, as octavo gateway does.")
 
     @model_validator(mode="after")
     def _check_resume(self) -> MessagesRequest:

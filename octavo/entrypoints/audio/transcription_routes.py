@@ -56,22 +56,22 @@ class AudioRequest(RequestBody):
     """Fields of the form of POST /v1/audio/transcriptions, beside the file."""
 
     model: Text | None = described("The served model; it may be left out.")
-    prompt: Text | None = described("What was said before: it shows style and spelling.")
+    prompt: Text | None = described("The text before the sound: it shows style and spelling.")
     response_format: _Format = Field("json", description="json, text, srt, vtt or verbose_json.")
-    temperature: float = Field(0.0, ge=0, le=1, description="0 writes down what is likeliest.")
-    seed: Int | None = described("Makes an answer with a temperature repeatable.")
-    stream: bool = Field(False, description="Events as it is heard, of json and text.")
-    language: Text | None = described("Of the sound, such as en; left out, it is detected.")
+    temperature: float = Field(0.0, ge=0, le=1, description="0 always takes the likeliest token.")
+    seed: Int | None = described("Makes answers with a temperature repeatable.")
+    stream: bool = Field(False, description="Send the text as events while it is transcribed; with json or text.")
+    language: Text | None = described("Language of the sound, such as en; detected if left out.")
     timestamp_granularities: list[Literal["segment", "word"]] | None = described("segment, word, or both.")
     request_id: Text | None = described("Names the request in the log.")
     # vLLM's.
-    max_completion_tokens: Annotated[Int, Field(ge=1)] | None = described("Tokens of each half minute at most.")
-    top_p: float | None = described("Choose among the likeliest tokens that make up this share.", maximum=1)
-    top_k: Int | None = described("Choose among this many likeliest tokens; 0 or -1 is all.", minimum=-1)
-    min_p: float | None = described("Least probability, relative to the likeliest token.", minimum=0, maximum=1)
-    repetition_penalty: float | None = described("Above 1 against tokens of the text.", minimum=0)
-    presence_penalty: float | None = described("Against tokens that have come already.", minimum=-2, maximum=2)
-    frequency_penalty: float | None = described("Against tokens, by how often they have come.", minimum=-2, maximum=2)
+    max_completion_tokens: Annotated[Int, Field(ge=1)] | None = described("The most tokens of each half minute.")
+    top_p: float | None = described("Sample only the likeliest tokens of this total probability.", maximum=1)
+    top_k: Int | None = described("Sample only from this many likeliest tokens; 0 or -1: all.", minimum=-1)
+    min_p: float | None = described("Least probability, as a share of the likeliest token's.", minimum=0, maximum=1)
+    repetition_penalty: float | None = described("Above 1 makes tokens of the text less likely.", minimum=0)
+    presence_penalty: float | None = described("Lowers the logits of tokens that have come.", minimum=-2, maximum=2)
+    frequency_penalty: float | None = described("Lowers logits by how often tokens have come.", minimum=-2, maximum=2)
 
     @property
     def sampling(self) -> dict[str, Any]:

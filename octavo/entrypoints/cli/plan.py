@@ -22,20 +22,20 @@ _GPUS = ("a100-40gb", "a100", "h100", "h200")
 
 
 def make_parser(prog: str) -> FlagParser:
-    parser = FlagParser(prog=prog, description="Say what fits where and how fast. No weights are read but headers.")
+    parser = FlagParser(prog=prog, description="Predict memory and speed of a model. Of weights only headers are read.")
     parser.add_argument(
         "model", metavar="MODEL", nargs="?", default="",
         help="Hugging Face id, of which no weights are fetched, folder or .gguf file; default: the default model.",
     )  # fmt: skip
     device = parser.add_mutually_exclusive_group()
     device.add_argument("--cpu", action="store_true", help="This machine's processors, which are measured (default).")
-    device.add_argument("--gpu", choices=_GPUS, help="Such GPUs, which need not be here.")
+    device.add_argument("--gpu", choices=_GPUS, help="GPUs of this kind, which need not be here.")
     parser.add_argument("--count", type=_positive, help="GPUs (default: 1).")
     parser.add_argument(
         "--format", choices=_FORMATS, default="as-is", help="Format of the weights (default: as the model's files are)."
     )
     parser.add_argument(
-        "--lengths", type=_positive, nargs="+", default=[], metavar="N", help="Tokens of requests that are to fit."
+        "--lengths", type=_positive, nargs="+", default=[], metavar="N", help="Tokens per request that must fit."
     )
     parser.add_argument(
         "--batch-sizes", type=_positive, nargs="+", metavar="N", default=[1, 4, 16, 64],

@@ -27,7 +27,7 @@ _HISTORY = "$XDG_STATE_HOME/octavo/history, by default in ~/.local/state"
 
 def make_chat_parser(prog: str) -> FlagParser:
     parser = _make_parser(prog, "Talk to a running server. Ctrl-C stops an answer, Ctrl-D ends.")
-    parser.add_argument("--system-prompt", help="What the model is told before the conversation.")
+    parser.add_argument("--system-prompt", help="The system message before the conversation.")
     parser.add_argument("-q", "--quick", metavar="MESSAGE", help="Send one message, print the answer and end.")
     parser.add_argument(
         "--plain", action="store_true", help="Print answers as they are; without it a terminal shows Markdown."
@@ -127,8 +127,8 @@ def _run_typed_command(name: str, file: str | None, messages: list[dict[str, str
 def _make_parser(prog: str, description: str) -> FlagParser:
     """Return a parser of flags for the server, the model and the answers."""
     parser = add_server_flags(FlagParser(prog=prog, description=description))
-    parser.add_argument("--model", "--model-name", help="Default: the first that the server names.")
-    parser.add_argument("--max-tokens", type=int, help="Tokens of an answer at most.")
+    parser.add_argument("--model", "--model-name", help="Default: the first model that the server lists.")
+    parser.add_argument("--max-tokens", type=int, help="The most tokens of an answer.")
     parser.add_argument("--temperature", type=float, help="0 is greedy; default: the server's.")
     parser.add_argument(
         "--history", action=argparse.BooleanOptionalAction, default=True,

@@ -54,13 +54,13 @@ class ServerArgs(RequestLimits, Flags):
         needs="ssl_certfile",
     )  # fmt: skip
     headless: bool = flag(
-        False, "Serve nothing, as one of --nnodes other than node 0, or of the hosts of --data-parallel-size-local."
+        False, "Run as a node of --nnodes other than node 0, or a host of --data-parallel-size-local, without HTTP."
     )
     api_server_count: int = flag(
         1, "Processes that answer requests; all share the engines. More than one pays when one has not the processor "
         "time for all streams.", positive=True, short="-asc",
     )  # fmt: skip
-    uds: str | None = flag(None, "Path of a Unix socket to listen at, in the place of --host and --port.")
+    uds: str | None = flag(None, "Path of a Unix socket to listen at, instead of --host and --port.")
     middleware: list[str] = flag(
         [], "ASGI middlewares: package.module.Class, or functions of (request, call_next); the first is the outermost."
     )
@@ -74,7 +74,7 @@ class ServerArgs(RequestLimits, Flags):
     allowed_origins: list[str] = flag([], "Web origins that browsers may call from; default: any.")
     allowed_methods: list[str] = flag([], "Methods that browsers may call with from other origins; default: any.")
     allowed_headers: list[str] = flag([], "Headers that browsers may send from other origins; default: any.")
-    allow_credentials: bool = flag(False, "Let browsers send cookies and the like from other origins.")
+    allow_credentials: bool = flag(False, "Let browsers send credentials such as cookies from other origins.")
     chat_template_content_format: Literal["auto", "string", "openai"] = flag(
         "auto", "What chat templates get as a message's content: its text (string), or a list of parts of type text "
         "(openai); auto is the list where the template only knows to go through one.",
@@ -89,7 +89,7 @@ class ServerArgs(RequestLimits, Flags):
         False, "Write tokens as token_id:N in log-probabilities, unless a request says otherwise."
     )
     response_role: str = flag("assistant", "Role of the messages that chat completions return.")
-    max_log_len: int | None = flag(100, "Characters of a prompt in the request log; 0 is none.")
+    max_log_len: int | None = flag(100, "Characters of a prompt in the request log; 0: none.")
     enable_log_requests: bool = flag(True, "Log requests.")
     disable_log_requests: bool = flag(False, "Do not log requests, by the older name.")
     log_format: Literal["text", "json"] = flag("text", "Form of the log: text, or JSON objects, one a line.")
@@ -108,8 +108,8 @@ class ServerArgs(RequestLimits, Flags):
     max_request_time: float | None = flag(
         None, "Seconds from a request's arrival after which it ends with what it has. Default: no limit.", positive=True
     )
-    max_body_bytes: int = flag(16 << 20, "Bytes of a request's body at most.", positive=True)
-    max_file_bytes: int = flag(100 << 20, "Bytes of an uploaded file at most.", positive=True)
+    max_body_bytes: int = flag(16 << 20, "The most bytes of a request's body.", positive=True)
+    max_file_bytes: int = flag(100 << 20, "The most bytes of an uploaded file.", positive=True)
     body_timeout: float = flag(60.0, "Seconds in which a request's body must have come.", positive=True)
     unknown_fields: Literal["error", "warn", "ignore"] = flag(
         "error", "What happens to fields of a request that this server does not know, and to hints that its model "
@@ -121,7 +121,7 @@ class ServerArgs(RequestLimits, Flags):
     write_timeout: float = flag(
         60.0, "Seconds in which a client must read some of what waits for it; then its connection is cut. 0: any."
     )
-    max_connections: int = flag(4096, "Connections at once; more are refused.", positive=True)
+    max_connections: int = flag(4096, "The most connections at once; others are refused.", positive=True)
     shutdown_timeout: float = flag(
         20.0, "Seconds that requests under way may go on after SIGTERM; then they end with what they have."
     )
@@ -130,7 +130,7 @@ class ServerArgs(RequestLimits, Flags):
         "SQLite file that keeps responses, stored chats, files and batches; servers may share it. Default: memory.",
     )
     response_store_bytes: int = flag(
-        256 << 20, "Bytes that are kept at most; what is oldest leaves first, but for files and batches.", positive=True
+        256 << 20, "The most bytes that are kept; the oldest leave first, but no files or batches.", positive=True
     )
     max_engine_restarts: int = flag(
         3, "Deaths of the engine's process in a row, each within a minute, that are answered with a new start; after "

@@ -54,8 +54,8 @@ _IGNORED = "Taken and without effect, as OpenAI documents it."
 class StreamOptions(RequestBody):
     """Options of a stream."""
 
-    include_usage: bool | None = described("A last chunk with the usage.")
-    continuous_usage_stats: bool | None = described("The usage so far in every chunk.")
+    include_usage: bool | None = described("End the stream with a chunk that has the usage.")
+    continuous_usage_stats: bool | None = described("Put the usage so far into every chunk.")
     include_obfuscation: Literal[False] | None = None
 
 
@@ -257,23 +257,23 @@ class TokenRequest(PromptRequest):
     stream: bool | None = described("Send the answer as it comes.")
     # OpenAI's sampling.
     temperature: float | None = described("0 always takes the likeliest token. Left out: the model's own.", minimum=0)
-    top_p: float | None = described("Choose among the likeliest tokens that make up this share.", maximum=1)
-    presence_penalty: float | None = described("Against tokens that have come already.", minimum=-2, maximum=2)
-    frequency_penalty: float | None = described("Against tokens, by how often they have come.", minimum=-2, maximum=2)
-    seed: Int | None = described("Makes the answer a function of the request alone, whatever else runs.")
+    top_p: float | None = described("Sample only the likeliest tokens of this total probability.", maximum=1)
+    presence_penalty: float | None = described("Lowers the logits of tokens that have come.", minimum=-2, maximum=2)
+    frequency_penalty: float | None = described("Lowers logits by how often tokens have come.", minimum=-2, maximum=2)
+    seed: Int | None = described("Equal requests with equal seeds get equal answers, whatever else runs.")
     stop: Texts | None = described("Texts that end the answer.")
-    logit_bias: dict[str, float] | None = described("By token id: added to its logit, -100 to 100.")
+    logit_bias: dict[str, float] | None = described("Numbers by token id, -100 to 100, added to the tokens' logits.")
     # vLLM's sampling.
-    top_k: Int | None = described("Choose among this many likeliest tokens; 0 or -1 is all.", minimum=-1)
-    min_p: float | None = described("Least probability, relative to the likeliest token.", minimum=0, maximum=1)
-    repetition_penalty: float | None = described("Above 1 against tokens of prompt and output.", minimum=0)
+    top_k: Int | None = described("Sample only from this many likeliest tokens; 0 or -1: all.", minimum=-1)
+    min_p: float | None = described("Least probability, as a share of the likeliest token's.", minimum=0, maximum=1)
+    repetition_penalty: float | None = described("Above 1 makes tokens of prompt and output less likely.", minimum=0)
     stop_token_ids: list[TokenId] | None = described("Tokens that end the answer.")
-    include_stop_str_in_output: bool | None = described("Show the stop at the end of the text.")
-    ignore_eos: bool | None = described("Go on after the model's end-of-sequence.")
-    min_tokens: Int | None = described("No end before this many tokens.", minimum=0)
+    include_stop_str_in_output: bool | None = described("Include the stop text at the end of the answer.")
+    ignore_eos: bool | None = described("Continue after the model's end-of-sequence token.")
+    min_tokens: Int | None = described("The answer has at least this many tokens.", minimum=0)
     skip_special_tokens: bool | None = described("Leave special tokens out of the text.")
-    bad_words: list[Text] | None = described("Texts that must not come.")
-    allowed_token_ids: list[TokenId] | None = described("Only these tokens may come.")
+    bad_words: list[Text] | None = described("Texts that the answer must not have.")
+    allowed_token_ids: list[TokenId] | None = described("The only tokens that the answer may have.")
     # vLLM's others.
     priority: Priority = described("Lower goes first, with --scheduling-policy priority.", default=0)
     request_id: Id | None = described("Becomes part of the answer's id, and comes back as header X-Request-Id.")
@@ -286,7 +286,7 @@ class TokenRequest(PromptRequest):
     )
     # Octavo's own.
     reuse_answers: bool | None = described(
-        "Where the history has answers of this server, their own tokens stand in the prompt; true if left out."
+        "Put the original tokens of this server's earlier answers into the prompt; true if left out."
     )
     cache_session: Annotated[str, Field(pattern=SESSION_PATTERN)] | None = described(
         "Keep the blocks of this conversation on disk (--kv-cache-disk) under this id, until DELETE "
@@ -296,11 +296,11 @@ class TokenRequest(PromptRequest):
         "How long to keep the blocks of the cache_session; one hour if left out. The header X-Cache-TTL says it too."
     )
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = described(
-        "Seconds after arrival at which the answer ends with what there is."
+        "Seconds after arrival at which the answer ends, with the tokens so far."
     )
     max_ttft: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = described(
-        "Seconds after arrival in which the first token must come: the request is refused (429) if that is not to be "
-        "expected, and goes before those whose first tokens are due later, with --scheduling-policy deadline."
+        "Seconds after arrival in which the first token must come. The request is refused (429) if that is unlikely; "
+        "with --scheduling-policy deadline it goes before requests whose first tokens are due later."
     )
 
 
@@ -312,10 +312,10 @@ class SamplingRequest(TokenRequest):
     )
     n: Int | None = described("Answers to each prompt.", minimum=1, maximum=MAX_N)
     best_of: Int | None = described(
-        "Answers to generate, of which the n likeliest come; or the beams.", minimum=1, maximum=MAX_N
+        "Answers to generate, of which the n likeliest are returned; or the number of beams.", minimum=1, maximum=MAX_N
     )
     spaces_between_special_tokens: bool | None = described("Put spaces between special tokens in the text.")
-    truncate_prompt_tokens: Int | None = described("Keep as many of the prompt's tokens; -1: all that fit.", minimum=-1)
+    truncate_prompt_tokens: Int | None = described("Keep this many prompt tokens; -1: all that fit.", minimum=-1)
     truncation_side: Literal["left", "right"] | None = described(
         "Keep the prompt's last tokens (left) or first (right)."
     )
@@ -325,18 +325,18 @@ class SamplingRequest(TokenRequest):
     )
     early_stopping: bool | Literal["never"] | None = described('Beam search: when to stop; true, false or "never".')
     # What the answer must be: OpenAI's field, vLLM's, and vLLM's older ones.
-    response_format: ResponseFormat | None = described("OpenAI's way to ask for JSON, of a schema or any.")
+    response_format: ResponseFormat | None = described("OpenAI's way to ask for JSON, with or without a schema.")
     structured_outputs: StructuredOutputs | None = described(
-        "What the answer must be: json, regex, choice, grammar or structural_tag."
+        "The structure of the answer: json, regex, choice, grammar or structural_tag."
     )
     guided_json: Text | dict[str, Any] | None = described("vLLM's older name of structured_outputs.json.")
     guided_regex: Text | None = described("vLLM's older name of structured_outputs.regex.")
     guided_choice: list[Text] | None = described("vLLM's older name of structured_outputs.choice.")
     guided_grammar: Text | None = described("vLLM's older name of structured_outputs.grammar.")
     structural_tag: Text | dict[str, Any] | None = described("vLLM's older name of structured_outputs.structural_tag.")
-    guided_whitespace_pattern: Text | None = described("With guided_json: what may stand between the parts of JSON.")
-    prediction: Prediction | None = described("A text that the answer largely repeats: it then comes sooner, the same.")
-    add_special_tokens: bool | None = described("Begin the prompt with what the tokenizer begins texts with.")
+    guided_whitespace_pattern: Text | None = described("With guided_json: pattern of the blanks in the JSON.")
+    prediction: Prediction | None = described("A text that the answer largely repeats, to get the same answer sooner.")
+    add_special_tokens: bool | None = described("Add the tokenizer's special tokens to the prompt.")
 
     @property
     def num_choices(self) -> int:
@@ -408,22 +408,22 @@ class GenerationRequest(SamplingRequest):
     """Further common fields of completions and chat completions."""
 
     model: Text | None = described("One of the names of GET /v1/models; may be left out.")
-    stream_options: StreamOptions | None = described("What a stream carries besides text.")
+    stream_options: StreamOptions | None = described("Options of a stream: its usage.")
     # OpenAI's notes about the caller, which by their documentation do not change the answer.
     user: Text | None = described(_IGNORED)
     metadata: dict[str, Any] | None = described(f"Comes back with a stored chat. Otherwise: {_IGNORED}")
     safety_identifier: Text | None = described(_IGNORED)
     prompt_cache_key: Text | None = described(_IGNORED)
     # vLLM's.
-    prompt_logprobs: Int | None = described("logprobs for the prompt's tokens.", minimum=-1)
+    prompt_logprobs: Int | None = described("Likeliest tokens to return for each prompt token; -1: all.", minimum=-1)
     logprob_token_ids: list[TokenId] | None = described(
-        f"With logprobs: those of these tokens, {MAX_LOGPROB_TOKEN_IDS} at most, in the place of the likeliest."
+        f"With logprobs: return those of these tokens ({MAX_LOGPROB_TOKEN_IDS} at most), not of the likeliest."
     )
-    return_token_ids: bool | None = described("Add the token ids of prompt and answer.")
-    return_prompt_text: bool | None = described("Add the prompt's text, in chats as the template has written it.")
+    return_token_ids: bool | None = described("Return the token ids of prompt and answer.")
+    return_prompt_text: bool | None = described("Return the prompt's text, in chats as the template renders it.")
     return_tokens_as_token_ids: bool | None = described("Write tokens as token_id:N in log-probabilities.")
     # Octavo's own.
-    resume: Resume | None = described("Go on with a stream of another server that was lost, as octavo gateway does.")
+    resume: Resume | None = described("Continue another server's stream that broke off, as octavo gateway does.")
 
     @model_validator(mode="after")
     def _check_stream(self) -> GenerationRequest:
@@ -478,7 +478,7 @@ class CompletionRequest(GenerationRequest):
         "safetensors write them. They come before those of prompt, which may be left out. With --enable-prompt-embeds."
     )
     echo: bool | None = described("Start the text with the prompt.")
-    suffix: Text | None = described("What follows the text: the model fills in, if it was trained to.")
+    suffix: Text | None = described("Text after the answer: the model fills in the middle, if it was trained to.")
     logprobs: Int | None = described(
         "Log-probabilities of this many likeliest tokens, 20 at most unless --max-logprobs says otherwise; -1: of all."
     )
@@ -528,9 +528,9 @@ class TemplateRequest(PromptRequest):
     """Fields for rendering the messages of a conversation."""
 
     add_generation_prompt: bool | None = described("End the prompt with the beginning of an answer; true if left out.")
-    continue_final_message: bool | None = described("Go on with the last message instead of answering it.")
+    continue_final_message: bool | None = described("Continue the last message instead of answering it.")
     chat_template: str | None = described(
-        "In the place of the model's: Jinja, or the name of one of the model's. With --trust-request-chat-template."
+        "Replaces the model's template: Jinja, or the name of one of the model's. Needs --trust-request-chat-template."
     )
     chat_template_kwargs: dict[str, Any] | None = described("Variables for the chat template.")
     tools: list[Tool] | None = described("Functions that the answer may call.")
@@ -561,23 +561,23 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = described("The newer name of max_tokens.")
     logprobs: bool | None = described("Whether to add log-probabilities.")
     top_logprobs: Annotated[Int, Field(ge=-1)] | None = described(
-        "Those of this many likeliest tokens, 20 at most unless --max-logprobs says otherwise; -1: of all."
+        "Log-probabilities of this many likeliest tokens, 20 at most unless --max-logprobs says otherwise; -1: of all."
     )
     tool_choice: ToolChoice = described(
-        'Whether to call them: "auto", "none", "required", the one to call, or some of them.'
+        'Whether to call tools: "auto", "none", "required", the one to call, or some of them.'
     )
-    parallel_tool_calls: bool | None = described("Whether there may be several calls.")
+    parallel_tool_calls: bool | None = described("Whether an answer may have several calls.")
     thinking_token_budget: Annotated[Int, Field(ge=0)] | None = described(
-        "Tokens that the reasoning may have; then its end is all that may come."
+        "The most tokens of reasoning; then its end mark is forced."
     )
-    echo: bool | None = described("Begin the answer with the last message, if it is the assistant's too.")
+    echo: bool | None = described("Begin the answer with the text of the last message, if that is the assistant's.")
     include_reasoning: bool | None = described("Whether reasoning is shown, in a field of its own.")
     reasoning_effort: Effort | None = described(
         "How much to reason, where the chat template knows of it: its variable reasoning_effort, or enable_thinking or "
         "thinking, which none turns off."
     )
-    store: bool | None = described("Keep the answer, to be found at /v1/chat/completions/{id}. For n of 1.")
-    verbosity: Verbosity | None = described("How long an answer to give, where the chat template has this variable.")
+    store: bool | None = described("Keep the answer at /v1/chat/completions/{id}. Only for n = 1.")
+    verbosity: Verbosity | None = described("How long the answer is to be, if the chat template has this variable.")
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatCompletionRequest:
@@ -679,16 +679,16 @@ class TokenizeRequest(TemplateRequest):
 class LoadAdapterRequest(RequestBody):
     """Body of POST /v1/load_lora_adapter."""
 
-    lora_name: Text = Field(description="What requests are going to name as their model.")
+    lora_name: Text = Field(description="The name by which requests ask for the adapter, as their model.")
     lora_path: Text = Field(description="The adapter's folder or .gguf file, below a folder of --lora-root.")
-    load_inplace: bool = Field(default=False, description="Replace an adapter of that name.")
+    load_inplace: bool = Field(default=False, description="Replace an adapter of the same name.")
 
 
 class UnloadAdapterRequest(RequestBody):
     """Body of POST /v1/unload_lora_adapter."""
 
     lora_name: Text = Field(description="The adapter's name.")
-    lora_int_id: int | None = described("vLLM's number of the adapter, which is not looked at.")
+    lora_int_id: int | None = described("vLLM's number of the adapter; it is ignored.")
 
 
 class DetokenizeRequest(RequestBody):

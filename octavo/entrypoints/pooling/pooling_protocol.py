@@ -32,10 +32,11 @@ class PoolingFields(PromptRequest):
     model: Text | None = described("One of the names of GET /v1/models; may be left out.")
     user: Text | None = described("Taken and without effect, as OpenAI documents it.")
     truncate_prompt_tokens: Int | None = described(
-        "Keep so many tokens of a text; -1: all that fit. Left out: a text that is too long is refused.", minimum=-1
+        "Keep this many tokens of a text; -1: all that fit. If left out, a text that is too long is refused.",
+        minimum=-1,
     )
     truncation_side: Literal["left", "right"] | None = described("Where tokens are taken off; right if left out.")
-    use_activation: bool | None = described("False: vectors as the network has them, no length 1, no probabilities.")
+    use_activation: bool | None = described("False: the network's numbers, neither of length 1 nor probabilities.")
     normalize: bool | None = described("A former name of use_activation.")
     softmax: bool | None = described("Another.")
     activation: bool | None = described("Another.")
@@ -63,9 +64,9 @@ class TextsRequest(PoolingFields, TemplateRequest):
 
     input: Prompts | None = described("Text, token ids, or a list of either.")
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = described(
-        "A conversation, in the place of input: the chat template makes it one text."
+        "A conversation instead of input: the chat template makes it one text."
     )
-    add_special_tokens: bool | None = described("Put what the tokenizer puts around texts; true if left out.")
+    add_special_tokens: bool | None = described("Add the tokenizer's special tokens to texts; true if left out.")
     prompt_name: Text | None = described("The name of one of the model's own prompts, which comes before each text.")
 
     @model_validator(mode="after")
@@ -142,10 +143,8 @@ class CohereEmbedRequest(PoolingFields):
     output_dimension: Int | None = described(
         "Elements of each embedding, of models that were trained for it.", minimum=1
     )
-    truncate: Literal["NONE", "START", "END"] | None = described(
-        "What is cut of texts that are too long; END if left out."
-    )
-    max_tokens: Annotated[Int, Field(ge=1)] | None = described("Cut texts to so many tokens.")
+    truncate: Literal["NONE", "START", "END"] | None = described("Which end of long texts is cut; END if left out.")
+    max_tokens: Annotated[Int, Field(ge=1)] | None = described("Cut texts to this many tokens.")
 
     @model_validator(mode="after")
     def _check_one(self) -> CohereEmbedRequest:
@@ -206,9 +205,11 @@ Documents = Annotated[
 class PairsRequest(PoolingFields):
     """Queries and documents."""
 
-    instruction: Text | None = described("What makes a document right, for rerankers that take one.")
-    max_tokens_per_query: Annotated[int, Field(ge=0)] = described("Cut queries to it; 0 does not.", default=0)
-    max_tokens_per_doc: Annotated[int, Field(ge=0)] = described("Cut documents to it; 0 does not.", default=0)
+    instruction: Text | None = described("Instruction: which documents are relevant, for rerankers that take one.")
+    max_tokens_per_query: Annotated[int, Field(ge=0)] = described("The most tokens of a query; 0: no limit.", default=0)
+    max_tokens_per_doc: Annotated[int, Field(ge=0)] = described(
+        "The most tokens of a document; 0: no limit.", default=0
+    )
 
 
 _SIDES = (("text_1", "data_1", "queries"), ("text_2", "data_2", "documents", "items"))
@@ -251,8 +252,8 @@ class RerankRequest(PairsRequest):
 
     query: Text = Field(description="What is looked for.")
     documents: Documents = Field(description="Texts, or objects with text.")
-    top_n: Annotated[int, Field(ge=0)] | None = described("The best so many come; 0 or left out: all.")
-    return_documents: bool | None = described("Whether the documents come back; true if left out.")
+    top_n: Annotated[int, Field(ge=0)] | None = described("Return this many of the best; 0 or left out: all.")
+    return_documents: bool | None = described("Whether to return the documents; true if left out.")
     rank_fields: Literal[None] = None
     max_chunks_per_doc: Literal[1] | None = None
 

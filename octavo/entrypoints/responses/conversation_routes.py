@@ -42,7 +42,7 @@ class ConversationRequest(RequestBody):
 class ConversationUpdate(RequestBody):
     """Body of POST /v1/conversations/{conversation_id}."""
 
-    metadata: Metadata | None = Field(description="In the place of what there was.")
+    metadata: Metadata | None = Field(description="Replaces the earlier metadata.")
 
 
 class NewItems(RequestBody):

@@ -127,23 +127,23 @@ class ResponsesRequest(TokenRequest):
     input: Input = Field(
         description="Text, or items: messages, function_call, function_call_output, reasoning, item_reference."
     )
-    instructions: Text | None = described("What the system says first. It is not carried over to the next response.")
-    previous_response_id: Text | None = described("The stored response after which this conversation goes on.")
+    instructions: Text | None = described("The system's first message. It is not carried over to the next response.")
+    previous_response_id: Text | None = described("The stored response that this request continues.")
     conversation: Text | NamedConversation | None = described(
-        "The stored conversation, or its id, that goes on: what is said and answered is added to it."
+        "The stored conversation to continue, or its id. The input and the answer are added to it."
     )
-    store: bool | None = described("Keep the response, so that it can be retrieved and gone on from; true if left out.")
-    background: bool | None = described("Answer at once, and go on without the client.")
+    store: bool | None = described("Keep the response, so that it can be retrieved and continued; true if left out.")
+    background: bool | None = described("Return at once, and compute the answer in the background.")
     metadata: Metadata | None = described("Comes back with the response.")
-    max_output_tokens: Annotated[Int, Field(ge=1)] | None = described("Tokens at most, those of reasoning too.")
-    text: TextOptions | None = described("What the answer must be, and how long.")
+    max_output_tokens: Annotated[Int, Field(ge=1)] | None = described("The most tokens, including reasoning.")
+    text: TextOptions | None = described("The form and the length of the answer's text.")
     tools: Annotated[list[FunctionTool], BeforeValidator(_check_tools)] | None = described(
         "Functions that the answer may call."
     )
     tool_choice: FlatToolChoice = described(
-        'Whether to call them: "auto", "none", "required", the one to call, or some of them.'
+        'Whether to call tools: "auto", "none", "required", the one to call, or some of them.'
     )
-    parallel_tool_calls: bool | None = described("Whether there may be several calls.")
+    parallel_tool_calls: bool | None = described("Whether an answer may have several calls.")
     reasoning: Reasoning | None = described("How much to reason, and how to show it.")
     include: Annotated[list[Text], BeforeValidator(_check_includes)] | None = described(
         "message.output_text.logprobs; reasoning.encrypted_content, which is the reasoning in base64."
@@ -155,16 +155,16 @@ class ResponsesRequest(TokenRequest):
         "auto: leave out the oldest turns of a conversation that does not fit."
     )
     stream_options: ResponseStreamOptions | None = described("include_obfuscation may be false.")
-    max_tool_calls: Int | None = described("Of built-in tools, which there are none of.")
+    max_tool_calls: Int | None = described("A limit of built-in tools, which Octavo does not have.")
     user: Text | None = described(_NOTE)
     safety_identifier: Text | None = described(_NOTE)
     prompt_cache_key: Text | None = described(_NOTE)
     # vLLM's.
-    structured_outputs: StructuredOutputs | None = described("What the answer must be: json, regex, choice or grammar.")
+    structured_outputs: StructuredOutputs | None = described("Structure of the answer: json, regex, choice or grammar.")
     chat_template_kwargs: dict[str, Any] | None = described("Variables for the chat template.")
 
     # Octavo's own.
-    resume: Resume | None = described("Go on with a stream of another server that was lost, as octavo gateway does.")
+    resume: Resume | None = described("Continue another server's stream that broke off, as octavo gateway does.")
 
     @model_validator(mode="before")
     @classmethod
