@@ -1,10 +1,12 @@
 """Prints how well a router over replicas does beside one large cache: hits, and how even the replicas' work is.
 
-    python benchmarks/routing.py [--replicas 4,64] [--patterns chat,agents] [--seeds 20-29]
+    python benchmarks/routing.py [--router engines|gateway] [--replicas 4,64] [--patterns chat,agents] [--seeds 20-29]
+        [--memory 1]
 
 Each replica is a real scheduler with its KV cache and an executor that computes nothing. Conversations grow by a
 message and an answer a turn and begin at times of their own; one turn follows the other after a pause. A step takes as
-long as its tokens do, on a clock that all replicas share.
+long as its tokens do, on a clock that all replicas share. The router is that of a server with several engines, or the
+gateway's, which knows texts and what it has sent where.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from __future__ import annotations
 import argparse
 import heapq
 import random
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +24,8 @@ from typing import Any, cast
 from octavo.config import SchedulerConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.data_parallel_routing import Router, block_hashes
+from octavo.gateway import router as gateway_router
+from octavo.gateway.replica import Replica as GatewayReplica
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
@@ -102,6 +107,46 @@ class Conversation:
     tokens: list[int]
     turns_left: int
     answer: list[int] = field(default_factory=list)
+    messages: dict[bytes, int] = field(default_factory=dict)  # names of beginnings that end with a message, and bytes
+
+    def end_message(self, name: bytes) -> None:
+        if self.tokens:
+            self.messages[name] = 4 * len(self.tokens)
+
+
+class EnginesRouter:
+    """Knows tokens."""
+
+    def __init__(self, num_replicas: int, num_blocks: int, seed: int) -> None:
+        self._router, self._all = Router(num_replicas, BLOCK_SIZE, num_blocks), range(num_replicas)
+
+    def route(self, request: EngineRequest, messages: dict[bytes, int]) -> int:
+        return self._router.route(request, block_hashes(request, BLOCK_SIZE), self._all)
+
+    def end(self, request_id: str, answer: list[int]) -> None:
+        self._router.end(request_id, answer)
+
+
+class GatewayRouter:
+    """Knows the ends of messages, at four bytes a token."""
+
+    def __init__(self, num_replicas: int, num_blocks: int, seed: int) -> None:
+        self._router = gateway_router.Router(random.Random(seed))
+        self._fleet = [GatewayReplica(str(i), cast(Any, None), "") for i in range(num_replicas)]
+        self._routed: dict[str, GatewayReplica] = {}
+
+    def route(self, request: EngineRequest, messages: dict[bytes, int]) -> int:
+        chosen = self._router.choose(self._fleet, messages)
+        assert chosen is not None
+        chosen.num_in_flight += 1
+        self._routed[request.request_id] = chosen
+        return self._fleet.index(chosen)
+
+    def end(self, request_id: str, answer: list[int]) -> None:
+        self._routed.pop(request_id).num_in_flight -= 1
+
+
+ROUTERS: dict[str, Callable[[int, int, int], Any]] = {"engines": EnginesRouter, "gateway": GatewayRouter}
 
 
 @dataclass(frozen=True)
@@ -116,19 +161,20 @@ class Figures:
         return max(self.num_tokens) * len(self.num_tokens) / sum(self.num_tokens)
 
 
-def simulate(num_replicas: int, num_conversations: int, pattern: Pattern, num_blocks: int, seed: int = 0) -> Figures:
+def simulate(
+    num_replicas: int, num_conversations: int, pattern: Pattern, num_blocks: int, seed: int, router_name: str
+) -> Figures:
     """`num_blocks` are each replica's. The same `seed` gives the same conversations to any number of replicas."""
     rng = random.Random(seed)
     replicas = [Replica(num_blocks) for _ in range(num_replicas)]
-    router = Router(num_replicas, BLOCK_SIZE, num_blocks)
+    router = ROUTERS[router_name](num_replicas, num_blocks, seed)
     shared = [[rng.randrange(1000) for _ in range(pattern.shared)] for _ in range(pattern.num_shared)] or [[]]
-    talks = [
-        Conversation(
-            rng.choice(shared) + [rng.randrange(1000) for _ in range(rng.randint(*pattern.first))],
-            rng.randint(*pattern.turns),
-        )
-        for _ in range(num_conversations)
-    ]
+    talks = []
+    for _ in range(num_conversations):
+        talks.append(Conversation(list(begin := rng.choice(shared)), 0))
+        talks[-1].end_message(b"shared %d" % shared.index(begin))
+        talks[-1].tokens += [rng.randrange(1000) for _ in range(rng.randint(*pattern.first))]
+        talks[-1].turns_left = rng.randint(*pattern.turns)
     # What happens when: (time, order, kind, number). Messages and pauses are drawn per turn beforehand, so that they do
     # not depend on who answers.
     drawn = [
@@ -156,7 +202,8 @@ def simulate(num_replicas: int, num_conversations: int, pattern: Pattern, num_bl
             )
             # The router knows what is allowed, not what the answer will be.
             allowed = EngineRequest(request.request_id, request.prompt, params, [], MAX_TOKENS, now)
-            chosen = router.route(allowed, block_hashes(request, BLOCK_SIZE), range(num_replicas))
+            talk.end_message(b"%d %d" % (number, len(talk.tokens)))
+            chosen = router.route(allowed, talk.messages)
             replicas[chosen].core.add(request)
             begun[request.request_id] = now
             if not replicas[chosen].is_stepping:
@@ -176,6 +223,7 @@ def simulate(num_replicas: int, num_conversations: int, pattern: Pattern, num_bl
             if output.finish_reason is not None:
                 router.end(output.request_id, talks[i].answer)
                 talks[i].tokens += talks[i].answer
+                talks[i].end_message(b"%d %d" % (i, len(talks[i].tokens)))
                 talks[i].answer = []
                 talks[i].turns_left -= 1
                 if talks[i].turns_left:
@@ -188,25 +236,28 @@ def simulate(num_replicas: int, num_conversations: int, pattern: Pattern, num_bl
     return Figures(num_hits, [replica.executor.num_tokens for replica in replicas], sum(waits) / len(waits))
 
 
-def compare(num_replicas: int, pattern: Pattern, seed: int) -> tuple[float, Figures]:
+def compare(num_replicas: int, pattern: Pattern, seed: int, router: str = "engines") -> tuple[float, Figures]:
     """The hits of so many replicas over those of one with all their memory, and their figures."""
     num_conversations = num_replicas * pattern.each
-    one = simulate(1, num_conversations, pattern, num_replicas * pattern.num_blocks, seed)
-    many = simulate(num_replicas, num_conversations, pattern, pattern.num_blocks, seed)
+    one = simulate(1, num_conversations, pattern, num_replicas * pattern.num_blocks, seed, "engines")
+    many = simulate(num_replicas, num_conversations, pattern, pattern.num_blocks, seed, router)
     return many.num_hits / one.num_hits, many
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--router", default="engines", choices=ROUTERS)
     parser.add_argument("--replicas", default="4,64")
     parser.add_argument("--patterns", default=",".join(PATTERNS))
     parser.add_argument("--seeds", default="20-29")
+    parser.add_argument("--memory", type=float, default=1.0, help="a replica's, as a share of the pattern's")
     args = parser.parse_args()
     first, last = map(int, args.seeds.split("-"))
     for num in map(int, args.replicas.split(",")):
         for name in args.patterns.split(","):
             pattern = PATTERNS[name]
-            found = [compare(num, pattern, seed) for seed in range(first, last + 1)]
+            pattern = replace(pattern, num_blocks=round(args.memory * pattern.num_blocks))
+            found = [compare(num, pattern, seed, args.router) for seed in range(first, last + 1)]
             hits = [share for share, _ in found]
             loads = [figures.largest_share for _, figures in found]
             ttft_s = fmean(figures.ttft_s for _, figures in found)

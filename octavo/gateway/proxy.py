@@ -297,13 +297,10 @@ class Proxy:
 
     def _choose(self, deployment: Deployment, request: ProxyRequest, tried: set[Replica]) -> Replica | None:
         if not deployment.entry.may_be_several:
-            return deployment.router.choose(deployment.replicas, [], tried)
-        (hashes, shared), session = request.body.prefix_hashes(), request.session
+            return deployment.router.choose(deployment.replicas, {}, tried)
+        (prefixes, shared), session = request.body.prefixes(), request.session
         agreed = (session or shared) if self._several_gateways else None
-        replica = deployment.router.choose(deployment.replicas, hashes, tried, session, agreed)
-        if replica is not None:
-            deployment.router.remember(replica, hashes, session)
-        return replica
+        return deployment.router.choose(deployment.replicas, prefixes, tried, session, agreed)
 
     async def _try(
         self, deployment: Deployment, replica: Replica, request: ProxyRequest, client: Client, tried: set[Replica],

@@ -91,28 +91,31 @@ class RequestBody:
             '"model" first.', param="model",
         )  # fmt: skip
 
-    def prefix_hashes(self) -> tuple[list[bytes], bytes | None]:
-        """Return two things. The hashes of the conversation's prefixes, the shortest first: one for each message, or
-        for each kilobyte of a text; all include the instructions and tools. And the hash that all turns of the
-        conversation share: of the prefix that ends with the user's first message or the text's first kilobyte; None
-        without a prefix."""
+    def prefixes(self) -> tuple[dict[bytes, int], bytes | None]:
+        """Return two things. The hashes of the conversation's prefixes and their bytes, the shortest first: one for
+        each message, or for each kilobyte of a text; all include the instructions and tools. And the hash that all
+        turns of the conversation share: of the prefix that ends with the user's first message or the text's first
+        kilobyte; None without a prefix."""
         if not self.is_json:
-            return [], None
+            return {}, None
         try:
             said = _decode_conversation(self.data)
         except msgspec.DecodeError:
-            return [], None
+            return {}, None
         items = next((raw for raw in (said.messages, said.input, said.prompt) if bytes(raw)), msgspec.Raw())
         chain = hashlib.blake2b(digest_size=16)
+        num_bytes = 0
         for raw in (said.tools, said.system, said.instructions):
             chain.update(bytes(raw) + b"\0")
-        hashes, shared = list[bytes](), None
+            num_bytes += len(bytes(raw))
+        found, shared = dict[bytes, int](), None
         for item in _split(bytes(items)):
             chain.update(item + b"\0")
-            hashes.append(chain.digest())
+            num_bytes += len(item)
+            found[chain.digest()] = num_bytes
             if shared is None and b'"user"' in item:  # the role, as quotes in texts are escaped
-                shared = hashes[-1]
-        return hashes, shared or next(iter(hashes), None)
+                shared = chain.digest()
+        return found, shared or next(iter(found), None)
 
 
 def _split(data: bytes) -> list[bytes]:

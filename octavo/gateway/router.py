@@ -1,13 +1,14 @@
-"""Chooses the replica that answers a request: the one of its session or with the longest prefix of its conversation,
-unless its load is too high; else the less loaded of two drawn at random, or where several gateways share the replicas,
-the one that all of them would choose. Also remembers which replica keeps an id."""
+"""Chooses the replica that answers a request: one that has had much of its conversation, and was not given much else
+lately; or for a new conversation, where several gateways share the replicas, the one that all of them would choose.
+Also remembers which replica keeps an id."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from octavo.gateway.replica import Replica
 
@@ -17,46 +18,67 @@ MAX_IDS = 65_536
 # hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016).
 LOAD_FACTOR = 1.25
 SLACK = 2  # and so many requests more, so that affinity holds while there are few
-_NUM_DRAWS = 4
+# Less than among engines: load decides where a conversation begins, and seldom moves it. In simulation (benchmarks/
+# routing.py) weights from 0.3 on move conversations of 20 s between two turns away from caches that have them.
+_LOAD_WEIGHT = 0.2
+_REQUEST_MEMORY = 64  # requests of a replica after which older ones count e times less
+_NUM_DRAWN = 8
+_ANSWER_BYTES = 512  # of an answer: some 128 tokens
+_MAX_UNIT = 1e100
 
 
 class Router:
-    """Chooses among the replicas of one model. `random_source` draws the candidates."""
+    """Chooses among the replicas of one model. Of those that have had some of a conversation and the least loaded of
+    others, a request goes to the one with the smallest sum of two numbers: the bytes of the conversation that it has
+    not had, and `_LOAD_WEIGHT` times the bytes that it was given lately. Servers have this rule for their engines, all
+    of which they look at (`octavo.engine.data_parallel_routing`). `random_source` draws the others."""
 
     def __init__(self, random_source: random.Random | None = None) -> None:
         self._random = random_source or random.Random()
         self._holders: OrderedDict[bytes, list[Replica]] = OrderedDict()  # by the hash of a prefix
+        # Bytes that each replica was given, in units that grow with each request: older requests count less.
+        self._given: dict[Replica, float] = {}
+        self._unit = 1.0
         self.num_affine = 0  # requests sent to a replica that has their prefix
 
     def choose(
         self,
         replicas: Sequence[Replica],
-        hashes: Sequence[bytes],
+        prefixes: Mapping[bytes, int],
         excluded: Collection[Replica] = (),
         session: bytes | None = None,
         agreed: bytes | None = None,
     ) -> Replica | None:
-        """Return the replica for a request of this session with these prefixes, the longest last; None if no replica
-        takes requests. If none is known to have a prefix, the hash of `agreed` chooses, equally in every gateway with
-        these replicas."""
-        chosen = self._less_loaded(replicas, excluded)
+        """Return the replica for a request with these prefixes, the longest last, and their bytes; None if no one takes
+        requests. The request counts as given to it. The replica of the `session` counts as if it had everything. If
+        none is known to have a prefix, the `agreed` part of the conversation chooses: alike in every gateway with these
+        replicas."""
+        if not replicas:
+            return None
+        most = _most_in_flight(replicas)
+        chosen = self._less_loaded(replicas, excluded, most)
         if chosen is None:
             return None
-        keys = hashes if session is None else [*hashes, session]
-        holder = self._holder(replicas, keys, excluded)
-        most = _most_in_flight(replicas)
-        if holder is not None:
-            if holder.num_in_flight < most:
-                self.num_affine += 1
-                chosen = holder
-        elif agreed is not None:
-            able = [
-                one for one in replicas if one.takes_requests() and one not in excluded and one.num_in_flight < most
-            ]
-            chosen = max(able, key=lambda one: _score(agreed, one), default=chosen)
+        num_bytes, known = max(prefixes.values(), default=0), self._known(prefixes, session)
+        holders = [one for one in known if one.takes_requests() and one not in excluded]
+        if agreed is not None and not holders:
+            able = [one for one in replicas if one.takes_requests() and one not in excluded]
+            able = [one for one in able if one.num_in_flight < most] or able
+            chosen = max(able, key=lambda one: _score(agreed, one))
+        elif holders:
+            able = [one for one in holders if one.num_in_flight < most]
+            chosen = min([*able, chosen], key=lambda one: _LOAD_WEIGHT * self._load(one) - known.get(one, 0))
+        self.num_affine += chosen in known
+        num_given = num_bytes - known.get(chosen, 0) + _ANSWER_BYTES
+        self._given[chosen] = self._unit * (self._load(chosen) + num_given)
+        self._unit *= 1 + 1 / (_REQUEST_MEMORY * len(replicas))
+        if self._unit > _MAX_UNIT:
+            self._given = {one: given / self._unit for one, given in self._given.items()}
+            self._unit = 1.0
+        self.remember(chosen, prefixes, session)
         return chosen
 
-    def remember(self, replica: Replica, hashes: Sequence[bytes], session: bytes | None = None) -> None:
+    def remember(self, replica: Replica, hashes: Iterable[bytes], session: bytes | None = None) -> None:
         """Note that a replica has these prefixes and the session from now on."""
         if session is not None:
             self._holders[session] = [replica]
@@ -71,31 +93,36 @@ class Router:
 
     def forget(self, replica: Replica) -> None:
         """Forget a replica that has ended, and all that it held."""
+        self._given.pop(replica, None)
         for one in [one for one, holders in self._holders.items() if replica in holders]:
             self._holders[one].remove(replica)
             if not self._holders[one]:
                 del self._holders[one]
 
-    def _less_loaded(self, replicas: Sequence[Replica], excluded: Collection[Replica]) -> Replica | None:
-        if len(replicas) > 2:
-            for _ in range(_NUM_DRAWS):
-                pair = [one for one in self._random.sample(replicas, 2) if one.takes_requests() and one not in excluded]
-                if len(pair) == 2:
-                    return min(pair, key=lambda one: one.num_in_flight)
-        able = [one for one in replicas if one.takes_requests() and one not in excluded]
-        if not able:
-            return None
-        least = min(one.num_in_flight for one in able)
-        return self._random.choice([one for one in able if one.num_in_flight == least])
+    def _load(self, replica: Replica) -> float:
+        """Return the bytes that a replica was given lately. One that is new has as much as the one that has least: it
+        would get all requests otherwise."""
+        if replica not in self._given:
+            self._given[replica] = min(self._given.values(), default=0.0)
+        return self._given[replica] / self._unit
 
-    def _holder(
-        self, replicas: Sequence[Replica], hashes: Sequence[bytes], excluded: Collection[Replica]
-    ) -> Replica | None:
-        for one in reversed(hashes):
-            able = [held for held in self._holders.get(one, ()) if held.takes_requests() and held not in excluded]
+    def _less_loaded(self, replicas: Sequence[Replica], excluded: Collection[Replica], most: float) -> Replica | None:
+        """Return the least loaded of some that are drawn at random and have fewer requests than `most`. If there are no
+        such ones, return the least loaded of all."""
+        drawn = self._random.sample(replicas, min(len(replicas), _NUM_DRAWN))
+        for some, limit in ((drawn, most), (replicas, math.inf)):
+            able = [one for one in some if one.num_in_flight < limit and one not in excluded and one.takes_requests()]
             if able:
-                return min(able, key=lambda held: held.num_in_flight)
+                return min(able, key=self._load)
         return None
+
+    def _known(self, prefixes: Mapping[bytes, int], session: bytes | None) -> dict[Replica, int]:
+        """Return how many bytes of the conversation each replica has had, of those that have had any."""
+        known = dict.fromkeys(self._holders.get(session or b"", ()), max(prefixes.values(), default=0))
+        for one in reversed(list(prefixes)):
+            for replica in self._holders.get(one, ()):
+                known.setdefault(replica, prefixes[one])
+        return known
 
 
 def _most_in_flight(replicas: Sequence[Replica]) -> float:

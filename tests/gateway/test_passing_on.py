@@ -199,7 +199,7 @@ def test_a_conversation_stays_with_its_replica(clock: Clock) -> None:
     async def run() -> None:
         async with gateway({"a": {"replicas": 4}}) as gate:
             for talk in range(6):
-                messages = [{"role": "user", "content": f"talk {talk}"}]
+                messages = [{"role": "user", "content": f"talk {talk}" + 20_000 * "x"}]
                 for _ in range(5):
                     await gate.ask("a", messages=messages)
                     messages += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "and"}]

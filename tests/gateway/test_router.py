@@ -22,7 +22,7 @@ def replicas(count: int) -> list[Replica]:
 def test_without_a_prefix_load_is_even() -> None:
     router, fleet = Router(random.Random(1)), replicas(8)
     for _ in range(800):
-        chosen = router.choose(fleet, [])
+        chosen = router.choose(fleet, {})
         assert chosen is not None
         chosen.num_in_flight += 1
     loads = [one.num_in_flight for one in fleet]
@@ -33,8 +33,8 @@ def test_the_longest_prefix_wins() -> None:
     router, fleet = Router(random.Random(1)), replicas(8)
     router.remember(fleet[2], [b"1"])
     router.remember(fleet[5], [b"1", b"2"])
-    assert router.choose(fleet, [b"1", b"2", b"3"]) is fleet[5]
-    assert router.choose(fleet, [b"1", b"x"]) in (fleet[2], fleet[5])
+    assert router.choose(fleet, {b"1": 9_000, b"2": 20_000, b"3": 21_000}) is fleet[5]
+    assert router.choose(fleet, {b"1": 9_000, b"x": 9_900}) in (fleet[2], fleet[5])
     assert router.num_affine == 2
 
 
@@ -42,47 +42,47 @@ def test_a_session_goes_where_its_last_request_went() -> None:
     router, fleet = Router(random.Random(1)), replicas(8)
     router.remember(fleet[2], [b"1", b"2"], b"session a")
     router.remember(fleet[5], [b"3"], b"session a")
-    assert router.choose(fleet, [b"1", b"2"], session=b"session a") is fleet[5]
-    assert router.choose(fleet, [b"1", b"2"], session=b"session b") is fleet[2]
-    assert router.choose(fleet, [b"1", b"2"], [fleet[5]], b"session a") is fleet[2]
+    assert router.choose(fleet, {b"1": 9_000, b"2": 20_000}, session=b"session a") is fleet[5]
+    assert router.choose(fleet, {b"1": 9_000, b"2": 20_000}, session=b"session b") is fleet[2]
+    assert router.choose(fleet, {b"1": 9_000, b"2": 20_000}, [fleet[5]], b"session a") is fleet[2]
     fleet[5].num_in_flight = 100
-    assert router.choose(fleet, [], session=b"session a") is not fleet[5]
+    assert router.choose(fleet, {}, session=b"session a") is not fleet[5]
     router.forget(fleet[5])
-    assert router.choose(fleet, [b"3"], [fleet[2]], b"session a") is not None
+    assert router.choose(fleet, {b"3": 9_000}, [fleet[2]], b"session a") is not None
 
 
 def test_several_gateways_agree_and_a_replica_that_leaves_moves_only_its_share() -> None:
     fleet, keys = replicas(8), [str(i).encode() for i in range(2000)]
-    first = [Router(random.Random(1)).choose(fleet, [], agreed=key) for key in keys]
+    first = [Router(random.Random(1)).choose(fleet, {}, agreed=key) for key in keys]
     # Another gateway lists the replicas in another order, and its connections are its own.
-    other = [Router(random.Random(2)).choose(replicas(8)[::-1], [], agreed=key) for key in keys]
+    other = [Router(random.Random(2)).choose(replicas(8)[::-1], {}, agreed=key) for key in keys]
     names = [one.name for one in first if one is not None]
     assert names == [one.name for one in other if one is not None]
     assert all(200 < count < 300 for count in Counter(names).values())
-    fewer = [Router(random.Random(3)).choose(fleet[1:], [], agreed=key) for key in keys]
+    fewer = [Router(random.Random(3)).choose(fleet[1:], {}, agreed=key) for key in keys]
     assert all(one is before for one, before in zip(fewer, first, strict=True) if before is not fleet[0])
 
 
 def test_what_gateways_agree_on_gives_way_to_load_and_to_what_is_known() -> None:
     router, fleet = Router(random.Random(1)), replicas(4)
     for number in range(400):
-        chosen = router.choose(fleet, [], agreed=b"the same" if number % 2 else str(number).encode())
+        chosen = router.choose(fleet, {}, agreed=b"the same" if number % 2 else str(number).encode())
         assert chosen is not None
         chosen.num_in_flight += 1
     assert max(one.num_in_flight for one in fleet) <= 1.25 * 100 + 3
     router, fleet = Router(random.Random(1)), replicas(4)
     router.remember(fleet[2], [b"1"])
-    assert {router.choose(fleet, [b"1"], agreed=str(i).encode()) for i in range(20)} == {fleet[2]}
+    assert {router.choose(fleet, {b"1": 9_000}, agreed=str(i).encode()) for i in range(20)} == {fleet[2]}
     for one in fleet[1:]:
         one.num_failed_checks = FAILED_CHECKS
-    assert router.choose(fleet, [], agreed=b"x") is fleet[0]
+    assert router.choose(fleet, {}, agreed=b"x") is fleet[0]
 
 
 def test_load_corrects_affinity() -> None:
     router, fleet = Router(random.Random(1)), replicas(4)
     router.remember(fleet[0], [b"1"])
     for _ in range(400):
-        chosen = router.choose(fleet, [b"1"])
+        chosen = router.choose(fleet, {b"1": 9_000})
         assert chosen is not None
         router.remember(chosen, [b"1"])
         chosen.num_in_flight += 1
@@ -98,8 +98,8 @@ def test_only_those_are_chosen_that_take_requests(states: list[str], seed: int) 
             one.breaker.fail()
         router.remember(one, [b"1"])
     tried = {one for one, state in zip(fleet, states, strict=True) if state == "tried"}
-    for hashes in ([], [b"1"]):
-        chosen = router.choose(fleet, hashes, tried)
+    for prefixes in ({}, {b"1": 9_000}):
+        chosen = router.choose(fleet, prefixes, tried)
         assert (chosen is None) == ("fine" not in states)
         assert chosen is None or states[fleet.index(chosen)] == "fine"
 
@@ -109,8 +109,8 @@ def test_a_replica_that_has_ended_is_forgotten() -> None:
     router.remember(fleet[0], [b"1", b"2"])
     router.remember(fleet[1], [b"1"])
     router.forget(fleet[0])
-    assert router.choose(fleet[1:], [b"1", b"2"]) is fleet[1]
     assert router._holders == {b"1": [fleet[1]]}
+    assert router.choose(fleet[1:], {b"1": 9_000, b"2": 20_000}) is fleet[1]
 
 
 def test_memory_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -123,3 +123,22 @@ def test_memory_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     assert len(router._holders) == 10
     assert Counter(ids.find(str(number)) is not None for number in range(100)) == {True: 10, False: 90}
     assert ids.find("99") == ("m", one, None)
+
+
+def test_conversations_begin_where_least_was_to_do_and_stay() -> None:
+    router, fleet = Router(random.Random(1)), replicas(2)
+    document = router.choose(fleet, {b"document": 50_000})
+    assert document is not None
+    other = fleet[1 - fleet.index(document)]
+    for number in range(9):
+        assert router.choose(fleet, {b"%d" % number: 1_000}) is other
+        assert router.choose(fleet, {b"document": 50_000, b"question %d" % number: 50_200}) is document
+
+
+def test_a_replica_that_is_new_gets_its_share_and_no_more(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(router_module, "_MAX_UNIT", 1.5)  # units begin anew now and then
+    router, fleet = Router(random.Random(1)), replicas(4)
+    for number in range(1000):
+        assert router.choose(fleet[:3], {b"%d" % number: 1_000}) is not fleet[3]
+    later = Counter(router.choose(fleet, {b"later %d" % number: 1_000}) for number in range(100))
+    assert all(20 <= later[one] <= 30 for one in fleet)
