@@ -26,13 +26,13 @@ from octavo.flags import FlagParser
 from octavo.processes import python_command
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-# Of one processor. A measurement beside other work is worth nothing; a mean over a minute decays slowly.
+# In processors. A measurement beside other work is worth nothing; a mean over a minute decays slowly.
 BUSY_LOAD = 0.25
 
 
 class Claim(NamedTuple):
-    """A row of the table. `read` gets the command's output and its JSON, and returns the figure; the JSON is asked for
-    with `--json FILE`, which the table leaves out."""
+    """A row of the table. `read` returns the figure from the command's output and its JSON, which the command writes
+    because of `--json FILE`; the table leaves this flag out."""
 
     what: str
     command: str  # FOLDER stands for the folder of --embedding-model

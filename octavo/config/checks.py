@@ -39,7 +39,7 @@ def _device(args: EngineArgs) -> str:
 
 
 def _check_values(args: EngineArgs) -> None:
-    """Check the flags that mean the same on every device."""
+    """Check the flags that have the same meaning on every device."""
     if args.max_model_len is not None and args.max_model_len <= 0 and args.max_model_len != AUTO_LENGTH:
         raise ConfigError(f"--max-model-len must be greater than 0, got {args.max_model_len}.")
     unknown = set(args.override_generation_config or {}) - {*_GENERATION_OVERRIDES}

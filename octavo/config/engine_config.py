@@ -55,7 +55,7 @@ class ModelConfig:
     max_model_len: int
     vocab_size: int
     seed: int | None
-    quantization: str | None = None  # of float weights while loading: "int8", "int4" or "fp8"
+    quantization: str | None = None  # how to quantize float weights while loading: "int8", "int4" or "fp8"
     num_precise_layers: int = 0  # `ModelDescription.num_precise_layers`
     may_shorten: bool = False  # max_model_len may be lowered to the size of the KV cache
     chat_template: str | None = None  # a file, a template or a template's name; None: the model's
@@ -102,7 +102,7 @@ class DiskCacheConfig:
     """The folder of the cached blocks that outlive the engine."""
 
     folder: str
-    limit_bytes: int  # of all that is in it
+    limit_bytes: int  # of all its files
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class KVEventsConfig:
     publisher: Literal["zmq", "null"] = "zmq"
     endpoint: str = "tcp://*:5557"  # bound if it has a *, or connected to
     replay_endpoint: str | None = None  # where subscribers ask for messages that they have missed
-    buffer_steps: int = 10_000  # messages that are kept for them
+    buffer_steps: int = 10_000  # messages kept for this
     # Messages that wait for a slow subscriber, at most: the smaller of both. Later ones are dropped for it.
     hwm: int = 100_000
     max_queue_size: int = 100_000
@@ -155,9 +155,9 @@ class SchedulerConfig:
     preemption_mode: str
     check_invariants: bool = False
     target_step_s: float | None = None  # longest step while streams wait; None: auto, 0: no bound
-    starts_at_images: bool = False  # layers attend to images, and change to the next at its token
+    starts_at_images: bool = False  # layers attend to images, to each from its token on
     whole_images: bool = False  # tokens of an image see each other: one step computes them all
-    stream_interval: int = 1  # tokens in an output at least, but for the first and the last
+    stream_interval: int = 1  # least tokens in an output; the first and the last may have fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class MediaConfig:
     takes_embeddings: bool = False  # requests may bring rows in place of media
     kept_bytes: int = 1 << 30  # size of the cache of media for later requests
     frames_prompts: bool = False  # the processor adds marks behind the last picture and at the end of a text
-    counts_pictures: bool = False  # a prompt's only picture is processed otherwise than one of several
+    counts_pictures: bool = False  # a prompt's only picture is processed differently than one of several
     longest_s: float | None = None  # longest sound that the model hears; None: any
     adapter: str | None = None  # folder of the adapter that the model brings for prompts with media
     allowed_folder: str | None = None  # for file: URLs, links resolved; None: no file: URLs
@@ -327,7 +327,7 @@ class EngineConfig:
     cpus: list[int] | None = None  # a processor for each thread
     speculative: SpeculativeConfig | None = None
     draft: ModelConfig | None = None  # the draft model; it drafts for sequences up to its max_model_len
-    disable_additional_properties: bool = False  # for schemas that do not mention others
+    disable_additional_properties: bool = False  # for schemas that do not mention additional properties
     lora: LoRAConfig | None = None  # None: no adapters are served
     media: MediaConfig | None = None  # None: neither pictures nor sounds are taken
     sound: SoundConfig | None = None  # None: the model does not transcribe

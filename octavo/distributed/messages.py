@@ -18,9 +18,9 @@ class Join(msgspec.Struct, tag="join", tag_field="kind"):
     version: str
     num_nodes: int
     rank: int
-    host: str  # its name, for logs and errors
+    host: str  # the host's name, for logs and errors
     settings: dict[str, str]  # by name; must be equal on all nodes
-    link_port: int  # port at which it takes rows from the node before; 0: none
+    link_port: int  # port for rows from the preceding node; 0: none
 
 
 class Control(msgspec.Struct, tag="control", tag_field="kind"):

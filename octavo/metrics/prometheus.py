@@ -142,7 +142,7 @@ class EngineMetrics:
         self.of_engines: list[EngineMetrics] = [self]
         # False in one of several front ends: the process that owns the engines counts steps, restarts and the like.
         self.counts_steps = True
-        self.total_rate: Callable[[], float] | None = None  # of the requests of several front ends, which share theirs
+        self.total_rate: Callable[[], float] | None = None  # requests a second of all front ends
         self.others: list[Any] = []  # collectors whose metrics are rendered too
         self.num_restarts = 0  # restarts of the core after it has died
         self.num_continued = 0  # requests that went on with another core

@@ -41,7 +41,7 @@ class Snapshot(msgspec.Struct):
 
 
 def snapshot(metrics: EngineMetrics) -> Snapshot:
-    """Return what `metrics` and the collectors beside them hold now."""
+    """Return the present values of `metrics` and of the collectors beside them."""
     return Snapshot(
         {
             metric.name: Family(
@@ -70,7 +70,7 @@ def sum_of(snapshots: Iterable[Snapshot]) -> Snapshot:
 
 def render_sum(own: Snapshot, fronts: Snapshot) -> tuple[bytes, str]:
     """Return the owner's metrics and the sums of its front ends together, in Prometheus's text format, and the content
-    type. A gauge that the owner has is the owner's."""
+    type. If the owner has a gauge, the owner's value counts."""
     from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
     added = {

@@ -28,11 +28,11 @@ _NAMES = FieldNames({
 })  # fmt: skip
 # The version of Ollama's API that these routes follow. Editors refuse servers that answer less than what they need.
 API_VERSION = "0.12.6"
-GREETING = "Ollama is running"  # the answer to HEAD and GET /, which `ollama list` and others begin with
-# Of requests that were Ollama's. With "auto" a chat that is too long leaves out its oldest turns, with "disabled" it is
-# refused. With both a number of tokens that does not fit is lowered.
+GREETING = "Ollama is running"  # the answer to HEAD and GET /, the first request of `ollama list` and others
+# A header of translated requests. With "auto" a chat that is too long loses its oldest turns, with "disabled" it is
+# refused. Both lower a number of tokens that does not fit.
 TRUNCATION_HEADER = "x-octavo-truncation"
-# Routes of Ollama's that Octavo does not have.
+# Ollama's routes that Octavo does not have.
 UNBUILT = frozenset(("/api/create", "/api/copy", "/api/push", "/api/blobs"))
 
 

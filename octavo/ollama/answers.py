@@ -41,13 +41,13 @@ class AnswerTranslator:
 
     def __init__(self, send: Send, request: Translated, begin: float) -> None:
         self._send, self._request, self._begin = send, request, begin
-        self.load_s: Callable[[], float] = lambda: 0.0  # how long the request has waited for its model
+        self.load_s: Callable[[], float] = lambda: 0.0  # seconds that the request has waited for its model
         self._status = 200
         self._headers: list[tuple[bytes, bytes]] = []
         self._events: EventReader | None = None  # None: the answer is no stream
         self._body: list[bytes] = []
         self._is_begun = self._is_done = False
-        self._first_at: float | None = None  # of the answer's first event
+        self._first_at: float | None = None  # when the answer's first event came
         self._calls: dict[int, dict[str, str]] = {}
         # Text, thinking, calls and log-probabilities of an answer that is not streamed.
         self._whole: dict[str, Any] = {}
@@ -106,7 +106,7 @@ class AnswerTranslator:
                 lines.append(said)
 
     def _said(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """Return what an event adds: text, thinking and log-probabilities."""
+        """Return the fields that an event adds: text, thinking and log-probabilities."""
         delta = choice.get("delta") or {}
         for call in delta.get("tool_calls") or ():
             kept = self._calls.setdefault(call.get("index", 0), {"name": "", "arguments": ""})
@@ -121,7 +121,7 @@ class AnswerTranslator:
         return {name: value for name, value in fields.items() if value}
 
     def _tool_calls(self) -> dict[str, Any]:
-        """Return the calls, once they are whole. A call that was cut off has no arguments, and is left out."""
+        """Return the calls, once they are complete. A call that was cut off has no arguments, and is left out."""
         calls = []
         for _, call in sorted(self._calls.items()):
             try:
@@ -216,7 +216,7 @@ class AnswerTranslator:
 
 
 def _logprobs(found: Any) -> list[Any]:
-    """Return log-probabilities of chats as they are, and those of completions in the same form."""
+    """Return the log-probabilities of chats or completions, in the form of chats."""
     if not isinstance(found, dict):
         return []
     if isinstance(found.get("content"), list):

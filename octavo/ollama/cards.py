@@ -1,7 +1,7 @@
-"""What Ollama's API says about models, made from a model's card.
+"""Makes the descriptions of models in Ollama's API from models' cards.
 
 A card is what `octavo show --json` prints: plain data with the keys of `entrypoints.model_card`. A card may lack any of
-them, as that of a model at another server does.
+them, as the card of a model at another server does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from octavo.errors import RequestError
 from octavo.ollama.to_openai import Translated
 
 Card = Mapping[str, Any]
-NEVER = "9999-12-31T23:59:59Z"  # when a model expires that stays
+NEVER = "9999-12-31T23:59:59Z"  # expiry of a model that stays loaded
 _NO_TIME = "1970-01-01T00:00:00Z"
 
 

@@ -1,4 +1,4 @@
-"""Turns the requests of Ollama's API that a model answers into requests of OpenAI's API.
+"""Turns requests of Ollama's API to a model into requests of OpenAI's API.
 
 Every answer is asked for as a stream, as Ollama's answers say how long the prompt and the answer took.
 """
@@ -249,7 +249,7 @@ def _fields_of(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _field_of(name: str, value: Any) -> dict[str, Any]:
-    """Return OpenAI's field for one of Ollama's options, without those of its values that ask for nothing."""
+    """Return OpenAI's field for one of Ollama's options; empty if its value asks for nothing."""
     is_number = type(value) in (int, float)
     if name == "num_predict":
         value = int(value) if type(value) is float and value.is_integer() else value
@@ -267,7 +267,7 @@ def _field_of(name: str, value: Any) -> dict[str, Any]:
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool without the nulls that Ollama's clients write for what it does not have."""
+    """Return a tool without null fields, which Ollama's clients write."""
     tool = {name: value for name, value in tool.items() if value is not None}
     for name in ("function", "parameters"):
         if isinstance(tool.get(name), dict):
@@ -276,8 +276,8 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:
-    """Return OpenAI's messages. Ollama's calls have no ids, so each gets one, and the results of tools take them in
-    their order, or by the tool's name."""
+    """Return OpenAI's messages. Ollama's calls have no ids, so each call gets one, and results of tools are matched to
+    calls in order, or by the tool's name."""
     found: list[dict[str, Any]] = []
     waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
     num_calls = 0

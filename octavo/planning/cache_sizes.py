@@ -16,7 +16,7 @@ from octavo.execution.cpu_device import CpuDevice
 from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec, group_layers
 from octavo.ops import load
 
-_SCALE_BYTES = 4  # scales of a token and head on GPUs, if elements are bytes: two bfloat16
+_SCALE_BYTES = 4  # two bfloat16 scales for a token and head on GPUs, if elements are bytes
 _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
