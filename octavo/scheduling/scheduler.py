@@ -428,6 +428,8 @@ class Scheduler:
             self._speculation.drafted(plan.rows, drafts, result.draft_s, result.caught_up)
         if self.config.check_invariants:
             self.check()
+        if not self.queues.requests:
+            self._last_step = None  # with what its sequences hold
         return outputs
 
     def _apply_samples(

@@ -142,7 +142,7 @@ Call `sum()`, **not `add`**:
 
 1. one <b>&amp;</b>
 2. 2 * 3 * 4, a*b*c
-  - *deep*
+  - *deep*\r
 
 * point
 After it

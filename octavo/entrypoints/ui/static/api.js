@@ -50,18 +50,22 @@ export async function* streamChat(body, signal) {
   });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) throw new ApiError("The server ended the answer too early.", 0, "cut");
-    const events = (rest + value).split("\n\n");
-    rest = events.pop();
-    for (const event of events) {
-      if (!event.startsWith("data: ")) continue;
-      const data = event.slice(6);
-      if (data === "[DONE]") return;
-      const chunk = JSON.parse(data);
-      if (chunk.error) throw new ApiError(chunk.error.message, 0, chunk.error.code);
-      yield chunk;
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) throw new ApiError("The server ended the answer too early.", 0, "cut");
+      const events = (rest + value).split("\n\n");
+      rest = events.pop();
+      for (const event of events) {
+        if (!event.startsWith("data: ")) continue;
+        const data = event.slice(6);
+        if (data === "[DONE]") return;
+        const chunk = JSON.parse(data);
+        if (chunk.error) throw new ApiError(chunk.error.message, 0, chunk.error.code);
+        yield chunk;
+      }
     }
+  } finally {
+    reader.cancel().catch(() => {}); // the server stops if the reader has left
   }
 }

@@ -103,7 +103,14 @@ async function answerTo(asked, fields, restore) {
   const mine = answering = new AbortController();
   setButton(true);
   const started = performance.now(), calls = [];
-  let content = "", reasoning = "", firstAt = 0, lastAt = 0, usage = null, failure = null, isStopped = false;
+  let content = "", reasoning = "", firstAt = 0, lastAt = 0, usage = null, failure = null, isStopped = false, frame = 0;
+  const draw = () => {
+    frame = 0;
+    const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
+    if (reasoning) answer.think(reasoning);
+    answer.show(content);
+    if (follows) log.scrollTop = log.scrollHeight;
+  };
   try {
     for await (const chunk of streamChat({ ...body(), ...fields }, mine.signal)) {
       usage = chunk.usage ?? usage;
@@ -111,16 +118,17 @@ async function answerTo(asked, fields, restore) {
       if (!delta?.content && !delta?.reasoning_content && !delta?.tool_calls) continue;
       lastAt = performance.now();
       firstAt ||= lastAt;
-      const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
-      if (delta.reasoning_content) answer.think(reasoning += delta.reasoning_content);
-      if (delta.content) answer.show(content += delta.content);
+      reasoning += delta.reasoning_content ?? "";
+      content += delta.content ?? "";
       for (const part of delta.tool_calls ?? []) addToCall(calls, part);
-      if (follows) log.scrollTop = log.scrollHeight;
+      frame ||= requestAnimationFrame(draw);
     }
   } catch (error) {
     isStopped = error.name === "AbortError";
     if (!isStopped) failure = error;
   }
+  cancelAnimationFrame(frame);
+  draw();
   if (answering === mine) {
     answering = null;
     setButton(false);
@@ -171,6 +179,7 @@ function formOfCalls(calls) {
     const fieldsOfBody = fieldsOfSettings();
     if (answering || !fieldsOfBody) return;
     send.disabled = true;
+    if (messages.at(-1)?.tool_calls !== calls) return; // the conversation has gone on without the results
     const results = calls.map(({ id }, i) => ({ role: "tool", tool_call_id: id, content: fields[i].value }));
     send.disabled = await answerTo(results, fieldsOfBody, () => {});
   });

@@ -2,12 +2,13 @@
 // stay as the model wrote them. Nodes are made one by one: nothing that a model writes becomes HTML.
 
 const ITEM = /^( *)(?:[-*+]|(\d{1,9})[.)]) +(.*)$/;
+const LINE_END = /\r\n|[\n\r\u2028\u2029]/; // all that `.` does not match
 const HEADING = /^#{1,6} +(.*)$/;
 const SPAN = /`([^`]+)`|\*\*([^*]+)\*\*|(?<!\w)\*([^*\s][^*]*)\*/g;
 
 export function renderMarkdown(target, content) {
-  const nodes = content.split("```").flatMap((part, i) => (i % 2 ? [fencedCode(part)] : blocksOf(part)));
-  target.replaceChildren(...nodes);
+  target.replaceChildren();
+  content.split("```").forEach((part, i) => (i % 2 ? target.append(fencedCode(part)) : addBlocks(target, part)));
 }
 
 function fencedCode(text) {
@@ -17,10 +18,9 @@ function fencedCode(text) {
 }
 
 // Blocks bring their own breaks: only between two lines of prose the break of the text is kept.
-function blocksOf(text) {
-  const nodes = [];
+function addBlocks(target, text) {
   let list = null, afterProse = false;
-  for (const line of text.replace(/^\n/, "").split("\n")) {
+  for (const line of text.replace(/^\n/, "").split(LINE_END)) {
     const item = ITEM.exec(line), heading = HEADING.exec(line);
     if (list && !line.trim()) continue;
     if (item) {
@@ -28,19 +28,19 @@ function blocksOf(text) {
       if (list?.tagName !== tag) {
         list = make(tag, []);
         if (item[2]) list.start = Number(item[2]);
-        nodes.push(list);
+        target.append(list);
       }
       const entry = make("li", spansOf(item[3]));
       if (item[1].length > 1) entry.className = "deeper";
       list.append(entry);
     } else {
       list = null;
-      if (afterProse && !heading) nodes.push("\n");
-      nodes.push(...(heading ? [make("p", spansOf(heading[1]), "heading")] : spansOf(line)));
+      if (afterProse && !heading) target.append("\n");
+      if (heading) target.append(make("p", spansOf(heading[1]), "heading"));
+      else for (const node of spansOf(line)) target.append(node);
     }
     afterProse = !item && !heading;
   }
-  return nodes;
 }
 
 function spansOf(line) {
@@ -60,6 +60,6 @@ function spansOf(line) {
 function make(tag, nodes, className = "") {
   const element = document.createElement(tag);
   element.className = className;
-  element.append(...nodes);
+  for (const node of nodes) element.append(node);
   return element;
 }

@@ -23,5 +23,6 @@ export function startTheme(redraw) {
     show();
   });
   systemIsDark.addEventListener("change", show);
+  addEventListener("storage", show); // another page of this server has changed it
   show();
 }
