@@ -133,7 +133,8 @@ class GatewayApp:
         reason = error.limit if isinstance(error, LimitError) else error.code
         if key is not None and error.status < 500:
             self.metrics.key_refusals.labels(key.settings.name, reason or str(error.status)).inc()
-        if error.status in (401, 404) and not self._lines.admits(time.monotonic()):
+        is_frequent = error.status in (401, 404) or error.status >= 500  # clients try again while replicas are lost
+        if is_frequent and not self._lines.admits(time.monotonic()):
             return
         of_key = None if key is None else f"key {key.settings.name}"
         said = ", ".join(filter(None, (str(error.status), error.param, reason, of_key, f"request {request_id}")))

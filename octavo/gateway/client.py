@@ -19,7 +19,7 @@ from octavo.errors import RequestError
 from octavo.gateway.error_bodies import error_body, error_event
 from octavo.gateway.meter import PROMPT_TOKENS, Meter
 from octavo.gateway.stream_progress import RESUMABLE, StreamProgress
-from octavo.gateway.upstream import HOP_BY_HOP, Answer, UpstreamError
+from octavo.gateway.upstream import HOP_BY_HOP, Answer
 from octavo.messages_errors import MESSAGES_PREFIX
 
 _NOT_PASSED_ON = HOP_BY_HOP | {b"date", RESUMABLE, PROMPT_TOKENS}
@@ -33,6 +33,10 @@ TRANSPORT = "octavo.transport"  # scope key of the client's connection
 
 class BrokenAnswerError(Exception):
     """The answer cannot be completed, or its client does not read it: the connection has to be cut."""
+
+
+def _is_events(answer: Answer) -> bool:
+    return answer.header(b"content-type").startswith(_EVENTS) and not answer.header(b"content-encoding")
 
 
 class ClientSend:
@@ -110,15 +114,17 @@ class Client:
             self._is_events = True
         await self._write(f": {text}\n\n".encode())
 
+    def can_take(self, answer: Answer) -> bool:
+        """Return whether an answer continues the stream that the client has, if it has one: other servers than Octavo
+        begin it again."""
+        return not self.progress.is_resumable or not _is_events(answer) or bool(answer.header(RESUMABLE))
+
     async def begin(self, answer: Answer) -> None:
         """Send an answer's status and headers."""
         self.has_answer = True
-        is_events = answer.header(b"content-type").startswith(_EVENTS) and not answer.header(b"content-encoding")
+        is_events = _is_events(answer)
         self._rest = b""
-        about = answer.header(RESUMABLE) if is_events else b""
-        if self.progress.is_resumable and is_events and not about:
-            raise UpstreamError("it cannot go on with another replica's stream")
-        self.progress.begin(about)
+        self.progress.begin(answer.header(RESUMABLE) if is_events else b"")
         if self.meter is not None:
             self.meter.see_prompt(answer.header(PROMPT_TOKENS))
         if self._has_head:

@@ -330,6 +330,8 @@ class Proxy:
                 replica.breaker.fail()
             else:
                 replica.breaker.succeed()
+            if not client.can_take(answer):
+                return f"replica {replica.name} cannot continue another replica's stream"
             if client.progress.is_resumable:
                 self._metrics.resumed.labels(deployment.name, replica.name).inc()
             else:

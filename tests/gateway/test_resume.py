@@ -166,20 +166,31 @@ def test_a_response_is_kept_where_its_stream_ended(clock: Clock) -> None:
     clock.run(run())
 
 
-def test_a_server_that_does_not_go_on_does_not_begin_anew(clock: Clock) -> None:
+@pytest.mark.parametrize("others_go_on", [False, True])
+def test_a_server_that_does_not_go_on_does_not_begin_anew(clock: Clock, others_go_on: bool) -> None:
+    num_resumed = 0
+
     async def begin_anew(asked: Asked) -> None:
+        nonlocal num_resumed
         if "resume" not in asked.json:
             await replica(2)(asked)
+            return
+        num_resumed += 1
+        if others_go_on and num_resumed == 2:
+            await replica()(asked)
             return
         asked.begin_stream()
         asked.piece(WHOLE)
         asked.piece(b"")
 
     async def run() -> None:
-        async with fake_servers(begin_anew, begin_anew) as servers, gateway(at(servers)) as gate:
+        async with fake_servers(begin_anew, begin_anew, begin_anew) as servers, gateway(at(servers)) as gate:
             answer = await gate.ask(stream=True)
             begin = b"".join(events + b"\n\n" for events, _ in SCRIPT[:2])
-            assert answer.content.startswith(begin) and b"replica_lost" in answer.content[len(begin) :]
             assert answer.content.count(b'{"b": 2}') == 1
+            if others_go_on:
+                assert answer.content == WHOLE
+            else:
+                assert answer.content.startswith(begin) and b"cannot continue" in answer.content[len(begin) :]
 
     clock.run(run())

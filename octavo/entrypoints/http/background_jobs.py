@@ -17,6 +17,7 @@ from octavo.entrypoints.http.server_state import ServerState
 from octavo.entrypoints.http.store import BEAT_S, Database, StoreError
 
 _END_S = 3.0
+_CANCEL_S = 3 * BEAT_S
 _CANCEL_POLL_S = 0.2
 logger = logging.getLogger("octavo.server")
 
@@ -70,12 +71,13 @@ class BackgroundJobs:
             self._beats = asyncio.ensure_future(self._beat())
 
     async def cancel(self, id: str) -> bool:
-        """Cancel a job and wait until it has stopped. Return False if the job is not this server's."""
+        """Cancel a job and wait until it has stopped, for some seconds at most: its end may have to wait for the store.
+        Return False if the job is not this server's."""
         task = self._tasks.get(id)
         if task is None:
             return False
         task.cancel()
-        await asyncio.wait((task,))
+        await asyncio.wait((task,), timeout=_CANCEL_S)
         return True
 
     async def cancel_anywhere(self, kind: str, id: str, is_under_way: Callable[[], Awaitable[bool]]) -> None:
@@ -84,7 +86,7 @@ class BackgroundJobs:
         if await self.cancel(id):
             return
         await self._state.store.run(lambda database: database.ask_to_cancel(kind, id))
-        deadline = time.monotonic() + 3 * BEAT_S
+        deadline = time.monotonic() + _CANCEL_S
         while await is_under_way() and time.monotonic() < deadline:  # noqa: ASYNC110 - the file tells, when it is asked
             await asyncio.sleep(_CANCEL_POLL_S)
 
