@@ -59,7 +59,7 @@ class GatewayApp:
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self.num_in_flight = 0
-        self._lines = LineLimit()
+        self._lines, self._lines_of_faults = LineLimit(), LineLimit()
         self._page = Page(models, self.metrics, None) if store is None else None
 
     @property
@@ -133,8 +133,8 @@ class GatewayApp:
         reason = error.limit if isinstance(error, LimitError) else error.code
         if key is not None and error.status < 500:
             self.metrics.key_refusals.labels(key.settings.name, reason or str(error.status)).inc()
-        is_frequent = error.status in (401, 404) or error.status >= 500  # clients try again while replicas are lost
-        if is_frequent and not self._lines.admits(time.monotonic()):
+        limit = self._lines_of_faults if error.status >= 500 else self._lines if error.status in (401, 404) else None
+        if limit is not None and not limit.admits(time.monotonic()):
             return
         of_key = None if key is None else f"key {key.settings.name}"
         said = ", ".join(filter(None, (str(error.status), error.param, reason, of_key, f"request {request_id}")))

@@ -114,10 +114,12 @@ class Client:
             self._is_events = True
         await self._write(f": {text}\n\n".encode())
 
-    def can_take(self, answer: Answer) -> bool:
+    def can_take(self, answer: Answer, is_last: bool) -> bool:
         """Return whether an answer continues the stream that the client has, if it has one: other servers than Octavo
-        begin it again."""
-        return not self.progress.is_resumable or not _is_events(answer) or bool(answer.header(RESUMABLE))
+        begin it again, or refuse to. The client gets the error of the last one."""
+        if not self.progress.is_resumable or answer.header(RESUMABLE):
+            return True
+        return is_last and not _is_events(answer)
 
     async def begin(self, answer: Answer) -> None:
         """Send an answer's status and headers."""

@@ -330,7 +330,7 @@ class Proxy:
                 replica.breaker.fail()
             else:
                 replica.breaker.succeed()
-            if not client.can_take(answer):
+            if not client.can_take(answer, is_last=is_only or not others):
                 return f"replica {replica.name} cannot continue another replica's stream"
             if client.progress.is_resumable:
                 self._metrics.resumed.labels(deployment.name, replica.name).inc()

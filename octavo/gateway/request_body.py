@@ -15,6 +15,7 @@ import msgspec
 from octavo.errors import RequestError
 
 _MAX_CANDIDATES = 16  # places that look like the model's name, each tried by parsing
+_MEDIA_BYTES = 4096  # that a message with media counts at most
 _CHUNK_CHARS = 1024  # of a prompt that is one text
 _MAX_PREFIXES = 1024  # of a conversation; later ones do not change its replica
 _FORM_FIELD = re.compile(rb'content-disposition:[^\r\n]*;\s*name="?(model|stream)"?\s*[;\r]', re.IGNORECASE)
@@ -111,7 +112,9 @@ class RequestBody:
         found, shared = dict[bytes, int](), None
         for item in _split(bytes(items)):
             chain.update(item + b"\0")
-            num_bytes += len(item)
+            # Media cost a model some thousand characters of text, however many bytes they have.
+            is_media = b";base64," in item or b'"input_audio"' in item
+            num_bytes += min(len(item), _MEDIA_BYTES) if is_media else len(item)
             found[chain.digest()] = num_bytes
             if shared is None and b'"user"' in item:  # the role, as quotes in texts are escaped
                 shared = chain.digest()

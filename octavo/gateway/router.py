@@ -9,6 +9,7 @@ import math
 import random
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 
 from octavo.gateway.replica import Replica
 
@@ -23,8 +24,10 @@ SLACK = 2  # and so many requests more, so that affinity holds while there are f
 _LOAD_WEIGHT = 0.2
 _REQUEST_MEMORY = 64  # requests of a replica after which older ones count e times less
 _NUM_DRAWN = 8
+_MAX_HOLDERS = 8  # remembered replicas of a prefix, the latest
 _ANSWER_BYTES = 512  # of an answer: some 128 tokens
 _MAX_UNIT = 1e100
+_NUM_IN_FLIGHT = attrgetter("num_in_flight")
 
 
 class Router:
@@ -39,7 +42,8 @@ class Router:
         # Bytes that each replica was given, in units that grow with each request: older requests count less.
         self._given: dict[Replica, float] = {}
         self._unit = 1.0
-        self.num_affine = 0  # requests sent to a replica that has their prefix
+        self._num_able = self._num_to_recount = 0  # replicas that take requests, and choices until they are counted
+        self.num_affine = 0  # requests sent to a replica that has their prefix or session
 
     def choose(
         self,
@@ -50,25 +54,30 @@ class Router:
         agreed: bytes | None = None,
     ) -> Replica | None:
         """Return the replica for a request with these prefixes, the longest last, and their bytes; None if no one takes
-        requests. The request counts as given to it. The replica of the `session` counts as if it had everything. If
-        none is known to have a prefix, the `agreed` part of the conversation chooses: alike in every gateway with these
-        replicas."""
+        requests. The request counts as given to it. The replica of the `session` comes first. With `agreed`, a part of
+        the conversation, gateways with the same replicas choose alike: one that has a prefix, else by the part."""
         if not replicas:
             return None
-        most = _most_in_flight(replicas)
+        most = self._most_in_flight(replicas)
         chosen = self._less_loaded(replicas, excluded, most)
         if chosen is None:
             return None
-        num_bytes, known = max(prefixes.values(), default=0), self._known(prefixes, session)
-        holders = [one for one in known if one.takes_requests() and one not in excluded]
-        if agreed is not None and not holders:
-            able = [one for one in replicas if one.takes_requests() and one not in excluded]
-            able = [one for one in able if one.num_in_flight < most] or able
+
+        def is_able(one: Replica) -> bool:
+            return one.num_in_flight < most and one not in excluded and one.takes_requests()
+
+        num_bytes, known = max(prefixes.values(), default=0), self._known(prefixes)
+        of_session = self._holders.get(session or b"", [])
+        holders = [one for one in of_session if is_able(one)] or [one for one in known if is_able(one)]
+        if holders and (agreed is not None or holders[0] in of_session):
+            chosen = holders[0]  # it has most of the conversation
+        elif agreed is not None:
+            able = [one for one in replicas if is_able(one)]
+            able = able or [one for one in replicas if one not in excluded and one.takes_requests()]
             chosen = max(able, key=lambda one: _score(agreed, one))
         elif holders:
-            able = [one for one in holders if one.num_in_flight < most]
-            chosen = min([*able, chosen], key=lambda one: _LOAD_WEIGHT * self._load(one) - known.get(one, 0))
-        self.num_affine += chosen in known
+            chosen = min([*holders, chosen], key=lambda one: _LOAD_WEIGHT * self._load(one) - known.get(one, 0))
+        self.num_affine += chosen in known or chosen in of_session
         num_given = num_bytes - known.get(chosen, 0) + _ANSWER_BYTES
         self._given[chosen] = self._unit * (self._load(chosen) + num_given)
         self._unit *= 1 + 1 / (_REQUEST_MEMORY * len(replicas))
@@ -86,8 +95,10 @@ class Router:
         for one in hashes:
             holders = self._holders.setdefault(one, [])
             self._holders.move_to_end(one)
-            if replica not in holders:
-                holders.append(replica)
+            if replica in holders:
+                holders.remove(replica)
+            holders.append(replica)
+            del holders[:-_MAX_HOLDERS]
         while len(self._holders) > MAX_HASHES:
             self._holders.popitem(last=False)
 
@@ -100,8 +111,8 @@ class Router:
                 del self._holders[one]
 
     def _load(self, replica: Replica) -> float:
-        """Return the bytes that a replica was given lately. One that is new has as much as the one that has least: it
-        would get all requests otherwise."""
+        """Return the bytes that a replica was given lately. One that is new or was away has as much as the one that has
+        least: it would get all requests otherwise."""
         if replica not in self._given:
             self._given[replica] = min(self._given.values(), default=0.0)
         return self._given[replica] / self._unit
@@ -110,25 +121,34 @@ class Router:
         """Return the least loaded of some that are drawn at random and have fewer requests than `most`. If there are no
         such ones, return the least loaded of all."""
         drawn = self._random.sample(replicas, min(len(replicas), _NUM_DRAWN))
-        for some, limit in ((drawn, most), (replicas, math.inf)):
+        for some, limit in ((drawn, most), (replicas, most), (replicas, math.inf)):
             able = [one for one in some if one.num_in_flight < limit and one not in excluded and one.takes_requests()]
             if able:
                 return min(able, key=self._load)
         return None
 
-    def _known(self, prefixes: Mapping[bytes, int], session: bytes | None) -> dict[Replica, int]:
-        """Return how many bytes of the conversation each replica has had, of those that have had any."""
-        known = dict.fromkeys(self._holders.get(session or b"", ()), max(prefixes.values(), default=0))
+    def _known(self, prefixes: Mapping[bytes, int]) -> dict[Replica, int]:
+        """Return how many bytes of the conversation each replica has had, the one with most first; at least
+        `_MAX_HOLDERS` of those that have had any."""
+        known: dict[Replica, int] = {}
         for one in reversed(list(prefixes)):
-            for replica in self._holders.get(one, ()):
+            for replica in reversed(self._holders.get(one, ())):
                 known.setdefault(replica, prefixes[one])
+            if len(known) >= _MAX_HOLDERS:
+                break
         return known
 
-
-def _most_in_flight(replicas: Sequence[Replica]) -> float:
-    """Return how many requests a replica may have, a new one included, before affinity gives way."""
-    total = 1 + sum(one.num_in_flight for one in replicas)
-    return int(SLACK + LOAD_FACTOR * total / len(replicas))
+    def _most_in_flight(self, replicas: Sequence[Replica]) -> float:
+        """Return how many requests a replica may have, a new one included, before affinity gives way."""
+        self._num_to_recount -= 1
+        if self._num_to_recount <= 0:
+            self._num_to_recount = len(replicas) // _NUM_DRAWN  # so that counting costs a choice no more than drawing
+            away = [one for one in replicas if not one.takes_requests()]
+            self._num_able = max(1, len(replicas) - len(away))
+            for one in away:
+                self._given.pop(one, None)
+        total = 1 + sum(map(_NUM_IN_FLIGHT, replicas))
+        return int(SLACK + LOAD_FACTOR * total / self._num_able)
 
 
 def _score(key: bytes, replica: Replica) -> bytes:

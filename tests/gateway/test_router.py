@@ -142,3 +142,43 @@ def test_a_replica_that_is_new_gets_its_share_and_no_more(monkeypatch) -> None: 
         assert router.choose(fleet[:3], {b"%d" % number: 1_000}) is not fleet[3]
     later = Counter(router.choose(fleet, {b"later %d" % number: 1_000}) for number in range(100))
     assert all(20 <= later[one] <= 30 for one in fleet)
+
+
+def test_replicas_that_are_away_do_not_lower_the_bound_of_the_others() -> None:
+    router, fleet = Router(random.Random(1)), replicas(4)
+    router.remember(fleet[0], [b"1"])
+    for one in fleet[2:]:
+        one.num_failed_checks = FAILED_CHECKS
+    for one in fleet[:2]:
+        one.num_in_flight = 10
+    assert [router.choose(fleet, {b"1": 9_000}) for _ in range(5)] == [fleet[0]] * 5
+
+
+def test_a_replica_that_comes_back_gets_its_part_and_no_more() -> None:
+    router, fleet = Router(random.Random(1)), replicas(4)
+    fleet[0].num_failed_checks = FAILED_CHECKS
+    for number in range(2000):
+        router.choose(fleet, {str(number).encode(): 9_000})
+    fleet[0].num_failed_checks = 0
+    counts = Counter(router.choose(fleet, {f"x{number}".encode(): 9_000}) for number in range(400))
+    assert 80 < counts[fleet[0]] < 120
+
+
+def test_a_prefix_remembers_its_latest_holders() -> None:
+    router, fleet = Router(random.Random(1)), replicas(20)
+    for one in fleet:
+        router.remember(one, [b"instructions"])
+    router.remember(fleet[3], [b"instructions"])
+    found = {router.choose(fleet, {b"instructions": 900_000}) for _ in range(100)}
+    assert found <= {fleet[3], *fleet[13:]}
+
+
+def test_several_gateways_leave_a_conversation_where_it_is() -> None:
+    router, fleet = Router(random.Random(1)), replicas(4)
+    for number in range(400):
+        router.choose(fleet, {str(number).encode(): 50_000})
+    for number in range(100):
+        router.choose(fleet, {f"x{number}".encode(): 50_000}, excluded=fleet[:2] + fleet[3:])
+    router.remember(fleet[2], [b"short", b"brief"])
+    assert router.choose(fleet, {b"brief": 100}) is not fleet[2]
+    assert router.choose(fleet, {b"short": 100}, agreed=b"x") is fleet[2]

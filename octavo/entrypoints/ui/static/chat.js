@@ -83,6 +83,7 @@ async function say(text) {
     question.element.prepend(list);
   }
   log.append(question.element);
+  delete messages.at(-1)?.tool_calls; // calls that got no results
   await answerTo([{ role: "user", content: contentOf(text, media) }], fields, () => {
     if (prompt.value || $("media").childElementCount) return;
     prompt.value = text;

@@ -12,12 +12,12 @@ const isAnswering = (chat) => chat.querySelector("article[aria-busy=true]") !== 
 // The documents of the chats that are loaded.
 const chats = () => frames.map((frame) => frame.contentDocument).filter((chat) => chat?.getElementById("prompt"));
 
+const update = () => (send.textContent = chats().some(isAnswering) ? "Stop" : "Send");
+const watch = (frame) =>
+  new MutationObserver(update).observe(frame.contentDocument.body, { subtree: true, childList: true, attributeFilter: ["aria-busy"] });
 for (const frame of frames) {
-  frame.addEventListener("load", () => {
-    const update = () => (send.textContent = chats().some(isAnswering) ? "Stop" : "Send");
-    const changes = { subtree: true, childList: true, attributeFilter: ["aria-busy"] };
-    new MutationObserver(update).observe(frame.contentDocument.body, changes);
-  });
+  frame.addEventListener("load", () => watch(frame));
+  if (chats().includes(frame.contentDocument)) watch(frame); // it was loaded before this module
 }
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") stop();
