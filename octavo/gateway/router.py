@@ -9,7 +9,6 @@ import math
 import random
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from operator import attrgetter
 
 from octavo.gateway.replica import Replica
 
@@ -27,7 +26,6 @@ _NUM_DRAWN = 8
 _MAX_HOLDERS = 8  # remembered replicas of a prefix, the latest
 _ANSWER_BYTES = 512  # of an answer: some 128 tokens
 _MAX_UNIT = 1e100
-_NUM_IN_FLIGHT = attrgetter("num_in_flight")
 
 
 class Router:
@@ -42,7 +40,8 @@ class Router:
         # Bytes that each replica was given, in units that grow with each request: older requests count less.
         self._given: dict[Replica, float] = {}
         self._unit = 1.0
-        self._num_able = self._num_to_recount = 0  # replicas that take requests, and choices until they are counted
+        self._num_able = self._num_in_flight = 0  # replicas that take requests, and requests in flight
+        self._num_to_recount = 0  # choices until these are counted again
         self.num_affine = 0  # requests sent to a replica that has their prefix or session
 
     def choose(
@@ -145,10 +144,10 @@ class Router:
             self._num_to_recount = len(replicas) // _NUM_DRAWN  # so that counting costs a choice no more than drawing
             away = [one for one in replicas if not one.takes_requests()]
             self._num_able = max(1, len(replicas) - len(away))
+            self._num_in_flight = sum(one.num_in_flight for one in replicas)
             for one in away:
                 self._given.pop(one, None)
-        total = 1 + sum(map(_NUM_IN_FLIGHT, replicas))
-        return int(SLACK + LOAD_FACTOR * total / self._num_able)
+        return int(SLACK + LOAD_FACTOR * (1 + self._num_in_flight) / self._num_able)
 
 
 def _score(key: bytes, replica: Replica) -> bytes:
