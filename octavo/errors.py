@@ -4,13 +4,14 @@ Any other exception that escapes is a bug in Octavo and keeps its traceback.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 # Control characters and halves of surrogate pairs. Texts from files may contain them; terminals and messages must not.
 _NOT_PRINTED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
 _MAX_CHARACTERS = 4000
+_MAX_COMPARED = 64  # characters of a name or path that is compared with known ones
 
 
 class OctavoError(Exception):
@@ -97,3 +98,12 @@ class EngineRestartingError(EngineDeadError):
 
 class EngineStoppingError(EngineDeadError):
     """The server was told to stop before the request was answered."""
+
+
+def similar(word: str, known: Collection[str]) -> str | None:
+    """Return the known name that a misspelt one probably means, or None."""
+    import difflib
+
+    if len(word) > _MAX_COMPARED:
+        return None
+    return next(iter(difflib.get_close_matches(word, known, 1, 0.8)), None)

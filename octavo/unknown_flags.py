@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
+
+from octavo.errors import similar
 
 _NEEDLESS = "leave it out: "
 _NOT_BUILT = "it is not built yet; leave it out"
@@ -119,5 +120,5 @@ def advice_on(names: Iterable[str], known: Iterable[str]) -> list[str]:
 
 def _advice(name: str, known: list[str]) -> str | None:
     found = _ADVICE.get(name.replace("-", "_").removeprefix("no_"))
-    close = difflib.get_close_matches(name, known, 1, 0.8)
-    return found or (f"perhaps {close[0]} is meant" if close else None)
+    close = similar(name, known)
+    return found or (f"perhaps {close} is meant" if close else None)

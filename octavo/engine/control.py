@@ -1,4 +1,4 @@
-"""Control of a running engine, in vLLM's words: pause and sleep, reset of the prefix cache, and the map of its blocks.
+"""Control of a running engine, in vLLM's words: pause and sleep, reset of the prefix cache, and a live view of it.
 
 It decides whether new requests are taken; requests that have to wait do so in `EngineControl.wait_open`.
 """

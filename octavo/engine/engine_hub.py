@@ -121,7 +121,7 @@ class _Engine:
         self.has_core = False  # a core is ready
         self.has_ended = asyncio.Event()  # set while a core sleeps
         self._resets: deque[FrontEnd] = deque()  # front ends that wait for an answer; the core answers in order
-        self._maps: deque[FrontEnd] = deque()
+        self._views: deque[FrontEnd] = deque()
         self._has_requests = self._is_paused = False
         self._untold: set[FrontEnd] = set()  # front ends that have not reported yet how many requests they want to try
         self._num_trials: dict[FrontEnd, int] = {}
@@ -167,7 +167,7 @@ class _Engine:
             case ResetCache() | DropCacheSession():
                 self._resets.append(front)
             case GetLiveView():
-                self._maps.append(front)
+                self._views.append(front)
             case SetPaused(is_paused):
                 self._is_paused = is_paused
             case EngineRequest() if self._on_trial not in (None, front):
@@ -197,7 +197,7 @@ class _Engine:
             case Loading(share):
                 self._hub.on_loading(self.rank, share)
             case LiveView():
-                self._maps.popleft().send(self.rank, encode_message(message))
+                self._views.popleft().send(self.rank, encode_message(message))
             case CacheWasReset():
                 self._resets.popleft().send(self.rank, encode_message(message))
             case Ready():
@@ -229,7 +229,7 @@ class _Engine:
         to try."""
         self.has_core, self._on_trial = False, None
         self.has_ended.set()
-        for queue in (self._resets, self._maps, self._held, self._without_core):
+        for queue in (self._resets, self._views, self._held, self._without_core):
             queue.clear()
         self._has_requests = False
         fronts = self._hub.fronts

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import hashlib
 import logging
 import re
@@ -16,7 +15,7 @@ import time
 from collections.abc import Awaitable, Collection
 from dataclasses import dataclass, replace
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, similar
 from octavo.gateway.client import Client
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.gateway_metrics import GatewayMetrics
@@ -48,7 +47,6 @@ _BUSY = (429, 503)
 _MAX_LOST = 2  # replicas that a request may lose: it may be what ends them
 # Known routes, and what is true of each: `priority` is a field of its body; its streams have a `usage` only where it is
 # asked for; its answers are `uncounted`, as they have no usage; it `lists` with GET what one server keeps.
-_MAX_COMPARED = 64  # characters of an unknown path that are compared with the routes
 _ROUTES: dict[str, tuple[str, ...]] = {
     "/v1/chat/completions": ("priority", "usage", "lists"),
     **dict.fromkeys(("/v1/completions", "/invocations"), ("priority", "usage")),
@@ -441,8 +439,8 @@ def _metered(request: ProxyRequest, key: Key, client: Client) -> ProxyRequest:
     is_plain = not {"", ".", ".."} & set(request.path.split("/")[1:])
     is_uncounted = not is_plain or "uncounted" in request.traits
     if has_budget and request.method == "POST" and is_plain and route_of(request.path) is None:
-        meant = difflib.get_close_matches(request.path[:_MAX_COMPARED], _ROUTES, 1, 0.8)
-        perhaps = f"; what is meant is perhaps {meant[0]}." if meant else "."
+        meant = similar(request.path, _ROUTES)
+        perhaps = f"; what is meant is perhaps {meant}." if meant else "."
         raise RequestError(
             f"{request.path:.200} is no route that the gateway knows, and others are not for the API key "
             f"{settings.name}, which has a limit of tokens{perhaps}", status=404, code="not_found",

@@ -58,24 +58,21 @@ class Router:
         if not replicas:
             return None
         most = self._most_in_flight(replicas)
-        chosen = self._less_loaded(replicas, excluded, most)
-        if chosen is None:
-            return None
 
         def is_able(one: Replica) -> bool:
             return one.num_in_flight < most and one not in excluded and one.takes_requests()
 
         num_bytes, known = max(prefixes.values(), default=0), self._known(prefixes)
         of_session = self._holders.get(session or b"", [])
-        holders = [one for one in of_session if is_able(one)] or [one for one in known if is_able(one)]
-        if holders and (agreed is not None or holders[0] in of_session):
-            chosen = holders[0]  # it has most of the conversation
-        elif agreed is not None:
-            able = [one for one in replicas if is_able(one)]
-            able = able or [one for one in replicas if one not in excluded and one.takes_requests()]
-            chosen = max(able, key=lambda one: _score(agreed, one))
-        elif holders:
-            chosen = min([*holders, chosen], key=lambda one: _LOAD_WEIGHT * self._load(one) - known.get(one, 0))
+        chosen = next(filter(is_able, of_session), None)
+        if chosen is None and agreed is not None:
+            chosen = next(filter(is_able, known), None)  # it has most of the conversation
+            chosen = chosen or max(filter(is_able, replicas), key=lambda one: _score(agreed, one), default=None)
+        if chosen is None and (other := self._less_loaded(replicas, excluded, most)) is not None:
+            holders = () if agreed is not None else filter(is_able, known)
+            chosen = min([*holders, other], key=lambda one: _LOAD_WEIGHT * self._load(one) - known.get(one, 0))
+        if chosen is None:
+            return None
         self.num_affine += chosen in known or chosen in of_session
         num_given = num_bytes - known.get(chosen, 0) + _ANSWER_BYTES
         self._given[chosen] = self._unit * (self._load(chosen) + num_given)
@@ -110,10 +107,9 @@ class Router:
                 del self._holders[one]
 
     def _load(self, replica: Replica) -> float:
-        """Return the bytes that a replica was given lately. One that is new or was away has as much as the one that has
-        least: it would get all requests otherwise."""
+        """Return the bytes that a replica was given lately; as many as the most loaded one until it is counted."""
         if replica not in self._given:
-            self._given[replica] = min(self._given.values(), default=0.0)
+            self._given[replica] = max(self._given.values(), default=0.0)
         return self._given[replica] / self._unit
 
     def _less_loaded(self, replicas: Sequence[Replica], excluded: Collection[Replica], most: float) -> Replica | None:
@@ -142,11 +138,12 @@ class Router:
         self._num_to_recount -= 1
         if self._num_to_recount <= 0:
             self._num_to_recount = len(replicas) // _NUM_DRAWN  # so that counting costs a choice no more than drawing
-            away = [one for one in replicas if not one.takes_requests()]
-            self._num_able = max(1, len(replicas) - len(away))
+            able = [one for one in replicas if one.takes_requests()]
+            self._num_able = max(1, len(able))
             self._num_in_flight = sum(one.num_in_flight for one in replicas)
-            for one in away:
-                self._given.pop(one, None)
+            # A replica that is new or was away begins with the least load: with none it would get all requests.
+            least = min((self._given[one] for one in able if one in self._given), default=0.0)
+            self._given = {one: self._given.get(one, least) for one in able}
         return int(SLACK + LOAD_FACTOR * (1 + self._num_in_flight) / self._num_able)
 
 

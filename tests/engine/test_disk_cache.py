@@ -51,13 +51,18 @@ def model(tmp_path: Path, tiny_tokenizer: Path) -> Iterator[Any]:
         shape = {"dtype": "float32", "max_model_len": 96, "block_size": 8, "num_gpu_blocks_override": 80}
         shape |= {"kv_cache_disk": str(tmp_path / "disk"), "check_invariants": True} | settings
         made.append(LLM(str(folder), tokenizer=str(tiny_tokenizer), **shape))  # type: ignore[arg-type]
-        for array in (array for pool in made[-1].core.executor.worker._cache for one in pool for array in one.arrays):
-            array.view(np.uint8)[...] = 0  # not every byte of a block is one of a key or a value
+        clear_cache(made[-1])
         return made[-1]
 
     yield make
     for llm in made:
         llm.close()
+
+
+def clear_cache(llm: LLM) -> None:
+    """Make equal blocks equal bytes: not every byte of a block is one of a key or a value."""
+    for array in (array for pool in llm.core.executor.worker._cache for one in pool for array in one.arrays):
+        array.view(np.uint8)[...] = 0
 
 
 def answers(llm: LLM, prompts: list[Any], params: SamplingParams = PARAMS, **more: Any) -> list[list[Any]]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
 from octavo import LLM, SamplingParams
@@ -18,7 +17,7 @@ from octavo.engine.core import EngineCore
 from octavo.speculative.proposer import ToBeDrafted
 from octavo.speculative.speculation import Speculation
 from octavo.step_plan import PlannedRow, StepPlan
-from tests.engine.test_disk_cache import DOCUMENT, PROMPTS, answers, blocks, num_found, reads_are_worth_it
+from tests.engine.test_disk_cache import DOCUMENT, PROMPTS, answers, blocks, clear_cache, num_found, reads_are_worth_it
 from tests.execution.test_draft_heads import DEEPSEEK_MODULE, SHAPE, heads
 from tests.execution.test_draft_heads import model as deep_model
 from tests.execution.test_draft_model import run_with_right_guesses, sometimes
@@ -55,8 +54,7 @@ def start(
                 kv_cache_disk=str(tmp_path / "disk"), speculative_config=speculative, **settings,
             )
         )  # fmt: skip
-        for array in (array for pool in made[-1].core.executor.worker._cache for one in pool for array in one.arrays):
-            array.view(np.uint8)[...] = 0  # not every byte of a block is one of a key or a value
+        clear_cache(made[-1])
         return made[-1]
 
     yield make

@@ -239,7 +239,7 @@ def test_what_was_under_way_to_a_core_as_it_died_is_left_to_the_next_core(
 
         monkeypatch.setattr(supervisor, "_on_core_ended", end_as_messages_come)
         assert await ask(one.engine, THREE_CORES) == "length"
-        assert not (told or engine._resets or engine._maps)
+        assert not (told or engine._resets or engine._views)
         assert await other.shared.reset_prefix_cache()
         assert await other.engine.live_view() is not None
         assert not (one.is_lost.is_set() or other.is_lost.is_set())

@@ -7,13 +7,13 @@ import gc
 import json
 import logging
 import socket
-from collections import Counter
 
 import pytest
 
 from octavo.gateway import server as server_module
 from octavo.gateway.catalogue import named_models
 from octavo.gateway.server import GatewayArgs, GatewayServer, _serve, bind
+from tests.garbage import counted_garbage
 from tests.gateway.fakes import Asked, Gateway, fake_servers, gateway, until
 from tests.waiting import Clock
 
@@ -68,19 +68,10 @@ def test_requests_leave_no_cycles(clock: Clock, monkeypatch: pytest.MonkeyPatch)
             async with gateway(models) as gate:
                 await ask_all(gate)  # the first requests fill caches
                 await until(lambda: not gate.server.app.num_in_flight)
-                gc.collect()
-                gc.disable()
-                try:
+                with counted_garbage("octavo.") as left:
                     await ask_all(gate)
                     await until(lambda: not gate.server.app.num_in_flight)
-                    gc.set_debug(gc.DEBUG_SAVEALL)
-                    gc.collect()
-                    kinds = [type(one) for one in gc.garbage]
-                finally:
-                    gc.set_debug(0)
-                    gc.garbage.clear()
-                    gc.enable()
-                assert not Counter(kind.__qualname__ for kind in kinds if kind.__module__.startswith("octavo."))
+                assert not left
 
     clock.run(run())
 

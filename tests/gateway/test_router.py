@@ -164,6 +164,14 @@ def test_a_replica_that_comes_back_gets_its_part_and_no_more() -> None:
     assert 80 < counts[fleet[0]] < 120
 
 
+def test_replicas_that_join_a_large_fleet_get_requests() -> None:
+    router, fleet = Router(random.Random(1)), replicas(100)
+    for number in range(2000):
+        router.choose(fleet[:80], {str(number).encode(): 9_000})
+    counts = Counter(router.choose(fleet, {f"x{number}".encode(): 9_000}) for number in range(5000))
+    assert all(30 < counts[one] < 80 for one in fleet)
+
+
 def test_a_prefix_remembers_its_latest_holders() -> None:
     router, fleet = Router(random.Random(1)), replicas(20)
     for one in fleet:

@@ -65,16 +65,20 @@ def test_guesses_that_are_never_right_are_tried_in_fewer_than_two_steps_of_a_hun
     assert sum(step > 400 for step in found) <= 72
 
 
-def test_a_prediction_beside_it_makes_a_drafter_no_worse() -> None:
-    """Counts of found draft tokens are the best of many, those of a drafter are not."""
-    cost = StepCostModel((40e-3, 10e-3, 10e-3, 10e-3, 1e-4, 0, 0, 0))
-    speculation = Speculation(ToBeDrafted(100_000), MOST, cost)
+def beside_a_prediction(speculation: Speculation) -> list[tuple[int, ...]]:
+    """Return the draft tokens of two sequences: one without a prediction, and one with."""
     seqs = []
     for i, prediction in enumerate(([], [5, 6, 7, 8])):
         request = EngineRequest(f"r{i}", Prompt([1]), SamplingParams(), [], 100, 0.0, prediction=prediction)
         seqs.append(Sequence(request, (0.0, i), 0))
         speculation.accept(seqs[-1], [0], None)
-    made, found = speculation.choose([(seq, MOST) for seq in seqs], [PlannedRow(i, 10, 1, 1) for i in range(2)])
+    return speculation.choose([(seq, MOST) for seq in seqs], [PlannedRow(i, 10, 1, 1) for i in range(2)])
+
+
+def test_a_prediction_beside_it_makes_a_drafter_no_worse() -> None:
+    """Counts of found draft tokens are the best of many, those of a drafter are not."""
+    cost = StepCostModel((40e-3, 10e-3, 10e-3, 10e-3, 1e-4, 0, 0, 0))
+    made, found = beside_a_prediction(Speculation(ToBeDrafted(100_000), MOST, cost))
     assert set(made) == {DRAFT_PLACEHOLDER} and found
     assert len(made) == 2
 
@@ -93,10 +97,5 @@ def test_a_drafter_that_lags_is_not_judged_by_what_it_has_not_guessed() -> None:
 def test_a_drafter_is_asked_for_what_its_time_is_worth_beside_a_prediction_too(draft_s: float, is_made: bool) -> None:
     speculation = Speculation(ToBeDrafted(100_000), MOST, COST)
     speculation.drafted([PlannedRow(0, 10, 3, 3, 1, (DRAFT_PLACEHOLDER,) * 2)], {0: (5, 6)}, 2 * draft_s)
-    seqs = []
-    for i, prediction in enumerate(([], [5, 6, 7, 8])):
-        request = EngineRequest(f"r{i}", Prompt([1]), SamplingParams(), [], 100, 0.0, prediction=prediction)
-        seqs.append(Sequence(request, (0.0, i), 0))
-        speculation.accept(seqs[-1], [0], None)
-    made, found = speculation.choose([(seq, MOST) for seq in seqs], [PlannedRow(i, 10, 1, 1) for i in range(2)])
+    made, found = beside_a_prediction(speculation)
     assert bool(made) == is_made and found

@@ -6,7 +6,6 @@ validation errors, unknown routes, and any unforeseen exception, for which the c
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import re
@@ -22,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.entrypoints.http.body_fields import ResponseModel, is_field
-from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, RequestError
+from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, RequestError, similar
 from octavo.ollama import UNBUILT as UNBUILT_IN_OLLAMA
 from octavo.ollama import unbuilt_message as unbuilt_in_ollama
 from octavo.structured_output.schema_keywords import LISTS, MAPS, ONE, SILENT
@@ -49,7 +48,6 @@ _JSON_SCHEMA = "response_format.json_schema."
 _BESIDE_SCHEMA = ("name", "description", "schema", "strict")
 # Keywords that show that a client sent a bare schema instead of the object around it.
 _OF_SCHEMAS = ONE | LISTS | MAPS | SILENT | {"type", "required", "items", "enum", "const", "format", "pattern", "$ref"}
-_MAX_COMPARED = 64  # characters of an unknown name or path that are compared with known ones
 # Routes of OpenAI's and vLLM's servers that Octavo does not have.
 UNBUILT_PATHS = frozenset((
     "/v1/audio/speech", "/v1/realtime", "/v1/images/generations",
@@ -204,18 +202,12 @@ def _meant_field(unknown: str, fields: Collection[str]) -> str | None:
         name = unknown.removeprefix(_JSON_SCHEMA)
         if name in _OF_SCHEMAS:
             return f"{_JSON_SCHEMA}schema, which holds the schema"
-        meant = _similar(name, _BESIDE_SCHEMA)
+        meant = similar(name, _BESIDE_SCHEMA)
         return meant and _JSON_SCHEMA + meant
     suggested = _SUGGESTED_FIELDS.get(unknown)
     if suggested is not None and _FIRST_NAME.match(suggested)[0] in fields:  # type: ignore[index]
         return suggested
-    return _similar(unknown, fields)
-
-
-def _similar(word: str, known: Collection[str]) -> str | None:
-    if len(word) > _MAX_COMPARED:
-        return None
-    return next(iter(difflib.get_close_matches(word, known, 1, 0.8)), None)
+    return similar(unknown, fields)
 
 
 _JSON_NAMES = {None: "null", True: "true", False: "false"}
@@ -281,7 +273,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
             message = unbuilt_in_ollama(route)
         elif route in _OF_THE_GATEWAY:
             message = f"{route} is for octavo gateway, which fetches and deletes models; octavo serve has one model."
-        elif meant := _similar(route, _paths(request) - UNBUILT_PATHS):
+        elif meant := similar(route, _paths(request) - UNBUILT_PATHS):
             message += f"; what is meant is perhaps {meant}."
     elif error.status_code == 405:
         message = method_not_allowed_message(request.method, path)

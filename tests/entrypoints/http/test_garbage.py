@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-from collections import Counter
 from typing import Any
 
 import httpx
 
 from tests.entrypoints.fake_engine import Address, FakeEngine
+from tests.garbage import counted_garbage
 from tests.waiting import wait_until, within
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -33,17 +32,7 @@ def test_requests_and_their_connections_leave_no_cycles(address: Address, engine
     num_connections = address.num_connections
     ask()  # the first requests import modules and fill caches
     wait_until(lambda: address.num_connections <= num_connections)
-    gc.collect()
-    gc.disable()
-    try:
+    with counted_garbage("octavo.entrypoints", "uvicorn") as left:
         ask()
         wait_until(lambda: address.num_connections <= num_connections and not address.num_in_flight)
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        gc.collect()
-        kinds = [type(one) for one in gc.garbage]
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.enable()
-    left = Counter(kind.__qualname__ for kind in kinds if kind.__module__.startswith(("octavo.entrypoints", "uvicorn")))
     assert not left
