@@ -120,6 +120,17 @@ def merge(whole: Any, part: Any, key: str = "") -> Any:
     return whole if part is None else part
 
 
+def first_difference(expected: Any, got: Any, place: str = "") -> str:
+    """Return where two answers differ first, and what they have there."""
+    if isinstance(expected, dict) and isinstance(got, dict) and expected.keys() == got.keys():
+        pairs = [(expected[key], got[key], f"{place}.{key}") for key in expected]
+    elif isinstance(expected, list | tuple) and isinstance(got, list | tuple) and len(expected) == len(got):
+        pairs = [(one, other, f"{place}[{i}]") for i, (one, other) in enumerate(zip(expected, got, strict=True))]
+    else:
+        return f"{place}: {expected!r:.300} and {got!r:.300}"
+    return next((first_difference(*pair) for pair in pairs if pair[0] != pair[1]), f"{place}: nothing")
+
+
 def whole_of(events: list[dict[str, Any]]) -> Any:
     """Return the answer of a stream's events."""
     if "type" not in events[0]:
@@ -293,6 +304,8 @@ def main() -> int:
         if args.json is not None:
             args.json.write_text(json.dumps({**total, "runs": runs}, indent=1) + "\n")
         print(json.dumps({key: value for key, value in measured.items() if key != "differing"}, indent=1), flush=True)
+        for one in measured["differing"]:
+            print(f"{one['request']} differs at {first_difference(one['expected'], one['got'])}", flush=True)
     print(f"{args.runs} runs, {len(args.deaths)} deaths each: {total['lost']} lost, {total['not_equal']} not equal")
     return int(any(total.values()))
 

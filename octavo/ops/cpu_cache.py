@@ -13,7 +13,7 @@ import octavo._cpu as _cpu
 from octavo.errors import ConfigError
 from octavo.ops import LayerKVCache
 from octavo.ops.cpu_arrays import CACHE_CODES, CODES, DTYPES, FLOAT32, UINT8, code_of
-from octavo.ops.cpu_memory import empty_pages
+from octavo.ops.cpu_memory import empty_pages, get_first_page
 from octavo.ops.cpu_program import check_runs_now
 
 
@@ -48,8 +48,10 @@ def allocate_kv_cache(
         (num_blocks, num_kv_heads, head_size // step + has_scales, block_size, step),
         (num_blocks, num_kv_heads, block_size // step, padded, step),
     )
-    key, value = (empty_pages(math.prod(shape) * element.itemsize).view(element).reshape(shape) for shape in shapes)
-    return LayerKVCache(key, value)
+    key, value = (empty_pages(math.prod(shape) * element.itemsize) for shape in shapes)
+    get_first_page(key)
+    get_first_page(value)
+    return LayerKVCache(key.view(element).reshape(shapes[0]), value.view(element).reshape(shapes[1]))
 
 
 def keys_of(cache: LayerKVCache, blocks: Sequence[int], heads: Sequence[int]) -> NDArray[np.float32]:
