@@ -5,13 +5,16 @@ first."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import os
 import queue
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 def python_command(module: str, *args: str) -> list[str]:
@@ -74,6 +77,8 @@ def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     try:
         import uvloop
     except ImportError:
+        import asyncio
+
         return asyncio.SelectorEventLoop
     return uvloop.new_event_loop
 

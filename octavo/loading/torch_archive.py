@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import math
-import pickletools
 import struct
 import zipfile
 from collections import OrderedDict
@@ -215,6 +214,8 @@ class _Unpickler:
 
     def load(self, stream: IO[bytes]) -> Any:
         """Return the next pickle of a stream, and leave the stream after it. Raises `ValueError`."""
+        import pickletools  # takes 12 ms, and most checkpoints have no pickles
+
         stack, memo = self._stack, self._memo
         bounded: Any = _Bounded(stream)
         value: Any

@@ -25,9 +25,7 @@ from numpy.typing import NDArray
 
 from octavo.errors import RequestError
 from octavo.loading.checkpoint import Checkpoint
-from octavo.loading.tokenizer import read_tokenizer_json
 from octavo.sampling_params import SamplingParams
-from octavo.structured_output.token_bytes import make_vocabulary
 from octavo.structured_output.trial import STACK_BYTES, limits
 
 if TYPE_CHECKING:
@@ -106,6 +104,9 @@ class GrammarCompiler:
 
     def _matcher(self, grammar: str) -> LLMatcher:
         import llguidance
+
+        from octavo.loading.tokenizer import read_tokenizer_json  # the tokenizers package takes 10 ms of a start
+        from octavo.structured_output.token_bytes import make_vocabulary
 
         with self._lock:
             if self._vocabulary is None:

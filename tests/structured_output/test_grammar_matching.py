@@ -71,7 +71,7 @@ class Request:
 @pytest.fixture(params=[byte_level, sentencepiece])
 def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     tokenizer = request.param()
-    monkeypatch.setattr(grammar_matching, "read_tokenizer_json", lambda checkpoint: tokenizer.to_str())
+    monkeypatch.setattr("octavo.loading.tokenizer.read_tokenizer_json", lambda checkpoint: tokenizer.to_str())
     made = Compiler(SimpleNamespace(), tokenizer.get_vocab_size())  # type: ignore[arg-type]
     made.tokenizer = tokenizer
     return made
