@@ -195,14 +195,18 @@ class FormatParser(TextParser):
         assert self._head is not None
         begin = self._seen
         while (brace := self._text.find("{", self._seen, begin + _MAX_HEAD)) < 0:
+            if self._end and self._end in self._text[begin : begin + _MAX_HEAD]:
+                break
             self._seen = len(self._text)
             if self._seen - begin >= _MAX_HEAD or not (yield from self._more()):
                 return None
-        head = self._head.fullmatch(" ".join(self._text[begin:brace].split()))
-        if head is None:
+        end = self._text.find(self._end, begin, begin + _MAX_HEAD) if self._end else -1
+        is_bare = end >= 0 and (brace < 0 or end < brace)  # a call without arguments
+        self._seen = end if is_bare else brace
+        head = self._head.fullmatch(" ".join(self._text[begin : self._seen].split()))
+        if head is None or (is_bare and head["name"] not in self._tools):
             return None
-        self._seen = brace
-        value = yield from self._take_json()
+        value = {} if is_bare else (yield from self._take_json())
         if not isinstance(value, dict):
             return None
         if body.end:

@@ -175,8 +175,10 @@ def json_call(value: Any, argument_names: Sequence[str], key: str = "name") -> C
     if not isinstance(value, dict) or not isinstance(value.get(key), str) or not value[key]:
         return None
     arguments: Any = next((value[name] for name in argument_names if name in value), {})
-    if isinstance(arguments, str):  # some models write the object as a text
+    if isinstance(arguments, str) and arguments.strip():  # some models write the object as a text
         arguments = load_json(arguments)
+    elif arguments is None or isinstance(arguments, str):
+        arguments = {}
     own_id = value.get("id")
     own_id = own_id if isinstance(own_id, str) else ""
     return Call(value[key], to_json(arguments), own_id) if isinstance(arguments, dict) else None
@@ -222,9 +224,9 @@ class JsonScanner:
 
 def load_json(text: str) -> Any:
     """Return the value of `text`, or None if it is not JSON. NaN and numbers that Python reads as infinite are not
-    JSON."""
+    JSON. Texts may have real line breaks and tabs, which models do not always escape."""
     try:
-        return json.loads(text, parse_constant=_finite, parse_float=_finite)
+        return json.loads(text, parse_constant=_finite, parse_float=_finite, strict=False)
     except (ValueError, RecursionError):
         return None
 

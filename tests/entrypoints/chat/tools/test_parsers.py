@@ -164,6 +164,25 @@ GOOD: list[tuple[str, str, str | None, list[Any]]] = [
     ("kimi_k2", "Well.<|tool_calls_section_begin|><|tool_calls_section_end|>", "Well.", []),
     ("hermes", "Well.<tool_call>\n</tool_call>", "Well.", []),
     ("jamba", "Well.<tool_calls>[]</tool_calls>", "Well.", []),
+    ("kimi_k2", "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|><|tool_call_end|>", None, [NOW]),
+    ("deepseek_v31", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>\n<｜tool▁call▁end｜>", None, [NOW]),
+    ("openai", "<|channel|>commentary to=functions.now <|constrain|>json<|message|><|call|>", None, [NOW]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', None, [NOW]),
+    ("llama3_json", '{"name": "now", "parameters": " "}', None, [NOW]),
+    # Real line breaks and tabs in the texts of JSON.
+    (
+        "hermes",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "a\n\tb"}}\n</tool_call>',
+        None,
+        [("get_weather", {"city": "a\n\tb"})],
+    ),
+    ("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "a\nb"}', None, [("get_weather", {"city": "a\nb"})]),
+    (
+        "qwen",
+        '<tool_call>\n<function=now>\n<parameter=x>\n["a\nb"]\n</parameter>\n</function>\n</tool_call>',
+        None,
+        [("now", {"x": ["a\nb"]})],
+    ),
     # Argument marks that were forgotten.
     (
         "qwen",
@@ -232,6 +251,7 @@ BROKEN = [
     ("hermes", "</tool_call>"),
     ("hermes", '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 3000 + "1" + "}" * 3000 + "}</tool_call>"),
     ("qwen", "<tool_call>\n<function=>\n</function>\n</tool_call>"),
+    ("kimi_k2", "<|tool_call_begin|>nothing<|tool_call_end|>"),
     ("kimi_k2", '<|tool_call_begin|>7<|tool_call_argument_begin|>{"odd": 1}<|tool_call_end|>'),
     ("qwen", "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar"),
     ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}'),
