@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.call_arguments import with_whole_pairs
 from octavo.entrypoints.chat.template_traits import TemplateTraits, template_traits
+from octavo.entrypoints.chat.tools.call_ids import short_id
 from octavo.errors import RequestError
 from octavo.loading.jinja_template import compile_template
 
@@ -90,6 +91,8 @@ def render_chat(
         options["keeps_null_content"] = True
     traits = template_traits(tokenizer, template)
     conversation = [_normalised(message, as_text=traits.takes_text_arguments) for message in messages]
+    if traits.needs_short_ids:
+        conversation = [_with_short_ids(message) for message in conversation]
     if placeholders is None and any(_has_other_parts(message) for message in conversation):
         raise RequestError(
             "parts of messages other than text are not built here; chats, Responses, Messages and LLM.chat have "
@@ -263,6 +266,15 @@ def _normalised(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
         call["function"]["arguments"] = (
             json.dumps(arguments, ensure_ascii=False) if as_text and is_object else arguments
         )
+    return result
+
+
+def _with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(message)
+    if calls := result.get("tool_calls"):
+        result["tool_calls"] = [{**call, "id": short_id(call.get("id"))} for call in calls]
+    if result.get("role") == "tool":
+        result["tool_call_id"] = short_id(result.get("tool_call_id"))
     return result
 
 

@@ -32,12 +32,12 @@ def tokenizer_of(template: str) -> ModelTokenizer:
     return ModelTokenizer(backend, {"eos_token": "</s>"}, chat_template=template)
 
 
-def calling(arguments: Any = '{"city": "Rome"}', content: Any = None, id: str = "abcdefgh1") -> dict[str, Any]:
+def calling(arguments: Any = '{"city": "Rome"}', content: Any = None, id: str | None = "abcdefgh1") -> dict[str, Any]:
     call = {"id": id, "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
-def result(id: str = "abcdefgh1") -> dict[str, Any]:
+def result(id: str | None = "abcdefgh1") -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": id, "content": "rain"}
 
 
@@ -223,6 +223,21 @@ def test_ids_have_the_form_that_the_template_demands_and_can_be_sent_back(templa
         messages += [calling(id=new), result(new), {"role": "assistant", "content": str(turn)}, USER]
     assert len({m["tool_call_id"] for m in messages if m["role"] == "tool"}) == 6
     render_chat(tokenizer, messages, tools=[WEATHER])
+
+
+def test_ids_of_other_servers_get_the_form_that_the_template_demands() -> None:
+    tokenizer = tokenizer_of(SHORT_IDS)
+    texts = {}
+    for sent in ("call_0123456789abcdef01234567", "call_0123456789abcdef01234568", "toolu_01A", "", None, "aB3dE6gH9"):
+        text = render_chat(tokenizer, [USER, calling(id=sent), result(sent)], tools=[WEATHER])
+        texts[sent] = text.partition('"id": "')[2].partition('"')[0]
+    assert texts["aB3dE6gH9"] == "aB3dE6gH9"
+    assert all(len(id) == 9 and id.isalnum() for id in texts.values()) and len(set(texts.values())) >= 5
+    # A call and its result have one id.
+    with_ids = SHORT_IDS.replace("[TOOL_RESULTS]", "[TOOL_RESULTS]{{ m.tool_call_id }} ")
+    id = texts["toolu_01A"]
+    assert render_chat(tokenizer_of(with_ids), [USER, calling(id="toolu_01A"), result("toolu_01A")]).count(id) == 2
+    assert "toolu_01A" in render_chat(tokenizer_of(COUNTED_IDS), [USER, calling(id="toolu_01A")])
 
 
 def ids_of(format: str, form: CallIdForm, text: str, used: tuple[str, ...] = ()) -> list[str]:

@@ -17,6 +17,15 @@ class CallIdForm(Enum):
     COUNTED = "functions.NAME:N with the calls counted through the conversation, as Kimi K2's templates read them"
 
 
+def short_id(sent: str | None) -> str:
+    """Return the id of a call in a history in the short form. Ids of other servers get one that follows from them."""
+    return sent if sent and _is_short(sent) else hashlib.blake2b((sent or "").encode()).hexdigest()[:9]
+
+
+def _is_short(id: str) -> bool:
+    return len(id) == 9 and id.isascii() and id.isalnum()
+
+
 @dataclass(slots=True)
 class CallIds:
     """Makes the ids of one answer's calls. `used` are the ids of earlier calls in the conversation. Ids follow from the
@@ -43,7 +52,7 @@ class CallIds:
 
     def _fits(self, name: str, own: str) -> bool:
         if self.form is CallIdForm.SHORT:
-            return len(own) == 9 and own.isascii() and own.isalnum()
+            return _is_short(own)
         if self.form is CallIdForm.COUNTED:
             return own.startswith(f"functions.{name}:")
         return True
