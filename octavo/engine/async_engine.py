@@ -125,11 +125,10 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         )  # fmt: skip
         if inputs is None:
             try:  # while the core loads the model
-                tokenizer = load_tokenizer(config.model.checkpoint, config.model.chat_template)
+                inputs = InputProcessor(config, load_tokenizer(config.model.checkpoint, config.model.chat_template))
             except BaseException:
                 self._supervisor.core.close()
                 raise
-            inputs = InputProcessor(config, tokenizer)
         self.inputs, self.tokenizer = inputs, inputs.tokenizer
         self._outputs = OutputProcessor(
             self.tokenizer, metrics, makes_logprobs_later=True, stream_interval=config.scheduler.stream_interval

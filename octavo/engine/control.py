@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from octavo.engine.sleep_levels import PAUSE_MODES, SLEEP_MODES, SLEEPERS, check_level, check_mode, woken_by
 from octavo.engine.supervisor import Supervisor
@@ -33,7 +34,7 @@ class EngineControl:
         # Changes of the cache that the core has not answered yet, in order. Result None: the core ended before it
         # answered.
         self._changes: list[asyncio.Future[CacheWasReset | None]] = []
-        self._live_view: asyncio.Future[LiveView] | None = None
+        self._live_view: asyncio.Future[LiveView | None] | None = None  # result None: as above
 
     @property
     def is_paused(self) -> bool:
@@ -169,8 +170,9 @@ class EngineControl:
 
     def core_ended(self) -> None:
         """Complete what a core that has ended did not answer."""
-        for done in self._changes:
-            if not done.done():
+        unanswered: list[asyncio.Future[Any] | None] = [*self._changes, self._live_view]
+        for done in unanswered:
+            if done is not None and not done.done():
                 done.set_result(None)
         self._changes.clear()
         if self._supervisor.failure is not None:

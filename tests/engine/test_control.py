@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ import pytest
 from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError
 from octavo.request import AdapterSource
-from tests.engine.stub_engine import ANSWER, HANG, Use, ask
+from tests.engine.stub_engine import ANSWER, HANG, Use, ask, until_ready
 from tests.waiting import Clock, until
 
 WithEngine = Callable[[Use], object]
@@ -163,3 +164,19 @@ def test_an_adapter_that_is_being_read_is_lost_with_a_core_that_sleeps(with_engi
             await loading
 
     with_engine(use)
+
+
+def test_a_live_view_that_a_core_has_not_answered_ends_with_the_core(with_engine: WithEngine) -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        await engine.wait_ready()
+        core = engine._supervisor.core.process
+        core.send_signal(signal.SIGSTOP)
+        asked = asyncio.create_task(engine.live_view())
+        await until(lambda: engine._control._live_view)
+        core.kill()
+        await until(lambda: not engine.is_ready)
+        await until_ready(engine)
+        assert asked.done() and await asked is None
+        assert await engine.live_view() is not None, "asked of the new core, not awaited from the old one"
+
+    with_engine(use, max_restarts=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from octavo import SamplingParams
-from octavo.engine import restart_policy
+from octavo.config import EngineConfig
+from octavo.engine import async_engine, restart_policy
 from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.engine.core_client import CoreClient
 from octavo.engine.wire import FrontendMessage, SetPaused
-from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, RequestError
+from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, LoadError, RequestError
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.request import EngineRequest
 from tests.engine.stub_engine import ANSWER, EXIT, FAIL, HANG, THREE_CORES, ask, until_ready
@@ -69,6 +71,19 @@ def test_requests_during_the_outage_are_told_so_and_the_engine_gives_up_after_th
             await engine.check_health()
 
     assert with_engine(use, on_engine_death="fail", max_restarts=2).num_restarts == 2
+
+
+def test_an_engine_that_cannot_be_made_leaves_no_core(
+    stub_config: EngineConfig, cores: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(config: EngineConfig, tokenizer: object) -> None:
+        raise LoadError("the checkpoint has no preprocessor_config.json.")
+
+    monkeypatch.setattr(async_engine, "InputProcessor", fail)
+    with pytest.raises(LoadError):
+        AsyncLLMEngine(stub_config)
+    [core] = cores
+    assert core.poll() is not None
 
 
 def test_a_core_that_hangs_is_killed_and_an_idle_one_is_not(
