@@ -100,7 +100,7 @@ class Conversation:
         self._files: dict[str, bytes] = {}  # media files by URL; filled only inside `_loaded`
         self._answer_format: AnswerFormat | None = None  # set by `_prepare`
         self._readers: dict[int, AnswerReader] = {}  # by index of the choice
-        self._counters: dict[int, ReasoningCounter] = {}  # by index of the choice
+        self._counters: dict[int, ReasoningCounter] = {}  # by index of the choice; none if answers have no reasoning
         self._prompt_token_ids: list[int] = []  # set by `submit`
         self._num_tokens = 0  # of the outputs read by `progress` and the sink
         self._response_id = ""  # set by `submit`
@@ -126,14 +126,14 @@ class Conversation:
                 )
             )
         self._prompt_token_ids = prompt.token_ids
-        if self._format.new_splitter() is not None:
+        if self._format.reasoning is not None:
             outputs = self._counted_early(outputs)
         if self._answer_recall is not None:
             outputs = self._answer_recall.remembering(prompt, outputs)
         return prompt, outputs
 
     async def _counted_early(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-        """Yield `outputs`. A thread counts the reasoning of outputs with many tokens, which `read` would count in the
+        """Yield `outputs`. A thread counts the reasoning of outputs with many tokens, which `parse` would count in the
         event loop."""
         try:
             async for output in outputs:
@@ -283,24 +283,21 @@ class Conversation:
 
     def _count(self, completion: CompletionOutput) -> None:
         """Count the reasoning tokens of a choice's next output, once."""
+        params = self._params
         if (counter := self._counters.get(completion.index)) is None:
-            counter = self._counters[completion.index] = self._new_counter()
-        counter.count(completion, shows_stop=self._params.include_stop_str_in_output)
+            if (splitter := self._format.new_splitter()) is None:
+                return
+            detokenizer = make_detokenizer(
+                self._state.engine.tokenizer.backend_tokenizer, self._prompt_token_ids, params.skip_special_tokens,
+                params.spaces_between_special_tokens,
+            )  # fmt: skip
+            counter = self._counters[completion.index] = ReasoningCounter(splitter, detokenizer)
+        counter.count(completion, shows_stop=params.include_stop_str_in_output)
 
     @property
     def num_reasoning_tokens(self) -> int:
         """Reasoning tokens of all choices and outputs read so far."""
         return sum(counter.num_tokens for counter in self._counters.values())
-
-    def _new_counter(self) -> ReasoningCounter:
-        params = self._params
-        detokenizer = make_detokenizer(
-            self._state.engine.tokenizer.backend_tokenizer,
-            self._prompt_token_ids,
-            params.skip_special_tokens,
-            params.spaces_between_special_tokens,
-        )
-        return ReasoningCounter(self._format.new_splitter(), detokenizer)
 
 
 def make_chat(fields: Mapping[str, Any]) -> ChatCompletionRequest:

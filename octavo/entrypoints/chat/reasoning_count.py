@@ -16,10 +16,10 @@ class ReasoningCounter:
     depend on that. Tokens of a call that ends the reasoning do not count.
     """
 
-    def __init__(self, splitter: Splitter | None, detokenizer: Detokenizer) -> None:
+    def __init__(self, splitter: Splitter, detokenizer: Detokenizer) -> None:
         """`detokenizer` is a new one, with the options of the request."""
         self.num_tokens = 0  # so far
-        self._splitter = splitter  # None when the rest is content
+        self._splitter: Splitter | None = splitter  # None when the rest is content
         self._detokenizer = detokenizer
         self._num_undecided = 0
         self._last: CompletionOutput | None = None
