@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, Tag, model_validator
 
 from octavo.entrypoints.http.body_fields import Int, Priority, RequestBody, Text, described, refuse_unbuilt
-from octavo.entrypoints.openai.request_bodies import Resume
+from octavo.entrypoints.openai.request_bodies import Resume, StructuredOutputs
 from octavo.errors import RequestError
 
 _NOTE = "Taken and without effect: it changes no answer."
@@ -260,6 +260,9 @@ class MessagesRequest(CountTokensRequest):
     diagnostics: dict[str, Any] | None = described(_NOTE)
     user_profile_id: Text | None = described(_NOTE)
     priority: Priority = described("Octavo's own: lower goes first, with --scheduling-policy priority.", default=0)
+    structured_outputs: StructuredOutputs | None = described(
+        "Octavo's own: the answer's structure, or options such as final_check for the schema of output_config."
+    )
     resume: Resume | None = described("Continue another server's stream that broke off, as octavo gateway does.")
 
     @model_validator(mode="after")

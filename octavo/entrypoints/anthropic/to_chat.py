@@ -80,6 +80,7 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
             "max_tokens": body.max_tokens,
             "resume": body.resume,
             "priority": body.priority,
+            "structured_outputs": body.structured_outputs and body.structured_outputs.model_dump(exclude_none=True),
             "stop": body.stop_sequences,
             "temperature": body.temperature,
             "top_p": body.top_p,

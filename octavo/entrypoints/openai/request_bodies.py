@@ -40,6 +40,7 @@ from octavo.sampling_params import (
     MAX_LENGTH_PENALTY,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_N,
+    STRUCTURES,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
@@ -47,7 +48,6 @@ from octavo.sampling_params import (
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
-_STRUCTURES = ("json", "regex", "choice", "grammar", "structural_tag")
 _IGNORED = "Taken and without effect, as OpenAI documents it."
 
 
@@ -350,11 +350,13 @@ class SamplingRequest(TokenRequest):
         return None if structure is None or structure[0] == "structured_outputs" else structure[0]
 
     def structure(self) -> tuple[str, StructuredOutputsParams] | None:
-        """Return the field that constrains the answer's content, and its value, or None. Raises `RequestError` if there
-        are several such fields."""
+        """Return the field that constrains the answer's content, and its value, or None. If `structured_outputs` has
+        only options, they apply to the form that another field gives. Raises `RequestError` if several fields give a
+        form."""
         found: dict[str, dict[str, Any]] = {}
-        if self.structured_outputs is not None:
-            found["structured_outputs"] = self.structured_outputs.model_dump(exclude_none=True)
+        own = {} if self.structured_outputs is None else self.structured_outputs.model_dump(exclude_none=True)
+        if any(own.get(name) not in (None, False) for name in STRUCTURES):
+            found["structured_outputs"] = own
         if self.response_format is not None and self.response_format.type != "text":
             schema = self.response_format.json_schema
             if schema is not None and schema.schema_ is not None:
@@ -372,11 +374,14 @@ class SamplingRequest(TokenRequest):
                 found[field] = {field.removeprefix("guided_"): value}
         if len(found) > 1:
             raise RequestError(f"{' and '.join(found)} exclude each other.", param=list(found)[1])
+        if not found and self.structured_outputs is not None:
+            found["structured_outputs"] = own
         if not found:
             if self.guided_whitespace_pattern is not None:
                 raise RequestError("guided_whitespace_pattern needs guided_json.", param="guided_whitespace_pattern")
             return None
         ((field, asked),) = found.items()
+        asked |= own
         if self.guided_whitespace_pattern is not None:
             asked["whitespace_pattern"] = self.guided_whitespace_pattern
         try:
@@ -384,7 +389,7 @@ class SamplingRequest(TokenRequest):
         except RequestError as error:
             if field == "structured_outputs":
                 raise
-            names = FieldNames({f"structured_outputs.{name}": field for name in _STRUCTURES})
+            names = FieldNames({f"structured_outputs.{name}": field for name in STRUCTURES})
             raise names.renamed(error) from None
 
     def to_sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:

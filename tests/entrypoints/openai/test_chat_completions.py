@@ -342,6 +342,7 @@ def test_a_message_of_the_assistant_may_be_empty(
         ({"structured_outputs": {"mood": 1}}, "supplied: structured_outputs.mood"),
         ({"structured_outputs": {}}, "structured_outputs needs exactly one of json, regex, choice"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "got regex and choice"),
+        ({"structured_outputs": {"json": {}}, "guided_regex": "a"}, "structured_outputs and guided_regex exclude each"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice exclude each other"),
         ({"guided_regex": "(?=a)"}, "guided_regex cannot be followed: "),
         ({"guided_json": "{"}, "guided_json cannot be read: "),
@@ -354,6 +355,36 @@ def test_what_is_wrong_with_a_conversation_is_said(http: httpx.Client, fields: d
     response = http.post("/v1/chat/completions", json={"messages": [USER], **fields})
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
+
+
+DISTINCT = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+OF_CHATS = {"type": "json_schema", "json_schema": {"name": "a", "schema": DISTINCT}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/chat/completions", {"response_format": OF_CHATS}, "response_format.json_schema.schema"),
+        ("/v1/chat/completions", {"guided_json": DISTINCT}, "guided_json"),
+        (
+            "/v1/responses",
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": DISTINCT}}},
+            "text.format",
+        ),
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": DISTINCT}}}, "output_config"),
+    ],
+)
+def test_options_of_structured_outputs_apply_to_the_schema_of_another_field(
+    http: httpx.Client, path: str, body: dict[str, Any], field: str
+) -> None:
+    prompt = {"input": "Hi"} if path == "/v1/responses" else {"messages": [USER], "max_tokens": 8}
+    asked = prompt | body
+    assert http.post(path, json=asked).status_code == 200
+    refused = http.post(path, json=asked | {"structured_outputs": {"final_check": "refuse"}})
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert message.startswith(field)
+    assert "has uniqueItems, which a grammar cannot hold an answer to" in message
 
 
 def test_an_error_of_the_prompt_names_the_messages(http: httpx.Client) -> None:
