@@ -200,36 +200,67 @@ def resolve_ref(schema: Any, root: Mapping[str, Any]) -> Any:
     for _ in range(_MAX_DEPTH):
         if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
             break
-        _, _, path = reference.partition("#/")
         target: Any = root
-        for part in path.split("/"):
+        for part in reference.removeprefix("#").split("/")[1:]:
             name = unquote(part).replace("~1", "/").replace("~0", "~")
-            target = target.get(name) if isinstance(target, Mapping) else None
-        if not isinstance(target, Mapping):
+            if isinstance(target, list):
+                target = target[int(name)] if name.isdecimal() and len(name) < 9 and int(name) < len(target) else None
+            else:
+                target = target.get(name) if isinstance(target, Mapping) else None
+        if not isinstance(target, Mapping) or not reference.startswith("#"):
             break
         schema = target
     return schema
 
 
-def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+def property_schema(schema: Any, key: str, root: Mapping[str, Any]) -> Any:
+    """Return the schema of an object's property, which references and alternatives of the object's `schema` may say, or
+    of properties that it does not name. None if it says nothing."""
+    found, others, seen, stack = list[Any](), list[Any](), set[int](), [schema]
+    while stack:
+        one = resolve_ref(stack.pop(), root)
+        if not isinstance(one, Mapping) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        properties = one.get("properties")
+        if isinstance(properties, Mapping) and key in properties:
+            found.append(properties[key])
+        elif isinstance(one.get("additionalProperties"), Mapping):
+            others.append(one["additionalProperties"])
+        stack += (part for name in ("allOf", "anyOf", "oneOf") if isinstance(one.get(name), list) for part in one[name])
+    found = found or others
+    return {"anyOf": found} if len(found) > 1 else found[0] if found else None
+
+
+def schema_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
     """Return the JSON types that the top level of a schema allows, with "unknown" for types that it does not state."""
+    return set(_types(schema, root, {}, 0))
+
+
+def _types(schema: Any, root: Mapping[str, Any], known: dict[int, set[str]], depth: int) -> set[str]:
+    """Return the types of a schema. `known` has those of schemas that were looked at, by their id: each is looked at
+    once."""
     schema = resolve_ref(schema, root)
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return set()
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = set()
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     found = {kind for kind in kinds if isinstance(kind, str)}
     all_of = schema.get("allOf")
     for part in all_of if isinstance(all_of, list) else ():
-        if types := schema_types(part, root, depth + 1) - {"unknown"}:  # a value has the types of all parts
+        if types := _types(part, root, known, depth + 1) - {"unknown"}:  # a value has the types of all parts
             found = (found & types or found) if found else types
     for name in ("anyOf", "oneOf"):
         parts = schema.get(name)
         for part in parts if isinstance(parts, list) else ():
-            found |= schema_types(part, root, depth + 1) or {"unknown"}
+            found |= _types(part, root, known, depth + 1) or {"unknown"}
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if not found and isinstance(values, list) and values:
         found = {json_type(value) for value in values}
+    known[id(schema)] = found
     return found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.entrypoints.chat.reasoning import held_back
-from octavo.entrypoints.chat.tools.call_spelling import schema_types
+from octavo.entrypoints.chat.tools.call_spelling import property_schema, resolve_ref, schema_types
 from octavo.entrypoints.chat.tools.parameter_values import nested_value, parameter_value
 from octavo.entrypoints.chat.tools.python_calls import keyed_call, python_calls, python_list
 from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
@@ -241,7 +241,7 @@ class FormatParser(TextParser):
         if not body.index and not (yield from self._skip_mark(body.name_after.strip())):
             return [Call(name, "{}")] if (yield from self._skip_self_closing(body)) else None
         schema = self._tools.get(name, {})
-        properties = schema.get("properties")
+        properties = resolve_ref(schema, schema).get("properties")
         schemas = properties if isinstance(properties, Mapping) else {}
         arguments: dict[str, Any] = {}
         end = body.end.strip() or self._end
@@ -292,8 +292,7 @@ class FormatParser(TextParser):
     ) -> Steps[tuple[Any] | None]:
         """Return the value of a parameter, in a tuple, and go behind the mark after it. If the model forgot the mark,
         the value ends at the next of the `others` (any key if None), or with the call. Return None if no end comes."""
-        properties = schema.get("properties")
-        own = properties.get(key) if isinstance(properties, Mapping) else None
+        own = property_schema(schema, key, schema)
         kinds = schema_types(own, schema)
         says_text = bool(body.text_attribute) and body.text_attribute.strip() in attributes
         says_json = bool(body.json_attribute) and body.json_attribute.strip() in attributes

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.entrypoints.chat.tools.call_spelling import json_type, resolve_ref, schema_types
+from octavo.entrypoints.chat.tools.call_spelling import json_type, property_schema, resolve_ref, schema_types
 from octavo.entrypoints.chat.tools.tool_formats import Tags
 from octavo.entrypoints.chat.tools.tool_parser import load_json
 
@@ -91,7 +91,7 @@ def nested_value(text: str, body: Tags, schema: Any, root: Mapping[str, Any], de
             level += 1 if mark[0] == opened else -1
             position, end = mark.end(), mark.start()
         inner = text[found.end() : end]
-        items.append((key, nested_value(inner, body, _part_schema(schema, key), root, depth + 1)))
+        items.append((key, nested_value(inner, body, _part_schema(schema, key, root), root, depth + 1)))
         found = begin.match(text, position)
     if all(key == "item" for key, _ in items) and ("array" in kinds or "object" not in kinds):
         return [value for _, value in items]
@@ -102,10 +102,7 @@ def nested_value(text: str, body: Tags, schema: Any, root: Mapping[str, Any], de
     return result
 
 
-def _part_schema(schema: Any, key: str) -> Any:
-    if not isinstance(schema, Mapping):
-        return None
-    properties = schema.get("properties")
-    if isinstance(properties, Mapping) and key in properties:
-        return properties[key]
-    return schema.get("items") if key == "item" else schema.get("additionalProperties")
+def _part_schema(schema: Any, key: str, root: Mapping[str, Any]) -> Any:
+    if key == "item" and isinstance(schema, Mapping) and "items" in schema:
+        return schema["items"]
+    return property_schema(schema, key, root)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from octavo.entrypoints.chat.tools.call_spelling import property_schema, schema_types
 from octavo.entrypoints.chat.tools.format_parser import FormatParser
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS
 from octavo.entrypoints.chat.tools.tool_parser import Call
@@ -60,6 +61,49 @@ def test_the_schema_says_what_a_text_is(schema: dict[str, Any], text: str, value
     answer = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
     (call,) = [piece for letter in answer for piece in parser.add(letter)] + parser.finish()
     assert isinstance(call, Call) and json.loads(call.arguments) == {"a": value}
+
+
+TEXT = {"properties": {"a": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/Arguments", "$defs": {"Arguments": {"type": "object", **TEXT}}},
+        {"allOf": [{"$ref": "#/definitions/One"}, {"required": ["a"]}], "definitions": {"One": TEXT}},
+        {"anyOf": [{"properties": {"b": {}}}, TEXT]},
+        {"type": "object", "additionalProperties": {"type": "string"}},
+        {"properties": {"b": {"anyOf": [{"type": "string"}, {}]}, "a": {"$ref": "#/properties/b/anyOf/0"}}},
+        {"properties": {"b": {"prefixItems": [{"type": "string"}]}, "a": {"$ref": "#/properties/b/prefixItems/0"}}},
+    ],
+)  # fmt: skip
+def test_the_schema_of_a_parameter_is_found_behind_references_and_in_parts(schema: dict[str, Any]) -> None:
+    parser = FormatParser(FORMATS["glm45"], {"f": schema})
+    (call,) = (
+        parser.add("<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>12</arg_value>\n</tool_call>") + parser.finish()
+    )
+    assert isinstance(call, Call) and json.loads(call.arguments) == {"a": "12"}
+
+
+class Counted(dict[str, Any]):
+    """A schema that counts how often its type is read."""
+
+    num_reads = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.num_reads += key == "type"
+        return super().get(key, default)
+
+
+def test_a_schema_that_repeats_itself_is_read_once() -> None:
+    own = Counted(anyOf=[{"$ref": "#/properties/a"}] * 100)
+    root = Counted(properties={"a": own}, allOf=[{"$ref": "#"}] * 100)
+    assert schema_types(own, root) == {"unknown"} and own.num_reads == 1
+    assert property_schema(root, "a", root) is own
+    chain = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 100} for i in range(6)}
+    last = Counted(type="string")
+    assert schema_types({"$ref": "#/$defs/d0"}, {"$defs": {**chain, "d6": last}}) == {"string"}
+    assert last.num_reads == 1
 
 
 def test_objects_and_lists_may_be_tags_in_tags() -> None:
