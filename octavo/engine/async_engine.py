@@ -133,7 +133,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         self._outputs = OutputProcessor(
             self.tokenizer, metrics, makes_logprobs_later=True, stream_interval=config.scheduler.stream_interval
         )
-        # `tell`, not `send`: if the core is dying the message is lost, and `begin` sends the request to the next core.
+        # `tell`, not `send`: a message to a dying core is lost, and `core_is_ready` sends the request to the next core.
         self._resubmission = Resubmission(self._outputs, self._supervisor.tell)
         self._streams: dict[str, RequestStream] = {}
         self._undelivered = deque[RequestStream]()  # streams with new outputs, in order
@@ -309,7 +309,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             if await self._wait_until_accepted(stream):
                 # Before the first output: the caller may be slow, and the watchdog takes a running request that the
                 # core does not have for a hang.
-                self._send_to_core(self._begin(stream, answer))
+                self._send_to_core(self._add_state(stream, answer))
             for output in stream.replayed:
                 yield output
             # 4. Yield its outputs. `_handle` brings them.
@@ -354,7 +354,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             acceptance.result()
         return True
 
-    def _begin(self, stream: RequestStream, answer: list[int] | None = None) -> RequestState:
+    def _add_state(self, stream: RequestStream, answer: list[int] | None = None) -> RequestState:
         """Return the new state of a request. The stream gets the outputs that another server has sent. Raises
         `RequestError` if these end the answer."""
         state = self._outputs.add(stream.request, stream.external_id, answer)
@@ -419,7 +419,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             stream.has_ended_early = True
             stream.acceptance.cancel()
             try:
-                self._begin(stream)
+                self._add_state(stream)
             except RequestError as error:
                 self._outputs.drop(request_id)
                 stream.fail(error)
@@ -489,7 +489,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         """Give a new core what the last one had: its halt, its pinned adapters and its requests."""
         self._control.halt_again()
         self._adapters.pin_again()
-        if number := self._resubmission.begin():
+        if number := self._resubmission.core_is_ready():
             logger.info("%d requests go on with this engine core", number)
         self._count_continued(number)
         self.inputs.model = self.config.model

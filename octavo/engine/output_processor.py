@@ -368,14 +368,11 @@ class OutputProcessor:
         self._end(state, time.monotonic())
         return state
 
-    def drop(self, request_id: str) -> bool:
-        """Remove a request that the core has lost, as failed. Returns False if it is not running."""
-        state = self.requests.get(request_id)
-        if state is None:
-            return False
-        state.error = RequestError("lost")
-        self._end(state, time.monotonic())
-        return True
+    def drop(self, request_id: str) -> None:
+        """Remove a request as failed, if it is running."""
+        if (state := self.requests.get(request_id)) is not None:
+            state.error = RequestError("lost")
+            self._end(state, time.monotonic())
 
     def process(self, outputs: list[SequenceOutput]) -> tuple[list[Result], list[Abort]]:
         """Do the same as `update`, and return the results for callers, at most one a request."""
@@ -417,7 +414,7 @@ class OutputProcessor:
                 last_times[last] = last_times.get(last, 0) + 1
             elif state.metrics.first_token_time is None:
                 first_latencies_s.append(now - state.metrics.arrival_time)
-                self._begin(state, output, now)
+                self._record_first_token(state, output, now)
             completion.last_token_time = now
             if output.num_preemptions:
                 state.metrics.num_preemptions = max(state.metrics.num_preemptions, output.num_preemptions)
@@ -466,7 +463,7 @@ class OutputProcessor:
 
         request = state.request
         assert request.pooling is not None and output.vectors is not None
-        self._begin(state, output, now)
+        self._record_first_token(state, output, now)
         make = partial(finished, output.vectors, len(request.prompt.token_ids), request.pooling)
         is_later = self.makes_logprobs_later and request.pooling.is_by_token  # may be millions of numbers
         pooled: Any = make if is_later else PoolingOutput(make())
@@ -475,7 +472,7 @@ class OutputProcessor:
             num_cached_tokens=state.num_cached_tokens,
         )  # fmt: skip
 
-    def _begin(self, state: RequestState, output: SequenceOutput, now: float) -> None:
+    def _record_first_token(self, state: RequestState, output: SequenceOutput, now: float) -> None:
         """Record the times and the prompt's figures that come with the first token of a request."""
         state.metrics.first_token_time = now
         state.metrics.first_scheduled_time = output.first_scheduled_time

@@ -35,7 +35,7 @@ class Resubmission:
         else:
             self._send(state.remainder())
 
-    def begin(self) -> int:
+    def core_is_ready(self) -> int:
         """Give a new core that is ready the requests of the core before. Returns their number."""
         self._has_core, self._num_steps = True, 0
         self._unsent = dict.fromkeys(self._outputs.requests)

@@ -75,7 +75,7 @@ class Supervisor:
         self._outage: EngineRestartingError | None = None  # while the core is started again
         self._ready_event = asyncio.Event()  # ready, or failed for good
         self._failure_event = asyncio.Event()
-        self._end_reason: str | None = None  # why the core is about to end, if known
+        self._kill_reason: str | None = None  # why this process has killed the core, if it has
         self._wake: asyncio.Event | None = None  # while the core sleeps (has ended); set to start the next one
         self._next_core: CoreProcess | None = None  # while it sleeps: a process that has only done its imports
         self._start_timer: asyncio.TimerHandle | None = None
@@ -184,7 +184,7 @@ class Supervisor:
 
     async def _follow_core(self) -> str:
         """Receive the messages of one core until it has ended. Returns the reason."""
-        self._end_reason, self.is_leaving = None, False
+        self._kill_reason, self.is_leaving = None, False
         if self.ready_timeout_s is not None:
             self._check_start(self.ready_timeout_s, time.monotonic())
         try:
@@ -192,12 +192,12 @@ class Supervisor:
         except Exception as e:
             logger.exception("the engine's front end failed")
             self.core.kill()
-            self._end_reason = f"the engine's front end failed ({type(e).__name__})"
+            self._kill_reason = f"the engine's front end failed ({type(e).__name__})"
         finally:
             if self._start_timer is not None:
                 self._start_timer.cancel()
         await asyncio.to_thread(self.core.wait)  # a killed process may take long to end
-        return self._end_reason or self.core.end_reason()
+        return self._kill_reason or self.core.end_reason()
 
     def _check_start(self, timeout_s: float, begin: float) -> None:
         """Kill a core that has loaded for too long, or check again later. At the first start its wait before loading
@@ -210,8 +210,8 @@ class Supervisor:
         if left_s > 0:
             later = asyncio.get_running_loop().call_later
             self._start_timer = later(left_s, self._check_start, timeout_s, begin)
-        elif self._end_reason is None:
-            self._end_reason = f"the engine core was not ready after {timeout_s:g} s and was killed"
+        elif self._kill_reason is None:
+            self._kill_reason = f"the engine core was not ready after {timeout_s:g} s and was killed"
             self.core.kill()
 
     async def _let_go(self) -> None:
@@ -229,7 +229,7 @@ class Supervisor:
             if not self._is_busy() or not self.is_ready or self._num_messages != seen:
                 seen, since = self._num_messages, now
             elif now - since > timeout_s:
-                self._end_reason = f"the engine core has finished no step for {timeout_s:g} s and was killed"
+                self._kill_reason = f"the engine core has finished no step for {timeout_s:g} s and was killed"
                 self.core.kill()
                 since = now
 
@@ -242,7 +242,7 @@ class Supervisor:
             case Failed(text):
                 # Clients only learn that the core failed; the log has the details.
                 logger.error("the engine core failed: %s", text)
-                self._end_reason = "the engine core has failed"
+                self._kill_reason = "the engine core has failed"
                 self._outage = EngineRestartingError("the engine core has failed.")  # until its process ends
                 self.core.kill()  # it sends nothing more, and may not be able to end by itself
                 return

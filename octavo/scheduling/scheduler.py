@@ -75,9 +75,9 @@ class Scheduler:
 
     One thread calls all methods; `add` and `abort` may come between any two of them. If `plan.runs_ahead`, `schedule`
     may be called before the plan's result is known. With pipeline stages every plan runs ahead. On a device that runs
-    ahead a plan runs ahead, except in two cases: `Speculation.must_wait` says no, or too many of its sequences need
-    their tokens on the host (`Step.mark_in_flight`). If only a few need them, the plan runs ahead and these few sit out
-    the next step. On other devices no plan runs ahead.
+    ahead a plan runs ahead, except if `Speculation.must_wait`, or if too many of its sequences need their tokens on the
+    host (`Step.mark_in_flight`). If only a few need them, the plan runs ahead and these few sit out the next step. On
+    other devices no plan runs ahead.
     """
 
     def __init__(
@@ -193,8 +193,8 @@ class Scheduler:
         return max(1, -(-(len(self.queues.running) + num_waiting) // self._num_stages))
 
     def _schedule_running(self, step: Step) -> bool:
-        """Schedule running sequences in order. Returns False if blocks ran out, even if preemption then found some: the
-        caller adds no draft tokens and admits no sequence."""
+        """Schedule running sequences in order. Returns False if blocks ran out, even if preemption then freed some. The
+        caller then adds no draft tokens and admits no sequence."""
         # The queue itself, not a copy: `_preempt` removes its last entries, `_schedule_waiting` inserts before entry i.
         running = self.queues.running
         has_preempted = False

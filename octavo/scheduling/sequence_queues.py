@@ -22,7 +22,7 @@ class SequenceQueues:
     """Every sequence that has not ended is either running or waiting. Both queues are in scheduling order: the first
     sequence runs first, the last is preempted first."""
 
-    def __init__(self, max_num_seqs: int, cache: KVCacheManager, adapters: AdapterPool | None = None) -> None:
+    def __init__(self, max_num_seqs: int, cache: KVCacheManager, adapters: AdapterPool | None) -> None:
         self.cache, self.adapters = cache, adapters
         self.on_end: list[Callable[[Sequence], None]] = []  # called with each sequence that has ended
         self.running: list[Sequence] = []

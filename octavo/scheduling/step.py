@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from octavo.kv_cache.block_pool import TableChanges
 from octavo.scheduling.time_limit import TimeLimit
@@ -17,23 +17,20 @@ from octavo.step_plan import Admission, NewBlock, PlannedRow, StepPlan
 _MOST_SITTING_OUT = 0.25
 
 
-@dataclass(slots=True)
+@dataclass
 class Step:
     token_budget: int  # tokens that the step may still get
     number: int  # counts the steps of a scheduler
-    make_time_limit: Callable[[], TimeLimit | None] = lambda: None
-    max_sequences: int = sys.maxsize
+    make_time_limit: Callable[[], TimeLimit | None]
+    max_sequences: int
     plan: StepPlan = field(default_factory=StepPlan)
     sequences: list[Sequence] = field(default_factory=list)  # parallel to plan.rows
-    _time_limits: list[TimeLimit | None] = field(default_factory=list)  # empty until `time_limit` is first read
 
-    @property
+    @cached_property
     def time_limit(self) -> TimeLimit | None:
         """How long the step may take; None if no stream waits for it. Made at the first read: steps without prompts and
         draft tokens never read it."""
-        if not self._time_limits:
-            self._time_limits.append(self.make_time_limit())
-        return self._time_limits[0]
+        return self.make_time_limit()
 
     @property
     def has_room(self) -> bool:

@@ -31,9 +31,9 @@ _TRIAL_DRAFT_TOKENS, _FIRST_TRIAL, _TRIAL_STEPS = 2, 4, 128
 class Speculated:
     """The speculation's state of a sequence."""
 
-    state: Any  # state state of the proposer
+    state: Any  # of the proposer
     prediction_state: Any = None
-    proposal: Proposal = NO_PROPOSAL  # proposal for the tokens after the first `num_tokens`
+    proposal: Proposal = NO_PROPOSAL  # for the tokens after the first `num_tokens`
     num_tokens: int = 0
     is_predicted: bool = False  # the proposal is from the request's prediction
     acceptance: SequenceAcceptance = field(default_factory=SequenceAcceptance)

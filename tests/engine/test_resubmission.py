@@ -130,7 +130,7 @@ class Engine:
         self.sent: list[tuple[str, int]] = []  # (request, tokens that it has)
         self.num_trials = 0  # that it has told a hub of
         self.resubmission = Resubmission(self.outputs, self._send)
-        self.resubmission.begin()
+        self.resubmission.core_is_ready()
 
     def _send(self, message: FrontendMessage) -> None:
         if isinstance(message, EngineRequest):
@@ -155,7 +155,7 @@ class Engine:
             self.outputs.drop(name)
         self.sent.clear()
         if is_ready_again:
-            self.resubmission.begin()
+            self.resubmission.core_is_ready()
         return refused
 
 
@@ -186,7 +186,7 @@ def test_a_request_that_kills_cores_is_found_and_refused_alone() -> None:
     assert engine.sent == [("a", 0), ("kills", 0)]
     assert engine.die("a", "kills", is_ready_again=False) == ["kills"]
     assert engine.die(is_ready_again=False) == [], "a core that is never ready says nothing of requests"
-    engine.resubmission.begin()
+    engine.resubmission.core_is_ready()
     assert engine.sent == [("b", 0)]
     engine.give("b")
     assert engine.sent == [("b", 0), ("a", 1), ("waits", 0), ("new", 0)]
