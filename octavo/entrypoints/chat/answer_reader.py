@@ -87,7 +87,9 @@ def check_tool_choice(body: ChatCompletionRequest, formats: ModelFormats) -> Non
 
 def answer_format(body: ChatCompletionRequest, formats: ModelFormats, prompt: str) -> AnswerFormat:
     """Return how to read the answers to `prompt`."""
-    reasoning = None if formats.reasoning is None else Reasoning.after(prompt, formats.reasoning)
+    style, last = formats.reasoning, body.messages[-1].content
+    begun = (last if isinstance(last, str) else "") if body.continue_final_message else None
+    reasoning = None if style is None else Reasoning.after(prompt, style, begun)
     marks = () if reasoning is None else reasoning.style.marks
     include = body.include_reasoning is not False
     if not body.tools:

@@ -111,9 +111,10 @@ class Reasoning:
     has_header: bool = False  # the prompt ends with the header of a block
 
     @classmethod
-    def after(cls, prompt: str, style: ReasoningStyle) -> Reasoning | None:
+    def after(cls, prompt: str, style: ReasoningStyle, begun: str | None = None) -> Reasoning | None:
         """Return the reasoning of answers to `prompt`. None if the prompt has ended the reasoning already, as templates
-        do when thinking is off."""
+        do when thinking is off. An answer that continues a message, whose content so far is `begun`, may begin in the
+        middle of its reasoning."""
         end = prompt.rstrip()
         if style.has_channels:
             return cls(style, is_open=False, is_optional=True)
@@ -122,9 +123,11 @@ class Reasoning:
             return cls(style, is_open=end.endswith(style.start), is_optional=True, has_header=has_header)
         if end.endswith(style.end.rstrip()):
             return None
-        if end.endswith(style.start.rstrip()):
+        is_begun = begun is not None and begun.rfind(style.start) > begun.rfind(style.end)
+        if is_begun or end.endswith(style.start.rstrip()):
             return cls(style, is_open=True, is_optional=False)
-        return cls(style, is_open=style.is_implied, is_optional=not style.is_implied)
+        is_implied = style.is_implied and begun is None
+        return cls(style, is_open=is_implied, is_optional=not is_implied)
 
 
 def new_splitter(

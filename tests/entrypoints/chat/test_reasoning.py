@@ -27,6 +27,27 @@ def split(style: str, prompt: str, text: str, cuts: list[int] | None = None) -> 
     return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
 
 
+@pytest.mark.parametrize(
+    ("style", "begun", "is_open"),
+    [
+        ("qwen3", "<think>\nSo: 2", True),
+        ("qwen3", "<think>\nSo.\n</think>\n\nFo", False),
+        ("qwen3", "Fo", False),
+        ("deepseek_r1", "<think>\nSo", True),
+        ("deepseek_r1", "So.</think>Fo", False),
+    ],
+)
+def test_an_answer_may_continue_the_reasoning_or_the_content_of_a_message(
+    style: str, begun: str, is_open: bool
+) -> None:
+    question = "What does <think> do?<|im_end|>\n<|im_start|>assistant\n"
+    reasoning = Reasoning.after(question + begun, STYLES[style], begun)
+    assert reasoning is not None and reasoning.is_open is is_open is not reasoning.is_optional
+    splitter = new_splitter(reasoning)
+    parts = splitter.add("x</think>\n\ny"), splitter.finish()
+    assert "".join(part[0] for part in parts) == ("x" if is_open else "")
+
+
 K3_END, K3_LAST = "<|close|>think<|sep|>", "<|close|>message<|sep|>"
 K3_ANSWER = "<|open|>response<|sep|>Four.<|close|>response<|sep|>"
 K3_CALL = '<|open|>tools<|sep|><|open|>call tool="now" index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
