@@ -375,6 +375,10 @@ def test_the_model_generates_as_the_overrides_say(tmp_path: Path) -> None:
     assert found.default_sampling_params == {"temperature": 0.6, "top_k": 5}
     assert found.default_max_tokens is None
     assert config(**model, override_generation_config={"max_new_tokens": 7}).model.default_max_tokens == 7
+    assert (
+        config(**model, runner="pooling", override_generation_config={"max_new_tokens": 7}).model.default_max_tokens
+        is None
+    )
     with pytest.raises(ConfigError, match="max_new_tokens of the generation config must be 1 or more, got 0"):
         config(**model, override_generation_config={"max_new_tokens": 0})
     assert found.checkpoint.eos_token_ids == (3, 4)

@@ -89,7 +89,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         code_folder=code_folder,
         chat_template=args.chat_template,
         default_sampling_params=_default_sampling_params(args, checkpoint) if pooling is None else {},
-        default_max_tokens=_default_max_tokens(args, checkpoint),
+        default_max_tokens=_default_max_tokens(args, checkpoint) if pooling is None else None,
         max_logprobs=args.max_logprobs,
         pooling=pooling,
     )

@@ -16,11 +16,18 @@ from octavo.flags import read_yaml
 from octavo.gateway.discovery import read_source
 from octavo.gateway.request_body import reason_of
 
-# Flags of `octavo serve` that the gateway sets, or whose meaning ends at the gateway.
-RESERVED_FLAGS = frozenset(
-    {"model", "config", "host", "port", "uds", "api-key", "served-model-name", "root-path", "log-format", "headless",
-     "ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "lora-modules"}
-)  # fmt: skip
+# Flags of `octavo serve` that no entry may have, with the reason.
+_RESERVED_FLAGS = {
+    **dict.fromkeys(
+        ("model", "host", "port", "api-key", "served-model-name", "log-format"), "the gateway sets it; leave it out"
+    ),
+    **dict.fromkeys(
+        ("config", "uds", "root-path", "headless", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs"),
+        "it is not for servers that the gateway starts; leave it out",
+    ),
+    "lora-modules": "start `octavo serve` with it yourself, and give each adapter an entry with the server's address "
+    "(docs/gateway.md, Adapters)",
+}
 _Positive = Annotated[float, Meta(gt=0)]
 
 
@@ -158,8 +165,8 @@ def _check_local(entry: ModelEntry, at: str) -> None:
     if entry.health != "/health":
         raise ConfigError(f"{at}.health is for models with addresses; leave it out.")
     for key, value in entry.flags.items():
-        if key.replace("_", "-") in RESERVED_FLAGS:
-            raise ConfigError(f"{at}.flags: the gateway sets --{key.replace('_', '-')}; leave it out.")
+        if (why := _RESERVED_FLAGS.get(name := key.replace("_", "-"))) is not None:
+            raise ConfigError(f"{at}.flags: --{name}: {why}.")
         items = value if isinstance(value, list) else [value]
         if not all(isinstance(item, str | int | float | dict) for item in items):
             raise ConfigError(f"{at}.flags.{key} must be a text, a number, a list of them or an object, got {value!r}.")

@@ -147,7 +147,7 @@ class Models:
         was_healthy = replica.is_healthy
         await replica.check_health(timeout_s)
         if replica.is_healthy != was_healthy:
-            state = "is healthy again" if replica.is_healthy else "is not healthy and gets no requests"
+            state = "is healthy again" if replica.is_healthy else f"gets no requests: {replica.problem}"
             logger.warning("%s at %s %s", replica.served_name, replica.upstream.address, state)
 
 

@@ -36,6 +36,7 @@ class Replica:
     health: str = "/health"
     breaker: Breaker = field(default_factory=Breaker)
     num_failed_checks: int = 0  # of its health, in a row
+    problem: str = ""  # why the last check of its health failed
     num_in_flight: int = 0
 
     @property
@@ -51,24 +52,29 @@ class Replica:
     async def check_health(self, timeout_s: float) -> None:
         """Ask for the replica's health. Any answer but a server's error (5xx) counts as healthy: foreign servers may
         not have the path."""
-        status, _ = await self._ask(self.health, timeout_s)
-        self.num_failed_checks = 0 if status < 500 else self.num_failed_checks + 1
+        try:
+            status, _ = await self._get(self.health, timeout_s)
+            self.problem = f"GET {self.health} is answered {status}" if status >= 500 else ""
+        except UpstreamError as error:
+            self.problem = str(error)
+        except TimeoutError:
+            self.problem = f"GET {self.health} had no answer within {timeout_s:g} s"
+        self.num_failed_checks = self.num_failed_checks + 1 if self.problem else 0
 
     async def context_length(self, timeout_s: float) -> int | None:
         """Return the most tokens of a prompt and its answer together; None if the replica does not tell."""
-        status, body = await self._ask("/v1/models", timeout_s)
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        with contextlib.suppress(UpstreamError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError):
+            status, body = await self._get("/v1/models", timeout_s)
             listed = msgspec.json.decode(body, type=_ModelList).data if status == 200 else []
             return next((one.max_model_len for one in listed if one.id == self.served_name), None)
         return None
 
-    async def _ask(self, path: str, timeout_s: float) -> tuple[int, bytes]:
-        """Return the status and body of the answer to a GET; 503 if there is none."""
-        with contextlib.suppress(UpstreamError, TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                answer = await self.upstream.send("GET", path.encode(), self.auth_headers(), b"")
-                try:
-                    return answer.status, await answer.read_all(_MAX_BYTES)
-                finally:
-                    answer.close()
-        return 503, b""
+    async def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
+        """Return the status and body of the answer to a GET. Raises `UpstreamError` or `TimeoutError` if there is
+        none."""
+        async with asyncio.timeout(timeout_s):
+            answer = await self.upstream.send("GET", path.encode(), self.auth_headers(), b"")
+            try:
+                return answer.status, await answer.read_all(_MAX_BYTES)
+            finally:
+                answer.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,9 @@ from octavo.loading.local_models import LocalModel
         ("models: {a: {fallbacks: [a]}}", "fallbacks"),
         ("models: {a: {fallbacks: [c]}}", "c is not another model"),
         ("models: {a: {flags: {port: 1}}}", "--port"),
-        ("models: {a: {flags: {api_key: x}}}", "--api-key"),
+        ("models: {a: {flags: {api_key: x}}}", "--api-key: the gateway sets it"),
+        ("models: {a: {flags: {root_path: /x}}}", "--root-path: it is not for servers that the gateway starts"),
+        ("models: {a: {flags: {lora-modules: x=y}}}", "give each adapter an entry with the server's address"),
         ("models: {a: {flags: {dtype: null}}}", "flags.dtype"),
         ("models: {a: {served_model_name: x}}", "served_model_name"),
         ("models: {a: {health: /v1/models}}", "health"),
@@ -60,6 +63,16 @@ def test_a_mistake_is_named(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError, match="--catalogue") as caught:
         read_catalogue(str(file))
     assert says in str(caught.value)
+
+
+def test_the_catalogues_of_the_page_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UPSTREAM_KEY", "x")
+    page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
+    examples = re.findall(r"^```yaml\n(models:.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(examples) == 2
+    for text in examples:
+        (tmp_path / "models.yaml").write_text(text)
+        assert len(read_catalogue(str(tmp_path / "models.yaml")).models) == 2
 
 
 def test_names_and_aliases_are_found(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_a_breaker_opens_and_a_replica_that_is_well_again_is_asked_again(clock: 
     clock.run(run())
 
 
-def test_a_replica_that_is_not_healthy_gets_no_requests(clock: Clock) -> None:
+def test_a_replica_that_is_not_healthy_gets_no_requests(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         async with fake_servers(answer_plainly, answer_plainly) as servers, gateway(at(servers)) as gate:
             servers[0].health = 500
@@ -192,6 +192,19 @@ def test_a_replica_that_is_not_healthy_gets_no_requests(clock: Clock) -> None:
             await until(lambda: sick.is_healthy)
 
     clock.run(run())
+    assert " gets no requests: GET /health is answered 500" in caplog.text
+
+
+def test_an_address_where_nobody_listens_is_named_in_the_log(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with fake_servers(answer_plainly) as (server,):
+            models = at([server])
+        async with gateway(models) as gate:
+            (gone,) = gate.deployment("a").replicas
+            await until(lambda: not gone.is_healthy)
+
+    clock.run(run())
+    assert " cannot be reached: " in caplog.text
 
 
 def test_a_fallback_answers_where_the_model_cannot(clock: Clock) -> None:

@@ -128,7 +128,10 @@ async def upload_file(raw: Request) -> FileObject:
             raise RequestError(f"purpose {purpose!r:.60} is not built; batch is.", param="purpose")
         unknown = form.keys() - {"file", "purpose", *_EXPIRY}
         if unknown and state.args.unknown_fields == "error":
-            raise RequestError(f"Unrecognized request argument supplied: {min(unknown):.60}", param=min(unknown))
+            raise RequestError(
+                f"Unrecognized request argument supplied: {min(unknown):.60}", param=min(unknown),
+                code="unknown_parameter",
+            )  # fmt: skip
         life_s = _life_s([form.get(name) for name in _EXPIRY])
         file = stored_files.new_file((upload.filename or "file")[:255], purpose, upload.size or 0, life_s)
         await store.run(lambda database: stored_files.begin_upload(database, file))

@@ -182,7 +182,9 @@ def validation_error(errors: Sequence[Mapping[str, Any]], fields: Collection[str
     if error["type"] == "extra_forbidden":
         meant = _meant_field(param, fields)
         said = f"; what is meant is perhaps {meant}." if meant else ""
-        return RequestError(f"Unrecognized request argument supplied: {param}{said}", param=param)
+        return RequestError(
+            f"Unrecognized request argument supplied: {param}{said}", param=param, code="unknown_parameter"
+        )
     if error["type"] == "missing":
         form = _FORM_OF_TOOLS if _OF_TOOLS.fullmatch(param) and "messages" in fields else ""
         return RequestError(f"{param} is required{form}.", param=param)

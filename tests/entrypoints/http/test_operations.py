@@ -284,11 +284,11 @@ def test_a_refused_request_is_one_line_without_what_the_client_wrote(
     assert [record.getMessage() for record in caplog.records if "refused" in record.getMessage()] == [
         "r: GET /v1/models is refused: 401, invalid_api_key",
         "r: POST /v1/completions is refused: 400, temperature",
-        "r: POST /v1/completions is refused: 400",
+        "r: POST /v1/completions is refused: 400, unknown_parameter",
         "r: GET /v1/responses/{response_id} is refused: 404, not_found",
         "r: GET none is refused: 404",
         "r: POST /v1/messages is refused: 400, messages",
         "r: POST /v1/responses is refused: 400, metadata",
-        "r: POST /v1/responses is refused: 400",
+        "r: POST /v1/responses is refused: 400, unknown_parameter",
     ]
     assert "SECRET" not in caplog.text
