@@ -363,6 +363,9 @@ class Proxy:
             replica.breaker.fail()
             self._metrics.broken_streams.labels(deployment.name, replica.name).inc()
             logger.warning("%s: replica %s was lost amid an answer: %s", deployment.name, replica.name, error)
+            if client.progress.has_ended:  # only the connection's end is missing
+                await client.end()
+                return None
             if client.progress.lose() and not is_only and not self.is_stopping:
                 return f"replica {replica.name} was lost amid the answer: {error}"
             reason = "the gateway is stopping" if self.is_stopping else "its replica was lost amid the answer"

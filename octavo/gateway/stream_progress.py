@@ -38,6 +38,7 @@ class StreamProgress:
         self._rest = b""  # the part of an event that has come
         self._num_at_loss = -1
         self.num_tokens = 0
+        self.has_ended = False  # the client has the last event
 
     def begin(self, about: bytes) -> None:
         """Note that a replica begins or resumes the stream. `about` is its header's value, which may be empty."""
@@ -73,7 +74,7 @@ class StreamProgress:
                 self._waiting.append(event)
                 if event.startswith(_ENDS):
                     ready += self._waiting
-                    self._waiting = []
+                    self._waiting, self.has_ended = [], True
         return b"".join(event + b"\n\n" for event in ready)
 
     def flush(self) -> bytes:

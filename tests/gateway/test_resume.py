@@ -42,6 +42,10 @@ def replica(dies_after: int | None = None, cut: int = 0) -> Behave:
                 return
             data += piece if number >= len(resume["tokens"]) else b""
         asked.piece(data)
+        if dies_after == len(SCRIPT):
+            await asked.writer.drain()
+            asked.die()
+            return
         asked.piece(b"")
 
     return behave
@@ -67,6 +71,15 @@ def test_no_byte_is_lost_and_none_comes_twice(clock: Clock, dies_after: int, cut
             assert resume == {**ABOUT, "tokens": tokens} and len(tokens) >= dies_after
             sample = f'octavo_gateway_resumed_streams_total{{model="a",replica="{servers[1].address}"}}'
             assert await gate.metric(sample) == 1
+
+    clock.run(run())
+
+
+def test_the_last_events_do_not_come_twice_if_the_replica_is_lost_after_them(clock: Clock) -> None:
+    async def run() -> None:
+        async with fake_servers(*[replica(len(SCRIPT))] * 2) as servers, gateway(at(servers)) as gate:
+            assert (await gate.ask(stream=True)).content == WHOLE
+            assert sum(len(server.asked) for server in servers) == 1
 
     clock.run(run())
 
