@@ -135,8 +135,15 @@ def render_chat(
         prompt.encode()
         return str(prompt)
 
+    knows_role = "developer" in template
     try:
-        return _rendered_with_developers(render, conversation, knows_role="developer" in template)
+        try:
+            return _rendered_with_developers(render, conversation, knows_role=knows_role)
+        except Exception:
+            tools, sent = [_with_all_fields(tool) for tool in tools or ()], tools
+            if tools == (sent or []):
+                raise
+            return _rendered_with_developers(render, conversation, knows_role=knows_role)
     except Exception as error:  # the template is a program of the model: it may raise anything
         lines = str(error).splitlines() or [type(error).__name__]
         raise RequestError(f"The chat template refuses these messages: {lines[0]}", param="messages") from error
@@ -267,6 +274,13 @@ def _normalised(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
             json.dumps(arguments, ensure_ascii=False) if as_text and is_object else arguments
         )
     return result
+
+
+def _with_all_fields(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool with the fields that clients may leave out, because some templates read them of every tool."""
+    function = dict(tool.get("function") or {})
+    parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
+    return {**tool, "function": {"description": "", **function, "parameters": parameters}}
 
 
 def _with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:

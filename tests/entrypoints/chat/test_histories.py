@@ -196,6 +196,24 @@ def test_parts_of_text_are_the_templates_to_join_where_it_takes_them(template: s
     assert render_chat(tokenizer_of(template), [message], content_format=format) == f"[user]{text}"
 
 
+READS_ALL = (
+    "{% for t in tools %}{{ t.function.name + '. ' + t.function.description }}|{{ t.function.parameters.type }}"
+    "{% for name, one in t.function.parameters.properties.items() %} {{ name }}{% endfor %};{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+READS_NAMES = "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("fields", [{}, {"parameters": {}}, {"parameters": {"type": "object"}, "description": ""}])
+def test_tools_may_leave_out_what_a_template_reads(fields: dict[str, Any]) -> None:
+    tools = [{"type": "function", "function": {"name": "now", **fields}}, WEATHER]
+    assert (
+        render_chat(tokenizer_of(READS_ALL), [USER], tools=tools) == "now. |object;get_weather. |object city;[user]Hi"
+    )
+    # Where the template can do without, it gets what was sent.
+    assert render_chat(tokenizer_of(READS_NAMES), [USER], tools=tools) == f"{json.dumps(tools)}[user]Hi"
+
+
 SHORT_IDS = (
     "{{ tools | tojson if tools }}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.tool_calls %}[TOOL_CALLS]["
     "{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('ids should have length 9') }}{% endif %}"
