@@ -7,7 +7,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from functools import partial
 from typing import Any
 
@@ -117,6 +117,11 @@ class GatewayApp:
                 work = partial(self._proxy.answer, request, client)
             client.meter = meter
             await self._unless_gone(work(), receive)
+            if meter is not None and client.refusal is not None:
+                status, request_id = client.refusal
+                names = f"by {meter.model}", f"key {meter.key.settings.name}"
+                request_id = request_id if _ID.match(request_id) else ""
+                self._note(scope["method"], path, meter.key, status, str(status), names, request_id)
         except RequestError as error:
             self.metrics.requests.labels("none", "none", error.status).inc()
             if not client.has_begun:
@@ -129,15 +134,22 @@ class GatewayApp:
             await client.fail(RequestError("Internal error.", status=500, code="internal_error"))
 
     def _note_refusal(self, method: str, path: str, key: Key | None, error: RequestError, request_id: str) -> None:
-        """Count a refusal (4xx) and log it. Of the client's own text the line has only the request's id."""
+        """Note that the gateway itself refuses a request."""
         reason = error.limit if isinstance(error, LimitError) else error.code
-        if key is not None and error.status < 500:
-            self.metrics.key_refusals.labels(key.settings.name, reason or str(error.status)).inc()
-        limit = self._lines_of_faults if error.status >= 500 else self._lines if error.status in (401, 404) else None
+        names = error.param, reason, None if key is None else f"key {key.settings.name}"
+        self._note(method, path, key, error.status, reason or str(error.status), names, request_id)
+
+    def _note(
+        self, method: str, path: str, key: Key | None, status: int, reason: str, names: Iterable[str | None],
+        request_id: str,
+    ) -> None:  # fmt: skip
+        """Count a key's refusal (4xx) and log it. Of the client's own text the line has only the request's id."""
+        if key is not None and status < 500:
+            self.metrics.key_refusals.labels(key.settings.name, reason).inc()
+        limit = self._lines_of_faults if status >= 500 else self._lines if status in (401, 404) else None
         if limit is not None and not limit.admits(time.monotonic()):
             return
-        of_key = None if key is None else f"key {key.settings.name}"
-        said = ", ".join(filter(None, (str(error.status), error.param, reason, of_key, f"request {request_id}")))
+        said = ", ".join(filter(None, (str(status), *names, request_id and f"request {request_id}")))
         logger.info("%s %s is refused: %s", method, route_of(path) or "none", said)
 
     async def _find_key(self, scope: Scope) -> Key | None:

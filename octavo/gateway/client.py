@@ -92,6 +92,7 @@ class Client:
         self._unsent = b""  # bytes that `flush` sends
         self._failed_status = 0  # the status of an error that came after comments had been sent
         self.has_answer = False  # a replica's answer has begun
+        self.refusal: tuple[int, str] | None = None  # the status and request id of a replica's answer with a 4xx
         self.progress = StreamProgress()
         self.meter: Meter | None = None  # for a client whose tokens are counted
         self.hides_usage = False  # drops the usage that only the gateway asked the stream for
@@ -124,6 +125,8 @@ class Client:
     async def begin(self, answer: Answer) -> None:
         """Send an answer's status and headers."""
         self.has_answer = True
+        is_refused = 400 <= answer.status < 500
+        self.refusal = (answer.status, answer.header(b"x-request-id").decode("latin-1")) if is_refused else None
         is_events = _is_events(answer)
         self._rest = b""
         self.progress.begin(answer.header(RESUMABLE) if is_events else b"")

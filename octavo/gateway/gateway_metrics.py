@@ -53,7 +53,8 @@ class GatewayMetrics:
         self._registry.register(self)
         self._of_keys = CollectorRegistry()
         self.key_refusals = Counter(
-            "octavo_gateway_key_refusals", "Requests of a key that the gateway refused: a limit, or the error's code.",
+            "octavo_gateway_key_refusals",
+            "Requests of a key that were refused: a limit, the error's code, or the status of a replica's answer.",
             ["key", "reason"], registry=self._of_keys,
         )  # fmt: skip
         self._of_keys.register(_KeyMetrics(store))

@@ -22,7 +22,7 @@ class Meter:
 
     def __init__(self, store: KeyStore, key: Key) -> None:
         self._store, self.key = store, key
-        self._model: str | None = None
+        self.model: str | None = None  # that was asked last
         self._tail = b""
         self._num_prompt = self._num_completion = 0
         self._written = (0, 0)
@@ -30,9 +30,9 @@ class Meter:
 
     async def admit(self, model: str) -> None:
         """Count the request, only once even if several models are asked. Raises `RequestError` if it is refused."""
-        if self._model is None:
+        if self.model is None:
             await self._store.admit(self.key, model)
-        self._model = model
+        self.model = model
 
     def see_prompt(self, header: bytes) -> None:
         """Note the number of the prompt's tokens, from the replica's `header`, which may be empty."""
@@ -50,7 +50,7 @@ class Meter:
 
     async def finish(self, at_least: int = 0) -> None:
         """Write the tokens that are not written yet. A stream without a usage counts as `at_least` so many tokens."""
-        if self._model is None:
+        if self.model is None:
             return
         if self._tail:
             self._look_into(self._tail)
@@ -59,7 +59,7 @@ class Meter:
         prompt, completion = self._num_prompt - self._written[0], self._num_completion - self._written[1]
         if prompt or completion:
             self._written = self._num_prompt, self._num_completion
-            await self._store.add_tokens(self.key, self._model, prompt, completion)
+            await self._store.add_tokens(self.key, self.model, prompt, completion)
 
     def _look_into(self, data: bytes) -> None:
         begin = data.find(_USAGE)

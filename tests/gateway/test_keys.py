@@ -409,6 +409,25 @@ def test_refusals_of_a_key_are_counted_by_reason_and_logged_with_its_name(
     assert [line.rpartition(", request ")[0] for line in lines[:2]] == known
 
 
+def test_a_replicas_refusal_of_a_key_is_counted_and_logged_with_the_id_of_the_answer(
+    clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="octavo.gateway")
+
+    async def refuse(asked: Asked) -> None:
+        asked.reply(b"{}", 400, x_request_id="r7")
+
+    async def test(gate: Gateway, keys: Keys) -> None:
+        _, headers = await keys.create()
+        gate.http.headers.update(headers)
+        assert (await gate.ask()).headers["x-request-id"] == "r7"
+        assert await gate.metric('octavo_gateway_key_refusals_total{key="k",reason="400"}', keys.http) == 1
+
+    with_keys(clock, tmp_path, test, behave=refuse)
+    lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert lines == ["POST /v1/chat/completions is refused: 400, by a, key k, request r7"]
+
+
 def test_a_setting_that_keys_lack_is_refused_with_those_that_they_have(clock: Clock, tmp_path: Path) -> None:
     async def test(gate: Gateway, keys: Keys) -> None:
         answer = await keys.http.post("/keys", json={"name": "k", "request_per_minute": 3})
