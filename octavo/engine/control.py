@@ -73,9 +73,9 @@ class EngineControl:
             return
         if mode == "abort":
             self._abort_all()
-        while not self._is_idle():  # noqa: ASYNC110 - nothing tells that the last one has ended
+        while self.is_paused and not self._is_idle():  # noqa: ASYNC110 - nothing tells that the last one has ended
             await asyncio.sleep(0.01)
-        if clear_cache:
+        if self.is_paused and clear_cache:
             await self.reset_prefix_cache()
 
     async def resume(self) -> None:

@@ -134,10 +134,10 @@ class Runner:
         )  # fmt: skip
         self.buffers = StepBuffers(device, self.max_shape)
         # Pinned memory for hidden states on their way to the next stage.
-        self._hidden_out: NDArray[np.uint8] | None = None
+        self._hidden_staging: NDArray[np.uint8] | None = None
         if self.links.next is not None and not device.shares_memory:
             row_bytes = cast(StageModel, model).stage_width * 4  # upper bound: rows in float32
-            self._hidden_out = device.pinned([max_step_tokens * row_bytes], "uint8")
+            self._hidden_staging = device.pinned([max_step_tokens * row_bytes], "uint8")
 
     def _build_tables(self, grammars: GrammarCompiler | None, pooling: PoolingConfig | None) -> None:
         """Build the tables that have a row for each running sequence, beside `SequenceTable`."""
@@ -297,9 +297,8 @@ class Runner:
     def _write_encoder_kv(self, plan: StepPlan) -> None:
         """Write the keys and values of encoder outputs that tokens of the step are the first to see."""
         for row, encoded, slots in () if self.cross is None else self.cross.starting(plan):
-            adapter_slots = None
-            if (slot := self.table.adapter_slots[row]) >= 0:
-                adapter_slots = np.full(len(slots), slot, np.int32)
+            slot = self.table.adapter_slots[row]
+            adapter_slots = None if slot < 0 else np.full(len(slots), slot, np.int32)
             self.device.compute.run(partial(self.computation.write_encoder_kv, encoded, slots, adapter_slots))
 
     def _shape_of(self, plan: StepPlan, num_updates: int) -> StepShape:
@@ -358,7 +357,7 @@ class Runner:
         if work.captured is not None:
             compute.run(partial(work.captured.replayable.replay, shape))
         compute.run(partial(self._compute_and_sample, work))
-        to_host = step.staging.tokens if self._hidden_out is None else self._hidden_out
+        to_host = step.staging.tokens if self._hidden_staging is None else self._hidden_staging
         compute.run(partial(self._download, step, shape.samples), writes=[to_host])
         step.done = compute.record()
 
@@ -367,8 +366,8 @@ class Runner:
         assert self.links.next is not None and step.done is not None
         step.done.wait()
         rows: Any = step.hidden_out
-        if self._hidden_out is not None:
-            rows = self._hidden_out[: rows.nbytes].reshape(num_tokens, -1)
+        if self._hidden_staging is not None:
+            rows = self._hidden_staging[: rows.nbytes].reshape(num_tokens, -1)
         self.links.next.send(rows)
 
     # In the stream.
@@ -432,8 +431,8 @@ class Runner:
         """In the stream: copy the tokens, or the hidden states for the next stage, to the host."""
         if step.sampled is not None:
             self.device.copy(step.sampled.tokens, step.staging.tokens[:num_samples])
-        if self._hidden_out is not None and step.hidden_out is not None:
-            self.device.copy(step.hidden_out.reshape(-1), self._hidden_out[: step.hidden_out.nbytes])
+        if self._hidden_staging is not None and step.hidden_out is not None:
+            self.device.copy(step.hidden_out.reshape(-1), self._hidden_staging[: step.hidden_out.nbytes])
 
     # A step that is done, or that is not computed.
 

@@ -124,8 +124,8 @@ class Decoder:
 
     def _choose_residual_dtype(self) -> str:
         """Return the type of the residual stream: float32 if every reader accepts it and the model has no per-layer
-        embeddings, otherwise the model's type.
-        Sums of many layers in bfloat16 are less exact than quantized products (docs/performance.md)."""
+        embeddings, otherwise the model's type. Sums of many layers in bfloat16 are less exact than quantized products
+        (docs/performance.md)."""
         readers = [block.accepts_float32_residual for block in self._blocks.values()]
         if self.description.is_last_stage:
             readers.append(self._output.accepts_float32_residual)
@@ -168,8 +168,7 @@ class Decoder:
         """Return hidden states [T, H] before the final norm; after the final norm in a model that pools.
 
         A stage that is not the last returns rows [T, `stage_width`]. The type is `residual_dtype`, or the model's after
-        the final norm. `caches` belong to the entries of `layer_caches`
-        of this stage's layers."""
+        the final norm. `caches` belong to the entries of `layer_caches` of this stage's layers."""
         # 1. Embed the tokens, or take the rows of the previous stage.
         residual, embedding = self._split_input(batch)
         # 2. Keep copies of the embedding for later readers, because the layers overwrite it.
@@ -249,8 +248,8 @@ class Decoder:
     def write_encoder_kv(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
         """Write the cross-attention keys and values of rows [N, H] of an encoder's output to `slots` [N] int64 of their
         group. `positions` [N] int64 may be any valid positions: keys are not rotated. `caches` are as in `forward`."""
-        for layer, number in self.cross_layers:
-            layer.write(rows, positions, slots, caches[number])
+        for layer, cache_index in self.cross_layers:
+            layer.write(rows, positions, slots, caches[cache_index])
 
     @property
     def cross_layers(self) -> list[tuple[CrossAttention, int]]:

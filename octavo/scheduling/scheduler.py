@@ -318,7 +318,8 @@ class Scheduler:
         must_fit = prefix is not None and not self.config.enable_chunked_prefill
         if must_fit and seq.num_tokens - num_computed > token_budget:
             return 0
-        if self._chunks.length(seq, num_computed, token_budget, time_limit) == 0:
+        num_tokens = self._chunks.length(seq, num_computed, token_budget, time_limit)
+        if num_tokens == 0:
             return 0
         # 3. Take the blocks of the computed tokens.
         max_step_tokens = self.config.max_num_batched_tokens
@@ -331,8 +332,7 @@ class Scheduler:
         if prefix is not None and not seq.is_counted:
             self._count_prompt(seq, prefix.num_tokens)
         # 4. Allocate the blocks of the chunk.
-        num_tokens = self._chunks.length(seq, seq.num_computed_tokens, token_budget, time_limit)
-        changed = self.cache.grow(seq, seq.num_computed_tokens + num_tokens)
+        changed = self.cache.grow(seq, num_computed + num_tokens)
         assert changed is not None, "`share_prefix` and `swap_in` check that the blocks are free"
         return num_tokens
 

@@ -154,6 +154,21 @@ def test_an_engine_that_is_resumed_while_it_waits_to_sleep_sleeps_closed(with_en
     with_engine(use)
 
 
+def test_a_pause_that_waits_for_requests_ends_when_it_is_resumed(with_engine: WithEngine) -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        slow = asyncio.create_task(ask(engine, HANG, "slow"))
+        await until(lambda: engine._outputs.requests)
+        pausing = asyncio.create_task(engine.pause_generation("wait"))
+        await until(lambda: engine._control.is_paused)
+        await engine.resume_generation()
+        await until(pausing.done)
+        assert not slow.done() and not await engine.is_paused()
+        await engine.abort("slow")
+        await slow
+
+    with_engine(use)
+
+
 def test_an_adapter_that_is_being_read_is_lost_with_a_core_that_sleeps(with_engine: WithEngine) -> None:
     async def use(engine: AsyncLLMEngine) -> None:
         await engine.wait_ready()
