@@ -277,7 +277,7 @@ class EngineHub:
         self._retired = Snapshot()  # counts of front ends that have ended
         # Calls that a new front end must make too, by topic ("pause", "adapter NAME", ...): name and arguments.
         self._standing: dict[str, tuple[str, dict[str, Any]]] = {}
-        self._num_holding = 0  # pauses under way
+        self._num_holding = self._num_resumes = 0  # pauses under way; resumes so far
         self.answering: dict[str, Answering] = {
             "pause_generation": self._pause,
             "resume_generation": self._resume,
@@ -393,10 +393,11 @@ class EngineHub:
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
 
-    async def _hold(self, **args: Any) -> None:
-        """Have every front end pause. If one of them fails, all resume: requests of paused front ends would wait for
-        ever."""
+    async def _hold(self, **args: Any) -> bool:
+        """Have every front end pause. Returns False if they were resumed meanwhile. If one of them fails, all resume:
+        requests of paused front ends would wait for ever."""
         self._num_holding += 1
+        num_resumes = self._num_resumes
         try:
             await self.tell_all("pause_generation", **args)
         except OctavoError:
@@ -405,21 +406,24 @@ class EngineHub:
             raise
         finally:
             self._num_holding -= 1
+        return self._num_resumes == num_resumes
 
     async def _pause(self, **args: Any) -> None:
         check_mode(args["mode"], PAUSE_MODES)
-        await self._hold(**args)
-        self._standing["pause"] = "pause_generation", {**args, "clear_cache": False}
+        if await self._hold(**args):
+            self._standing["pause"] = "pause_generation", {**args, "clear_cache": False}
 
     async def _resume(self) -> None:
-        await self.tell_all("resume_generation")
+        self._num_resumes += 1
         self._standing.pop("pause", None)
+        await self.tell_all("resume_generation")
 
     async def _sleep(self, level: int, mode: str) -> None:
         """See `EngineControl.sleep`. The memory is freed when no front end has requests any more."""
         check_level(level)
         check_mode(mode, SLEEP_MODES)
-        await self._hold(mode=mode, clear_cache=False)
+        while not await self._hold(mode=mode, clear_cache=False):
+            pass
         try:
             await self.tell_all("sleep", level=level, mode=mode)
         except OctavoError:

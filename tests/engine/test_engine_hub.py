@@ -298,6 +298,35 @@ def test_a_pause_is_seen_by_all_and_by_those_that_come_later(with_hub: Callable[
     with_hub(use)
 
 
+def test_a_resume_ends_a_pause_for_all_and_delays_a_sleep(with_hub: Callable[..., None]) -> None:
+    async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
+        idle, busy = await make(), await make()
+        slow = asyncio.create_task(ask(busy.engine, HANG))
+        await until(lambda: busy.engine._outputs.requests)
+        pausing = asyncio.create_task(idle.shared.pause_generation("wait"))
+        await until(lambda: busy.engine._control.is_paused)
+        await idle.shared.resume_generation()
+        await pausing
+        assert not await (await make()).shared.is_paused()
+
+        parts, had_requests = idle.link.channels.answering, list[bool]()
+
+        async def sleep(**args: Any) -> None:
+            had_requests.append(bool(busy.engine._outputs.requests))
+            await parts["sleep"](**args)
+
+        idle.link.channels.answering = {**parts, "sleep": sleep}
+        falling_asleep = asyncio.create_task(idle.shared.sleep(1, "wait"))
+        await until(lambda: busy.engine._control.is_paused)
+        await idle.shared.resume_generation()
+        await until(lambda: busy.engine._control.is_paused)
+        await busy.engine.abort("r")
+        await asyncio.gather(slow, falling_asleep)
+        assert had_requests == [False] and await busy.engine.is_sleeping()
+
+    with_hub(use)
+
+
 def test_a_front_end_that_cannot_do_one_thing_does_the_others(
     with_hub: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
