@@ -26,6 +26,7 @@ from octavo.engine.hub_link import Answering, Channels, CoreEnded
 from octavo.engine.sleep_levels import PAUSE_MODES, SLEEP_MODES, SLEEPERS, check_level, check_mode, woken_by
 from octavo.engine.supervisor import Supervisor, record_ready
 from octavo.engine.wire import (
+    Abort,
     AbortAll,
     AdapterLoaded,
     CacheWasReset,
@@ -127,7 +128,7 @@ class _Engine:
         self._num_trials: dict[FrontEnd, int] = {}
         self._without_core: dict[FrontEnd, None] = {}  # front ends that wait for their turn with a new core, in order
         self._on_trial: FrontEnd | None = None
-        self._held: list[tuple[FrontEnd, bytes]] = []  # messages of other front ends meanwhile
+        self._held: dict[str, tuple[FrontEnd, bytes]] = {}  # requests of other front ends meanwhile, by id
 
     def attach(self, front: FrontEnd) -> None:
         """Give a new front end the core, if it is ready. While the core sleeps, the front end is told that it is ready,
@@ -143,7 +144,7 @@ class _Engine:
         self._untold.discard(front)
         self._num_trials.pop(front, None)
         self._without_core.pop(front, None)
-        self._held = [one for one in self._held if one[0] is not front]
+        self._held = {request_id: one for request_id, one in self._held.items() if one[0] is not front}
         self.supervisor.tell(AbortAll(front.prefix))
         if self._on_trial is front:
             self._on_trial = None
@@ -170,9 +171,11 @@ class _Engine:
                 self._views.append(front)
             case SetPaused(is_paused):
                 self._is_paused = is_paused
-            case EngineRequest() if self._on_trial not in (None, front):
-                self._held.append((front, data))
+            case EngineRequest(request_id) if self._on_trial not in (None, front):
+                self._held[request_id] = front, data
                 return
+            case Abort(request_id) if self._held.pop(request_id, None) is not None:
+                return  # the core never had it
             case EngineRequest():
                 self._has_requests = True
         self.supervisor.tell(message)
@@ -220,8 +223,8 @@ class _Engine:
         for front in self._without_core:
             front.send(self.rank, self._ready)
         self._without_core.clear()
-        held, self._held = self._held, []
-        for front, data in held:
+        held, self._held = self._held, {}
+        for front, data in held.values():
             self.take(front, data)
 
     def _core_ended(self, error: OctavoError) -> None:

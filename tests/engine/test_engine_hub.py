@@ -20,10 +20,19 @@ from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.engine.engine_hub import EngineHub, FrontEnd
 from octavo.engine.hub_link import HubLink
 from octavo.engine.shared_engine import SharedEngine
-from octavo.engine.wire import AbortAll, DropCacheSession, FrontendMessage, GetLiveView, ResetCache, encode_message
+from octavo.engine.wire import (
+    Abort,
+    AbortAll,
+    DropCacheSession,
+    FrontendMessage,
+    GetLiveView,
+    ResetCache,
+    encode_message,
+)
 from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.metrics.summed import snapshot
+from octavo.request import EngineRequest
 from tests.engine.stub_engine import ANSWER, EXIT, HANG, THREE_CORES, ask
 from tests.waiting import until
 
@@ -264,6 +273,32 @@ def test_requests_that_kill_cores_are_tried_alone_among_those_of_all_front_ends(
         assert not (engine._held or engine._without_core or engine._untold or engine._on_trial)
 
     with_hub(use, max_restarts=20)
+
+
+def test_a_request_that_is_aborted_while_another_front_end_tries_its_own_never_reaches_the_core(
+    with_hub: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[FrontendMessage] = []
+
+    async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
+        one, other = await make(), await make()
+        engine = hub._engines[0]
+        assert one.attached is not None
+        requests = [
+            one.engine.inputs.process({"prompt_token_ids": ANSWER}, SamplingParams(max_tokens=1)) for _ in range(2)
+        ]
+        monkeypatch.setattr(engine.supervisor, "tell", told.append)
+        engine._on_trial = other.attached
+        for message in (*requests, Abort(requests[0].request_id)):
+            engine.take(one.attached, encode_message(message))
+        assert not told
+        engine._on_trial = None
+        engine._give_core()
+        assert [message.request_id for message in told if isinstance(message, EngineRequest)] == [
+            requests[1].request_id
+        ]
+
+    with_hub(use)
 
 
 def test_a_core_that_has_died_for_good_is_the_end_for_all(with_hub: Callable[..., None]) -> None:
