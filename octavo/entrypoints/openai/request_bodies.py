@@ -86,20 +86,24 @@ class Tool(RequestBody):
     function: FunctionDefinition
 
 
-class SentFunctionCall(RequestBody):
-    name: Text
-    arguments: Text | None = None  # blank or null: none
+class _Sent(RequestBody):
+    """A part of an answer that is sent back. Null fields are dropped, known or not."""
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_parsed(cls, data: Any) -> Any:
-        """Drop the copy of `arguments` that the openai package's `parse` adds to calls."""
-        if isinstance(data, dict) and "parsed_arguments" in data:
-            return {name: value for name, value in data.items() if name != "parsed_arguments"}
+    def _drop_nulls(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            # The openai package's `parse` adds `parsed_arguments` to calls.
+            return {name: one for name, one in data.items() if one is not None and name != "parsed_arguments"}
         return data
 
 
-class SentToolCall(RequestBody):
+class SentFunctionCall(_Sent):
+    name: Text
+    arguments: Text | None = None  # blank or null: none
+
+
+class SentToolCall(_Sent):
     """A call in a message that is sent back."""
 
     id: Text | None = None

@@ -191,6 +191,8 @@ def to_messages(items: Sequence[Item], instructions: str | None) -> list[dict[st
                     messages.append({"role": role, "content": text})
             case "reasoning":
                 text = "\n".join(part["text"] for part in item["content"] or item["summary"])
+                if not text:  # it was encrypted elsewhere, or there was none
+                    continue
                 message = _answer(messages)
                 message["reasoning_content"] = "\n".join(filter(None, (message.get("reasoning_content"), text)))
             case "function_call":

@@ -187,6 +187,17 @@ def test_a_parsed_answer_can_be_sent_back_as_it_came(client: openai.OpenAI, engi
         chat(client, messages=[{**USER, "parsed": {"a": 1}}])
 
 
+def test_nulls_in_calls_that_are_sent_back_are_as_if_absent(http: httpx.Client, engine: FakeEngine) -> None:
+    plain = {"id": "x", "function": {"name": "f", "arguments": "{}"}}
+    nulls = {**plain, "type": None, "custom": None, "function": {**plain["function"], "description": None}}
+    prompts = []
+    for call in (plain, nulls):
+        messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, USER]
+        assert http.post("/v1/chat/completions", json={"messages": messages}).status_code == 200
+        prompts.append(prompt_of(engine))
+    assert prompts[0] == prompts[1]
+
+
 @pytest.mark.parametrize(
     "message",
     [

@@ -25,6 +25,7 @@ from octavo.entrypoints.chat.reasoning import STYLES, Reasoning
 from octavo.entrypoints.chat.tools.format_parser import FormatParser
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS
 from octavo.entrypoints.http.store import DEAD_AFTER_S, Database
+from octavo.entrypoints.responses.items import read_items, to_messages
 from octavo.entrypoints.responses.response_builder import ResponseBuilder
 from octavo.entrypoints.responses.response_run import BackgroundRun
 from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
@@ -278,6 +279,17 @@ def test_reasoning_is_sent_again_in_any_form(http: httpx.Client, engine: FakeEng
             http, input=[{"role": "user", "content": "Hi"}, item, *made["output"][1:], {"role": "user", "content": "?"}]
         )
     assert prompt(engine, -1) == prompt(engine, -2)
+
+
+def test_reasoning_without_a_text_is_no_turn() -> None:
+    def sent(*items: Any) -> list[Any]:
+        asked = {"role": "user", "content": "Hi"}
+        return to_messages(read_items([asked, *items, asked], "x"), None)
+
+    empty = {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": None}
+    answer = {"role": "assistant", "content": "Yes."}
+    assert sent(empty) == sent()
+    assert sent(empty, answer) == sent(answer)
 
 
 def test_background_responses_are_polled_followed_and_cancelled(http: httpx.Client, engine: FakeEngine) -> None:
