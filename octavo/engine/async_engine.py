@@ -307,8 +307,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                 timer = asyncio.get_running_loop().call_later(delay_s, stream.abort, "timeout")
             # 3. Wait until the engine takes requests, and send it to the core.
             if await self._wait_until_accepted(stream):
-                # Before the first output: the caller may be slow, and the watchdog takes a running request that the
-                # core does not have for a hang.
+                # Before the first output: the caller may be slow. A running request that the core does not have would
+                # look like a hang to the watchdog.
                 self._send_to_core(self._add_state(stream, answer))
             for output in stream.replayed:
                 yield output

@@ -73,6 +73,9 @@ class EngineControl:
             return
         if mode == "abort":
             self._abort_all()
+        elif self._is_halted:  # by an earlier pause that keeps requests: let the core finish them
+            self._is_halted = False
+            self._supervisor.tell(SetPaused(False))
         while self.is_paused and not self._is_idle():  # noqa: ASYNC110 - nothing tells that the last one has ended
             await asyncio.sleep(0.01)
         if self.is_paused and clear_cache:

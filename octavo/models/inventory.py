@@ -39,10 +39,10 @@ def adaptable_modules(description: ModelDescription) -> list[str]:
     return list(dict.fromkeys(name for module in modules for name in module.all_names))
 
 
-def required_tensors(description: ModelDescription, builder: Builder = build) -> list[RecordedTensor]:
+def required_tensors(description: ModelDescription) -> list[RecordedTensor]:
     """Return every tensor that the model takes, once, in the order of first use."""
     weights = RecordingWeights("float32")
-    record(description, weights, builder)
+    record(description, weights)
     return list({tensor.name: tensor for tensor in weights.tensors}.values())
 
 

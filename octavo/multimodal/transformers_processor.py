@@ -1,4 +1,5 @@
-"""Loads a model's own processor from transformers, without the parts whose dependencies are missing here."""
+"""Loads a model's own processor from transformers, which resizes pictures and makes the features of sounds, without the
+parts whose dependencies are missing here."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Step:
         self.sequences = [self.sequences[i] for i in order]
         self.plan.rows = [self.plan.rows[i] for i in order]
 
-    def mark_in_flight(self, may_run_ahead: bool, of_stages: bool = False) -> None:
+    def mark_in_flight(self, may_run_ahead: bool, of_stages: bool) -> None:
         """Count the step's tokens as computed, except draft tokens; and if the step runs ahead, its samples as awaited.
         With pipeline stages (`of_stages`) every step runs ahead: its sequences wait for its result anyway.
 

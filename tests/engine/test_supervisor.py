@@ -256,6 +256,22 @@ def test_a_halted_engine_stays_halted_with_its_next_core(
     with_engine(use, max_restarts=1)
 
 
+def test_a_pause_that_waits_for_kept_requests_has_the_core_finish_them(
+    with_engine: Callable[..., EngineMetrics], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[FrontendMessage] = []
+    send = CoreClient.send
+    monkeypatch.setattr(CoreClient, "send", lambda core, message: (sent.append(message), send(core, message))[1])
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        for mode in ("keep", "wait", "wait"):
+            await engine.pause_generation(mode)
+            assert await engine.is_paused()
+        assert [one for one in sent if isinstance(one, SetPaused)] == [SetPaused(True), SetPaused(False)]
+
+    with_engine(use)
+
+
 def test_a_request_that_another_server_began_is_with_the_core_before_its_caller_has_read(
     with_engine: Callable[..., EngineMetrics], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,7 @@ class Progress:
 
 
 class Conversation:
-    """One chat request. Call `count_tokens`, or this, in order:
+    """One chat request. Call only `count_tokens`, or call in this order:
 
     1. `make_sink`, if outputs may be written without a switch of tasks.
     2. `submit`. It loads earlier answers of the server and fetches media files (`_loaded`). A thread renders the prompt
