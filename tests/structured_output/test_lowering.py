@@ -738,7 +738,9 @@ _NOT_APPLICABLE = ("refRemote.json", "vocabulary.json")
 _REFUSED = ("is not within the schema", "among several dynamic anchors", "no value satisfies it", "without end")
 
 
-@pytest.mark.skipif("JSON_SCHEMA_TEST_SUITE" not in os.environ, reason="JSON_SCHEMA_TEST_SUITE is not its folder")
+@pytest.mark.skipif(
+    "JSON_SCHEMA_TEST_SUITE" not in os.environ, reason="JSON_SCHEMA_TEST_SUITE is not json/tests of jsonschema's sdist"
+)
 @pytest.mark.parametrize("draft", _DRAFTS)
 def test_the_official_suite(draft: str) -> None:
     """JSON Schema's own tests, from the folder `tests` of a checkout, or of the sdist of `jsonschema` (`json/tests`).
