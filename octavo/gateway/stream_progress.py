@@ -2,7 +2,8 @@
 
 Octavo's servers answer the header X-Octavo-Resumable with the stream's id, time and seed. In the stream, a comment with
 tokens follows the events made of these tokens. Events wait here for that comment, so that the client has the text of
-exactly the known tokens. The first events of a response come before any tokens, and pass at once.
+exactly the known tokens. The first events of a response come before any tokens, and pass at once. A comment with the
+prompt's tokens comes where another replica would not find them by itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from octavo.gateway.request_body import with_fields
 
 RESUMABLE = b"x-octavo-resumable"
 RESUMABLE_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
-_TOKENS = b": tokens "
+_TOKENS, _PROMPT = b": tokens ", b": prompt "
 _ENDS = (
     b"data: [DONE]", b"event: message_stop",
     b"event: response.completed", b"event: response.incomplete", b"event: response.failed",
@@ -32,6 +33,7 @@ class StreamProgress:
     def __init__(self) -> None:
         self._about: bytes | None = None  # JSON
         self.id = ""  # the answer's id
+        self._prompt = b""  # JSON list; empty if there was none
         self._tokens: list[bytes] = []  # JSON lists
         self._begun: set[bytes] = set()  # the events of `_BEGINS` that the client has
         self._waiting: list[bytes] = []  # events without their tokens
@@ -64,6 +66,8 @@ class StreamProgress:
                 self.num_tokens += 1 + event.count(b",")
                 ready += self._waiting
                 self._waiting = []
+            elif event.startswith(_PROMPT):
+                self._prompt = event[len(_PROMPT) :]
             elif event.startswith(_KEEP_ALIVES):
                 ready.append(event)
             elif (name := event.partition(b"\n")[0]) in _BEGINS:
@@ -94,5 +98,7 @@ class StreamProgress:
         """Return a request's body that asks to go on with the stream."""
         if self._about is None:
             return body
-        tokens = b"[" + b",".join(self._tokens) + b"]"
-        return with_fields(body, {"resume": with_fields(self._about, {"tokens": tokens})})
+        more = {"tokens": b"[" + b",".join(self._tokens) + b"]"}
+        if self._prompt:
+            more["prompt"] = self._prompt
+        return with_fields(body, {"resume": with_fields(self._about, more)})

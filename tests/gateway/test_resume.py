@@ -75,6 +75,26 @@ def test_no_byte_is_lost_and_none_comes_twice(clock: Clock, dies_after: int, cut
     clock.run(run())
 
 
+def test_a_prompt_whose_tokens_only_its_replica_knows_goes_with_the_stream(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        asked.head(content_type="text/event-stream", transfer_encoding="chunked", x_octavo_resumable=json.dumps(ABOUT))
+        if "resume" in asked.json:
+            assert asked.json["resume"] == {**ABOUT, "tokens": [[1]], "prompt": [7, 8]}
+            asked.piece(b'data: {"b": 2}\n\ndata: [DONE]\n\n')
+            asked.piece(b"")
+            return
+        asked.piece(b': prompt [7,8]\n\ndata: {"a": 1}\n\n: tokens [1]\n\n')
+        await asked.writer.drain()
+        asked.die()
+
+    async def run() -> None:
+        async with fake_servers(behave, behave) as servers, gateway(at(servers)) as gate:
+            answer = await gate.ask(stream=True)
+            assert answer.content == b'data: {"a": 1}\n\ndata: {"b": 2}\n\ndata: [DONE]\n\n'
+
+    clock.run(run())
+
+
 def test_the_last_events_do_not_come_twice_if_the_replica_is_lost_after_them(clock: Clock) -> None:
     async def run() -> None:
         async with fake_servers(*[replica(len(SCRIPT))] * 2) as servers, gateway(at(servers)) as gate:

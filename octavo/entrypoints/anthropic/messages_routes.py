@@ -76,6 +76,7 @@ async def _answer(body: MessagesRequest, raw: Request) -> Response:
     if submitted is None:
         return Response(status_code=499)
     prompt, outputs = submitted
+    resumable.recalled_prompt = conversation.recalled_prompt
     progress = conversation.progress(outputs)
     if body.stream:
         return _MessageStream(_stream(write, progress), resumable.headers(len(prompt.token_ids)), push)

@@ -196,6 +196,8 @@ class Conversation:
         # 5. Reuse the tokens of earlier answers, if any are found. Such a prompt has neither media nor embeddings.
         if self._answer_recall is not None and (recalled := self._answer_recall.recall(prompt)) is not None:
             return PreparedPrompt({"prompt": prompt, "prompt_token_ids": recalled.token_ids}, False, grammar)
+        if body.resume is not None and body.resume.prompt is not None and not media:
+            return PreparedPrompt({"prompt": prompt, "prompt_token_ids": body.resume.prompt}, False, grammar)
         embeds = embeds_of([message.content for message in body.messages])
         prompt_with_embeds = with_embeds(prompt, embeds) if embeds else prompt
         # By default no special tokens are added: the template has written them.
@@ -239,6 +241,12 @@ class Conversation:
     def is_plain(self) -> bool:
         """Whether answers have content only: no reasoning and no calls. Valid after `submit`."""
         return self._format.is_plain
+
+    @property
+    def recalled_prompt(self) -> list[int] | None:
+        """The prompt's tokens, if some are those of earlier answers. Valid after `submit`."""
+        recalled = None if self._answer_recall is None else self._answer_recall.recalled
+        return None if recalled is None else recalled.token_ids
 
     async def progress(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[Progress, None]:
         """Yield the progress of a request with one choice. `outputs` come from `submit`. Closing the generator aborts

@@ -1,8 +1,9 @@
 """Streams that another server can go on with, such as another replica behind `octavo gateway`.
 
 A request with the header X-Octavo-Resumable is answered with the stream's id, time and seed in the same header. In the
-stream a comment with tokens follows the events made of these tokens. The other server gets both as the field `resume`,
-replays the tokens through the readers of the answer, and sends the rest.
+stream a comment with tokens follows the events made of these tokens. The first of them comes after a comment with the
+prompt's tokens, if these are not those of its text: the other server does not remember the answers in it. The other
+server gets all this as the field `resume`, replays the tokens through the readers of the answer, and sends the rest.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Resumed(Protocol):
     created: int
     seed: int
     tokens: list[list[int]]  # in groups as they came
+    prompt: list[int] | None
 
 
 class ResumableStream:
@@ -39,6 +41,7 @@ class ResumableStream:
         self._num_replayed = 0 if resume is None else len(resume.tokens)  # outputs that another server has sent
         self.is_resumed, self.has_begun = resume is not None, self._num_replayed > 0  # the client has events
         self.shows_tokens = can_be and _HEADER in raw.headers
+        self.recalled_prompt: list[int] | None = None  # its tokens, if they are not those of its text
         if resume is not None:
             params.seed = resume.seed
         elif self.shows_tokens and params.seed is None:
@@ -57,4 +60,8 @@ class ResumableStream:
         if self._num_replayed:
             self._num_replayed -= 1
             return b""
-        return events + tokens_comment(token_ids) if self.shows_tokens and not is_last else events
+        if is_last or not self.shows_tokens:
+            return events
+        prompt, self.recalled_prompt = self.recalled_prompt, None
+        before = b"" if prompt is None else b": prompt %b\n\n" % encode_json(prompt)
+        return before + events + tokens_comment(token_ids)

@@ -98,6 +98,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
                 self._cut_prompt()
                 generator, prompt = await submit(last_kept, False)
         self._prompt_token_ids = prompt.token_ids
+        self._resumable.recalled_prompt = self._conversation.recalled_prompt
         if self._body.return_prompt_text:
             is_cut = self._body.truncate_prompt_tokens is not None
             self._prompt_text = await prompt_text(self._state.engine.tokenizer, prompt, is_cut=is_cut)

@@ -66,6 +66,9 @@ class Resume(RequestBody):
     created: Int
     seed: Int
     tokens: list[Annotated[list[TokenId], Field(min_length=1)]] = Field(description="Those of each comment.")
+    prompt: Annotated[list[TokenId], Field(min_length=1)] | None = described(
+        "The prompt's, if a comment had them: a chat's tokens may be those of earlier answers and not of its text."
+    )
 
 
 class FunctionDefinition(RequestBody):

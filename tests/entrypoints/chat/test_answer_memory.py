@@ -499,6 +499,61 @@ def test_each_api_goes_on_from_its_answers(
         assert tokens(reuse_answers=False)[1] == plain
 
 
+def second_turn(http: httpx.Client, path: str) -> dict[str, Any]:
+    """The body of a conversation's second turn, after its first."""
+    if path == "/v1/chat/completions":
+        body: dict[str, Any] = {"messages": [user("Where?")], "tools": [TOOL]}
+        message = http.post(path, json=body).json()["choices"][0]["message"]
+        sent = {name: message[name] for name in ("role", "content", "tool_calls", "reasoning_content")}
+        result = {"role": "tool", "tool_call_id": sent["tool_calls"][0]["id"], "content": "7"}
+        return {**body, "messages": [user("Where?"), sent, result]}
+    if path == "/v1/messages":
+        tools = [{"name": "look", "input_schema": PARAMETERS}]
+        body = {"model": MODEL, "max_tokens": 500, "messages": [user("Where?")], "tools": tools}
+        content = http.post(path, json=body).json()["content"]
+        result = {"type": "tool_result", "tool_use_id": content[-1]["id"], "content": "7"}
+        turn = {"role": "assistant", "content": content}
+        return {**body, "messages": [user("Where?"), turn, {"role": "user", "content": [result]}]}
+    tools = [{"type": "function", "name": "look", "parameters": PARAMETERS}]
+    output = http.post(path, json={"input": "Where?", "tools": tools}).json()["output"]
+    result = {"type": "function_call_output", "call_id": output[-1]["call_id"], "output": "7"}
+    return {"input": [user("Where?"), *output, result], "tools": tools, "store": False}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_a_stream_that_another_server_has_begun_goes_on_with_its_prompt(engine: FakeEngine, path: str) -> None:
+    def ask(http: httpx.Client, **fields: Any) -> tuple[list[int], dict[str, Any], list[str]]:
+        """The prompt's tokens that the engine gets, and the stream's header and events."""
+        answer = http.post(path, json={**body, "stream": True, **fields}, headers={"X-Octavo-Resumable": "1"})
+        assert answer.status_code == 200, answer.text
+        return engine.seen[-1][0], json.loads(answer.headers["x-octavo-resumable"]), answer.text.split("\n\n")
+
+    def comments(events: list[str], name: str) -> list[list[int]]:
+        return [json.loads(event.removeprefix(name)) for event in events if event.startswith(name)]
+
+    with (
+        serving(engine, disable_log_requests=True, answer_memory_bytes=1 << 20) as remembers,
+        httpx.Client(base_url=remembers, timeout=within(60)) as own,
+    ):
+        engine.answer = OWN
+        body = second_turn(own, path)
+        engine.answer = "It is 7."
+        prompt, about, events = ask(own)
+        assert comments(events, ": prompt ") == [prompt]
+        with (
+            serving(engine, disable_log_requests=True, answer_memory_bytes=0) as knows_nothing,
+            httpx.Client(base_url=knows_nothing, timeout=within(60)) as other,
+        ):
+            plain, other_about, other_events = ask(other)
+            assert plain != prompt and not comments(other_events, ": prompt ")
+            resume = {**about, "tokens": comments(events, ": tokens ")[:1], "prompt": prompt}
+            found, _, rest = ask(other, resume=resume)
+            assert found == prompt and rest == events[-len(rest) :] and not comments(rest, ": prompt ")
+        other_resume = {**other_about, "tokens": comments(other_events, ": tokens ")[:1]}
+        assert ask(own, resume=other_resume)[0] == plain
+        assert ask(own, resume={**about, "tokens": []})[0] == prompt
+
+
 def test_answers_outlive_the_server_in_its_store(engine: FakeEngine, tmp_path: Path) -> None:
     sent: list[Message] = [user("Where?")]
     known: list[int] = []
