@@ -478,12 +478,18 @@ class _Maker:
     def _of_arguments(self, schema: Mapping[str, Any], index: int) -> dict[str, Any]:
         """Return the grammar of a function's arguments: an object without properties that the schema does not name."""
         field = f"tools[{index}].function.parameters"
-        schema = {"type": "object", **schema}
-        if schema["type"] != "object":
+        if not describes_object(schema):
             raise RequestError(f"{field} must describe an object, not {schema['type']!r:.100}.", param=field)
+        schema = {**schema, "type": "object"}
         if schema.keys() <= {"type", "properties", *SILENT} and not schema.get("properties"):
             schema["additionalProperties"] = False  # a function without parameters: any argument would be made up
         return self._of_schema(schema, field, closes=True, wanted=_PLAIN)
+
+
+def describes_object(schema: Mapping[str, Any]) -> bool:
+    """Return whether arguments may have a schema: it allows objects, perhaps among other types."""
+    kinds = schema.get("type")
+    return kinds is None or "object" in (kinds if isinstance(kinds, list) else [kinds])
 
 
 def _after_free_text(

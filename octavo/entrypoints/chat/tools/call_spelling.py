@@ -10,13 +10,15 @@ from urllib.parse import unquote
 
 from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import ToolSchemas
-from octavo.structured_output.grammar_builder import CallText, ParameterText, Spelling
+from octavo.structured_output.grammar_builder import CallText, ParameterText, Spelling, describes_object
+from octavo.structured_output.schema_keywords import SILENT
 
-_NO_CONSTRAINTS = {"type", "title", "description", "default", "examples", "$comment", "anyOf", "oneOf",
-                   "allOf"}  # fmt: skip
+# Keywords that limit the texts of a schema; others are notes, or concern other types.
+_OF_TEXTS = {"enum", "const", "pattern", "minLength", "maxLength", "format", "not", "if", "$ref", "$dynamicRef",
+             "$recursiveRef"}  # fmt: skip
+_BESIDE_REFS = {"type", "allOf", "anyOf", "oneOf", *_OF_TEXTS} - {"$ref"}
 _MAX_DEPTH = 8  # of nested references and choices
-_OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions",
-               "$schema", "$comment", "strict"}  # fmt: skip
+_OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "strict", *SILENT}
 # Without brackets outside of texts, as they would end a call.
 _PYTHON_ARGUMENTS = r"""([^"'()]|"(\\[^\n]|[^"\\])*"|'(\\[^\n]|[^'\\])*')*"""
 
@@ -157,11 +159,7 @@ def _parameters(schema: Mapping[str, Any], value_after: str | None) -> dict[str,
     required = schema.get("required", [])
     if schema.keys() - _OF_OBJECTS or not isinstance(properties, Mapping) or schema.get("additionalProperties"):
         return None
-    if (
-        schema.get("type", "object") != "object"
-        or not isinstance(required, list)
-        or set(map(str, required)) - properties.keys()
-    ):
+    if not describes_object(schema) or not isinstance(required, list) or set(map(str, required)) - properties.keys():
         return None
     found: dict[str, list[str] | str | None] = {}
     for name, one in properties.items():
@@ -170,6 +168,8 @@ def _parameters(schema: Mapping[str, Any], value_after: str | None) -> dict[str,
         if value_after is None:
             found[name] = None
             continue
+        if "$ref" in one and one.keys() & _BESIDE_REFS:
+            return None
         one = resolve_ref(one, schema)
         kinds = schema_types(one, schema)
         if not kinds or ("string" in kinds and not kinds <= {"string", "null"}) or "unknown" in kinds:
@@ -181,7 +181,7 @@ def _parameters(schema: Mapping[str, Any], value_after: str | None) -> dict[str,
             if len(texts) < len(values) or any(value_after in text or text != text.strip("\n") for text in texts):
                 return None
             found[name] = texts
-        elif one.keys() - _NO_CONSTRAINTS or not _parts_are_plain(one):
+        elif one.keys() & _OF_TEXTS or not _parts_are_plain(one):
             return None
         else:
             found[name] = "text"
@@ -192,7 +192,7 @@ def _parts_are_plain(schema: Mapping[str, Any]) -> bool:
     parts = [
         part for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list) for part in schema[name]
     ]
-    return all(isinstance(part, Mapping) and not part.keys() - _NO_CONSTRAINTS for part in parts)
+    return all(isinstance(part, Mapping) and not part.keys() & _OF_TEXTS and _parts_are_plain(part) for part in parts)
 
 
 def resolve_ref(schema: Any, root: Mapping[str, Any]) -> Any:

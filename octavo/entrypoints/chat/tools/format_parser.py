@@ -164,8 +164,11 @@ class FormatParser(TextParser):
         if isinstance(body, PythonCalls):
             return (yield from self._take_python())
         if isinstance(body, KeyedValues):
+            begin = self._seen
             text = yield from self._take_until(self._end)
-            call = None if text is None else keyed_call(text, body)
+            if text is None:  # the model forgot the mark
+                text, self._seen = self._text[begin:], len(self._text)
+            call = keyed_call(text, body)
             return None if call is None else [call]
         return None
 

@@ -169,6 +169,7 @@ GOOD: list[tuple[str, str, str | None, list[Any]]] = [
     ("openai", "<|channel|>commentary to=functions.now <|constrain|>json<|message|><|call|>", None, [NOW]),
     ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', None, [NOW]),
     ("llama3_json", '{"name": "now", "parameters": " "}', None, [NOW]),
+    ("gemma4", 'Well.<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}\n', "Well.", [PARIS]),
     # Real line breaks and tabs in the texts of JSON.
     (
         "hermes",
@@ -252,6 +253,7 @@ BROKEN = [
     ("hermes", '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 3000 + "1" + "}" * 3000 + "}</tool_call>"),
     ("qwen", "<tool_call>\n<function=>\n</function>\n</tool_call>"),
     ("kimi_k2", "<|tool_call_begin|>nothing<|tool_call_end|>"),
+    ("gemma4", '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>'),
     ("kimi_k2", '<|tool_call_begin|>7<|tool_call_argument_begin|>{"odd": 1}<|tool_call_end|>'),
     ("qwen", "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar"),
     ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}'),

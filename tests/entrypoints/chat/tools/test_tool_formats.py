@@ -23,6 +23,7 @@ from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_ma
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS, HERMES, KeyedValues, Tags, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import Call, ToolParser
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
+from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output.grammar_builder import ReasoningMarks, ToolCalls, WantedGrammar, make_checked_grammar
 from tests.entrypoints.chat.tools.written import TOOLS, write
@@ -265,8 +266,11 @@ def test_special_tokens_are_named_by_their_ids() -> None:
 def test_a_schema_that_texts_cannot_be_told_by_has_no_native_spelling() -> None:
     form = FORMATS["qwen3_coder"]
     assert isinstance(form.body, Tags)
-    for one in ({}, {"type": ["string", "integer"]}, {"type": "string", "pattern": "a+"}, {"enum": ["</parameter>"]}):
-        schema = {"type": "object", "properties": {"a": one}}
+    for one in (
+        {}, {"type": ["string", "integer"]}, {"type": "string", "pattern": "a+"}, {"enum": ["</parameter>"]},
+        {"$ref": "#/$defs/T", "pattern": "a+"}, {"anyOf": [{"type": "string", "allOf": [{"pattern": "a+"}]}]},
+    ):  # fmt: skip
+        schema = {"type": "object", "properties": {"a": one}, "$defs": {"T": {"type": "string"}}}
         assert spelling(form, {"f": schema}) is None
     referred = {"type": "object", "properties": {"a": {"$ref": "#/$defs/E"}}, "$defs": {"E": {"enum": ["x", "y"]}}}
     spelled = spelling(form, {"f": referred})
@@ -275,3 +279,16 @@ def test_a_schema_that_texts_cannot_be_told_by_has_no_native_spelling() -> None:
     text = write(form, [("f", {"a": "x"})])
     assert follows(grammar, text) and not follows(grammar, text.replace("x", "z"))
     assert read(lambda: FormatParser(form, {"f": referred}), text, []) == ("", [("f", {"a": "x"})])
+
+
+def test_notes_and_lists_of_types_change_nothing_of_a_spelling() -> None:
+    text = {"type": "string", "example": "x", "nullable": False, "x-order": 1, "minimum": 0}
+    noted = {"type": ["object", "null"], "$id": "urn:x", "deprecated": True, "properties": {"a": text}}
+    plain = {"type": "object", "properties": {"a": {"type": "string"}}}
+    for name in ("qwen3_coder", "hermes"):
+        spelled = spelling(FORMATS[name], {"f": noted})
+        assert spelled is not None and spelled == spelling(FORMATS[name], {"f": plain})
+        answer = write(FORMATS[name], [("f", {"a": "b"})], as_forced=True)
+        assert follows(make_grammar(ToolCalls({"f": noted}, spelled)), answer)
+    with pytest.raises(RequestError, match="must describe an object, not"):
+        make_grammar(ToolCalls({"f": {"type": ["null"]}}, list_of_calls({"f": {}})))
