@@ -80,7 +80,7 @@ class Decoder:
         self._matrices, self._expert_matrices = parameters.matrices, parameters.expert_matrices
 
     def _build_embedding_carriers(self, parameters: Parameters) -> None:
-        """Build the makers of rows of zeros with the embedding at the end. Other outputs are added to the zeros."""
+        """Build what makes wider rows, [zeros, embedding]. The hidden states are added to the zeros later."""
         description, size = self.description, self.hidden_size
         # Reused layers read rows [hidden, embedding].
         self._padded_rows: ZeroRows | None = None

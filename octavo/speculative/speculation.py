@@ -75,35 +75,35 @@ class Speculation:
     def accept(self, seq: Sequence, tokens: list[int], drafts: tuple[int, ...] | None) -> None:
         """Record the new `tokens` of a sequence, compare the last proposal with them, and make the next one. `drafts`
         are the tokens that a drafter has made; tokens that it could not make do not lower its rate."""
-        about = seq.speculated
-        if about is None:
+        speculated = seq.speculated
+        if speculated is None:
             if not self.follows_all and not seq.request.prediction:
                 return
-            seq.speculated = about = self._start(seq)
+            seq.speculated = speculated = self._start(seq)
         num_tokens = len(seq.token_ids)
-        if about.num_tokens != num_tokens - len(tokens):  # not called for a while: the proposal is out of date
-            about.proposal = NO_PROPOSAL
-        about.num_tokens = num_tokens
+        if speculated.num_tokens != num_tokens - len(tokens):  # not called for a while: the proposal is out of date
+            speculated.proposal = NO_PROPOSAL
+        speculated.num_tokens = num_tokens
         if drafts is not None:
-            about.proposal = about.proposal._replace(tokens=drafts)
-        if about.proposal.tokens and about.proposal.tokens[0] != DRAFT_PLACEHOLDER:
-            right, wrong = compare(about.proposal, tokens)
-            about.acceptance.observe(right, wrong, self._acceptance.rates[about.proposal.level])
-            self._acceptance.observe(about.proposal.level, right, wrong)
-        elif about.proposal.tokens or drafts is not None:  # a drafter's proposal counts only if it made tokens
-            about.acceptance.forget()
-        about.proposal, about.is_predicted = NO_PROPOSAL, False
-        if about.prediction_state is not None:
+            speculated.proposal = speculated.proposal._replace(tokens=drafts)
+        if speculated.proposal.tokens and speculated.proposal.tokens[0] != DRAFT_PLACEHOLDER:
+            right, wrong = compare(speculated.proposal, tokens)
+            speculated.acceptance.observe(right, wrong, self._acceptance.rates[speculated.proposal.level])
+            self._acceptance.observe(speculated.proposal.level, right, wrong)
+        elif speculated.proposal.tokens or drafts is not None:  # a drafter's proposal counts only if it made tokens
+            speculated.acceptance.forget()
+        speculated.proposal, speculated.is_predicted = NO_PROPOSAL, False
+        if speculated.prediction_state is not None:
             most = max(0, min(_MOST_PREDICTED, seq.num_tokens_left_to_sample - 1))
-            about.proposal = self._predictions.propose(seq, about.prediction_state, most)
-            about.is_predicted = bool(about.proposal.tokens)
-        if about.is_predicted:
+            speculated.proposal = self._predictions.propose(seq, speculated.prediction_state, most)
+            speculated.is_predicted = bool(speculated.proposal.tokens)
+        if speculated.is_predicted:
             return
         if self._proposer is not None and self.follows_all:
             most = max(0, min(self._max_draft_tokens, seq.num_tokens_left_to_sample - 1))
-            about.proposal = self._proposer.propose(seq, about.state, most)
-        if not about.proposal.tokens:
-            about.acceptance.forget()
+            speculated.proposal = self._proposer.propose(seq, speculated.state, most)
+        if not speculated.proposal.tokens:
+            speculated.acceptance.forget()
 
     def choose(self, candidates: list[tuple[Sequence, int]], rows: list[PlannedRow]) -> list[tuple[int, ...]]:
         """Return, for each candidate (a sequence that lacks one token, and its most draft tokens), the draft tokens
@@ -218,23 +218,23 @@ class Speculation:
 
     def _start(self, seq: Sequence) -> Speculated:
         self._num_sequences += 1
-        about = Speculated(None if self._proposer is None else self._proposer.start(seq))
+        speculated = Speculated(None if self._proposer is None else self._proposer.start(seq))
         if seq.request.prediction:
             self._num_predicted += 1
-            about.prediction_state = self._predictions.start(seq)
-        return about
+            speculated.prediction_state = self._predictions.start(seq)
+        return speculated
 
     def _rate(self, seq: Sequence) -> float:
-        about: Speculated | None = seq.speculated
-        if about is None:
+        speculated: Speculated | None = seq.speculated
+        if speculated is None:
             return self._acceptance.rates[0]
-        return about.acceptance.rate(self._acceptance.rates[about.proposal.level])
+        return speculated.acceptance.rate(self._acceptance.rates[speculated.proposal.level])
 
 
 def _proposal(seq: Sequence) -> Proposal:
     """Return the proposal for the next tokens of a sequence."""
-    about: Speculated | None = seq.speculated
-    return NO_PROPOSAL if about is None or about.num_tokens != len(seq.token_ids) else about.proposal
+    speculated: Speculated | None = seq.speculated
+    return NO_PROPOSAL if speculated is None or speculated.num_tokens != len(seq.token_ids) else speculated.proposal
 
 
 def _cautious(rate: float) -> float:

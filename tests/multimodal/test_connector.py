@@ -268,7 +268,7 @@ def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPa
     async def run() -> None:
         inputs = SimpleNamespace(media_processor_of=lambda media: Processor())
         state: Any = SimpleNamespace(
-            fetched_held=asyncio.Semaphore(1), engine=SimpleNamespace(inputs=inputs), submit=submit,
+            media_fetch_slots=asyncio.Semaphore(1), engine=SimpleNamespace(inputs=inputs), submit=submit,
             formats=SimpleNamespace(why_no_choice=""),
             args=ServerArgs(),
         )  # fmt: skip

@@ -189,13 +189,13 @@ async def _form_of_line(raw: Request, max_bytes: int) -> AbstractAsyncContextMan
 
 
 class _HeldStream(EventStream):
-    """The stream of a sound that holds a place in `sounds_held`."""
+    """The stream of a sound that holds one of `transcription_slots`."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            scope["app"].state.octavo.sounds_held.release()
+            scope["app"].state.octavo.transcription_slots.release()
 
 
 def _body_of(form: FormData, task: str, state: ServerState) -> AudioRequest:
@@ -261,7 +261,7 @@ class TranscriptionJob:
 
     async def whole(self, upload: UploadFile) -> Response:
         """Return the whole answer."""
-        async with self._state.sounds_held:
+        async with self._state.transcription_slots:
             spectrum = await self.hear(upload)
             language = await self._language(spectrum)
             heard = [
@@ -295,11 +295,11 @@ class TranscriptionJob:
 
     async def stream(self, upload: UploadFile) -> Response:
         """Return the answer as a stream. The sound is read now: the form's file is deleted before the stream begins."""
-        await self._state.sounds_held.acquire()
+        await self._state.transcription_slots.acquire()
         try:
             spectrum = await self.hear(upload)
         except BaseException:
-            self._state.sounds_held.release()
+            self._state.transcription_slots.release()
             raise
         return _HeldStream(self.events(spectrum), self.headers)
 

@@ -159,16 +159,15 @@ class Conversation:
         return await self._loaded(lambda: run_off_loop(count, length=length, media=self._media_kinds()))
 
     async def _loaded(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Load the server's earlier answers and fetch the media files, and return the result of `work`, in which
-        `_prepare` can read both. `fetched_held` limits how many requests hold files, so that they fit in memory. Raises
-        `RequestError`."""
+        """Load the server's earlier answers and fetch the media files, for `_prepare`, and return the result of `work`.
+        `media_fetch_slots` limits how many requests hold files in memory. Raises `RequestError`."""
         if self._answer_recall is not None:
             await self._answer_recall.load()
         media = self._sent_media
         processor = self._state.engine.inputs.media_processor_of(media) if media else None
         if processor is None or not processor.needs_fetching(media):
             return await work()
-        async with self._state.fetched_held:
+        async with self._state.media_fetch_slots:
             self._files = await processor.fetch(media)
             try:
                 return await work()

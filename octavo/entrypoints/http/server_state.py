@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("octavo.server")
 
 MAX_RETRY_AFTER_S = 120
-MAX_SOUNDS_HELD = 16  # transcribed at once; other sounds wait as files
-MAX_FETCHED_HELD = 32  # requests with fetched media in memory; others wait before they fetch
+MAX_TRANSCRIPTIONS = 16  # transcribed at once; other sounds wait as files
+MAX_MEDIA_FETCHES = 32  # requests with fetched media in memory; others wait before they fetch
 ID_HEADER = "X-Request-Id"
 RANK_HEADER = "X-data-parallel-rank"
 SESSION_HEADER = "X-Session-ID"
@@ -131,8 +131,8 @@ class ServerState:
                 engine.metrics.others.append(engine.inputs.media.metrics)
             if engine.inputs.listener is not None:
                 engine.metrics.others.append(engine.inputs.listener.metrics)
-        self.sounds_held = asyncio.Semaphore(MAX_SOUNDS_HELD)
-        self.fetched_held = asyncio.Semaphore(MAX_FETCHED_HELD)
+        self.transcription_slots = asyncio.Semaphore(MAX_TRANSCRIPTIONS)
+        self.media_fetch_slots = asyncio.Semaphore(MAX_MEDIA_FETCHES)
         self.is_stopping = False
         self.num_in_flight = 0  # requests whose answers are not complete
         self._num_engine_requests = 0

@@ -89,7 +89,7 @@ def test_what_becomes_of_a_request_leaves_no_file_open_and_no_place_taken(
     async def main() -> None:
         state = SimpleNamespace(
             engine=SimpleNamespace(inputs=SimpleNamespace(listener=SimpleNamespace(config=SimpleNamespace(max_bytes=1)))),
-            args=ServerArgs(), sounds_held=asyncio.Semaphore(1),
+            args=ServerArgs(), transcription_slots=asyncio.Semaphore(1),
         )  # fmt: skip
         sent = httpx.Request("POST", "http://x", data={"stream": str(is_stream)}, files={"file": bytes(2 << 20)})
         messages: list[Any] = [{"type": "http.request", "body": sent.read()}]
@@ -118,13 +118,13 @@ def test_what_becomes_of_a_request_leaves_no_file_open_and_no_place_taken(
             response = await _answer(Request(scope, receive), "transcribe")
             assert uploads[0].closed
             if "in its" in becomes:
-                assert state.sounds_held.locked()
+                assert state.transcription_slots.locked()
                 leaves.set()
                 await response(scope, receive, send)
                 assert ended.is_set()
             else:
                 assert response.status_code == 499
-        assert uploads[0].closed and not state.sounds_held.locked()
+        assert uploads[0].closed and not state.transcription_slots.locked()
 
     monkeypatch.setattr(transcription_routes, "TranscriptionJob", Job)
     asyncio.run(main())
