@@ -114,7 +114,8 @@ class OllamaRoutes:
                 check_use(request.meter.key, deployment)
             if translated.thinks:
                 refuse_thinking(translated, (await self._cards.of([deployment]))[0])
-            deployment.ask_to_keep(translated.keep_alive)
+            if request.meter is None:  # other keys' clients use the model, too
+                deployment.ask_to_keep(translated.keep_alive)
             await self._proxy.answer(inner, inner_client)
 
         return inner_client, work
@@ -124,9 +125,15 @@ class OllamaRoutes:
         deployment = self._models.find(request.model)
         if meter is not None:
             check_use(meter.key, deployment)
+            if request.keep_alive == 0:
+                raise RequestError(
+                    f"The model {deployment.name} is not unloaded for keys that have limits, as others use it.",
+                    status=403, code="not_allowed",
+                )  # fmt: skip
             await meter.admit(deployment.name)
         with deployment.hold():
-            deployment.ask_to_keep(request.keep_alive)
+            if meter is None:
+                deployment.ask_to_keep(request.keep_alive)
             if request.keep_alive != 0:
                 await self._proxy.until_ready(deployment, client)
         await _reply(client, loaded_answer(request, "unload" if request.keep_alive == 0 else "load"))

@@ -428,6 +428,20 @@ def test_a_replicas_refusal_of_a_key_is_counted_and_logged_with_the_id_of_the_an
     assert lines == ["POST /v1/chat/completions is refused: 400, by a, key k, request r7"]
 
 
+def test_a_key_neither_unloads_a_model_nor_changes_how_long_it_stays(clock: Clock, tmp_path: Path) -> None:
+    async def test(gate: Gateway, keys: Keys) -> None:
+        _, headers = await keys.create()
+        gate.http.headers.update(headers)
+        message = {"role": "user", "content": "x"}
+        assert (await gate.ask(path="/api/chat", messages=[message], keep_alive=0, stream=False)).status_code == 200
+        assert (await gate.ask(path="/api/generate", keep_alive=-1)).status_code == 200
+        refused = await gate.ask(path="/api/generate", keep_alive=0)
+        assert refused.status_code == 403 and "as others use it" in refused.json()["error"]
+        assert (gate.deployment("a").keep_alive, gate.deployment("a").state) == (300, "ready")
+
+    with_keys(clock, tmp_path, test)
+
+
 def test_a_setting_that_keys_lack_is_refused_with_those_that_they_have(clock: Clock, tmp_path: Path) -> None:
     async def test(gate: Gateway, keys: Keys) -> None:
         answer = await keys.http.post("/keys", json={"name": "k", "request_per_minute": 3})

@@ -173,7 +173,7 @@ class ChatMessage(RequestBody):
 
 class StructuredOutputs(RequestBody):
     """The structure of an answer: one of `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`, with
-    vLLM's options."""
+    vLLM's options. Options alone apply to the structure of another field."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
