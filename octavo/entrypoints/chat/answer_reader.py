@@ -190,15 +190,15 @@ def _optional_calls(
     body: ChatCompletionRequest, form: ToolFormat, is_parallel: bool, *, is_whole: bool = False
 ) -> ToolCalls | None:
     """Return a grammar of free text, optionally followed by calls; with `is_whole`, of calls alone. A function that is
-    not strict takes any object. None if the format cannot spell such calls, or spells them like the lists that the
-    structure may be."""
-    tools = body.chosen_tools
+    not strict, or whose arguments the format cannot spell, takes any object. None if there are no others, or if the
+    format spells calls like the lists that the structure may be."""
+    tools, num_earlier = body.chosen_tools, len(_used_ids(body))
     strict = {tool.function.name for tool in body.tools or () if tool.function.strict}
-    schemas = {name: schema if name in strict else _ANY_OBJECT for name, schema in tools.items()}
-    num_earlier = len(_used_ids(body))
-    spelled = spelling(form, schemas, num_earlier, tools.keys() - strict)
-    if spelled is None and is_whole:
-        spelled = spelling(form, schemas, num_earlier, tools.keys())
+    held = {name for name in strict if spelling(form, {name: tools[name]}) is not None}
+    if not held and not is_whole:
+        return None
+    schemas = {name: schema if name in held else _ANY_OBJECT for name, schema in tools.items()}
+    spelled = spelling(form, schemas, num_earlier, tools.keys() - held)
     if spelled is None or (is_whole and not trigger_marks(form) and spelled.keys is None and not _is_object(body)):
         return None
     return ToolCalls(schemas, spelled, is_parallel, None if is_whole else trigger_marks(form))

@@ -292,3 +292,21 @@ def test_notes_and_lists_of_types_change_nothing_of_a_spelling() -> None:
         assert follows(make_grammar(ToolCalls({"f": noted}, spelled)), answer)
     with pytest.raises(RequestError, match="must describe an object, not"):
         make_grammar(ToolCalls({"f": {"type": ["null"]}}, list_of_calls({"f": {}})))
+
+
+def test_a_strict_function_that_the_format_cannot_spell_leaves_others_strict() -> None:
+    def tool(name: str, a: dict[str, Any]) -> dict[str, Any]:
+        parameters = {"type": "object", "properties": {"a": a}, "required": ["a"]}
+        return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": True}}
+
+    tools = [tool("f", {"type": "integer"}), tool("g", {"type": "string", "pattern": "^x"})]
+    body = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], "tools": tools})
+    form = FORMATS["qwen3_coder"]
+    formats = ModelFormats(form)
+    wanted = wanted_grammar(body, answer_format(body, formats, "Hi"), formats, None, {}, None)
+    assert wanted is not None
+    grammar = make_checked_grammar(wanted).text
+    assert follows(grammar, write(form, [("f", {"a": 1})], as_forced=True))
+    assert not follows(grammar, write(form, [("f", {"a": True})], as_forced=True))
+    assert follows(grammar, write(form, [("g", {"a": "y"})], as_forced=True))
+    assert follows(grammar, "No call.")
