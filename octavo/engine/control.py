@@ -68,8 +68,11 @@ class EngineControl:
     async def _halt(self, mode: str, clear_cache: bool) -> None:
         if mode == "keep":
             self._is_halted = True
+            was_asked = self._live_view is not None and not self._live_view.done()
             self._supervisor.tell(SetPaused(True))
-            await self.live_view()  # the core answers in order, so all earlier outputs have arrived
+            # The core answers in order: with a view that is asked for now, all earlier outputs have arrived.
+            if await self.live_view() is not None and was_asked:
+                await self.live_view()
             return
         if mode == "abort":
             self._abort_all()

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from octavo.engine.async_engine import AsyncLLMEngine
+from octavo.engine.core_client import CoreClient
+from octavo.engine.wire import FrontendMessage, GetLiveView, SetPaused, Trials
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError
 from octavo.request import AdapterSource
 from tests.engine.stub_engine import ANSWER, HANG, Use, ask, until_ready
@@ -51,6 +53,21 @@ def test_nothing_comes_after_a_pause_that_keeps_requests(with_engine: WithEngine
         await engine.pause_generation("keep")
         assert not engine._outputs.requests, "the core had answered before it paused"
         assert await asking == "length"
+
+    with_engine(use)
+
+
+def test_a_pause_does_not_take_an_earlier_view_for_the_answer_to_it(
+    with_engine: WithEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[FrontendMessage] = []
+    send = CoreClient.send
+    monkeypatch.setattr(CoreClient, "send", lambda core, message: (sent.append(message), send(core, message))[1])
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        await engine.wait_ready()
+        await asyncio.gather(engine.live_view(), engine.pause_generation("keep"))
+        assert [one for one in sent if not isinstance(one, Trials)] == [GetLiveView(), SetPaused(True), GetLiveView()]
 
     with_engine(use)
 
