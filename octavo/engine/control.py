@@ -31,10 +31,9 @@ class EngineControl:
         self.sleep_level = 0  # 0 while awake
         self._is_halted = False  # the core computes nothing
         self._falling_asleep_or_waking = asyncio.Lock()
-        # Changes of the cache that the core has not answered yet, in order. Result None: the core ended before it
-        # answered.
+        # Changes of the cache that the core has not answered yet, in order. Result None: the core has ended instead.
         self._changes: list[asyncio.Future[CacheWasReset | None]] = []
-        self._live_view: asyncio.Future[LiveView | None] | None = None  # result None: as above
+        self._views: list[asyncio.Future[LiveView | None]] = []  # live views, likewise
 
     @property
     def is_paused(self) -> bool:
@@ -68,11 +67,9 @@ class EngineControl:
     async def _halt(self, mode: str, clear_cache: bool) -> None:
         if mode == "keep":
             self._is_halted = True
-            was_asked = self._live_view is not None and not self._live_view.done()
             self._supervisor.tell(SetPaused(True))
             # The core answers in order: with a view that is asked for now, all earlier outputs have arrived.
-            if await self.live_view() is not None and was_asked:
-                await self.live_view()
+            await asyncio.wait((self._ask_for_view(),))
             return
         if mode == "abort":
             self._abort_all()
@@ -159,27 +156,26 @@ class EngineControl:
     async def live_view(self) -> LiveView | None:
         """See `AsyncLLMEngine.live_view`."""
         await self._supervisor.wait_ready()
-        if self._live_view is None or self._live_view.done():
-            self._live_view = asyncio.get_running_loop().create_future()
-            self._supervisor.tell(GetLiveView())
-        asked = self._live_view
+        asked = self._views[-1] if self._views else self._ask_for_view()
         await asyncio.wait((asked,), timeout=_LIVE_VIEW_TIMEOUT_S)
-        if not asked.done():
-            self._live_view = None
-            return None
-        return asked.result()
+        return asked.result() if asked.done() else None
+
+    def _ask_for_view(self) -> asyncio.Future[LiveView | None]:
+        self._supervisor.tell(GetLiveView())
+        self._views.append(asyncio.get_running_loop().create_future())
+        return self._views[-1]
 
     def take_live_view(self, found: LiveView) -> None:
-        """Complete `live_view` with the core's answer."""
-        if self._live_view is not None and not self._live_view.done():
-            self._live_view.set_result(found)
+        """Complete the oldest view that was asked for with the core's answer."""
+        self._views.pop(0).set_result(found)
 
     def core_ended(self) -> None:
         """Complete what a core that has ended did not answer."""
-        unanswered: list[asyncio.Future[Any] | None] = [*self._changes, self._live_view]
+        unanswered: list[asyncio.Future[Any]] = [*self._changes, *self._views]
         for done in unanswered:
-            if done is not None and not done.done():
+            if not done.done():
                 done.set_result(None)
         self._changes.clear()
+        self._views.clear()
         if self._supervisor.failure is not None:
             self._is_open.set()  # waiting requests go on, and raise the failure

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from octavo.engine import control
 from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.engine.core_client import CoreClient
 from octavo.engine.wire import FrontendMessage, GetLiveView, SetPaused, Trials
@@ -68,6 +69,26 @@ def test_a_pause_does_not_take_an_earlier_view_for_the_answer_to_it(
         await engine.wait_ready()
         await asyncio.gather(engine.live_view(), engine.pause_generation("keep"))
         assert [one for one in sent if not isinstance(one, Trials)] == [GetLiveView(), SetPaused(True), GetLiveView()]
+
+    with_engine(use)
+
+
+def test_a_pause_that_keeps_requests_waits_for_a_slow_step(
+    with_engine: WithEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_LIVE_VIEW_TIMEOUT_S", 0)
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        await engine.wait_ready()
+        core = engine._supervisor.core.process
+        core.send_signal(signal.SIGSTOP)
+        assert await engine.live_view() is None
+        pausing = asyncio.create_task(engine.pause_generation("keep"))
+        for _ in range(9):
+            assert await engine.live_view() is None
+        assert not pausing.done()
+        core.send_signal(signal.SIGCONT)
+        await pausing
 
     with_engine(use)
 
@@ -204,7 +225,7 @@ def test_a_live_view_that_a_core_has_not_answered_ends_with_the_core(with_engine
         core = engine._supervisor.core.process
         core.send_signal(signal.SIGSTOP)
         asked = asyncio.create_task(engine.live_view())
-        await until(lambda: engine._control._live_view)
+        await until(lambda: engine._control._views)
         core.kill()
         await until(lambda: not engine.is_ready)
         await until_ready(engine)
