@@ -189,10 +189,13 @@ def _parameters(schema: Mapping[str, Any], value_after: str | None) -> dict[str,
 
 
 def _parts_are_plain(schema: Mapping[str, Any]) -> bool:
-    parts = [
-        part for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list) for part in schema[name]
-    ]
-    return all(isinstance(part, Mapping) and not part.keys() & _OF_TEXTS and _parts_are_plain(part) for part in parts)
+    stack: list[Any] = [schema]
+    while stack:
+        one = stack.pop()
+        if not isinstance(one, Mapping) or (one is not schema and one.keys() & _OF_TEXTS):
+            return False
+        stack += (part for name in ("anyOf", "oneOf", "allOf") if isinstance(one.get(name), list) for part in one[name])
+    return True
 
 
 def resolve_ref(schema: Any, root: Mapping[str, Any]) -> Any:

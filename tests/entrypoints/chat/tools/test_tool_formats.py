@@ -290,6 +290,11 @@ def test_notes_and_lists_of_types_change_nothing_of_a_spelling() -> None:
         assert spelled is not None and spelled == spelling(FORMATS[name], {"f": plain})
         answer = write(FORMATS[name], [("f", {"a": "b"})], as_forced=True)
         assert follows(make_grammar(ToolCalls({"f": noted}, spelled)), answer)
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(2000):
+        deep = {"type": "string", "allOf": [deep]}
+    nested = {"type": "object", "properties": {"a": deep}}
+    assert spelling(FORMATS["qwen3_coder"], {"f": nested}) == spelling(FORMATS["qwen3_coder"], {"f": plain})
     with pytest.raises(RequestError, match="must describe an object, not"):
         make_grammar(ToolCalls({"f": {"type": ["null"]}}, list_of_calls({"f": {}})))
 
