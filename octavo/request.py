@@ -168,6 +168,7 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     first_scheduled_time: float = 0.0  # time.monotonic
     error: str | None = None  # one line, when finish_reason is "error"
     error_status: int = 400  # the HTTP status for `error`
+    error_param: str | None = None  # the field that `error` is about
     num_accepted_prediction_tokens: int = 0  # tokens of the request's prediction that were accepted
     num_rejected_prediction_tokens: int = 0
     vectors: bytes | None = None  # for a request that pools: float32, one vector after the other

@@ -266,11 +266,9 @@ class EngineCore:
             self._refuse(request, e)
 
     def _refuse(self, request: EngineRequest, error: RequestError) -> None:
-        self._refused.append(
-            SequenceOutput(
-                request.request_id, 0, [], finish_reason="error", error=str(error), error_status=error.status
-            )
-        )
+        refused = SequenceOutput(request.request_id, 0, [], finish_reason="error", error=str(error))
+        refused.error_status, refused.error_param = error.status, error.param
+        self._refused.append(refused)
 
     def _wait_for_prepared(self) -> None:
         """Return when another grammar is compiled, adapter read or medium computed, or after a short wait."""

@@ -398,7 +398,7 @@ class OutputProcessor:
             if output.finish_reason == "error":
                 touched[output.request_id] = state
                 message = output.error or "the engine could not process the request"
-                state.error = RequestError(message, status=output.error_status)
+                state.error = RequestError(message, param=output.error_param, status=output.error_status)
                 continue
             if output.vectors is not None:
                 touched[output.request_id] = state

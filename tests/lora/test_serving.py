@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_refused_by_name(
     asked = LoRARequest("broken", 9, str(broken(tmp_path / "broken", **changes)))
     with pytest.raises(RequestError, match=message) as caught:
         llm.generate(PROMPT, params(), use_tqdm=False, lora_request=asked)
-    assert caught.value.status == 400
+    assert (caught.value.status, caught.value.param) == (400, "model")
     assert llm.generate(PROMPT, params(), use_tqdm=False), "nothing else is disturbed"
 
 
