@@ -226,8 +226,9 @@ class AnswerReader:
         return deltas
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Return the finish reason in the API's words."""
-        return "tool_calls" if reason == "stop" and self.num_calls else reason
+        """Return the finish reason in the API's words. A call that a stop string cuts off is not to be made."""
+        is_cut = isinstance(self._parser, ForcedCallsReader) and self._parser.is_within_call
+        return "tool_calls" if reason == "stop" and self.num_calls and not is_cut else reason
 
     def _split(self, parts: tuple[str, str]) -> list[Delta]:
         reasoning, content = parts

@@ -23,6 +23,10 @@ class ForcedCallsReader:
         self._name: str | None = None  # name of the last call
         self._scanner: JsonScanner | None = None  # set within arguments
 
+    @property
+    def is_within_call(self) -> bool:
+        return self._scanner is not None
+
     def add(self, text: str) -> list[Piece]:
         self._held += text
         pieces: list[Piece] = []

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from octavo.entrypoints.chat.answer_reader import answer_format, wanted_grammar
+from octavo.entrypoints.chat.answer_reader import AnswerFormat, AnswerReader, answer_format, wanted_grammar
 from octavo.entrypoints.chat.reasoning import STYLES
 from octavo.entrypoints.chat.tools.call_spelling import list_of_calls, spelling
 from octavo.entrypoints.chat.tools.forced_calls import ForcedCallsReader
@@ -315,3 +315,11 @@ def test_a_strict_function_that_the_format_cannot_spell_leaves_others_strict() -
     assert not follows(grammar, write(form, [("f", {"a": True})], as_forced=True))
     assert follows(grammar, write(form, [("g", {"a": "y"})], as_forced=True))
     assert follows(grammar, "No call.")
+
+
+def test_a_forced_call_that_a_stop_string_cuts_off_is_no_reason_to_call() -> None:
+    reader = AnswerReader(AnswerFormat(new_tool_parser=partial(ForcedCallsReader, list_of_calls({"f": {}}))))
+    reader.add('[{"name": "f", "parameters": {"a": "EN', is_end=False)
+    assert reader.finish_reason("stop") == "stop" and reader.finish_reason(None) is None
+    reader.add('D"}}]', is_end=True)
+    assert reader.finish_reason("stop") == "tool_calls" and reader.finish_reason("length") == "length"
