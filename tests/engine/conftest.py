@@ -16,6 +16,7 @@ import pytest
 from octavo.config import CacheConfig, EngineConfig, EngineHostsConfig, ModelConfig, SchedulerConfig
 from octavo.engine import core_client, supervisor
 from octavo.engine.engine_client import make_engine
+from octavo.engine.wire import FrontendMessage
 from octavo.loading.checkpoint import Checkpoint, resolve
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.metrics.prometheus import EngineMetrics
@@ -67,6 +68,16 @@ def stub_config(
         device="cpu",
         log_stats=False,
     )
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[FrontendMessage]:
+    """What engines send to their cores, as they send it."""
+    messages, send = list[FrontendMessage](), core_client.CoreClient.send
+    monkeypatch.setattr(
+        core_client.CoreClient, "send", lambda core, message: (messages.append(message), send(core, message))[1]
+    )
+    return messages
 
 
 @pytest.fixture

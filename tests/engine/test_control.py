@@ -11,7 +11,6 @@ import pytest
 
 from octavo.engine import control
 from octavo.engine.async_engine import AsyncLLMEngine
-from octavo.engine.core_client import CoreClient
 from octavo.engine.wire import FrontendMessage, GetLiveView, SetPaused, Trials
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError
 from octavo.request import AdapterSource
@@ -59,12 +58,8 @@ def test_nothing_comes_after_a_pause_that_keeps_requests(with_engine: WithEngine
 
 
 def test_a_pause_does_not_take_an_earlier_view_for_the_answer_to_it(
-    with_engine: WithEngine, monkeypatch: pytest.MonkeyPatch
+    with_engine: WithEngine, sent: list[FrontendMessage]
 ) -> None:
-    sent: list[FrontendMessage] = []
-    send = CoreClient.send
-    monkeypatch.setattr(CoreClient, "send", lambda core, message: (sent.append(message), send(core, message))[1])
-
     async def use(engine: AsyncLLMEngine) -> None:
         await engine.wait_ready()
         await asyncio.gather(engine.live_view(), engine.pause_generation("keep"))

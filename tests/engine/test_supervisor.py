@@ -239,12 +239,8 @@ def test_a_request_can_be_ended_while_there_is_no_core(
 
 
 def test_a_halted_engine_stays_halted_with_its_next_core(
-    with_engine: Callable[..., EngineMetrics], monkeypatch: pytest.MonkeyPatch
+    with_engine: Callable[..., EngineMetrics], sent: list[FrontendMessage]
 ) -> None:
-    sent: list[FrontendMessage] = []
-    send = CoreClient.send
-    monkeypatch.setattr(CoreClient, "send", lambda core, message: (sent.append(message), send(core, message))[1])
-
     async def use(engine: AsyncLLMEngine) -> None:
         await engine.pause_generation("keep")
         engine._supervisor.core.kill()
@@ -257,12 +253,8 @@ def test_a_halted_engine_stays_halted_with_its_next_core(
 
 
 def test_a_pause_that_waits_for_kept_requests_has_the_core_finish_them(
-    with_engine: Callable[..., EngineMetrics], monkeypatch: pytest.MonkeyPatch
+    with_engine: Callable[..., EngineMetrics], sent: list[FrontendMessage]
 ) -> None:
-    sent: list[FrontendMessage] = []
-    send = CoreClient.send
-    monkeypatch.setattr(CoreClient, "send", lambda core, message: (sent.append(message), send(core, message))[1])
-
     async def use(engine: AsyncLLMEngine) -> None:
         for mode in ("keep", "wait", "wait"):
             await engine.pause_generation(mode)
@@ -273,12 +265,9 @@ def test_a_pause_that_waits_for_kept_requests_has_the_core_finish_them(
 
 
 def test_a_request_that_another_server_began_is_with_the_core_before_its_caller_has_read(
-    with_engine: Callable[..., EngineMetrics], monkeypatch: pytest.MonkeyPatch
+    with_engine: Callable[..., EngineMetrics], sent: list[FrontendMessage]
 ) -> None:
     """Otherwise a slow caller's request would pass for a hang, or go to a core that is started again twice."""
-    sent: list[FrontendMessage] = []
-    send = CoreClient.send
-    monkeypatch.setattr(CoreClient, "send", lambda core, message: (sent.append(message), send(core, message))[1])
 
     async def use(engine: AsyncLLMEngine) -> None:
         params = SamplingParams(max_tokens=9, detokenize=False)
