@@ -107,7 +107,7 @@ def merge(whole: Any, part: Any, key: str = "") -> Any:
     """Add a delta to a whole. How a text is cut into deltas depends on how fast its client reads."""
     if isinstance(whole, dict) and isinstance(part, dict):
         return whole | {name: merge(whole.get(name), one, name) for name, one in part.items()}
-    if isinstance(part, list) and part and isinstance(part[0], dict) and "index" in part[0]:
+    if isinstance(part, list) and part and isinstance(part[0], dict) and isinstance(part[0].get("index"), int):
         by_index = {one["index"]: one for one in whole or []}
         for one in part:
             by_index[one["index"]] = merge(by_index.get(one["index"]), one)

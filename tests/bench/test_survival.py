@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.survival import compared, whole_of
+from benchmarks.survival import compared, merge, whole_of
 from octavo.entrypoints.anthropic.answer_blocks import MessageBuilder
 from octavo.entrypoints.anthropic.messages_protocol import MessagesRequest
 from octavo.entrypoints.chat.answer_reader import TextDelta
@@ -27,3 +27,8 @@ def test_how_much_of_a_prompt_was_cached_is_no_difference() -> None:
     assert message(num_prompt_tokens=43, num_cached_tokens=32) == expected
     other = message(num_prompt_tokens=44, num_cached_tokens=0)
     assert all(one != same for one, same in zip(other, expected, strict=True))
+
+
+def test_a_token_with_the_text_index_is_no_index() -> None:
+    whole = merge({"top_logprobs": [{"a": -1.0}]}, {"top_logprobs": [{"index": -0.5}]})
+    assert whole == {"top_logprobs": [{"a": -1.0}, {"index": -0.5}]}
