@@ -87,8 +87,8 @@ def check_tool_choice(body: ChatCompletionRequest, formats: ModelFormats) -> Non
 
 def answer_format(body: ChatCompletionRequest, formats: ModelFormats, prompt: str) -> AnswerFormat:
     """Return how to read the answers to `prompt`."""
-    style, last = formats.reasoning, body.messages[-1].content
-    begun = (last if isinstance(last, str) else "") if body.continue_final_message else None
+    style = formats.reasoning
+    begun = body.messages[-1].text if body.continue_final_message else None
     reasoning = None if style is None else Reasoning.after(prompt, style, begun)
     marks = () if reasoning is None else reasoning.style.marks
     include = body.include_reasoning is not False
@@ -190,8 +190,8 @@ def _optional_calls(
     body: ChatCompletionRequest, form: ToolFormat, is_parallel: bool, *, is_whole: bool = False
 ) -> ToolCalls | None:
     """Return a grammar of free text, optionally followed by calls; with `is_whole`, of calls alone. A function that is
-    not strict, or whose arguments the format cannot spell, takes any object. None if there are no others, or if the
-    format spells calls like the lists that the structure may be."""
+    not strict, or whose arguments the format cannot spell, takes any object. None if no strict function is left
+    (without `is_whole`), if the format cannot spell the calls, or if it spells them like a list of the structure."""
     tools, num_earlier = body.chosen_tools, len(_used_ids(body))
     strict = {tool.function.name for tool in body.tools or () if tool.function.strict}
     held = {name for name in strict if spelling(form, {name: tools[name]}) is not None}

@@ -278,7 +278,10 @@ def _normalised(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
 
 def _with_all_fields(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool with the fields that clients may leave out, because some templates read them of every tool."""
-    function = dict(tool.get("function") or {})
+    sent = tool.get("function")
+    if not isinstance(sent, Mapping):
+        return dict(tool)
+    function = {name: value for name, value in sent.items() if value is not None}
     parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
     return {**tool, "function": {"description": "", **function, "parameters": parameters}}
 

@@ -123,10 +123,10 @@ class Reasoning:
             return cls(style, is_open=end.endswith(style.start), is_optional=True, has_header=has_header)
         if end.endswith(style.end.rstrip()):
             return None
-        is_begun = begun is not None and begun.rfind(style.start) > begun.rfind(style.end)
-        if is_begun or end.endswith(style.start.rstrip()):
+        begins = begun is not None and begun.lstrip().startswith(style.start.rstrip()) and style.end not in begun
+        if (begins and not style.stays_in_content) or end.endswith(style.start.rstrip()):
             return cls(style, is_open=True, is_optional=False)
-        is_implied = style.is_implied and begun is None
+        is_implied = style.is_implied and not begun
         return cls(style, is_open=is_implied, is_optional=not is_implied)
 
 

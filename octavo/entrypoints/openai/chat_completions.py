@@ -57,10 +57,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         self._role = self._state.args.response_role
         self._prompt_token_ids: list[int] = []
         last = body.messages[-1]
-        self._echo = ""  # text with which answers begin
-        if body.echo and last.role == self._role and last.content:
-            given = last.content
-            self._echo = given if isinstance(given, str) else "".join(part.get("text", "") for part in given)
+        self._echo = last.text if body.echo and last.role == self._role else ""  # text with which answers begin
         self._prompt_text: str | None = None
         self._kept: list[Delta] | None = [TextDelta(self._echo)] if body.store else None  # deltas of a stream to store
         self._kept_logprobs: list[ChatTokenLogprob] = []  # log-probabilities of a stream to store

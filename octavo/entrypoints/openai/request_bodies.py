@@ -67,7 +67,7 @@ class Resume(RequestBody):
     seed: Int
     tokens: list[Annotated[list[TokenId], Field(min_length=1)]] = Field(description="Those of each comment.")
     prompt: Annotated[list[TokenId], Field(min_length=1)] | None = described(
-        "The prompt's, if a comment had them: a chat's tokens may be those of earlier answers and not of its text."
+        "The prompt's tokens, if a comment had them: those of earlier answers may differ from those of their text."
     )
 
 
@@ -129,6 +129,12 @@ class ChatMessage(RequestBody):
     tool_calls: list[SentToolCall] | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of the content, without other parts."""
+        sent = self.content or ""
+        return sent if isinstance(sent, str) else "".join(part.get("text", "") for part in sent)
 
     @model_validator(mode="before")
     @classmethod
@@ -388,7 +394,7 @@ class SamplingRequest(TokenRequest):
                 raise RequestError("guided_whitespace_pattern needs guided_json.", param="guided_whitespace_pattern")
             return None
         ((field, asked),) = found.items()
-        asked |= own
+        asked |= {name: value for name, value in own.items() if name not in STRUCTURES}
         if self.guided_whitespace_pattern is not None:
             asked["whitespace_pattern"] = self.guided_whitespace_pattern
         try:

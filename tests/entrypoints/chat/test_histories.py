@@ -204,7 +204,7 @@ READS_ALL = (
 READS_NAMES = "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
 
-@pytest.mark.parametrize("fields", [{}, {"parameters": {}}, {"parameters": {"type": "object"}, "description": ""}])
+@pytest.mark.parametrize("fields", [{}, {"parameters": {}}, {"parameters": {"type": "object"}, "description": None}])
 def test_tools_may_leave_out_what_a_template_reads(fields: dict[str, Any]) -> None:
     tools = [{"type": "function", "function": {"name": "now", **fields}}, WEATHER]
     assert (
@@ -212,6 +212,11 @@ def test_tools_may_leave_out_what_a_template_reads(fields: dict[str, Any]) -> No
     )
     # Where the template can do without, it gets what was sent.
     assert render_chat(tokenizer_of(READS_NAMES), [USER], tools=tools) == f"{json.dumps(tools)}[user]Hi"
+
+
+def test_a_tool_without_a_function_is_not_made_one_without_a_name() -> None:
+    with pytest.raises(RequestError):
+        render_chat(tokenizer_of(READS_ALL), [USER], tools=[{"name": "now", "parameters": {}}])
 
 
 SHORT_IDS = (

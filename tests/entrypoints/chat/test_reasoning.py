@@ -35,6 +35,8 @@ def split(style: str, prompt: str, text: str, cuts: list[int] | None = None) -> 
         ("qwen3", "Fo", False),
         ("deepseek_r1", "<think>\nSo", True),
         ("deepseek_r1", "So.</think>Fo", False),
+        ("deepseek_r1", "", True),
+        ("qwen3", "In its output, the <think> tag", False),
     ],
 )
 def test_an_answer_may_continue_the_reasoning_or_the_content_of_a_message(
@@ -42,10 +44,15 @@ def test_an_answer_may_continue_the_reasoning_or_the_content_of_a_message(
 ) -> None:
     question = "What does <think> do?<|im_end|>\n<|im_start|>assistant\n"
     reasoning = Reasoning.after(question + begun, STYLES[style], begun)
-    assert reasoning is not None and reasoning.is_open is is_open is not reasoning.is_optional
+    assert reasoning is not None and reasoning.is_open is is_open
     splitter = new_splitter(reasoning)
     parts = splitter.add("x</think>\n\ny"), splitter.finish()
     assert "".join(part[0] for part in parts) == ("x" if is_open else "")
+
+
+def test_a_mark_that_stays_in_the_content_is_not_written_twice() -> None:
+    reasoning = Reasoning.after("assistant\n<think>Let me", STYLES["minimax_m2_append_think"], "<think>Let me")
+    assert reasoning is not None and new_splitter(reasoning).add(" see") == ("", " see")
 
 
 K3_END, K3_LAST = "<|close|>think<|sep|>", "<|close|>message<|sep|>"

@@ -391,7 +391,8 @@ def test_options_of_structured_outputs_apply_to_the_schema_of_another_field(
     prompt = {"input": "Hi"} if path == "/v1/responses" else {"messages": [USER], "max_tokens": 8}
     asked = prompt | body
     assert http.post(path, json=asked).status_code == 200
-    refused = http.post(path, json=asked | {"structured_outputs": {"final_check": "refuse"}})
+    options = {"final_check": "refuse", "json_object": False}
+    refused = http.post(path, json=asked | {"structured_outputs": options})
     assert refused.status_code == 400
     message = refused.json()["error"]["message"]
     assert message.startswith(field)

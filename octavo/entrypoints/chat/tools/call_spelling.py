@@ -73,14 +73,17 @@ def spelling(
     elif isinstance(body, PythonCalls):
         calls = {}
         for name, schema in tools.items():
-            if name in free and _is_path(name):
-                calls[name] = CallText(f"{name}(", ")", free=_PYTHON_ARGUMENTS)
+            if name in free:
+                if _is_path(name):  # Python's notation has no other names
+                    calls[name] = CallText(f"{name}(", ")", free=_PYTHON_ARGUMENTS)
                 continue
             kinds = _parameters(schema, None)
             if kinds is None or not _is_path(name) or not all(key.isidentifier() for key in kinds):
                 return None
             as_json = dict.fromkeys(kinds)
             calls[name] = CallText(f"{name}(", ")", ParameterText("", "=", "=", "", ", "), as_json)
+        if not calls:
+            return None
         if body.is_list:
             return Spelling(f"{opened}{start}[", f"]{end}", ", ", calls)
         return Spelling(f"{opened}{start}", f"{end}{closed}", "\n", calls)
@@ -168,9 +171,13 @@ def _parameters(schema: Mapping[str, Any], value_after: str | None) -> dict[str,
         if value_after is None:
             found[name] = None
             continue
-        if "$ref" in one and one.keys() & _BESIDE_REFS:
-            return None
-        one = resolve_ref(one, schema)
+        for _ in range(_MAX_DEPTH):
+            target = _referred(one, schema)
+            if target is None:
+                break
+            if one.keys() & _BESIDE_REFS:
+                return None
+            one = target
         kinds = schema_types(one, schema)
         if not kinds or ("string" in kinds and not kinds <= {"string", "null"}) or "unknown" in kinds:
             return None  # a text would look like JSON
@@ -181,7 +188,7 @@ def _parameters(schema: Mapping[str, Any], value_after: str | None) -> dict[str,
             if len(texts) < len(values) or any(value_after in text or text != text.strip("\n") for text in texts):
                 return None
             found[name] = texts
-        elif one.keys() & _OF_TEXTS or not _parts_are_plain(one):
+        elif not _parts_are_plain(one):
             return None
         else:
             found[name] = "text"
@@ -192,33 +199,42 @@ def _parts_are_plain(schema: Mapping[str, Any]) -> bool:
     stack: list[Any] = [schema]
     while stack:
         one = stack.pop()
-        if not isinstance(one, Mapping) or (one is not schema and one.keys() & _OF_TEXTS):
+        if not isinstance(one, Mapping) or one.keys() & _OF_TEXTS:
             return False
         stack += (part for name in ("anyOf", "oneOf", "allOf") if isinstance(one.get(name), list) for part in one[name])
     return True
 
 
 def resolve_ref(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return the schema that `schema` refers to, if it is only a reference into `root`."""
+    """Follow the references of `schema` by their place in `root`, and return the last schema. Keywords beside a
+    reference are dropped."""
     for _ in range(_MAX_DEPTH):
-        if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
-            break
-        target: Any = root
-        for part in reference.removeprefix("#").split("/")[1:]:
-            name = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list):
-                target = target[int(name)] if name.isdecimal() and len(name) < 9 and int(name) < len(target) else None
-            else:
-                target = target.get(name) if isinstance(target, Mapping) else None
-        if not isinstance(target, Mapping) or not reference.startswith("#"):
+        target = _referred(schema, root)
+        if target is None:
             break
         schema = target
     return schema
 
 
+def _referred(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the schema that the reference in `schema` means; None if it has none, or one without a place."""
+    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return None
+    target: Any = root
+    for part in reference.split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(target, list):
+            target = target[int(name)] if name.isdecimal() and len(name) < 9 and int(name) < len(target) else None
+        else:
+            target = target.get(name) if isinstance(target, Mapping) else None
+    return target if isinstance(target, Mapping) else None
+
+
 def property_schema(schema: Any, key: str, root: Mapping[str, Any]) -> Any:
-    """Return the schema of an object's property, which references and alternatives of the object's `schema` may say, or
-    of properties that it does not name. None if it says nothing."""
+    """Return the schema of the property `key` of an object with `schema`, or of the items of a list if `key` is "item".
+    It may stand behind references and in allOf, anyOf and oneOf. If no part names the key, the schema is that of
+    additionalProperties, or None. Parts without a type are left out if another part states one."""
     found, others, seen, stack = list[Any](), list[Any](), set[int](), [schema]
     while stack:
         one = resolve_ref(stack.pop(), root)
@@ -226,12 +242,16 @@ def property_schema(schema: Any, key: str, root: Mapping[str, Any]) -> Any:
             continue
         seen.add(id(one))
         properties = one.get("properties")
-        if isinstance(properties, Mapping) and key in properties:
+        if key == "item" and "items" in one:
+            found.append(one["items"])
+        elif isinstance(properties, Mapping) and key in properties:
             found.append(properties[key])
         elif isinstance(one.get("additionalProperties"), Mapping):
             others.append(one["additionalProperties"])
         stack += (part for name in ("allOf", "anyOf", "oneOf") if isinstance(one.get(name), list) for part in one[name])
     found = found or others
+    if len(found) > 1:
+        found = [one for one in found if schema_types(one, root) - {"unknown"}] or found
     return {"anyOf": found} if len(found) > 1 else found[0] if found else None
 
 

@@ -91,7 +91,7 @@ def nested_value(text: str, body: Tags, schema: Any, root: Mapping[str, Any], de
             level += 1 if mark[0] == opened else -1
             position, end = mark.end(), mark.start()
         inner = text[found.end() : end]
-        items.append((key, nested_value(inner, body, _part_schema(schema, key, root), root, depth + 1)))
+        items.append((key, nested_value(inner, body, property_schema(schema, key, root), root, depth + 1)))
         found = begin.match(text, position)
     if all(key == "item" for key, _ in items) and ("array" in kinds or "object" not in kinds):
         return [value for _, value in items]
@@ -100,9 +100,3 @@ def nested_value(text: str, body: Tags, schema: Any, root: Mapping[str, Any], de
         repeated = [one for name, one in items if name == key]
         result[key] = repeated if len(repeated) > 1 else value
     return result
-
-
-def _part_schema(schema: Any, key: str, root: Mapping[str, Any]) -> Any:
-    if key == "item" and isinstance(schema, Mapping) and "items" in schema:
-        return schema["items"]
-    return property_schema(schema, key, root)

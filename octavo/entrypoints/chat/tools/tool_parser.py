@@ -174,11 +174,9 @@ def json_call(value: Any, argument_names: Sequence[str], key: str = "name") -> C
     name."""
     if not isinstance(value, dict) or not isinstance(value.get(key), str) or not value[key]:
         return None
-    arguments: Any = next((value[name] for name in argument_names if name in value), {})
-    if isinstance(arguments, str) and arguments.strip():  # some models write the object as a text
-        arguments = load_json(arguments)
-    elif arguments is None or isinstance(arguments, str):
-        arguments = {}
+    arguments: Any = next((sent for name in argument_names if (sent := value.get(name)) is not None), {})
+    if isinstance(arguments, str):  # some models write the object as a text
+        arguments = load_json(arguments) if arguments.strip() not in ("", "null") else {}
     own_id = value.get("id")
     own_id = own_id if isinstance(own_id, str) else ""
     return Call(value[key], to_json(arguments), own_id) if isinstance(arguments, dict) else None

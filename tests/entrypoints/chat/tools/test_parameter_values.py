@@ -72,6 +72,7 @@ TEXT = {"properties": {"a": {"type": "string"}}}
         {"$ref": "#/$defs/Arguments", "$defs": {"Arguments": {"type": "object", **TEXT}}},
         {"allOf": [{"$ref": "#/definitions/One"}, {"required": ["a"]}], "definitions": {"One": TEXT}},
         {"anyOf": [{"properties": {"b": {}}}, TEXT]},
+        {**TEXT, "allOf": [{"properties": {"a": {"minLength": 1}}}]},
         {"type": "object", "additionalProperties": {"type": "string"}},
         {"properties": {"b": {"anyOf": [{"type": "string"}, {}]}, "a": {"$ref": "#/properties/b/anyOf/0"}}},
         {"properties": {"b": {"prefixItems": [{"type": "string"}]}, "a": {"$ref": "#/properties/b/prefixItems/0"}}},
@@ -104,6 +105,16 @@ def test_a_schema_that_repeats_itself_is_read_once() -> None:
     last = Counted(type="string")
     assert schema_types({"$ref": "#/$defs/d0"}, {"$defs": {**chain, "d6": last}}) == {"string"}
     assert last.num_reads == 1
+
+
+def test_a_reference_to_an_anchor_says_nothing() -> None:
+    root = {"type": "object", "$defs": {"city": {"$anchor": "city", "type": "string"}}}
+    assert schema_types({"$ref": "#city"}, root) == set() and schema_types({"$ref": "#"}, root) == {"object"}
+
+
+def test_items_of_an_optional_list_have_its_type() -> None:
+    zips = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
+    assert property_schema(zips, "item", {}) == {"type": "string"}
 
 
 def test_objects_and_lists_may_be_tags_in_tags() -> None:

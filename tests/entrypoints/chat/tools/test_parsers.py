@@ -54,6 +54,13 @@ GOOD: list[tuple[str, str, str | None, list[Any]]] = [
         [PARIS, NOW],
     ),
     ("hermes", '<tool_call>{"name": "now", "arguments": {}}', None, [NOW]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "null"}</tool_call>', None, [NOW]),
+    (
+        "hermes",
+        '<tool_call>{"name": "get_weather", "arguments": null, "parameters": {"city": "Paris"}}</tool_call>',
+        None,
+        [PARIS],
+    ),
     ("hermes", '<tool_call>{"name": "now", "arguments": "{}"}</tool_call> Done.', " Done.", [NOW]),
     (
         "hermes",

@@ -281,6 +281,20 @@ def test_a_schema_that_texts_cannot_be_told_by_has_no_native_spelling() -> None:
     assert read(lambda: FormatParser(form, {"f": referred}), text, []) == ("", [("f", {"a": "x"})])
 
 
+def test_keywords_beside_any_of_several_references_have_no_native_spelling() -> None:
+    schemas = {"A": {"$ref": "#/$defs/B", "pattern": "^x"}, "B": {"type": "string"}}
+    for name, is_spelled in (("A", False), ("B", True)):
+        schema = {"type": "object", "properties": {"a": {"$ref": f"#/$defs/{name}"}}, "$defs": schemas}
+        assert (spelling(FORMATS["qwen3_coder"], {"f": schema}) is not None) is is_spelled
+
+
+def test_a_name_that_python_does_not_have_leaves_the_other_functions_held() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    spelled = spelling(FORMATS["pythonic"], {"f": schema, "get-weather": schema}, free={"get-weather"})
+    assert spelled is not None and list(spelled.calls) == ["f"]
+    assert spelling(FORMATS["pythonic"], {"get-weather": schema}, free={"get-weather"}) is None
+
+
 def test_notes_and_lists_of_types_change_nothing_of_a_spelling() -> None:
     text = {"type": "string", "example": "x", "nullable": False, "x-order": 1, "minimum": 0}
     noted = {"type": ["object", "null"], "$id": "urn:x", "deprecated": True, "properties": {"a": text}}
