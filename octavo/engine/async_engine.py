@@ -497,8 +497,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             record_ready(self.metrics, ready, self.config)
 
     def _is_busy(self) -> bool:
-        """Return whether requests run and the engine is not paused."""
-        return bool(self._outputs.requests) and not self._control.is_paused
+        """Return whether requests run, and the core may be in a step."""
+        return bool(self._outputs.requests) and self._control.may_compute
 
     def _core_ended(self, error: OctavoError) -> None:
         """Give each running request to another engine, keep it for the next core, or fail it."""

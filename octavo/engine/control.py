@@ -17,7 +17,7 @@ from octavo.errors import OctavoError
 
 logger = logging.getLogger(__name__)
 
-_LIVE_VIEW_TIMEOUT_S = 5.0  # longer than a step takes
+_LIVE_VIEW_TIMEOUT_S = 5.0  # the page does not wait longer for the step that runs
 
 
 class EngineControl:
@@ -30,6 +30,7 @@ class EngineControl:
         self._asleep: frozenset[str] = frozenset()  # of `SLEEPERS`
         self.sleep_level = 0  # 0 while awake
         self._is_halted = False  # the core computes nothing
+        self._num_halting = 0  # pauses that wait for the core or its requests
         self._falling_asleep_or_waking = asyncio.Lock()
         # Changes of the cache that the core has not answered yet, in order. Result None: the core has ended instead.
         self._changes: list[asyncio.Future[CacheWasReset | None]] = []
@@ -38,6 +39,11 @@ class EngineControl:
     @property
     def is_paused(self) -> bool:
         return not self._is_open.is_set()
+
+    @property
+    def may_compute(self) -> bool:
+        """Whether the core may be in a step: the engine is not paused, or a pause still waits for it."""
+        return not self.is_paused or self._num_halting > 0
 
     @property
     def is_sleeping(self) -> bool:
@@ -55,14 +61,20 @@ class EngineControl:
         """See `AsyncLLMEngine.pause_generation`."""
         check_mode(mode, PAUSE_MODES)
         await self._supervisor.wait_ready()
-        was_open = self._is_open.is_set()
+        was_open, was_halted = self._is_open.is_set(), self._is_halted
         self._is_open.clear()
+        self._num_halting += 1
         try:
             await self._halt(mode, clear_cache)
         except (OctavoError, asyncio.CancelledError):
             if was_open:
                 await self.resume()
+            elif was_halted and not self._is_halted:
+                self._is_halted = True
+                self.halt_again()
             raise
+        finally:
+            self._num_halting -= 1
 
     async def _halt(self, mode: str, clear_cache: bool) -> None:
         if mode == "keep":
@@ -78,6 +90,8 @@ class EngineControl:
             self._supervisor.tell(SetPaused(False))
         while self.is_paused and not self._is_idle():  # noqa: ASYNC110 - nothing tells that the last one has ended
             await asyncio.sleep(0.01)
+        if self._supervisor.failure is not None:
+            raise self._supervisor.failure
         if self.is_paused and clear_cache:
             await self.reset_prefix_cache()
 

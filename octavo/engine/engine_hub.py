@@ -244,7 +244,7 @@ class _Engine:
             front.channels.say(CoreEnded(self.rank, self.supervisor.end_reason, is_final))
 
     def _is_busy(self) -> bool:
-        return self._has_requests and not self._is_paused
+        return self._has_requests and (not self._is_paused or bool(self._views))
 
     def say_ended(self, front: FrontEnd) -> None:
         """Tell a front end that started while the core sleeps that there is no core."""
@@ -359,7 +359,10 @@ class EngineHub:
         example because an adapter's files are gone, is logged and skipped. Raises `EngineDeadError` if the front end
         ends."""
         await front.channels.call("snapshot")
-        for name, args in list(self._standing.values()):
+        for topic in list(self._standing):
+            if topic not in self._standing or (topic == "pause" and self.is_asleep):
+                continue  # it was undone meanwhile, or nobody answers, and waking ends the pause
+            name, args = self._standing[topic]
             try:
                 await front.channels.call(name, **args)
             except EngineDeadError:
@@ -399,6 +402,9 @@ class EngineHub:
     async def _hold(self, **args: Any) -> bool:
         """Have every front end pause. Returns False if they were resumed meanwhile. If one of them fails, all resume:
         requests of paused front ends would wait for ever."""
+        if args["mode"] != "keep" and "pause" in self._standing:  # a front end that starts meanwhile halts no core
+            name, standing = self._standing["pause"]
+            self._standing["pause"] = name, {**standing, "mode": args["mode"]}
         self._num_holding += 1
         num_resumes = self._num_resumes
         try:
@@ -460,6 +466,7 @@ class EngineHub:
         if not self._asleep:
             self._standing.pop("sleep", None)
             self._standing.pop("pause", None)
+            self._num_resumes += 1
             self._record_sleep(0)
 
     def _record_sleep(self, level: int) -> None:

@@ -108,9 +108,8 @@ class Router:
 
     def _load(self, replica: Replica) -> float:
         """Return the bytes that a replica was given lately; as many as the most loaded one until it is counted."""
-        if replica not in self._given:
-            self._given[replica] = max(self._given.values(), default=0.0)
-        return self._given[replica] / self._unit
+        given = self._given.get(replica)
+        return (max(self._given.values(), default=0.0) if given is None else given) / self._unit
 
     def _less_loaded(self, replicas: Sequence[Replica], excluded: Collection[Replica], most: float) -> Replica | None:
         """Return the least loaded of some that are drawn at random and have fewer requests than `most`. If there are no

@@ -82,8 +82,10 @@ def test_a_pause_that_keeps_requests_waits_for_a_slow_step(
         for _ in range(9):
             assert await engine.live_view() is None
         assert not pausing.done()
+        assert engine._control.may_compute, "the watchdog ends a core whose step hangs"
         core.send_signal(signal.SIGCONT)
         await pausing
+        assert not engine._control.may_compute
 
     with_engine(use)
 

@@ -403,6 +403,7 @@ def test_the_engine_sleeps_and_wakes_for_all(
 ) -> None:
     async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
         fronts = [await make(), await make()]
+        await fronts[0].shared.pause_generation("keep")
         await fronts[0].shared.sleep(2)
         assert cores[0].poll() is not None
         fronts.append(await make())

@@ -172,6 +172,13 @@ def test_replicas_that_join_a_large_fleet_get_requests() -> None:
     assert all(30 < counts[one] < 80 for one in fleet)
 
 
+def test_a_replica_that_was_only_looked_at_is_still_to_be_counted() -> None:
+    router, fleet = Router(random.Random(1)), replicas(2)
+    router.choose(fleet[:1], {b"x": 9_000})
+    assert router._load(fleet[1]) == router._load(fleet[0]) > 0
+    assert list(router._given) == fleet[:1]
+
+
 def test_a_prefix_remembers_its_latest_holders() -> None:
     router, fleet = Router(random.Random(1)), replicas(20)
     for one in fleet:
