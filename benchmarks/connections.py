@@ -3,12 +3,13 @@
     python benchmarks/connections.py [--minutes 10] [--connections 10000] [--streams 64]
 
 The server is real and its engine core is `front_end.py`'s, which only counts: it gives each watched chat a token every
-20 ms. A process reads the chats and notes the times between their tokens, and asks for a new chat each second. Another
-process holds the hostile connections, in equal parts: without a head, with a head that comes byte by byte, with a body
-that does not come, with endless trailers, with answers that nobody reads, and with fifty requests at once. What the
-server cuts or refuses is opened again. All three processes want a processor: with fewer than three the attack takes its
-time from the server, and the chats take longer than `--minutes`. Printed are the chats that failed, the longest waits
-between tokens, how new chats fared, and the memory of the server.
+20 ms, or so rarely that `--minutes` of them fit the model's context. A process reads the chats and notes the times
+between their tokens, and asks for a new chat each second. Another process holds the hostile connections, in equal
+parts: without a head, with a head that comes byte by byte, with a body that does not come, with endless trailers, with
+answers that nobody reads, and with fifty requests at once. What the server cuts or refuses is opened again. All three
+processes want a processor: with fewer than three the attack takes its time from the server, and the chats take longer
+than `--minutes`. Printed are the chats that failed, the longest waits between tokens, how new chats fared, and the
+memory of the server.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from octavo.metrics.prometheus import EngineMetrics
 from octavo.processes import allow_files, collect_rarely
 
 STEP_S = 0.02
+PROMPT_TOKENS = 256  # more than a chat's prompt has
 KEY = "watched"
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 GET = b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -70,6 +72,7 @@ class Attack:
     def __init__(self, port: int, num_of_each: int) -> None:
         self.port, self.num_of_each = port, num_of_each
         self.epoll = select.epoll()
+        self.kinds = list(KINDS)  # the one that was opened last comes last
         self.held: dict[int, tuple[socket.socket, str]] = {}
         self.unsent: dict[int, bytes] = {}
         self.num_held, self.most_held, self.num_cut = (collections.Counter[str]() for _ in range(3))
@@ -77,9 +80,12 @@ class Attack:
     def open(self, most: int) -> None:
         """Open `most` of the connections that are missing."""
         for _ in range(most):
-            kind = min(KINDS, key=self.num_held.__getitem__)
-            if self.num_held[kind] == self.num_of_each:
+            # In turn: a kind that the server cuts at once would otherwise be the only one that is opened.
+            kind = next((kind for kind in self.kinds if self.num_held[kind] < self.num_of_each), None)
+            if kind is None:
                 break
+            self.kinds.remove(kind)
+            self.kinds.append(kind)
             sock = socket.socket()
             sock.setblocking(False)
             sock.connect_ex(("127.0.0.1", self.port))
@@ -207,7 +213,8 @@ async def run(args: argparse.Namespace, folder: Path) -> None:
     config = AsyncEngineArgs(max_num_seqs=2048).create_engine_config()
     metrics = EngineMetrics(config.model.served_model_names[0], config.model.max_model_len)
     (folder / "aborts").touch()
-    engine = AsyncLLMEngine(config, metrics=metrics, core=CountingCore(STEP_S, folder / "aborts"))
+    step_s = max(STEP_S, 60 * args.minutes / (config.model.max_model_len - PROMPT_TOKENS))
+    engine = AsyncLLMEngine(config, metrics=metrics, core=CountingCore(step_s, folder / "aborts"))
     compile_chat_template(engine.tokenizer)
     server = HttpServer(engine, ServerArgs(disable_log_requests=True, api_key=[KEY]))
     context = multiprocessing.get_context("spawn")
@@ -217,7 +224,7 @@ async def run(args: argparse.Namespace, folder: Path) -> None:
         await engine.wait_ready()
         collect_rarely()
         port = sock.getsockname()[1]
-        num_tokens = int(60 * args.minutes / STEP_S)
+        num_tokens = int(60 * args.minutes / step_s)
         watching = asyncio.ensure_future(in_process(watch, port, args.streams, num_tokens, started, found))
         while not started.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.1)

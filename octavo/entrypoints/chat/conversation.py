@@ -195,7 +195,9 @@ class Conversation:
         # 5. Reuse the tokens of earlier answers, if any are found. Such a prompt has neither media nor embeddings.
         if self._answer_recall is not None and (recalled := self._answer_recall.recall(prompt)) is not None:
             return PreparedPrompt({"prompt": prompt, "prompt_token_ids": recalled.token_ids}, False, grammar)
-        if body.resume is not None and body.resume.prompt is not None and not media:
+        if body.resume is not None and body.resume.prompt is not None:
+            if media:
+                raise RequestError("resume.prompt is not for messages with media.", param="resume.prompt")
             return PreparedPrompt({"prompt": prompt, "prompt_token_ids": body.resume.prompt}, False, grammar)
         embeds = embeds_of([message.content for message in body.messages])
         prompt_with_embeds = with_embeds(prompt, embeds) if embeds else prompt

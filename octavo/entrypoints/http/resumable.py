@@ -1,9 +1,9 @@
 """Streams that another server can go on with, such as another replica behind `octavo gateway`.
 
 A request with the header X-Octavo-Resumable is answered with the stream's id, time and seed in the same header. In the
-stream a comment with tokens follows the events made of these tokens. If the prompt has
-tokens of earlier answers, which the other server does not remember, a comment with the prompt's tokens comes first. The
-other server gets all this as the field `resume`, replays the tokens through the readers, and sends the rest.
+stream a comment with tokens follows the events made of these tokens. If the prompt has tokens of earlier answers, which
+the other server does not remember, a comment with the prompt's tokens comes first. The other server gets all this as
+the field `resume`, replays the tokens through the readers, and sends the rest.
 """
 
 from __future__ import annotations

@@ -72,6 +72,8 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
 
     def __init__(self, body: CompletionRequest, raw: Request, *, only_renders: bool = False) -> None:
         super().__init__(body, raw, only_renders=only_renders)
+        if body.resume is not None and body.resume.prompt is not None:
+            raise RequestError("resume.prompt is for chats; completions send their prompt.", param="resume.prompt")
         if body.max_tokens is None and self._truncation is not None:
             self._params.max_tokens = None
         self._prompts: list[_Prompt] = []

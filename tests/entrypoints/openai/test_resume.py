@@ -58,6 +58,7 @@ def test_only_streams_of_one_answer_are_resumable(http: httpx.Client, engine: Fa
         ({"n": 2, "resume": {**about, "tokens": []}}, "goes with a stream"),
         ({"resume": {**about, "tokens": [[2000]]}}, "beyond the model's"),
         ({"max_tokens": 2, "resume": {**about, "tokens": [[5], [6]]}}, "all 2 tokens"),
+        ({"resume": {**about, "tokens": [], "prompt": [5]}}, "resume.prompt is for chats"),
     ):
         refused = http.post(path, json={"model": MODEL, "stream": True, "prompt": "a", **fields})
         assert refused.status_code == 400 and says in refused.json()["error"]["message"]
