@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import asyncio
+    import socket
+
+ACCEPTS_PER_TURN = 8  # connections; each takes some 0.1 ms
 
 
 def python_command(module: str, *args: str) -> list[str]:
@@ -81,6 +84,15 @@ def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
         return asyncio.SelectorEventLoop
     return uvloop.new_event_loop
+
+
+def accepting_several(listeners: Sequence[socket.socket] | None) -> list[socket.socket] | None:
+    """Return `listeners` with `ACCEPTS_PER_TURN - 1` copies of each. libuv accepts one connection from a socket in a
+    turn of the loop: while turns take milliseconds, a burst of clients would fill the queue, and others would wait for
+    seconds. A copy is closed by the server that listens on it."""
+    if listeners is None:
+        return None
+    return [*listeners, *(each.dup() for each in listeners for _ in range(ACCEPTS_PER_TURN - 1))]
 
 
 def collect_rarely() -> None:

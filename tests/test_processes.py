@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import zipfile
@@ -14,7 +16,7 @@ import pytest
 
 import octavo
 from octavo import processes
-from octavo.processes import import_path, python_command
+from octavo.processes import ACCEPTS_PER_TURN, accepting_several, event_loop_factory, import_path, python_command
 from tests.e2e.server import running_server
 
 ROOT = Path(octavo.__file__).parent.parent
@@ -170,3 +172,31 @@ def test_a_working_directory_that_has_been_deleted_does_no_harm(
     monkeypatch.setattr(sys, "path", ["", "/elsewhere"])
     assert import_path() == ["/elsewhere"]
     assert "-P" in python_command("x")
+
+
+def test_a_turn_of_the_loop_accepts_several_connections() -> None:
+    async def act() -> None:
+        loop, accepted = asyncio.get_running_loop(), 0
+
+        class Accepted(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                nonlocal accepted
+                accepted += 1
+                transport.close()
+
+        with socket.create_server(("127.0.0.1", 0), backlog=64) as sock:
+            copies = accepting_several([sock])
+            assert copies is not None
+            servers = [await loop.create_server(Accepted, sock=copy, backlog=64) for copy in copies]
+            clients = [socket.create_connection(sock.getsockname()) for _ in range(4 * ACCEPTS_PER_TURN)]
+            num_turns = 0
+            while accepted < len(clients):
+                num_turns += 1
+                await asyncio.sleep(0)
+            for each in [*servers, *clients]:
+                each.close()
+            assert num_turns <= 2 * len(clients) / ACCEPTS_PER_TURN
+
+    loop = event_loop_factory()()
+    loop.run_until_complete(act())
+    loop.close()

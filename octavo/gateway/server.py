@@ -35,7 +35,7 @@ from octavo.gateway.page import Page
 from octavo.gateway.proxy import WaitLimits
 from octavo.gateway.serve_process import ServeProcess
 from octavo.logs import configure_logging
-from octavo.processes import allow_files, collect_rarely, event_loop_factory
+from octavo.processes import accepting_several, allow_files, collect_rarely, event_loop_factory
 
 logger = logging.getLogger("octavo.gateway")
 
@@ -293,6 +293,9 @@ class GatewayServer(uvicorn.Server):
             await self.models.close()
             if self.store is not None:
                 await self.store.close()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(accepting_several(sockets))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

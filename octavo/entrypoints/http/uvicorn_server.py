@@ -29,6 +29,7 @@ from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.server_state import ServerState
 from octavo.entrypoints.http.shared_counts import CONNECTIONS, SharedCounts
 from octavo.entrypoints.http.streaming import Push
+from octavo.processes import accepting_several
 
 if TYPE_CHECKING:
     from octavo.engine.engine_client import EngineClient
@@ -100,7 +101,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup(accepting_several(sockets))
         if self.state.args.response_store is not None:
             from octavo.entrypoints.batch.batch_job import take_over
 
@@ -150,15 +151,20 @@ class HttpServer(uvicorn.Server):
 
 class RequestStarts:
     """Starts at most `STARTS_PER_TURN` requests in a turn of the event loop, in the order of their arrival. Between
-    turns the engine's tokens are passed on, however many requests arrive at once."""
+    turns the engine's tokens are passed on, however many requests arrive at once.
+
+    Pipelined requests take one of a turn's starts while others wait: a client that sends fifty requests at once would
+    otherwise delay everybody else's.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
+        self._pipelined: deque[Callable[[], None]] = deque()
         self._num_started = 0  # requests started in this turn
 
-    def start(self, loop: asyncio.AbstractEventLoop, begin: Callable[[], None]) -> None:
+    def start(self, loop: asyncio.AbstractEventLoop, begin: Callable[[], None], *, is_pipelined: bool = False) -> None:
         if self._num_started == STARTS_PER_TURN:
-            self._waiting.append(begin)
+            (self._pipelined if is_pipelined else self._waiting).append(begin)
             return
         if self._num_started == 0:
             loop.call_soon(self._next_turn, loop)
@@ -166,11 +172,12 @@ class RequestStarts:
         begin()
 
     def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._num_started = min(len(self._waiting), STARTS_PER_TURN)
+        self._num_started = min(len(self._waiting) + len(self._pipelined), STARTS_PER_TURN)
         if self._num_started:
             loop.call_soon(self._next_turn, loop)
-        for _ in range(self._num_started):
-            self._waiting.popleft()()
+        num_first = min(len(self._waiting), STARTS_PER_TURN - bool(self._pipelined))
+        for place in range(self._num_started):
+            (self._waiting if place < num_first else self._pipelined).popleft()()
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -203,6 +210,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._end_timer: asyncio.TimerHandle | None = None  # aborts the connection
         self._push: Push | None = None  # of the answer under way
         self._is_lingering = False  # answered; further data is dropped
+        self._is_pipelined = False  # the request that starts now was sent before the last answer ended
+        self._answering: RequestResponseCycle | None = None  # `cycle` is the last of pipelined requests
         self._num_head_bytes = 0
         self._num_trailer_bytes = 0
 
@@ -234,6 +243,11 @@ class HttpProtocol(HttpToolsProtocol):
             self._end_timer.cancel()
         if self._push is not None:
             self._push.close()
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+        self._answering = None
+        self.pipeline.clear()
         super().connection_lost(exc)
         self._share(len(self.connections))
         if self.cycle is not None and isinstance(self.cycle.transport, _ClosingTransport):
@@ -276,11 +290,13 @@ class HttpProtocol(HttpToolsProtocol):
         self.cycle.transport = transport  # type: ignore[assignment]
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+
         def begin() -> None:
             if not cycle.disconnected:
                 super(HttpProtocol, self)._start_asgi_task(cycle, app)
 
-        self._starts.start(self.loop, begin)
+        self._starts.start(self.loop, begin, is_pipelined=self._is_pipelined)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)
@@ -300,7 +316,9 @@ class HttpProtocol(HttpToolsProtocol):
             self._end_timer = None
 
     def on_response_complete(self) -> None:
+        self._is_pipelined = bool(self.pipeline)
         super().on_response_complete()
+        self._is_pipelined = False
         self._idle.pop(self, None)  # removed first, to keep the order of times
         if self.cycle.response_complete and not self.transport.is_closing() and not self._is_lingering:
             self._idle[self] = self.loop.time()

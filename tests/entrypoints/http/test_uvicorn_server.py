@@ -339,3 +339,62 @@ def test_a_turn_of_the_loop_starts_few_requests_and_none_is_forgotten(monkeypatc
         assert begun[-1] == 30, "nothing waits: it begins at once"
 
     run(monkeypatch, act)
+
+
+def test_pipelined_requests_delay_others_by_one_start_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(clock: Clock) -> None:
+        loop, starts = asyncio.get_running_loop(), uvicorn_server.RequestStarts()
+        begun: list[str] = []
+        for _ in range(40):
+            starts.start(loop, functools.partial(begun.append, "pipelined"), is_pipelined=True)
+        for _ in range(14):
+            starts.start(loop, functools.partial(begun.append, "first"))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        num = uvicorn_server.STARTS_PER_TURN
+        assert begun[:num] == ["pipelined"] * num, "nothing else had arrived"
+        assert begun[num : 3 * num] == [*["first"] * 7, "pipelined", *["first"] * 7, "pipelined"]
+        assert begun[3 * num :] == ["pipelined"] * 30
+
+    run(monkeypatch, act)
+
+
+def test_the_next_of_requests_sent_at_once_counts_as_pipelined(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[bool] = []
+    start = uvicorn_server.RequestStarts.start
+
+    def noted(self: Any, loop: Any, begin: Any, *, is_pipelined: bool) -> None:
+        kinds.append(is_pipelined)
+        start(self, loop, begin, is_pipelined=is_pipelined)
+
+    monkeypatch.setattr(uvicorn_server.RequestStarts, "start", noted)
+
+    async def act(clock: Clock) -> None:
+        client = Client()
+        client.connect(stream)
+        await client.send(GET * 3)
+        await client.send(GET)
+        assert kinds == [False, True, True, False]
+        client.abort()
+
+    run(monkeypatch, act)
+
+
+def test_a_client_that_leaves_ends_the_first_of_its_pipelined_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[str] = []
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        ends.append((await receive())["type"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})  # nobody is there: not an error
+
+    async def act(clock: Clock) -> None:
+        client = Client()
+        client.connect(wait)
+        await client.send(GET * 3)
+        client.abort()
+        await virtual_sleep(1)
+        assert ends == ["http.disconnect"]
+        assert not client.written
+
+    run(monkeypatch, act)
