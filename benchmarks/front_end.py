@@ -40,6 +40,7 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from octavo import http_protocol
 from octavo.config import AsyncEngineArgs
 from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.engine.core_client import CoreProcess
@@ -54,10 +55,10 @@ from octavo.engine.wire import (
     is_readable,
 )
 from octavo.entrypoints.chat.chat_template import compile_chat_template
-from octavo.entrypoints.http import uvicorn_server
 from octavo.entrypoints.http.front_ends import FrontEnds, one_store, share_port
 from octavo.entrypoints.http.server import _bind
 from octavo.entrypoints.http.server_args import ServerArgs
+from octavo.entrypoints.http.uvicorn_server import HttpServer
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.processes import allow_files, collect_rarely
 from octavo.request import EngineRequest, SequenceOutput
@@ -191,7 +192,7 @@ class Marks(EngineMetrics):
         self.steps.append(time.process_time())
 
 
-class Unsent(uvicorn_server._ClosingTransport):
+class Unsent(http_protocol._ClosingTransport):
     """Sends the head of an answer and its end, and writes nothing between."""
 
     is_used = False
@@ -210,7 +211,7 @@ class Unsent(uvicorn_server._ClosingTransport):
             self.write = write_ends  # type: ignore[method-assign]
 
 
-uvicorn_server._ClosingTransport = Unsent  # type: ignore[misc]
+http_protocol._ClosingTransport = Unsent  # type: ignore[misc]
 
 
 class FrontEnd:
@@ -245,7 +246,7 @@ async def run(args: argparse.Namespace, num_streams: int, folder: Path) -> list[
     metrics.steps = []
     engine = AsyncLLMEngine(config, metrics=metrics, core=CountingCore(step_s, aborts))
     compile_chat_template(engine.tokenizer)
-    server = uvicorn_server.HttpServer(engine, ServerArgs(disable_log_requests=True))
+    server = HttpServer(engine, ServerArgs(disable_log_requests=True))
     lines: list[str] = []
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as sock:
         serving = asyncio.ensure_future(server.serve([sock]))

@@ -10,6 +10,7 @@ from typing import Any
 
 # Control characters and halves of surrogate pairs. Texts from files may contain them; terminals and messages must not.
 _NOT_PRINTED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
+RETRY_AFTER_S = 5  # of a 503 when nothing is known about how long it lasts
 _MAX_CHARACTERS = 4000
 _MAX_COMPARED = 64  # characters of a name or path that is compared with known ones
 

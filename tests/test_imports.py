@@ -105,6 +105,7 @@ def test_the_gateway_imports_nothing_of_the_engine() -> None:
         "errors",
         "field_names",
         "flags",
+        "http_protocol",
         "logs",
         "messages_errors",
         "ollama",

@@ -3,7 +3,7 @@ body.
 
 This is a plain ASGI middleware that does not wrap the answer, so it adds no cost to a stream's chunks. Cheap checks
 come first: a server that is too busy does not read bodies that it will refuse. Bodies are bounded in length and time,
-and routes get them whole. A refused body is never read to its end: `uvicorn_server` closes its connection.
+and routes get them whole. A refused body is never read to its end: `http_protocol` closes its connection.
 """
 
 from __future__ import annotations

@@ -21,14 +21,20 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.entrypoints.http.body_fields import ResponseModel, is_field
-from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, RequestError, similar
+from octavo.errors import (
+    RETRY_AFTER_S,
+    EngineDeadError,
+    EngineRestartingError,
+    EngineStoppingError,
+    RequestError,
+    similar,
+)  # fmt: skip
 from octavo.ollama import UNBUILT as UNBUILT_IN_OLLAMA
 from octavo.ollama import unbuilt_message as unbuilt_in_ollama
 from octavo.structured_output.schema_keywords import LISTS, MAPS, ONE, SILENT
 
 logger = logging.getLogger("octavo.server")
 
-RETRY_AFTER_S = 5
 # Unknown fields that users often send, and the fields that they mean.
 _SUGGESTED_FIELDS = {
     "enable_thinking": 'chat_template_kwargs {"enable_thinking": ...}',

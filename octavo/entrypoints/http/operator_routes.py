@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from octavo.entrypoints.http.body_fields import ResponseModel
-from octavo.entrypoints.http.error_responses import RETRY_AFTER_S
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import state_of
+from octavo.errors import RETRY_AFTER_S
 from octavo.version import __version__
 
 router = Router(tags=["operations"])

@@ -24,12 +24,11 @@ from octavo.engine.request_log import brief, log_request
 from octavo.entrypoints.chat.reasoning import Reasoning
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats, model_formats
 from octavo.entrypoints.http.body_fields import ID_PATTERN, MAX_SESSION_LENGTH, SESSION_PATTERN
-from octavo.entrypoints.http.error_responses import RETRY_AFTER_S
 from octavo.entrypoints.http.json_worker import JsonWorker
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.shared_counts import ENGINE_REQUESTS, SharedCounts
 from octavo.entrypoints.openai.request_bodies import SamplingRequest, TokenRequest
-from octavo.errors import EngineRestartingError, OctavoError, RequestError
+from octavo.errors import RETRY_AFTER_S, EngineRestartingError, OctavoError, RequestError
 from octavo.metrics.http_metrics import HttpMetrics
 from octavo.outputs import RequestOutput
 from octavo.request import MAX_CACHE_TTL_S, AdapterSource, EngineRequest, Prompt

@@ -98,7 +98,7 @@ def named_event(event: Mapping[str, Any]) -> bytes:
 
 
 class Connection(Protocol):
-    """The server's side of an answer (`uvicorn_server.ResponseCycle`)."""
+    """The server's side of an answer (`http_protocol.ResponseCycle`)."""
 
     def attach(self, push: Push) -> None:
         """Open `push`, if the answer has chunks, and close it while the client is late."""

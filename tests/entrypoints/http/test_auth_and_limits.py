@@ -15,8 +15,9 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive
 
+from octavo import http_protocol
 from octavo.api_keys import ApiKeys
-from octavo.entrypoints.http import auth_and_limits, body_reader, server_state, uvicorn_server
+from octavo.entrypoints.http import auth_and_limits, body_reader, server_state
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.openai import tokenize
 from octavo.errors import ConfigError, RequestError
@@ -119,7 +120,7 @@ def test_a_client_who_leaves_in_the_middle_of_its_body_does_no_harm(limited: Add
 
 def test_a_head_that_is_too_long_is_431(limited: Address) -> None:
     with connect(limited) as sock:
-        sock.sendall(b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * (uvicorn_server.MAX_HEAD_BYTES + 10))
+        sock.sendall(b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * (http_protocol.MAX_HEAD_BYTES + 10))
         status, error = read_answer(sock)
     assert status == 431
     assert error is not None and error["type"] == "invalid_request_error"
@@ -130,7 +131,7 @@ def test_a_head_that_drips_is_408_and_one_that_never_begins_is_hung_up_on(
 ) -> None:
     with connect(limited) as dripping:
         wait_until(lambda: limited.num_connections == 1)
-        monkeypatch.setattr(uvicorn_server, "HEAD_TIMEOUT_S", 0.05)  # it counts from the first byte
+        monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.05)  # it counts from the first byte
         dripping.sendall(b"GET /health HTTP/1.1\r\n")
         assert read_answer(dripping)[0] == 408
     with connect(limited) as silent:

@@ -14,10 +14,10 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from octavo import http_protocol
 from octavo.engine.output_processor import RequestState
-from octavo.entrypoints.http import uvicorn_server
 from octavo.entrypoints.http.streaming import Push
-from octavo.entrypoints.http.uvicorn_server import HttpProtocol
+from octavo.http_protocol import HttpProtocol
 from octavo.outputs import RequestOutput
 from tests.waiting import Clock, virtual_sleep
 
@@ -42,12 +42,12 @@ class Client(asyncio.Transport):
 
     def connect(self, app: Any) -> None:
         config = uvicorn.Config(
-            app, lifespan="off", timeout_keep_alive=uvicorn_server.KEEP_ALIVE_S, log_config=None, server_header=False
+            app, lifespan="off", timeout_keep_alive=http_protocol.KEEP_ALIVE_S, log_config=None, server_header=False
         )
         config.load()
         self.protocol = HttpProtocol(
             config=config, server_state=self.server, app_state={}, max_connections=8, write_timeout_s=WRITE_TIMEOUT_S,
-            idle=self.idle, starts=uvicorn_server.RequestStarts(),
+            idle=self.idle, starts=http_protocol.RequestStarts(), refusal=lambda *_: b"{}",
         )  # fmt: skip
         self.protocol.connection_made(self)
 
@@ -142,7 +142,7 @@ def test_an_answer_before_the_body_closes_the_connection_whatever_comes_then(
         assert client.is_half_closed, "the client sees the end of the answer"
         begin = clock.now()
         while not client.is_gone:
-            assert clock.now() - begin < 10 * uvicorn_server.LINGER_S, "what comes keeps it open"
+            assert clock.now() - begin < 10 * http_protocol.LINGER_S, "what comes keeps it open"
             await client.send(rest)
             await virtual_sleep(0.5)
 
@@ -168,7 +168,7 @@ def test_blank_lines_do_not_keep_an_idle_connection(monkeypatch: pytest.MonkeyPa
         await client.send(GET)
         begin = clock.now()
         while not client.is_gone:
-            assert clock.now() - begin < 3 * uvicorn_server.KEEP_ALIVE_S
+            assert clock.now() - begin < 3 * http_protocol.KEEP_ALIVE_S
             await client.send(b"\r\n")
             await virtual_sleep(5)
 
@@ -190,7 +190,7 @@ def test_trailers_are_dropped_and_bounded(monkeypatch: pytest.MonkeyPatch, is_an
         assert client.protocol is not None
         num_headers, num_sent = len(client.protocol.headers), 0
         while not client.is_closing() and not client.is_half_closed:
-            assert num_sent < 3 * uvicorn_server.MAX_HEAD_BYTES, "any number of trailers is read"
+            assert num_sent < 3 * http_protocol.MAX_HEAD_BYTES, "any number of trailers is read"
             await client.send(b"a: b\r\n" * 1000)
             num_sent += 2000
         assert len(client.protocol.headers) == num_headers
@@ -292,7 +292,7 @@ def test_connections_without_a_request_give_way_and_those_with_one_do_not(monkey
         busy = [*early, *[await client(stream_for_ever, GET) for _ in range(3)]]
         assert len(server[0].connections) == 8
         assert b"503" in (await client(stream, GET)).written, "each has its second"
-        await virtual_sleep(uvicorn_server.IDLE_GRACE_S)
+        await virtual_sleep(http_protocol.IDLE_GRACE_S)
         for given_up in (answered, silent, slow):  # the one that is idle for the longest first
             busy.append(await client(stream_for_ever, GET))
             assert given_up.is_gone
@@ -303,7 +303,7 @@ def test_connections_without_a_request_give_way_and_those_with_one_do_not(monkey
         unread = Client(reads=False, server=server)
         unread.connect(stream)
         await unread.send(GET)
-        await virtual_sleep(uvicorn_server.IDLE_GRACE_S)
+        await virtual_sleep(http_protocol.IDLE_GRACE_S)
         refused = await client(stream, GET)
         assert b"503" in refused.written and refused.is_gone
         assert not unread.is_gone and not refusing.is_gone
@@ -317,7 +317,7 @@ def test_connections_without_a_request_give_way_and_those_with_one_do_not(monkey
 
 def test_a_turn_of_the_loop_starts_few_requests_and_none_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     async def act(clock: Clock) -> None:
-        loop, starts = asyncio.get_running_loop(), uvicorn_server.RequestStarts()
+        loop, starts = asyncio.get_running_loop(), http_protocol.RequestStarts()
         begun: list[int] = []
         turns: list[int] = []  # requests that had begun after each turn
 
@@ -334,7 +334,7 @@ def test_a_turn_of_the_loop_starts_few_requests_and_none_is_forgotten(monkeypatc
         for _ in range(30):
             await asyncio.sleep(0)
         assert begun == [*range(30)]
-        assert max(b - a for a, b in itertools.pairwise([0, *turns])) <= uvicorn_server.STARTS_PER_TURN
+        assert max(b - a for a, b in itertools.pairwise([0, *turns])) <= http_protocol.STARTS_PER_TURN
         starts.start(loop, functools.partial(begun.append, 30))
         assert begun[-1] == 30, "nothing waits: it begins at once"
 
@@ -343,7 +343,7 @@ def test_a_turn_of_the_loop_starts_few_requests_and_none_is_forgotten(monkeypatc
 
 def test_pipelined_requests_delay_others_by_one_start_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     async def act(clock: Clock) -> None:
-        loop, starts = asyncio.get_running_loop(), uvicorn_server.RequestStarts()
+        loop, starts = asyncio.get_running_loop(), http_protocol.RequestStarts()
         begun: list[str] = []
         for _ in range(40):
             starts.start(loop, functools.partial(begun.append, "pipelined"), is_pipelined=True)
@@ -351,7 +351,7 @@ def test_pipelined_requests_delay_others_by_one_start_a_turn(monkeypatch: pytest
             starts.start(loop, functools.partial(begun.append, "first"))
         for _ in range(10):
             await asyncio.sleep(0)
-        num = uvicorn_server.STARTS_PER_TURN
+        num = http_protocol.STARTS_PER_TURN
         assert begun[:num] == ["pipelined"] * num, "nothing else had arrived"
         assert begun[num : 3 * num] == [*["first"] * 7, "pipelined", *["first"] * 7, "pipelined"]
         assert begun[3 * num :] == ["pipelined"] * 30
@@ -361,13 +361,13 @@ def test_pipelined_requests_delay_others_by_one_start_a_turn(monkeypatch: pytest
 
 def test_the_next_of_requests_sent_at_once_counts_as_pipelined(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[bool] = []
-    start = uvicorn_server.RequestStarts.start
+    start = http_protocol.RequestStarts.start
 
     def noted(self: Any, loop: Any, begin: Any, *, is_pipelined: bool) -> None:
         kinds.append(is_pipelined)
         start(self, loop, begin, is_pipelined=is_pipelined)
 
-    monkeypatch.setattr(uvicorn_server.RequestStarts, "start", noted)
+    monkeypatch.setattr(http_protocol.RequestStarts, "start", noted)
 
     async def act(clock: Clock) -> None:
         client = Client()
