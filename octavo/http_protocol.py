@@ -1,9 +1,12 @@
-"""uvicorn's HTTP protocol with limits on clients before their request has begun, which uvicorn lacks, and with right ends of
-pipelined requests. The server and the gateway use it."""
+"""uvicorn's HTTP protocol with limits on clients before their request has begun, which uvicorn lacks, and with right
+ends of pipelined requests. The server and the gateway use it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import struct
 from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
@@ -220,7 +223,7 @@ class HttpProtocol(HttpToolsProtocol):
             push.pause()
 
     def _close(self) -> None:
-        """Hang up when the client has read all written data, or after `write_timeout_s`."""
+        """Hang up when the client has read all written data, or nothing for `write_timeout_s`."""
         self.transport.close()
         self._end_within(self._write_timeout_s)
 
@@ -236,8 +239,21 @@ class HttpProtocol(HttpToolsProtocol):
             self._close()
 
     def _end_within(self, seconds: float) -> None:
+        """Reset the connection when its client has read nothing for `seconds`."""
         if self._end_timer is None and seconds > 0:
-            self._end_timer = self.loop.call_later(seconds, self.transport.abort)
+            num_unread = self.transport.get_write_buffer_size()
+            self._end_timer = self.loop.call_later(seconds, self._end_or_wait, seconds, num_unread)
+
+    def _end_or_wait(self, seconds: float, num_unread: int) -> None:
+        self._end_timer = None
+        if self.transport.get_write_buffer_size() < num_unread:
+            self._end_within(seconds)
+            return
+        if (sock := self.transport.get_extra_info("socket")) is not None:
+            with contextlib.suppress(OSError):  # it is closed already
+                # Without it the kernel would keep what the client does not read.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
 
     def _await_head(self) -> None:
         self._end_head()

@@ -213,6 +213,23 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch,
     run(monkeypatch, act)
 
 
+@pytest.mark.parametrize("app", [stream, stream_for_ever])
+def test_a_client_that_reads_slowly_is_not_cut_off(monkeypatch: pytest.MonkeyPatch, app: Any) -> None:
+    async def act(clock: Clock) -> None:
+        client, sizes = Client(reads=False), itertools.chain((100,), itertools.repeat(90))
+        monkeypatch.setattr(client, "get_write_buffer_size", lambda: next(sizes))
+        client.connect(app)
+        begin = clock.now()
+        await client.send(GET)
+        await virtual_sleep(WRITE_TIMEOUT_S + 1)
+        assert not client.is_gone, "it has read something"
+        while not client.is_gone:
+            await virtual_sleep(1)
+        assert WRITE_TIMEOUT_S * 2 <= clock.now() - begin < WRITE_TIMEOUT_S * 2.1, "and then nothing"
+
+    run(monkeypatch, act)
+
+
 def test_a_client_that_reads_again_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     async def act(clock: Clock) -> None:
         client = Client(reads=False)

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.api_keys import ApiKeys
 from octavo.errors import RequestError
-from octavo.gateway.client import TRANSPORT, BrokenAnswerError, Client, ClientSend
+from octavo.gateway.client import BrokenAnswerError, Client, ClientSend
 from octavo.gateway.gateway_metrics import METRICS_TYPE, GatewayMetrics
 from octavo.gateway.key_store import Key, KeySettings, KeyStore, day_number
 from octavo.gateway.page import STATS_PATH, Page, is_of_page
@@ -33,7 +33,7 @@ class AdminApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} is not served")
-        client = Client(ClientSend(send, scope[TRANSPORT]), scope["path"])
+        client = Client(ClientSend(send), scope["path"])
         try:
             if is_of_page(scope["path"]) and scope["path"] != STATS_PATH:
                 await self._page.send_file(scope, receive, client.send)

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.api_keys import ApiKeys, sent_keys
 from octavo.errors import RequestError
-from octavo.gateway.client import TRANSPORT, BrokenAnswerError, Client, ClientSend
+from octavo.gateway.client import BrokenAnswerError, Client, ClientSend
 from octavo.gateway.gateway_metrics import METRICS_TYPE, GatewayMetrics
 from octavo.gateway.key_store import Key, KeyStore, LimitError
 from octavo.gateway.meter import Meter
@@ -76,7 +76,7 @@ class GatewayApp:
         path: str = scope["path"]
         # After a broken answer uvicorn cuts the connection, as the answer is incomplete.
         with contextlib.suppress(_ClientGoneError, BrokenAnswerError):
-            client = Client(ClientSend(send, scope[TRANSPORT]), path, request_id=_request_id(scope))
+            client = Client(ClientSend(send), path, request_id=_request_id(scope))
             if path in OPEN_PATHS:
                 await self._own(path, client, dict(scope["headers"]).get(b"accept", b""))
             elif is_of_page(path):

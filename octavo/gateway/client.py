@@ -3,11 +3,7 @@ to be an event of a stream."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import re
-import socket
-import struct
 import uuid
 from collections.abc import Coroutine
 from typing import Any, cast
@@ -27,8 +23,6 @@ _NO_BODY = (204, 304)  # their Content-Length would tell the length of another a
 _EVENTS = b"text/event-stream"
 _EVENT_END = re.compile(rb"(?<=\n\n)|(?<=\r\n\r\n)")
 _MAX_EVENT_BYTES = 1 << 20  # of an incomplete event that is held back
-WRITE_TIMEOUT_S = 60.0  # a client that reads nothing for so long is cut
-TRANSPORT = "octavo.transport"  # scope key of the client's connection
 
 
 class BrokenAnswerError(Exception):
@@ -43,8 +37,8 @@ class ClientSend:
     """uvicorn's `send` for a client that may read slowly. It waits before it writes: if it is cut off while it waits,
     it has written nothing, and can be called again."""
 
-    def __init__(self, send: Send, transport: asyncio.Transport) -> None:
-        self._send, self._transport = send, transport
+    def __init__(self, send: Send) -> None:
+        self._send = send
 
     def at_once(self, message: Message) -> bool:
         """Send without waiting. Returns False, and has sent nothing, if the client has to read first."""
@@ -57,24 +51,8 @@ class ClientSend:
         return False
 
     async def __call__(self, message: Message) -> None:
-        """Send. If the client has read nothing for `WRITE_TIMEOUT_S`, reset its connection and raise
-        `BrokenAnswerError`: it would hold up the replica, which would then count as lost."""
-        if self.at_once(message):
-            return
-        transport = self._transport
-        while True:
-            num_waiting = transport.get_write_buffer_size()
-            try:
-                async with asyncio.timeout(WRITE_TIMEOUT_S):
-                    return await self._send(message)
-            except TimeoutError:
-                if transport.get_write_buffer_size() < num_waiting:
-                    continue
-                if (sock := transport.get_extra_info("socket")) is not None:
-                    with contextlib.suppress(OSError):  # it is closed already
-                        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                transport.abort()
-                raise BrokenAnswerError from None
+        if not self.at_once(message):
+            await self._send(message)
 
 
 class Client:

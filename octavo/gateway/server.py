@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -18,28 +19,30 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from octavo.api_keys import ApiKeys, with_environment
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, RequestError
 from octavo.flags import Flags, flag
 from octavo.gateway.admin import AdminApp
 from octavo.gateway.app import GatewayApp
 from octavo.gateway.catalogue import Catalogue, named_models, read_catalogue
-from octavo.gateway.client import TRANSPORT, WRITE_TIMEOUT_S
 from octavo.gateway.deployment import DISCOVERY_WAIT_S, Launch
+from octavo.gateway.error_bodies import error_body
 from octavo.gateway.key_store import OnLoss, open_keys
 from octavo.gateway.memory_budget import MemoryBudget
 from octavo.gateway.models import FindLocal, Models
 from octavo.gateway.page import Page
 from octavo.gateway.proxy import WaitLimits
 from octavo.gateway.serve_process import ServeProcess
+from octavo.http_protocol import KEEP_ALIVE_S, HttpProtocol, RequestStarts
 from octavo.logs import configure_logging
 from octavo.processes import accepting_several, allow_files, collect_rarely, event_loop_factory
 
 logger = logging.getLogger("octavo.gateway")
 
 LOOK_INTERVAL_S = 1.0  # between looks at the catalogue's file
+WRITE_TIMEOUT_S = 60.0  # a client that reads nothing for so long is cut
+MAX_CONNECTIONS = 16_384  # of clients
 _DRAIN_POLL_S = 0.02
 
 
@@ -98,6 +101,10 @@ class GatewayArgs(Flags):
         "of them would send it (rendezvous hashing), while the load allows it.",
     )  # fmt: skip
     max_body_bytes: int = flag(100 << 20, "The most bytes of a request's body.", positive=True)
+    max_connections: int = flag(
+        MAX_CONNECTIONS, "The most connections of clients at once. When all are taken, one without a request gives way "
+        "to a new one, or the new one is refused.", positive=True,
+    )  # fmt: skip
     shutdown_timeout: float = flag(20.0, "Seconds that requests under way may go on after SIGTERM.")
     log_format: Literal["text", "json"] = flag("text", "Form of the log: text, or JSON objects, one a line.")
 
@@ -180,63 +187,23 @@ def address_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class _ClosingTransport:
-    """A client's connection. After it is closed, unread data is dropped once the client has read nothing for
-    `WRITE_TIMEOUT_S`."""
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self.write, self.is_closing = transport.write, transport.is_closing  # streams call them for every chunk
-        self._end: asyncio.TimerHandle | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def close(self) -> None:
-        self._transport.close()
-        if self._end is None:
-            self._wait(self._transport.get_write_buffer_size())
-
-    def _wait(self, num_waiting: int) -> None:
-        self._end = self._loop.call_later(WRITE_TIMEOUT_S, self._look, num_waiting)
-
-    def _look(self, num_waiting: int) -> None:
-        num_left = self._transport.get_write_buffer_size()
-        if num_left < num_waiting:
-            self._wait(num_left)
-        else:
-            self._transport.abort()
-
-    def lost(self) -> None:
-        """Note that the connection has ended."""
-        if self._end is not None:
-            self._end.cancel()
-
-
-class _Protocol(HttpToolsProtocol):
-    """Gives the application its client's connection, in the scope."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._closing = _ClosingTransport(transport, self.loop)
-        super().connection_made(self._closing)  # type: ignore[arg-type]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._closing.lost()
-        super().connection_lost(exc)
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope[TRANSPORT] = self.transport  # type: ignore[literal-required]
-
-
-def _config(app: Any) -> uvicorn.Config:
+def _config(app: Any, max_connections: int = MAX_CONNECTIONS) -> uvicorn.Config:
+    protocol = functools.partial(
+        HttpProtocol, max_connections=max_connections, write_timeout_s=WRITE_TIMEOUT_S, idle={}, starts=RequestStarts(),
+        refusal=_refusal,
+    )  # fmt: skip
     options: dict[str, Any] = {
-        "loop": "none", "http": _Protocol, "ws": "none", "lifespan": "off", "interface": "asgi3",
+        "loop": "none", "http": protocol, "ws": "none", "lifespan": "off", "interface": "asgi3",
         "log_config": None, "server_header": False, "proxy_headers": False,
     }  # fmt: skip
     return uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_keep_alive=30, timeout_graceful_shutdown=2, **options
-    )
+        app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=2,
+        **options,
+    )  # fmt: skip
+
+
+def _refusal(status: int, message: str, code: str | None) -> bytes:
+    return error_body(RequestError(message, status=status, code=code), "", "")
 
 
 class _AdminServer(uvicorn.Server):
@@ -266,7 +233,7 @@ class GatewayServer(uvicorn.Server):
         self._args, self._admin_sock = args, admin_sock
         self._draining: asyncio.Task[None] | None = None
         self._seen = self._file_stamp()
-        super().__init__(_config(self.app))
+        super().__init__(_config(self.app, args.max_connections))
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         if self.store is not None:

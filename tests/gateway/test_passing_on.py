@@ -12,10 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from uvicorn.server import ServerState
 
-from octavo.gateway.client import WRITE_TIMEOUT_S, BrokenAnswerError, ClientSend
-from octavo.gateway.server import _config, _Protocol
+from octavo.gateway.client import ClientSend
 from octavo.gateway.upstream import Upstream
 from tests.gateway.fakes import Asked, FakeLaunch, fake_servers, gateway, until
 from tests.waiting import Clock
@@ -383,24 +381,6 @@ def test_a_client_that_reads_late_gets_all_and_nothing_is_held_without_a_bound(
     clock.run(run())
 
 
-def test_a_client_that_reads_slowly_is_not_cut_off(clock: Clock) -> None:
-    sizes, aborted = iter((100, 90, 90, 80, 80, 80)), asyncio.Event()
-    transport: Any = SimpleNamespace(
-        get_write_buffer_size=lambda: next(sizes), get_extra_info=lambda _: None, abort=aborted.set
-    )
-
-    async def send(message: Any) -> None:
-        await asyncio.Event().wait()
-
-    async def run() -> None:
-        begin = clock.now()
-        with pytest.raises(BrokenAnswerError):
-            await ClientSend(send, transport)({})
-        assert clock.now() - begin >= 3 * WRITE_TIMEOUT_S and aborted.is_set()
-
-    clock.run(run())
-
-
 def test_a_client_that_reads_nothing_for_a_minute_is_reset(clock: Clock) -> None:
     async def behave(asked: Asked) -> None:
         asked.begin_stream()
@@ -426,31 +406,26 @@ def test_a_client_that_reads_nothing_for_a_minute_is_reset(clock: Clock) -> None
     clock.run(run())
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_a_closed_connection_ends_once_its_client_reads_no_more_of_the_answer(clock: Clock, is_lost: bool) -> None:
-    """`send` waits for no client whose buffer holds little, nor after the last of an answer."""
-    ended, sizes = asyncio.Event(), iter((100, 90, 80, 80, 70))
+def test_connections_of_clients_are_bounded(clock: Clock) -> None:
+    end = asyncio.Event()
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        raise AssertionError
+    async def behave(asked: Asked) -> None:
+        await end.wait()
+        asked.reply(b"{}")
 
     async def run() -> None:
-        transport: Any = SimpleNamespace(
-            get_extra_info=lambda *_: None, write=lambda _: None, close=lambda: None, is_closing=lambda: False,
-            abort=ended.set, get_write_buffer_size=lambda: next(sizes),
-        )  # fmt: skip
-        config = _config(app)
-        config.load()
-        protocol: Any = _Protocol(config=config, server_state=ServerState(), app_state={})
-        protocol.connection_made(transport)
-        begin = clock.now()
-        protocol.timeout_keep_alive_handler()
-        if is_lost:
-            protocol.connection_lost(None)
-            assert protocol._closing._end.cancelled()
-            return
-        await until(ended.is_set)
-        assert clock.now() - begin >= 3 * WRITE_TIMEOUT_S and next(sizes) == 70, "it has read twice"
+        launch = FakeLaunch(behave)
+        async with gateway({"a": {}}, launch, max_connections=2) as gate:
+            host, port = gate.http.base_url.host, gate.http.base_url.port
+            silent, _ = await asyncio.open_connection(host, port)
+            assert await silent.read() == b"", "a connection without a head ends by itself"
+            busy = [asyncio.ensure_future(gate.http.post("/v1/completions", json={"model": "a"})) for _ in range(2)]
+            await until(lambda: "a" in launch.servers and len(launch.last("a").asked) == 2)
+            refused, _ = await asyncio.open_connection(host, port)
+            head, _, body = (await refused.read()).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503") and json.loads(body)["error"]["code"] == "too_many_connections"
+            end.set()
+            assert [(await one).status_code for one in busy] == [200, 200], "others go on"
 
     clock.run(run())
 
