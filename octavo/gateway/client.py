@@ -14,11 +14,11 @@ from starlette.types import Message, Send
 from octavo.errors import RequestError
 from octavo.gateway.error_bodies import error_body, error_event
 from octavo.gateway.meter import PROMPT_TOKENS, Meter
-from octavo.gateway.stream_progress import RESUMABLE, StreamProgress
+from octavo.gateway.stream_progress import CUT_OFF, RESUMABLE, StreamProgress
 from octavo.gateway.upstream import HOP_BY_HOP, Answer
 from octavo.messages_errors import MESSAGES_PREFIX
 
-_NOT_PASSED_ON = HOP_BY_HOP | {b"date", RESUMABLE, PROMPT_TOKENS}
+_NOT_PASSED_ON = HOP_BY_HOP | {b"date", RESUMABLE, CUT_OFF, PROMPT_TOKENS}
 _NO_BODY = (204, 304)  # their Content-Length would tell the length of another answer's body
 _EVENTS = b"text/event-stream"
 _EVENT_END = re.compile(rb"(?<=\n\n)|(?<=\r\n\r\n)")

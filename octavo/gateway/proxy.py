@@ -25,7 +25,7 @@ from octavo.gateway.models import Models
 from octavo.gateway.replica import Replica
 from octavo.gateway.request_body import RequestBody
 from octavo.gateway.router import CreatedIds
-from octavo.gateway.stream_progress import RESUMABLE, RESUMABLE_PATHS
+from octavo.gateway.stream_progress import CUT_OFF, RESUMABLE, RESUMABLE_PATHS
 from octavo.gateway.upstream import HOP_BY_HOP, Answer, Headers, UnreachableError, UpstreamError
 
 logger = logging.getLogger("octavo.gateway")
@@ -320,10 +320,11 @@ class Proxy:
                 self._metrics.retries.labels(deployment.name, replica.name).inc()
                 logger.warning("%s: replica %s gave no answer: %s", deployment.name, replica.name, error)
                 return f"replica {replica.name}: {error}"
-            others = [one for one in deployment.replicas if one not in tried and one.takes_requests()]
-            if answer.status in _BUSY and others and not is_only:
+            others = _others(deployment, tried)
+            is_cut_off = answer.header(CUT_OFF) and request.path in RESUMABLE_PATHS and not request.body.streams
+            if (answer.status in _BUSY or is_cut_off) and others and not is_only:
                 self._metrics.retries.labels(deployment.name, replica.name).inc()
-                return f"replica {replica.name} answered {answer.status}"
+                return f"replica {replica.name} " + ("is stopping" if is_cut_off else f"answered {answer.status}")
             if answer.status in (502, 503, 504):
                 replica.breaker.fail()
             else:
@@ -339,7 +340,7 @@ class Proxy:
                 created = [one.decode() for one in _CREATED.findall(data[:8192])]
                 for one in created if not client.progress.is_resumable else [client.progress.id]:
                     self._created.add(one, deployment.name, replica, request.owner)
-            return await self._pass_on(deployment, replica, answer, data, client, is_only)
+            return await self._pass_on(deployment, replica, answer, data, client, None if is_only else tried)
         finally:
             replica.num_in_flight -= 1
             if answer is not None:
@@ -347,16 +348,19 @@ class Proxy:
             deployment.close_if_gone(replica)
 
     async def _pass_on(
-        self, deployment: Deployment, replica: Replica, answer: Answer, data: bytes, client: Client, is_only: bool
-    ) -> str | None:
-        """Send an answer to the client. Returns None, or if another replica can go on with the answer, why it broke
-        off. Raises `RequestError` if it broke off and none can."""
+        self, deployment: Deployment, replica: Replica, answer: Answer, data: bytes, client: Client,
+        tried: set[Replica] | None,
+    ) -> str | None:  # fmt: skip
+        """Send an answer to the client. Returns None, or if another replica than those `tried` can go on with the
+        answer, why it broke off; with None no other one may. Raises `RequestError` if it broke off and none can."""
         try:
             await client.begin(answer)
             if not client.add(data):
                 await client.flush()
             while await answer.pass_to(client.add):
                 await client.flush()
+            if client.progress.is_given_up:
+                raise UpstreamError("it stops or its engine has died")
             await client.end()
             return None
         except UpstreamError as error:
@@ -366,7 +370,11 @@ class Proxy:
             if client.progress.has_ended:  # only the connection's end is missing
                 await client.end()
                 return None
-            if client.progress.lose() and not is_only and not self.is_stopping:
+            may_go_on = client.progress.lose() and tried is not None and not self.is_stopping
+            if client.progress.is_given_up and not (may_go_on and _others(deployment, tried or ())):
+                await client.end()  # as the replica ends it
+                return None
+            if may_go_on:
                 return f"replica {replica.name} was lost amid the answer: {error}"
             reason = "the gateway is stopping" if self.is_stopping else "its replica was lost amid the answer"
             raise RequestError(
@@ -415,6 +423,11 @@ class Proxy:
             await task
         finally:
             task.cancel()
+
+
+def _others(deployment: Deployment, tried: Collection[Replica]) -> list[Replica]:
+    """Return the model's replicas that take requests and are not among those `tried`."""
+    return [one for one in deployment.replicas if one not in tried and one.takes_requests()]
 
 
 def route_of(path: str) -> str | None:

@@ -3,7 +3,8 @@
 Octavo's servers answer the header X-Octavo-Resumable with the stream's id, time and seed. In the stream, a comment with
 tokens follows the events made of these tokens. Events wait here for that comment, so that the client has the text of
 exactly the known tokens. The first events of a response come before any tokens, and pass at once. A comment with the
-prompt's tokens comes where another replica would not find them by itself.
+prompt's tokens comes where another replica would not find them by itself. A replica that stops before the stream has
+ended gives it up with a comment, whose next events only a client without another replica gets.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import msgspec
 from octavo.gateway.request_body import with_fields
 
 RESUMABLE = b"x-octavo-resumable"
+CUT_OFF = b"x-octavo-cut-off"  # header of a whole answer that is not complete, as its replica stops
 RESUMABLE_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
-_TOKENS, _PROMPT = b": tokens ", b": prompt "
+_TOKENS, _PROMPT, _GIVEN_UP = b": tokens ", b": prompt ", b": given up"
 _ENDS = (
     b"data: [DONE]", b"event: message_stop",
     b"event: response.completed", b"event: response.incomplete", b"event: response.failed",
@@ -40,6 +42,7 @@ class StreamProgress:
         self._rest = b""  # the part of an event that has come
         self._num_at_loss = -1
         self.num_tokens = 0
+        self.is_given_up = False  # by its replica; the events after that wait for `flush`
         self.has_ended = False  # the client has the last event
 
     def begin(self, about: bytes) -> None:
@@ -50,7 +53,7 @@ class StreamProgress:
             except (msgspec.DecodeError, UnicodeDecodeError):
                 return
             self._about = about
-        self._waiting, self._rest = [], b""
+        self._waiting, self._rest, self.is_given_up = [], b"", False
 
     @property
     def is_resumable(self) -> bool:
@@ -68,6 +71,8 @@ class StreamProgress:
                 self._waiting = []
             elif event.startswith(_PROMPT):
                 self._prompt = event[len(_PROMPT) :]
+            elif event == _GIVEN_UP:
+                self.is_given_up = True
             elif event.startswith(_KEEP_ALIVES):
                 ready.append(event)
             elif (name := event.partition(b"\n")[0]) in _BEGINS:
@@ -76,7 +81,7 @@ class StreamProgress:
                     ready.append(event)
             else:
                 self._waiting.append(event)
-                if event.startswith(_ENDS):
+                if event.startswith(_ENDS) and not self.is_given_up:
                     ready += self._waiting
                     self._waiting, self.has_ended = [], True
         return b"".join(event + b"\n\n" for event in ready)

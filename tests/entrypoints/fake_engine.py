@@ -65,6 +65,7 @@ class FakeEngine:
         self.fails_after: tuple[int, Exception] | None = None  # tokens, and what happens then
         self.may_begin: Callable[[], bool] = lambda: True  # asked before the first token, until it says yes
         self.is_paused = False  # after the first token
+        self.is_cut_off = False  # by the server's end
         self.active: set[str] = set()
         self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.deadlines: list[float | None] = []
@@ -74,6 +75,12 @@ class FakeEngine:
 
     def shutdown(self) -> None:
         pass
+
+    def stop_restarting(self) -> None:
+        pass
+
+    async def abort_all_for_shutdown(self) -> None:
+        self.is_cut_off = True
 
     async def check_health(self) -> None:
         if self.failure is not None:
@@ -111,7 +118,16 @@ class FakeEngine:
             ]
             for step in range(sum(map(len, request.begun)), max(map(len, scripts))):
                 await asyncio.sleep(0)
-                await until(lambda step=step: not self.is_paused if step > 0 else self.may_begin())  # type: ignore[misc]
+                await until(
+                    lambda step=step: self.is_cut_off or (not self.is_paused if step > 0 else self.may_begin())  # type: ignore[misc]
+                )
+                if self.is_cut_off:
+                    aborted = outputs.abort(request_id)
+                    assert aborted is not None
+                    result = aborted.take()
+                    assert isinstance(result, RequestOutput)
+                    yield result
+                    return
                 if self.fails_after is not None and step == self.fails_after[0]:
                     raise self.fails_after[1]
                 new = [

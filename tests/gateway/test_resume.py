@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.fakes import Asked, Behave, FakeLaunch, FakeServer, fake_servers, gateway
+from tests.gateway.fakes import Asked, Behave, FakeLaunch, FakeServer, answer_plainly, fake_servers, gateway, until
 from tests.waiting import Clock
 
 ABOUT = {"id": "chatcmpl-1", "created": 5, "seed": 2**63}
@@ -100,6 +100,45 @@ def test_the_last_events_do_not_come_twice_if_the_replica_is_lost_after_them(clo
         async with fake_servers(*[replica(len(SCRIPT))] * 2) as servers, gateway(at(servers)) as gate:
             assert (await gate.ask(stream=True)).content == WHOLE
             assert sum(len(server.asked) for server in servers) == 1
+
+    clock.run(run())
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_stream_that_a_replica_gives_up_goes_on_elsewhere_or_ends_as_it_says(clock: Clock, is_alone: bool) -> None:
+    end = b'data: {"finish_reason": "abort"}\n\ndata: [DONE]\n\n'
+
+    async def give_up(asked: Asked) -> None:
+        asked.head(content_type="text/event-stream", transfer_encoding="chunked", x_octavo_resumable=json.dumps(ABOUT))
+        asked.piece(SCRIPT[0][0] + b"\n\n: tokens [1]\n\n" + SCRIPT[1][0] + b"\n\n: given up\n\n" + end)
+        asked.piece(b"")
+
+    async def run() -> None:
+        behaves = [give_up] if is_alone else [give_up, replica()]
+        async with fake_servers(*behaves) as servers, gateway(at(servers)) as gate:
+            number = 0
+            while not servers[0].asked:  # either may be chosen
+                number += 1
+                answer = await gate.ask(stream=True, messages=[number])
+            assert answer.content == (SCRIPT[0][0] + b"\n\n" + SCRIPT[1][0] + b"\n\n" + end if is_alone else WHOLE)
+
+    clock.run(run())
+
+
+def test_an_answer_that_a_replica_has_cut_off_is_made_by_another_one(clock: Clock) -> None:
+    async def cut_off(asked: Asked) -> None:
+        asked.reply(b'{"finish_reason": "abort"}', x_octavo_cut_off="1")
+
+    async def run() -> None:
+        async with fake_servers(cut_off, answer_plainly) as servers, gateway(at(servers)) as gate:
+            number = 0
+            while not servers[0].asked:  # either may be chosen
+                number += 1
+                assert "abort" not in (await gate.ask(messages=[number])).text
+            servers[1].die()
+            await until(lambda: not gate.deployment("a").replicas[1].is_healthy)
+            alone = await gate.ask(messages=[number])
+            assert "abort" in alone.text and "x-octavo-cut-off" not in alone.headers
 
     clock.run(run())
 

@@ -79,7 +79,8 @@ async def _answer(body: MessagesRequest, raw: Request) -> Response:
     resumable.recalled_prompt = conversation.recalled_prompt
     progress = conversation.progress(outputs)
     if body.stream:
-        return _MessageStream(_stream(write, progress), resumable.headers(len(prompt.token_ids)), push)
+        headers = resumable.headers(len(prompt.token_ids))
+        return _MessageStream(_stream(write, progress, resumable), headers, push)
     message = await run_until_disconnect(_collect(builder, progress), raw.receive)
     return Response(status_code=499) if message is None else JSONResponse(message)
 
@@ -102,7 +103,7 @@ async def _collect(builder: MessageBuilder, progress: AsyncGenerator[Progress, N
 
 
 async def _stream(
-    write: Callable[[Progress], bytes], progress: AsyncGenerator[Progress, None]
+    write: Callable[[Progress], bytes], progress: AsyncGenerator[Progress, None], resumable: ResumableStream
 ) -> AsyncGenerator[bytes, None]:
     try:
         async for part in progress:
@@ -111,7 +112,8 @@ async def _stream(
     except Exception as error:
         if isinstance(error, RequestError):
             NAMES.renamed(error)
-        yield b"event: error\ndata: " + error_body(**error_fields(error)) + b"\n\n"
+        event = b"event: error\ndata: " + error_body(**error_fields(error)) + b"\n\n"
+        yield resumable.before_error(error) + event
     finally:
         await progress.aclose()
 

@@ -25,7 +25,7 @@ from octavo.entrypoints.http.error_responses import REFUSED_NAMES, UNBUILT_PATHS
 from octavo.entrypoints.http.request_headers import HEADERS, RequestHeaders
 from octavo.entrypoints.http.router import LazyRoute, RouteSpec, make_routes
 from octavo.entrypoints.http.server_args import ServerArgs
-from octavo.entrypoints.http.server_state import ID_HEADER, ServerState
+from octavo.entrypoints.http.server_state import CUT_OFF_HEADER, ID_HEADER, ServerState
 from octavo.entrypoints.http.shared_counts import SharedCounts
 from octavo.entrypoints.http.streaming import SERVER_SEND
 from octavo.entrypoints.openai import chat_completions, completions, generate_route, lora_adapters, model_list, tokenize
@@ -165,6 +165,8 @@ class _App(Starlette):
                 if self.sends_ids:
                     _add_id(answer, asked)
                 request_id = answer.get(ID_HEADER)
+                if status == 200 and self.state.octavo.has_cut_off:
+                    answer[CUT_OFF_HEADER] = "1"
                 if REQUEST_ID in scope:
                     answer["request-id"] = scope[REQUEST_ID]
                 if (form := asked.get("endpoint-load-metrics-format")) is not None:

@@ -54,6 +54,7 @@ MAX_RETRY_AFTER_S = 120
 MAX_TRANSCRIPTIONS = 16  # transcribed at once; other sounds wait as files
 MAX_MEDIA_FETCHES = 32  # requests with fetched media in memory; others wait before they fetch
 ID_HEADER = "X-Request-Id"
+CUT_OFF_HEADER = "X-Octavo-Cut-Off"  # of answers that the server's end has shortened: another server may answer wholly
 RANK_HEADER = "X-data-parallel-rank"
 SESSION_HEADER = "X-Session-ID"
 CACHE_SESSION_HEADER, CACHE_TTL_HEADER = "X-Cache-Session", "X-Cache-TTL"
@@ -133,6 +134,7 @@ class ServerState:
         self.transcription_slots = asyncio.Semaphore(MAX_TRANSCRIPTIONS)
         self.media_fetch_slots = asyncio.Semaphore(MAX_MEDIA_FETCHES)
         self.is_stopping = False
+        self.has_cut_off = False  # the requests under way, as the time to stop is over
         self.num_in_flight = 0  # requests whose answers are not complete
         self._num_engine_requests = 0
         self.num_tokenizing = 0  # complete requests that only need this front end's tokenizer

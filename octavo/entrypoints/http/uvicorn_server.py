@@ -116,6 +116,7 @@ class HttpServer(uvicorn.Server):
             logger.info("stopping: no request is under way")
         elif not self.should_exit:
             logger.warning("stopping: %d requests are cut off", state.num_in_flight)
+            state.has_cut_off = True
             await self._engine.abort_all_for_shutdown()
             await self._is_idle_within(FLUSH_TIMEOUT_S)
         self.should_exit = True

@@ -27,6 +27,7 @@ from octavo.entrypoints.openai.response_bodies import (
     PromptTokensDetails,
     Usage,
 )
+from octavo.errors import EngineDeadError
 from octavo.ollama import TRUNCATION_HEADER
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
@@ -166,6 +167,10 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
                 events = await run_off_loop(partial(self._encode, prompt_index, output), length=length)
                 if events:
                     yield events
+        except EngineDeadError as error:
+            if comment := self._resumable.before_error(error):
+                yield comment
+            raise
         finally:
             await outputs.aclose()
         await self._on_end()

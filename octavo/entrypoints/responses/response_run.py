@@ -57,12 +57,12 @@ class ResponseRun:
                 yield begin
             async for part in self._progress:
                 events, is_last = self._builder.write(part), part.finish_reason is not None
-                if is_last:
+                if is_last and not resumable.is_given_up:
                     await self._keep()  # before the client learns that it is complete
                 if shown := resumable.shown(events, part.token_ids, is_last=is_last):
                     yield shown
         except Exception as error:
-            yield _encode(self._fail(error))
+            yield resumable.before_error(error) + _encode(self._fail(error))
         finally:
             await self._progress.aclose()
 

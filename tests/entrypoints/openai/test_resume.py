@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import socket
 from typing import Any
 
 import httpx
 import pytest
 
+from octavo.entrypoints.http.server_args import ServerArgs
+from octavo.entrypoints.http.uvicorn_server import HttpServer
+from octavo.errors import EngineDeadError, EngineStoppingError, RequestError
 from tests.entrypoints.fake_engine import MODEL, FakeEngine
+from tests.waiting import until, within
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "stream_options": {"include_usage": True}}
 BODIES: dict[str, dict[str, Any]] = {
@@ -65,3 +72,52 @@ def test_only_streams_of_one_answer_are_resumable(http: httpx.Client, engine: Fa
     stored = {"messages": [{"role": "user", "content": "x"}], "stream": True, "store": True}
     refused = http.post("/v1/chat/completions", json={**stored, "resume": {**about, "tokens": []}})
     assert refused.status_code == 400 and "store" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [*BODIES, "/v1/responses"])
+@pytest.mark.parametrize(
+    ("error", "is_given_up"),
+    [(EngineStoppingError("x"), True), (EngineDeadError("x"), True), (RequestError("x", status=500), False)],
+)
+def test_a_stream_whose_engine_has_ended_is_given_up(
+    http: httpx.Client, engine: FakeEngine, path: str, error: Exception, is_given_up: bool
+) -> None:
+    engine.fails_after = 2, error
+    body = {"model": MODEL, "stream": True, **BODIES.get(path, {"input": "Hi"})}
+    for headers in ({"X-Octavo-Resumable": "1"}, {}):
+        events = http.post(path, json=body, headers=headers).text.split("\n\n")[:-1]
+        assert events.count(": given up") == (is_given_up and bool(headers)) and "error" in events[-1]
+        assert not (is_given_up and headers) or events[-2] == ": given up" or path == "/v1/responses"
+
+
+def test_what_a_server_that_stops_cuts_off_is_for_another_server(engine: FakeEngine) -> None:
+    engine.is_paused = True
+    server = HttpServer(engine, ServerArgs(shutdown_timeout=0.0, disable_log_requests=True))  # type: ignore[arg-type]
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+
+    async def stream(http: httpx.AsyncClient, path: str, **headers: str) -> list[str]:
+        body = {"model": MODEL, "stream": True, **BODIES.get(path, {"input": "Hi"})}
+        answer = await http.post(path, json=body, headers=headers)
+        return answer.text.split("\n\n")[:-1]
+
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            serving = asyncio.ensure_future(server.serve([sock]))
+            url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            async with httpx.AsyncClient(base_url=url, timeout=within(60)) as http:
+                paths = [*BODIES, "/v1/responses"]
+                asked = [asyncio.ensure_future(stream(http, path, **{"X-Octavo-Resumable": "1"})) for path in paths]
+                asked.append(asyncio.ensure_future(stream(http, "/v1/completions")))
+                body = {"model": MODEL, **BODIES["/v1/completions"]}
+                whole = asyncio.ensure_future(http.post("/v1/completions", json=body))
+                await until(lambda: len(engine.active) == len(asked) + 1)
+                server.stop()
+                *resumable, plain = await asyncio.gather(*asked)
+                for events in resumable:
+                    assert not any(event.startswith(": tokens ") for event in events[events.index(": given up") :])
+                assert ": given up" not in plain and '"abort"' in plain[-2]
+                assert (await whole).headers["x-octavo-cut-off"] == "1"
+                assert "store" not in vars(server.state), "the response is for the other server to keep"
+            await serving
+
+    asyncio.run(run())
