@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import collections
 import multiprocessing
+import re
 import select
 import selectors
 import socket
@@ -56,6 +57,7 @@ KINDS: dict[str, tuple[bytes, bytes, bool]] = {
     "stopped reader": (GET * 5, b"", False),
     "pipelining": (b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 50, b"", True),
 }
+HAS_TOKEN = re.compile(rb'"content":"[^"]')
 OPENED_PER_S = 500  # hostile connections; to open them costs the server time too
 NEW_CHAT_S = 10.0  # after which a new chat counts as refused
 
@@ -182,7 +184,9 @@ def watch(port: int, num_streams: int, num_tokens: int, started: Any, found: Any
                 waits.append(now - last[key.data])
             if min(last) > 0 and not started.is_set():
                 started.set()
-            last[key.data], ends[key.data] = now, (ends[key.data] + data)[-8:]
+            if last[key.data] or HAS_TOKEN.search(data):  # before that the core waits for all chats
+                last[key.data] = now
+            ends[key.data] = (ends[key.data] + data)[-8:]
             if not data or ends[key.data].endswith(b"\r\n0\r\n\r\n"):
                 num_failed += not data or b'"error"' in data
                 selector.unregister(key.fileobj)
