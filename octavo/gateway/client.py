@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Coroutine
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from starlette.types import Message, Send
@@ -16,6 +16,7 @@ from octavo.gateway.error_bodies import error_body, error_event
 from octavo.gateway.meter import PROMPT_TOKENS, Meter
 from octavo.gateway.stream_progress import CUT_OFF, RESUMABLE, StreamProgress
 from octavo.gateway.upstream import HOP_BY_HOP, Answer
+from octavo.http_protocol import ResponseCycle
 from octavo.messages_errors import MESSAGES_PREFIX
 
 _NOT_PASSED_ON = HOP_BY_HOP | {b"date", RESUMABLE, CUT_OFF, PROMPT_TOKENS}
@@ -34,25 +35,42 @@ def _is_events(answer: Answer) -> bool:
 
 
 class ClientSend:
-    """uvicorn's `send` for a client that may read slowly. It waits before it writes: if it is cut off while it waits,
-    it has written nothing, and can be called again."""
+    """uvicorn's `send`, and a way past it for the chunks of a body while the client keeps up. `send` waits before it
+    writes: if it is cut off while it waits, it has written nothing, and can be called again."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
+        self._write: Callable[[bytes], None] | None = (
+            None  # None while `at_once` may not write
+        )
+        self._connection: Callable[[bytes], None] | None = None
 
-    def at_once(self, message: Message) -> bool:
-        """Send without waiting. Returns False, and has sent nothing, if the client has to read first."""
-        sending = cast(Coroutine[Any, Any, None], self._send(message))
-        try:
-            sending.send(None)
-        except StopIteration:
-            return True
-        sending.close()
-        return False
+    def at_once(self, data: bytes) -> bool:
+        """Write a chunk of the body without waiting. Returns False, and has written nothing, if the client has to read
+        first, or the body has no chunks."""
+        if self._write is None:
+            return False
+        self._write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     async def __call__(self, message: Message) -> None:
-        if not self.at_once(message):
-            await self._send(message)
+        await self._send(message)
+        if message["type"] == "http.response.start":
+            connection = getattr(self._send, "__self__", None)
+            if isinstance(connection, ResponseCycle):
+                connection.attach(self)
+
+    def open(self, write: Callable[[bytes], None]) -> None:
+        self._write = self._connection = write
+
+    def pause(self) -> None:
+        self._write = None
+
+    def resume(self) -> None:
+        self._write = self._connection
+
+    def close(self) -> None:
+        self._write = self._connection = None
 
 
 class Client:
@@ -127,7 +145,7 @@ class Client:
             return True
         # A stream's tokens are written before its end is sent.
         send = None if self.meter is not None and self.meter.is_at_end else self._send_at_once
-        if send is not None and send({"type": "http.response.body", "body": due, "more_body": True}):
+        if send is not None and send(due):
             return True
         self._unsent = due
         return False

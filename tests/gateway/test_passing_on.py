@@ -354,8 +354,8 @@ def test_a_client_that_reads_late_gets_all_and_nothing_is_held_without_a_bound(
     waits = asyncio.Event()
     at_once = ClientSend.at_once
 
-    def noted(self: ClientSend, message: Any) -> bool:
-        if not (is_sent := at_once(self, message)):
+    def noted(self: ClientSend, data: bytes) -> bool:
+        if not (is_sent := at_once(self, data)):
             waits.set()
         return is_sent
 
