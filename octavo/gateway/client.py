@@ -40,9 +40,7 @@ class ClientSend:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._write: Callable[[bytes], None] | None = (
-            None  # None while `at_once` may not write
-        )
+        self._write: Callable[[bytes], None] | None = None  # None while `at_once` may not write
         self._connection: Callable[[bytes], None] | None = None
 
     def at_once(self, data: bytes) -> bool:
