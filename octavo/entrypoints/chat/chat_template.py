@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.call_arguments import with_whole_pairs
 from octavo.entrypoints.chat.template_traits import TemplateTraits, template_traits
-from octavo.entrypoints.chat.tools.call_ids import short_id
+from octavo.entrypoints.chat.tools.call_ids import short_id, with_counted_ids
 from octavo.errors import RequestError
 from octavo.loading.jinja_template import compile_template
 
@@ -93,6 +93,8 @@ def render_chat(
     conversation = [_normalised(message, as_text=traits.takes_text_arguments) for message in messages]
     if traits.needs_short_ids:
         conversation = [_with_short_ids(message) for message in conversation]
+    if traits.needs_counted_ids:
+        conversation = with_counted_ids(conversation)
     if placeholders is None and any(_has_other_parts(message) for message in conversation):
         raise RequestError(
             "parts of messages other than text are not built here; chats, Responses, Messages and LLM.chat have "

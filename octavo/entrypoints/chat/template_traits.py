@@ -76,6 +76,7 @@ class TemplateTraits:
     takes_system: bool
     takes_text_arguments: bool  # arguments of a call are JSON text and not an object
     needs_short_ids: bool  # ids of nine letters and digits
+    needs_counted_ids: bool  # ids functions.NAME:N, which the template writes in the place of names
     parts_of: frozenset[str]
     takes_only_parts: bool
 
@@ -167,9 +168,10 @@ def _way_of_calls(template: str, special: _Special) -> tuple[str, bool, str | No
     """Return how the template writes a call: the kind of id, whether arguments are text, the content, and whether a
     result must follow. None if it writes no calls."""
     call = CALLS[0]
-    for id_field in ("short_id", "counted_id"):
-        for as_text in (False, True):
-            for needs_result in (False, True):
+    # Without a result first: where a template writes only the id of a call, results may have its name.
+    for needs_result in (False, True):
+        for id_field in ("short_id", "counted_id"):
+            for as_text in (False, True):
                 after = [_result(call, id_field)] if needs_result else []
                 written = dict[str | None, str]()  # by content
                 for content in (None, ""):
@@ -224,6 +226,7 @@ def _traits(template: str, special: _Special) -> TemplateTraits:
         needs_short_ids=id_field == "short_id"
         and way is not None
         and not _writes_call_with(template, special, "long_id", way),
+        needs_counted_ids=id_field == "counted_id",
         parts_of=frozenset(
             role for role in ("system", "user", "assistant", "tool")
             if _writes_parts(template, special, role, calling, id_field)

@@ -6,6 +6,7 @@ are."""
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -260,7 +261,22 @@ def test_ids_of_other_servers_get_the_form_that_the_template_demands() -> None:
     with_ids = SHORT_IDS.replace("[TOOL_RESULTS]", "[TOOL_RESULTS]{{ m.tool_call_id }} ")
     id = texts["toolu_01A"]
     assert render_chat(tokenizer_of(with_ids), [USER, calling(id="toolu_01A"), result("toolu_01A")]).count(id) == 2
-    assert "toolu_01A" in render_chat(tokenizer_of(COUNTED_IDS), [USER, calling(id="toolu_01A")])
+
+
+def test_ids_of_other_servers_are_counted_where_the_template_reads_names_from_them() -> None:
+    tokenizer = tokenizer_of(COUNTED_IDS.replace("{{ m.content }}", "{{ m.tool_call_id }}{{ m.content }}"))
+    two = calling(id="toolu_01A")
+    two["tool_calls"] += calling(id="toolu_01B")["tool_calls"]
+    own = "functions.get_weather:2"
+    messages = [USER, two, result("toolu_01B"), result("toolu_01A"), calling(id=own), result(own), result("lost")]
+    text = render_chat(tokenizer, messages, tools=[WEATHER])
+    begins = re.findall(r"<\|tool_call_begin\|>(.*?)<", text)
+    assert begins == [f"functions.get_weather:{i}" for i in range(3)]
+    assert re.findall(r"\[tool\](.*?)rain", text) == [begins[1], begins[0], begins[2], "lost"]
+    assert two["tool_calls"][0]["id"] == "toolu_01A"  # the client's message is unchanged
+    # Kimi K2 Thinking's template writes the name of a result, too.
+    named = COUNTED_IDS.replace("[{{ m.role }}]", "[{{ m.name or m.role }}]")
+    assert "begin|>functions.get_weather:0<" in render_chat(tokenizer_of(named), [USER, calling()], tools=[WEATHER])
 
 
 def ids_of(format: str, form: CallIdForm, text: str, used: tuple[str, ...] = ()) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 
 class CallIdForm(Enum):
@@ -69,3 +70,20 @@ class CallIds:
             new = digits[:9] if self.form is CallIdForm.SHORT else f"call_{digits}"
             count += 1
         return new
+
+
+def with_counted_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of a history with ids of calls in the counted form. Results get the new ids of their calls.
+    Ids that have the form are kept."""
+    ids, new_ids, result = CallIds(CallIdForm.COUNTED), dict[Any, str](), list[dict[str, Any]]()
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            counted = [
+                {**call, "id": ids.next(call["function"].get("name", ""), call.get("id") or "")} for call in calls
+            ]
+            new_ids |= {call.get("id"): new["id"] for call, new in zip(calls, counted, strict=True)}
+            message = {**message, "tool_calls": counted}
+        if message.get("role") == "tool":
+            message = {**message, "tool_call_id": new_ids.get(sent := message.get("tool_call_id"), sent)}
+        result.append(message)
+    return result
