@@ -125,7 +125,7 @@ class Client:
         self._rest = b""
         self.progress.begin(answer.header(RESUMABLE) if is_events else b"")
         if self.meter is not None:
-            self.meter.see_prompt(answer.header(PROMPT_TOKENS))
+            self.meter.see_headers(answer.header(PROMPT_TOKENS), answer.header(b"metadata"))
         if self._has_head:
             self._failed_status = 0 if is_events else answer.status
             return

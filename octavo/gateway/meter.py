@@ -6,13 +6,13 @@ import json
 
 from octavo.gateway.key_store import Key, KeyStore
 
-PROMPT_TOKENS = b"x-octavo-prompt-tokens"  # in a resumable stream, whose usage comes last
+PROMPT_TOKENS = b"x-octavo-prompt-tokens"  # of resumable streams, whose usage comes last, and of vectors as bytes
 
 # The last events of the APIs' streams: the tokens are written before the client gets these.
 _ENDS = (b"[DONE]", b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
-_USAGE = b'"usage":'
+_USAGE, _BILLED = b'"usage":', b'"billed_units":'  # the latter of Cohere's API
 _MAX_TOKENS = 1 << 40  # of one request: what a replica says beyond it is nonsense, and databases have 64 bits
-_MAX_TAIL_BYTES = 65_536  # the end of an answer without a stream, which has the usage
+_MAX_USAGE_BYTES = 4096  # of a usage with its name
 _decode = json.JSONDecoder().raw_decode
 
 
@@ -23,7 +23,8 @@ class Meter:
     def __init__(self, store: KeyStore, key: Key) -> None:
         self._store, self.key = store, key
         self.model: str | None = None  # that was asked last
-        self._tail = b""
+        self._seen = b""  # the last bytes of an answer that is no stream
+        self._last: list[tuple[int, int]] = []  # its last usage so far
         self._num_prompt = self._num_completion = 0
         self._written = (0, 0)
         self.is_at_end = False  # the events seen last end the stream
@@ -34,48 +35,60 @@ class Meter:
             await self._store.admit(self.key, model)
         self.model = model
 
-    def see_prompt(self, header: bytes) -> None:
-        """Note the number of the prompt's tokens, from the replica's `header`, which may be empty."""
-        if header.isdigit():
-            self._num_prompt = max(self._num_prompt, _count(int(header)))
+    def see_headers(self, num_prompt_tokens: bytes, metadata: bytes) -> None:
+        """Note the number of the prompt's tokens, and the usage in the `metadata` of vectors that come as bytes. Both
+        are headers of the replica, and may be empty."""
+        if num_prompt_tokens.isdigit():
+            self._note([(_count(int(num_prompt_tokens)), 0)])
+        self._note(_usages(metadata, _USAGE))
 
     def see(self, data: bytes) -> None:
-        """Keep the end of an answer that is no stream: its usage is there."""
-        self._tail = (self._tail + data)[-_MAX_TAIL_BYTES:]
+        """Look for the usage in a piece of an answer that is no stream. The last one counts: what a model gives to a
+        tool may have a field of that name, too."""
+        seen = self._seen + data
+        self._last = _usages(seen, _USAGE)[-1:] or _usages(seen, _BILLED)[-1:] or self._last
+        self._seen = seen[-_MAX_USAGE_BYTES:]
 
     def see_events(self, events: bytes) -> None:
         """Look in whole events for the usage, and for the end of the stream: then `is_at_end` is set."""
-        self._look_into(events)
+        self._note(_usages(events, _USAGE))
         self.is_at_end = any(end in events for end in _ENDS)
 
     async def finish(self, at_least: int = 0) -> None:
         """Write the tokens that are not written yet. A stream without a usage counts as `at_least` so many tokens."""
         if self.model is None:
             return
-        if self._tail:
-            self._look_into(self._tail)
-            self._tail = b""
+        self._note(self._last)
         self._num_completion = max(self._num_completion, at_least)
         prompt, completion = self._num_prompt - self._written[0], self._num_completion - self._written[1]
         if prompt or completion:
             self._written = self._num_prompt, self._num_completion
             await self._store.add_tokens(self.key, self.model, prompt, completion)
 
-    def _look_into(self, data: bytes) -> None:
-        begin = data.find(_USAGE)
-        while begin >= 0:
-            begin += len(_USAGE)
-            try:
-                usage, _ = _decode(data[begin : begin + 4096].decode("utf-8", "replace").lstrip())
-            except ValueError:
-                usage = None
-            if isinstance(usage, dict):
-                prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
-                prompt = usage.get("input_tokens") if prompt is None else prompt
-                completion = usage.get("output_tokens") if completion is None else completion
-                self._num_prompt = max(self._num_prompt, _count(prompt))
-                self._num_completion = max(self._num_completion, _count(completion))
-            begin = data.find(_USAGE, begin)
+    def _note(self, usages: list[tuple[int, int]]) -> None:
+        for prompt, completion in usages:
+            self._num_prompt = max(self._num_prompt, prompt)
+            self._num_completion = max(self._num_completion, completion)
+
+
+def _usages(data: bytes, name: bytes) -> list[tuple[int, int]]:
+    """Return the tokens of prompts and answers in the usages that follow a name."""
+    found = []
+    begin = data.find(name)
+    while begin >= 0:
+        begin += len(name)
+        try:
+            usage, _ = _decode(data[begin : begin + _MAX_USAGE_BYTES].decode("utf-8", "replace").lstrip())
+        except (ValueError, RecursionError):
+            usage = None
+        if isinstance(usage, dict):
+            prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
+            prompt = usage.get("input_tokens") if prompt is None else prompt
+            completion = usage.get("output_tokens") if completion is None else completion
+            if prompt is not None or completion is not None:
+                found.append((_count(prompt), _count(completion)))
+        begin = data.find(name, begin)
+    return found
 
 
 def _count(said: object) -> int:

@@ -450,6 +450,9 @@ def _metered(request: ProxyRequest, key: Key, client: Client) -> ProxyRequest:
     """Return the request as a replica is to get it: with the key's priority, and asking for a usage. Raises
     `RequestError` for requests that the key may not send, such as those whose tokens are limited but not counted."""
     body, settings = request.body, key.settings
+    kept = _KEEPS.match(request.path)
+    if request.method != "POST" or (kept is not None and kept[1] is not None):
+        client.meter = None  # the usage in a kept answer was counted when it was made
     has_budget = settings.tokens_per_day is not None or settings.tokens_per_minute is not None
     # A server in front of a replica may read `/v1/audio/../../generate` as `/generate`.
     is_plain = not {"", ".", ".."} & set(request.path.split("/")[1:])

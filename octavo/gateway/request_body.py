@@ -19,6 +19,7 @@ _MEDIA_BYTES = 4096  # that a message with media counts at most
 _CHUNK_CHARS = 1024  # of a prompt that is one text
 _MAX_PREFIXES = 1024  # of a conversation; later ones do not change its replica
 _FORM_FIELD = re.compile(rb'content-disposition:[^\r\n]*;\s*name="?(model|stream)"?\s*[;\r]', re.IGNORECASE)
+_ON = (True, "1", "on", "t", "true", "y", "yes")  # true to pydantic, by which many servers read bodies
 _MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
@@ -146,10 +147,14 @@ def read_body(data: bytes, content_type: str) -> RequestBody:
     options = fields.stream_options
     wants_usage = isinstance(options, dict) and options.get("include_usage") is True
     return RequestBody(
-        data, fields.model, fields.stream is True, refers_to, is_json=True, wants_usage=wants_usage,
-        is_background=fields.background is True, is_resumed=fields.resume is not None,
+        data, fields.model, _is_on(fields.stream), refers_to, is_json=True, wants_usage=wants_usage,
+        is_background=_is_on(fields.background), is_resumed=fields.resume is not None,
         session_id=fields.session_id if isinstance(fields.session_id, str) else None,
     )  # fmt: skip
+
+
+def _is_on(value: Any) -> bool:
+    return (value.lower() if isinstance(value, str) else value) in _ON
 
 
 def parse(data: bytes, decode: Callable[[bytes], _T], wanted: str) -> _T:

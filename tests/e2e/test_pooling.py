@@ -119,6 +119,7 @@ def test_bytes_are_of_the_type_and_order_that_is_asked_for(embeddings: httpx.Cli
     assert json.loads(named.headers["metadata"])["model"] == "小"
     only = embeddings.post("/pooling", json={"input": TEXTS, "encoding_format": "bytes_only", "task": "token_embed"})
     assert "metadata" not in only.headers and len(only.content) % (4 * 48) == 0
+    assert int(only.headers["x-octavo-prompt-tokens"]) == len(only.content) // (4 * 48)
 
 
 def test_coheres_route_has_the_vectors_of_the_others_in_every_form(embeddings: httpx.Client) -> None:

@@ -383,6 +383,37 @@ def test_tokens_are_counted_in_every_api(clock: Clock, tmp_path: Path) -> None:
     with_keys(clock, tmp_path, test)
 
 
+def test_the_tokens_of_an_answer_are_counted_once_wherever_it_has_them(clock: Clock, tmp_path: Path) -> None:
+    kept = b'{"id": "resp_1", "usage":{"input_tokens": 4, "output_tokens": 3}}'
+    bodies = {
+        "/v1/messages": b'{"content": [{"input": {"usage":{"input_tokens": 900}}}], ' + kept[17:],
+        "/rerank": b'{"usage":{"prompt_tokens": 7, "total_tokens": 7}, "results": ["%b"]}' % (b"y" * 200_000),
+        "/v2/embed": b'{"embeddings": {}, "meta": {"billed_units":{"input_tokens": 7}}}',
+        "/v1/score": b'{"data": [{"usage":%b}], "usage":{"prompt_tokens": 7}}' % (b"[" * 5000),
+    }
+    headers_of = {
+        "/v1/embeddings": {"metadata": '{"usage":{"prompt_tokens": 7}}'},
+        "/pooling": {"x_octavo_prompt_tokens": "7"},
+    }
+
+    async def behave(asked: Asked) -> None:
+        headers = headers_of.get(asked.target, {})
+        asked.reply(bodies.get(asked.target, b"vectors" if headers else kept), **headers)
+
+    async def test(gate: Gateway, keys: Keys) -> None:
+        key_id, headers = await keys.create()
+        gate.http.headers.update(headers)
+        for number, path in enumerate([*bodies, *headers_of, "/v1/responses"], 1):
+            assert (await gate.ask(path=path)).status_code == 200
+            assert sum((await keys.used(key_id))[1:]) == 7 * number, path
+        before = await keys.used(key_id)
+        for method, path in (("GET", "/v1/responses/resp_1"), ("POST", "/v1/responses/resp_1/cancel")):
+            assert (await gate.http.request(method, path)).content == kept
+        assert await keys.used(key_id) == (before[0] + 2, *before[1:]), "what is kept was counted when it was made"
+
+    with_keys(clock, tmp_path, test, behave)
+
+
 def test_refusals_of_a_key_are_counted_by_reason_and_logged_with_its_name(
     clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -98,3 +98,9 @@ def test_turns_of_a_conversation_share_a_hash_up_to_the_users_first_message() ->
         assert shared(messages=turns) == shared(messages=later) != shared(messages=other)
     assert shared(prompt="x" * 2000 + "y") == shared(prompt="x" * 2000 + "z")
     assert shared() is None
+
+
+@pytest.mark.parametrize(("written", "is_on"), [("true", 1), ("1", 1), ('"Yes"', 1), ("[]", 0), ("0", 0), ('"no"', 0)])
+def test_flags_are_read_as_servers_do_that_take_more_than_booleans(written: str, is_on: int) -> None:
+    read = read_body(b'{"stream": %b, "background": %b}' % (written.encode(), written.encode()), JSON)
+    assert read.streams == read.is_background == bool(is_on)

@@ -21,7 +21,7 @@ from octavo.entrypoints.http.streaming import encode_json, tokens_comment
 from octavo.errors import EngineDeadError
 from octavo.sampling_params import SamplingParams
 
-_HEADER, _PROMPT_TOKENS = "X-Octavo-Resumable", "X-Octavo-Prompt-Tokens"
+_HEADER, PROMPT_TOKENS = "X-Octavo-Resumable", "X-Octavo-Prompt-Tokens"
 _GIVEN_UP = b": given up\n\n"
 
 
@@ -60,7 +60,7 @@ class ResumableStream:
         if not self.shows_tokens:
             return {}
         about = {"id": self.id, "created": self.created, "seed": self._seed}
-        return {_HEADER: encode_json(about).decode(), _PROMPT_TOKENS: str(num_prompt_tokens)}
+        return {_HEADER: encode_json(about).decode(), PROMPT_TOKENS: str(num_prompt_tokens)}
 
     @property
     def is_given_up(self) -> bool:

@@ -24,6 +24,7 @@ from octavo.engine.pooling_input import PoolingInput, Scores, prompt_for
 from octavo.engine.pooling_input import Text as InputText
 from octavo.entrypoints.chat.message_rendering import render_messages
 from octavo.entrypoints.http.piecewise_json import encode_in_pieces
+from octavo.entrypoints.http.resumable import PROMPT_TOKENS
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ARRIVAL, requested_rank, state_of
 from octavo.entrypoints.http.streaming import run_until_disconnect, spread
@@ -242,8 +243,9 @@ class PoolingJob:
                 for i, (one, piece, end) in enumerate(zip(found, pieces, ends, strict=True))
             ]
             told = {} if body.encoding_format == "bytes_only" else self.listed(found, data=data)
+            headers = {PROMPT_TOKENS: str(_num_tokens(found))}
             # Headers are Latin-1, and a model may have any name: `json` escapes it.
-            return b"".join(pieces), {"metadata": json.dumps(told, separators=(",", ":"))} if told else {}
+            return b"".join(pieces), headers | ({"metadata": json.dumps(told, separators=(",", ":"))} if told else {})
 
         return await self._respond(requests, write, BYTES)
 
