@@ -15,6 +15,7 @@ from typing import Any
 
 from octavo.entrypoints.chat.answer_reader import CallDelta, Delta, ReasoningDelta, TextDelta
 from octavo.entrypoints.chat.conversation import Progress
+from octavo.entrypoints.chat.tools.tool_parser import JsonScanner
 from octavo.entrypoints.http.streaming import named_event
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.openai.tool_choice import flat
@@ -80,7 +81,7 @@ class ResponseBuilder:
             return events + self.fail("server_error", f"The request ended before its answer: {reason}.")
         if progress.finish_reason is not None:
             is_cut = progress.finish_reason == "length"
-            events += self._close("incomplete" if is_cut else "completed")
+            events += self._close("incomplete" if self._is_last_cut(is_cut) else "completed")
             if is_cut:
                 self.response["incomplete_details"] = {"reason": "max_output_tokens"}
             events += self._end("incomplete" if is_cut else "completed")
@@ -114,6 +115,13 @@ class ResponseBuilder:
         if deltas and not texts:
             self._logprobs = self._logprobs[-_MAX_HELD_TOKENS:]
         return found[::-1]
+
+    def _is_last_cut(self, is_cut: bool) -> bool:
+        """Return whether the last item is not whole, given whether the answer `is_cut`. A whole call is one even if
+        something after it is cut, and a stop string may end an answer within a call."""
+        if self._is_open and self._item["type"] == "function_call":
+            return JsonScanner().end(self._item["arguments"]) is None
+        return is_cut
 
     def _add(self, delta: ReasoningDelta | CallDelta) -> list[Event]:
         return self._add_call(delta) if isinstance(delta, CallDelta) else self._add_reasoning(delta.text)

@@ -203,6 +203,25 @@ def test_the_stream_helper_and_parse_work(client: openai.OpenAI, engine: FakeEng
     assert tool.type == "function_call" and tool.name == "Weather" and json.loads(tool.arguments) == {"city": "Rome"}
 
 
+@pytest.mark.parametrize(
+    ("fields", "status", "item_status"),
+    [
+        ({}, "completed", "completed"),
+        ({"max_output_tokens": len(CALL) - 18}, "incomplete", "incomplete"),  # within the arguments
+        ({"max_output_tokens": len(CALL) - 4}, "incomplete", "completed"),  # after them
+        ({"stop": ["Par"]}, "completed", "incomplete"),
+    ],
+)
+def test_a_call_is_complete_if_its_arguments_are(
+    http: httpx.Client, engine: FakeEngine, fields: dict[str, Any], status: str, item_status: str
+) -> None:
+    engine.answer = CALL
+    made = post(http, tools=[WEATHER], tool_choice="required", **fields)
+    (call,) = made["output"]
+    assert (made["status"], call["type"], call["status"]) == (status, "function_call", item_status)
+    assert call["arguments"].endswith("}") is (item_status == "completed")
+
+
 def test_what_cuts_or_fails_an_answer_is_said(http: httpx.Client, engine: FakeEngine) -> None:
     cut = post(http, max_output_tokens=4)
     assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
