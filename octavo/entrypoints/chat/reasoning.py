@@ -109,6 +109,7 @@ class Reasoning:
     is_open: bool  # an answer begins inside the reasoning, or is read as if it did
     is_optional: bool  # an answer may have none
     has_header: bool = False  # the prompt ends with the header of a block
+    goes_on: bool = False  # an answer begins within the text of the reasoning, so that its first line breaks count
 
     @classmethod
     def after(cls, prompt: str, style: ReasoningStyle, begun: str | None = None) -> Reasoning | None:
@@ -123,9 +124,10 @@ class Reasoning:
             return cls(style, is_open=end.endswith(style.start), is_optional=True, has_header=has_header)
         if end.endswith(style.end.rstrip()):
             return None
-        begins = begun is not None and begun.lstrip().startswith(style.start.rstrip()) and style.end not in begun
-        if (begins and not style.stays_in_content) or end.endswith(style.start.rstrip()):
-            return cls(style, is_open=True, is_optional=False)
+        start = style.start.rstrip()
+        begins = begun is not None and begun.lstrip().startswith(start) and style.end not in begun
+        if (begins and not style.stays_in_content) or end.endswith(start):
+            return cls(style, is_open=True, is_optional=False, goes_on=begins and not end.endswith(start))
         is_implied = style.is_implied and not begun
         return cls(style, is_open=is_implied, is_optional=not is_implied)
 
@@ -167,7 +169,7 @@ class ReasoningSplitter:
         self._no_call = 0  # characters at the beginning of the held text that cannot begin a call
         self._state = "inside" if reasoning.is_open else "before"
         self._held = ""  # text that may be part of a mark, or line breaks before a mark
-        self._is_at_start = True  # of the reasoning, or of the content
+        self._is_at_start = not reasoning.goes_on  # of the reasoning, or of the content
         self._is_marked = False  # the content has marks
         self._before_call = ""  # line breaks between the reasoning and a possible call
         self.is_ended_by_call = False

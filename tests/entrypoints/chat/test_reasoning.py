@@ -50,6 +50,17 @@ def test_an_answer_may_continue_the_reasoning_or_the_content_of_a_message(
     assert "".join(part[0] for part in parts) == ("x" if is_open else "")
 
 
+@pytest.mark.parametrize(("begun", "shown"), [("<think>\nSo:", "\n\n1. x"), ("<think>\n", "1. x"), ("<think>", "1. x")])
+def test_line_breaks_within_a_reasoning_that_goes_on_are_part_of_it(begun: str, shown: str) -> None:
+    reasoning = Reasoning.after(f"assistant\n{begun}", STYLES["qwen3"], begun)
+    assert reasoning is not None
+    answer = "\n\n1. x\n</think>\n\nFour."
+    for pieces in ([answer], list(answer)):
+        splitter = new_splitter(reasoning)
+        parts = [splitter.add(piece) for piece in pieces] + [splitter.finish()]
+        assert ("".join(part[0] for part in parts), "".join(part[1] for part in parts)) == (shown, "Four.")
+
+
 def test_a_mark_that_stays_in_the_content_is_not_written_twice() -> None:
     reasoning = Reasoning.after("assistant\n<think>Let me", STYLES["minimax_m2_append_think"], "<think>Let me")
     assert reasoning is not None and new_splitter(reasoning).add(" see") == ("", " see")
