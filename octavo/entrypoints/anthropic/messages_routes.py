@@ -72,11 +72,10 @@ async def _answer(body: MessagesRequest, raw: Request) -> Response:
         return resumable.shown(events, part.token_ids, is_last=part.finish_reason is not None)
 
     push = conversation.make_sink(write) if body.stream else None
-    submitted = await run_until_disconnect(conversation.submit(resumable.id, push), raw.receive)
+    submitted = await run_until_disconnect(conversation.submit(resumable.id, push, resumable), raw.receive)
     if submitted is None:
         return Response(status_code=499)
     prompt, outputs = submitted
-    resumable.recalled_prompt = conversation.recalled_prompt
     progress = conversation.progress(outputs)
     if body.stream:
         headers = resumable.headers(len(prompt.token_ids))

@@ -12,7 +12,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from octavo.call_arguments import with_whole_pairs
@@ -124,7 +124,7 @@ def render_chat(
             message if _usual_role(message) in traits.parts_of else _with_text(message) for message in conversation
         ]
 
-    def render(conversation: Sequence[Mapping[str, Any]]) -> str:
+    def render(tools: Sequence[Mapping[str, Any]] | None, conversation: Sequence[Mapping[str, Any]]) -> str:
         prompt = tokenizer.apply_chat_template(
             conversation,
             tools=[dict(tool) for tool in tools] if tools else None,
@@ -137,15 +137,8 @@ def render_chat(
         prompt.encode()
         return str(prompt)
 
-    knows_role = "developer" in template
     try:
-        try:
-            return _rendered_with_developers(render, conversation, knows_role=knows_role)
-        except Exception:
-            tools, sent = [_with_all_fields(tool) for tool in tools or ()], tools
-            if tools == (sent or []):
-                raise
-            return _rendered_with_developers(render, conversation, knows_role=knows_role)
+        return _rendered_with_tools(render, tools, conversation, knows_role="developer" in template)
     except Exception as error:  # the template is a program of the model: it may raise anything
         lines = str(error).splitlines() or [type(error).__name__]
         raise RequestError(f"The chat template refuses these messages: {lines[0]}", param="messages") from error
@@ -160,6 +153,23 @@ def _parameters(apply: Callable[..., Any]) -> frozenset[str]:
 def _usual_role(message: Mapping[str, Any]) -> object:
     """Return the role of a message. Models call OpenAI's "developer" role "system"."""
     return "system" if message.get("role") == "developer" else message.get("role")
+
+
+def _rendered_with_tools(
+    render: Callable[[Sequence[Mapping[str, Any]] | None, Sequence[Mapping[str, Any]]], str],
+    tools: Sequence[Mapping[str, Any]] | None,
+    conversation: Sequence[Mapping[str, Any]],
+    *,
+    knows_role: bool,
+) -> str:
+    """Render a conversation with its tools. If the template refuses them, they get the fields that they lack."""
+    try:
+        return _rendered_with_developers(partial(render, tools), conversation, knows_role=knows_role)
+    except Exception:
+        whole = [_with_all_fields(tool) for tool in tools or ()]
+        if whole == list(tools or ()):
+            raise
+        return _rendered_with_developers(partial(render, whole), conversation, knows_role=knows_role)
 
 
 def _rendered_with_developers(

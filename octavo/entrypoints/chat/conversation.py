@@ -30,6 +30,7 @@ from octavo.entrypoints.chat.message_rendering import check_template_is_trusted,
 from octavo.entrypoints.chat.reasoning_count import ReasoningCounter
 from octavo.entrypoints.chat.reasoning_effort import effort_options
 from octavo.entrypoints.http.error_responses import validation_error
+from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.server_state import PreparedPrompt, ServerState
 from octavo.entrypoints.http.streaming import Push
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
@@ -106,10 +107,11 @@ class Conversation:
         self._response_id = ""  # set by `submit`
 
     async def submit(
-        self, response_id: str, sink: Sink | None = None
+        self, response_id: str, sink: Sink | None, resumable: ResumableStream
     ) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
         """Check the request. Returns the prompt, and a generator of outputs, which submits the request when it is first
-        read. `sink` is from `make_sink`. Raises `RequestError`."""
+        read. `sink` is from `make_sink`. `resumable` gets the tokens of a prompt with earlier answers. Raises
+        `RequestError`."""
         self._response_id = response_id
         with naming_prompt("messages"):
             prompt, outputs = await self._loaded(
@@ -129,6 +131,8 @@ class Conversation:
         if self._format.reasoning is not None:
             outputs = self._counted_early(outputs)
         if self._answer_recall is not None:
+            recalled = self._answer_recall.recalled
+            resumable.recalled_prompt = None if recalled is None else recalled.token_ids
             outputs = self._answer_recall.remembering(prompt, outputs)
         return prompt, outputs
 
@@ -242,12 +246,6 @@ class Conversation:
     def is_plain(self) -> bool:
         """Whether answers have content only: no reasoning and no calls. Valid after `submit`."""
         return self._format.is_plain
-
-    @property
-    def recalled_prompt(self) -> list[int] | None:
-        """The prompt's tokens, if some are those of earlier answers. Valid after `submit`."""
-        recalled = None if self._answer_recall is None else self._answer_recall.recalled
-        return None if recalled is None else recalled.token_ids
 
     async def progress(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[Progress, None]:
         """Yield the progress of a request with one choice. `outputs` come from `submit`. Closing the generator aborts

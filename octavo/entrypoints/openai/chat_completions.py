@@ -81,7 +81,8 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
             last_kept = kept
             if len(kept) < len(messages) or self._params.truncate_prompt_tokens is not None:
                 self._conversation = self._conversation_of(self._body.model_copy(update={"messages": kept}))
-            prompt, generator = await self._conversation.submit(self._about["id"], None if is_tried else self._push)
+            push = None if is_tried else self._push
+            prompt, generator = await self._conversation.submit(self._about["id"], push, self._resumable)
             return generator, prompt
 
         if self._truncation != "auto":
@@ -95,7 +96,6 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
                 self._cut_prompt()
                 generator, prompt = await submit(last_kept, False)
         self._prompt_token_ids = prompt.token_ids
-        self._resumable.recalled_prompt = self._conversation.recalled_prompt
         if self._body.return_prompt_text:
             is_cut = self._body.truncate_prompt_tokens is not None
             self._prompt_text = await prompt_text(self._state.engine.tokenizer, prompt, is_cut=is_cut)

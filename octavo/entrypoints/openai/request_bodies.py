@@ -205,6 +205,13 @@ class JsonSchemaFormat(RequestBody):
     strict: bool | None = None
 
 
+# The type that each other field of a `ResponseFormat` goes with.
+_TYPE_OF_FIELD = {
+    "json_schema": "json_schema", "schema_": "json_object", "format": "structural_tag", "structures": "structural_tag",
+    "triggers": "structural_tag",
+}  # fmt: skip
+
+
 class ResponseFormat(RequestBody):
     """OpenAI's way to ask for JSON, and vLLM's for structural tags: xgrammar's, or the older list with its triggers."""
 
@@ -227,25 +234,15 @@ class ResponseFormat(RequestBody):
                 'response_format of type json_schema needs "json_schema": {"name": ..., "schema": {...}}.',
                 param="response_format.json_schema",
             )
-        if self.type != "json_schema" and self.json_schema is not None:
-            raise RequestError(
-                "response_format.json_schema goes with type json_schema, and only with it.",
-                param="response_format.json_schema",
-            )
-        if self.schema_ is not None and self.type != "json_object":
-            raise RequestError(
-                "response_format.schema goes with type json_object, and only with it.", param="response_format.schema"
-            )
-        fields = [name for name in ("format", "structures", "triggers") if getattr(self, name) is not None]
+        fields = [name for name in _TYPE_OF_FIELD if getattr(self, name) is not None]
+        for name in fields:
+            if self.type != (kind := _TYPE_OF_FIELD[name]):
+                field = f"response_format.{name.rstrip('_')}"
+                raise RequestError(f"{field} goes with type {kind}, and only with it.", param=field)
         if self.type == "structural_tag" and fields not in (["format"], ["structures", "triggers"]):
             raise RequestError(
                 "response_format of type structural_tag needs either format or structures and triggers.",
                 param="response_format",
-            )
-        if self.type != "structural_tag" and fields:
-            raise RequestError(
-                f"response_format.{fields[0]} goes with type structural_tag, and only with it.",
-                param=f"response_format.{fields[0]}",
             )
         return self
 

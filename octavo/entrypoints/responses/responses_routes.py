@@ -138,8 +138,7 @@ async def _submit(
 
         pushes = body.stream and not body.background and not is_tried
         push = conversation.make_sink(write) if pushes else None
-        prompt, outputs = await conversation.submit(response["id"], push)
-        resumable.recalled_prompt = conversation.recalled_prompt
+        prompt, outputs = await conversation.submit(response["id"], push, resumable)
         return conversation.progress(outputs), _Stream(push, resumable, len(prompt.token_ids))
 
     with NAMES.in_errors():

@@ -103,6 +103,10 @@ class FormatParser(TextParser):
                     break
             elif not (yield from self._skip_spaces(_NO_SEPARATOR)) or self._text[self._seen] != "{":
                 break
+        yield from self._skip_close()
+
+    def _skip_close(self) -> Steps[None]:
+        """Pass over the mark that closes the calls."""
         if self._had_call and self._close:
             self._seen = self._begin
             if (yield from self._skip_mark(self._close)):
@@ -117,10 +121,7 @@ class FormatParser(TextParser):
             if (calls := (yield from self._take_calls(is_after_tag=False))) is None:
                 break
             self._give_calls(calls)
-        if self._had_call and self._close:
-            self._seen = self._begin
-            if (yield from self._skip_mark(self._close)):
-                self._begin = self._seen
+        yield from self._skip_close()
         if not self._had_call and isinstance(self._form.body, PythonCalls):
             yield from self._find_python()
         yield from self._give_rest()
