@@ -9,6 +9,17 @@ _ESCAPE = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )
 
+# An escape at the end of a text that more text may complete, or complete to a pair.
+_OPEN_ESCAPE = re.compile(
+    r"(?<!\\)(?:\\\\)*(\\(?:u(?:[0-9a-fA-F]{0,3}|[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?))?)\Z"
+)
+
+
+def without_open_escape(text: str) -> str:
+    """Return JSON that goes on, without an escape or pair of escapes at its end that is not complete."""
+    found = _OPEN_ESCAPE.search(text)
+    return text if found is None else text[: found.start(1)]
+
 
 def with_whole_pairs(text: str) -> str:
     """Return JSON in which each half of a surrogate pair without the other is U+FFFD. Models write halves where they

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from octavo.call_arguments import with_whole_pairs
 from octavo.entrypoints.chat.reasoning import Reasoning, Splitter, new_splitter
 from octavo.entrypoints.chat.tools.call_ids import CallIdForm, CallIds
 from octavo.entrypoints.chat.tools.call_spelling import arguments_only, list_of_calls, spelling
@@ -254,5 +255,5 @@ class AnswerReader:
                 self.num_calls += 1
                 deltas.append(CallDelta(self.num_calls - 1, id=self._ids.next(piece.name, piece.id), name=piece.name))
             if piece.arguments:
-                deltas.append(CallDelta(self.num_calls - 1, piece.arguments))
+                deltas.append(CallDelta(self.num_calls - 1, with_whole_pairs(piece.arguments)))
         return deltas

@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
 
-from octavo.call_arguments import with_whole_pairs
+from octavo.call_arguments import with_whole_pairs, without_open_escape
 from octavo.engine import input_processor, off_loop
 from octavo.entrypoints.chat import conversation
 from octavo.entrypoints.chat.chat_template import render_chat
@@ -309,6 +310,11 @@ def test_half_of_a_surrogate_pair_in_a_call_ends_no_conversation(
     asked = {"model": MODEL, "messages": [USER], "tools": [WEATHER], "stream": False}
     (call,) = post("/api/chat", asked)["message"]["tool_calls"]
     assert call["function"]["arguments"] == read
+    # The packages' streams fail at half of a pair.
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=within(60)) as other:
+        for choice in ({}, {"tool_choice": {"type": "tool", "name": "get_weather"}}):
+            with other.messages.stream(model=MODEL, **message, **choice) as stream:
+                assert [block.input for block in stream.get_final_message().content] == [read]
     answer = post("/v1/chat/completions", asked)["choices"][0]["message"]
     called = {"type": "tool_use", "id": "x", "name": "get_weather", "input": json.loads(arguments)}
     result = {"type": "tool_result", "tool_use_id": "x", "content": "Rain"}
@@ -331,6 +337,10 @@ def test_half_of_a_surrogate_pair_in_a_call_ends_no_conversation(
 )  # fmt: skip
 def test_only_halves_of_pairs_are_replaced(text: str, whole: str) -> None:
     assert with_whole_pairs(text) == whole
+    for end in range(len(text) + 1):  # also in pieces, of which none ends within an escape or a pair
+        first = without_open_escape(text[:end])
+        assert with_whole_pairs(first) + with_whole_pairs(text[len(first) :]) == whole
+        assert len(first) >= end - len(r"\ud83d\ude0")
 
 
 def test_a_broken_or_cut_call_is_content(client: openai.OpenAI, chatty: FakeEngine) -> None:

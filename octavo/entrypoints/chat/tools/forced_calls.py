@@ -1,8 +1,9 @@
 """Reads answers that must be calls (`tool_choice` "required", or a function). Their grammar allows one spelling, so
-arguments are passed on as they arrive."""
+arguments are passed on as they arrive, but no escape in two pieces."""
 
 from __future__ import annotations
 
+from octavo.call_arguments import without_open_escape
 from octavo.entrypoints.chat.tools.tool_parser import Call, JsonScanner, Piece
 from octavo.structured_output.grammar_builder import Spelling
 
@@ -22,6 +23,7 @@ class ForcedCallsReader:
         self._held = ""
         self._name: str | None = None  # name of the last call
         self._scanner: JsonScanner | None = None  # set within arguments
+        self._num_scanned = 0  # characters of the held text, an escape that is not complete
 
     @property
     def is_within_call(self) -> bool:
@@ -38,17 +40,21 @@ class ForcedCallsReader:
                 pieces.append(Call(self._name, ""))
                 self._scanner = JsonScanner()
             else:
-                end = self._scanner.end(self._held)
-                taken = self._held[:end]
+                end = self._scanner.end(self._held, self._num_scanned)
+                taken = without_open_escape(self._held) if end is None else self._held[:end]
                 if taken:
                     pieces.append(Call(None, taken))
                 self._held = self._held[len(taken) :]
-                if end is not None:
-                    self._scanner = None
+                self._num_scanned = 0
+                if end is None:
+                    self._num_scanned = len(self._held)
+                    break
+                self._scanner = None
         return pieces
 
     def finish(self) -> list[Piece]:
-        return []
+        is_open = self._scanner is not None and self._held
+        return [Call(None, self._held)] if is_open else []
 
     def _skip_head(self) -> bool:
         """Go to the next call's arguments. Return whether the text before them is complete."""

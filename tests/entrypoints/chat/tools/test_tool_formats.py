@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -329,6 +330,17 @@ def test_a_strict_function_that_the_format_cannot_spell_leaves_others_strict() -
     assert not follows(grammar, write(form, [("f", {"a": True})], as_forced=True))
     assert follows(grammar, write(form, [("g", {"a": "y"})], as_forced=True))
     assert follows(grammar, "No call.")
+
+
+def test_a_forced_call_comes_in_pieces_that_part_no_escape() -> None:
+    arguments = r'{"a": "\\\ud83d\ude00\u00e9\n\\"}'
+    for end in range(len(arguments) + 1):  # where the answer is cut
+        reader = ForcedCallsReader(list_of_calls({"f": {}}))
+        text = f'[{{"name": "f", "parameters": {arguments[:end]}'
+        pieces = [piece for character in text for piece in reader.add(character)] + reader.finish()
+        shown = [piece.arguments for piece in pieces if isinstance(piece, Call) and piece.name is None]
+        assert "".join(shown) == arguments[:end]
+        assert not any(re.search(r"\\(u[0-9a-f]{0,3})?$|ud83d$", piece.replace("\\\\", "")) for piece in shown[:-1])
 
 
 def test_a_forced_call_that_a_stop_string_cuts_off_is_no_reason_to_call() -> None:
