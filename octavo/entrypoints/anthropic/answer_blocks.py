@@ -10,7 +10,6 @@ import hashlib
 import json
 from typing import Any
 
-from octavo.call_arguments import with_whole_pairs
 from octavo.entrypoints.anthropic.messages_protocol import MessagesRequest
 from octavo.entrypoints.chat.answer_reader import CallDelta, Delta, ReasoningDelta, TextDelta
 from octavo.entrypoints.chat.conversation import Progress
@@ -43,7 +42,8 @@ class MessageBuilder:
         events: list[Event] = []
         if not self.message["usage"]:
             self.message["usage"] = _usage(progress)
-            start = {**self.message, "content": [], "usage": {**self.message["usage"], "output_tokens": 0}}
+            none = {"output_tokens": 0, "output_tokens_details": {"thinking_tokens": 0}}
+            start = {**self.message, "content": [], "usage": self.message["usage"] | none}
             events.append({"type": "message_start", "message": start})
         for delta in progress.deltas:
             events += self._add_delta(delta)
@@ -126,20 +126,21 @@ class MessageBuilder:
         return len(self.message["content"]) - 1
 
 
-def _usage(progress: Progress) -> dict[str, int]:
+def _usage(progress: Progress) -> dict[str, Any]:
     """Return Anthropic's usage. Input tokens are only the computed ones; cached tokens are counted separately."""
     return {
         "input_tokens": progress.num_prompt_tokens - progress.num_cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": progress.num_cached_tokens,
         "output_tokens": progress.num_tokens,
+        "output_tokens_details": {"thinking_tokens": progress.num_reasoning_tokens},
     }
 
 
 def _object(arguments: str) -> dict[str, Any]:
     """Return the arguments of a call; empty if the answer ended within them."""
     try:
-        value = json.loads(with_whole_pairs(arguments or "{}"))
+        value = json.loads(arguments or "{}")
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

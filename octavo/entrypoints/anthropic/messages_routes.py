@@ -36,7 +36,7 @@ class MessageBody(ResponseModel):
     content: list[dict[str, Any]]
     stop_reason: str | None
     stop_sequence: str | None
-    usage: dict[str, int]
+    usage: dict[str, Any]
 
 
 class TokenCount(ResponseModel):

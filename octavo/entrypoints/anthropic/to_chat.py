@@ -105,22 +105,27 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
 
 def _add_input(messages: list[dict[str, Any]], turn: Message) -> None:
     """Append a turn to `messages`. Each result of a tool is a message of its own; the other blocks of a role form one
-    message."""
+    message. Texts of one turn are parts, which the chat template joins; those of adjacent turns are lines."""
+    is_first = True
     for block in turn.content:
         if isinstance(block, ToolResultBlock):
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _tool_result(block)})
         elif isinstance(block, TextBlock):
-            _append_text(messages, turn.role, block.text)
+            _append_text(messages, turn.role, block.text, as_part=not is_first)
+            is_first = False
         elif isinstance(block, ImageBlock):
             _append_image(messages, turn.role, block)
     if not turn.content:
         _append_text(messages, turn.role, "")
 
 
-def _append_text(messages: list[dict[str, Any]], role: str, text: str) -> None:
-    if messages and messages[-1]["role"] == role and isinstance(messages[-1]["content"], list):
+def _append_text(messages: list[dict[str, Any]], role: str, text: str, *, as_part: bool = False) -> None:
+    is_same = bool(messages) and messages[-1]["role"] == role
+    if is_same and as_part and isinstance(messages[-1]["content"], str):
+        messages[-1]["content"] = [{"type": "text", "text": messages[-1]["content"]}]
+    if is_same and isinstance(messages[-1]["content"], list):
         messages[-1]["content"].append({"type": "text", "text": text})
-    elif messages and messages[-1]["role"] == role:
+    elif is_same:
         messages[-1]["content"] = f"{messages[-1]['content']}\n{text}" if messages[-1]["content"] else text
     else:
         messages.append({"role": role, "content": text})

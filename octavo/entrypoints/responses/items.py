@@ -178,7 +178,7 @@ def to_messages(items: Sequence[Item], instructions: str | None) -> list[dict[st
         match item["type"]:
             case "message":
                 role = item["role"]
-                if _has_media(item["content"]):
+                if _has_media(item["content"]) or (role == "user" and len(item["content"]) > 1):
                     messages.append({"role": role, "content": [_for_chat(part) for part in item["content"]]})
                     continue
                 text = "\n".join(part["text"] for part in item["content"])

@@ -83,6 +83,23 @@ def test_a_message_is_answered(agent: tuple[anthropic.Anthropic, FakeEngine]) ->
     assert message._request_id
 
 
+def test_texts_of_a_turn_are_joined_as_the_chat_template_joins_them(tiny_tokenizer: Path) -> None:
+    """As in chats: the prompt of a conversation is the same in every API."""
+    engine = FakeEngine(tiny_tokenizer)
+    with serving(engine, disable_log_requests=True) as url, httpx.Client(base_url=url, timeout=within(60)) as http:
+        turn = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+        items = {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]}
+        each = "{% for p in m.content %}[{{ p.text }}]{% endfor %}"
+        join = f"{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}{each}{{% endif %}}"
+        for template, prompt in (("{{ m.content }}", "a\nb"), (join, "[a][b]")):
+            engine.tokenizer.chat_template = f"{{% for m in messages %}}{template}{{% endfor %}}"
+            engine.seen.clear()
+            assert http.post("/v1/chat/completions", json={"messages": [turn], "max_tokens": 9}).status_code == 200
+            assert http.post("/v1/messages", json={"messages": [turn], "max_tokens": 9}).status_code == 200
+            assert http.post("/v1/responses", json={"input": [items], "max_output_tokens": 9}).status_code == 200
+            assert [engine.tokenizer.decode(seen[0]) for seen in engine.seen] == [prompt] * 3
+
+
 def test_thinking_text_and_calls_are_blocks_in_order(
     agent: tuple[anthropic.Anthropic, FakeEngine], agent_address: tuple[str, FakeEngine]
 ) -> None:
@@ -145,7 +162,10 @@ def test_events_come_in_the_order_of_the_api(agent_address: tuple[str, FakeEngin
         kinds = [event["delta"]["type"] for event in hidden if event["type"] == "content_block_delta"]
         assert "thinking_delta" not in kinds and kinds[0] == "signature_delta"
         off = read_events(http, thinking={"type": "disabled"})
-        assert not any("thinking" in json.dumps(event) for event in off)
+        assert not any("thinking" in json.dumps(event) for event in off[1:-2])
+        for shown in (events, hidden, off):
+            counts = [one["usage"]["output_tokens_details"] for one in (shown[0]["message"], shown[-2])]
+            assert counts == [{"thinking_tokens": 0}, {"thinking_tokens": len("<think>Hm.</think>")}]
 
         engine.fails_after = (3, RuntimeError("boom"))
         failed = read_events(http)
