@@ -100,7 +100,8 @@ class Client:
 
     @property
     def takes_comments(self) -> bool:
-        return self.streams and not self.has_answer
+        # A resumable stream is between two events whenever it waits.
+        return self.streams and (not self.has_answer or self.progress.is_resumable)
 
     async def comment(self, text: str) -> None:
         """Send a comment of a stream, which begins the stream."""

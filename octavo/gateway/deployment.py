@@ -81,6 +81,11 @@ class Deployment:
         return self.state == "stopping"
 
     @property
+    def has_ended(self) -> bool:
+        """Whether nothing is left of a model that was retired."""
+        return self._is_closed and not self.num_held and (self.state == "stopped" or not self.entry.is_local)
+
+    @property
     def keep_alive(self) -> float | None:
         """Return the seconds without a request after which the model stops; None: never. A client's wish holds until
         the model stops."""
@@ -136,7 +141,7 @@ class Deployment:
             try:
                 await wait
             except StartError as error:
-                raise self._refusal(error, self._backoff_s) from None
+                raise self._refusal(error, self._retry_at - time.monotonic()) from None
             except asyncio.CancelledError:
                 if self._is_cancelled():
                     raise
@@ -311,10 +316,10 @@ class Deployment:
             pause_s = min(2 * pause_s, MAX_BACKOFF_S)
 
     def _on_idle(self) -> None:
-        if self._starting is not None and self.state == "waiting":
-            _cancel(self._starting)  # no request waits for it any more
-        elif self._is_retired:
+        if self._is_retired:
             self._closing = asyncio.ensure_future(self.close())
+        elif self._starting is not None and self.state == "waiting":
+            _cancel(self._starting)  # no request waits for it any more
         elif self.state == "ready" and self.entry.is_local:
             if self._idle_timer is not None:
                 self._idle_timer.cancel()

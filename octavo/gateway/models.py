@@ -97,7 +97,7 @@ class Models:
                 )
         self._deployments = after
         self._aliases = {alias: name for name, entry in catalogue.models.items() for alias in entry.aliases}
-        self._retired = [one for one in self._retired if one.num_held or one.state != "stopped"]
+        self._retired = [one for one in self._retired if not one.has_ended]
         for gone in before.values():
             self._retired.append(gone)
             self._spawn(gone.retire())

@@ -131,6 +131,7 @@ class OllamaRoutes:
                     status=403, code="not_allowed",
                 )  # fmt: skip
             await meter.admit(deployment.name)
+            deployment = self._models.find(request.model)  # again, as the catalogue may have changed meanwhile
         with deployment.hold():
             if meter is None:
                 deployment.ask_to_keep(request.keep_alive)

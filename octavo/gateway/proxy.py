@@ -12,7 +12,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from octavo.errors import RequestError, similar
@@ -134,18 +134,19 @@ class Proxy:
             return
         await self._models.look_for(request.model)
         deployment, keeper = self._place(request)
-        others = [] if keeper is not None else [self._models.find(name) for name in deployment.entry.fallbacks]
-        if request.meter is None:
-            await self._answer_with_any([deployment, *others], keeper, request, client)
+        if (meter := request.meter) is None:
+            await self._answer_with_any(deployment, keeper, request, client)
             return
-        key = request.meter.key
+        key = meter.key
         check_use(key, deployment)
-        others = [one for one in others if one.may_be_used_by(key)]
         request = _metered(request, key, client)
+        await meter.admit(deployment.name)
+        deployment, keeper = self._place(request)  # again, as the catalogue may have changed meanwhile
+        check_use(key, deployment)
         try:
-            await self._answer_with_any([deployment, *others], keeper, request, client)
+            await self._answer_with_any(deployment, keeper, request, client)
         finally:
-            await request.meter.finish(client.progress.num_tokens)  # type: ignore[union-attr]
+            await meter.finish(client.progress.num_tokens)
 
     async def _answer_everywhere(self, request: ProxyRequest, client: Client) -> None:
         """Send the request to all running replicas of the model that a header names, or of all models that the client
@@ -198,10 +199,10 @@ class Proxy:
         return status, content_type, body
 
     async def _answer_with_any(
-        self, deployments: list[Deployment], keeper: Replica | None, request: ProxyRequest, client: Client
+        self, deployment: Deployment, keeper: Replica | None, request: ProxyRequest, client: Client
     ) -> None:
         errors: list[RequestError] = []
-        for one in deployments:
+        for one in self._in_turn(deployment, keeper, request):
             if request.meter is not None:
                 await request.meter.admit(one.name)
             try:
@@ -213,6 +214,14 @@ class Proxy:
                     raise
                 errors = errors or [error]
         raise errors.pop()  # popped, as a variable would make a cycle with its traceback
+
+    def _in_turn(self, deployment: Deployment, keeper: Replica | None, request: ProxyRequest) -> Iterator[Deployment]:
+        """Yield a model and its fallbacks. Each is looked up in its turn, as the catalogue may change meanwhile."""
+        yield deployment
+        for name in deployment.entry.fallbacks if keeper is None else ():
+            one = self._models.names().get(name)
+            if one is not None and one.may_be_used_by(None if request.meter is None else request.meter.key):
+                yield one
 
     def _place(self, request: ProxyRequest) -> tuple[Deployment, Replica | None]:
         """Return the model, and the replica if only one can answer because it keeps what the request is about. Raises
@@ -331,9 +340,9 @@ class Proxy:
                 replica.breaker.succeed()
             if not client.can_take(answer, is_last=is_only or not others):
                 return f"replica {replica.name} cannot continue another replica's stream"
-            if client.progress.is_resumable:
+            if client.progress.is_resumable and answer.header(RESUMABLE):
                 self._metrics.resumed.labels(deployment.name, replica.name).inc()
-            else:
+            if not client.has_answer:
                 self._metrics.requests.labels(deployment.name, replica.name, answer.status).inc()
                 self._metrics.first_byte.labels(deployment.name).observe(time.monotonic() - request.arrival)
             if answer.status < 300 and _KEEPS.match(request.path):
@@ -386,7 +395,8 @@ class Proxy:
         dropped = _NOT_PASSED_ON | _KEY_HEADERS if own or self._keeps_keys else _NOT_PASSED_ON
         if not replica.upstream.is_near:  # a foreign API is not told the client's address
             dropped |= {b"x-forwarded-for"}
-        if request.body.streams and request.path in RESUMABLE_PATHS:
+        # Of a stream that a client resumes, the gateway does not know the tokens before.
+        if request.body.streams and request.path in RESUMABLE_PATHS and not request.body.is_resumed:
             own.append((RESUMABLE, b"1"))
         own.append((b"accept-encoding", b"identity"))  # the gateway reads events and usages in the answer
         return [header for header in request.headers if header[0] not in dropped] + own

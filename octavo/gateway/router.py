@@ -160,6 +160,10 @@ class CreatedIds:
         self._homes: OrderedDict[str, tuple[str, Replica, str | None]] = OrderedDict()
 
     def add(self, created: str, model: str, replica: Replica, owner: str | None = None) -> None:
+        """Note an id in an answer to `owner`. An id that is another one's stays so: answers repeat what clients
+        write."""
+        if created in self._homes and self._homes[created][2] != owner:
+            return
         self._homes[created] = model, replica, owner
         self._homes.move_to_end(created)
         if len(self._homes) > MAX_IDS:

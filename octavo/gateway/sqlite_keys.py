@@ -171,6 +171,7 @@ class SqliteKeys(KeyStore):
     async def delete(self, key: Key) -> None:
         await self._execute("DELETE FROM keys WHERE id = ?", (key.id,))
         self._keys = {digest: other for digest, other in self._keys.items() if other is not key}
+        self._windows.pop(key.id, None)
 
     async def admit(self, key: Key, model: str) -> None:
         now, windows = self._now(), self._windows_of(key)

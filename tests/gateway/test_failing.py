@@ -366,6 +366,49 @@ def test_a_model_that_leaves_the_catalogue_ends_its_answers_first(clock: Clock, 
     clock.run(run())
 
 
+def test_models_that_have_left_the_catalogue_are_forgotten(clock: Clock, tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+
+    async def run() -> None:
+        async with fake_servers(answer_plainly) as (server,):
+            entries = [f"addresses: ['{server.address}/{n}']" for n in range(3)] + [f"replicas: {n}" for n in (2, 3, 4)]
+            file.write_text("models: {a: {}}")
+            async with gateway(str(file)) as gate:
+                for entry in entries:
+                    file.write_text(f"models: {{a: {{{entry}}}}}")
+                    gate.server.reload()
+                    assert (await gate.ask()).status_code == 200
+                    retired = gate.server.models._retired
+                    await until(lambda retired=retired: all(one.has_ended for one in retired))
+                assert len(gate.server.models._retired) == 1, "the last one"
+
+    clock.run(run())
+
+
+def test_each_request_is_counted_as_one_answer(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with fake_servers(die_after_the_head) as servers, gateway(at(servers)) as gate:
+            servers[0].behave = stream_and_die
+            assert b"replica_lost" in (await gate.ask(stream=True)).content
+            monkeypatch.setattr(gate.server.app._proxy, "_choose", None)
+            assert (await gate.ask()).status_code == 500
+            text = (await gate.http.get("/metrics")).text
+            counts = [
+                line.rpartition(" ")[2]
+                for line in text.splitlines()
+                if line.startswith("octavo_gateway_requests_total")
+            ]
+            assert sorted(counts) == ["1.0", "1.0"] and 'replica="none",status="500"' in text
+
+    async def stream_and_die(asked: Asked) -> None:
+        asked.begin_stream()
+        asked.piece(b"data: {}\n\n")
+        await asked.writer.drain()
+        asked.die()
+
+    clock.run(run())
+
+
 def test_a_fault_of_the_gateways_own_is_an_answer_too(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -118,6 +118,7 @@ def test_keys_expire_are_disabled_and_deleted(tmp_path: Path, place: Callable[[P
         with pytest.raises(RequestError, match="is disabled"):
             store.check(key)
         await store.delete(key)
+        assert key.id not in getattr(store, "_windows", {})
         assert await store.find(secret.encode()) is None and await store.keys() == []
         with pytest.raises(RequestError, match="there is no key"):
             await store.get(key.id)
@@ -584,6 +585,45 @@ def test_limits_refuse_with_the_time_to_come_back(clock: Clock, tmp_path: Path) 
         assert (unknown.status_code, len(asked)) == (404, num_asked)
         assert (await gate.ask(path="/v1/responses", background=True)).status_code == 403
         assert (await gate.ask()).status_code == 200 and (await gate.ask()).status_code == 429
+
+    with_keys(clock, tmp_path, test)
+
+
+def test_a_request_that_is_counted_while_its_model_changes_goes_to_the_new_one(clock: Clock, tmp_path: Path) -> None:
+    async def run() -> None:
+        file = tmp_path / "models.yaml"
+        file.write_text("models: {a: {}}")
+        options: dict[str, Any] = {"keys": str(tmp_path / "keys.db"), "admin_key": ["root"]}
+        async with gateway(str(file), FakeLaunch(answer), **options) as gate:
+            keys, store = Keys(gate), gate.server.store
+            key_id, headers = await keys.create()
+            assert store is not None
+            admit, lengths = store.admit, iter((64, 128))
+
+            async def admit_late(*asked: Any) -> None:
+                await admit(*asked)
+                old = gate.deployment("a")
+                file.write_text(f"models: {{a: {{flags: {{max-model-len: {next(lengths)}}}}}}}")
+                gate.server.reload()
+                await until(lambda: old.has_ended)
+
+            store.admit = admit_late  # type: ignore[method-assign]
+            for path in ("/v1/chat/completions", "/api/generate"):
+                assert (await gate.http.post(path, json={"model": "a"}, headers=headers)).status_code == 200, path
+            assert (await keys.used(key_id))[0] == 2
+            await keys.http.aclose()
+
+    clock.run(run())
+
+
+def test_a_fault_of_the_gateways_own_is_an_answer_to_admins_too(
+    clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(gate: Gateway, keys: Keys) -> None:
+        gate.server.store.keys = None  # type: ignore[union-attr, method-assign, assignment]
+        failed = await keys.http.get("/keys")
+        assert failed.status_code == 500 and failed.json()["error"]["code"] == "internal_error"
+        assert "TypeError" in caplog.text
 
     with_keys(clock, tmp_path, test)
 

@@ -58,7 +58,7 @@ def test_a_start_that_fails_answers_with_its_error_line_and_is_not_tried_at_once
         launch.error = "octavo: error: no weights"
         async with gateway({"a": {}}, launch) as gate:
             response = await gate.ask()
-            assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
+            assert response.status_code == 503 and response.headers["retry-after"] == "1"
             assert "octavo: error: no weights" in response.json()["error"]["message"]
             assert response.json()["error"]["code"] == "start_failed"
             deployment = gate.deployment("a")

@@ -175,6 +175,47 @@ def test_a_model_whose_only_replica_dies_is_started_again_for_its_streams(clock:
     clock.run(run())
 
 
+def test_a_stream_gets_comments_while_a_replica_starts_that_goes_on_with_it(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        if len(launch.begun) > 1:
+            await replica()(asked)
+            return
+        launch.may_start.clear()
+        await replica(3)(asked)
+        launch.last("a").die()
+
+    launch = FakeLaunch(behave)
+
+    async def run() -> None:
+        async with gateway({"a": {}}, launch) as gate:
+            asked = {"model": "a", "stream": True}
+            async with gate.http.stream("POST", "/v1/chat/completions", json=asked) as answer:
+                found = b""
+                async for piece in answer.aiter_raw():
+                    found += piece
+                    if found.count(b": a is being loaded\n\n") == 2:
+                        launch.may_start.set()
+            assert found.replace(b": a is being loaded\n\n", b"") == WHOLE
+
+    clock.run(run())
+
+
+def test_the_stream_of_a_client_that_resumes_it_itself_does_not_begin_again(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        assert "x-octavo-resumable" not in asked.headers, "the gateway has not seen the tokens before"
+        asked.begin_stream()
+        asked.piece(b"data: {}\n\n")
+        await asked.writer.drain()
+        asked.die()
+
+    async def run() -> None:
+        async with fake_servers(behave, behave) as servers, gateway(at(servers)) as gate:
+            answer = await gate.ask(stream=True, resume={**ABOUT, "tokens": [[1]]})
+            assert b"replica_lost" in answer.content and sum(len(server.asked) for server in servers) == 1
+
+    clock.run(run())
+
+
 def test_a_replica_that_cannot_go_on_says_why(clock: Clock) -> None:
     async def refuse(asked: Asked) -> None:
         if "resume" in asked.json:
@@ -186,6 +227,7 @@ def test_a_replica_that_cannot_go_on_says_why(clock: Clock) -> None:
         async with fake_servers(refuse, refuse) as servers, gateway(at(servers)) as gate:
             answer = await gate.ask(stream=True)
             assert answer.content.endswith(b'data: {"error": {"message": "resume is unknown"}}\n\n')
+            assert "octavo_gateway_resumed_streams_total{" not in (await gate.http.get("/metrics")).text
 
     clock.run(run())
 

@@ -197,3 +197,12 @@ def test_several_gateways_leave_a_conversation_where_it_is() -> None:
     router.remember(fleet[2], [b"short", b"brief"])
     assert router.choose(fleet, {b"brief": 100}) is not fleet[2]
     assert router.choose(fleet, {b"short": 100}, agreed=b"x") is fleet[2]
+
+
+def test_an_id_in_an_answer_to_another_client_stays_with_who_made_it() -> None:
+    ids, (one, other) = CreatedIds(), replicas(2)
+    ids.add("resp_1", "a", one, "key_1")
+    ids.add("resp_1", "b", other, "key_2")
+    assert ids.find("resp_1") == ("a", one, "key_1")
+    ids.add("resp_1", "a", other, "key_1")
+    assert ids.find("resp_1") == ("a", other, "key_1"), "as a stream that another replica has ended"
