@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import csv
 import io
+import logging
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -20,6 +21,8 @@ from octavo.gateway.gateway_metrics import METRICS_TYPE, GatewayMetrics
 from octavo.gateway.key_store import Key, KeySettings, KeyStore, day_number
 from octavo.gateway.page import STATS_PATH, Page, is_of_page
 from octavo.gateway.request_body import parse, reason_of
+
+logger = logging.getLogger("octavo.gateway")
 
 _MAX_BODY_BYTES = 1 << 20
 
@@ -60,6 +63,10 @@ class AdminApp:
                 await client.fail(error)
         except BrokenAnswerError:
             pass  # uvicorn cuts the connection, as the answer is incomplete
+        except Exception:  # a fault of the gateway's own
+            logger.exception("Unexpected error while answering an admin")
+            with contextlib.suppress(BrokenAnswerError):
+                await client.fail(RequestError("Internal error.", status=500, code="internal_error"))
 
     async def _answer(self, method: str, way: list[str], body: bytes, query: dict[str, str]) -> tuple[bytes, bytes]:
         """Return the content type and the body of an answer. Raises `RequestError`."""

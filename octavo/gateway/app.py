@@ -123,7 +123,8 @@ class GatewayApp:
                 request_id = request_id if _ID.match(request_id) else ""
                 self._note(scope["method"], path, meter.key, status, str(status), names, request_id)
         except RequestError as error:
-            self.metrics.requests.labels("none", "none", error.status).inc()
+            if not client.has_answer:  # else a replica's answer was counted
+                self.metrics.requests.labels("none", "none", error.status).inc()
             if not client.has_begun:
                 self._note_refusal(scope["method"], path, key, error, client.request_id)
             await client.fail(error)
@@ -131,6 +132,7 @@ class GatewayApp:
             raise
         except Exception:  # a fault of the gateway's own
             logger.exception("Unexpected error while answering a request")
+            self.metrics.requests.labels("none", "none", 500).inc()
             await client.fail(RequestError("Internal error.", status=500, code="internal_error"))
 
     def _note_refusal(self, method: str, path: str, key: Key | None, error: RequestError, request_id: str) -> None:
