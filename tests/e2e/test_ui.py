@@ -228,6 +228,14 @@ def test_two_settings_answer_one_message(page: sync_api.Page) -> None:
     second.get_by_text("5 tokens").wait_for()
     assert first.locator("article.user").inner_text().startswith("Count to a hundred.")
     assert not first.locator("#prompt").is_visible()
+    # What is being written in one chat, as after a refusal there, stays.
+    first.locator("#prompt").evaluate("prompt => { prompt.value = 'A draft.'; }")
+    page.fill("#prompt", "Go on.")
+    page.press("#prompt", "Enter")
+    for chat in (first, second):
+        chat.locator("article.user", has_text="Go on.").wait_for()
+        chat.locator("article.assistant .meta", has_text="tokens").nth(1).wait_for()
+    assert (first.locator("#prompt").input_value(), second.locator("#prompt").input_value()) == ("A draft.", "")
 
 
 @pytest.fixture(scope="module")

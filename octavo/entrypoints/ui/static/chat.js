@@ -23,8 +23,14 @@ export function startChat() {
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     if (answering) answering.abort();
-    else if (prompt.value.trim() || $("media").childElementCount) say(prompt.value);
+    else if (prompt.value.trim() || $("media").childElementCount) {
+      const text = prompt.value, media = takeMedia();
+      prompt.value = "";
+      grow();
+      say(text, media);
+    }
   });
+  document.addEventListener("say", (event) => say(event.detail)); // from compare.js; what is being written stays
   prompt.addEventListener("keydown", (event) => {
     // Enter confirms a word for those who compose characters.
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -68,14 +74,17 @@ function grow() {
   prompt.style.height = `${prompt.scrollHeight}px`;
 }
 
-async function say(text) {
+async function say(text, media = []) {
   const log = $("log"), prompt = $("prompt");
+  const restore = () => {
+    if (prompt.value || $("media").childElementCount) return;
+    prompt.value = text;
+    setMedia(media);
+    grow();
+  };
   const fields = fieldsOfSettings();
-  if (!fields) return;
+  if (!fields) return restore();
   $("welcome")?.remove();
-  prompt.value = "";
-  grow();
-  const media = takeMedia();
   const question = message("user", text);
   if (media.length) {
     const list = make("div", "media");
@@ -84,12 +93,7 @@ async function say(text) {
   }
   log.append(question.element);
   delete messages.at(-1)?.tool_calls; // calls that got no results
-  await answerTo([{ role: "user", content: contentOf(text, media) }], fields, () => {
-    if (prompt.value || $("media").childElementCount) return;
-    prompt.value = text;
-    setMedia(media);
-    grow();
-  });
+  await answerTo([{ role: "user", content: contentOf(text, media) }], fields, restore);
 }
 
 // Shows the answer to the conversation with the messages `asked` at its end. If nothing comes, they leave it, and after

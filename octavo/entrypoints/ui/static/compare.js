@@ -32,10 +32,7 @@ form.addEventListener("submit", (event) => {
   event.preventDefault();
   if (chats().some(isAnswering)) return stop();
   if (!prompt.value.trim() || chats().length < frames.length) return;
-  for (const chat of chats()) {
-    chat.getElementById("prompt").value = prompt.value;
-    chat.getElementById("composer").requestSubmit();
-  }
+  for (const chat of chats()) chat.dispatchEvent(new CustomEvent("say", { detail: prompt.value }));
   prompt.value = "";
 });
 startTheme(() => {});
