@@ -64,8 +64,10 @@ class Executor(Protocol):
         by side. Only on CPUs. No step may be in flight, except with several stages."""
         ...
 
-    def wait_for_workers(self) -> None:
-        """Wait until the other workers have computed their parts of the steps in flight: then they answer at once."""
+    def wait_for_workers(self) -> bool:
+        """Wait until the other workers have computed their parts of the steps in flight: then they answer at once.
+        Returns whether steps are later for it: not with two stages, as the next step waits for the first one too. A
+        third stage could compute while the first one begins the next step."""
         ...
 
     def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
@@ -145,8 +147,8 @@ class LocalExecutor:
     def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
         self.worker.write_blocks(pool, blocks, contents)
 
-    def wait_for_workers(self) -> None:
-        pass
+    def wait_for_workers(self) -> bool:
+        return False
 
     def release_cache(self) -> None:
         self.worker.release_cache()
@@ -218,9 +220,10 @@ class MultiprocExecutor(LocalExecutor):
             self.worker.take_rows(rows)
         return super().submit(plan)
 
-    def wait_for_workers(self) -> None:
+    def wait_for_workers(self) -> bool:
         if self.num_stages > 1:
             self.worker_group.read_blocks(0, [0])
+        return self.num_stages > 2
 
     def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
         if any(group.spec.kind != "full" for group in self.cache_groups):  # their blocks are indexed before a step

@@ -73,8 +73,8 @@ class BlockMemory(Protocol):
         """Return a copy of the contents of blocks, [len(blocks), block_bytes[pool]]."""
         ...
 
-    def wait_for_workers(self) -> None:
-        """Wait until `read_blocks` takes only the time of copying."""
+    def wait_for_workers(self) -> bool:
+        """Wait until `read_blocks` takes only the time of copying. Returns whether steps are later for it."""
         ...
 
     def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
@@ -289,7 +289,12 @@ class DiskTier:
         if not self.unsaved:
             return
         self._credit_s = min(self._credit_s + _BUSY_SHARE * step_s, _MOST_CREDIT_S)
-        while self._credit_s > 0 and self.unsaved and self._has_room():
+        if self._credit_s <= 0 or not self._has_room():
+            return
+        # Saving may take as long again as a wait that delays steps: later waits would delay them too.
+        wait_s = self._wait_for_workers()
+        self._credit_s -= wait_s
+        while self._credit_s > -2 * wait_s and self.unsaved and self._has_room():
             self._credit_s -= self._save_oldest()
 
     def save_while_idle(self) -> bool:
@@ -313,7 +318,7 @@ class DiskTier:
                 self.keep_until.pop(name, None)
                 self._stats.num_disk_dropped += 1
             return 0.0
-        self._memory.wait_for_workers()  # not counted: the next step waits for them too
+        wait_s = self._wait_for_workers()
         begin = self._clock()
         contents = self._memory.read_blocks(name[0], [block])[0]
         with self._lock:
@@ -321,7 +326,13 @@ class DiskTier:
             self._queued.add(name)
             self._queued_bytes += contents.nbytes
             self._lock.notify_all()
-        return self._clock() - begin + self._write_s
+        return wait_s + self._clock() - begin + self._write_s
+
+    def _wait_for_workers(self) -> float:
+        """Wait for the workers. Returns the seconds that this delays steps: none if the next step waits for them
+        too."""
+        begin = self._clock()
+        return self._clock() - begin if self._memory.wait_for_workers() else 0.0
 
     def _has_room(self, num_bytes: int = sys.maxsize) -> bool:
         """Return whether a queue limited to `num_bytes` has room for another block. An empty queue takes any block."""

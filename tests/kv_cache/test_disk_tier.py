@@ -40,8 +40,8 @@ class Memory:
     def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
         return self.blocks[pool][list(blocks)]
 
-    def wait_for_workers(self) -> None:
-        pass
+    def wait_for_workers(self) -> bool:
+        return False
 
     def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
         self.blocks[pool][list(blocks)] = contents
@@ -210,13 +210,40 @@ def test_a_busy_engine_saves_in_a_small_share_of_its_time(engines: Any) -> None:
 def test_workers_that_compute_are_waited_for_in_no_time_of_saving(engines: Any) -> None:
     one = engines()
 
-    def wait() -> None:
+    def wait() -> bool:
         one.now += 60.0
+        return False
 
     one.memory.wait_for_workers = wait
     for start in (0, 100, 200):
         one.compute(list(range(start, start + 40)))
     assert one.stats().num_disk_dropped == 0 and one.now > 60.0
+
+
+def test_a_wait_that_delays_steps_counts_and_serves_for_several_blocks(engines: Any) -> None:
+    one = engines()
+    one.compute(list(range(40)))
+    takes_3_ms(one)
+    waits, step = list[int](), 0
+
+    def wait() -> bool:
+        if step not in waits:  # once a step
+            waits.append(step)
+            one.now += 0.010
+        return True
+
+    one.memory.wait_for_workers = wait
+    for step in range(6):
+        one.tier.save_while_busy(0.001 / disk_tier._BUSY_SHARE)
+    assert waits == [0] and len(one.tier.unsaved) == 10 - 4, "10 ms of waiting, and as many of saving"
+    for step in range(6, 50):
+        one.tier.save_while_busy(0.001 / disk_tier._BUSY_SHARE)
+    assert len(waits) == 3 and len(one.tier.unsaved) == 0
+    one.tier._earned_s, before = 0.015, one.stats().num_disk_dropped
+    for number in range(1, 4):
+        step = -number
+        one.compute([1000 * number + place for place in range(48)])  # takes every block
+    assert one.stats().num_disk_dropped - before == 24 - 2 and one.tier._earned_s < 0
 
 
 def test_an_idle_engine_leaves_the_writer_little_to_do(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
