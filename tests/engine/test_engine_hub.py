@@ -418,6 +418,31 @@ def test_the_engine_sleeps_and_wakes_for_all(
     with_hub(use)
 
 
+def test_a_front_end_that_starts_while_the_engine_sleeps_does_not_wait_for_an_answer_of_its_core(
+    with_hub: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
+        front, supervisor = await make(), hub._engines[0].supervisor
+        tell, asked = supervisor.tell, list[FrontendMessage]()
+
+        def tell_busy(message: FrontendMessage) -> None:
+            """As to a core in a step, which answers after it."""
+            (asked.append if isinstance(message, GetLiveView) else tell)(message)
+
+        monkeypatch.setattr(supervisor, "tell", tell_busy)
+        pausing = asyncio.create_task(front.shared.pause_generation("keep"))
+        await until(lambda: asked)
+        await front.shared.sleep(2)
+        await pausing
+        assert hub._standing["pause"][1]["mode"] == "keep" and len(asked) == 1
+        other = await make()
+        assert await other.shared.is_sleeping()
+        await other.shared.wake_up()
+        assert await ask(other.engine, ANSWER) == await ask(front.engine, ANSWER) == "length"
+
+    with_hub(use)
+
+
 def test_a_front_end_that_does_not_read_is_given_up(
     with_hub: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
