@@ -233,15 +233,17 @@ def test_a_wait_that_delays_steps_counts_and_serves_for_several_blocks(engines: 
         return True
 
     one.memory.wait_for_workers = wait
-    for step in range(6):
+    for _ in range(6):
+        step += 1
         one.tier.save_while_busy(0.001 / disk_tier._BUSY_SHARE)
-    assert waits == [0] and len(one.tier.unsaved) == 10 - 4, "10 ms of waiting, and as many of saving"
-    for step in range(6, 50):
+    assert waits == [1] and len(one.tier.unsaved) == 10 - 4, "10 ms of waiting, and as many of saving"
+    for _ in range(44):
+        step += 1
         one.tier.save_while_busy(0.001 / disk_tier._BUSY_SHARE)
     assert len(waits) == 3 and len(one.tier.unsaved) == 0
     one.tier._earned_s, before = 0.015, one.stats().num_disk_dropped
     for number in range(1, 4):
-        step = -number
+        step += 1
         one.compute([1000 * number + place for place in range(48)])  # takes every block
     assert one.stats().num_disk_dropped - before == 24 - 2 and one.tier._earned_s < 0
 
