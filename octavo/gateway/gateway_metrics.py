@@ -88,6 +88,8 @@ class GatewayMetrics:
             failed.add_metric(name, deployment.num_failed_starts)
             affine.add_metric(name, deployment.router.num_affine)
             for replica in deployment.replicas:
+                for counter in (self.retries, self.broken_streams, self.resumed):
+                    counter.labels(*name, replica.name)  # 0 from the start: alerts do not see how a series begins
                 in_flight.add_metric([*name, replica.name], replica.num_in_flight)
                 up.add_metric([*name, replica.name], replica.takes_requests())
         yield from (in_flight, up, ready, held, starts, failed, affine)

@@ -14,12 +14,18 @@ import pytest
 import yaml
 from prometheus_client.samples import Sample
 
+from octavo.gateway.catalogue import Catalogue
+from octavo.gateway.gateway_metrics import GatewayMetrics
+from octavo.gateway.memory_budget import MemoryBudget
+from octavo.gateway.models import Models
+from octavo.gateway.serve_process import ServeProcess
 from octavo.metrics.http_metrics import HttpMetrics
 from octavo.metrics.prometheus import EngineMetrics
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy" / "prometheus"
 ALERTS = {rule["alert"]: rule for rule in yaml.safe_load((RULES / "alerts.yml").read_text())["groups"][0]["rules"]}
+GATEWAY = 'instance="a:8000",job="octavo",model="m"'
 SERVER, ENGINE = 'instance="a:8000",job="octavo"', 'engine="0",instance="a:8000",job="octavo",model_name="m"'
 
 
@@ -44,6 +50,10 @@ def histogram(name: str, slow: float, fast: float) -> tuple[dict[str, str], dict
 MODEL = 'job="octavo",model_name="m"'
 TTFT, ITL = histogram("time_to_first_token_seconds", 10, 2.5), histogram("inter_token_latency_seconds", 1, 0.1)
 E2E = histogram("e2e_request_latency_seconds", 240, 60)
+OF_MODEL, OF_REPLICA, OF_STATUS = (
+    f"octavo_gateway_{{}}{{{{{labels}}}}}".format
+    for labels in ('model="m"', 'model="m",replica="{}"', 'model="m",replica="0",status="{}"')
+)
 OK_ANSWERS = {'http_requests_total{status="2xx"}': "0+100x20"}
 CASES = {
     "OctavoDown": Case(
@@ -101,6 +111,35 @@ CASES = {
         {"process_open_fds": "900x20", "process_max_fds": "1000x20"},
         {"process_open_fds": "700x20", "process_max_fds": "1000x20"},
         "a:8000 has 90% of the files open that it may have.", labels=SERVER,
+    ),
+    "OctavoGatewayModelDown": Case(
+        {OF_REPLICA("replica_up", 0): "0x20", OF_REPLICA("replica_up", 1): "0x20"},
+        {OF_REPLICA("replica_up", 0): "0x20", OF_REPLICA("replica_up", 1): "1x20"},
+        "No replica of m has taken requests from a:8000 for two minutes.", labels=GATEWAY,
+    ),
+    "OctavoGatewayReplicaDown": Case(
+        {OF_REPLICA("replica_up", 1): "0x20"}, {OF_REPLICA("replica_up", 1): "0x9 1 0x9"},
+        "Replica 1 of m has taken no requests from a:8000 for ten minutes.", labels=GATEWAY + ',replica="1"',
+    ),
+    "OctavoGatewayStartsFail": Case(
+        {OF_MODEL("failed_starts_total"): "0x15 1x5"}, {OF_MODEL("failed_starts_total"): "1x20"},
+        "m could not be started.", labels='job="octavo",model="m"',
+    ),
+    "OctavoGatewayModelWaits": Case(
+        {OF_MODEL("model_requests"): "1x20", OF_MODEL("model_ready"): "0x20"},
+        {OF_MODEL("model_requests"): "1x20", OF_MODEL("model_ready"): "0x17 1 0x2"},
+        "Requests at a:8000 have waited for m to be started for five minutes.", labels=GATEWAY,
+    ),
+    "OctavoGatewayAnswersFail": Case(
+        {OF_STATUS("requests_total", 200): "0+80x20", OF_STATUS("requests_total", 503): "0+20x20"},
+        {OF_STATUS("requests_total", status): "0+33x20" for status in (200, 404, 429)},
+        "20% of the answers of octavo are 5xx.", labels='job="octavo"',
+    ),
+    "OctavoGatewayAnswersBreak": Case(
+        *({OF_REPLICA("broken_answers_total", 0): "0x15 2x5", OF_REPLICA("resumed_streams_total", 1): f"0x15 {count}x5"}
+          for count in (1, 2)),
+        "Answers of m broke off, as their replica was lost and no other one continued them.",
+        labels='job="octavo",model="m"',
     ),
 }  # fmt: skip
 
@@ -193,7 +232,9 @@ def test_rules_ask_for_series_that_a_server_has() -> None:
     engine.others.append(http)
     samples: list[Sample] = [sample for metric in engine.collect() for sample in metric.samples]
     recorded = {rule["record"] for rule in yaml.safe_load((RULES / "recording.yml").read_text())["groups"][0]["rules"]}
-    known = {sample.name for sample in samples} | recorded | {"up"}
+    models = Models(Catalogue({}), MemoryBudget(None), ServeProcess.start, replica_timeout_s=1.0)
+    of_gateway = re.findall(r"^# TYPE (\S+)", GatewayMetrics(models).render().decode(), re.MULTILINE)
+    known = {sample.name for sample in samples} | recorded | {"up", *of_gateway}
     text = (RULES / "recording.yml").read_text() + (RULES / "alerts.yml").read_text()
     rules = [
         rule for part in text.split("groups:")[1:] for rule in yaml.safe_load("groups:" + part)["groups"][0]["rules"]
@@ -201,7 +242,9 @@ def test_rules_ask_for_series_that_a_server_has() -> None:
     asked = {
         name
         for rule in rules
-        for name in re.findall(r"\b(?:vllm|octavo|model|job):\w+(?::\w+)?|\b(?:process|http)_\w+\b(?!:)", rule["expr"])
+        for name in re.findall(
+            r"\b(?:vllm|octavo|model|job):\w+(?::\w+)?|\b(?:process|http|octavo)_\w+\b(?!:)", rule["expr"]
+        )
     }
     assert asked, "the pattern finds names"
     assert asked <= known, asked - known
