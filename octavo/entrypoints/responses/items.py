@@ -35,6 +35,12 @@ def response_of(id: str) -> str | None:
     return f"resp_{parts[1]}" if len(parts) == 3 else None
 
 
+def _owner(id: str) -> str:
+    """Return what ids of the items of one answer have in common; empty for other ids."""
+    begin, _, place = id.rpartition("_")
+    return begin if place.isdecimal() else ""
+
+
 def read_items(value: str | list[Any], owner_id: str, field: str = "input") -> list[Item]:
     """Return the items of a request's `field`, each with an id, which is made of `owner_id` if it has none. Raises
     `RequestError` naming the place."""
@@ -170,8 +176,17 @@ def _wrong(where: str, what: str) -> RequestError:
 
 def to_messages(items: Sequence[Item], instructions: str | None) -> list[dict[str, Any]]:
     """Return the chat messages of a conversation. The assistant's reasoning, text and calls form one message until
-    another role has a turn. The system's first items form one message, as templates expect."""
+    another role has a turn: parts of one answer as they were generated, others as lines. The system's first items form
+    one message, as templates expect."""
     messages: list[dict[str, Any]] = []
+    owners: dict[str, str] = {}  # by field, the answer that its last text is from
+
+    def add_to_answer(field: str, text: str, id: str) -> None:
+        message, owner = _answer(messages), _owner(id)
+        joint = "" if owner and owners.get(field) == owner else "\n"
+        message[field] = joint.join(filter(None, (message.get(field), text)))
+        owners[field] = owner
+
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
     for item in items:
@@ -183,8 +198,7 @@ def to_messages(items: Sequence[Item], instructions: str | None) -> list[dict[st
                     continue
                 text = "\n".join(part["text"] for part in item["content"])
                 if role == "assistant":
-                    message = _answer(messages)
-                    message["content"] = "\n".join(filter(None, (message["content"], text)))
+                    add_to_answer("content", text, item["id"])
                 elif role in ("system", "developer") and len(messages) == 1 and messages[0]["role"] in _ROLES[2:]:
                     messages[0] = {"role": "system", "content": f"{messages[0]['content']}\n\n{text}"}
                 else:
@@ -193,8 +207,7 @@ def to_messages(items: Sequence[Item], instructions: str | None) -> list[dict[st
                 text = "\n".join(part["text"] for part in item["content"] or item["summary"])
                 if not text:  # it was encrypted elsewhere, or there was none
                     continue
-                message = _answer(messages)
-                message["reasoning_content"] = "\n".join(filter(None, (message.get("reasoning_content"), text)))
+                add_to_answer("reasoning_content", text, item["id"])
             case "function_call":
                 function = {"name": item["name"], "arguments": item["arguments"]}
                 call = {"id": item["call_id"], "type": "function", "function": function}

@@ -300,6 +300,17 @@ def test_reasoning_is_sent_again_in_any_form(http: httpx.Client, engine: FakeEng
     assert prompt(engine, -1) == prompt(engine, -2)
 
 
+def test_texts_of_one_answer_are_sent_again_as_they_were_generated(http: httpx.Client, engine: FakeEngine) -> None:
+    engine.answer = f"Let me look.{CALL}\nDone."
+    made = post(http, tools=[WEATHER])
+    assert [item["type"] for item in made["output"]] == ["message", "function_call", "message"]
+    asked = {"role": "user", "content": "Hi"}
+    answer, _ = to_messages(read_items([asked, *made["output"], asked], "resp_1"), None)[1:]
+    assert answer["content"] == "Let me look.\nDone."
+    others = [{"role": "assistant", "content": text} for text in ("One.", "Two.")]
+    assert to_messages(read_items(others, "resp_1"), None)[0]["content"] == "One.\nTwo."
+
+
 def test_reasoning_without_a_text_is_no_turn() -> None:
     def sent(*items: Any) -> list[Any]:
         asked = {"role": "user", "content": "Hi"}
