@@ -18,6 +18,7 @@ from octavo.gateway.stream_progress import CUT_OFF, RESUMABLE, StreamProgress
 from octavo.gateway.upstream import HOP_BY_HOP, Answer
 from octavo.http_protocol import ResponseCycle
 from octavo.messages_errors import MESSAGES_PREFIX
+from octavo.ollama.answers import AnswerTranslator
 
 _NOT_PASSED_ON = HOP_BY_HOP | {b"date", RESUMABLE, CUT_OFF, PROMPT_TOKENS}
 _NO_BODY = (204, 304)  # their Content-Length would tell the length of another answer's body
@@ -77,7 +78,7 @@ class Client:
     def __init__(self, send: Send, path: str, *, request_id: str | None = None) -> None:
         """`request_id` is the client's id of the request, or None; the gateway's own errors repeat it."""
         self.send, self._path = send, path
-        self._send_at_once = send.at_once if isinstance(send, ClientSend) else None
+        self._send_at_once = send.at_once if isinstance(send, ClientSend | AnswerTranslator) else None
         self.request_id = request_id or uuid.uuid4().hex
         self.streams = False  # the client asked for events
         self._has_head = False

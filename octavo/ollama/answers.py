@@ -37,11 +37,13 @@ def loaded_answer(request: Translated, reason: str) -> dict[str, Any]:
 
 
 class AnswerTranslator:
-    """Sends an answer of OpenAI's API as Ollama's. `begin` is the arrival of the request (`time.monotonic`)."""
+    """Sends an answer of OpenAI's API as Ollama's, by an ASGI `send`. `begin` is the arrival of the request
+    (`time.monotonic`). Where `send` has a method `at_once`, as the gateway's has, this object's method may be used."""
 
     def __init__(self, send: Send, request: Translated, begin: float) -> None:
         self._send, self._request, self._begin = send, request, begin
         self.load_s: Callable[[], float] = lambda: 0.0  # seconds that the request has waited for its model
+        self._late: tuple[bytes, bytes] | None = None  # a piece that `at_once` has not sent, and its lines
         self._status = 200
         self._headers: list[tuple[bytes, bytes]] = []
         self._events: EventReader | None = None  # None: the answer is no stream
@@ -66,19 +68,45 @@ class AnswerTranslator:
             await self._send(message)
             return
         data, is_end = message.get("body", b""), not message.get("more_body", False)
+        if self._late is not None:
+            (piece, written), self._late = self._late, None
+            await self._send_part(_LINES, written, False)
+            if piece is data:
+                return
         if self._events is None:
             self._body.append(data)
             if is_end:
                 await self._finish_whole(b"".join(self._body))
             return
-        lines: list[dict[str, Any]] = []
-        for event in self._events.feed(data):
-            if not self._is_done:
-                self._add(event, lines)
+        lines = self._lines_of(self._events, data)
         if is_end and not self._is_done:
             self._is_done = True
             lines.append(ollama_error("the answer broke off"))
         await self._write(lines, is_end)
+
+    def at_once(self, data: bytes) -> bool:
+        """Send a piece of a stream without waiting. Returns False if the stream has not begun, or if the client has to
+        read first: then call this object with the same piece."""
+        if self._events is None or (self._request.streams and not self._is_begun):
+            return False
+        lines = self._lines_of(self._events, data)
+        if not self._request.streams:
+            self._keep(lines)
+        elif lines and not self._send.at_once(written := self._written(lines)):  # type: ignore[attr-defined]
+            self._late = data, written
+            return False
+        return True
+
+    def _lines_of(self, reader: EventReader, data: bytes) -> list[dict[str, Any]]:
+        """Return the lines for a piece of a stream."""
+        lines: list[dict[str, Any]] = []
+        for event in reader.feed(data):
+            if not self._is_done:
+                self._add(event, lines)
+        return lines
+
+    def _written(self, lines: list[dict[str, Any]]) -> bytes:
+        return b"".join(_encode(self._shown(line)) + b"\n" for line in lines)
 
     def _add(self, event: bytes, lines: list[dict[str, Any]]) -> None:
         """Add the lines for an event."""
@@ -162,12 +190,18 @@ class AnswerTranslator:
 
     async def _write(self, lines: list[dict[str, Any]], is_end: bool) -> None:
         if self._request.streams:
-            data = b"".join(_encode(self._shown(line)) + b"\n" for line in lines)
+            data = self._written(lines)
             if lines and "error" in lines[0] and not self._is_begun:
                 self._status = 500
             if data or is_end:
                 await self._send_part(_LINES, data, is_end)
             return
+        self._keep(lines)
+        if is_end:
+            await self._send_part(_JSON, _encode(self._whole), is_end)
+
+    def _keep(self, lines: list[dict[str, Any]]) -> None:
+        """Add lines to an answer that is not streamed."""
         for line in lines:
             if "error" in line:
                 self._status, self._whole = 500, line
@@ -176,8 +210,6 @@ class AnswerTranslator:
             else:
                 for name, value in line.items():
                     self._whole[name] = self._whole[name] + value if name in self._whole else value
-        if is_end:
-            await self._send_part(_JSON, _encode(self._whole), is_end)
 
     def _shown(self, line: dict[str, Any]) -> dict[str, Any]:
         if "error" in line:

@@ -12,15 +12,21 @@ from typing import Any
 import httpx
 import ollama
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.types import Message
 
 from octavo.errors import OctavoError
 from octavo.gateway import octavo_commands, ollama_routes
 from octavo.gateway.catalogue import Catalogue, ModelEntry
 from octavo.gateway.memory_budget import MemoryBudget
 from octavo.gateway.models import Models
+from octavo.ollama.answers import AnswerTranslator
+from octavo.ollama.to_openai import translate
 from tests.gateway.fakes import Asked, FakeLaunch, Gateway, fake_servers, gateway, until
 from tests.waiting import Clock, virtual_sleep
 
+EVENTS = b"text/event-stream"
 CARD = {
     "name": "a", "path": "/models/a", "architecture": "llama", "num_parameters": 134_515_008, "num_layers": 30,
     "hidden_size": 576, "context_length": 8192, "format": "gguf", "quantization": "Q4_1",
@@ -109,6 +115,70 @@ def test_a_chat_is_streamed_and_whole(clock: Clock) -> None:
             whole = await client.chat("m", messages)
             assert gate.launch.last("org/m").asked[-1].headers["x-octavo-truncation"] == "auto"
             assert (whole.message.content, whole.message.thinking, whole.done) == ('say "no"\n', "hm", True)
+
+    clock.run(run())
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@given(st.lists(st.booleans(), min_size=8, max_size=8))
+def test_no_line_is_lost_whether_or_not_the_client_has_to_read_first(streams: bool, may_write: list[bool]) -> None:
+    class Client:
+        sent = b""
+
+        async def __call__(self, message: Message) -> None:
+            self.sent += message.get("body", b"")
+
+        def at_once(self, data: bytes) -> bool:
+            may = decisions.pop()
+            self.sent += data if may else b""
+            return may
+
+    async def run() -> None:
+        client = Client()
+        body = json.dumps({"model": "a", "prompt": "x", "stream": streams}).encode()
+        translator = AnswerTranslator(client, translate("/api/generate", body), 0.0)
+        await translator({"type": "http.response.start", "status": 200, "headers": [(b"content-type", EVENTS)]})
+        for number in range(8):
+            piece = b'data: {"choices": [{"text": "%d"}]}\n\ndata: {"choices"' % number + b": []}\n\n"
+            if not translator.at_once(piece):
+                await translator({"type": "http.response.body", "body": piece, "more_body": True})
+        await translator({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        lines = [json.loads(line) for line in client.sent.splitlines()]
+        assert "".join(line.get("response", "") for line in lines) == "01234567" and lines[-1]["done"]
+        assert len(lines) == (9 if streams else 1) and (decisions == [] or not streams)
+
+    decisions = may_write[1:]  # the first piece begins the answer
+    asyncio.run(run())
+
+
+def test_chunks_are_written_where_they_are_received(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[str] = []
+    call = AnswerTranslator.__call__
+
+    async def noted(self: AnswerTranslator, message: Message) -> None:
+        kinds.append(message["type"])
+        await call(self, message)
+
+    monkeypatch.setattr(AnswerTranslator, "__call__", noted)
+    pieces = [asyncio.Event() for _ in range(9)]
+
+    async def behave(asked: Asked) -> None:
+        asked.begin_stream()
+        for number, event in enumerate(pieces):
+            asked.piece(b"data: " + json.dumps({"choices": [delta(str(number))]}).encode() + b"\n\n")
+            await event.wait()
+        asked.piece(b"data: [DONE]\n\n")
+        asked.piece(b"")
+
+    async def run() -> None:
+        async with gateway({"a": {}}, FakeLaunch(behave)) as gate:
+            found = ""
+            async for part in await client_of(gate).chat("a", [{"role": "user", "content": "Hi"}], stream=True):
+                found += part.message.content or ""
+                if not part.done:
+                    pieces[int(found[-1])].set()
+            assert found == "012345678"
+            assert kinds == ["http.response.start", *["http.response.body"] * 2], "the first chunk, and the end"
 
     clock.run(run())
 
