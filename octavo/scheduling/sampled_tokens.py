@@ -70,12 +70,13 @@ def extend(queues: SequenceQueues, seq: Sequence, tokens: list[int], logprobs: L
     reason: str | None = None
     stop_reason: int | None = None
     token_ids, stops, most = seq.token_ids, seq.stop_reasons, seq.max_tokens
-    for i, token in enumerate(tokens):
+    num_before = len(token_ids)
+    for token in tokens:
         token_ids.append(token)
         # This happens for every token, and few may be the last one.
         if (token in stops or len(token_ids) >= most) and (reason := finish_reason(seq)) is not None:
             stop_reason = seq.stop_reasons[token] if reason == "stop" else None
-            tokens = tokens[: i + 1]
+            tokens = tokens[: len(token_ids) - num_before]
             break
     output = seq.output(tokens, reason, stop_reason)
     if logprobs is not None:

@@ -381,12 +381,14 @@ class Scheduler:
         outputs: list[SequenceOutput] = []
         # The loop runs for every token, so it is written for speed: it unpacks rows, and rare cases are checked once.
         block_size, runs_ahead, errors = self.cache.block_size, plan.runs_ahead, result.errors
+        queues, all_tokens, all_logprobs = self.queues, result.tokens, result.logprobs
         has_prompt_results = bool(result.prompt_logprobs or result.alignment)
         # The model generates, the worker makes no drafts, and no proposer observes tokens.
         only_adds_tokens = result.vectors is None and not result.draft_tokens
         if self._speculation is not None:
             self._speculation.count_running(len(self.queues.running))
             only_adds_tokens &= not self._speculation.follows_all
+        num_extended = 0  # sequences that only got one token
         end = 0  # number of samples so far
         for seq, planned in zip(step.sequences, plan.rows, strict=True):
             row, num_computed_before, num_tokens, num_sampled_positions, num_last_samples, draft_tokens = planned
@@ -406,7 +408,7 @@ class Scheduler:
             #    planned: it may have other blocks.
             num_computed_now = num_computed_before + num_tokens - len(draft_tokens)
             if (
-                num_computed_now >= (seq.num_registered_blocks + 1) * block_size
+                num_computed_now // block_size > seq.num_registered_blocks
                 and seq.row is not None
                 and seq.admission_step <= step.number
             ):
@@ -415,14 +417,15 @@ class Scheduler:
                 keep_prompt_results(seq, row, num_computed_before, result)
             # 5. Apply the samples: most rows only extend their sequence by one token.
             if only_adds_tokens and end == begin + 1 and seq.beam_search is None and not seq.request.prediction:
-                logprobs = None if result.logprobs is None else result.logprobs[begin:end]
-                outputs.append(extend(self.queues, seq, result.tokens[begin:end], logprobs))
-                self._stats.num_generation_tokens += 1
+                logprobs = None if all_logprobs is None else all_logprobs[begin:end]
+                outputs.append(extend(queues, seq, all_tokens[begin:end], logprobs))
+                num_extended += 1
             elif num_sampled_positions:
                 outputs += self._apply_samples(seq, planned, begin, end, result)
         num_found = len(result.tokens if result.vectors is None else result.vectors)
         assert end == num_found, f"the plan has {end} samples and the result has {num_found} tokens or vectors"
-        self._stats.num_computed_tokens += sum([planned.num_tokens for planned in plan.rows])
+        self._stats.num_generation_tokens += num_extended
+        self._stats.num_computed_tokens += plan.work.num_tokens
         if self._speculation is not None:
             drafts = {row: result.drafts_of(row) or () for row in result.draft_tokens}
             self._speculation.drafted(plan.rows, drafts, result.draft_s, result.caught_up)
