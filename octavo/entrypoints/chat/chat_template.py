@@ -162,14 +162,23 @@ def _rendered_with_tools(
     *,
     knows_role: bool,
 ) -> str:
-    """Render a conversation with its tools. If the template refuses them, they get the fields that they lack."""
+    """Render a conversation with its tools. If the template refuses them, they get the fields that they lack; then
+    calls get an object for arguments that are none, such as those that the end of an answer has cut off."""
     try:
         return _rendered_with_developers(partial(render, tools), conversation, knows_role=knows_role)
-    except Exception:
-        whole = [_with_all_fields(tool) for tool in tools or ()]
-        if whole == list(tools or ()):
-            raise
-        return _rendered_with_developers(partial(render, whole), conversation, knows_role=knows_role)
+    except Exception as error:
+        refusal = error
+    whole = [_with_all_fields(tool) for tool in tools or ()]
+    if whole != list(tools or ()):
+        try:
+            return _rendered_with_developers(partial(render, whole), conversation, knows_role=knows_role)
+        except Exception as error:
+            refusal = error
+    objects = [_with_objects(message) for message in conversation]
+    if objects != list(conversation):
+        with suppress(Exception):
+            return _rendered_with_developers(partial(render, whole), objects, knows_role=knows_role)
+    raise refusal
 
 
 def _rendered_with_developers(
@@ -296,6 +305,27 @@ def _with_all_fields(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = {name: value for name, value in sent.items() if value is not None}
     parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
     return {**tool, "function": {"description": "", **function, "parameters": parameters}}
+
+
+def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls have an object for arguments that are none."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _object_of(call["function"]["arguments"])}}
+        for call in message.get("tool_calls") or ()
+    ]
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
+
+def _object_of(arguments: Any) -> Any:
+    """Return arguments that are an object, or its text. Of others return the beginning of an object, or an empty
+    one."""
+    if not isinstance(read_arguments(arguments), Mapping):
+        from pydantic_core import from_json  # not needed by other chats
+
+        with suppress(ValueError, TypeError):
+            arguments = from_json(with_whole_pairs(arguments), allow_partial="trailing-strings")
+        return arguments if isinstance(arguments, Mapping) else {}
+    return arguments
 
 
 def _with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,6 +73,25 @@ def test_blank_arguments_are_an_empty_object(template: str, blank: Any) -> None:
     assert "get_weather {}</call>" in render_chat(tokenizer_of(template), [USER, calling(blank)])
 
 
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        ('{"city": "Ro', "city=Ro;"),
+        ('{"city": "Rome", "days": ', "city=Rome;"),
+        ("[1]", ""),
+        ("Rome", ""),
+        ('"Rome"', ""),
+    ],
+)
+def test_arguments_that_are_no_object_end_no_conversation(sent: str, shown: str) -> None:
+    """As those of a call that max_tokens has cut off: an agent answers it with an error, and goes on."""
+    text = render_chat(tokenizer_of(ITEMS), [USER, calling(sent), result(), calling('{"city": "Oslo"}'), result()])
+    assert text == (
+        f"[user]Hi[assistant]<call>get_weather {shown}</call>[tool]rain"
+        "[assistant]<call>get_weather city=Oslo;</call>[tool]rain"
+    )
+
+
 ASKS_FOR_NONE = (
     "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls is defined and m.content is none %}"
     + EACH.replace("ARGUMENTS", "c.function.arguments | tojson") + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
