@@ -158,7 +158,8 @@ class GatewayApp:
         """Return the client's key if it is in the store, else None. Raises `RequestError` for a client without any
         key."""
         headers = dict(scope["headers"])
-        sent = [value and value.decode("latin-1") for value in map(headers.get, (b"authorization", b"x-api-key"))]
+        given = map(headers.get, (b"authorization", b"x-api-key"))
+        sent = [None if value is None else value.decode("latin-1") for value in given]
         key = None
         is_admitted = self._keys.admit(*sent) if self._keys else self._store is None
         if not is_admitted and self._store is not None:

@@ -529,7 +529,7 @@ def test_a_key_is_for_its_models_and_sees_no_others(clock: Clock, tmp_path: Path
     async def test(gate: Gateway, keys: Keys) -> None:
         assert (await gate.ask()).status_code == 401
         key_id, headers = await keys.create(models=["x"])
-        gate.http.headers.update(headers)
+        gate.http.headers.update({**headers, "x-api-key": ""})
         refused = await gate.ask("b")
         assert refused.status_code == 403 and refused.json()["error"]["code"] == "model_not_allowed"
         listed = {one["id"] for one in (await gate.http.get("/v1/models")).json()["data"]}
