@@ -198,5 +198,10 @@ def _check_addresses(entry: ModelEntry, at: str) -> None:
             raise ConfigError(f"{at}.addresses: {address} is no HTTP address: {error}.") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ConfigError(f"{at}.addresses: {address} is no HTTP address, such as http://127.0.0.1:8000.")
+        if parts.username is not None or parts.password is not None:
+            raise ConfigError(
+                f"{at}.addresses: leave the user and password out of the address of {parts.hostname}: logs and metrics "
+                "show addresses. api_key_env names a key."
+            )
         if parts.path.rstrip("/").endswith("/v1"):
             raise ConfigError(f"{at}.addresses: leave /v1 out of {address}; requests bring it.")

@@ -41,6 +41,7 @@ from octavo.loading.local_models import LocalModel
         ("models: {a: {addresses: [localhost]}}", "HTTP address"),
         ("models: {a: {addresses: ['http://h/v1']}}", "leave /v1 out"),
         ("models: {a: {addresses: ['http://h', 'http://h']}}", "twice"),
+        ("models: {a: {addresses: ['http://me:secret@h']}}", "leave the user and password out of the address of h"),
         ("models: {a: {addresses: ['http://h'], replicas: 2}}", "replicas"),
         ("models: {a: {addresses: ['http://h'], preload: true}}", "preload"),
         ("models: {a: {addresses: ['http://h'], health: x}}", "path"),
