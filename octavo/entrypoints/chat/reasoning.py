@@ -220,11 +220,13 @@ class ReasoningSplitter:
         return "", held.rstrip("\n") if self._is_marked else held
 
     def _look_for_start(self) -> None:
-        text = self._held.lstrip()
-        if text.startswith(self._style.start):
-            self._held = text[len(self._style.start) :]
+        text, style = self._held.lstrip(), self._style
+        if text.startswith(style.start):
+            self._held = text[len(style.start) :]
             self._state = "inside"
-        elif not self._style.start.startswith(text):
+        elif style.answer_start and text.startswith(style.answer_start):  # an answer without reasoning
+            self._held, self._state = text, "after"
+        elif not style.start.startswith(text) and not style.answer_start.startswith(text):
             self._state = "after"
             self._is_at_start = False
 
