@@ -36,6 +36,7 @@ class Models:
         self._num_begun = self._last_done = 0  # searches for models, and the last complete one
         self._retired: list[Deployment] = []  # no longer in the catalogue, but may still answer
         self._tasks: set[asyncio.Future[None]] = set()
+        self._preloads: dict[Deployment, asyncio.Future[None]] = {}  # under way
         self.apply(catalogue)
 
     def __iter__(self) -> Iterator[Deployment]:
@@ -99,6 +100,8 @@ class Models:
         self._aliases = {alias: name for name, entry in catalogue.models.items() for alias in entry.aliases}
         self._retired = [one for one in self._retired if not one.has_ended]
         for gone in before.values():
+            if (preload := self._preloads.pop(gone, None)) is not None:
+                preload.cancel()  # no client waits for it, and its turn for memory is another model's
             self._retired.append(gone)
             self._spawn(gone.retire())
 
@@ -107,7 +110,7 @@ class Models:
         for deployment in self:
             deployment.begin_discovery()
             if deployment.entry.preload and deployment.state == "stopped":
-                self._spawn(self._preload_one(deployment))
+                self._preloads[deployment] = self._spawn(self._preload_one(deployment))
 
     async def wait_discovered(self, timeout_s: float) -> None:
         """Wait until every model whose replicas are discovered has addresses, for `timeout_s` at most."""
@@ -131,10 +134,11 @@ class Models:
         for deployment in [*self, *self._retired]:
             deployment.cut()
 
-    def _spawn(self, work: object) -> None:
+    def _spawn(self, work: object) -> asyncio.Future[None]:
         task: asyncio.Future[None] = asyncio.ensure_future(work)  # type: ignore[call-overload]
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _preload_one(self, deployment: Deployment) -> None:
         try:
@@ -142,6 +146,8 @@ class Models:
                 await deployment.ready()
         except RequestError as error:
             logger.error("%s", error)
+        finally:
+            self._preloads.pop(deployment, None)
 
     async def _check(self, replica: Replica, timeout_s: float) -> None:
         was_healthy = replica.is_healthy

@@ -385,6 +385,31 @@ def test_models_that_have_left_the_catalogue_are_forgotten(clock: Clock, tmp_pat
     clock.run(run())
 
 
+@pytest.mark.parametrize("state", ["waiting", "starting"])
+def test_a_preload_ends_when_its_model_leaves_the_catalogue(clock: Clock, tmp_path: Path, state: str) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("models: {a: {memory_gib: 1}}")
+
+    async def run() -> None:
+        launch = FakeLaunch(be_silent)
+        async with gateway(str(file), launch, memory_gib=1 if state == "waiting" else 2) as gate:
+            asking = asyncio.ensure_future(gate.ask("a"))
+            await until(lambda: launch.servers and launch.last("a").asked)
+            launch.may_start.clear()
+            file.write_text("models: {a: {memory_gib: 1}, b: {memory_gib: 1, preload: true}}")
+            gate.server.reload()
+            preloaded = gate.deployment("b")
+            await until(lambda: preloaded.state == state)
+            file.write_text("models: {a: {memory_gib: 1}}")
+            gate.server.reload()
+            await until(lambda: preloaded.has_ended)
+            assert not gate.server.models.budget._line and gate.server.models.budget.held_gib == 1
+            assert launch.begun == ["a", "b"][: 1 if state == "waiting" else 2]
+            asking.cancel()
+
+    clock.run(run())
+
+
 def test_each_request_is_counted_as_one_answer(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with fake_servers(die_after_the_head) as servers, gateway(at(servers)) as gate:
