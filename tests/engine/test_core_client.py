@@ -109,6 +109,48 @@ def test_what_answers_a_cores_first_message_reaches_it(stub_config: EngineConfig
     assert heard == [b"ready", b"request"]
 
 
+TELLS_WHAT_CAME_TOGETHER = """
+import sys
+import msgspec, zmq
+args = msgspec.json.decode(sys.stdin.buffer.readline())
+context = zmq.Context()
+receiver, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+receiver.connect(args["input_address"])
+sender.connect(args["output_address"])
+sender.send(b"ready")
+while True:
+    sender.send(receiver.recv() + (b"+" if receiver.getsockopt(zmq.RCVMORE) else b"."))
+"""
+
+
+def test_further_messages_of_a_turn_go_together_and_in_order(stub_config: EngineConfig) -> None:
+    client, heard = CoreClient(stub_config, _process_of(TELLS_WHAT_CAME_TOGETHER)), list[bytes]()
+
+    async def tell() -> None:
+        answered = asyncio.get_running_loop().create_future()
+
+        def handle(data: bytes) -> None:
+            heard.append(data)
+            if len(heard) == 1:
+                for message in (b"1", b"2", b"3", b"4"):
+                    client.send_data(message)
+            elif len(heard) == 5:
+                client.send_data(b"5")
+            elif len(heard) == 6:
+                answered.set_result(None)
+
+        reading = asyncio.create_task(client.receive_data(handle))
+        await asyncio.wait((answered, reading), return_when=asyncio.FIRST_COMPLETED)
+        client.kill()
+        await reading
+
+    try:
+        asyncio.run(tell())
+    finally:
+        client.close()
+    assert heard == [b"ready", b"1.", b"2+", b"3+", b"4.", b"5."]
+
+
 def _process_of(code: str) -> CoreProcess:
     """Return a core that runs `code`."""
     core = CoreProcess.__new__(CoreProcess)
