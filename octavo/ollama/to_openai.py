@@ -282,17 +282,18 @@ def _messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:
     waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
     num_calls = 0
     for message in messages:
+        content: str | list[dict[str, Any]] | None = message.content or (None if message.tool_calls else "")
+        if message.images:
+            text = [{"type": "text", "text": message.content}] if message.content else []
+            content = [*map(_image_part, message.images), *text]
         if message.role == "tool":
             chosen = next((one for one in waiting if one[1] == message.tool_name), waiting[0] if waiting else None)
             if chosen is not None:
                 waiting.remove(chosen)
             call_id = message.tool_call_id or (chosen[0] if chosen else "call_0")
-            found.append({"role": "tool", "tool_call_id": call_id, "content": message.content or ""})
+            found.append({"role": "tool", "tool_call_id": call_id, "content": content or ""})
             continue
-        one: dict[str, Any] = {"role": message.role, "content": message.content or ""}
-        if message.images:
-            text = [{"type": "text", "text": message.content}] if message.content else []
-            one["content"] = [*map(_image_part, message.images), *text]
+        one: dict[str, Any] = {"role": message.role, "content": content}
         if message.thinking:
             one["reasoning_content"] = message.thinking
         for call in message.tool_calls or ():

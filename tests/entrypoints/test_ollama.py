@@ -188,6 +188,14 @@ def test_options_become_fields(options: dict[str, Any], fields: dict[str, Any]) 
     assert body == plain | fields
 
 
+def test_a_call_without_text_has_no_content_and_a_tool_may_show_pictures() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    result = {"role": "tool", "content": "Seen.", "images": ["iVBOR"]}
+    asked, shown = translate_value("/api/chat", {"model": "m", "messages": [call, result]}).body["messages"]
+    assert asked["content"] is None
+    assert [part["type"] for part in shown["content"]] == ["image_url", "text"]
+
+
 @pytest.mark.parametrize("value", [True, 1.5, float("inf"), float("nan"), "3"])
 def test_num_predict_is_a_whole_number(value: object) -> None:
     with pytest.raises(RequestError, match=r"options\.num_predict"):

@@ -101,16 +101,24 @@ def render_chat(
             "pictures, and all but Messages sounds.",
             param="messages",
         )
-    has_calls = any(message.get("tool_calls") for message in conversation)
+    if traits.writes_calls and not traits.writes_calls_beside_blank:
+        conversation = [
+            {**message, "content": message.get("content") or None} if message.get("tool_calls") else message
+            for message in conversation
+        ]
+    loses_calls = any(_loses_calls(message, traits) for message in conversation)
     has_results = any(message.get("role") == "tool" for message in conversation)
-    if tool_format is None and ((tools and not traits.describes_tools) or (has_calls and not traits.writes_calls)):
+    if tool_format is None and ((tools and not traits.describes_tools) or loses_calls):
         from octavo.entrypoints.chat.tools.format_detection import model_formats  # not needed by chats without tools
 
         tool_format = model_formats(tokenizer).tools
     if tools and not traits.describes_tools:
         conversation, tools = _describe_tools(conversation, tools, tool_format, traits), None
-    if has_calls and not traits.writes_calls:
-        conversation = [_with_written_calls(message, tool_format) for message in conversation]
+    if loses_calls:
+        conversation = [
+            _with_written_calls(message, tool_format) if _loses_calls(message, traits) else message
+            for message in conversation
+        ]
     if has_results and not (traits.writes_results and (traits.describes_tools or traits.writes_calls)):
         conversation = [_with_result_as_user(message) for message in conversation]
     if placeholders is not None and (content_format == "string" or not _knows(template, conversation)):
@@ -381,6 +389,12 @@ def _describe_tools(
     else:
         content = f"{text}\n\n{content or ''}"
     return [*messages[:first], {**messages[first], "content": content}, *messages[first + 1 :]]
+
+
+def _loses_calls(message: Mapping[str, Any], traits: TemplateTraits) -> bool:
+    """Return whether a message has calls that the template does not write. Some write none beside a text."""
+    is_written = traits.writes_calls_beside_text if message.get("content") else traits.writes_calls
+    return bool(message.get("tool_calls")) and not is_written
 
 
 def _with_written_calls(message: Mapping[str, Any], form: ToolFormat | None) -> dict[str, Any]:

@@ -72,6 +72,8 @@ class TemplateTraits:
 
     describes_tools: bool
     writes_calls: bool
+    writes_calls_beside_text: bool
+    writes_calls_beside_blank: bool  # otherwise their content must be null
     writes_results: bool
     takes_system: bool
     takes_text_arguments: bool  # arguments of a call are JSON text and not an object
@@ -220,6 +222,8 @@ def _traits(template: str, special: _Special) -> TemplateTraits:
         if told is not None or bare is not None
         else "tools" in template,
         writes_calls=way is not None,
+        writes_calls_beside_text=way is not None and _writes_call(template, special, ANSWER, way),
+        writes_calls_beside_blank=way is not None and _writes_call(template, special, "", way),
         writes_results=results is not None and RESULT in results,
         takes_system=with_system is not None and _SYSTEM in with_system,
         takes_text_arguments=as_text,
@@ -241,6 +245,14 @@ def _writes_call_with(template: str, special: _Special, id_field: str, way: tupl
     messages = _calling(CALLS[:1], id_field, as_text=as_text, content=content)
     after = [_result(CALLS[0], id_field)] if needs_result else []
     return _render(template, special, [*messages, *after], tools=TOOLS) is not None
+
+
+def _writes_call(template: str, special: _Special, content: str, way: tuple[str, bool, str | None, bool]) -> bool:
+    id_field, as_text, _, needs_result = way
+    messages = _calling(CALLS[:1], id_field, as_text=as_text, content=content)
+    after = [_result(CALLS[0], id_field)] if needs_result else []
+    text = _after_question(_render(template, special, [*messages, *after], tools=TOOLS))
+    return text is not None and _holds(text, CALLS[:1])
 
 
 def _writes_parts(

@@ -235,5 +235,5 @@ def _for_chat(part: Mapping[str, Any]) -> dict[str, Any]:
 def _answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the assistant's message at the end of `messages`; append one if there is none."""
     if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
+        messages.append({"role": "assistant", "content": None})  # null, as in chats: templates may ask for it
     return messages[-1]

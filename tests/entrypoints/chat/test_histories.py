@@ -119,6 +119,13 @@ def test_a_content_that_is_null_stays_null_where_the_template_can_take_it(
     assert render_chat(tokenizer_of(template), [USER, message]) == f"[user]Hi[assistant]{call}"
 
 
+@pytest.mark.parametrize(("content", "text"), [("", ""), ("Let me look.", "Let me look.\n")])
+def test_calls_beside_a_text_are_not_lost(content: str, text: str) -> None:
+    """DeepSeek V3's first template writes calls only where the content is null, and clients send an empty text."""
+    rendered = render_chat(tokenizer_of(ASKS_FOR_NONE), [USER, calling(content=content), result()])
+    assert rendered == f'[user]Hi[assistant]{text}<call>get_weather {{"city": "Rome"}}</call>[tool]rain'
+
+
 def test_a_none_in_the_texts_of_clients_is_no_null() -> None:
     text = render_chat(tokenizer_of(ASKS_FOR_NONE), [{"role": "user", "content": "None"}, calling()])
     assert text == '[user]None[assistant]<call>get_weather {"city": "Rome"}</call>'

@@ -307,6 +307,7 @@ def test_texts_of_one_answer_are_sent_again_as_they_were_generated(http: httpx.C
     asked = {"role": "user", "content": "Hi"}
     answer, _ = to_messages(read_items([asked, *made["output"], asked], "resp_1"), None)[1:]
     assert answer["content"] == "Let me look.\nDone."
+    assert to_messages(read_items(made["output"][1:2], "resp_1"), None)[0]["content"] is None
     others = [{"role": "assistant", "content": text} for text in ("One.", "Two.")]
     assert to_messages(read_items(others, "resp_1"), None)[0]["content"] == "One.\nTwo."
 
