@@ -121,7 +121,7 @@ def test_a_model_that_nobody_serves_is_served_while_one_talks() -> None:
 @pytest.fixture
 def two_replicas(tmp_path: Path) -> Iterator[Server]:
     file = tmp_path / "models.yaml"
-    flags = "{max-model-len: 512, kv-cache-memory-bytes: 64M, cpu-threads: 1}"
+    flags = "{max-model-len: 512, kv-cache-memory-bytes: 64M, cpu-threads: 1, shutdown-timeout: 0}"
     file.write_text(f"models:\n  pair: {{model: {MODEL}, replicas: 2, preload: true, flags: {flags}}}\n")
     with running_server(tmp_path, "--catalogue", str(file), command=COMMAND) as server:
         wait_until(lambda: server.count('octavo_gateway_model_ready{model="pair"}') == 1)
@@ -159,7 +159,10 @@ def read_stream(path: str, text: str) -> list[Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("path", BODIES)
-def test_streams_of_a_replica_that_is_killed_go_on_with_equal_bits(two_replicas: Server, path: str) -> None:
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_streams_of_a_replica_that_ends_go_on_with_equal_bits(
+    two_replicas: Server, path: str, end: signal.Signals
+) -> None:
     num_streams = 6
     begun = threading.Semaphore(0)
 
@@ -189,7 +192,7 @@ def test_streams_of_a_replica_that_is_killed_go_on_with_equal_bits(two_replicas:
         asking = [threads.submit(ask, number) for number in range(num_streams)]
         for _ in range(num_streams):
             assert begun.acquire(timeout=within(90))
-        children(two_replicas)[0].kill()
+        children(two_replicas)[0].send_signal(end)
         assert [one.result() for one in asking] == expected
     resumed = re.findall(r"octavo_gateway_resumed_streams_total\{.*\} (\S+)", two_replicas.get("/metrics")[1])
     assert sum(map(float, resumed)) >= 1, "each replica had some of the streams"
