@@ -170,22 +170,25 @@ def _rendered_with_tools(
     *,
     knows_role: bool,
 ) -> str:
-    """Render a conversation with its tools. If the template refuses them, they get the fields that they lack; then
-    calls get an object for arguments that are none, such as those that the end of an answer has cut off."""
+    """Render a conversation with its tools. If the template refuses them, they get the fields that they lack, then
+    parameters of one type each; then calls get an object for arguments that are none, such as those that the end of an
+    answer has cut off."""
     try:
         return _rendered_with_developers(partial(render, tools), conversation, knows_role=knows_role)
     except Exception as error:
         refusal = error
-    whole = [_with_all_fields(tool) for tool in tools or ()]
-    if whole != list(tools or ()):
-        try:
-            return _rendered_with_developers(partial(render, whole), conversation, knows_role=knows_role)
-        except Exception as error:
-            refusal = error
+    for change in (_with_all_fields, _with_plain_parameters):
+        changed = [change(tool) for tool in tools or ()]
+        if changed != list(tools or ()):
+            tools = changed
+            try:
+                return _rendered_with_developers(partial(render, tools), conversation, knows_role=knows_role)
+            except Exception as error:
+                refusal = error
     objects = [_with_objects(message) for message in conversation]
     if objects != list(conversation):
         with suppress(Exception):
-            return _rendered_with_developers(partial(render, whole), objects, knows_role=knows_role)
+            return _rendered_with_developers(partial(render, tools), objects, knows_role=knows_role)
     raise refusal
 
 
@@ -313,6 +316,31 @@ def _with_all_fields(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = {name: value for name, value in sent.items() if value is not None}
     parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
     return {**tool, "function": {"description": "", **function, "parameters": parameters}}
+
+
+def _with_plain_parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool whose parameters have a description and one type, because some templates write each as a Python
+    type, and fail at lists of types, at null and at parameters without a type."""
+    tool = _with_all_fields(tool)
+    if not isinstance(function := tool.get("function"), Mapping):
+        return tool
+    root = function["parameters"]
+    properties = root["properties"] if isinstance(root["properties"], Mapping) else {}
+    plain = {name: _plain(one, root) for name, one in properties.items()}
+    return {**tool, "function": {**function, "parameters": {**root, "properties": plain}}}
+
+
+def _plain(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    from octavo.entrypoints.chat.tools.call_spelling import schema_types
+
+    kinds = schema_types(schema, root)
+    kind = next(
+        (one for one in ("string", "number", "integer", "boolean", "array", "object") if one in kinds), "string"
+    )
+    given = schema if isinstance(schema, Mapping) else {}
+    plain = {**given, "type": kind, "description": given.get("description") or ""}
+    inner = {"array": "items", "object": "additionalProperties"}.get(kind)
+    return plain if inner is None else {**plain, inner: _plain(given.get(inner), root)}
 
 
 def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:

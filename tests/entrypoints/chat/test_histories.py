@@ -246,6 +246,30 @@ def test_a_tool_without_a_function_is_not_made_one_without_a_name() -> None:
         render_chat(tokenizer_of(READS_ALL), [USER], tools=[{"name": "now", "parameters": {}}])
 
 
+WRITES_TYPES = (
+    "{% macro type(s) %}{% if s.type in ['string', 'integer'] %}{{ s.type }}{% elif s.type == 'array' %}{{ 'list of ' + type(s['items']) }}"
+    "{% elif s.type == 'object' %}{{ 'map of ' + type(s.additionalProperties) }}{% else %}{% for t in s.type %}{{ type({'type': t}) }}{% endfor %}{% endif %}{% endmacro %}"
+    "{% for t in tools %}{{ t.function.name }}({% for n, p in t.function.parameters.properties.items() %}{{ n }}: {{ type(p) + p.description }};{% endfor %}){% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("schema", "written"),
+    [
+        ({"type": ["string", "null"]}, "string"), ({"anyOf": [{"type": "null"}, {"type": "integer"}]}, "integer"),
+        ({"type": "null"}, "string"), (True, "string"), ({"$ref": "#/$defs/D"}, "integer"), ({"enum": ["a"]}, "string"),
+        ({"type": "array"}, "list of string"), ({"type": "object", "additionalProperties": False}, "map of string"),
+        ({"type": "string", "description": None}, "string"), ({"type": "integer", "description": "!"}, "integer!"),
+    ],
+)  # fmt: skip
+def test_parameters_of_any_schema_are_taken_by_templates_that_write_types(schema: Any, written: str) -> None:
+    """As Hermes 2 Pro's and Command R+'s do."""
+    parameters = {"type": "object", "properties": {"p": schema}, "$defs": {"D": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "f", "description": "D.", "parameters": parameters}}
+    assert f"f(p: {written};)" in render_chat(tokenizer_of(WRITES_TYPES), [USER], tools=[tool])
+
+
 SHORT_IDS = (
     "{{ tools | tojson if tools }}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.tool_calls %}[TOOL_CALLS]["
     "{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('ids should have length 9') }}{% endif %}"
