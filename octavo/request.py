@@ -141,6 +141,7 @@ class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True, weakref=T
     cache_ttl_s: float = 0.0  # seconds for which its blocks are kept
     session_id: str | None = None  # requests of one session go to the same engine, if its load allows it
     client: str | None = None  # its sender, for the policy `fair`
+    saves_prompt: bool = False  # its output waits until the blocks of its prompt are on disk, for another server
     block_hashes: bytes = b""  # of the prompt's full blocks, one after the other, as far as they are known
 
 

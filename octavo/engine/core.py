@@ -25,6 +25,7 @@ from octavo.engine.wire import AdapterLoaded, LiveView, StepOutputs
 from octavo.errors import DeviceMemoryError, RequestError
 from octavo.kv_cache.disk_tier import DiskTier
 from octavo.kv_cache.manager import KVCacheManager
+from octavo.kv_cache.saved_prompts import SavedPrompts
 from octavo.loading.memory import GIB
 from octavo.lora.pool import AdapterPool
 from octavo.request import AdapterSource, EngineRequest, SequenceOutput
@@ -98,11 +99,13 @@ class EngineCore:
             None if self.adapters is None else self.adapters.pool, executor.num_stages,
         )  # fmt: skip
         self.disk: DiskTier | None = None
+        self._saved_prompts: SavedPrompts | None = None
         if config.cache.disk is not None and weights is not None:
             self.disk = _open_disk(config, config.cache.disk, weights.result(), executor, cache, self.cost)
             weakref.finalize(self, self.disk.close)
             self.scheduler.tier = self.disk
-            self.scheduler.queues.on_end += [self.disk.leave, self.disk.sessions.keep]
+            self._saved_prompts = SavedPrompts(self.disk, cache)
+            self.scheduler.queues.on_end += [self.disk.leave, self.disk.sessions.keep, self._saved_prompts.end]
         self._publisher: KVEventPublisher | None = None
         if config.cache.events is not None and (events := cache.collect_events()) is not None:
             self._publisher = KVEventPublisher(config.cache.events, config.data_parallel_rank, events.take)
@@ -121,10 +124,14 @@ class EngineCore:
     def has_work(self) -> bool:
         if self.is_paused:
             return False
+        if self._saved_prompts is not None and self._saved_prompts.holds_outputs:
+            return True
         return self.scheduler.has_work or bool(self._in_flight) or bool(self._refused or self._pending or self._loading)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. If it can never run, the next step's outputs have its error."""
+        if self._saved_prompts is not None:
+            self._saved_prompts.expect(request)
         if request.params.grammar is None and request.adapter is None and not request.media:
             self._queue(request)
             return
@@ -137,6 +144,8 @@ class EngineCore:
     def abort(self, request_id: str, index: int | None = None) -> None:
         if index is None:
             self._pending.pop(request_id, None)
+            if self._saved_prompts is not None:
+                self._saved_prompts.forget(request_id)
         self.scheduler.abort(request_id, index)
 
     def abort_all(self, prefix: str) -> None:
@@ -197,7 +206,8 @@ class EngineCore:
         logger.warning("the cache on disk is not used any more: a step of the engine has failed")
         disk.close(saves=False)
         self.scheduler.tier = None
-        for hook in (disk.leave, disk.sessions.keep):
+        hooks = [disk.leave, disk.sessions.keep, *([self._saved_prompts.end] if self._saved_prompts else [])]
+        for hook in hooks:
             self.scheduler.queues.on_end.remove(hook)
 
     def _step(self) -> StepOutputs:
@@ -223,6 +233,8 @@ class EngineCore:
                 num_ahead = max(1, self.executor.num_stages - 1) if plan.runs_ahead else 0
             except DeviceMemoryError as e:
                 outputs += self.scheduler.withdraw(plan, str(e))
+        elif self._saved_prompts is not None and self._saved_prompts.holds_outputs and not self.scheduler.has_work:
+            self._saved_prompts.wait()
         elif self.disk is not None and not self._in_flight:
             self.disk.wait(_PREPARE_WAIT_S)  # every sequence that could run waits for blocks from disk
         step_s = predicted_step_s = 0.0
@@ -242,6 +254,9 @@ class EngineCore:
             self._add_adapter_stats(stats, self.adapters)
         if self.disk is not None:
             self.disk.save_while_busy(step_s)
+            if self._saved_prompts is not None:
+                self._saved_prompts.save()
+                outputs = self._saved_prompts.hold(outputs)
             self.disk.take_stats(stats)
         if self._takes_media:
             stats.num_media_queries, stats.num_media_hits, stats.tower_s = self.executor.take_media_stats()

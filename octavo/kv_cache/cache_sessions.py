@@ -63,8 +63,9 @@ class CacheSessions:
         if request.cache_session is None:
             return
         session, found = _session_key(request.cache_session, request.prompt.cache_salt), dict[Name, None]()
-        for limit in (len(request.prompt.token_ids) // self._cache.block_size, len(seq.block_hashes)):
-            num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, limit, tier.watches)
+        num_hashes = len(seq.block_hashes)  # less than those of the prompt if the request has waited until its end
+        for limit in (len(request.prompt.token_ids) // self._cache.block_size, num_hashes):
+            num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, min(limit, num_hashes), tier.watches)
             found |= dict.fromkeys(self._cache.prefix_names(seq.block_hashes, num_blocks))
         if not found:
             return

@@ -307,6 +307,16 @@ class DiskTier:
             self._save_oldest()
         return not self._is_closed
 
+    def save_while_room(self) -> None:
+        """Save blocks until the writer has no room for more."""
+        while self.unsaved and self._has_room():
+            self._save_oldest()
+
+    def save_first(self, names: Iterable[Name]) -> None:
+        """Save these blocks before others."""
+        first = {name: self.unsaved.pop(name) for name in names if name in self.unsaved}
+        self.unsaved = first | self.unsaved
+
     def _save_oldest(self) -> float:
         name = next(iter(self.unsaved))
         return self._save(name, self.unsaved.pop(name))

@@ -44,3 +44,28 @@ def test_a_killed_servers_blocks_and_sessions_are_the_next_ones(tmp_path: Path) 
         assert (drop(server), drop(server)) == (200, 404)
         wait_until(lambda: blocks() == 0 and not list(disk.rglob("*.session")))
     assert num_blocks >= 11 and "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.long
+def test_a_server_goes_on_from_a_prompt_that_another_one_has_computed(tmp_path: Path) -> None:
+    flags = ("--max-model-len", "512", "--kv-cache-disk", str(tmp_path / "disk"), "--kv-cache-disk-gib", "1")
+    with running_server(tmp_path, *flags) as first, running_server(tmp_path, *flags) as second:
+        for path, body in (
+            ("/v1/completions", {"prompt": PROMPT, "n": 2, "stream": True, "max_tokens": 8}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8}),
+        ):
+            asked = {"temperature": 0.0} | body
+            answer = httpx.post(first.url + path, json=asked, headers={"X-Octavo-Only-Prompt": "1"}, timeout=within(60))
+            assert (answer.status_code, answer.content) == (204, b"")
+            whole = {**asked, "stream": False}
+            found = httpx.post(second.url + path, json=whole, timeout=within(60)).json()
+            assert found["usage"]["prompt_tokens_details"]["cached_tokens"] >= 11 * 16, "read from the disk"
+            again = httpx.post(first.url + path, json=whole, timeout=within(60)).json()
+            assert [one.get("text", one.get("message")) for one in found["choices"]] == [
+                one.get("text", one.get("message")) for one in again["choices"]
+            ]
+    with running_server(tmp_path, "--max-model-len", "512") as server:
+        body = {"prompt": PROMPT}
+        headers = {"X-Octavo-Only-Prompt": "1"}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=within(60))
+        assert answer.status_code == 400 and "--kv-cache-disk" in answer.json()["error"]["message"]

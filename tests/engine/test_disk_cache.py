@@ -4,6 +4,7 @@ of layers and caches; and what else decides the bits keeps it apart."""
 from __future__ import annotations
 
 import json
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,6 +239,39 @@ def test_computed_blocks_are_read_while_steps_are_in_flight(model: Any) -> None:
     answers(plain, [DOCUMENT])
     computed, last = blocks(plain), llm.core.executor.worker.block_bytes[0]
     assert len(read) == 2 and all(computed[name].endswith(read[name][:last]) for name in read)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_another_engine_goes_on_from_a_saved_prompt(is_busy: bool, model: Any) -> None:
+    """Its blocks are on disk when the output of a request with `saves_prompt` comes, though the engine has other
+    work."""
+    first, second, plain = model("qwen3", max_num_batched_tokens=16), model("qwen3"), model("qwen3", kv_cache_disk=None)
+    if is_busy:
+        others = [EngineRequest(str(i), Prompt([i, *DOCUMENT]), PARAMS, [0], 10, 0.0) for i in range(5, 9)]
+        for one in others:
+            first.core.add(one)
+    params = SamplingParams(max_tokens=1)
+    first.core.add(EngineRequest("r", Prompt(DOCUMENT), params, [0], 1, 0.0, saves_prompt=True))
+    while not any(one.request_id == "r" for one in first.core.step().outputs):
+        assert first.core.has_work
+    assert not first.core.scheduler.tier.unsaved.keys() & blocks(second).keys()
+    assert num_found(second) == 64
+    assert answers(second, PROMPTS) == answers(plain, PROMPTS)
+
+
+def test_a_saved_prompt_that_is_aborted_or_cannot_be_written_holds_nothing(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = model("qwen3")
+    monkeypatch.setattr(llm.core.disk.files, "write", lambda *_: time.sleep(0) or False)
+    params = SamplingParams(max_tokens=1)
+    for name in ("kept", "aborted"):
+        llm.core.add(EngineRequest(name, Prompt(DOCUMENT), params, [0], 1, 0.0, saves_prompt=True, cache_session=name))
+    llm.core.abort("aborted")
+    seen = set[str]()
+    while llm.core.has_work:
+        seen |= {one.request_id for one in llm.core.step().outputs}
+    assert seen == {"kept"}
 
 
 @pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.long)])

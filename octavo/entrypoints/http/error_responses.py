@@ -268,6 +268,10 @@ async def _on_unexpected_error(request: Request, error: Exception) -> Response:
     return error_response("Internal error.", 500, code="internal_error")
 
 
+class PromptSavedError(Exception):
+    """Ends a request that only computes its prompt, for another server. The status is 204."""
+
+
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message, path = str(error.detail), request.url.path

@@ -21,7 +21,7 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.http.error_responses import error_fields, error_response, validation_error
+from octavo.entrypoints.http.error_responses import PromptSavedError, error_fields, error_response, validation_error
 from octavo.entrypoints.http.json_worker import is_large, parse_json
 from octavo.entrypoints.http.request_headers import RequestHeaders
 from octavo.entrypoints.http.streaming import encode_off_loop
@@ -122,6 +122,8 @@ class _Application:
             raise
         except ClientDisconnect:
             return Response(status_code=499)  # nobody sees it; metrics do
+        except PromptSavedError:
+            return Response(status_code=204)
         except Exception as error:  # answered here, so that CORS headers are still added
             return error_response(**error_fields(error))
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import msgspec
 from starlette.datastructures import Headers
@@ -24,6 +24,7 @@ from octavo.engine.request_log import brief, log_request
 from octavo.entrypoints.chat.reasoning import Reasoning
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats, model_formats
 from octavo.entrypoints.http.body_fields import ID_PATTERN, MAX_SESSION_LENGTH, SESSION_PATTERN
+from octavo.entrypoints.http.error_responses import PromptSavedError
 from octavo.entrypoints.http.json_worker import JsonWorker
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.shared_counts import ENGINE_REQUESTS, SharedCounts
@@ -57,6 +58,7 @@ ID_HEADER = "X-Request-Id"
 CUT_OFF_HEADER = "X-Octavo-Cut-Off"  # of answers that the server's end has shortened: another server may answer wholly
 RANK_HEADER = "X-data-parallel-rank"
 SESSION_HEADER = "X-Session-ID"
+ONLY_PROMPT_HEADER = "X-Octavo-Only-Prompt"  # compute the prompt for another server that shares the cache on disk
 CACHE_SESSION_HEADER, CACHE_TTL_HEADER = "X-Cache-Session", "X-Cache-TTL"
 _CACHE_TTL_S = 3600.0
 _TOKENIZING_RETRY_S = 1
@@ -455,7 +457,24 @@ class ServerState:
         request.client = None if arrival is None else arrival.client
         if (resume := getattr(body, "resume", None)) is not None:
             request = self._resumed(request, resume.tokens)
+        if headers.get(ONLY_PROMPT_HEADER) and not only_renders:
+            await self._save_prompt(request, name, num_prompts)
         return request.prompt, self.outputs_of(request, name, sink)
+
+    async def _save_prompt(self, request: EngineRequest, name: str, num_prompts: int) -> NoReturn:
+        """Compute the prompt, for another server that goes on from its blocks on disk. Raises `PromptSavedError` when
+        they are there, or `RequestError`."""
+        if self.engine.config.cache.disk is None:
+            raise RequestError(f"{ONLY_PROMPT_HEADER} needs a server with --kv-cache-disk.", param=ONLY_PROMPT_HEADER)
+        if num_prompts > 1:
+            raise RequestError(f"{ONLY_PROMPT_HEADER} takes one prompt, got {num_prompts}.", param=ONLY_PROMPT_HEADER)
+        only_prompt = msgspec.structs.replace(
+            request, params=SamplingParams(max_tokens=1), max_tokens=1, prediction=[], final_check=None,
+            saves_prompt=True,
+        )  # fmt: skip
+        async for _ in self.outputs_of(only_prompt, name):
+            pass
+        raise PromptSavedError
 
     def log(self, request: EngineRequest, name: str) -> None:
         """Log a checked request, unless no requests are logged."""

@@ -1,0 +1,81 @@
+"""Requests that only compute a prompt for another server, which goes on from the blocks on disk. Their outputs wait
+until the blocks are there. `EngineCore` calls everything here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from octavo.kv_cache.block_files import Name
+from octavo.kv_cache.manager import KVCacheManager
+from octavo.request import EngineRequest, SequenceOutput
+from octavo.sequence import Sequence as TokenSequence
+
+if TYPE_CHECKING:
+    from octavo.kv_cache.disk_tier import DiskTier
+
+_PATIENCE_S = 10.0  # for writing the blocks; the other server computes those that are not there
+_IDLE_WAIT_S = 0.01  # longest wait for the writer before the caller looks for messages again
+
+
+class SavedPrompts:
+    """The requests of `EngineRequest.saves_prompt`."""
+
+    def __init__(self, tier: DiskTier, cache: KVCacheManager, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tier, self._cache, self._clock = tier, cache, clock
+        self._expected: set[str] = set()  # requests that have not ended
+        self._waits: dict[str, tuple[Sequence[Name], float]] = {}  # unsaved blocks of ended requests, and until when
+        self._held: list[SequenceOutput] = []
+
+    @property
+    def holds_outputs(self) -> bool:
+        return bool(self._held)
+
+    def expect(self, request: EngineRequest) -> None:
+        if request.saves_prompt:
+            self._expected.add(request.request_id)
+
+    def end(self, seq: TokenSequence) -> None:
+        """Have the prompt's blocks of a sequence that has ended saved before others."""
+        request = seq.request
+        if not request.saves_prompt:
+            return
+        self._expected.discard(request.request_id)
+        limit = min(len(request.prompt.token_ids) // self._cache.block_size, len(seq.block_hashes))
+        num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._tier.watches)
+        names = self._cache.prefix_names(seq.block_hashes, num_blocks)
+        self._tier.save_first(names)
+        self._waits[request.request_id] = names, self._clock() + _PATIENCE_S
+
+    def forget(self, request_id: str) -> None:
+        """Drop the output of a request that is aborted."""
+        self._expected.discard(request_id)
+        self._held = [output for output in self._held if output.request_id != request_id]
+
+    def save(self) -> None:
+        """Save blocks between two steps, if such a request is there: as many as the writer takes."""
+        if self._expected or self._held:
+            self._tier.save_while_room()
+
+    def wait(self) -> None:
+        """Save a block, or wait shortly for the writer, while there is nothing to compute."""
+        self._tier.save_while_idle() or self._tier.wait_until_saved(_IDLE_WAIT_S)
+
+    def hold(self, outputs: list[SequenceOutput]) -> list[SequenceOutput]:
+        """Return the outputs that need not wait, and those that have waited."""
+        self._expected -= {output.request_id for output in outputs if output.finish_reason}  # some were refused
+        if not self._waits:
+            return outputs
+        now = self._clock()
+        saved = {
+            request_id
+            for request_id, (names, until) in self._waits.items()
+            if now >= until or not any(map(self._tier.is_on_its_way, names))
+        }
+        waiting = self._waits.keys() - saved
+        everything = [*self._held, *outputs]
+        self._held = [output for output in everything if output.request_id in waiting]
+        for request_id in saved:
+            del self._waits[request_id]
+        return [output for output in everything if output.request_id not in waiting]
