@@ -207,6 +207,14 @@ def no_garbage_in_imports() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def own_collector() -> Iterator[None]:
+    """What a server sets about collections of garbage in this process ends with its test."""
+    thresholds = gc.get_threshold()
+    yield
+    gc.set_threshold(*thresholds)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_patch_of_tritons_language() -> None:
     """Triton's interpreter replaces the language's functions for a launch, and looks for all that there are to replace

@@ -82,13 +82,12 @@ def test_the_gateway_collects_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
             frozen.append(gc.get_freeze_count())
 
     frozen: list[int] = []
-    thresholds = gc.get_threshold()
     monkeypatch.setattr(server_module, "GatewayServer", Stopped)
     gc.unfreeze()
+    gc.set_threshold(700, 10, 10)
     try:
         with bind("127.0.0.1", 0) as sock:
             asyncio.run(_serve(GatewayArgs(), named_models(["a"]), sock, None, None))
-        assert frozen[0] and gc.get_threshold() > thresholds
+        assert frozen[0] and gc.get_threshold() == (5_000, 4, 1_000)
     finally:
         gc.unfreeze()
-        gc.set_threshold(*thresholds)
