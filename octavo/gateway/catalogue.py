@@ -48,6 +48,8 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     health: str = "/health"
     aliases: list[str] = []
     fallbacks: list[str] = []
+    prefill_model: str | None = None  # another entry, which computes long prompts for this one
+    prefill_min_tokens: Annotated[int, Meta(ge=1)] = 8192  # that no replica has had
 
     @property
     def is_local(self) -> bool:
@@ -152,6 +154,16 @@ def _check(catalogue: Catalogue, where: str) -> None:
         for other in entry.fallbacks:
             if other not in catalogue.models or other == name:
                 raise ConfigError(f"{at}.fallbacks: {other} is not another model of the catalogue.")
+        helper = entry.prefill_model
+        if helper is not None and (helper not in catalogue.models or helper == name):
+            raise ConfigError(f"{at}.prefill_model: {helper} is not another model of the catalogue.")
+        other = None if helper is None else catalogue.models[helper]
+        if other is not None and other.is_local and not (other.preload and other.keep_alive is None):
+            raise ConfigError(
+                f"{at}.prefill_model: {helper} must always run: give it preload: true and keep_alive: null."
+            )
+        if helper is None and entry.prefill_min_tokens != ModelEntry().prefill_min_tokens:
+            raise ConfigError(f"{at}.prefill_min_tokens needs prefill_model, the entry that computes the prompts.")
         if entry.is_local:
             _check_local(entry, at)
         else:

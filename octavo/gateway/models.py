@@ -159,4 +159,6 @@ class Models:
 
 def _what_runs(entry: ModelEntry) -> ModelEntry:
     """Return an entry without the fields that may change while its replicas run."""
-    return msgspec.structs.replace(entry, aliases=[], fallbacks=[], keep_alive=None, preload=False)
+    return msgspec.structs.replace(
+        entry, aliases=[], fallbacks=[], keep_alive=None, preload=False, prefill_model=None, prefill_min_tokens=1
+    )

@@ -22,6 +22,7 @@ from octavo.gateway.gateway_metrics import GatewayMetrics
 from octavo.gateway.key_store import Key
 from octavo.gateway.meter import Meter
 from octavo.gateway.models import Models
+from octavo.gateway.prefill import Prefill
 from octavo.gateway.replica import Replica
 from octavo.gateway.request_body import RequestBody
 from octavo.gateway.router import CreatedIds
@@ -124,6 +125,7 @@ class Proxy:
         self._models, self._metrics, self._limits = models, metrics, limits
         self._keeps_keys, self._several_gateways = keeps_keys, several_gateways
         self._created = CreatedIds()
+        self._prefill = Prefill(models, metrics, self._headers_for)
         self._num_waiting = 0
         self.is_stopping = False
 
@@ -279,6 +281,8 @@ class Proxy:
         for _ in range(2):  # a model whose last replica died meanwhile is started once more
             if deployment.state != "ready":
                 await self.until_ready(deployment, client)
+            if keeper is None and not tried and self._prefill.is_wanted(deployment, request):
+                await self._with_comments(self._prefill.compute(deployment, request), "the prompt is computed", client)
             # Every try excludes one replica, so the loop ends.
             while (replica := keeper or self._choose(deployment, request, tried)) not in tried and replica is not None:
                 tried.add(replica)
@@ -303,7 +307,7 @@ class Proxy:
         )  # fmt: skip
 
     def _choose(self, deployment: Deployment, request: ProxyRequest, tried: set[Replica]) -> Replica | None:
-        if not deployment.entry.may_be_several:
+        if not deployment.entry.may_be_several and deployment.entry.prefill_model is None:
             return deployment.router.choose(deployment.replicas, {}, tried)
         (prefixes, shared), session = request.body.prefixes(), request.session
         agreed = (session or shared) if self._several_gateways else None
@@ -413,7 +417,7 @@ class Proxy:
         begin = time.monotonic()
         try:
             async with asyncio.timeout(self._limits.max_wait_s):
-                await self._with_comments(deployment.ready(), deployment.name, client)
+                await self._with_comments(deployment.ready(), f"{deployment.name} is being loaded", client)
         except TimeoutError:
             what = "memory, which other models are using" if deployment.state == "waiting" else "its start"
             raise RequestError(
@@ -424,12 +428,12 @@ class Proxy:
             self._num_waiting -= 1
             client.loads_s.append(time.monotonic() - begin)
 
-    async def _with_comments(self, work: Awaitable[None], model: str, client: Client) -> None:
+    async def _with_comments(self, work: Awaitable[None], comment: str, client: Client) -> None:
         interval_s = self._limits.stream_keep_alive_s
         task = asyncio.ensure_future(work)
         try:
             while client.takes_comments and interval_s and not (await asyncio.wait({task}, timeout=interval_s))[0]:
-                await client.comment(f"{model} is being loaded")
+                await client.comment(comment)
             await task
         finally:
             task.cancel()

@@ -106,6 +106,10 @@ class Router:
             if not self._holders[one]:
                 del self._holders[one]
 
+    def num_known_bytes(self, prefixes: Mapping[bytes, int]) -> int:
+        """Return how many bytes of a conversation with these prefixes some replica has had."""
+        return max(self._known(prefixes).values(), default=0)
+
     def _load(self, replica: Replica) -> float:
         """Return the bytes that a replica was given lately; as many as the most loaded one until it is counted."""
         given = self._given.get(replica)

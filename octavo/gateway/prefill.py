@@ -1,0 +1,77 @@
+"""Prefill and decode apart: before a long prompt goes to a replica of its model, a replica of another entry of the
+catalogue computes it, so that no replica that streams has to. Both have the prompt's blocks from their cache on disk
+(`--kv-cache-disk`): the same folder, or one that the other reads over HTTP (`--kv-cache-peers`)."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from octavo.gateway.deployment import Deployment
+from octavo.gateway.gateway_metrics import GatewayMetrics
+from octavo.gateway.models import Models
+from octavo.gateway.replica import Replica
+from octavo.gateway.upstream import Headers, UpstreamError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from octavo.gateway.proxy import ProxyRequest
+
+logger = logging.getLogger("octavo.gateway")
+
+PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+_ONLY_PROMPT = (b"x-octavo-only-prompt", b"1")
+_BYTES_PER_TOKEN = 4  # of prompts, about
+_MAX_ERROR_BYTES = 4096
+
+
+class Prefill:
+    """Has prompts computed. `headers_for` returns the headers of a request to a replica."""
+
+    def __init__(
+        self, models: Models, metrics: GatewayMetrics, headers_for: Callable[[Replica, ProxyRequest], Headers]
+    ) -> None:
+        self._models, self._metrics, self._headers_for = models, metrics, headers_for
+
+    def is_wanted(self, deployment: Deployment, request: ProxyRequest) -> bool:
+        """Return whether another entry is to compute the prompt: it is long, and no replica of the model has had it."""
+        entry = deployment.entry
+        if entry.prefill_model is None or request.method != "POST" or request.path not in PATHS:
+            return False
+        prefixes, _ = request.body.prefixes()
+        num_new = max(prefixes.values(), default=0) - deployment.router.num_known_bytes(prefixes)
+        return num_new >= _BYTES_PER_TOKEN * entry.prefill_min_tokens
+
+    async def compute(self, deployment: Deployment, request: ProxyRequest) -> None:
+        """Have the prompt computed. If that fails, the model's own replica computes it."""
+        other = self._models.find(deployment.entry.prefill_model or "")
+        prefixes, _ = request.body.prefixes()
+        with other.hold():
+            replica = other.router.choose(other.replicas, prefixes, (), request.session)
+            if replica is None:
+                logger.warning("%s: no replica of %s takes the prompt", deployment.name, other.name)
+                return
+            replica.num_in_flight += 1
+            status, said = 503, b""
+            try:
+                headers = [*self._headers_for(replica, request), _ONLY_PROMPT]
+                body = request.body.naming(replica.served_name)
+                answer = await replica.upstream.send(request.method, request.target, headers, body)
+                try:
+                    status, said = answer.status, await answer.read_all(_MAX_ERROR_BYTES)
+                finally:
+                    answer.close()
+                replica.breaker.succeed()
+            except UpstreamError as error:
+                replica.breaker.fail()
+                said = str(error).encode()
+            finally:
+                replica.num_in_flight -= 1
+                other.close_if_gone(replica)
+        self._metrics.requests.labels(other.name, replica.name, status).inc()
+        if status != 204:
+            logger.warning(
+                "%s: replica %s of %s did not compute the prompt: %d %s",
+                deployment.name, replica.name, other.name, status, said[:200].decode("utf-8", "replace"),
+            )  # fmt: skip

@@ -1,0 +1,88 @@
+"""`prefill_model`: long prompts that no replica has had are computed by another entry first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.gateway.catalogue import read_catalogue
+from tests.gateway.fakes import Asked, answer_plainly, fake_servers, gateway
+from tests.waiting import Clock
+
+LONG = [{"role": "user", "content": "x" * 400}]  # 100 tokens
+REPLY = [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "y" * 20}]
+
+
+async def save_prompt(asked: Asked) -> None:
+    asked.writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+
+
+async def fail(asked: Asked) -> None:
+    asked.reply(b"{}", 500)
+
+
+async def hang_up(asked: Asked) -> None:
+    asked.die()
+
+
+def entries(decode: str, prefill: str) -> dict[str, Any]:
+    return {
+        "a": {"addresses": [decode], "prefill_model": "p", "prefill_min_tokens": 50, "served_model_name": "m"},
+        "p": {"addresses": [prefill], "served_model_name": "m"},
+    }
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"])
+def test_a_long_prompt_is_computed_first_and_its_next_turn_is_not(clock: Clock, path: str) -> None:
+    said = {"/v1/responses": "input", "/v1/completions": "prompt"}.get(path, "messages")
+
+    async def run() -> None:
+        async with (
+            fake_servers(answer_plainly, save_prompt) as (decode, prefill),
+            gateway(entries(decode.address, prefill.address)) as gate,
+        ):
+            assert (await gate.ask("a", path, stream=True, **{said: LONG})).status_code == 200
+            [first], [then] = prefill.asked, decode.asked
+            assert first.headers["x-octavo-only-prompt"] == "1" and first.target == path
+            assert "x-octavo-only-prompt" not in then.headers and first.body == then.body
+            await gate.ask("a", path, **{said: LONG + REPLY})
+            await gate.ask("a", path, **{said: REPLY})
+            await gate.ask("a", "/v1/embeddings", **{said: LONG})
+            assert len(prefill.asked) == 1 and len(decode.asked) == 4
+            name = gate.deployment("p").replicas[0].name
+            assert await gate.metric(f'octavo_gateway_requests_total{{model="p",replica="{name}",status="204"}}') == 1
+
+    clock.run(run())
+
+
+@pytest.mark.parametrize("behave", [fail, hang_up])
+def test_a_prompt_that_is_not_computed_is_the_replicas_own(clock: Clock, behave: Any) -> None:
+    async def run() -> None:
+        async with fake_servers(answer_plainly, behave) as (decode, prefill):
+            async with gateway(entries(decode.address, prefill.address)) as gate:
+                assert (await gate.ask("a", messages=LONG)).status_code == 200
+                assert len(prefill.asked) == len(decode.asked) == 1
+            prefill.die()
+            async with gateway(entries(decode.address, prefill.address)) as gate:
+                assert (await gate.ask("a", messages=LONG)).status_code == 200
+
+    clock.run(run())
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("{prefill_model: b}", "b is not another model"),
+        ("{prefill_model: a}", "a is not another model"),
+        ("{prefill_min_tokens: 5}", "needs prefill_model"),
+        ("{prefill_model: c}\n  c: {}", "must always run"),
+    ],
+)
+def test_a_catalogue_names_an_entry_that_always_runs(entry: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(f"models:\n  a: {entry}\n")
+    with pytest.raises(ConfigError, match=said):
+        read_catalogue(str(file))
