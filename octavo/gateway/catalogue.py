@@ -154,15 +154,15 @@ def _check(catalogue: Catalogue, where: str) -> None:
         for other in entry.fallbacks:
             if other not in catalogue.models or other == name:
                 raise ConfigError(f"{at}.fallbacks: {other} is not another model of the catalogue.")
-        helper = entry.prefill_model
-        if helper is not None and (helper not in catalogue.models or helper == name):
-            raise ConfigError(f"{at}.prefill_model: {helper} is not another model of the catalogue.")
-        other = None if helper is None else catalogue.models[helper]
-        if other is not None and other.is_local and not (other.preload and other.keep_alive is None):
-            raise ConfigError(
-                f"{at}.prefill_model: {helper} must always run: give it preload: true and keep_alive: null."
-            )
-        if helper is None and entry.prefill_min_tokens != ModelEntry().prefill_min_tokens:
+        if (helper := entry.prefill_model) is not None:
+            if helper not in catalogue.models or helper == name:
+                raise ConfigError(f"{at}.prefill_model: {helper} is not another model of the catalogue.")
+            its = catalogue.models[helper]
+            if its.is_local and not (its.preload and its.keep_alive is None):
+                raise ConfigError(
+                    f"{at}.prefill_model: {helper} must always run: give it preload: true and keep_alive: null."
+                )
+        elif entry.prefill_min_tokens != ModelEntry().prefill_min_tokens:
             raise ConfigError(f"{at}.prefill_min_tokens needs prefill_model, the entry that computes the prompts.")
         if entry.is_local:
             _check_local(entry, at)
