@@ -334,10 +334,14 @@ class Proxy:
                 logger.warning("%s: replica %s gave no answer: %s", deployment.name, replica.name, error)
                 return f"replica {replica.name}: {error}"
             others = _others(deployment, tried)
-            is_cut_off = answer.header(CUT_OFF) and request.path in RESUMABLE_PATHS and not request.body.streams
+            is_whole = request.path in RESUMABLE_PATHS and not request.body.streams
+            is_cut_off = answer.header(CUT_OFF) and (answer.status >= 500 or is_whole)
             if (answer.status in _BUSY or is_cut_off) and others and not is_only:
+                if answer.status == 500:  # its engine has died, maybe of this request
+                    replica.breaker.fail()
+                    client.num_lost += 1
                 self._metrics.retries.labels(deployment.name, replica.name).inc()
-                return f"replica {replica.name} " + ("is stopping" if is_cut_off else f"answered {answer.status}")
+                return f"replica {replica.name} " + ("is ending" if is_cut_off else f"answered {answer.status}")
             if answer.status in (502, 503, 504):
                 replica.breaker.fail()
             else:

@@ -14,7 +14,7 @@ import msgspec
 from octavo.gateway.request_body import with_fields
 
 RESUMABLE = b"x-octavo-resumable"
-CUT_OFF = b"x-octavo-cut-off"  # header of a whole answer that is not complete, as its replica stops
+CUT_OFF = b"x-octavo-cut-off"  # header of an answer that is not whole, as its replica stops or has lost its engine
 RESUMABLE_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
 _TOKENS, _PROMPT, _GIVEN_UP = b": tokens ", b": prompt ", b": given up"
 _ENDS = (

@@ -51,13 +51,27 @@ async def be_busy(asked: Asked) -> None:
     asked.reply(b"{}", 429, retry_after="7")
 
 
+async def have_no_engine(asked: Asked) -> None:
+    asked.reply(b"{}", 500, x_octavo_cut_off="1")
+
+
 async def be_starting(asked: Asked) -> None:
     asked.reply(b"{}", 503)
 
 
 @pytest.mark.parametrize(
     "bad",
-    [die, die_after_the_head, talk_nonsense, have_an_odd_status, change_the_protocol, be_silent, be_busy, be_starting],
+    [
+        die,
+        die_after_the_head,
+        talk_nonsense,
+        have_an_odd_status,
+        change_the_protocol,
+        be_silent,
+        be_busy,
+        be_starting,
+        have_no_engine,
+    ],
 )
 def test_a_replica_that_fails_before_the_first_byte_costs_the_client_nothing(clock: Clock, bad: Behave) -> None:
     async def run() -> None:
@@ -70,9 +84,10 @@ def test_a_replica_that_fails_before_the_first_byte_costs_the_client_nothing(clo
     clock.run(run())
 
 
-def test_a_request_that_ends_replicas_is_refused_after_two(clock: Clock) -> None:
+@pytest.mark.parametrize("end", [die, have_no_engine])
+def test_a_request_that_ends_replicas_is_refused_after_two(clock: Clock, end: Behave) -> None:
     async def run() -> None:
-        async with fake_servers(die, die, die) as servers, gateway(at(servers)) as gate:
+        async with fake_servers(end, end, end) as servers, gateway(at(servers)) as gate:
             response = await gate.ask(messages=["poison"])
             assert response.status_code == 500 and response.json()["error"]["code"] == "request_kills_replicas"
             assert sorted(len(one.asked) for one in servers) == [0, 1, 1]

@@ -21,11 +21,17 @@ from octavo.entrypoints import ui
 from octavo.entrypoints.http import engine_control, openapi, operator_routes
 from octavo.entrypoints.http.auth_and_limits import REQUEST_ID, AuthAndLimits
 from octavo.entrypoints.http.body_fields import ID_PATTERN
-from octavo.entrypoints.http.error_responses import REFUSED_NAMES, UNBUILT_PATHS, add_error_handlers, refuse_not_built
+from octavo.entrypoints.http.error_responses import (
+    CUT_OFF_HEADER,
+    REFUSED_NAMES,
+    UNBUILT_PATHS,
+    add_error_handlers,
+    refuse_not_built,
+)
 from octavo.entrypoints.http.request_headers import HEADERS, RequestHeaders
 from octavo.entrypoints.http.router import LazyRoute, RouteSpec, make_routes
 from octavo.entrypoints.http.server_args import ServerArgs
-from octavo.entrypoints.http.server_state import CUT_OFF_HEADER, ID_HEADER, ServerState
+from octavo.entrypoints.http.server_state import ID_HEADER, ServerState
 from octavo.entrypoints.http.shared_counts import SharedCounts
 from octavo.entrypoints.http.streaming import SERVER_SEND
 from octavo.entrypoints.openai import chat_completions, completions, generate_route, lora_adapters, model_list, tokenize

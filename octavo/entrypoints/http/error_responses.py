@@ -35,6 +35,8 @@ from octavo.structured_output.schema_keywords import LISTS, MAPS, ONE, SILENT
 
 logger = logging.getLogger("octavo.server")
 
+# Header of answers that are not whole, or errors, because the server stops or its engine has died.
+CUT_OFF_HEADER = "X-Octavo-Cut-Off"
 # Unknown fields that users often send, and the fields that they mean.
 _SUGGESTED_FIELDS = {
     "enable_thinking": 'chat_template_kwargs {"enable_thinking": ...}',
@@ -255,6 +257,8 @@ def refusal(error: Exception) -> Response:
     """Return the response for an error that refuses a request."""
     retry_after_s = error.retry_after_s if isinstance(error, RequestError) else None
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    if isinstance(error, EngineDeadError):
+        headers[CUT_OFF_HEADER] = "1"
     return error_response(**error_fields(error), headers=headers)
 
 

@@ -55,7 +55,6 @@ MAX_RETRY_AFTER_S = 120
 MAX_TRANSCRIPTIONS = 16  # transcribed at once; other sounds wait as files
 MAX_MEDIA_FETCHES = 32  # requests with fetched media in memory; others wait before they fetch
 ID_HEADER = "X-Request-Id"
-CUT_OFF_HEADER = "X-Octavo-Cut-Off"  # of answers that the server's end has shortened: another server may answer wholly
 RANK_HEADER = "X-data-parallel-rank"
 SESSION_HEADER = "X-Session-ID"
 ONLY_PROMPT_HEADER = "X-Octavo-Only-Prompt"  # compute the prompt for another server that shares the cache on disk

@@ -90,6 +90,17 @@ def test_a_stream_whose_engine_has_ended_is_given_up(
         assert not (is_given_up and headers) or events[-2] == ": given up" or path == "/v1/responses"
 
 
+@pytest.mark.parametrize("path", [*BODIES, "/v1/responses"])
+def test_an_answer_whose_engine_has_died_is_for_another_server(
+    http: httpx.Client, engine: FakeEngine, path: str
+) -> None:
+    for error, is_given_up in ((EngineDeadError("x"), True), (RequestError("x", status=500), False)):
+        engine.fails_after = 2, error
+        body = {name: value for name, value in BODIES.get(path, {"input": "Hi"}).items() if name != "stream_options"}
+        answer = http.post(path, json={"model": MODEL, **body})
+        assert answer.status_code == 500 and ("x-octavo-cut-off" in answer.headers) == is_given_up
+
+
 def test_what_a_server_that_stops_cuts_off_is_for_another_server(engine: FakeEngine) -> None:
     engine.is_paused = True
     server = HttpServer(engine, ServerArgs(shutdown_timeout=0.0, disable_log_requests=True))  # type: ignore[arg-type]
