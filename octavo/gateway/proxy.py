@@ -388,8 +388,9 @@ class Proxy:
                 await client.end()
                 return None
             may_go_on = client.progress.lose() and tried is not None and not self.is_stopping
-            if client.progress.is_given_up and not (may_go_on and _others(deployment, tried or ())):
-                await client.end()  # as the replica ends it
+            is_ended = client.progress.is_given_up and answer.is_whole  # by the replica, in its way
+            if is_ended and not (may_go_on and _others(deployment, tried or ())):
+                await client.end()
                 return None
             if may_go_on:
                 return f"replica {replica.name} was lost amid the answer: {error}"

@@ -125,6 +125,22 @@ def test_a_stream_that_a_replica_gives_up_goes_on_elsewhere_or_ends_as_it_says(c
     clock.run(run())
 
 
+def test_no_half_event_is_sent_of_a_replica_that_dies_after_it_has_given_a_stream_up(clock: Clock) -> None:
+    async def give_up_and_die(asked: Asked) -> None:
+        asked.head(content_type="text/event-stream", transfer_encoding="chunked", x_octavo_resumable=json.dumps(ABOUT))
+        asked.piece(b'data: 1\n\n: tokens [1]\n\n: given up\n\ndata: {"half')
+        await asked.writer.drain()
+        asked.die()
+
+    async def run() -> None:
+        async with fake_servers(give_up_and_die) as servers, gateway(at(servers)) as gate:
+            answer = await gate.ask(stream=True)
+            assert answer.content.startswith(b'data: 1\n\ndata: {"error":{') and answer.content.endswith(b"}\n\n")
+            assert b"half" not in answer.content
+
+    clock.run(run())
+
+
 def test_an_answer_that_a_replica_has_cut_off_is_made_by_another_one(clock: Clock) -> None:
     async def cut_off(asked: Asked) -> None:
         asked.reply(b'{"finish_reason": "abort"}', x_octavo_cut_off="1")
