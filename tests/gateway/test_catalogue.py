@@ -70,7 +70,7 @@ def test_the_catalogues_of_the_page_can_be_read(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("UPSTREAM_KEY", "x")
     page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
     examples = re.findall(r"^```yaml\n(models:.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert len(examples) == 2
+    assert len(examples) == 3
     for text in examples:
         (tmp_path / "models.yaml").write_text(text)
         assert len(read_catalogue(str(tmp_path / "models.yaml")).models) == 2
