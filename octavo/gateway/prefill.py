@@ -7,11 +7,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from octavo.gateway.client import Client
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.gateway_metrics import GatewayMetrics
 from octavo.gateway.models import Models
 from octavo.gateway.replica import Replica
-from octavo.gateway.upstream import Headers, UpstreamError
+from octavo.gateway.stream_progress import CUT_OFF
+from octavo.gateway.upstream import Headers, UnreachableError, UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,9 +45,12 @@ class Prefill:
         num_new = max(prefixes.values(), default=0) - deployment.router.num_known_bytes(prefixes)
         return num_new >= _BYTES_PER_TOKEN * entry.prefill_min_tokens
 
-    async def compute(self, deployment: Deployment, request: ProxyRequest) -> None:
-        """Have the prompt computed. If that fails, the model's own replica computes it."""
-        other = self._models.find(deployment.entry.prefill_model or "")
+    async def compute(self, deployment: Deployment, request: ProxyRequest, client: Client) -> None:
+        """Have the prompt computed. If that fails, the model's own replica computes it. A replica that is lost counts
+        as one that the request may have ended."""
+        other = self._models.names().get(deployment.entry.prefill_model or "")
+        if other is None:  # the catalogue has changed since
+            return
         prefixes, _ = request.body.prefixes()
         with other.hold():
             replica = other.router.choose(other.replicas, prefixes, (), request.session)
@@ -62,9 +67,12 @@ class Prefill:
                     status, said = answer.status, await answer.read_all(_MAX_ERROR_BYTES)
                 finally:
                     answer.close()
+                if answer.header(CUT_OFF) and status == 500:
+                    raise UpstreamError("its engine has died")
                 replica.breaker.succeed()
             except UpstreamError as error:
                 replica.breaker.fail()
+                client.num_lost += not isinstance(error, UnreachableError)
                 said = str(error).encode()
             finally:
                 replica.num_in_flight -= 1

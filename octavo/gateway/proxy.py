@@ -282,7 +282,8 @@ class Proxy:
             if deployment.state != "ready":
                 await self.until_ready(deployment, client)
             if keeper is None and not tried and self._prefill.is_wanted(deployment, request):
-                await self._with_comments(self._prefill.compute(deployment, request), "the prompt is computed", client)
+                work = self._prefill.compute(deployment, request, client)
+                await self._with_comments(work, "the prompt is computed", client)
             # Every try excludes one replica, so the loop ends.
             while (replica := keeper or self._choose(deployment, request, tried)) not in tried and replica is not None:
                 tried.add(replica)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.gateway.catalogue import read_catalogue
-from tests.gateway.fakes import Asked, answer_plainly, fake_servers, gateway
+from tests.gateway.fakes import Asked, FakeLaunch, answer_plainly, fake_servers, gateway, until
 from tests.waiting import Clock
 
 LONG = [{"role": "user", "content": "x" * 400}]  # 100 tokens
@@ -26,6 +27,10 @@ async def fail(asked: Asked) -> None:
 
 async def hang_up(asked: Asked) -> None:
     asked.die()
+
+
+async def lose_engine(asked: Asked) -> None:
+    asked.reply(b"{}", 500, x_octavo_cut_off="1")
 
 
 def entries(decode: str, prefill: str) -> dict[str, Any]:
@@ -68,6 +73,40 @@ def test_a_prompt_that_is_not_computed_is_the_replicas_own(clock: Clock, behave:
             prefill.die()
             async with gateway(entries(decode.address, prefill.address)) as gate:
                 assert (await gate.ask("a", messages=LONG)).status_code == 200
+
+    clock.run(run())
+
+
+@pytest.mark.parametrize("end", [hang_up, lose_engine])
+def test_a_prompt_that_ends_replicas_ends_two_at_most(clock: Clock, end: Any) -> None:
+    async def run() -> None:
+        async with fake_servers(end, end, end) as (prefill, *decode):
+            models = entries(decode[0].address, prefill.address)
+            models["a"]["addresses"].append(decode[1].address)
+            async with gateway(models) as gate:
+                answer = await gate.ask("a", messages=LONG)
+                assert answer.json()["error"]["code"] == "request_kills_replicas"
+                assert len(prefill.asked) == 1 == sum(len(server.asked) for server in decode)
+
+    clock.run(run())
+
+
+def test_a_model_whose_helper_has_left_the_catalogue_computes_its_prompts(clock: Clock, tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+
+    async def run() -> None:
+        async with fake_servers(save_prompt) as (prefill,):
+            helper = f"p: {{addresses: ['{prefill.address}']}}"
+            file.write_text(f"models: {{a: {{prefill_model: p, prefill_min_tokens: 50}}, {helper}}}")
+            launch = FakeLaunch()
+            launch.may_start.clear()
+            async with gateway(str(file), launch) as gate:
+                asking = asyncio.ensure_future(gate.ask("a", messages=LONG))
+                await until(lambda: launch.begun)
+                file.write_text("models: {b: {}}")
+                gate.server.reload()
+                launch.may_start.set()
+                assert (await asking).status_code == 200 and not prefill.asked
 
     clock.run(run())
 
