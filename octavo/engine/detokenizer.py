@@ -47,6 +47,8 @@ def make_detokenizer(
 class ByteDetokenizer:
     """For byte-level vocabularies: a token's bytes do not depend on its neighbours."""
 
+    __slots__ = ("_decoder", "_is_within", "_table")
+
     def __init__(self, table: _TokenBytes, prompt_token_ids: list[int]) -> None:
         self._table = table
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -164,21 +164,23 @@ class _Completion:
         self.num_held_back = 0
         return True
 
-    def take_text(self) -> str:
-        """Return the text that may be shown and has not been."""
+    def take_text(self) -> tuple[str, int]:
+        """Return the text that may be shown and has not been, and the number of tokens since the last call."""
         self._read()
-        shown = len(self.text) - self.num_held_back
-        new = self.text[self.num_sent_chars : shown]
+        text, num_tokens = self.text, len(self.token_ids)
+        num_new = num_tokens - self.num_sent_tokens
+        shown = len(text) - self.num_held_back
+        new = text[self.num_sent_chars : shown]
         if self._num_kept is not None and (dropped := shown - self._num_kept) > 0:
-            self.text = self.text[dropped:]
+            self.text = text[dropped:]
             shown -= dropped
-        self.num_sent_chars, self.num_sent_tokens = shown, len(self.token_ids)
-        return new
+        self.num_sent_chars, self.num_sent_tokens = shown, num_tokens
+        return new, num_new
 
     def output(self, is_delta: bool, make_position: MakePosition, *, makes_later: bool) -> CompletionOutput:
         """Return the completion so far, with the text that may be shown; if `is_delta`, only the new part."""
         tokens = self.num_sent_tokens if is_delta else 0
-        new = self.take_text()
+        new, _ = self.take_text()
         text = new if is_delta else self.text[: self.num_sent_chars]
         self.is_end_sent = self.finish_reason is not None
         positions: Sequence[Any] | None = None
@@ -262,9 +264,7 @@ class RequestState:
     def take_text(self) -> tuple[str, int]:
         """Return the new text of the only completion, and the number of new tokens."""
         self.has_new_output = False
-        [completion] = self.completions
-        num_before = completion.num_sent_tokens
-        return completion.take_text(), completion.num_sent_tokens - num_before
+        return self.completions[0].take_text()
 
     def take(self) -> Output:
         """Return the request's output, or its new part. Call this if it `has_new_output`; a late caller gets several
