@@ -171,24 +171,27 @@ def _rendered_with_tools(
     knows_role: bool,
 ) -> str:
     """Render a conversation with its tools. If the template refuses them, they get the fields that they lack, then
-    parameters of one type each; then calls get an object for arguments that are none, such as those that the end of an
-    answer has cut off."""
+    parameters of one type each. Then the conversation is restated step by step: calls get an object for arguments that
+    are none, such as those that the end of an answer has cut off, each call a message of its own, and each result of a
+    tool an answer before the user speaks."""
     try:
         return _rendered_with_developers(partial(render, tools), conversation, knows_role=knows_role)
     except Exception as error:
         refusal = error
     for change in (_with_all_fields, _with_plain_parameters):
-        changed = [change(tool) for tool in tools or ()]
-        if changed != list(tools or ()):
-            tools = changed
+        others = [change(tool) for tool in tools or ()]
+        if others != list(tools or ()):
+            tools = others
             try:
                 return _rendered_with_developers(partial(render, tools), conversation, knows_role=knows_role)
             except Exception as error:
                 refusal = error
-    objects = [_with_objects(message) for message in conversation]
-    if objects != list(conversation):
-        with suppress(Exception):
-            return _rendered_with_developers(partial(render, tools), objects, knows_role=knows_role)
+    for restated in (_with_objects, _with_single_calls, _with_answers):
+        changed = restated(conversation)
+        if changed != list(conversation):
+            conversation = changed
+            with suppress(Exception):
+                return _rendered_with_developers(partial(render, tools), conversation, knows_role=knows_role)
     raise refusal
 
 
@@ -343,13 +346,54 @@ def _plain(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     return plain if inner is None else {**plain, inner: _plain(given.get(inner), root)}
 
 
-def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose calls have an object for arguments that are none."""
-    calls = [
-        {**call, "function": {**call["function"], "arguments": _object_of(call["function"]["arguments"])}}
-        for call in message.get("tool_calls") or ()
+def _with_objects(conversation: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return a conversation whose calls have an object for arguments that are none."""
+    return [
+        {
+            **message,
+            "tool_calls": [
+                {**call, "function": {**call["function"], "arguments": _object_of(call["function"]["arguments"])}}
+                for call in message["tool_calls"]
+            ],
+        }
+        if message.get("tool_calls")
+        else message
+        for message in conversation
     ]
-    return {**message, "tool_calls": calls} if calls else dict(message)
+
+
+def _with_single_calls(conversation: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return a conversation with a message for each call, and its result after it. Llama 3's templates take no
+    others."""
+    found, position = list[Mapping[str, Any]](), 0
+    while position < len(conversation):
+        message = conversation[position]
+        position += 1
+        if len(calls := message.get("tool_calls") or ()) < 2:
+            found.append(message)
+            continue
+        results = list[Mapping[str, Any]]()
+        while position < len(conversation) and conversation[position].get("role") == "tool":
+            results.append(conversation[position])
+            position += 1
+        for i, call in enumerate(calls):
+            found.append({**(message if i == 0 else {"role": message["role"], "content": None}), "tool_calls": [call]})
+            own = next((n for n, one in enumerate(results) if one.get("tool_call_id") == call.get("id")), None)
+            if own is not None:
+                found.append(results.pop(own))
+        found += results
+    return found
+
+
+def _with_answers(conversation: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return a conversation with an empty answer between the result of a tool and the user's next message, because some
+    templates, such as Mistral's, want an answer to each message of the user."""
+    found = list[Mapping[str, Any]]()
+    for message in conversation:
+        if found and found[-1].get("role") == "tool" and message.get("role") == "user":
+            found.append({"role": "assistant", "content": ""})
+        found.append(message)
+    return found
 
 
 def _object_of(arguments: Any) -> Any:

@@ -92,6 +92,35 @@ def test_arguments_that_are_no_object_end_no_conversation(sent: str, shown: str)
     )
 
 
+ONE_CALL = OBJECTS.replace(
+    "{% if m.tool_calls %}",
+    "{% if m.tool_calls | length > 1 %}{{ raise_exception('single tool-calls only') }}{% endif %}{% if m.tool_calls %}",
+)
+
+
+def test_calls_are_turns_of_their_own_where_the_template_takes_one_at_once() -> None:
+    """Llama 3's templates do, and their models write several."""
+    both = calling(id="a")
+    both["tool_calls"] = [*both["tool_calls"], *calling('{"city": "Oslo"}', id="b")["tool_calls"]]
+    results = [{**result("b"), "content": "snow"}, result("a"), {**result("c"), "content": "lost"}]
+    text = render_chat(tokenizer_of(ONE_CALL), [USER, both, *results, USER])
+    assert text == (
+        '[user]Hi[assistant]<call>get_weather {"city": "Rome"}</call>[tool]rain'
+        '[assistant]<call>get_weather {"city": "Oslo"}</call>[tool]snow[tool]lost[user]Hi'
+    )
+
+
+def test_a_user_may_speak_after_a_result_where_the_template_wants_answers() -> None:
+    """Clients of Messages send a text beside the results of tools."""
+    counts = "{% set ns = namespace(users=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.users = ns.users + 1 %}"
+    counts += "{% elif not m.tool_calls and m.role == 'assistant' %}{% set ns.users = ns.users - 1 %}{% endif %}"
+    counts += "{% if ns.users > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+    text = render_chat(tokenizer_of(counts + OBJECTS), [USER, calling(), result(), USER])
+    assert text == '[user]Hi[assistant]<call>get_weather {"city": "Rome"}</call>[tool]rain[assistant][user]Hi'
+    with pytest.raises(RequestError, match="must alternate"):
+        render_chat(tokenizer_of(counts + OBJECTS), [USER, USER])
+
+
 ASKS_FOR_NONE = (
     "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls is defined and m.content is none %}"
     + EACH.replace("ARGUMENTS", "c.function.arguments | tojson") + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
