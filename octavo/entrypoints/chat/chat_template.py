@@ -120,7 +120,7 @@ def render_chat(
             for message in conversation
         ]
     if has_results and not (traits.writes_results and (traits.describes_tools or traits.writes_calls)):
-        conversation = [_with_result_as_user(message) for message in conversation]
+        conversation = _with_results_as_users(conversation)
     if placeholders is not None and (content_format == "string" or not _knows(template, conversation)):
         conversation = [_with_placeholders(message, placeholders) for message in conversation]
     if content_format == "openai" or (content_format == "auto" and traits.takes_only_parts):
@@ -484,6 +484,25 @@ def _with_written_calls(message: Mapping[str, Any], form: ToolFormat | None) -> 
         else:
             result["content"] = f"{content}\n{text}" if content else text
     return result
+
+
+def _with_results_as_users(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation in which adjacent results of calls are one message of the user, with the user's own text if
+    it follows: templates without a role for results may want an answer to each message of the user."""
+    found, follows_result = list[dict[str, Any]](), False
+    for message in conversation:
+        one = _with_result_as_user(message)
+        if follows_result and one.get("role") == "user":
+            before, content = found[-1]["content"], one.get("content") or ""
+            if isinstance(before, str) and isinstance(content, str):
+                found[-1]["content"] = f"{before}\n{content}"
+            else:
+                parts = (_with_parts({"content": part})["content"] for part in (before, content))
+                found[-1]["content"] = [part for some in parts for part in some]
+        else:
+            found.append(one)
+        follows_result = message.get("role") == "tool"
+    return found
 
 
 def _with_result_as_user(message: Mapping[str, Any]) -> dict[str, Any]:

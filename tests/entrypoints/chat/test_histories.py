@@ -121,6 +121,20 @@ def test_a_user_may_speak_after_a_result_where_the_template_wants_answers() -> N
         render_chat(tokenizer_of(counts + OBJECTS), [USER, USER])
 
 
+@pytest.mark.parametrize("content", ["rain", [{"type": "text", "text": "rain"}]])
+def test_results_that_the_template_does_not_know_are_one_turn_of_the_user(content: Any) -> None:
+    """As Gemma 2's: its roles must alternate."""
+    both = calling(id="a")
+    both["tool_calls"] = [*both["tool_calls"], *calling(id="b")["tool_calls"]]
+    results = [{**result(id), "content": content} for id in "ab"]
+    shown = "<tool_response>\nrain\n</tool_response>"
+    roles = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}{% endfor %}"
+    for template, after in ((roles + PLAIN, [USER]), (PLAIN, [USER, USER])):
+        text = render_chat(tokenizer_of(template), [USER, both, *results, *after])
+        own = "[user]Hi" if len(after) > 1 else ""
+        assert re.sub("\n+", "\n", text).endswith(f"[user]{shown}\n{shown}\nHi{own}")
+
+
 ASKS_FOR_NONE = (
     "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls is defined and m.content is none %}"
     + EACH.replace("ARGUMENTS", "c.function.arguments | tojson") + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
