@@ -14,6 +14,7 @@ from starlette.types import Message, Send
 from octavo.errors import RequestError
 from octavo.gateway.error_bodies import error_body, error_event
 from octavo.gateway.meter import PROMPT_TOKENS, Meter
+from octavo.gateway.replica import Replica
 from octavo.gateway.stream_progress import CUT_OFF, RESUMABLE, StreamProgress
 from octavo.gateway.upstream import HOP_BY_HOP, Answer
 from octavo.http_protocol import ResponseCycle
@@ -92,6 +93,8 @@ class Client:
         self.meter: Meter | None = None  # for a client whose tokens are counted
         self.hides_usage = False  # drops the usage that only the gateway asked the stream for
         self.num_lost = 0  # replicas that were lost before they answered it
+        self.waits_until = 0.0  # `time.monotonic` until which a stream that has lost its replica waits for busy ones
+        self.busy: set[Replica] = set()  # replicas that such a stream is to ask again
         self.loads_s: list[float] = []  # how long the request has waited for models
 
     @property

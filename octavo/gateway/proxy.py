@@ -45,6 +45,7 @@ _CACHE_SESSIONS = "/v1/cache/sessions/"
 _EVERYWHERE_S = 30.0  # for all replicas to answer
 _MAX_ANSWER_BYTES = 1 << 16
 _BUSY = (429, 503)
+_BUSY_PAUSE_S = 1.0  # until busy replicas are asked again to go on with a stream
 _MAX_LOST = 2  # replicas that a request may lose: it may be what ends them
 # Known routes, and what is true of each: `priority` is a field of its body; its streams have a `usage` only where it is
 # asked for; its answers are `uncounted`, as they have no usage; it `lists` with GET what one server keeps.
@@ -278,7 +279,9 @@ class Proxy:
         tried: set[Replica] = set()
         why = "no replica takes requests"
         await deployment.discovered()
-        for _ in range(2):  # a model whose last replica died meanwhile is started once more
+        num_rounds = 2  # a model whose last replica died meanwhile is started once more
+        while num_rounds:
+            num_rounds -= 1
             if deployment.state != "ready":
                 await self.until_ready(deployment, client)
             if keeper is None and not tried and self._prefill.is_wanted(deployment, request):
@@ -298,6 +301,12 @@ class Proxy:
                         "refused, as it may end another one.", status=500, code="request_kills_replicas",
                     )  # fmt: skip
                 why = error
+            if client.busy:
+                await self._with_comments(asyncio.sleep(_BUSY_PAUSE_S), "the replicas are busy", client)
+                tried -= client.busy
+                client.busy.clear()
+                num_rounds += 1
+                continue
             await deployment.settle(tried)
             if keeper is not None or deployment.state == "ready":
                 break
@@ -337,7 +346,10 @@ class Proxy:
             others = _others(deployment, tried)
             is_whole = request.path in RESUMABLE_PATHS and not request.body.streams
             is_cut_off = answer.header(CUT_OFF) and (answer.status >= 500 or is_whole)
-            if (answer.status in _BUSY or is_cut_off) and others and not is_only:
+            may_wait = answer.status in _BUSY and time.monotonic() < client.waits_until
+            if (answer.status in _BUSY or is_cut_off) and (others or may_wait) and not is_only:
+                if may_wait:
+                    client.busy.add(replica)
                 if answer.status == 500:  # its engine has died, maybe of this request
                     replica.breaker.fail()
                     client.num_lost += 1
@@ -394,6 +406,7 @@ class Proxy:
                 await client.end()
                 return None
             if may_go_on:
+                client.waits_until = time.monotonic() + self._limits.max_wait_s
                 return f"replica {replica.name} was lost amid the answer: {error}"
             reason = "the gateway is stopping" if self.is_stopping else "its replica was lost amid the answer"
             raise RequestError(

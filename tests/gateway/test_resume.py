@@ -159,6 +159,31 @@ def test_an_answer_that_a_replica_has_cut_off_is_made_by_another_one(clock: Cloc
     clock.run(run())
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_stream_that_has_lost_its_replica_waits_for_busy_ones_and_not_for_ever(clock: Clock, ends: bool) -> None:
+    busy: list[int] = []
+
+    async def be_busy_at_first(asked: Asked) -> None:
+        if "resume" in asked.json and (not ends or len(busy) < 3):
+            busy.append(429 if len(busy) % 2 else 503)
+            asked.reply(b'{"error": {"message": "busy"}}', busy[-1])
+        else:
+            await replica()(asked)
+
+    async def run() -> None:
+        async with fake_servers(replica(3), be_busy_at_first) as servers, gateway(at(servers), max_wait=60.0) as gate:
+            number = 0
+            while not servers[0].asked:  # either may be chosen
+                number += 1
+                answer = await gate.ask(stream=True, messages=[number])
+            if ends:
+                assert answer.content == WHOLE and len(busy) == 3
+            else:
+                assert b"busy" in answer.content and 50 < len(busy) < 70
+
+    clock.run(run())
+
+
 def test_a_stream_that_ends_replicas_ends_two_at_most(clock: Clock) -> None:
     async def run() -> None:
         async with fake_servers(*(replica(2) for _ in range(4))) as servers, gateway(at(servers)) as gate:
