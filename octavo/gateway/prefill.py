@@ -1,6 +1,6 @@
 """Prefill and decode apart: before a long prompt goes to a replica of its model, a replica of another entry of the
-catalogue computes it, so that no replica that streams has to. Both have the prompt's blocks from their cache on disk
-(`--kv-cache-disk`): the same folder, or one that the other reads over HTTP (`--kv-cache-peers`)."""
+catalogue computes it, so that no replica that streams has to. The blocks are in a folder that both share
+(`--kv-cache-disk`)."""
 
 from __future__ import annotations
 
