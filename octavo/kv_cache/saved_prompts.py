@@ -64,7 +64,8 @@ class SavedPrompts:
 
     def hold(self, outputs: list[SequenceOutput]) -> list[SequenceOutput]:
         """Return the outputs that need not wait, and those that have waited."""
-        self._expected -= {output.request_id for output in outputs if output.finish_reason}  # some were refused
+        if self._expected:
+            self._expected -= {output.request_id for output in outputs if output.finish_reason}  # some were refused
         if not self._waits:
             return outputs
         now = self._clock()
