@@ -93,7 +93,7 @@ def render_chat(
     conversation = [_normalised(message, as_text=traits.takes_text_arguments) for message in messages]
     if traits.needs_short_ids:
         conversation = [_with_short_ids(message) for message in conversation]
-    if traits.needs_counted_ids:
+    if traits.needs_counted_ids or (tool_format is not None and tool_format.counts_calls):  # results show them, too
         conversation = with_counted_ids(conversation)
     if placeholders is None and any(_has_other_parts(message) for message in conversation):
         raise RequestError(

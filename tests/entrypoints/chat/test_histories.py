@@ -367,6 +367,11 @@ def test_ids_of_other_servers_are_counted_where_the_template_reads_names_from_th
     assert begins == [f"functions.get_weather:{i}" for i in range(3)]
     assert re.findall(r"\[tool\](.*?)rain", text) == [begins[1], begins[0], begins[2], "lost"]
     assert two["tool_calls"][0]["id"] == "toolu_01A"  # the client's message is unchanged
+    # Kimi K2's template writes the ids of calls itself, and those of results as they were sent.
+    own_ids = COUNTED_IDS.replace("{{ c.id }}", "functions.{{ c.function.name }}:{{ loop.index0 }}")
+    shown = tokenizer_of(own_ids.replace("{{ m.content }}", "{{ m.tool_call_id }}{{ m.content }}"))
+    text = render_chat(shown, [USER, calling(), result()], tools=[WEATHER], tool_format=FORMATS["kimi_k2"])
+    assert "[tool]functions.get_weather:0rain" in text
     # Kimi K2 Thinking's template writes the name of a result, too.
     named = COUNTED_IDS.replace("[{{ m.role }}]", "[{{ m.name or m.role }}]")
     assert "begin|>functions.get_weather:0<" in render_chat(tokenizer_of(named), [USER, calling()], tools=[WEATHER])

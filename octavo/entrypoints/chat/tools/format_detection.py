@@ -130,7 +130,7 @@ def _formats(
 
 
 def _call_ids(tokenizer: ModelTokenizer, template: str | None, tools: ToolFormat | None) -> CallIdForm:
-    if tools is not None and isinstance(tools.body, NamedJson) and tools.body.call_id:
+    if tools is not None and tools.counts_calls:
         return CallIdForm.COUNTED
     if template is not None and template_traits(tokenizer, template).needs_short_ids:
         return CallIdForm.SHORT

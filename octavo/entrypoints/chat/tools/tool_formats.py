@@ -94,6 +94,11 @@ class ToolFormat:
         return not (self.open or self.start)
 
     @property
+    def counts_calls(self) -> bool:
+        """Return whether a call has its number in the conversation as a part of its id."""
+        return isinstance(self.body, NamedJson) and bool(self.body.call_id)
+
+    @property
     def marks(self) -> tuple[str, ...]:
         """Return the texts that must be visible to read calls. Vocabularies may have them, or parts of them, as special
         tokens."""
