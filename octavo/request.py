@@ -164,7 +164,7 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     stop_reason: int | None = None  # the stop token that ended it
     logprobs: list[TokenLogprobs] | None = None  # one for each token
     prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt positions 1.., once, with the first token
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # like the next but one, with the first token
     num_preemptions: int = 0
     first_scheduled_time: float = 0.0  # time.monotonic
     error: str | None = None  # one line, when finish_reason is "error"

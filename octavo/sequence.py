@@ -59,9 +59,13 @@ class Sequence:
     speculated: Any = None  # state of `octavo.speculative`
     num_accepted_prediction_tokens: int = 0  # accepted draft tokens from the request's `prediction`
     num_rejected_prediction_tokens: int = 0  # and rejected ones
+    has_reported: bool = False  # its first output is made, which has the results of its prompt
+    # Values of the request that each step reads. The request's own objects are in no cache of the processor by then.
+    has_prediction: bool = field(init=False)
     max_tokens: int = field(init=False)  # prompt and output together
 
     def __post_init__(self) -> None:
+        self.has_prediction = bool(self.request.prediction)
         self.max_tokens = len(self.request.prompt.token_ids) + self.request.max_tokens
 
     @property
@@ -158,13 +162,14 @@ class Sequence:
         """Return the output of new tokens for its request; the first one includes results of the prompt."""
         # By position: msgspec takes twice as long to match names, and this happens for every token.
         output = SequenceOutput(
-            self.request.request_id, self.index, token_ids, finish_reason, stop_reason, logprobs, None,
-            self.num_cached_tokens, self.num_preemptions, self.first_scheduled_time, error,
+            self.request.request_id, self.index, token_ids, finish_reason, stop_reason, logprobs, None, 0,
+            self.num_preemptions, 0.0, error,
         )  # fmt: skip
-        if self.prompt_logprobs:
-            output.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
-        if self.alignment:
-            output.alignment, self.alignment = b"".join(self.alignment), []
+        if not self.has_reported:
+            self.has_reported = True
+            output.num_cached_tokens, output.first_scheduled_time = self.num_cached_tokens, self.first_scheduled_time
+            output.prompt_logprobs, output.alignment = self.prompt_logprobs or None, b"".join(self.alignment) or None
+            self.prompt_logprobs, self.alignment = [], []
         if self.num_accepted_prediction_tokens or self.num_rejected_prediction_tokens:
             output.num_accepted_prediction_tokens = self.num_accepted_prediction_tokens
             output.num_rejected_prediction_tokens = self.num_rejected_prediction_tokens

@@ -16,8 +16,10 @@ Logprobs = list[TokenLogprobs | None] | None  # parallel to tokens
 
 
 def keep_prompt_results(seq: Sequence, row: int, first: int, result: StepResult) -> None:
-    """Keep the log-probabilities and the alignment of a prompt from position `first` on. If the prompt was preempted
-    and is computed again, equal values replace the earlier ones."""
+    """Keep the log-probabilities and the alignment of a prompt from position `first` on, until they are reported. If
+    the prompt was preempted and is computed again, equal values replace the earlier ones."""
+    if seq.has_reported:
+        return
     if row in result.prompt_logprobs:
         seq.prompt_logprobs[first:] = result.prompt_logprobs[row]
     if row in result.alignment:

@@ -416,7 +416,7 @@ class Scheduler:
             if has_prompt_results:
                 keep_prompt_results(seq, row, num_computed_before, result)
             # 5. Apply the samples: most rows only extend their sequence by one token.
-            if only_adds_tokens and end == begin + 1 and seq.beam_search is None and not seq.request.prediction:
+            if only_adds_tokens and end == begin + 1 and seq.beam_search is None and not seq.has_prediction:
                 logprobs = None if all_logprobs is None else all_logprobs[begin:end]
                 outputs.append(extend(queues, seq, all_tokens[begin:end], logprobs))
                 num_extended += 1

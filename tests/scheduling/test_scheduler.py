@@ -272,12 +272,22 @@ def test_a_cached_prefix_costs_neither_budget_nor_blocks() -> None:
     s.add(request("a", prompt, max_tokens=3))
     computed(s)
     s.add(request("b", [*prompt[:12], 1, 2]))
-    assert computed(s) == {"a": 1, "b": 2}
+    plan = s.schedule()
+    assert [planned.num_tokens for planned in plan.rows] == [1, 2]
+    _, first = s.update(plan, result_of(plan))
+    assert (first.request_id, first.num_cached_tokens) == ("b", 12) and first.first_scheduled_time > 0
     assert s.cache.pools[0].num_used == 5
     stats = s.take_stats()
     assert (stats.num_prefix_queries, stats.num_prefix_hits, stats.num_prompt_tokens) == (27, 12, 27)
-    outputs = {output.request_id: output for output in step(s)}
-    assert (outputs["a"].num_cached_tokens, outputs["b"].num_cached_tokens) == (0, 12)
+    assert not any(output.num_cached_tokens or output.first_scheduled_time for output in step(s)), "only the first has"
+
+
+def test_requests_without_stop_tokens_of_their_own_share_what_ends_them() -> None:
+    s = scheduler()
+    for name, own in (("a", []), ("b", []), ("c", [9])):
+        s.add(request(name, [1, 2, 3], stop_token_ids=own))
+    first, second, third = (seq.stop_reasons for seq in s.queues)
+    assert first is second and third == {**first, 9: 9}
 
 
 def test_salted_requests_share_blocks_with_their_own_salt_only() -> None:
