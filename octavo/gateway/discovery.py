@@ -66,10 +66,15 @@ async def follow(source: DnsName | KubernetesService, take: Take) -> None:
     """Call `take` with the addresses, and again whenever they change, until cancelled. If they cannot be found for a
     while, it is not called."""
     tell_once = _without_repeats(take)
-    if isinstance(source, DnsName):
-        await _follow_dns(source, tell_once)
-    else:
-        await _follow_service(source, tell_once)
+    while True:
+        try:
+            if isinstance(source, DnsName):
+                await _follow_dns(source, tell_once)
+            else:
+                await _follow_service(source, tell_once)
+        except Exception:  # a fault of the gateway's own, which must not leave the replicas as they are for ever
+            logger.exception("Unexpected error while looking for replicas")
+        await asyncio.sleep(MAX_PAUSE_S)
 
 
 def _without_repeats(take: Take) -> Take:
@@ -78,8 +83,8 @@ def _without_repeats(take: Take) -> Take:
     def tell(addresses: list[str]) -> None:
         nonlocal last
         if addresses != last:
-            last = addresses
             take(addresses)
+            last = addresses
 
     return tell
 

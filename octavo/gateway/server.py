@@ -315,13 +315,19 @@ class GatewayServer(uvicorn.Server):
     async def _check_health(self) -> None:
         while True:
             await asyncio.sleep(self._args.health_interval)
-            await self.models.check_health(self._args.health_interval)
+            try:
+                await self.models.check_health(self._args.health_interval)
+            except Exception:  # a fault of the gateway's own, which must not end the checks
+                logger.exception("Unexpected error while checking health")
 
     async def _watch_file(self) -> None:
         while self._args.catalogue is not None:
             await asyncio.sleep(LOOK_INTERVAL_S)
             if self._file_stamp() not in (None, self._seen):
-                self.reload()
+                try:
+                    self.reload()
+                except Exception:
+                    logger.exception("Unexpected error while reading the catalogue")
 
     def _file_stamp(self) -> tuple[int, int, int] | None:
         """Return numbers that change with the file; None while there is no file, as when an editor replaces it."""

@@ -44,6 +44,29 @@ def test_a_name_that_cannot_be_one_is_said_and_asked_again(caplog: pytest.LogCap
     clock.run(run())
 
 
+def test_a_fault_does_not_end_the_search_for_replicas(
+    caplog: pytest.LogCaptureFixture, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def resolve(*_: Any, **options: Any) -> list[Any]:
+        return [(0, 0, 0, "", ("127.0.0.1", 1))]
+
+    told: list[list[str]] = []
+
+    def take(addresses: list[str]) -> None:
+        told.append(addresses)
+        if len(told) == 1:
+            raise ValueError("odd")
+
+    async def run() -> None:
+        following = asyncio.ensure_future(follow(read_source("dns+http://replicas:8000"), take))
+        await until(lambda: len(told) == 2 or following.done())
+        assert not following.done() and "ValueError: odd" in caplog.text
+        following.cancel()
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", resolve)
+    clock.run(run())
+
+
 def test_records_come_and_go_while_requests_go_on(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     records: list[str] = ["127.0.0.1"]
     num_failures = 0

@@ -449,6 +449,32 @@ def test_each_request_is_counted_as_one_answer(clock: Clock, monkeypatch: pytest
     clock.run(run())
 
 
+def test_a_fault_ends_neither_health_checks_nor_the_watch_over_the_catalogue(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("models: {a: {}}")
+    done: list[str] = []
+
+    def fail_once(name: str) -> None:
+        done.append(name)
+        if done.count(name) == 1:
+            raise ValueError(f"odd {name}")
+
+    async def check(_: float) -> None:
+        fail_once("check")
+
+    async def run() -> None:
+        async with gateway(str(file)) as gate:
+            monkeypatch.setattr(gate.server.models, "check_health", check)
+            monkeypatch.setattr(gate.server, "reload", lambda: fail_once("reload"))
+            file.write_text("models: {b: {}}")
+            await until(lambda: done.count("check") > 1 and done.count("reload") > 1)
+            assert "ValueError: odd check" in caplog.text and "ValueError: odd reload" in caplog.text
+
+    clock.run(run())
+
+
 def test_a_fault_of_the_gateways_own_is_an_answer_too(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
