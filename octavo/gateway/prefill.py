@@ -41,7 +41,7 @@ class Prefill:
         entry = deployment.entry
         if entry.prefill_model is None or request.method != "POST" or request.path not in PATHS:
             return False
-        prefixes, _ = request.body.prefixes()
+        prefixes, _ = request.body.prefixes
         num_new = max(prefixes.values(), default=0) - deployment.router.num_known_bytes(prefixes)
         return num_new >= _BYTES_PER_TOKEN * entry.prefill_min_tokens
 
@@ -51,7 +51,7 @@ class Prefill:
         other = self._models.names().get(deployment.entry.prefill_model or "")
         if other is None:  # the catalogue has changed since
             return
-        prefixes, _ = request.body.prefixes()
+        prefixes, _ = request.body.prefixes
         with other.hold():
             replica = other.router.choose(other.replicas, prefixes, (), request.session)
             if replica is None:

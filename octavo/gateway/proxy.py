@@ -319,7 +319,7 @@ class Proxy:
     def _choose(self, deployment: Deployment, request: ProxyRequest, tried: set[Replica]) -> Replica | None:
         if not deployment.entry.may_be_several and deployment.entry.prefill_model is None:
             return deployment.router.choose(deployment.replicas, {}, tried)
-        (prefixes, shared), session = request.body.prefixes(), request.session
+        (prefixes, shared), session = request.body.prefixes, request.session
         agreed = (session or shared) if self._several_gateways else None
         return deployment.router.choose(deployment.replicas, prefixes, tried, session, agreed)
 

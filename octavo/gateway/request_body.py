@@ -8,6 +8,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
@@ -93,8 +94,9 @@ class RequestBody:
             '"model" first.', param="model",
         )  # fmt: skip
 
+    @cached_property
     def prefixes(self) -> tuple[dict[bytes, int], bytes | None]:
-        """Return two things. The hashes of the conversation's prefixes and their bytes, the shortest first: one for
+        """Two values. The hashes of the conversation's prefixes and their bytes, the shortest first: one for
         each message, or for each kilobyte of a text; all include the instructions and tools. And the hash that all
         turns of the conversation share: of the prefix that ends with the user's first message or the text's first
         kilobyte; None without a prefix."""

@@ -65,7 +65,7 @@ def test_a_form_is_read_by_its_own_boundary() -> None:
 
 
 def _hashes(**fields: object) -> list[bytes]:
-    return list(read_body(json.dumps(fields).encode(), JSON).prefixes()[0])
+    return list(read_body(json.dumps(fields).encode(), JSON).prefixes[0])
 
 
 def test_a_longer_conversation_has_the_hashes_of_a_shorter_one() -> None:
@@ -78,17 +78,17 @@ def test_a_longer_conversation_has_the_hashes_of_a_shorter_one() -> None:
     text = "x" * 5000
     assert _hashes(prompt=text + "more")[:4] == _hashes(prompt=text)[:4]
     assert _hashes(prompt=text)[0] != _hashes(prompt="y" * 5000)[0]
-    assert _hashes() == [] and read_body(b"", JSON).prefixes() == ({}, None)
+    assert _hashes() == [] and read_body(b"", JSON).prefixes == ({}, None)
 
 
 def test_a_prefix_has_the_bytes_of_what_comes_before_it_too() -> None:
     talk = b'{"system": "abc", "messages": [{"role": "user"}, 12]}'
-    assert list(read_body(talk, JSON).prefixes()[0].values()) == [5 + 16, 5 + 16 + 2]
+    assert list(read_body(talk, JSON).prefixes[0].values()) == [5 + 16, 5 + 16 + 2]
 
 
 def test_turns_of_a_conversation_share_a_hash_up_to_the_users_first_message() -> None:
     def shared(**fields: object) -> bytes | None:
-        return read_body(json.dumps(fields).encode(), JSON).prefixes()[1]
+        return read_body(json.dumps(fields).encode(), JSON).prefixes[1]
 
     system = {"role": "system", "content": 'The "user" is kind.'}
     for before in ([], [system]):
