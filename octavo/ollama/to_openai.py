@@ -282,7 +282,9 @@ def _messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:
     waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
     num_calls = 0
     for message in messages:
-        content: str | list[dict[str, Any]] | None = message.content or (None if message.tool_calls else "")
+        content: str | list[dict[str, Any]] | None = message.content or (
+            None if message.role == "assistant" and (message.tool_calls or message.thinking) else ""
+        )
         if message.images:
             text = [{"type": "text", "text": message.content}] if message.content else []
             content = [*map(_image_part, message.images), *text]

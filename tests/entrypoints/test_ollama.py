@@ -193,6 +193,8 @@ def test_a_call_without_text_has_no_content_and_a_tool_may_show_pictures() -> No
     result = {"role": "tool", "content": "Seen.", "images": ["iVBOR"]}
     asked, shown = translate_value("/api/chat", {"model": "m", "messages": [call, result]}).body["messages"]
     assert asked["content"] is None
+    thought = {"role": "assistant", "content": "", "thinking": "So"}
+    assert translate_value("/api/chat", {"model": "m", "messages": [thought]}).body["messages"][0]["content"] is None
     assert [part["type"] for part in shown["content"]] == ["image_url", "text"]
 
 

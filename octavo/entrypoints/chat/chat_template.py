@@ -172,8 +172,8 @@ def _rendered_with_tools(
 ) -> str:
     """Render a conversation with its tools. If the template refuses them, they get the fields that they lack, then
     parameters of one type each. Then the conversation is restated step by step: calls get an object for arguments that
-    are none, such as those that the end of an answer has cut off, each call a message of its own, and each result of a
-    tool an answer before the user speaks."""
+    are none, such as those that the end of an answer has cut off, each call a message of its own, each result of a tool
+    an answer before the user speaks, and each empty answer a blank."""
     try:
         return _rendered_with_developers(partial(render, tools), conversation, knows_role=knows_role)
     except Exception as error:
@@ -186,7 +186,7 @@ def _rendered_with_tools(
                 return _rendered_with_developers(partial(render, tools), conversation, knows_role=knows_role)
             except Exception as error:
                 refusal = error
-    for restated in (_with_objects, _with_single_calls, _with_answers):
+    for restated in (_with_objects, _with_single_calls, _with_answers, _with_blanks):
         changed = restated(conversation)
         if changed != list(conversation):
             conversation = changed
@@ -394,6 +394,16 @@ def _with_answers(conversation: Sequence[Mapping[str, Any]]) -> list[Mapping[str
             found.append({"role": "assistant", "content": ""})
         found.append(message)
     return found
+
+
+def _with_blanks(conversation: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return a conversation whose empty answers are a blank. An answer that was cut within its reasoning is empty."""
+    return [
+        {**message, "content": " "}
+        if message.get("role") == "assistant" and not message.get("content") and not message.get("tool_calls")
+        else message
+        for message in conversation
+    ]
 
 
 def _object_of(arguments: Any) -> Any:

@@ -119,6 +119,13 @@ def test_a_user_may_speak_after_a_result_where_the_template_wants_answers() -> N
     assert text == '[user]Hi[assistant]<call>get_weather {"city": "Rome"}</call>[tool]rain[assistant][user]Hi'
     with pytest.raises(RequestError, match="must alternate"):
         render_chat(tokenizer_of(counts + OBJECTS), [USER, USER])
+    # Ministral's template takes no empty answer either.
+    full = "{% for m in messages %}{% if not m.content and not m.tool_calls %}{{ raise_exception('is empty') }}{% endif %}{% endfor %}"
+    text = render_chat(tokenizer_of(full + counts + OBJECTS), [USER, calling(), result(), USER])
+    assert text.endswith("[tool]rain[assistant] [user]Hi")
+    for empty in ("", None):
+        answer = {"role": "assistant", "content": empty, "reasoning_content": "So"}
+        assert render_chat(tokenizer_of(full + OBJECTS), [USER, answer, USER]) == "[user]Hi[assistant] [user]Hi"
 
 
 @pytest.mark.parametrize("content", ["rain", [{"type": "text", "text": "rain"}]])
