@@ -118,12 +118,6 @@ class StepPlan:
     drafts_prompts: bool = True  # a draft model computes prompts in the same step, not later
     runs_ahead: bool = False  # the next step may be planned before this one's tokens are known
 
-    @property
-    def has_one_sample_per_row(self) -> bool:
-        """Return whether each row has exactly one sample, as in a step of decodes without draft tokens."""
-        _, _, _, num_sampled_positions, num_last_samples, _ = zip(*self.rows, strict=True)
-        return num_sampled_positions.count(1) == len(self.rows) == num_last_samples.count(1)
-
 
 @dataclass(slots=True)
 class StepResult:

@@ -246,8 +246,9 @@ class EngineCore:
             outputs += self.scheduler.update(ended.plan, result)
         stats = self.scheduler.take_stats()
         stats.step_s, stats.predicted_step_s = step_s, predicted_step_s
-        unsampled = [row for row in plan.rows if not row[3]]  # `num_sampled_positions`, of a row for each stream
-        stats.num_chunked_tokens = sum([row.num_computed + row.num_tokens for row in unsampled])
+        if plan.work.num_tokens > plan.work.num_samples:  # not a step of decodes alone
+            unsampled = [row for row in plan.rows if not row.num_sampled_positions]
+            stats.num_chunked_tokens = sum([row.num_computed + row.num_tokens for row in unsampled])
         stats.num_deferred = len(self._pending)
         stats.num_waiting += stats.num_deferred
         if self.adapters is not None:

@@ -304,9 +304,10 @@ class Runner:
     def _shape_of(self, plan: StepPlan, num_updates: int) -> StepShape:
         """Return the shape of a plan's step."""
         num_seqs, max_shape = len(plan.rows), self.max_shape
-        one_each = plan.has_one_sample_per_row
+        _, _, num_tokens, num_sampled_positions, num_last_samples, _ = zip(*plan.rows, strict=True)
+        one_each = num_sampled_positions.count(1) == num_seqs == num_last_samples.count(1)  # most steps: only decodes
         shape = StepShape(
-            tokens=sum([planned.num_tokens for planned in plan.rows]),
+            tokens=sum(num_tokens),
             seqs=num_seqs,
             samples=num_seqs if one_each else sum([planned.num_samples for planned in plan.rows]),
             updates=num_updates,

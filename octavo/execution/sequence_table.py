@@ -115,7 +115,7 @@ class SequenceTable:
             width = -(-max(int(seq_lens.max()), self.num_cross) // self.block_size)
             for group, blocks in enumerate(self.blocks):
                 into.block_tables[group, :num_seqs, :width] = blocks[:, :width].take(rows, 0)
-        if is_decode and num_sampled.count(1) == num_seqs == num_last_samples.count(1):  # `has_one_sample_per_row`
+        if is_decode and num_sampled.count(1) == num_seqs == num_last_samples.count(1):  # one sample for each row
             into.sample_rows[:num_seqs] = self._numbers[:num_seqs]
             self.samples = Samples(rows, self._no_forks[:num_seqs], seq_lens + self.num_ahead, {})
         else:

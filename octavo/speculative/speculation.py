@@ -155,7 +155,7 @@ class Speculation:
     def planned(self, rows: list[PlannedRow]) -> None:
         """Note that a step of `rows` was planned."""
         was_asked, self._was_asked = self._was_asked, False
-        has_drafts = any(row.draft_tokens and row.draft_tokens[0] == DRAFT_PLACEHOLDER for row in rows)
+        has_drafts = not self.is_idle and any(row.wants_drafts for row in rows)
         if has_drafts and self._num_idle_steps < self._next_trial:
             self._num_idle_steps, self._next_trial = 0, _FIRST_TRIAL
         elif was_asked:
