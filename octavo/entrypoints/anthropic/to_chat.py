@@ -160,6 +160,8 @@ def _add_answer(messages: list[dict[str, Any]], turn: Message, *, shows_thinking
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     message = messages[-1]
+    if not turn.content:
+        message["content"] = message["content"] or ""
     for block in turn.content:
         if isinstance(block, TextBlock):
             message["content"] = (message["content"] or "") + block.text

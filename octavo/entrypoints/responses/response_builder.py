@@ -80,6 +80,8 @@ class ResponseBuilder:
             reason = progress.stop_reason or "the server stopped"
             return events + self.fail("server_error", f"The request ended before its answer: {reason}.")
         if progress.finish_reason is not None:
+            if not self.response["output"]:  # an empty answer is a turn too: the next request sends it back
+                events += self._open("message")
             is_cut = progress.finish_reason == "length"
             events += self._close("incomplete" if self._is_last_cut(is_cut) else "completed")
             if is_cut:

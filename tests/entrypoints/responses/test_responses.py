@@ -300,6 +300,21 @@ def test_reasoning_is_sent_again_in_any_form(http: httpx.Client, engine: FakeEng
     assert prompt(engine, -1) == prompt(engine, -2)
 
 
+def test_an_empty_answer_is_a_turn(http: httpx.Client, engine: FakeEngine) -> None:
+    engine.answer = ""
+    first = post(http)
+    (message,) = first["output"]
+    assert (message["status"], [part["text"] for part in message["content"]]) == ("completed", [""])
+    post(http, input="Still there?", previous_response_id=first["id"])
+    chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}]}
+    chat["messages"].append({"role": "user", "content": "Still there?"})
+    assert http.post("/v1/chat/completions", json=chat).status_code == 200
+    assert prompt(engine, -1) == prompt(engine, -2)
+    empty = [chat["messages"][0], {"role": "assistant", "content": []}, chat["messages"][2]]
+    assert http.post("/v1/messages", json={"messages": empty, "max_tokens": 9}).status_code == 200
+    assert prompt(engine, -1) == prompt(engine, -2)
+
+
 def test_texts_of_one_answer_are_sent_again_as_they_were_generated(http: httpx.Client, engine: FakeEngine) -> None:
     engine.answer = f"Let me look.{CALL}\nDone."
     made = post(http, tools=[WEATHER])
