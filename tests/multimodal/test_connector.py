@@ -272,10 +272,11 @@ def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPa
             formats=SimpleNamespace(why_no_choice=""),
             args=ServerArgs(),
         )  # fmt: skip
+        resumable: Any = SimpleNamespace()
         made.extend(Conversation(body, state, SamplingParams()) for _ in range(3))
         for one in made:
             one._answer_format = AnswerFormat()  # as `submit` would have it prepared
-        assert await asyncio.gather(*(one.submit("a") for one in made)) == [(prompt, "outputs")] * 3
+        assert await asyncio.gather(*(one.submit("a", None, resumable) for one in made)) == [(prompt, "outputs")] * 3
 
     made: list[Conversation] = []
     asyncio.run(run())
