@@ -108,13 +108,10 @@ class InputProcessor:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self._check_characters(text)
         backend = self.tokenizer.backend_tokenizer
-        try:
-            if len(text) <= MAX_INLINE_LENGTH:
-                ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
-            else:  # `encode_batch` releases the GIL, `encode` does not (tokenizers 0.23)
-                ids = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        except (TypeError, UnicodeEncodeError) as e:  # lone surrogates
-            raise RequestError(f"the prompt is not valid Unicode text: {e}.", param="prompt") from None
+        try:  # `encode` also finds the offsets of tokens, in a quarter more time, and holds the GIL (tokenizers 0.23)
+            ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except (TypeError, UnicodeEncodeError):  # lone surrogates
+            raise RequestError("the prompt is not valid Unicode text.", param="prompt") from None
         return ids
 
     def be_one_of_several(self, number: int, place: int) -> None:
