@@ -135,7 +135,7 @@ def render_chat(
     def render(tools: Sequence[Mapping[str, Any]] | None, conversation: Sequence[Mapping[str, Any]]) -> str:
         prompt = tokenizer.apply_chat_template(
             conversation,
-            tools=[dict(tool) for tool in tools] if tools else None,
+            tools=None if tools is None else [dict(tool) for tool in tools],
             chat_template=template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
@@ -146,7 +146,7 @@ def render_chat(
         return str(prompt)
 
     try:
-        return _rendered_with_tools(render, tools, conversation, knows_role="developer" in template)
+        return _rendered_with_tools(render, tools or None, conversation, knows_role="developer" in template)
     except Exception as error:  # the template is a program of the model: it may raise anything
         lines = str(error).splitlines() or [type(error).__name__]
         raise RequestError(f"The chat template refuses these messages: {lines[0]}", param="messages") from error
@@ -171,9 +171,9 @@ def _rendered_with_tools(
     knows_role: bool,
 ) -> str:
     """Render a conversation with its tools. If the template refuses them, they get the fields that they lack, then
-    parameters of one type each. Then the conversation is restated step by step: calls get an object for arguments that
-    are none, such as those that the end of an answer has cut off, each call a message of its own, each result of a tool
-    an answer before the user speaks, and each empty answer a blank."""
+    parameters of one type each; without tools it gets an empty list of them. Then the conversation is restated step by
+    step: calls get an object for arguments that are none, such as those that the end of an answer has cut off, each
+    call a message of its own, each result of a tool an answer before the user speaks, and each empty answer a blank."""
     try:
         return _rendered_with_developers(partial(render, tools), conversation, knows_role=knows_role)
     except Exception as error:
@@ -186,6 +186,9 @@ def _rendered_with_tools(
                 return _rendered_with_developers(partial(render, tools), conversation, knows_role=knows_role)
             except Exception as error:
                 refusal = error
+    if tools is None:  # templates for tools alone, such as Hermes 3's `tool_use`, list them without asking
+        with suppress(Exception):
+            return _rendered_with_developers(partial(render, ()), conversation, knows_role=knows_role)
     for restated in (_with_objects, _with_single_calls, _with_answers, _with_blanks):
         changed = restated(conversation)
         if changed != list(conversation):

@@ -92,6 +92,12 @@ def test_arguments_that_are_no_object_end_no_conversation(sent: str, shown: str)
     )
 
 
+def test_a_template_for_tools_alone_takes_a_chat_without_tools() -> None:
+    template = "<tools>{% for t in tools %}{{ t.function.name }}{% endfor %}</tools>" + PLAIN
+    assert render_chat(tokenizer_of(template), [USER]) == "<tools></tools>[user]Hi"
+    assert render_chat(tokenizer_of(template), [USER], tools=[WEATHER]) == "<tools>get_weather</tools>[user]Hi"
+
+
 ONE_CALL = OBJECTS.replace(
     "{% if m.tool_calls %}",
     "{% if m.tool_calls | length > 1 %}{{ raise_exception('single tool-calls only') }}{% endif %}{% if m.tool_calls %}",
