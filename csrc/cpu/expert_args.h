@@ -60,7 +60,7 @@ struct ExpertsArgs : RowArgs {
     int32_t num_experts, first_expert;  // of the matrices here: expert e is matrix e - first_expert
     int32_t segments;                   // of equally many experts; their sums are added as a matrix's segments are
     int32_t top_k, scale_inputs, activation;
-    Clamp clamp;
+    float slope, limit;                               // of kClamped, as in Clamp
     const int32_t* slots;                             // the adapter of each token, -1: none; null: no adapters
     const AdapterFactors *up_factors, *down_factors;  // [experts of the matrices, num_slots], or null
     int64_t num_slots, up_width, down_width;          // widths of shrunk rows

@@ -88,7 +88,7 @@ void experts_up(const void* args, int64_t task) {
     linear.out_dtype = p.inner_dtype;
     linear.epilogue = a.up->gated ? kGated : kActivated;
     linear.activation = a.activation;
-    linear.clamp = a.clamp;
+    linear.clamp = {a.slope, a.limit};
     const int64_t sides = a.up->gated ? 2 : 1;
     const int64_t panels = (a.up->n / sides + kPanel - 1) / kPanel * sides;
     const int64_t epilogue_panels = epilogue_vecs(linear, kVecsPerPanel) / kVecsPerPanel;

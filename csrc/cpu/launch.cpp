@@ -11,6 +11,7 @@
 
 #include "launch_costs.h"
 #include "pack_int.h"
+#include "summation_tree.h"
 #include "thread_pool.h"
 
 namespace octavo {
@@ -99,6 +100,10 @@ void check(const EmbeddingArgs& args) {
 }
 
 void check(const ExpertsArgs& args) {
+    if (args.segments < 1 || args.segments > kMaxSegments || args.num_experts % args.segments != 0) {
+        throw std::invalid_argument(std::to_string(args.num_experts) + " experts do not make " +
+                                    std::to_string(args.segments) + " segments.");
+    }
     if (args.slots != nullptr) check_indices("adapter slot", args.slots, args.rows, -1, args.num_slots);
 }
 

@@ -116,19 +116,43 @@ void submit(Args& args) {
     }
 }
 
+// Matrices of one layout, side by side; experts are in the order of their numbers.
+struct Matrices {
+    std::vector<octavo::Matrix> of;
+};
+
+void make_matrices(Matrices* self, nb::sequence given) {
+    new (self) Matrices{};
+    for (nb::handle matrix : given) self->of.push_back(nb::cast<octavo::Matrix>(matrix));
+}
+
 template <class Struct, class Field>
 Field field_of(Field Struct::*);
 
-// The type that Python passes for a field, and the field's value.
+// The type that Python passes for a field: an array, or nothing, for most pointers.
 template <auto field>
 using Field = decltype(field_of(field));
+template <class Field>
+struct PassedFor {
+    using Type = std::conditional_t<std::is_pointer_v<Field>, Address, Field>;
+};
+template <>
+struct PassedFor<const octavo::Matrix*> {
+    using Type = const Matrices&;
+};
+template <>
+struct PassedFor<octavo::Group*> {
+    using Type = octavo::Group*;
+};
 template <auto field>
-using Passed = std::conditional_t<std::is_pointer_v<Field<field>>, Address, Field<field>>;
+using Passed = typename PassedFor<Field<field>>::Type;
 
 template <auto field>
 Field<field> value_of(const Passed<field>& passed) {
-    if constexpr (std::is_pointer_v<Field<field>>) {
+    if constexpr (std::is_same_v<Passed<field>, Address>) {
         return reinterpret_cast<Field<field>>(passed.value);
+    } else if constexpr (std::is_same_v<Passed<field>, const Matrices&>) {
+        return passed.of.data();
     } else {
         return passed;
     }
@@ -150,7 +174,7 @@ constexpr auto kName = name_of<field>();
 
 template <auto field>
 auto argument() {
-    if constexpr (std::is_pointer_v<Field<field>>) {
+    if constexpr (std::is_same_v<Passed<field>, Address>) {
         return nb::arg(kName<field>.data()).none();
     } else {
         return nb::arg(kName<field>.data());
@@ -209,88 +233,8 @@ void set_segments(octavo::Matrix& self, int32_t segments) {
     self.segments = segments;
 }
 
-// Matrices of one layout, side by side; experts are in the order of their numbers.
-struct Matrices {
-    std::vector<octavo::Matrix> of;
-};
-
-void make_matrices(Matrices* self, nb::sequence given) {
-    new (self) Matrices{};
-    for (nb::handle matrix : given) self->of.push_back(nb::cast<octavo::Matrix>(matrix));
-}
-
 void make_group(octavo::Group* self, int rank, int size, Address memory, size_t num_bytes, std::vector<int> watched) {
     new (self) octavo::Group(rank, size, at<void>(memory), num_bytes, std::move(watched));
-}
-
-void exchange(octavo::Group& group, Address x, int64_t x_stride, int64_t rows, int64_t x_width, int64_t begin,
-              Address out, int64_t width, bool sums, Address bias) {
-    octavo::ExchangeArgs args{};
-    args.rows = rows;
-    args.x = at<float>(x);
-    args.x_stride = x_stride;
-    args.x_width = x_width;
-    args.begin = begin;
-    args.out = at<float>(out);
-    args.width = width;
-    args.bias = at<float>(bias);
-    args.group = &group;
-    args.sums = sums;
-    submit(args);
-}
-
-void experts(Address x, int64_t x_stride, int32_t x_dtype, int64_t rows, Address ids, Address weights,
-             const Matrices& up, const Matrices& down, int32_t first_expert, Address out, int32_t top_k,
-             bool scale_inputs, int32_t activation, float slope, float limit, Address slots, int64_t num_slots,
-             Address up_factors, Address down_factors, int64_t up_width, int64_t down_width, int32_t factor_dtype,
-             int32_t segments) {
-    octavo::ExpertsArgs args{};
-    args.rows = rows;
-    args.x = at<void>(x);
-    args.x_stride = x_stride;
-    args.x_dtype = x_dtype;
-    args.ids = at<int32_t>(ids);
-    args.weights = at<float>(weights);
-    args.up = up.of.data();
-    args.down = down.of.data();
-    args.out = at<float>(out);
-    args.num_experts = static_cast<int32_t>(up.of.size());
-    args.first_expert = first_expert;
-    args.top_k = top_k;
-    args.scale_inputs = scale_inputs;
-    args.activation = activation;
-    args.clamp = {slope, limit};
-    args.slots = at<int32_t>(slots);
-    args.num_slots = num_slots;
-    args.up_factors = at<octavo::AdapterFactors>(up_factors);
-    args.down_factors = at<octavo::AdapterFactors>(down_factors);
-    args.up_width = up_width;
-    args.down_width = down_width;
-    args.factor_dtype = factor_dtype;
-    if (segments < 1 || segments > octavo::kMaxSegments || args.num_experts % segments != 0) {
-        throw std::invalid_argument(std::to_string(args.num_experts) + " experts do not make " +
-                                    std::to_string(segments) + " segments.");
-    }
-    args.segments = segments;
-    submit(args);
-}
-
-void linear_by_head(Address x, int64_t x_stride, int64_t x_head_stride, int64_t x_bytes, int64_t rows,
-                    const Matrices& matrices, Address out, int64_t out_stride, int64_t out_head_stride,
-                    int32_t out_dtype) {
-    octavo::HeadLinearArgs args{};
-    args.rows = rows;
-    args.x = at<void>(x);
-    args.x_stride = x_stride;
-    args.x_head_stride = x_head_stride;
-    args.x_bytes = x_bytes;
-    args.matrices = matrices.of.data();
-    args.out = at<void>(out);
-    args.out_stride = out_stride;
-    args.out_head_stride = out_head_stride;
-    args.heads = static_cast<int32_t>(matrices.of.size());
-    args.out_dtype = out_dtype;
-    submit(args);
 }
 
 void define_operations(nb::module_& m) {
@@ -374,12 +318,17 @@ void define_operations(nb::module_& m) {
     define<T, &T::logits, &T::stride, &T::rows, &T::bias, &T::scales, &T::ids, &T::weights, &T::num_experts, &T::top_k,
            &T::scoring, &T::bias_logits, &T::num_groups, &T::kept_groups, &T::group_by_two, &T::normalize, &T::scale,
            &T::softcap, &T::jitter>(m, "route");
-    m.def("experts", &experts, nb::kw_only(), "x"_a, "x_stride"_a, "x_dtype"_a, "rows"_a, "ids"_a, "weights"_a, "up"_a,
-          "down"_a, "first_expert"_a, "out"_a, "top_k"_a, "scale_inputs"_a, "activation"_a, "slope"_a, "limit"_a,
-          "slots"_a.none(), "num_slots"_a, "up_factors"_a.none(), "down_factors"_a.none(), "up_width"_a, "down_width"_a,
-          "factor_dtype"_a, "segments"_a);
-    m.def("linear_by_head", &linear_by_head, nb::kw_only(), "x"_a, "x_stride"_a, "x_head_stride"_a, "x_bytes"_a,
-          "rows"_a, "matrices"_a, "out"_a, "out_stride"_a, "out_head_stride"_a, "out_dtype"_a);
+    using E = ExpertsArgs;
+    define<E, &E::x, &E::x_stride, &E::x_dtype, &E::rows, &E::ids, &E::weights, &E::up, &E::down, &E::num_experts,
+           &E::first_expert, &E::out, &E::top_k, &E::scale_inputs, &E::activation, &E::slope, &E::limit, &E::slots,
+           &E::num_slots, &E::up_factors, &E::down_factors, &E::up_width, &E::down_width, &E::factor_dtype,
+           &E::segments>(m, "experts");
+    using L = HeadLinearArgs;
+    define<L, &L::x, &L::x_stride, &L::x_head_stride, &L::x_bytes, &L::rows, &L::matrices, &L::heads, &L::out,
+           &L::out_stride, &L::out_head_stride, &L::out_dtype>(m, "linear_by_head");
+    using X = ExchangeArgs;
+    define<X, &X::group, &X::x, &X::x_stride, &X::rows, &X::x_width, &X::begin, &X::out, &X::width, &X::sums, &X::bias>(
+        m, "exchange");
     define<M, &M::x, &M::x_stride, &M::y, &M::y_stride, &M::rows, &M::width, &M::dtype, &M::out, &M::out_dtype,
            &M::kind, &M::shared>(m, "multiply");
     define<C, &C::states, &C::state_stride, &C::num_blocks, &C::slots, &C::query_start, &C::seq_lens, &C::num_seqs,
@@ -506,8 +455,6 @@ NB_MODULE(_cpu, m) {
                               "Of processes that exchange rows; octavo.ops.cpu_collectives is the interface.")
         .def("__init__", &make_group)
         .def("is_broken", &octavo::Group::is_broken);
-    m.def("exchange", &exchange, nb::kw_only(), "group"_a, "x"_a, "x_stride"_a, "rows"_a, "x_width"_a, "begin"_a,
-          "out"_a, "width"_a, "sums"_a, "bias"_a.none());
     // Returns the Python object of the program that is being recorded, or None.
     m.def("recording", &Program::recording, nb::rv_policy::reference);
     m.def("advise_huge_pages", &advise_huge_pages);

@@ -115,7 +115,8 @@ def experts(
     x_stride = stride(x) // _cpu.QBLOCK_BYTES if code == _cpu.Q8 else stride(x)
     _cpu.experts(
         x=x, x_stride=x_stride, x_dtype=code, rows=num_tokens, ids=ids, weights=weights, up=gate_up.matrices,
-        down=down.matrices, first_expert=first_expert, out=out, top_k=top_k, scale_inputs=scales_inputs,
-        activation=_cpu.ACTIVATIONS[kind], slope=slope, limit=limit, segments=segments, **experts_arguments(expand),
+        down=down.matrices, num_experts=down.num_experts, first_expert=first_expert, out=out, top_k=top_k,
+        scale_inputs=scales_inputs, activation=_cpu.ACTIVATIONS[kind], slope=slope, limit=limit, segments=segments,
+        **experts_arguments(expand),
     )  # fmt: skip
     return out

@@ -28,7 +28,7 @@ def linear_by_head(x: NDArray[Any], weight: ExpertsWeight) -> NDArray[Any]:
     out = empty((tokens, heads, first.out_features), x.dtype)
     _cpu.linear_by_head(
         x=x, x_stride=stride(x), x_head_stride=stride(x, 1), x_bytes=x.itemsize, rows=tokens,
-        matrices=weight.matrices, out=out, out_stride=heads * first.out_features,
+        matrices=weight.matrices, heads=heads, out=out, out_stride=heads * first.out_features,
         out_head_stride=first.out_features, out_dtype=code,
     )  # fmt: skip
     return out
