@@ -60,13 +60,6 @@ inline TileSource values_of_tile(const Head<PlainBf16>& h, const TileRefs<PlainB
     return {copy, kRowElements * 2};
 }
 
-// Adds queries (tile 4) by 16 keys to the scores in tile kAccumulator.
-template <int kAccumulator>
-inline void score_by_tile(const TileSource& keys) {
-    tile_load<6>(keys.data, keys.stride);
-    tile_dot_bf16<kAccumulator, 4, 6>();
-}
-
 // Attends rows row .. row + count - 1, at most sixteen, to the keys [first, last] of one partition.
 inline void attend_by_tiles(const Head<PlainBf16>& h, Rows<PlainBf16>& rows, int row, int count, int first, int last) {
     alignas(64) float scores[kTileMaxRows * kKeyTile];
@@ -92,22 +85,18 @@ inline void attend_by_tiles(const Head<PlainBf16>& h, Rows<PlainBf16>& rows, int
         const int seen = min_of(last + 1 - tile, kKeyTile);
         const int vecs = (seen + kLanes - 1) / kLanes;
 
-        tile_zero<0>();
-        tile_zero<1>();
-        tile_zero<2>();
-        tile_zero<3>();
+        for_constants<4>([](auto vec) { tile_zero<vec.kValue>(); });
         for (int64_t c = 0; c < chunks; ++c) {
             // Scores: tiles 0 to 3 are rows by 16 keys each, over chunks of 32 elements.
             tile_load<4>(queries + c * kTileK, size * 2);
-            score_by_tile<0>(keys_of_tile(h, refs, 0, c, copy));
-            if (vecs > 1) score_by_tile<1>(keys_of_tile(h, refs, 1, c, copy));
-            if (vecs > 2) score_by_tile<2>(keys_of_tile(h, refs, 2, c, copy));
-            if (vecs > 3) score_by_tile<3>(keys_of_tile(h, refs, 3, c, copy));
+            for_constants<4>([&](auto vec) {
+                if (vec.kValue >= vecs) return;
+                const TileSource keys = keys_of_tile(h, refs, vec.kValue, c, copy);
+                tile_load<6>(keys.data, keys.stride);
+                tile_dot_bf16<vec.kValue, 4, 6>();
+            });
         }
-        tile_store<0>(scores, kScoreStride);
-        tile_store<1>(scores + kLanes, kScoreStride);
-        tile_store<2>(scores + 2 * kLanes, kScoreStride);
-        tile_store<3>(scores + 3 * kLanes, kScoreStride);
+        for_constants<4>([&](auto vec) { tile_store<vec.kValue>(scores + vec.kValue * kLanes, kScoreStride); });
 
         // Softmax by vectors. What was summed up before shrinks to the new maxima.
         int begin[kTileMaxRows] = {}, end[kTileMaxRows];

@@ -103,20 +103,11 @@ template <int kCount>
 inline void shrink_step(const uint16_t* x, int64_t x_stride, const uint16_t* a, int64_t panel_elements) {
     constexpr int64_t kStride = kFactorPanel * 4;
     tile_load<4>(x, x_stride);
-    tile_load<5>(a, kStride);
-    tile_dot_bf16<0, 4, 5>();
-    if constexpr (kCount > 1) {
-        tile_load<6>(a + panel_elements, kStride);
-        tile_dot_bf16<1, 4, 6>();
-    }
-    if constexpr (kCount > 2) {
-        tile_load<7>(a + 2 * panel_elements, kStride);
-        tile_dot_bf16<2, 4, 7>();
-    }
-    if constexpr (kCount > 3) {
-        tile_load<5>(a + 3 * panel_elements, kStride);
-        tile_dot_bf16<3, 4, 5>();
-    }
+    for_constants<kCount>([&](auto panel) {
+        constexpr int kPanelTile = 5 + panel.kValue % 3;
+        tile_load<kPanelTile>(a + panel.kValue * panel_elements, kStride);
+        tile_dot_bf16<panel.kValue, 4, kPanelTile>();
+    });
 }
 
 constexpr int kMostPanels = 4;
@@ -127,10 +118,7 @@ template <int kCount>
 void shrink_tiles(const uint16_t* x, int64_t x_stride, int64_t rows, const uint16_t* a, int64_t panel_elements,
                   int64_t k, float* y) {
     constexpr int64_t kStepElements = kTileK * kFactorPanel;
-    tile_zero<0>();
-    if constexpr (kCount > 1) tile_zero<1>();
-    if constexpr (kCount > 2) tile_zero<2>();
-    if constexpr (kCount > 3) tile_zero<3>();
+    for_constants<kCount>([](auto panel) { tile_zero<panel.kValue>(); });
     const int64_t steps = k / kTileK;
     for (int64_t i = 0; i < steps; ++i) {
         for (int p = 0; p < kCount; ++p) {
@@ -155,10 +143,7 @@ void shrink_tiles(const uint16_t* x, int64_t x_stride, int64_t rows, const uint1
     }
     constexpr int64_t kStride = kFactorPanel * sizeof(float);
     constexpr int kElements = kTileMaxRows * kFactorPanel;
-    tile_store<0>(y, kStride);
-    if constexpr (kCount > 1) tile_store<1>(y + kElements, kStride);
-    if constexpr (kCount > 2) tile_store<2>(y + 2 * kElements, kStride);
-    if constexpr (kCount > 3) tile_store<3>(y + 3 * kElements, kStride);
+    for_constants<kCount>([&](auto panel) { tile_store<panel.kValue>(y + panel.kValue * kElements, kStride); });
 }
 
 // Does the products of shrink_part by tiles. `x` is the part's rows, x_stride elements apart.

@@ -237,6 +237,15 @@ inline void with_constant(int64_t n, F f) {
     }
 }
 
+// Calls f(Constant<0>{}), f(Constant<1>{}) .. f(Constant<count - 1>{}).
+template <int count, class F>
+__attribute__((always_inline)) inline void for_constants(F f) {
+    if constexpr (count > 0) {
+        for_constants<count - 1>(f);
+        f(Constant<count - 1>{});
+    }
+}
+
 // Calls f with the element type of a float array.
 template <class F>
 inline void with_element(int32_t dtype, F f) {

@@ -14,23 +14,43 @@ constexpr int kBlocksPerSuperblock = kSuperblock / kQBlock;
 constexpr int64_t kOpenedBlocks = 8;
 static_assert(kOpenedBlocks % kBlocksPerSuperblock == 0, "whole superblocks are opened");
 
-// Opens `blocks` blocks from `block` on, whole superblocks of format F, into `opened`. Codes, scales and minima are all
-// written anew.
+// What formats of superblocks share that have a Header. F has
+//   Header(super, v, inverse)             what a superblock has beside its codes
+//   kGroup                                elements of a scale
+//   open_block<block>(header, super, v, opened)   opens one of the four blocks of a superblock into `opened`
+//   code(super, at, v)                    element `at` of a superblock as its code, less the zero of products
+//   element<group>(header, code)          an element of a group, given its code
 template <class F>
-inline BlocksView open_whole(const char* panel, int64_t block, int64_t blocks, OpenWith with, char* opened) {
-    for (int64_t b = 0; b < blocks; b += kBlocksPerSuperblock) {
-        const char* super = panel + (block + b) * F::kBlockBytes;
-        char* to = opened + b * F::kOpenedBytes;
+struct Superblocks {
+    // Opens `blocks` blocks from `block` on, whole superblocks, into `opened`.
+    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, OpenWith with,
+                                         char* opened) {
+        for (int64_t b = 0; b < blocks; b += kBlocksPerSuperblock) {
+            const char* super = panel + (block + b) * F::kBlockBytes;
+            char* to = opened + b * F::kOpenedBytes;
+            for (int v = 0; v < kVecsPerPanel; ++v) {
+                const typename F::Header header(super, v, with.inverse);
+                for_constants<kBlocksPerSuperblock>([&](auto i) {
+                    F::template open_block<i.kValue>(header, super, v, to + i.kValue * F::kOpenedBytes);
+                });
+            }
+        }
+        // Codes that are not opened are read as they lie.
+        if (!F::kOpensCodes) return {panel + block * F::kBlockBytes, F::kBlockBytes, opened, F::kOpenedBytes};
+        return {opened, F::kOpenedBytes, opened + F::OpenedFormat::kCodeBytes, F::kOpenedBytes};
+    }
+
+    static inline void column(const char* panel, int64_t k, OpenWith with, Vec* out) {
+        const char* super = panel + k / kSuperblock * kBlocksPerSuperblock * F::kBlockBytes;
+        const int at = static_cast<int>(k % kSuperblock);
         for (int v = 0; v < kVecsPerPanel; ++v) {
             const typename F::Header header(super, v, with.inverse);
-            F::template open_block<0>(header, super, v, to);
-            F::template open_block<1>(header, super, v, to);
-            F::template open_block<2>(header, super, v, to);
-            F::template open_block<3>(header, super, v, to);
+            const Vec code = F::code(super, at, v);
+            with_constant<kSuperblock / F::kGroup>(
+                at / F::kGroup + 1, [&](auto g) { out[v] = F::template element<g.kValue - 1>(header, code); });
         }
     }
-    return {opened, F::kOpenedBytes, opened + F::OpenedFormat::kCodeBytes, F::kOpenedBytes};
-}
+};
 
 // Returns the fourth of four six-bit numbers, byte by byte. The low six bits of a, b and c are the first three numbers;
 // their high two bits are the fourth's.
@@ -91,9 +111,10 @@ struct ScalesAndMinima {
 
 // Q4_K: a superblock is four blocks, each with its codes and 128 bytes of scales and minima. Opening writes scales and
 // minima only: codes are read as they lie.
-struct FormatQ4K {
+struct FormatQ4K : Superblocks<FormatQ4K> {
     using OpenedFormat = IntFormat<4, 32, 32, float>;
-    static constexpr int kBits = 4;
+    static constexpr int kBits = 4, kGroup = 32;
+    static constexpr bool kOpensCodes = false;
     static constexpr int kBlockBytes = OpenedFormat::kCodeBytes + kPanel * 4;
     static constexpr int kOpenedBytes = OpenedFormat::kScaleBytes + OpenedFormat::kMinimumBytes;
 
@@ -111,7 +132,7 @@ struct FormatQ4K {
     };
 
     template <int block>
-    static inline void open_block(const Header& header, int v, char* to) {
+    static inline void open_block(const Header& header, const char*, int v, char* to) {
         Vec minima[2];
         float* scales = reinterpret_cast<float*>(to) + v * kLanes;
         store(scales, header.scale<2 * block>(minima[0]));
@@ -119,44 +140,25 @@ struct FormatQ4K {
         store_ints(to + OpenedFormat::kScaleBytes + v * kLanes * 4, as_ints(round_to_pairs(minima[0], minima[1])));
     }
 
-    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, OpenWith with,
-                                         char* opened) {
-        const char* super = panel + block * kBlockBytes;
-        const BlocksView view = {super, kBlockBytes, opened, kOpenedBytes};
-        for (int64_t b = 0; b < blocks; b += kBlocksPerSuperblock, super += kBlocksPerSuperblock * kBlockBytes) {
-            for (int v = 0; v < kVecsPerPanel; ++v) {
-                const Header header(super, v, with.inverse);
-                open_block<0>(header, v, opened + b * kOpenedBytes);
-                open_block<1>(header, v, opened + (b + 1) * kOpenedBytes);
-                open_block<2>(header, v, opened + (b + 2) * kOpenedBytes);
-                open_block<3>(header, v, opened + (b + 3) * kOpenedBytes);
-            }
-        }
-        return view;
+    static inline Vec code(const char* super, int at, int v) {
+        const char* codes = super + at / kQBlock * kBlockBytes + at % kQBlock / 8 * kPanel * 4;
+        return to_float(code_at<4>(load_ints(codes + v * kLanes * 4), at % 4 * 8 + at / 4 % 2 * 4));
     }
 
-    static inline void column(const char* panel, int64_t k, OpenWith with, Vec* out) {
-        const char* super = panel + k / kSuperblock * kBlocksPerSuperblock * kBlockBytes;
-        const int at = static_cast<int>(k % kQBlock);
-        const char* codes = panel + k / kQBlock * kBlockBytes + at / 8 * kPanel * 4;
-        const int group = static_cast<int>(k % kSuperblock / 32), shift = at % 4 * 8 + at / 4 % 2 * 4;
-        for (int v = 0; v < kVecsPerPanel; ++v) {
-            const Header header(super, v, with.inverse);
-            const Vec code = to_float(code_at<4>(load_ints(codes + v * kLanes * 4), shift));
-            with_constant<8>(group + 1, [&](auto g) {
-                Vec minimum;
-                const Vec scale = header.template scale<decltype(g)::kValue - 1>(minimum);
-                out[v] = add(mul(scale, code), one_of_pairs(round_to_pairs(minimum, minimum), 0));
-            });
-        }
+    template <int group>
+    static inline Vec element(const Header& header, Vec code) {
+        Vec minimum;
+        const Vec scale = header.template scale<group>(minimum);
+        return add(mul(scale, code), one_of_pairs(round_to_pairs(minimum, minimum), 0));
     }
 };
 
 // Q5_K: as Q4_K, but after the nibbles of a block come the fifth bits, a word for each 32 elements. Bit j of its byte i
 // belongs to element 4j + i.
-struct FormatQ5K {
+struct FormatQ5K : Superblocks<FormatQ5K> {
     using OpenedFormat = IntFormat<8, 32, 32, float>;
-    static constexpr int kBits = 5;
+    static constexpr int kBits = 5, kGroup = 32;
+    static constexpr bool kOpensCodes = true;
     static constexpr int kNibbleBytes = kPanel * kQBlock / 2;
     static constexpr int kCodeBytes = kNibbleBytes + kPanel * kQBlock / 8;
     static constexpr int kBlockBytes = kCodeBytes + kPanel * 4;
@@ -218,46 +220,35 @@ struct FormatQ5K {
         const Ints fifth = load_ints(block + kNibbleBytes + (half * kPanel + v * kLanes) * 4);
         const char* nibbles = block + (4 * half * kPanel + v * kLanes) * 4;
         char* codes = to + (8 * half * kPanel + v * kLanes) * 4;
-        open_step<0>(nibbles, fifth, more, codes);
-        open_step<1>(nibbles, fifth, more, codes);
-        open_step<2>(nibbles, fifth, more, codes);
-        open_step<3>(nibbles, fifth, more, codes);
+        for_constants<4>([&](auto step) { open_step<step.kValue>(nibbles, fifth, more, codes); });
         return minimum;
     }
 
     template <int block>
-    static inline void open_block(const Header& header, const char* super, int v, char* opened) {
+    static inline void open_block(const Header& header, const char* super, int v, char* to) {
         const char* from = super + block * kBlockBytes;
-        char* to = opened + block * kOpenedBytes;
         const Vec first = open_group<2 * block>(header, from, v, to);
         const Vec second = open_group<2 * block + 1>(header, from, v, to);
         store_ints(to + OpenedFormat::kCodeBytes + OpenedFormat::kScaleBytes + v * kLanes * 4,
                    as_ints(round_to_pairs(first, second)));
     }
 
-    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, OpenWith with,
-                                         char* opened) {
-        return open_whole<FormatQ5K>(panel, block, blocks, with, opened);
+    static inline Vec code(const char* super, int k, int v) {
+        const char* block = super + k / kQBlock * kBlockBytes;
+        const int at = k % kQBlock, byte = at % 4 * 8;
+        const Ints nibbles = load_ints(block + (at / 8 * kPanel + v * kLanes) * 4);
+        const Ints word = load_ints(block + kNibbleBytes + (at / 32 * kPanel + v * kLanes) * 4);
+        // code_at returns the nibble less 8 and the fifth bit less 1: 16 (bit - 1) + (nibble - 8) + 24 is the code.
+        const Vec low = to_float(code_at<4>(nibbles, byte + at / 4 % 2 * 4));
+        const Vec fifth = to_float(code_at<1>(word, byte + at % 32 / 4));
+        return fma(fifth, set1(16), add(low, set1(24)));
     }
 
-    static inline void column(const char* panel, int64_t k, OpenWith with, Vec* out) {
-        const char* super = panel + k / kSuperblock * kBlocksPerSuperblock * kBlockBytes;
-        const char* block = panel + k / kQBlock * kBlockBytes;
-        const int at = static_cast<int>(k % kQBlock), byte = at % 4 * 8;
-        for (int v = 0; v < kVecsPerPanel; ++v) {
-            const Header header(super, v, with.inverse);
-            const Ints nibbles = load_ints(block + (at / 8 * kPanel + v * kLanes) * 4);
-            const Ints word = load_ints(block + kNibbleBytes + (at / 32 * kPanel + v * kLanes) * 4);
-            // code_at returns the nibble less 8 and the fifth bit less 1: 16 (bit - 1) + (nibble - 8) + 24 is the code.
-            const Vec low = to_float(code_at<4>(nibbles, byte + at / 4 % 2 * 4));
-            const Vec fifth = to_float(code_at<1>(word, byte + at % 32 / 4));
-            const Vec code = fma(fifth, set1(16), add(low, set1(24)));
-            with_constant<8>(k % kSuperblock / 32 + 1, [&](auto g) {
-                Vec less, minimum;
-                const Vec scale = header.template scale<decltype(g)::kValue - 1>(less, minimum);
-                out[v] = add(mul(scale, sub(code, less)), one_of_pairs(round_to_pairs(minimum, minimum), 0));
-            });
-        }
+    template <int group>
+    static inline Vec element(const Header& header, Vec code) {
+        Vec less, minimum;
+        const Vec scale = header.template scale<group>(less, minimum);
+        return add(mul(scale, sub(code, less)), one_of_pairs(round_to_pairs(minimum, minimum), 0));
     }
 };
 
@@ -265,9 +256,10 @@ struct FormatQ5K {
 // The codes of its four blocks follow. Think of a block's codes as eight vectors of nibbles, as codes of four bits lie.
 // Each of the first four words [4][32] has the two low bits of vectors 2i and 2i + 1, in bits 0 to 1 and 2 to 3 of each
 // nibble. Each of the last two words [2][32] has the third bits of four vectors, in bits 0 to 3 of each nibble.
-struct FormatQ3K {
+struct FormatQ3K : Superblocks<FormatQ3K> {
     using OpenedFormat = IntFormat<4, 16, 0, float>;
-    static constexpr int kBits = 3;
+    static constexpr int kBits = 3, kGroup = 16;
+    static constexpr bool kOpensCodes = true;
     static constexpr int kUnitBytes = kPanel * 2;
     static constexpr int kHeaderBytes = kUnitBytes + 3 * kPanel * 4;
     static constexpr int kLowBytes = kPanel * kQBlock / 4;
@@ -304,49 +296,33 @@ struct FormatQ3K {
     }
 
     template <int block>
-    static inline void open_block(const Header& header, const char* super, int v, char* opened) {
+    static inline void open_block(const Header& header, const char* super, int v, char* to) {
         const char* from = super + kHeaderBytes + block * kCodeBytes + v * kLanes * 4;
-        char* to = opened + block * kOpenedBytes;
         Ints low[4], high[2];
         for (int i = 0; i < 4; ++i) low[i] = load_ints(from + i * kPanel * 4);
         for (int i = 0; i < 2; ++i) high[i] = load_ints(from + kLowBytes + i * kPanel * 4);
         char* codes = to + v * kLanes * 4;
-        open_step<0>(low, high, codes);
-        open_step<1>(low, high, codes);
-        open_step<2>(low, high, codes);
-        open_step<3>(low, high, codes);
-        open_step<4>(low, high, codes);
-        open_step<5>(low, high, codes);
-        open_step<6>(low, high, codes);
-        open_step<7>(low, high, codes);
+        for_constants<8>([&](auto step) { open_step<step.kValue>(low, high, codes); });
         float* scales = reinterpret_cast<float*>(to + OpenedFormat::kCodeBytes) + v * kLanes;
-        store(scales, header.template scale<4 * block>());
-        store(scales + kPanel, header.template scale<4 * block + 1>());
-        store(scales + 2 * kPanel, header.template scale<4 * block + 2>());
-        store(scales + 3 * kPanel, header.template scale<4 * block + 3>());
+        for_constants<4>(
+            [&](auto g) { store(scales + g.kValue * kPanel, header.template scale<4 * block + g.kValue>()); });
     }
 
-    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, OpenWith with,
-                                         char* opened) {
-        return open_whole<FormatQ3K>(panel, block, blocks, with, opened);
+    static inline Vec code(const char* super, int k, int v) {
+        const int at = k % kQBlock, step = at / 8, place = at % 4 * 8 + at / 4 % 2 * 4;
+        const char* codes = super + kHeaderBytes + k / kQBlock * kCodeBytes;
+        const Ints low = load_ints(codes + (step / 2 * kPanel + v * kLanes) * 4);
+        const Ints high = load_ints(codes + kLowBytes + (step / 4 * kPanel + v * kLanes) * 4);
+        // code_at returns the low bits less 2 and the third bit less 1: 4 (bit - 1) + (low - 2) + 2 is the code less
+        // its zero of 4.
+        const Vec two = to_float(code_at<2>(low, place + step % 2 * 2));
+        const Vec third = to_float(code_at<1>(high, place + step % 4));
+        return fma(third, set1(4), add(two, set1(2)));
     }
 
-    static inline void column(const char* panel, int64_t k, OpenWith with, Vec* out) {
-        const char* super = panel + k / kSuperblock * kSuperBytes;
-        const int at = static_cast<int>(k % kQBlock), step = at / 8, place = at % 4 * 8 + at / 4 % 2 * 4;
-        const char* codes = super + kHeaderBytes + k % kSuperblock / kQBlock * kCodeBytes;
-        for (int v = 0; v < kVecsPerPanel; ++v) {
-            const Header header(super, v, with.inverse);
-            const Ints low = load_ints(codes + (step / 2 * kPanel + v * kLanes) * 4);
-            const Ints high = load_ints(codes + kLowBytes + (step / 4 * kPanel + v * kLanes) * 4);
-            // code_at returns the low bits less 2 and the third bit less 1: 4 (bit - 1) + (low - 2) + 2 is the code
-            // less its zero of 4.
-            const Vec two = to_float(code_at<2>(low, place + step % 2 * 2));
-            const Vec third = to_float(code_at<1>(high, place + step % 4));
-            const Vec code = fma(third, set1(4), add(two, set1(2)));
-            with_constant<16>(k % kSuperblock / 16 + 1,
-                              [&](auto g) { out[v] = mul(header.template scale<decltype(g)::kValue - 1>(), code); });
-        }
+    template <int group>
+    static inline Vec element(const Header& header, Vec code) {
+        return mul(header.template scale<group>(), code);
     }
 };
 
@@ -354,9 +330,10 @@ struct FormatQ3K {
 // scales and whose high halves are minima, one for each 16 elements. Words of codes follow, one for each 16 elements.
 // Think of the first eight elements as nibbles, as codes of four bits lie: they are in the low two bits of each nibble.
 // The other eight elements are in its high two bits. No scale and no minimum is rounded.
-struct FormatQ2K {
+struct FormatQ2K : Superblocks<FormatQ2K> {
     using OpenedFormat = IntFormat<4, 16, 16, float>;
-    static constexpr int kBits = 2;
+    static constexpr int kBits = 2, kGroup = 16;
+    static constexpr bool kOpensCodes = true;
     static constexpr int kUnitBytes = 2 * kPanel * 2;
     static constexpr int kHeaderBytes = kUnitBytes + 4 * kPanel * 4;
     static constexpr int kCodeBytes = kPanel * kQBlock / 4;
@@ -402,36 +379,24 @@ struct FormatQ2K {
     }
 
     template <int block>
-    static inline void open_block(const Header& header, const char* super, int v, char* opened) {
+    static inline void open_block(const Header& header, const char* super, int v, char* to) {
         const char* codes = super + kHeaderBytes + block * kCodeBytes;
-        char* to = opened + block * kOpenedBytes;
-        open_group<4 * block>(header, codes, v, to);
-        open_group<4 * block + 1>(header, codes, v, to);
-        open_group<4 * block + 2>(header, codes, v, to);
-        open_group<4 * block + 3>(header, codes, v, to);
+        for_constants<4>([&](auto g) { open_group<4 * block + g.kValue>(header, codes, v, to); });
     }
 
-    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, OpenWith with,
-                                         char* opened) {
-        return open_whole<FormatQ2K>(panel, block, blocks, with, opened);
-    }
-
-    static inline void column(const char* panel, int64_t k, OpenWith with, Vec* out) {
-        const char* super = panel + k / kSuperblock * kSuperBytes;
-        const int at = static_cast<int>(k % kSuperblock);
+    static inline Vec code(const char* super, int at, int v) {
         const char* codes = super + kHeaderBytes + at / 16 * kPanel * 4;
-        for (int v = 0; v < kVecsPerPanel; ++v) {
-            const Header header(super, v, with.inverse);
-            // code_at returns the code less 2. Element `at` is in byte at % 4, in half at / 4 % 2 of the byte, in pair
-            // at / 8 % 2 of the half.
-            const Vec code =
-                to_float(code_at<2>(load_ints(codes + v * kLanes * 4), at % 4 * 8 + at / 4 % 2 * 4 + at / 8 % 2 * 2));
-            with_constant<16>(at / 16 + 1, [&](auto g) {
-                Vec minimum;
-                const Vec scale = header.template scale<decltype(g)::kValue - 1>(minimum);
-                out[v] = fma(scale, add(code, set1(2)), mul(minimum, set1(kStartOfOne)));
-            });
-        }
+        // Element `at` is in byte at % 4, in half at / 4 % 2 of the byte, in pair at / 8 % 2 of the half. code_at
+        // returns the code less 2.
+        const int shift = at % 4 * 8 + at / 4 % 2 * 4 + at / 8 % 2 * 2;
+        return add(to_float(code_at<2>(load_ints(codes + v * kLanes * 4), shift)), set1(2));
+    }
+
+    template <int group>
+    static inline Vec element(const Header& header, Vec code) {
+        Vec minimum;
+        const Vec scale = header.template scale<group>(minimum);
+        return fma(scale, code, mul(minimum, set1(kStartOfOne)));
     }
 };
 
@@ -572,14 +537,7 @@ struct FormatIQ4XS : TableAndBytes<FormatIQ4XS> {
             Ints high[2], low[4];
             for (int i = 0; i < 2; ++i) high[i] = bytes(panel, b + 1, i, v);
             for (int i = 0; i < 4; ++i) low[i] = bytes(panel, b + 2 + i / 2, i % 2, v);
-            open_scale<0>(high, low, unit, scales);
-            open_scale<1>(high, low, unit, scales);
-            open_scale<2>(high, low, unit, scales);
-            open_scale<3>(high, low, unit, scales);
-            open_scale<4>(high, low, unit, scales);
-            open_scale<5>(high, low, unit, scales);
-            open_scale<6>(high, low, unit, scales);
-            open_scale<7>(high, low, unit, scales);
+            for_constants<8>([&](auto group) { open_scale<group.kValue>(high, low, unit, scales); });
         }
     }
 };
