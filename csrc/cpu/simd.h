@@ -43,11 +43,34 @@ inline To bits_of(From from) {
 
 constexpr int kVecsPerPanel = kPanel / kLanes;
 
-// Whether dot_pairs is an instruction.
+// Sets with instructions for bf16 have functions of their own: dot_pairs, and store_own, which stores bf16 where
+// rounding need not be the same in every instruction set.
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 constexpr bool kDotsPairs = true;
 #else
 constexpr bool kDotsPairs = false;
+inline void store_own(uint16_t* p, Vec v) { store(p, v); }
+inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
+    acc = fma(first_of_pairs(a), first_of_pairs(b), acc);
+    return fma(second_of_pairs(a), second_of_pairs(b), acc);
+}
+#endif
+
+#if !defined(OCTAVO_ISA_AVX512) && !defined(OCTAVO_ISA_AVX2)
+// As on x86: the second operand if either is NaN.
+inline Vec max(Vec a, Vec b) { return select_greater(a, b, a, b); }
+inline Vec min(Vec a, Vec b) { return select_greater(b, a, a, b); }
+// Bit i says whether a[i] >= b[i].
+inline uint32_t lanes_at_least(Vec a, Vec b) {
+    uint32_t bits = 0;
+    for (int i = 0; i < kLanes; ++i) bits |= (a[i] >= b[i] ? 1u : 0u) << i;
+    return bits;
+}
+inline float reduce_max(Vec v) {
+    const float a = v[0] > v[2] ? v[0] : v[2];
+    const float b = v[1] > v[3] ? v[1] : v[3];
+    return a > b ? a : b;
+}
 #endif
 
 #ifndef OCTAVO_ISA_AVX2  // other sets have enough registers, or the compiler's vectors
@@ -74,6 +97,13 @@ inline Ints dot_two_codes6(Ints acc, Ints codes, Ints x, Ints more_codes, Ints m
 #endif
 
 #ifndef OCTAVO_ISA_AVX512
+inline Vec reciprocal(Vec a) { return div(set1(1.0f), a); }
+// Returns lanes begin .. end - 1 of v, the others of `other`.
+inline Vec keep_lanes(Vec v, int begin, int end, Vec other) {
+    const Vec lane = iota();
+    const Vec below_end = select_greater(set1(static_cast<float>(end)), lane, v, other);
+    return select_greater(set1(static_cast<float>(begin)), lane, other, below_end);
+}
 // Partial vectors go through a small buffer: they are rare, and must not read past the end of a row.
 template <class T>
 inline Vec load_n(const T* p, int n) {

@@ -13,20 +13,18 @@ constexpr int kScoreVecs = 2;
 constexpr int kValueVecs = 2;
 
 using Vec = __m256;
+using Ints = __m256i;
 using Pairs = __m256i;  // One pair of bf16 a lane.
+#include "simd_common.h"
 
-inline Vec zero() { return _mm256_setzero_ps(); }
+// Return the first or the second element of each pair: it is the low or the high half of a lane's bits.
+inline Vec first_of_pairs(Pairs v) { return _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)); }
+inline Vec second_of_pairs(Pairs v) {
+    return _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+}
 inline Vec set1(float x) { return _mm256_set1_ps(x); }
-inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
-inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
-inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
-inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
-inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
-inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
-inline Vec reciprocal(Vec a) { return _mm256_div_ps(_mm256_set1_ps(1.0f), a); }
 inline Vec sqrt(Vec a) { return _mm256_sqrt_ps(a); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
-inline Vec abs(Vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 inline Vec select_greater(Vec a, Vec b, Vec yes, Vec no) {
@@ -38,27 +36,17 @@ inline uint32_t lanes_at_least(Vec a, Vec b) {
 }
 
 inline Vec iota() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
-inline Vec keep_lanes(Vec v, int begin, int end, Vec other) {
-    const Vec lane = iota();
-    const Vec below_end = _mm256_cmp_ps(lane, set1(static_cast<float>(end)), _CMP_LT_OQ);
-    const Vec from_begin = _mm256_cmp_ps(lane, set1(static_cast<float>(begin)), _CMP_GE_OQ);
-    return _mm256_blendv_ps(other, v, _mm256_and_ps(below_end, from_begin));
-}
 
 inline Vec load(const uint16_t* p) {
-    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+    return first_of_pairs(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 inline void store(uint16_t* p, Vec v) {
-    const __m256i u = _mm256_castps_si256(v);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
-    __m256i r = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
+    __m256i r = bits_of<__m256i>(rounded_to_bf16(v) >> 16);
     r = _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7fc0), _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q)));
     // The low words of lanes 0 to 3, then of lanes 4 to 7.
     const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(r), _mm256_extracti128_si256(r, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
 }
-inline void store_own(uint16_t* p, Vec v) { store(p, v); }
 
 inline float reduce_add(Vec v) {
     // Adds the halves, then lanes 2 and 3 to 0 and 1, then lane 1 to lane 0.
@@ -71,25 +59,6 @@ inline float reduce_max(Vec v) {
     x = _mm_max_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
 }
-// Returns 2^n, where t = 1.5 * 2^23 + n: n is in the low bits of t, and moves to the exponent.
-inline Vec pow2_of_magic(Vec t) {
-    return _mm256_castsi256_ps(
-        _mm256_add_epi32(_mm256_slli_epi32(_mm256_castps_si256(t), 23), _mm256_set1_epi32(0x3f800000)));
-}
-
-inline Pairs load_pairs(const uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-inline Pairs set1_pair(uint32_t bits) { return _mm256_set1_epi32(static_cast<int>(bits)); }
-inline Pairs and_pairs(Pairs a, Pairs b) { return _mm256_and_si256(a, b); }
-// Return the first or the second element of each pair: it is the low or the high half of a lane's bits.
-inline Vec first_of_pairs(Pairs v) { return _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)); }
-inline Vec second_of_pairs(Pairs v) {
-    return _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
-}
-inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
-    const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-    acc = fma(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)), acc);
-    return fma(_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high)), acc);
-}
 
 // Keeps values in memory: while they are not needed they take none of the sixteen registers.
 template <class T>
@@ -97,26 +66,6 @@ inline void leave_in_memory(T& values) {
     asm("" : "+m"(values));
 }
 
-// Integers. A lane of bytes holds four of them, neighbours along the reduced dimension.
-using Ints = __m256i;
-
-inline Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-inline void store_ints(void* p, Ints v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
-inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
-inline Ints sub_bytes(Ints a, Ints b) { return _mm256_sub_epi8(a, b); }
-inline Ints and_ints(Ints a, Ints b) { return _mm256_and_si256(a, b); }
-inline Ints or_ints(Ints a, Ints b) { return _mm256_or_si256(a, b); }
-template <int bits>
-inline Ints shift_right(Ints v) {
-    return _mm256_srli_epi32(v, bits);
-}
-template <int bits>
-inline Ints shift_left(Ints v) {
-    return _mm256_slli_epi32(v, bits);
-}
-// Copies whole numbers from 0 to 255 to all bytes of their lanes.
-inline Ints in_all_bytes(Vec v) { return _mm256_mullo_epi32(_mm256_cvtps_epi32(v), _mm256_set1_epi32(0x01010101)); }
-inline Ints set1_int(int32_t x) { return _mm256_set1_epi32(x); }
 // Loads bytes, one a lane; unsigned here, signed below.
 inline Ints load_bytes(const uint8_t* p) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
@@ -124,39 +73,21 @@ inline Ints load_bytes(const uint8_t* p) {
 inline Ints load_signed_bytes(const int8_t* p) {
     return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
-inline Vec to_float(Ints v) { return _mm256_cvtepi32_ps(v); }
-inline Ints low_nibbles(Ints v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
-inline Ints high_nibbles(Ints v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }
+inline Ints sub_bytes(Ints a, Ints b) { return _mm256_sub_epi8(a, b); }
 // Sixteen bytes, in every 128 bits; and the bytes at the places that the bytes of v name, from 0 to 15.
 inline Ints load_table(const uint8_t* p) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 inline Ints look_up(Ints table, Ints v) { return _mm256_shuffle_epi8(table, v); }
-// Returns one code of each lane, from bit `shift` on, less z = 2^(bits - 1).
-template <int bits>
-inline Ints code_at(Ints v, int shift) {
-    const Ints code = _mm256_and_si256(_mm256_srl_epi32(v, _mm_cvtsi32_si128(shift)), set1_int((1 << bits) - 1));
-    return _mm256_sub_epi32(code, set1_int(1 << (bits - 1)));
-}
-// Returns the first (0) or second (1) element of each pair, as floats.
-inline Vec one_of_pairs(Pairs p, int which) {
-    return _mm256_castsi256_ps(
-        _mm256_and_si256(_mm256_sll_epi32(p, _mm_cvtsi32_si128(16 - 16 * which)), set1_int(-65536)));
-}
 inline Vec load_half(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 inline Vec round_to_half(Vec v) { return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
-inline Ints as_ints(Pairs p) { return p; }
 // Rounds two vectors to bf16 pairs for dot_pairs. No number may be a NaN with low bits.
 inline Pairs round_to_pairs(Vec first, Vec second) {
-    const auto rounded = [](Vec v) {
-        const __m256i u = _mm256_castps_si256(v);
-        const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
-        return _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd);
-    };
     // `first` moves to the low halves of lanes; 0xaa takes the high halves of `second`.
-    return _mm256_blend_epi16(_mm256_srli_epi32(rounded(first), 16), rounded(second), 0xaa);
+    return _mm256_blend_epi16(bits_of<__m256i>(rounded_to_bf16(first) >> 16), bits_of<__m256i>(rounded_to_bf16(second)),
+                              0xaa);
 }
 #if defined(__AVXVNNI__)
 #define OCTAVO_VPDPBUSD _mm256_dpbusd_avx_epi32
@@ -204,19 +135,6 @@ inline void store_pieces(uint8_t* low, uint8_t* high, Vec v) {
     const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(low), bytes);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(high), _mm_unpackhi_epi64(bytes, bytes));
-}
-// Unpacks floats of eight bits (sign, exponent, kMantissa bits) to pairs of bf16: bytes 0 and 2 of a lane become
-// `even`, bytes 1 and 3 `odd`. Bits are only moved, so results are 2^-120 (e4m3) or 2^-112 (e5m2) times the numbers.
-// Numbers that are not normal become finite, but wrong.
-template <int kMantissa>
-inline void unpack_float8(Ints v, Pairs& even, Pairs& odd) {
-    const __m256i sign = _mm256_set1_epi16(static_cast<int16_t>(0x8000));
-    const __m256i rest = _mm256_set1_epi16(0x7f << (7 - kMantissa));
-    // An even byte is the low half of 16 bits: its exponent and mantissa move up to those of bf16, its sign to bit 15.
-    even = _mm256_or_si256(_mm256_and_si256(_mm256_slli_epi16(v, 7 - kMantissa), rest),
-                           _mm256_and_si256(_mm256_slli_epi16(v, 8), sign));
-    // An odd byte is the high half: its exponent and mantissa move down, its sign stays.
-    odd = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(v, 1 + kMantissa), rest), _mm256_and_si256(v, sign));
 }
 // Writes the sums of each 16 of 64 bytes.
 inline void sum_bytes(const int8_t* p, int32_t* sums) {

@@ -22,16 +22,16 @@ constexpr int kScoreVecs = 4;
 constexpr int kValueVecs = 4;
 
 using Vec = __m512;
+using Ints = __m512i;
 using Pairs = __m512i;  // One pair of bf16 a lane.
+#include "simd_common.h"
 
-inline Vec zero() { return _mm512_setzero_ps(); }
+// Return the first or the second element of each pair: it is the low or the high half of a lane's bits.
+inline Vec first_of_pairs(Pairs v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
+inline Vec second_of_pairs(Pairs v) {
+    return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
 inline Vec set1(float x) { return _mm512_set1_ps(x); }
-inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
-inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
-inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
-inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
-inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
-inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 // Returns 1 / a to 1 or 2 units in the last place if both are normal numbers, without the divider. NaN for infinities.
 inline Vec reciprocal(Vec a) {
     const Vec guess = _mm512_rcp14_ps(a);
@@ -39,7 +39,6 @@ inline Vec reciprocal(Vec a) {
 }
 inline Vec sqrt(Vec a) { return _mm512_sqrt_ps(a); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
-inline Vec abs(Vec a) { return _mm512_abs_ps(a); }
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline Vec select_greater(Vec a, Vec b, Vec yes, Vec no) {
@@ -55,16 +54,14 @@ inline Vec keep_lanes(Vec v, int begin, int end, Vec other) {
     return _mm512_mask_blend_ps(static_cast<__mmask16>(first_lanes(end) & ~first_lanes(begin)), other, v);
 }
 
-inline Vec widen(__m256i bits) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)); }
+inline Vec widen(__m256i bits) { return first_of_pairs(_mm512_cvtepu16_epi32(bits)); }
 inline __m256i narrow(Vec v) {
 #ifdef __AVX512BF16__
     // The instruction flushes denormals and keeps the payloads of NaNs, but every instruction set must round alike: it
     // is used if there are neither (0xa1: quiet NaN, denormal, signaling NaN).
     if (__builtin_expect(_mm512_fpclass_ps_mask(v, 0xa1) == 0, 1)) return (__m256i)_mm512_cvtneps_pbh(v);
 #endif
-    const __m512i u = _mm512_castps_si512(v);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-    __m512i r = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
+    __m512i r = bits_of<__m512i>(rounded_to_bf16(v) >> 16);
     // A NaN becomes 0x7fc0.
     r = _mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
     return _mm512_cvtepi32_epi16(r);
@@ -79,45 +76,17 @@ inline void store_two(uint16_t* p, Vec a, Vec b) {
     store(p, a);
     store(p + kLanes, b);
 }
-#endif
-// Stores bf16 where rounding need not be the same in every instruction set.
 inline void store_own(uint16_t* p, Vec v) {
-#ifdef __AVX512BF16__
-    const __m256i r = (__m256i)_mm512_cvtneps_pbh(v);
-#else
-    const __m256i r = narrow(v);
-#endif
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), r);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
 }
+inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+#endif
 inline Vec load_n(const uint16_t* p, int n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
 inline void store_n(uint16_t* p, Vec v, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(v)); }
 
 inline float reduce_add(Vec v) { return _mm512_reduce_add_ps(v); }
 inline float reduce_max(Vec v) { return _mm512_reduce_max_ps(v); }
 inline Vec iota() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
-// Returns 2^n, where t = 1.5 * 2^23 + n: n is in the low bits of t, and moves to the exponent.
-inline Vec pow2_of_magic(Vec t) {
-    return _mm512_castsi512_ps(
-        _mm512_add_epi32(_mm512_slli_epi32(_mm512_castps_si512(t), 23), _mm512_set1_epi32(0x3f800000)));
-}
-
-inline Pairs load_pairs(const uint16_t* p) { return _mm512_loadu_si512(p); }
-inline Pairs set1_pair(uint32_t bits) { return _mm512_set1_epi32(static_cast<int>(bits)); }
-inline Pairs and_pairs(Pairs a, Pairs b) { return _mm512_and_si512(a, b); }
-// Return the first or the second element of each pair: it is the low or the high half of a lane's bits.
-inline Vec first_of_pairs(Pairs v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
-inline Vec second_of_pairs(Pairs v) {
-    return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
-}
-inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
-#ifdef __AVX512BF16__
-    return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
-#else
-    const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-    acc = fma(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), acc);
-    return fma(_mm512_castsi512_ps(_mm512_and_si512(a, high)), _mm512_castsi512_ps(_mm512_and_si512(b, high)), acc);
-#endif
-}
 
 // Load a vector whose halves lie apart: eight keys of one cache block, eight of another.
 inline Vec load_halves(const float* a, const float* b) {
@@ -128,26 +97,6 @@ inline Pairs load_pair_halves(const uint16_t* a, const uint16_t* b) {
                               _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)), 1);
 }
 
-// Integers. A lane of bytes holds four of them, neighbours along the reduced dimension.
-using Ints = __m512i;
-
-inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
-inline void store_ints(void* p, Ints v) { _mm512_storeu_si512(p, v); }
-inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
-inline Ints sub_bytes(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
-inline Ints and_ints(Ints a, Ints b) { return _mm512_and_si512(a, b); }
-inline Ints or_ints(Ints a, Ints b) { return _mm512_or_si512(a, b); }
-template <int bits>
-inline Ints shift_right(Ints v) {
-    return _mm512_srli_epi32(v, bits);
-}
-template <int bits>
-inline Ints shift_left(Ints v) {
-    return _mm512_slli_epi32(v, bits);
-}
-// Copies whole numbers from 0 to 255 to all bytes of their lanes.
-inline Ints in_all_bytes(Vec v) { return _mm512_mullo_epi32(_mm512_cvtps_epi32(v), _mm512_set1_epi32(0x01010101)); }
-inline Ints set1_int(int32_t x) { return _mm512_set1_epi32(x); }
 // Loads bytes, one a lane; unsigned here, signed below.
 inline Ints load_bytes(const uint8_t* p) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -155,30 +104,16 @@ inline Ints load_bytes(const uint8_t* p) {
 inline Ints load_signed_bytes(const int8_t* p) {
     return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-inline Vec to_float(Ints v) { return _mm512_cvtepi32_ps(v); }
-inline Ints low_nibbles(Ints v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
-inline Ints high_nibbles(Ints v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
+inline Ints sub_bytes(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
 // Sixteen bytes, in every 128 bits; and the bytes at the places that the bytes of v name, from 0 to 15.
 inline Ints load_table(const uint8_t* p) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 inline Ints look_up(Ints table, Ints v) { return _mm512_shuffle_epi8(table, v); }
-// Returns one code of each lane, from bit `shift` on, less z = 2^(bits - 1).
-template <int bits>
-inline Ints code_at(Ints v, int shift) {
-    const Ints code = _mm512_and_si512(_mm512_srl_epi32(v, _mm_cvtsi32_si128(shift)), set1_int((1 << bits) - 1));
-    return _mm512_sub_epi32(code, set1_int(1 << (bits - 1)));
-}
-// Returns the first (0) or second (1) element of each pair, as floats.
-inline Vec one_of_pairs(Pairs p, int which) {
-    return _mm512_castsi512_ps(
-        _mm512_and_si512(_mm512_sll_epi32(p, _mm_cvtsi32_si128(16 - 16 * which)), set1_int(-65536)));
-}
 inline Vec load_half(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 inline Vec round_to_half(Vec v) { return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
-inline Ints as_ints(Pairs p) { return p; }
 // Rounds two vectors to bf16 pairs for dot_pairs. No number may be a NaN with low bits. Denormals may be flushed, as
 // dot_pairs flushes them.
 inline Pairs round_to_pairs(Vec first, Vec second) {
@@ -189,14 +124,7 @@ inline Pairs round_to_pairs(Vec first, Vec second) {
                                             21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return _mm512_permutexvar_epi16(halves, both);
 #else
-    const auto rounded = [](Vec v) {
-        const __m512i u = _mm512_castps_si512(v);
-        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-        return _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd);
-    };
-    const __m512i high = _mm512_and_si512(rounded(second), _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
-    // `first` moves to the low halves of lanes, `second` stays in the high halves.
-    return _mm512_or_si512(_mm512_srli_epi32(rounded(first), 16), high);
+    return pairs_of(rounded_to_bf16(first), rounded_to_bf16(second));
 #endif
 }
 #ifdef __AVX512VNNI__
@@ -228,19 +156,6 @@ inline void store_pieces(uint8_t* low, uint8_t* high, Vec v) {
     };
     bytes(low, bits);
     bytes(high, _mm512_srli_epi32(bits, 7));
-}
-// Unpacks floats of eight bits (sign, exponent, kMantissa bits) to pairs of bf16: bytes 0 and 2 of a lane become
-// `even`, bytes 1 and 3 `odd`. Bits are only moved, so results are 2^-120 (e4m3) or 2^-112 (e5m2) times the numbers.
-// Numbers that are not normal become finite, but wrong.
-template <int kMantissa>
-inline void unpack_float8(Ints v, Pairs& even, Pairs& odd) {
-    const __m512i sign = _mm512_set1_epi16(static_cast<int16_t>(0x8000));
-    const __m512i rest = _mm512_set1_epi16(0x7f << (7 - kMantissa));
-    // An even byte is the low half of 16 bits: its exponent and mantissa move up to those of bf16, its sign to bit 15.
-    even = _mm512_or_si512(_mm512_and_si512(_mm512_slli_epi16(v, 7 - kMantissa), rest),
-                           _mm512_and_si512(_mm512_slli_epi16(v, 8), sign));
-    // An odd byte is the high half: its exponent and mantissa move down, its sign stays.
-    odd = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(v, 1 + kMantissa), rest), _mm512_and_si512(v, sign));
 }
 inline Ints load_int_halves(const void* a, const void* b) {
     return load_pair_halves(static_cast<const uint16_t*>(a), static_cast<const uint16_t*>(b));

@@ -22,108 +22,36 @@ constexpr int kValueVecs = 4;
 using Vec = float32x4_t;
 using Ints = int32x4_t;
 using Pairs = uint32x4_t;  // One pair of bf16 a lane.
+#include "simd_common.h"
 
-inline Vec zero() { return vdupq_n_f32(0); }
+// Return the first or the second element of each pair: it is the low or the high half of a lane's bits.
+inline Vec first_of_pairs(Pairs v) { return bits_of<Vec>(v << 16); }
+inline Vec second_of_pairs(Pairs v) { return bits_of<Vec>(v & 0xffff0000u); }
 inline Vec set1(float x) { return vdupq_n_f32(x); }
-inline Vec load(const float* p) { return vld1q_f32(p); }
-inline void store(float* p, Vec v) { vst1q_f32(p, v); }
-inline Vec add(Vec a, Vec b) { return vaddq_f32(a, b); }
-inline Vec sub(Vec a, Vec b) { return vsubq_f32(a, b); }
-inline Vec mul(Vec a, Vec b) { return vmulq_f32(a, b); }
-inline Vec div(Vec a, Vec b) { return vdivq_f32(a, b); }
-inline Vec reciprocal(Vec a) { return vdivq_f32(vdupq_n_f32(1.0f), a); }
 inline Vec sqrt(Vec a) { return vsqrtq_f32(a); }
 inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
-inline Vec abs(Vec a) { return vabsq_f32(a); }
-// As on x86: the second operand if either is NaN.
-inline Vec max(Vec a, Vec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
-inline Vec min(Vec a, Vec b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
-// Bit i says whether a[i] >= b[i].
-inline uint32_t lanes_at_least(Vec a, Vec b) {
-    uint32_t bits = 0;
-    for (int i = 0; i < kLanes; ++i) bits |= (a[i] >= b[i] ? 1u : 0u) << i;
-    return bits;
-}
 inline Vec select_greater(Vec a, Vec b, Vec yes, Vec no) { return vbslq_f32(vcgtq_f32(a, b), yes, no); }
 
-inline Ints lane_numbers() { return Ints{0, 1, 2, 3}; }
-inline Vec iota() { return vcvtq_f32_s32(lane_numbers()); }
-inline Vec keep_lanes(Vec v, int begin, int end, Vec other) {
-    const Ints lane = lane_numbers();
-    const Pairs keep = vandq_u32(vcgeq_s32(lane, vdupq_n_s32(begin)), vcltq_s32(lane, vdupq_n_s32(end)));
-    return vbslq_f32(keep, v, other);
-}
+inline Vec iota() { return Vec{0, 1, 2, 3}; }
 
 inline Vec load(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
-// Rounds to bf16, to nearest even, in the high halves of lanes. The low halves are rubbish. A NaN may become anything.
-inline Pairs rounded_to_bf16(Vec v) {
-    const Pairs bits = vreinterpretq_u32_f32(v);
-    const Pairs odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
-    return vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd);
-}
 // Does not use bfcvtn, which keeps the payloads of NaNs: every instruction set must round alike.
 inline void store(uint16_t* p, Vec v) {
-    vst1_u16(p, vshrn_n_u32(vbslq_u32(vceqq_f32(v, v), rounded_to_bf16(v), vdupq_n_u32(0x7fc00000)), 16));
+    vst1_u16(p, vshrn_n_u32(
+                    vbslq_u32(vceqq_f32(v, v), bits_of<uint32x4_t>(rounded_to_bf16(v)), vdupq_n_u32(0x7fc00000)), 16));
 }
-// Stores bf16 where rounding need not be the same in every instruction set.
-inline void store_own(uint16_t* p, Vec v) {
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
-    vst1_u16(p, bits_of<uint16x4_t>(vcvt_bf16_f32(v)));
-#else
-    store(p, v);
-#endif
+inline void store_own(uint16_t* p, Vec v) { vst1_u16(p, bits_of<uint16x4_t>(vcvt_bf16_f32(v))); }
+inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
+    return vbfdotq_f32(acc, vreinterpretq_bf16_u32(a), vreinterpretq_bf16_u32(b));
 }
+#endif
 
 inline float reduce_add(Vec v) {
     const float32x2_t halves = vadd_f32(vget_low_f32(v), vget_high_f32(v));
     return vget_lane_f32(halves, 0) + vget_lane_f32(halves, 1);
 }
-inline float reduce_max(Vec v) {
-    const float a = v[0] > v[2] ? v[0] : v[2];
-    const float b = v[1] > v[3] ? v[1] : v[3];
-    return a > b ? a : b;
-}
-// Returns 2^n, where t = 1.5 * 2^23 + n: n is in the low bits of t, and moves to the exponent.
-inline Vec pow2_of_magic(Vec t) {
-    return vreinterpretq_f32_u32(vaddq_u32(vshlq_n_u32(vreinterpretq_u32_f32(t), 23), vdupq_n_u32(0x3f800000)));
-}
 
-inline Pairs load_pairs(const uint16_t* p) { return vreinterpretq_u32_u16(vld1q_u16(p)); }
-inline Pairs set1_pair(uint32_t bits) { return vdupq_n_u32(bits); }
-inline Pairs and_pairs(Pairs a, Pairs b) { return vandq_u32(a, b); }
-// Return the first or the second element of each pair: it is the low or the high half of a lane's bits.
-inline Vec first_of_pairs(Pairs v) { return vreinterpretq_f32_u32(vshlq_n_u32(v, 16)); }
-inline Vec second_of_pairs(Pairs v) { return vreinterpretq_f32_u32(vandq_u32(v, vdupq_n_u32(0xffff0000u))); }
-inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
-#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
-    return vbfdotq_f32(acc, vreinterpretq_bf16_u32(a), vreinterpretq_bf16_u32(b));
-#else
-    acc = fma(first_of_pairs(a), first_of_pairs(b), acc);
-    return fma(second_of_pairs(a), second_of_pairs(b), acc);
-#endif
-}
-
-// Integers. A lane of bytes holds four of them, neighbours along the reduced dimension.
-inline Ints load_ints(const void* p) { return vreinterpretq_s32_u8(vld1q_u8(static_cast<const uint8_t*>(p))); }
-inline void store_ints(void* p, Ints v) { vst1q_u8(static_cast<uint8_t*>(p), vreinterpretq_u8_s32(v)); }
-inline Ints add_ints(Ints a, Ints b) { return vaddq_s32(a, b); }
-inline Ints and_ints(Ints a, Ints b) { return vandq_s32(a, b); }
-inline Ints or_ints(Ints a, Ints b) { return vorrq_s32(a, b); }
-template <int bits>
-inline Ints shift_right(Ints v) {
-    if constexpr (bits == 0) {  // clang's intrinsic refuses it
-        return v;
-    } else {
-        return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(v), bits));
-    }
-}
-template <int bits>
-inline Ints shift_left(Ints v) {
-    return vshlq_n_s32(v, bits);
-}
-// Copies whole numbers from 0 to 255 to all bytes of their lanes.
-inline Ints in_all_bytes(Vec v) { return vreinterpretq_s32_u32(vmulq_n_u32(vcvtq_u32_f32(v), 0x01010101u)); }
-inline Ints set1_int(int32_t x) { return vdupq_n_s32(x); }
 // Loads bytes, one a lane; unsigned here, signed below.
 inline Ints load_bytes(const uint8_t* p) {
     const uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32(read<uint32_t>(p)));
@@ -133,32 +61,17 @@ inline Ints load_signed_bytes(const int8_t* p) {
     const int8x8_t bytes = vreinterpret_s8_u32(vdup_n_u32(read<uint32_t>(p)));
     return vmovl_s16(vget_low_s16(vmovl_s8(bytes)));
 }
-inline Vec to_float(Ints v) { return vcvtq_f32_s32(v); }
-inline Ints low_nibbles(Ints v) { return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(v), vdupq_n_u8(15))); }
-inline Ints high_nibbles(Ints v) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(v), 4)); }
 // Sixteen bytes, and the bytes at the places that the bytes of v name, from 0 to 15.
 inline Ints load_table(const uint8_t* p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }
 inline Ints look_up(Ints table, Ints v) {
     return vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(table), vreinterpretq_u8_s32(v)));
 }
-// Returns one code of each lane, from bit `shift` on, less z = 2^(bits - 1).
-template <int bits>
-inline Ints code_at(Ints v, int shift) {
-    const Pairs moved = vshlq_u32(vreinterpretq_u32_s32(v), vdupq_n_s32(-shift));
-    const Ints code = vreinterpretq_s32_u32(vandq_u32(moved, vdupq_n_u32((1u << bits) - 1)));
-    return vsubq_s32(code, vdupq_n_s32(1 << (bits - 1)));
-}
-// Returns the first (0) or second (1) element of each pair, as floats.
-inline Vec one_of_pairs(Pairs p, int which) {
-    return vreinterpretq_f32_u32(vandq_u32(vshlq_u32(p, vdupq_n_s32(16 - 16 * which)), vdupq_n_u32(0xffff0000u)));
-}
 inline Vec load_half(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 inline Vec round_to_half(Vec v) { return vcvt_f32_f16(vcvt_f16_f32(v)); }
-inline Ints as_ints(Pairs p) { return vreinterpretq_s32_u32(p); }
 // Rounds two vectors to bf16 pairs for dot_pairs. No number may be a NaN with low bits.
 inline Pairs round_to_pairs(Vec first, Vec second) {
     // `first`, shifted down, replaces the low halves of `second`.
-    return vsriq_n_u32(rounded_to_bf16(second), rounded_to_bf16(first), 16);
+    return vsriq_n_u32(bits_of<Pairs>(rounded_to_bf16(second)), bits_of<Pairs>(rounded_to_bf16(first)), 16);
 }
 
 inline int8x16_t signed_bytes(Ints v) { return vreinterpretq_s8_s32(v); }
@@ -235,19 +148,6 @@ inline void store_pieces(uint8_t* low, uint8_t* high, Vec v) {
     const uint32_t high_piece = low_bytes(vandq_u32(vshrq_n_u32(bits, 7), vdupq_n_u32(127)));
     memcpy(low, &low_piece, sizeof(low_piece));
     memcpy(high, &high_piece, sizeof(high_piece));
-}
-// Unpacks floats of eight bits (sign, exponent, kMantissa bits) to pairs of bf16: bytes 0 and 2 of a lane become
-// `even`, bytes 1 and 3 `odd`. Bits are only moved, so results are 2^-120 (e4m3) or 2^-112 (e5m2) times the numbers.
-// Numbers that are not normal become finite, but wrong.
-template <int kMantissa>
-inline void unpack_float8(Ints v, Pairs& even, Pairs& odd) {
-    const uint16x8_t bits = vreinterpretq_u16_s32(v);
-    const uint16x8_t sign = vdupq_n_u16(0x8000), rest = vdupq_n_u16(0x7f << (7 - kMantissa));
-    // An even byte is the low half of 16 bits: its exponent and mantissa move up to those of bf16, its sign to bit 15.
-    even = vreinterpretq_u32_u16(
-        vorrq_u16(vandq_u16(vshlq_n_u16(bits, 7 - kMantissa), rest), vandq_u16(vshlq_n_u16(bits, 8), sign)));
-    // An odd byte is the high half: its exponent and mantissa move down, its sign stays.
-    odd = vreinterpretq_u32_u16(vorrq_u16(vandq_u16(vshrq_n_u16(bits, 1 + kMantissa), rest), vandq_u16(bits, sign)));
 }
 // Writes the sums of each 16 of 64 bytes.
 inline void sum_bytes(const int8_t* p, int32_t* sums) {

@@ -1,5 +1,6 @@
 // The vector type of the kernels in the compiler's own 128-bit vectors: the fallback on any machine. Included by simd.h
-// only, inside the namespace of its instruction set.
+// only, inside the namespace of its instruction set. It does not include simd_common.h: GCC makes slower products of
+// that for SSE2.
 
 constexpr int kLanes = 4;
 constexpr int kTileRows = 4;
@@ -24,7 +25,6 @@ inline Vec add(Vec a, Vec b) { return a + b; }
 inline Vec sub(Vec a, Vec b) { return a - b; }
 inline Vec mul(Vec a, Vec b) { return a * b; }
 inline Vec div(Vec a, Vec b) { return a / b; }
-inline Vec reciprocal(Vec a) { return 1.0f / a; }
 inline Vec sqrt(Vec a) {
     for (int i = 0; i < kLanes; ++i) a[i] = __builtin_sqrtf(a[i]);
     return a;
@@ -34,22 +34,9 @@ inline Vec select(Ints mask, Vec yes, Vec no) {
     return bits_of<Vec>((mask & bits_of<Ints>(yes)) | (~mask & bits_of<Ints>(no)));
 }
 inline Vec abs(Vec a) { return bits_of<Vec>(bits_of<Ints>(a) & 0x7fffffff); }
-// As on x86: the second operand if either is NaN.
-inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
-inline Vec min(Vec a, Vec b) { return select(a < b, a, b); }
-// Bit i says whether a[i] >= b[i].
-inline uint32_t lanes_at_least(Vec a, Vec b) {
-    uint32_t bits = 0;
-    for (int i = 0; i < kLanes; ++i) bits |= (a[i] >= b[i] ? 1u : 0u) << i;
-    return bits;
-}
 inline Vec select_greater(Vec a, Vec b, Vec yes, Vec no) { return select(a > b, yes, no); }
 
 inline Vec iota() { return Vec{0, 1, 2, 3}; }
-inline Vec keep_lanes(Vec v, int begin, int end, Vec other) {
-    const Ints lane = {0, 1, 2, 3};
-    return select((lane >= begin) & (lane < end), v, other);
-}
 
 inline Vec load(const uint16_t* p) {
     const Pairs bits = {p[0], p[1], p[2], p[3]};
@@ -62,14 +49,8 @@ inline void store(uint16_t* p, Vec v) {
     const Pairs r = (nan & 0x7fc0u) | (~nan & rounded);
     for (int i = 0; i < kLanes; ++i) p[i] = static_cast<uint16_t>(r[i]);
 }
-inline void store_own(uint16_t* p, Vec v) { store(p, v); }
 
 inline float reduce_add(Vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
-inline float reduce_max(Vec v) {
-    const float a = v[0] > v[2] ? v[0] : v[2];
-    const float b = v[1] > v[3] ? v[1] : v[3];
-    return a > b ? a : b;
-}
 // Returns 2^n, where t = 1.5 * 2^23 + n: n is in the low bits of t, and moves to the exponent.
 inline Vec pow2_of_magic(Vec t) { return bits_of<Vec>((bits_of<Pairs>(t) << 23) + 0x3f800000u); }
 
@@ -79,10 +60,6 @@ inline Pairs and_pairs(Pairs a, Pairs b) { return a & b; }
 // Return the first or the second element of each pair: it is the low or the high half of a lane's bits.
 inline Vec first_of_pairs(Pairs v) { return bits_of<Vec>(v << 16); }
 inline Vec second_of_pairs(Pairs v) { return bits_of<Vec>(v & 0xffff0000u); }
-inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
-    acc = fma(bits_of<Vec>(a << 16), bits_of<Vec>(b << 16), acc);
-    return fma(bits_of<Vec>(a & 0xffff0000u), bits_of<Vec>(b & 0xffff0000u), acc);
-}
 
 // Integers. A lane of bytes holds four of them, neighbours along the reduced dimension.
 inline Ints load_ints(const void* p) { return read<Ints>(p); }
