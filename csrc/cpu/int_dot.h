@@ -1,7 +1,22 @@
-// The vector code of integer products. A tile is R quantized rows by one panel. Products of codes and elements are
-// added as integers, so their order does not matter. Float operations follow for each group, always in the order of
-// blocks and groups. So a row's bits do not depend on R, nor on how the work is cut. int_layouts.h draws the blocks and
-// defines the words. Included by int_dot_amx.h and int_dot_i8mm.h only.
+// The vector code of integer products. A tile is R quantized rows by one panel of 32 outputs. int_layouts.h draws the
+// blocks and defines the words. Included by int_dot_amx.h and int_dot_i8mm.h only.
+//
+//             the panel's codes of block b                     the tile's sums, R = 2, vectors of 16 lanes
+//                 outputs 0..15   16..31                             outputs 0..15   16..31
+//      group 0   +---------------+---------------+                  +---------------+---------------+
+//        step 0  | k0 k1 k2 k3   | k0 k1 k2 k3   |   x row 0   ->   |   sum[0][0]   |   sum[0][1]   |
+//        step 1  | k4 k5 k6 k7   | k4 k5 k6 k7   |   x row 1   ->   |   sum[1][0]   |   sum[1][1]   |
+//        ...     +---------------+---------------+                  +---------------+---------------+
+//      group 1   ...                                                 int32 of one group; acc: float, of all blocks
+//
+// int_tile, for each block b, for each group g of it:
+//   1. dot_group    sum = start + codes * elements     each lane has four k of one output: one instruction for each
+//                                                      row, vector and step
+//   2. add_scaled   acc += scale of the weights * scale of the row * sum
+// and then for the block, if the matrix has minima of 32 elements:
+//   3. add_minima   acc += minimum * sum of the row's elements
+// Step 1 adds integers, so their order does not matter. Floats are added in the order of blocks and groups. So a row's
+// bits do not depend on R, nor on how the work is cut.
 //
 // The parameters of a tile's parts:
 //
@@ -10,7 +25,7 @@
 //   sum  [R][V]             integer sums of group g: row r by vector v of the V vectors from v0 on
 //   b                       number of the block in x
 //   g, s                    group, step of the block
-//   v0, V                   first vector of outputs, number of vectors
+//   v0, V                   first vector of outputs, number of vectors: as many as there are registers for
 //   codes, step             the block's codes, and those of step s, from vector v0 on
 //   x_stride                QBlocks from one row to the next
 //   y    [R]                the results; rows lie kMaxEpilogueWidth floats apart
@@ -209,8 +224,7 @@ __attribute__((always_inline)) inline void add_minima(const BlocksView& w, const
 }
 
 // Computes y[r, 0 .. kPanel) for R rows over `blocks` blocks, and multiplies it by `factor`. The sums begin at zero if
-// `is_first`, otherwise at the values in y. For each block, for each V vectors of outputs, for each group: products are
-// summed as integers, and then added, scaled, to the float sums.
+// `is_first`, otherwise at the values in y.
 template <class F, int R>
 void int_tile(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_stride, bool is_first, Vec factor, float* y,
               TilePrefetch prefetch) {
@@ -229,11 +243,11 @@ void int_tile(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_stride
                 // Where registers are few (AVX2) the float sums stay in memory while integers are summed.
                 leave_in_memory(acc);
                 Ints sum[R][V];
-                dot_group<F, R, V>(x, b, w.codes + v0 * kVecBytes, g, table, sum);
+                dot_group<F, R, V>(x, b, w.codes + v0 * kVecBytes, g, table, sum);  // 1
                 const auto sum_of = [&](int r, int v) __attribute__((always_inline)) { return to_float(sum[r][v]); };
-                add_scaled<F, R, V>(w, x, b, g, v0, sum_of, acc);
+                add_scaled<F, R, V>(w, x, b, g, v0, sum_of, acc);  // 2
             }
-            if constexpr (F::kHasMinimaBy32) add_minima<F, R, V>(w, x, b, v0, acc);
+            if constexpr (F::kHasMinimaBy32) add_minima<F, R, V>(w, x, b, v0, acc);  // 3
         }
     }
     store_sums<R>(acc, factor, y);

@@ -122,7 +122,8 @@ class OutlierList {
         }
         batches_.push_back(ks_.size());
         begins_.push_back(static_cast<uint32_t>(count));
-        if (columns_.size() < most_columns * (kPanel / kLineFloats)) columns_.resize(most_columns * 2);
+        const size_t most_lines = most_columns * (kPanel / kLineFloats);
+        if (columns_.size() < most_lines) columns_.resize(most_lines);
     }
 
     Rows rows_{};
