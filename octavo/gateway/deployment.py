@@ -149,6 +149,7 @@ class Deployment:
                 # off.
             finally:
                 self._waits.discard(wait)
+                del wait, starting  # their error's traceback has this frame, so the variables would make a cycle
 
     async def settle(self, replicas: Iterable[Replica]) -> None:
         """Wait until the processes of replicas that hung up have ended, for `SETTLE_S` at most."""
@@ -277,6 +278,8 @@ class Deployment:
             self.replicas = []
             await self._stop_servers()
             raise
+        finally:
+            del launches  # the same cycle as in `ready`
 
     async def _launch_one(self, name: str) -> Replica:
         server = await self._launch(self.name, self.entry)

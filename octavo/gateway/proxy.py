@@ -456,6 +456,7 @@ class Proxy:
             await task
         finally:
             task.cancel()
+            del task  # its error's traceback has this frame, so the variable would make a cycle
 
 
 def _others(deployment: Deployment, tried: Collection[Replica]) -> list[Replica]:

@@ -12,10 +12,11 @@ import pytest
 
 from octavo.gateway import server as server_module
 from octavo.gateway.catalogue import named_models
+from octavo.gateway.deployment import MIN_BACKOFF_S
 from octavo.gateway.server import GatewayArgs, GatewayServer, _serve, bind
 from tests.garbage import counted_garbage
-from tests.gateway.fakes import Asked, Gateway, fake_servers, gateway, until
-from tests.waiting import Clock
+from tests.gateway.fakes import Asked, FakeLaunch, Gateway, fake_servers, gateway, until
+from tests.waiting import Clock, virtual_sleep
 
 STREAM = [b"data: {}\n\n", b": tokens [1]\n\n", b"data: [DONE]\n\n", b""]
 
@@ -51,6 +52,8 @@ async def ask_all(gate: Gateway) -> None:
         await gate.ask(messages=[what], stream=what != "plain")
     await gate.ask("unknown")
     await gate.ask("b")
+    assert "start_failed" in (await gate.ask("d", stream=True)).text
+    await virtual_sleep(MIN_BACKOFF_S)
     body = {"model": "a", "messages": ["endless"], "stream": True}
     async with gate.http.stream("POST", "/v1/completions", json=body) as answer:
         await anext(answer.aiter_raw())
@@ -63,9 +66,11 @@ def test_requests_leave_no_cycles(clock: Clock, monkeypatch: pytest.MonkeyPatch)
     async def run() -> None:
         async with fake_servers(behave, behave) as (server, other):
             models = {"a": {"addresses": [server.address]}, "b": {"addresses": [other.address], "fallbacks": ["c"]}}
-            models["c"] = {"addresses": [other.address]}
+            models |= {"c": {"addresses": [other.address]}, "d": {}}
             other.die()
-            async with gateway(models) as gate:
+            launch = FakeLaunch()
+            launch.error = "no memory"
+            async with gateway(models, launch) as gate:
                 await ask_all(gate)  # the first requests fill caches
                 await until(lambda: not gate.server.app.num_in_flight)
                 with counted_garbage("octavo.") as left:
