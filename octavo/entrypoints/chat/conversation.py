@@ -113,6 +113,7 @@ class Conversation:
         read. `sink` is from `make_sink`. `resumable` gets the tokens of a prompt with earlier answers. Raises
         `RequestError`."""
         self._response_id = response_id
+        resumable.recalled_prompt = None  # with truncation "auto", a trial with fewer turns may have set it
         with naming_prompt("messages"):
             prompt, outputs = await self._loaded(
                 lambda: self._state.submit(
@@ -131,8 +132,8 @@ class Conversation:
         if self._format.reasoning is not None:
             outputs = self._counted_early(outputs)
         if self._answer_recall is not None:
-            recalled = self._answer_recall.recalled
-            resumable.recalled_prompt = None if recalled is None else recalled.token_ids
+            if (recalled := self._answer_recall.recalled) is not None:
+                resumable.recalled_prompt = recalled.token_ids
             outputs = self._answer_recall.remembering(prompt, outputs)
         return prompt, outputs
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -29,13 +31,15 @@ from octavo.entrypoints.chat.answer_memory import (
     remembered,
     text_digest,
 )
-from octavo.entrypoints.chat.conversation import make_chat
+from octavo.entrypoints.chat.answer_reader import AnswerFormat
+from octavo.entrypoints.chat.conversation import Conversation, make_chat
 from octavo.entrypoints.chat.message_rendering import render_messages
 from octavo.entrypoints.chat.tools.format_detection import _TURN_ENDS, ModelFormats, model_formats
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
 from octavo.loading.tokenizer import ModelTokenizer
 from octavo.request import pack_tokens
+from octavo.sampling_params import SamplingParams
 from tests.entrypoints.chat.published import SPECIAL
 from tests.entrypoints.chat.test_history_fuzz import TEMPLATES
 from tests.entrypoints.chat.tools.test_format_detection import THINK, TOOL_TEMPLATES, chat, each
@@ -554,6 +558,21 @@ def test_a_stream_that_another_server_has_begun_goes_on_with_its_prompt(engine: 
         other_resume = {**other_about, "tokens": comments(other_events, ": tokens ")[:1]}
         assert ask(own, resume=other_resume)[0] == plain
         assert ask(own, resume={**about, "tokens": []})[0] == prompt
+
+
+def test_a_stream_drops_the_prompt_that_a_trial_with_fewer_turns_has_recalled() -> None:
+    """A trial may leave out media, with which nothing is recalled."""
+
+    async def submit(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return SimpleNamespace(token_ids=[1]), None
+
+    args = SimpleNamespace(trust_request_chat_template=False, unknown_fields="error")
+    state: Any = SimpleNamespace(args=args, formats=ModelFormats(), answers=None, submit=submit)
+    conversation = Conversation(talk(user("Where?")), state, SamplingParams())
+    conversation._answer_format = AnswerFormat()
+    resumable: Any = SimpleNamespace(recalled_prompt=[7])
+    asyncio.run(conversation.submit("chatcmpl-1", None, resumable))
+    assert resumable.recalled_prompt is None
 
 
 def test_answers_outlive_the_server_in_its_store(engine: FakeEngine, tmp_path: Path) -> None:
