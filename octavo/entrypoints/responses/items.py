@@ -36,9 +36,9 @@ def response_of(id: str) -> str | None:
 
 
 def _owner(id: str) -> str:
-    """Return what ids of the items of one answer have in common; empty for other ids."""
+    """Return what ids of the items of one answer have in common; empty for other ids, such as "msg_1"."""
     begin, _, place = id.rpartition("_")
-    return begin if place.isdecimal() else ""
+    return begin if response_of(id) is not None and place.isdecimal() else ""
 
 
 def read_items(value: str | list[Any], owner_id: str, field: str = "input") -> list[Item]:

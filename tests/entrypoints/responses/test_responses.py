@@ -325,6 +325,8 @@ def test_texts_of_one_answer_are_sent_again_as_they_were_generated(http: httpx.C
     assert to_messages(read_items(made["output"][1:2], "resp_1"), None)[0]["content"] is None
     others = [{"role": "assistant", "content": text} for text in ("One.", "Two.")]
     assert to_messages(read_items(others, "resp_1"), None)[0]["content"] == "One.\nTwo."
+    with_own_ids = [{**item, "id": f"msg_{i}"} for i, item in enumerate(others)]
+    assert to_messages(read_items(with_own_ids, "resp_1"), None)[0]["content"] == "One.\nTwo."
 
 
 def test_reasoning_without_a_text_is_no_turn() -> None:
