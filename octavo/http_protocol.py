@@ -127,8 +127,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._end_timer is not None:
             self._end_timer.cancel()
-        if self._push is not None:
-            self._push.close()
+        self._detach()
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
             self._answering.message_event.set()
@@ -202,6 +201,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._end_timer = None
 
     def on_response_complete(self) -> None:
+        self._detach()
         self._is_pipelined = bool(self.pipeline)
         super().on_response_complete()
         self._is_pipelined = False
@@ -221,6 +221,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._push = push
         if self.flow.write_paused:
             push.pause()
+
+    def _detach(self) -> None:
+        """End what writes past `send`. It may refer to its answer, which refers to this object: a cycle."""
+        if self._push is not None:
+            self._push.close()
+            self._push = None
 
     def _close(self) -> None:
         """Hang up when the client has read all written data, or nothing for `write_timeout_s`."""

@@ -415,3 +415,24 @@ def test_a_client_that_leaves_ends_the_first_of_its_pipelined_requests(monkeypat
         assert not client.written
 
     run(monkeypatch, act)
+
+
+def test_an_answer_that_has_ended_is_not_kept_by_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its push may refer to it, and it refers to the connection."""
+    opened: list[bool] = []
+
+    async def push(scope: Scope, receive: Receive, send: Send) -> None:
+        one = Push(lambda output: b"")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        cast(Any, send).__self__.attach(one)
+        opened.append(one.is_open)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def act(clock: Clock) -> None:
+        client = Client()
+        client.connect(push)
+        await client.send(GET)
+        assert client.protocol is not None and opened == [True] and client.protocol._push is None
+        client.abort()
+
+    run(monkeypatch, act)

@@ -109,8 +109,13 @@ class Models:
         """Start the models that are marked `preload`, and begin to discover replicas."""
         for deployment in self:
             deployment.begin_discovery()
-            if deployment.entry.preload and deployment.state == "stopped":
-                self._preloads[deployment] = self._spawn(self._preload_one(deployment))
+            if deployment.entry.preload:
+                self.start(deployment)
+
+    def start(self, deployment: Deployment) -> None:
+        """Start a model that has stopped, though no request waits for it."""
+        if deployment.state == "stopped" and deployment not in self._preloads:
+            self._preloads[deployment] = self._spawn(self._preload_one(deployment))
 
     async def wait_discovered(self, timeout_s: float) -> None:
         """Wait until every model whose replicas are discovered has addresses, for `timeout_s` at most."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from octavo.errors import RequestError
 from octavo.gateway.client import Client
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.gateway_metrics import GatewayMetrics
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("octavo.gateway")
 
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
-_ONLY_PROMPT = (b"x-octavo-only-prompt", b"1")
+ONLY_PROMPT = b"x-octavo-only-prompt"
 _BYTES_PER_TOKEN = 4  # of prompts, about
 _MAX_ERROR_BYTES = 4096
 
@@ -51,6 +52,7 @@ class Prefill:
         other = self._models.names().get(deployment.entry.prefill_model or "")
         if other is None:  # the catalogue has changed since
             return
+        self._models.start(other)  # if it has stopped; this request does not wait for it
         prefixes, _ = request.body.prefixes
         with other.hold():
             replica = other.router.choose(other.replicas, prefixes, (), request.session)
@@ -60,7 +62,7 @@ class Prefill:
             replica.num_in_flight += 1
             status, said = 503, b""
             try:
-                headers = [*self._headers_for(replica, request), _ONLY_PROMPT]
+                headers = [*self._headers_for(replica, request), (ONLY_PROMPT, b"1")]
                 body = request.body.naming(replica.served_name)
                 answer = await replica.upstream.send(request.method, request.target, headers, body)
                 try:
@@ -70,6 +72,8 @@ class Prefill:
                 if answer.header(CUT_OFF) and status == 500:
                     raise UpstreamError("its engine has died")
                 replica.breaker.succeed()
+            except RequestError as error:  # the body hides the model's name
+                status, said = error.status, str(error).encode()
             except UpstreamError as error:
                 replica.breaker.fail()
                 client.num_lost += not isinstance(error, UnreachableError)

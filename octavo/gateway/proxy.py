@@ -22,7 +22,7 @@ from octavo.gateway.gateway_metrics import GatewayMetrics
 from octavo.gateway.key_store import Key
 from octavo.gateway.meter import Meter
 from octavo.gateway.models import Models
-from octavo.gateway.prefill import Prefill
+from octavo.gateway.prefill import ONLY_PROMPT, Prefill
 from octavo.gateway.replica import Replica
 from octavo.gateway.request_body import RequestBody
 from octavo.gateway.router import CreatedIds
@@ -34,7 +34,9 @@ logger = logging.getLogger("octavo.gateway")
 MODEL_HEADER = b"x-octavo-model"  # names the model of a request without one in its body
 SESSION_HEADER = b"x-session-id"
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
-_NOT_PASSED_ON = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding", MODEL_HEADER, RESUMABLE}
+_NOT_PASSED_ON = HOP_BY_HOP | {
+    b"host", b"content-length", b"expect", b"accept-encoding", MODEL_HEADER, ONLY_PROMPT, RESUMABLE,
+}  # fmt: skip
 _KEEPS = re.compile(
     r"/v1/(?:responses|conversations|chat/completions|files|batches)(?:/(?!(?:input_tokens|compact|render|derender|batch)$)([^/]+))?"
 )

@@ -21,6 +21,7 @@ _CHUNK_CHARS = 1024  # of a prompt that is one text
 _MAX_PREFIXES = 1024  # of a conversation; later ones do not change its replica
 _FORM_FIELD = re.compile(rb'content-disposition:[^\r\n]*;\s*name="?(model|stream)"?\s*[;\r]', re.IGNORECASE)
 _ON = (True, "1", "on", "t", "true", "y", "yes")  # true to pydantic, by which many servers read bodies
+_TOKENS = re.compile(rb"\[\s*\d")  # a prompt of token ids, which is split like a text
 _MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
@@ -125,7 +126,7 @@ class RequestBody:
 
 
 def _split(data: bytes) -> list[bytes]:
-    if data.startswith(b"["):
+    if data.startswith(b"[") and not _TOKENS.match(data):
         with contextlib.suppress(msgspec.DecodeError):
             return [bytes(item) for item in _decode_items(data)[:_MAX_PREFIXES]]
     # The last piece may be partial: a longer text does not have it.

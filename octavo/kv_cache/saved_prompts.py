@@ -45,6 +45,9 @@ class SavedPrompts:
         limit = min(len(request.prompt.token_ids) // self._cache.block_size, len(seq.block_hashes))
         num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._tier.watches)
         names = self._cache.prefix_names(seq.block_hashes, num_blocks)
+        for name in names:  # the folder may have lost blocks that were saved once
+            if (block := self._cache.pools[name[0]].lookup(name[1])) is not None:
+                self._tier.note_computed(name, block)
         self._tier.save_first(names)
         self._waits[request.request_id] = names, self._clock() + _PATIENCE_S
 

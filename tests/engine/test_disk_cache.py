@@ -259,6 +259,18 @@ def test_another_engine_goes_on_from_a_saved_prompt(is_busy: bool, model: Any) -
     assert answers(second, PROMPTS) == answers(plain, PROMPTS)
 
 
+def test_a_prompt_whose_files_have_gone_is_saved_again(model: Any) -> None:
+    first, second = model("qwen3"), model("qwen3")
+    for number in range(2):
+        params = SamplingParams(max_tokens=1)
+        first.core.add(EngineRequest(str(number), Prompt(DOCUMENT), params, [0], 1, 0.0, saves_prompt=True))
+        while not first.core.step().outputs:
+            assert first.core.has_work
+        assert num_found(second) == 64
+        second.core.scheduler.cache.forget_prefixes()
+        first.core.disk.files.remove_all()
+
+
 def test_a_saved_prompt_that_is_aborted_or_cannot_be_written_holds_nothing(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,53 @@ def test_a_catalogue_names_an_entry_that_always_runs(entry: str, said: str, tmp_
     file.write_text(f"models:\n  a: {entry}\n")
     with pytest.raises(ConfigError, match=said):
         read_catalogue(str(file))
+
+
+def test_the_entry_that_computes_starts_again_and_no_request_waits_for_it(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        await (save_prompt if "x-octavo-only-prompt" in asked.headers else answer_plainly)(asked)
+
+    always = {"preload": True, "keep_alive": None}
+    models = {"a": always | {"prefill_model": "p", "prefill_min_tokens": 50}, "p": always}
+
+    async def run() -> None:
+        launch = FakeLaunch(behave)
+        async with gateway(models, launch) as gate:
+            await until(lambda: gate.deployment("p").state == gate.deployment("a").state == "ready")
+            launch.last("p").die()
+            await until(lambda: gate.deployment("p").state == "stopped")
+            assert (await gate.ask("a", messages=LONG)).status_code == 200
+            await until(lambda: gate.deployment("p").state == "ready")
+            assert launch.begun.count("p") == 2 and not launch.last("p").asked
+            other = [{"role": "user", "content": "z" * 400}]
+            assert (await gate.ask("a", messages=other)).status_code == 200
+            assert len(launch.last("p").asked) == 1
+
+    clock.run(run())
+
+
+def test_a_name_that_the_body_hides_and_a_clients_own_header_change_nothing(clock: Clock) -> None:
+    async def run() -> None:
+        async with fake_servers(answer_plainly, save_prompt) as (decode, prefill):
+            models = entries(decode.address, prefill.address)
+            models["a"]["served_model_name"] = "a"
+            async with gateway(models) as gate:
+                hidden = json.dumps({"messages": LONG, "x": [{"model": "a"}] * 17, "model": "a"})
+                headers = {"x-octavo-only-prompt": "1"}
+                answer = await gate.http.post("/v1/chat/completions", content=hidden, headers=headers)
+                assert answer.status_code == 200 and not prefill.asked
+                assert "x-octavo-only-prompt" not in decode.asked[0].headers
+
+    clock.run(run())
+
+
+def test_token_ids_count_like_a_text(clock: Clock) -> None:
+    async def run() -> None:
+        async with (
+            fake_servers(answer_plainly, save_prompt) as (decode, prefill),
+            gateway(entries(decode.address, prefill.address)) as gate,
+        ):
+            await gate.ask("a", "/v1/completions", prompt=[12345] * 2000)
+            assert len(prefill.asked) == 1
+
+    clock.run(run())

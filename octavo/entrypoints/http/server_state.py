@@ -471,8 +471,11 @@ class ServerState:
             request, params=SamplingParams(max_tokens=1), max_tokens=1, prediction=[], final_check=None,
             saves_prompt=True,
         )  # fmt: skip
-        async for _ in self.outputs_of(only_prompt, name):
-            pass
+        reason: str | None = None
+        async for output in self.outputs_of(only_prompt, name):
+            reason = output.outputs[0].finish_reason
+        if reason not in ("length", "stop"):
+            raise RequestError("The prompt was not computed to its end.", status=503)
         raise PromptSavedError
 
     def log(self, request: EngineRequest, name: str) -> None:
