@@ -56,6 +56,7 @@ class Deployment:
         self._restarts: set[asyncio.Task[None]] = set()
         self._idle_timer: asyncio.TimerHandle | None = None
         self._is_retired = self._is_closed = False
+        self.is_cut = False  # its requests are cut off, and send nothing more to a replica
         self._closing: asyncio.Future[None] | None = None
         self._failure: StartError | None = None
         self._asked_keep_alive: float | None = None
@@ -165,7 +166,7 @@ class Deployment:
 
     def cut(self) -> None:
         """End all requests, waiting or being answered, with errors."""
-        self._is_closed = True
+        self._is_closed = self.is_cut = True
         _cancel(self._starting)
         for wait in self._waits:
             wait.cancel()

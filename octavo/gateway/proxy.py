@@ -289,6 +289,8 @@ class Proxy:
             if keeper is None and not tried and self._prefill.is_wanted(deployment, request):
                 work = self._prefill.compute(deployment, request, client)
                 await self._with_comments(work, "the prompt is computed", client)
+            if deployment.is_cut:  # meanwhile
+                raise _stopping()
             # Every try excludes one replica, so the loop ends.
             while (replica := keeper or self._choose(deployment, request, tried)) not in tried and replica is not None:
                 tried.add(replica)
@@ -296,7 +298,7 @@ class Proxy:
                 if error is None:
                     return True
                 if self.is_stopping:
-                    raise RequestError("The gateway is stopping.", status=503, code="stopping")
+                    raise _stopping()
                 if client.num_lost >= _MAX_LOST:
                     raise RequestError(
                         f"{client.num_lost} replicas of {deployment.name} were lost while they had this request; it is "
@@ -459,6 +461,10 @@ class Proxy:
         finally:
             task.cancel()
             del task  # its error's traceback has this frame, so the variable would make a cycle
+
+
+def _stopping() -> RequestError:
+    return RequestError("The gateway is stopping.", status=503, code="stopping")
 
 
 def _others(deployment: Deployment, tried: Collection[Replica]) -> list[Replica]:

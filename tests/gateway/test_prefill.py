@@ -78,6 +78,25 @@ def test_a_prompt_that_is_not_computed_is_the_replicas_own(clock: Clock, behave:
     clock.run(run())
 
 
+def test_a_request_that_is_cut_off_while_its_prompt_is_computed_asks_no_other_replica(clock: Clock) -> None:
+    async def be_silent(asked: Asked) -> None:
+        await asked.reader.read()
+
+    async def run() -> None:
+        async with (
+            fake_servers(answer_plainly, be_silent) as (decode, prefill),
+            gateway(entries(decode.address, prefill.address), shutdown_timeout=3.0) as gate,
+        ):
+            asking = asyncio.ensure_future(gate.ask(messages=LONG))
+            await until(lambda: prefill.asked)
+            gate.server.stop()
+            response = await asking
+            assert response.status_code == 503 and response.json()["error"]["code"] == "stopping"
+            assert not decode.asked
+
+    clock.run(run())
+
+
 @pytest.mark.parametrize("end", [hang_up, lose_engine])
 def test_a_prompt_that_ends_replicas_ends_two_at_most(clock: Clock, end: Any) -> None:
     async def run() -> None:

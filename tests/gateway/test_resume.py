@@ -184,6 +184,25 @@ def test_a_stream_that_has_lost_its_replica_waits_for_busy_ones_and_not_for_ever
     clock.run(run())
 
 
+def test_a_stream_that_is_cut_off_while_it_waits_for_a_busy_replica_does_not_ask_it_again(clock: Clock) -> None:
+    async def run() -> None:
+        async def be_busy(asked: Asked) -> None:
+            asked.reply(b"{}", 503)
+            asyncio.get_running_loop().call_later(0.5, gate.server.stop)  # amid the pause
+
+        async def lose(asked: Asked) -> None:
+            for one in servers:
+                one.behave = be_busy
+            await replica(3)(asked)
+
+        async with fake_servers(lose, lose) as servers, gateway(at(servers), shutdown_timeout=0.1) as gate:
+            answer = await gate.ask(stream=True)
+            assert b'"code":"stopping"' in answer.content
+            assert [len(one.asked) for one in servers] == [1, 1]
+
+    clock.run(run())
+
+
 def test_a_stream_that_ends_replicas_ends_two_at_most(clock: Clock) -> None:
     async def run() -> None:
         async with fake_servers(*(replica(2) for _ in range(4))) as servers, gateway(at(servers)) as gate:
