@@ -132,7 +132,8 @@ class GatewayApp:
             raise
         except Exception:  # a fault of the gateway's own
             logger.exception("Unexpected error while answering a request")
-            self.metrics.requests.labels("none", "none", 500).inc()
+            if not client.has_answer:
+                self.metrics.requests.labels("none", "none", 500).inc()
             await client.fail(RequestError("Internal error.", status=500, code="internal_error"))
 
     def _note_refusal(self, method: str, path: str, key: Key | None, error: RequestError, request_id: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import RequestError
+from octavo.gateway.client import Client
 from octavo.gateway.error_bodies import error_body
 from tests.gateway.fakes import Asked, Behave, FakeLaunch, FakeServer, answer_plainly, fake_servers, gateway, until
 from tests.waiting import Clock
@@ -430,6 +431,10 @@ def test_each_request_is_counted_as_one_answer(clock: Clock, monkeypatch: pytest
         async with fake_servers(die_after_the_head) as servers, gateway(at(servers)) as gate:
             servers[0].behave = stream_and_die
             assert b"replica_lost" in (await gate.ask(stream=True)).content
+            servers[0].behave = stream
+            with monkeypatch.context() as fault:
+                fault.setattr(Client, "end", None)
+                assert b"internal_error" in (await gate.ask(stream=True)).content
             monkeypatch.setattr(gate.server.app._proxy, "_choose", None)
             assert (await gate.ask()).status_code == 500
             text = (await gate.http.get("/metrics")).text
@@ -438,7 +443,12 @@ def test_each_request_is_counted_as_one_answer(clock: Clock, monkeypatch: pytest
                 for line in text.splitlines()
                 if line.startswith("octavo_gateway_requests_total")
             ]
-            assert sorted(counts) == ["1.0", "1.0"] and 'replica="none",status="500"' in text
+            assert sorted(counts) == ["1.0", "2.0"] and 'replica="none",status="500"' in text
+
+    async def stream(asked: Asked) -> None:
+        asked.begin_stream()
+        asked.piece(b"data: {}\n\n")
+        asked.piece(b"")
 
     async def stream_and_die(asked: Asked) -> None:
         asked.begin_stream()
