@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from octavo.call_arguments import with_whole_pairs
@@ -375,16 +377,16 @@ def _with_single_calls(conversation: Sequence[Mapping[str, Any]]) -> list[Mappin
         if len(calls := message.get("tool_calls") or ()) < 2:
             found.append(message)
             continue
-        results = list[Mapping[str, Any]]()
+        results, places = dict[int, Mapping[str, Any]](), defaultdict[Any, deque[int]](deque)
         while position < len(conversation) and conversation[position].get("role") == "tool":
-            results.append(conversation[position])
+            results[position] = conversation[position]
+            places[conversation[position].get("tool_call_id")].append(position)
             position += 1
         for i, call in enumerate(calls):
             found.append({**(message if i == 0 else {"role": message["role"], "content": None}), "tool_calls": [call]})
-            own = next((n for n, one in enumerate(results) if one.get("tool_call_id") == call.get("id")), None)
-            if own is not None:
-                found.append(results.pop(own))
-        found += results
+            if own := places[call.get("id")]:
+                found.append(results.pop(own.popleft()))
+        found += results.values()
     return found
 
 
@@ -502,20 +504,24 @@ def _with_written_calls(message: Mapping[str, Any], form: ToolFormat | None) -> 
 def _with_results_as_users(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a conversation in which adjacent results of calls are one message of the user, with the user's own text if
     it follows: templates without a role for results may want an answer to each message of the user."""
-    found, follows_result = list[dict[str, Any]](), False
+    found, follows_result = list[tuple[dict[str, Any], list[Any]]](), False  # messages, each with its contents
     for message in conversation:
         one = _with_result_as_user(message)
         if follows_result and one.get("role") == "user":
-            before, content = found[-1]["content"], one.get("content") or ""
-            if isinstance(before, str) and isinstance(content, str):
-                found[-1]["content"] = f"{before}\n{content}"
-            else:
-                parts = (_with_parts({"content": part})["content"] for part in (before, content))
-                found[-1]["content"] = [part for some in parts for part in some]
+            found[-1][1].append(one.get("content") or "")
         else:
-            found.append(one)
+            found.append((one, [one.get("content")]))
         follows_result = message.get("role") == "tool"
-    return found
+    return [one if len(contents) == 1 else {**one, "content": _joined(contents)} for one, contents in found]
+
+
+def _joined(contents: Sequence[Any]) -> Any:
+    """Return the contents of several messages as one: lines, or a list of parts if a content is one."""
+    texts = list(takewhile(lambda content: isinstance(content, str), contents))
+    if len(texts) == len(contents):
+        return "\n".join(texts)
+    contents = ["\n".join(texts), *contents[len(texts) :]] if texts else contents
+    return [part for content in contents for part in _with_parts({"content": content})["content"]]
 
 
 def _with_result_as_user(message: Mapping[str, Any]) -> dict[str, Any]:

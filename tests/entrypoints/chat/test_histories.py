@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
+from octavo.entrypoints.chat import chat_template
 from octavo.entrypoints.chat.answer_reader import AnswerFormat, AnswerReader, CallDelta
-from octavo.entrypoints.chat.chat_template import render_chat
+from octavo.entrypoints.chat.chat_template import _with_parts, _with_results_as_users, _with_single_calls, render_chat
 from octavo.entrypoints.chat.tools.call_ids import CallIdForm, CallIds
 from octavo.entrypoints.chat.tools.format_detection import model_formats
 from octavo.entrypoints.chat.tools.format_parser import FormatParser
@@ -114,6 +115,54 @@ def test_calls_are_turns_of_their_own_where_the_template_takes_one_at_once() -> 
         '[user]Hi[assistant]<call>get_weather {"city": "Rome"}</call>[tool]rain'
         '[assistant]<call>get_weather {"city": "Oslo"}</call>[tool]snow[tool]lost[user]Hi'
     )
+
+
+class Message(dict[str, Any]):
+    """A message that counts how often its fields are read."""
+
+    num_reads = 0
+
+    def get(self, *args: Any) -> Any:
+        Message.num_reads += 1
+        return super().get(*args)
+
+
+def test_the_result_of_each_of_many_calls_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Message, "num_reads", 0)
+    many = {**calling(), "tool_calls": [call for i in range(300) for call in calling(id=str(i))["tool_calls"]]}
+    results = [Message(result(str(i))) for i in reversed(range(300))]
+    found = _with_single_calls([many, *results])
+    assert [message["tool_call_id"] for message in found[1::2]] == [str(i) for i in range(300)]
+    assert Message.num_reads <= 3 * 300
+
+
+def test_many_results_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_parts = 0
+
+    def counted(message: dict[str, Any]) -> dict[str, Any]:
+        nonlocal num_parts
+        num_parts += len(found["content"]) if isinstance((found := _with_parts(message))["content"], list) else 0
+        return found
+
+    monkeypatch.setattr(chat_template, "_with_parts", counted)
+    text, part = "<tool_response>\nrain\n</tool_response>", {"type": "text", "text": "sun"}
+    [one] = _with_results_as_users([result()] * 300)
+    assert one["content"] == "\n".join([text] * 300)
+    [one, answer] = _with_results_as_users(
+        [result(), result(), {**result(), "content": [part]}, result(), USER, calling()]
+    )
+    assert [each["text"] for each in one["content"]] == [
+        f"{text}\n{text}",
+        "<tool_response>\n",
+        "sun",
+        "\n</tool_response>",
+        text,
+        "Hi",
+    ]
+    assert answer == calling()
+    num_parts = 0
+    [one] = _with_results_as_users([{**result(), "content": [part]}] * 300)
+    assert len(one["content"]) == num_parts == 3 * 300
 
 
 def test_a_user_may_speak_after_a_result_where_the_template_wants_answers() -> None:
@@ -353,6 +402,21 @@ def test_ids_have_the_form_that_the_template_demands_and_can_be_sent_back(templa
         messages += [calling(id=new), result(new), {"role": "assistant", "content": str(turn)}, USER]
     assert len({m["tool_call_id"] for m in messages if m["role"] == "tool"}) == 6
     render_chat(tokenizer, messages, tools=[WEATHER])
+
+
+def test_free_ids_are_not_sought_again_for_each_call() -> None:
+    class Taken(set[str]):
+        num_asked = 0
+
+        def __contains__(self, id: object) -> bool:
+            self.num_asked += 1
+            return super().__contains__(id)
+
+    ids = CallIds(CallIdForm.COUNTED, [f"functions.now:{i}" for i in range(300, 600)])
+    ids._taken = taken = Taken(ids._taken)
+    assert [ids.next("now") for _ in range(300)] == [f"functions.now:{i}" for i in range(600, 900)]
+    assert taken.num_asked <= 3 * 300
+    assert ids.next("get_weather") == "functions.get_weather:600"
 
 
 def test_ids_of_other_servers_get_the_form_that_the_template_demands() -> None:

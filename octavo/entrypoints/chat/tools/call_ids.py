@@ -37,6 +37,8 @@ class CallIds:
     seed: str = ""
     _taken: set[str] = field(init=False)
     _num_calls: int = field(init=False)
+    # The next count to try, by function if ids name it; lower ones are taken.
+    _next_counts: dict[str, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         used = list(self.used)
@@ -59,17 +61,18 @@ class CallIds:
         return True
 
     def _new(self, name: str) -> str:
-        if self.form is CallIdForm.COUNTED:
-            count = self._num_calls
-            while (counted := f"functions.{name}:{count}") in self._taken:
-                count += 1
-            return counted
-        count, new = self._num_calls, ""
-        while not new or new in self._taken:
-            digits = hashlib.blake2b(f"{self.seed} {count}".encode(), digest_size=12).hexdigest()
-            new = digits[:9] if self.form is CallIdForm.SHORT else f"call_{digits}"
+        key = name if self.form is CallIdForm.COUNTED else ""
+        count = max(self._num_calls, self._next_counts.get(key, 0))
+        while (new := self._id(name, count)) in self._taken:
             count += 1
+        self._next_counts[key] = count + 1
         return new
+
+    def _id(self, name: str, count: int) -> str:
+        if self.form is CallIdForm.COUNTED:
+            return f"functions.{name}:{count}"
+        digits = hashlib.blake2b(f"{self.seed} {count}".encode(), digest_size=12).hexdigest()
+        return digits[:9] if self.form is CallIdForm.SHORT else f"call_{digits}"
 
 
 def with_counted_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
