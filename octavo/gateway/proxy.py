@@ -46,6 +46,7 @@ _CREATED = re.compile(
 _CACHE_SESSIONS = "/v1/cache/sessions/"
 _EVERYWHERE_S = 30.0  # for all replicas to answer
 _MAX_ANSWER_BYTES = 1 << 16
+_GENERATING_PATHS = RESUMABLE_PATHS | {"/invocations", "/generate"}  # whose whole answers may be cut off
 _BUSY = (429, 503)
 _BUSY_PAUSE_S = 1.0  # until busy replicas are asked again to go on with a stream
 _MAX_LOST = 2  # replicas that a request may lose: it may be what ends them
@@ -348,7 +349,7 @@ class Proxy:
                 logger.warning("%s: replica %s gave no answer: %s", deployment.name, replica.name, error)
                 return f"replica {replica.name}: {error}"
             others = _others(deployment, tried)
-            is_whole = request.path in RESUMABLE_PATHS and not request.body.streams
+            is_whole = request.path in _GENERATING_PATHS and not request.body.streams
             is_cut_off = answer.header(CUT_OFF) and (answer.status >= 500 or is_whole)
             may_wait = answer.status in _BUSY and time.monotonic() < client.waits_until
             if (answer.status in _BUSY or is_cut_off) and (others or may_wait) and not is_only:

@@ -141,7 +141,8 @@ def test_no_half_event_is_sent_of_a_replica_that_dies_after_it_has_given_a_strea
     clock.run(run())
 
 
-def test_an_answer_that_a_replica_has_cut_off_is_made_by_another_one(clock: Clock) -> None:
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/invocations", "/generate"])
+def test_an_answer_that_a_replica_has_cut_off_is_made_by_another_one(clock: Clock, path: str) -> None:
     async def cut_off(asked: Asked) -> None:
         asked.reply(b'{"finish_reason": "abort"}', x_octavo_cut_off="1")
 
@@ -150,10 +151,10 @@ def test_an_answer_that_a_replica_has_cut_off_is_made_by_another_one(clock: Cloc
             number = 0
             while not servers[0].asked:  # either may be chosen
                 number += 1
-                assert "abort" not in (await gate.ask(messages=[number])).text
+                assert "abort" not in (await gate.ask(path=path, messages=[number])).text
             servers[1].die()
             await until(lambda: not gate.deployment("a").replicas[1].is_healthy)
-            alone = await gate.ask(messages=[number])
+            alone = await gate.ask(path=path, messages=[number])
             assert "abort" in alone.text and "x-octavo-cut-off" not in alone.headers
 
     clock.run(run())
