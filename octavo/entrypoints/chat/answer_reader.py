@@ -149,7 +149,7 @@ def wanted_grammar(
     if content is None:
         return None if budget is None else WantedGrammar(None, budget=budget)
     marks = None
-    if (reasoning := form.reasoning) is not None:
+    if (reasoning := form.reasoning) is not None and not reasoning.is_ended:
         style = reasoning.style
         marks = ReasoningMarks(
             None if reasoning.is_open else style.start, style.end, reasoning.is_optional, style.answer_start,

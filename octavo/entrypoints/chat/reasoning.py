@@ -110,12 +110,13 @@ class Reasoning:
     is_optional: bool  # an answer may have none
     has_header: bool = False  # the prompt ends with the header of a block
     goes_on: bool = False  # an answer begins within the text of the reasoning, so that its first line breaks count
+    is_ended: bool = False  # the prompt has ended the reasoning: an answer has none, only marks around its content
 
     @classmethod
     def after(cls, prompt: str, style: ReasoningStyle, begun: str | None = None) -> Reasoning | None:
         """Return the reasoning of answers to `prompt`. None if the prompt has ended the reasoning already, as templates
-        do when thinking is off. An answer that continues a message, whose content so far is `begun`, may begin in the
-        middle of its reasoning."""
+        do when thinking is off, and the content has no marks. An answer that continues a message, whose content so far
+        is `begun`, may begin in the middle of its reasoning."""
         end = prompt.rstrip()
         if style.has_channels:
             return cls(style, is_open=False, is_optional=True)
@@ -123,7 +124,7 @@ class Reasoning:
             has_header = bool(style.blocks.header) and end.endswith(style.blocks.header)
             return cls(style, is_open=end.endswith(style.start), is_optional=True, has_header=has_header)
         if end.endswith(style.end.rstrip()):
-            return None
+            return cls(style, is_open=False, is_optional=True, is_ended=True) if style.answer_start else None
         start = style.start.rstrip()
         begins = begun is not None and begun.lstrip().startswith(start) and style.end not in begun
         if (begins and not style.stays_in_content) or end.endswith(start):
@@ -161,6 +162,10 @@ class ReasoningSplitter:
         new_tool_parser: Callable[[], ToolParser] | None = None,
     ) -> None:
         self._style = reasoning.style
+        # One of these marks may begin an answer that does not begin inside the reasoning.
+        self._first_marks = [mark for mark in (reasoning.style.start, reasoning.style.answer_start) if mark]
+        if reasoning.is_ended:
+            self._first_marks.remove(reasoning.style.start)
         self._call_marks = call_marks if new_tool_parser is not None else ()
         self._new_tool_parser = new_tool_parser
         self._trial: ToolParser | None = None  # parser of the held text, which begins with a mark of calls
@@ -220,15 +225,15 @@ class ReasoningSplitter:
         return "", held.rstrip("\n") if self._is_marked else held
 
     def _look_for_start(self) -> None:
-        text, style = self._held.lstrip(), self._style
-        if text.startswith(style.start):
-            self._held = text[len(style.start) :]
-            self._state = "inside"
-        elif style.answer_start and text.startswith(style.answer_start):  # an answer without reasoning
+        text = self._held.lstrip()
+        found = next((mark for mark in self._first_marks if text.startswith(mark)), None)
+        if found is None:
+            if not any(mark.startswith(text) for mark in self._first_marks):
+                self._state, self._is_at_start = "after", False
+        elif found == self._style.start:
+            self._held, self._state = text[len(found) :], "inside"
+        else:  # an answer without reasoning
             self._held, self._state = text, "after"
-        elif not style.start.startswith(text) and not style.answer_start.startswith(text):
-            self._state = "after"
-            self._is_at_start = False
 
     def _take_reasoning(self) -> str:
         if self._is_at_start:

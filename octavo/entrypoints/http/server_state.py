@@ -230,7 +230,9 @@ class ServerState:
     def thinking_budget(self, num_tokens: int | None, reasoning: Reasoning | None) -> ThinkingBudget | None:
         """Return the budget that bounds the `reasoning` of an answer, or None. Raises `RequestError` if one token
         cannot end the reasoning."""
-        if num_tokens is None or reasoning is None or num_tokens >= self.engine.config.model.max_model_len:
+        if num_tokens is None or reasoning is None or reasoning.is_ended:
+            return None
+        if num_tokens >= self.engine.config.model.max_model_len:
             return None
         if self.thinking_tokens is None:
             raise RequestError(

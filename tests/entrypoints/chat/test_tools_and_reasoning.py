@@ -277,6 +277,21 @@ def test_reasoning_may_have_a_budget(tiny_tokenizer: Path) -> None:
         assert httpx.post(f"{url}/v1/chat/completions", json=budget).status_code == 200, "nothing to bound"
 
 
+def test_where_thinking_is_off_the_content_has_no_marks_and_the_grammar_no_reasoning(tiny_tokenizer: Path) -> None:
+    engine = FakeEngine(tiny_tokenizer)
+    engine.tokenizer.chat_template = TEMPLATE + "<think>\n\n</think>\n"
+    engine.answer = "<answer>\nFour.\n</answer>"
+    with (
+        serving(engine, reasoning_parser="hunyuan_a13b", disable_log_requests=True) as url,
+        openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=within(60)) as client,
+    ):
+        message = both(client, extra_body={"thinking_token_budget": 3}).message
+        assert message.content == "Four." and "reasoning_content" not in message.model_dump(exclude_none=True)
+        assert engine.seen[-1][1].grammar is None, "nothing to bound"
+        both(client, response_format={"type": "json_object"})
+        assert "answer>" not in grammar_of(engine) and "think>" not in grammar_of(engine)
+
+
 def test_reasoning_can_be_left_out(client: openai.OpenAI, chatty: FakeEngine) -> None:
     chatty.answer = THOUGHT + "Four."
     choice = both(client, extra_body={"include_reasoning": False})
