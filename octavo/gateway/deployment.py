@@ -93,6 +93,11 @@ class Deployment:
         asked = self.entry.keep_alive if self._asked_keep_alive is None else self._asked_keep_alive
         return None if asked is None or math.isinf(asked) else asked
 
+    @property
+    def restarting(self) -> list[str]:
+        """The names of replicas that have ended and are started again."""
+        return [] if self.state != "ready" else [task.get_name() for task in self._restarts if not task.done()]
+
     def may_be_used_by(self, key: Key | None) -> bool:
         """Return whether a client's key is for this model."""
         return key is None or key.may_use({self.name, *self.entry.aliases})
@@ -304,17 +309,19 @@ class Deployment:
         if not self.replicas:  # the next request starts the model again
             self.begin_stop()
             return
-        restart = asyncio.ensure_future(self._restart(replica.name))
+        restart = asyncio.create_task(self._restart(replica.name), name=replica.name)
         self._restarts.add(restart)
         restart.add_done_callback(self._restarts.discard)
 
     async def _restart(self, name: str) -> None:
         pause_s = MIN_BACKOFF_S
         while True:
+            self.num_starts += 1
             try:
                 self.replicas.append(await self._launch_one(name))
                 return
             except StartError as error:
+                self.num_failed_starts += 1
                 logger.error("%s: replica %s did not start: %s; next try in %g s", self.name, name, error, pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_BACKOFF_S)

@@ -74,7 +74,9 @@ class GatewayMetrics:
         held = GaugeMetricFamily(
             prefix + "model_requests", "Requests that wait for the model or are answered by it.", labels=["model"]
         )
-        starts = CounterMetricFamily(prefix + "starts", "Starts of a model.", labels=["model"])
+        starts = CounterMetricFamily(
+            prefix + "starts", "Starts of a model, and of a replica that had ended.", labels=["model"]
+        )
         failed = CounterMetricFamily(prefix + "failed_starts", "Starts that failed.", labels=["model"])
         affine = CounterMetricFamily(
             prefix + "affine_requests", "Requests that went to a replica that knows a prefix of theirs.",
@@ -92,6 +94,8 @@ class GatewayMetrics:
                     counter.labels(*name, replica.name)  # 0 from the start: alerts do not see how a series begins
                 in_flight.add_metric([*name, replica.name], replica.num_in_flight)
                 up.add_metric([*name, replica.name], replica.takes_requests())
+            for restarting in deployment.restarting:
+                up.add_metric([*name, restarting], 0)
         yield from (in_flight, up, ready, held, starts, failed, affine)
         budget = self._models.budget
         yield GaugeMetricFamily(prefix + "memory_held_gib", "Memory of the models that run here.", budget.held_gib)

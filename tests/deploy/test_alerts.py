@@ -54,6 +54,7 @@ OF_MODEL, OF_REPLICA, OF_STATUS = (
     f"octavo_gateway_{{}}{{{{{labels}}}}}".format
     for labels in ('model="m"', 'model="m",replica="{}"', 'model="m",replica="0",status="{}"')
 )
+READY = {OF_MODEL("model_ready"): "1x20"}
 OK_ANSWERS = {'http_requests_total{status="2xx"}': "0+100x20"}
 CASES = {
     "OctavoDown": Case(
@@ -113,8 +114,9 @@ CASES = {
         "a:8000 has 90% of the files open that it may have.", labels=SERVER,
     ),
     "OctavoGatewayModelDown": Case(
-        {OF_REPLICA("replica_up", 0): "0x20", OF_REPLICA("replica_up", 1): "0x20"},
-        {OF_REPLICA("replica_up", 0): "0x20", OF_REPLICA("replica_up", 1): "1x20"},
+        READY | {OF_REPLICA("replica_up", 0): "0x20", OF_REPLICA("replica_up", 1): "0x20"},
+        READY | {OF_REPLICA("replica_up", 0): "0x20", OF_REPLICA("replica_up", 1): "1x20"}
+        | {'octavo_gateway_model_ready{model="stopped"}': "0x20"},
         "No replica of m has taken requests from a:8000 for two minutes.", labels=GATEWAY,
     ),
     "OctavoGatewayReplicaDown": Case(
@@ -136,9 +138,12 @@ CASES = {
         "20% of the answers of octavo are 5xx.", labels='job="octavo"',
     ),
     "OctavoGatewayAnswersBreak": Case(
-        *({OF_REPLICA("broken_answers_total", 0): "0x15 2x5", OF_REPLICA("resumed_streams_total", 1): f"0x15 {count}x5"}
-          for count in (1, 2)),
-        "Answers of m broke off, as their replica was lost and no other one continued them.",
+        {OF_REPLICA("broken_answers_total", 0): "0x3 2x17", OF_REPLICA("resumed_streams_total", 1): "0x3 1x17"},
+        # The streams of m are about to continue, and those of n have.
+        {OF_REPLICA("broken_answers_total", 0): "0x5 2x15", OF_REPLICA("resumed_streams_total", 1): "0x10 2x10",
+         'octavo_gateway_broken_answers_total{model="n",replica="0"}': "0x3 2x17",
+         'octavo_gateway_resumed_streams_total{model="n",replica="1"}': "0x3 2x17"},
+        "Answers of m broke off, as their replica was lost and no other one continued them.", minutes=10,
         labels='job="octavo",model="m"',
     ),
 }  # fmt: skip
@@ -192,6 +197,16 @@ def test_promtool_agrees(tmp_path: Path) -> None:
         }
         for name in ALERTS if "min_over_time" in ALERTS[name]["expr"]
     ]  # fmt: skip
+    # A model whose replicas are discovered, and there are none.
+    name = "OctavoGatewayModelDown"
+    tests.append(
+        {
+            "name": "no replicas",
+            "interval": "1m",
+            "input_series": [{"series": of_server(series), "values": values} for series, values in READY.items()],
+            "alert_rule_test": [{"alertname": name, "eval_time": "20m", "exp_alerts": [expected(name)]}],
+        }
+    )
     # Releases of one name in two namespaces, of which the greater one does well.
     name = "OctavoAnswersFail"
     series = {("test", "5xx"): "0+5x20", ("test", "2xx"): "0+5x20", ("live", "2xx"): "0+1000x20"}

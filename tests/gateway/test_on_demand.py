@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,24 @@ def test_a_dead_replica_is_started_again(clock: Clock) -> None:
             for server in gate.launch.servers["a"]:
                 server.die()
             assert (await gate.ask()).status_code == 200, "all are dead: the model is started again"
+
+    clock.run(run())
+
+
+def test_a_replica_whose_restarts_fail_is_seen(clock: Clock) -> None:
+    async def run() -> None:
+        async with gateway({"a": {"replicas": 2}}) as gate:
+            await gate.ask()
+            gate.launch.error = "no memory"
+            gate.launch.servers["a"][0].die()
+            await until(lambda: gate.deployment("a").num_failed_starts == 2)
+            text = (await gate.http.get("/metrics")).text
+            ups = re.findall(r'octavo_gateway_replica_up{model="a",replica="(\d)"} (\S+)', text)
+            assert sorted(value for _, value in ups) == ["0.0", "1.0"] and len(dict(ups)) == 2
+            assert 'octavo_gateway_failed_starts_total{model="a"} 2.0' in text
+            gate.launch.error = None
+            await until(lambda: len(gate.deployment("a").replicas) == 2)
+            assert not gate.deployment("a").restarting
 
     clock.run(run())
 
