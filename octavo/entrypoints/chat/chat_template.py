@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from octavo.entrypoints.chat.tools.tool_formats import ToolFormat
     from octavo.loading.tokenizer import ModelTokenizer
 
+_Messages = Sequence[Mapping[str, Any]]
+_Tools = Sequence[Mapping[str, Any]] | None
+
 _INSTRUCTIONS = """You may call one or more functions to assist with the user query. You are provided with function \
 signatures within <tools></tools> tags:
 <tools>
@@ -148,7 +151,13 @@ def render_chat(
         return str(prompt)
 
     try:
-        return _rendered_with_tools(render, tools or None, conversation, knows_role="developer" in template)
+        return _rendered_with_tools(
+            render,
+            tools or None,
+            conversation,
+            knows_role="developer" in template,
+            takes_text_arguments=traits.takes_text_arguments,
+        )
     except Exception as error:  # the template is a program of the model: it may raise anything
         lines = str(error).splitlines() or [type(error).__name__]
         raise RequestError(f"The chat template refuses these messages: {lines[0]}", param="messages") from error
@@ -165,39 +174,75 @@ def _usual_role(message: Mapping[str, Any]) -> object:
     return "system" if message.get("role") == "developer" else message.get("role")
 
 
+_Change = Callable[[_Tools, _Messages], tuple[_Tools, _Messages]]
+
+
 def _rendered_with_tools(
-    render: Callable[[Sequence[Mapping[str, Any]] | None, Sequence[Mapping[str, Any]]], str],
-    tools: Sequence[Mapping[str, Any]] | None,
-    conversation: Sequence[Mapping[str, Any]],
+    render: Callable[[_Tools, _Messages], str],
+    tools: _Tools,
+    conversation: _Messages,
     *,
     knows_role: bool,
+    takes_text_arguments: bool,
 ) -> str:
-    """Render a conversation with its tools. If the template refuses them, they get the fields that they lack, then
-    parameters of one type each; without tools it gets an empty list of them. Then the conversation is restated step by
-    step: calls get an object for arguments that are none, such as those that the end of an answer has cut off, each
-    call a message of its own, each result of a tool an answer before the user speaks, and each empty answer a blank."""
+    """Render a conversation with its tools. If the template refuses them, render them with the first change that helps,
+    or else with the changes that help together. A change that is not needed would make the prompt differ from those of
+    earlier turns.
+
+    Tools get the fields that they lack, parameters with a type and a description, then one type each; without tools the
+    template gets an empty list of them. Calls get an object for arguments that are none, such as those that the end of
+    an answer has cut off, each call a message of its own, each result of a tool an answer before the user speaks, and
+    each empty answer a blank."""
+
+    def rendered(asked: tuple[_Tools, _Messages]) -> str:
+        return _rendered_with_developers(partial(render, asked[0]), asked[1], knows_role=knows_role)
+
+    def changed(changes: Sequence[_Change]) -> tuple[_Tools, _Messages]:
+        asked = sent
+        for change in changes:
+            asked = change(*asked)
+        return asked
+
+    sent: tuple[_Tools, _Messages] = (None if tools is None else list(tools), list(conversation))
     try:
-        return _rendered_with_developers(partial(render, tools), conversation, knows_role=knows_role)
+        return rendered(sent)
     except Exception as error:
         refusal = error
-    for change in (_with_all_fields, _with_plain_parameters):
-        others = [change(tool) for tool in tools or ()]
-        if others != list(tools or ()):
-            tools = others
-            try:
-                return _rendered_with_developers(partial(render, tools), conversation, knows_role=knows_role)
-            except Exception as error:
-                refusal = error
-    if tools is None:  # templates for tools alone, such as Hermes 3's `tool_use`, list them without asking
-        with suppress(Exception):
-            return _rendered_with_developers(partial(render, ()), conversation, knows_role=knows_role)
-    for restated in (_with_objects, _with_single_calls, _with_answers, _with_blanks):
-        changed = restated(conversation)
-        if changed != list(conversation):
-            conversation = changed
+    changes: list[_Change] = [_for_tools(change) for change in (_with_all_fields, _with_whole_parameters, _with_types)]
+    changes.append(lambda tools, messages: (() if tools is None else tools, messages))  # Hermes 3's `tool_use` needs it
+    restatements = (
+        partial(_with_objects, as_text=takes_text_arguments), _with_single_calls, _with_answers, _with_blanks
+    )  # fmt: skip
+    changes += [_for_messages(restated) for restated in restatements]
+    for change in changes:
+        if (asked := change(*sent)) != sent:
             with suppress(Exception):
-                return _rendered_with_developers(partial(render, tools), conversation, knows_role=knows_role)
-    raise refusal
+                return rendered(asked)
+    needed, asked, prompt = list[_Change](), sent, None
+    for change in changes:
+        if (other := change(*asked)) != asked:
+            needed.append(change)
+            asked = other
+            if len(needed) > 1:
+                with suppress(Exception):
+                    prompt = rendered(asked)
+                    break
+    if prompt is None:
+        raise refusal
+    for change in needed[-2::-1]:  # the last first: it changes more
+        fewer = [one for one in needed if one is not change]
+        with suppress(Exception):
+            prompt = rendered(changed(fewer))
+            needed = fewer
+    return prompt
+
+
+def _for_tools(change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> _Change:
+    return lambda tools, messages: (None if tools is None else [change(tool) for tool in tools], messages)
+
+
+def _for_messages(restated: Callable[[_Messages], _Messages]) -> _Change:
+    return lambda tools, messages: (tools, restated(messages))
 
 
 def _rendered_with_developers(
@@ -326,41 +371,73 @@ def _with_all_fields(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {**tool, "function": {"description": "", **function, "parameters": parameters}}
 
 
-def _with_plain_parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool whose parameters have a description and one type, because some templates write each as a Python
-    type, and fail at lists of types, at null and at parameters without a type."""
+def _with_whole_parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool whose parameters have a type and a description, because some templates read both."""
+    return _with_parameters(tool, _whole)
+
+
+def _with_types(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool whose parameters have one type each, and a type of their values, because some templates write a
+    parameter as a Python type, and fail at lists of types, at null and at objects of any values."""
+    return _with_parameters(tool, _of_one_type)
+
+
+def _with_parameters(
+    tool: Mapping[str, Any], change: Callable[[Any, Mapping[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
     tool = _with_all_fields(tool)
     if not isinstance(function := tool.get("function"), Mapping):
         return tool
     root = function["parameters"]
     properties = root["properties"] if isinstance(root["properties"], Mapping) else {}
-    plain = {name: _plain(one, root) for name, one in properties.items()}
-    return {**tool, "function": {**function, "parameters": {**root, "properties": plain}}}
+    changed = {name: change(one, root) for name, one in properties.items()}
+    return {**tool, "function": {**function, "parameters": {**root, "properties": changed}}}
 
 
-def _plain(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+def _whole(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    given = schema if isinstance(schema, Mapping) else {}
+    kind = given.get("type") or _one_type(schema, root)
+    whole = {**given, "type": kind, "description": given.get("description") or ""}
+    if kind == "array":
+        whole.setdefault("items", {})
+    return _with_inner(whole, root, _whole)
+
+
+def _of_one_type(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    given = schema if isinstance(schema, Mapping) else {}
+    kind = _one_type(schema, root)
+    one = {**given, "type": kind}
+    if kind in ("array", "object"):
+        one.setdefault("items" if kind == "array" else "additionalProperties", {})
+    return _with_inner(one, root, _of_one_type)
+
+
+def _with_inner(
+    schema: dict[str, Any], root: Mapping[str, Any], change: Callable[[Any, Mapping[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a schema with its schemas of values changed. `additionalProperties: false` is none."""
+    names = ("items", "additionalProperties")
+    return schema | {name: change(schema[name], root) for name in names if isinstance(schema.get(name), Mapping)}
+
+
+def _one_type(schema: Any, root: Mapping[str, Any]) -> str:
     from octavo.entrypoints.chat.tools.call_spelling import schema_types
 
     kinds = schema_types(schema, root)
-    kind = next(
+    return next(
         (one for one in ("string", "number", "integer", "boolean", "array", "object") if one in kinds), "string"
     )
-    given = schema if isinstance(schema, Mapping) else {}
-    plain = {**given, "type": kind, "description": given.get("description") or ""}
-    inner = {"array": "items", "object": "additionalProperties"}.get(kind)
-    return plain if inner is None else {**plain, inner: _plain(given.get(inner), root)}
 
 
-def _with_objects(conversation: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return a conversation whose calls have an object for arguments that are none."""
+def _with_objects(conversation: Sequence[Mapping[str, Any]], *, as_text: bool) -> list[Mapping[str, Any]]:
+    """Return a conversation whose calls have an object, or its JSON text, for arguments that are none."""
+
+    def changed(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": _object_of(function["arguments"], as_text=as_text)}}
+
     return [
-        {
-            **message,
-            "tool_calls": [
-                {**call, "function": {**call["function"], "arguments": _object_of(call["function"]["arguments"])}}
-                for call in message["tool_calls"]
-            ],
-        }
+        {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
         else message
         for message in conversation
@@ -411,7 +488,7 @@ def _with_blanks(conversation: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
     ]
 
 
-def _object_of(arguments: Any) -> Any:
+def _object_of(arguments: Any, *, as_text: bool) -> Any:
     """Return arguments that are an object, or its text. Of others return the beginning of an object, or an empty
     one."""
     if not isinstance(read_arguments(arguments), Mapping):
@@ -419,7 +496,8 @@ def _object_of(arguments: Any) -> Any:
 
         with suppress(ValueError, TypeError):
             arguments = from_json(with_whole_pairs(arguments), allow_partial="trailing-strings")
-        return arguments if isinstance(arguments, Mapping) else {}
+        begun = arguments if isinstance(arguments, Mapping) else {}
+        return json.dumps(begun, ensure_ascii=False) if as_text else begun
     return arguments
 
 

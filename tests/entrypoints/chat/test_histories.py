@@ -165,6 +165,53 @@ def test_many_results_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(one["content"]) == num_parts == 3 * 300
 
 
+WRITES_TOOLS = (
+    "{% for t in tools %}{{ t.function.name }} {{ t.function.description + (t.function.parameters | tojson) }}{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ ARGUMENTS }}</call>{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_nothing_is_restated_that_a_template_can_take() -> None:
+    """Prompts of one conversation share a beginning, so that its tokens are computed once."""
+    parameters = {"type": "object", "properties": {"city": {"type": ["string", "null"]}}, "additionalProperties": False}
+    function = {"name": "get_weather", "description": "D.", "parameters": parameters}
+    both = calling()
+    both["tool_calls"] = [*both["tool_calls"], *calling('{"city": "Oslo"}')["tool_calls"]]
+    ends = "{% if not messages[-1].content %}{{ raise_exception('is empty') }}{% endif %}"
+    template = WRITES_TOOLS.replace("ARGUMENTS", "c.function.arguments | tojson") + ends
+    empty = {"role": "assistant", "content": ""}
+    calls = '<call>get_weather {"city": "Rome"}</call><call>get_weather {"city": "Oslo"}</call>'
+    chat = f"[user]Hi[assistant]{calls}[tool]rain[tool]rain[user]Hi[assistant] "
+    messages = [USER, both, result(), result(), USER, empty]
+    text = render_chat(tokenizer_of(template), messages, tools=[{"type": "function", "function": function}])
+    assert text == f"get_weather D.{json.dumps(parameters)}{chat}"
+    # Two changes are needed: the tool's missing description, and the blank.
+    del function["description"]
+    text = render_chat(tokenizer_of(template), messages, tools=[{"type": "function", "function": function}])
+    assert text == f"get_weather {json.dumps(parameters)}{chat}"
+    # Another template needs an empty list of tools and the blank.
+    lists = "<tools>{% for t in tools %}{{ t.function.name }}{% endfor %}</tools>" + ends + PLAIN
+    assert render_chat(tokenizer_of(lists), [USER, empty]) == "<tools></tools>[user]Hi[assistant] "
+
+
+def test_arguments_of_a_cut_call_are_json_text_where_the_template_takes_text() -> None:
+    whole = "{% for m in messages %}{% for c in m.tool_calls %}{% if not c.function.arguments.endswith('}') %}{{ raise_exception('cut') }}{% endif %}{% endfor %}{% endfor %}"
+    text = render_chat(tokenizer_of(whole + TEXTS), [USER, calling('{"city": "Ro'), result()])
+    assert text == '[user]Hi[assistant]<call>get_weather {"city": "Ro"}</call>[tool]rain'
+
+
+def test_a_description_that_is_missing_changes_no_type() -> None:
+    template = (
+        "{% for t in tools %}{{ t.function.name }} {% for n, p in t.function.parameters.properties.items() %}{{ p.description + (p | tojson) }}{% endfor %}{% endfor %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    schema = {"type": ["object", "null"], "additionalProperties": False}
+    function = {"name": "f", "description": "D.", "parameters": {"type": "object", "properties": {"p": schema}}}
+    text = render_chat(tokenizer_of(template), [USER], tools=[{"type": "function", "function": function}])
+    assert text.startswith("f " + json.dumps({**schema, "description": ""}))
+
+
 def test_a_user_may_speak_after_a_result_where_the_template_wants_answers() -> None:
     """Clients of Messages send a text beside the results of tools."""
     counts = "{% set ns = namespace(users=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.users = ns.users + 1 %}"
@@ -364,7 +411,7 @@ WRITES_TYPES = (
     [
         ({"type": ["string", "null"]}, "string"), ({"anyOf": [{"type": "null"}, {"type": "integer"}]}, "integer"),
         ({"type": "null"}, "string"), (True, "string"), ({"$ref": "#/$defs/D"}, "integer"), ({"enum": ["a"]}, "string"),
-        ({"type": "array"}, "list of string"), ({"type": "object", "additionalProperties": False}, "map of string"),
+        ({"type": "array"}, "list of string"), ({"type": "object", "additionalProperties": False}, "map of "),
         ({"type": "string", "description": None}, "string"), ({"type": "integer", "description": "!"}, "integer!"),
     ],
 )  # fmt: skip
