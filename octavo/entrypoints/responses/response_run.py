@@ -59,10 +59,14 @@ class ResponseRun:
                 events, is_last = self._builder.write(part), part.finish_reason is not None
                 if is_last and not resumable.is_given_up:
                     await self._keep()  # before the client learns that it is complete
+                elif is_last and self._state.args.response_store is not None:
+                    await self._store()  # for a client whose stream no other server continues
                 if shown := resumable.shown(events, part.token_ids, is_last=is_last):
                     yield shown
         except Exception as error:
-            yield resumable.before_error(error) + _encode(self._fail(error))
+            end = resumable.before_error(error) + _encode(self._fail(error))
+            await self._store()
+            yield end
         finally:
             await self._progress.aclose()
 
@@ -81,15 +85,19 @@ class ResponseRun:
             )
 
     async def _keep(self) -> None:
-        """Store the response, unless the request says otherwise. If the store has no room, the client still gets the
-        response, which says that it is not stored. A response that another server has begun and stored is not replaced,
-        as its id comes from the client."""
         await self._join()
+        await self._store()
+
+    async def _store(self) -> None:
+        """Store the response, unless the request says otherwise. If the store has no room, the client still gets the
+        response, which says that it is not stored. A response that another server has begun and stored is replaced only
+        if it failed there, as its id comes from the client."""
         if not self.response["store"]:
             return
 
         def keep(database: Database) -> None:
-            if not self._is_resumed or database.get(stored_responses.KIND, self.response["id"]) is None:
+            kept = database.get(stored_responses.KIND, self.response["id"]) if self._is_resumed else None
+            if kept is None or stored_responses.read_response(kept)["status"] == "failed":
                 stored_responses.write(database, self.response, self._items)
 
         try:

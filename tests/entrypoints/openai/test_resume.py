@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import json
 import socket
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from octavo.entrypoints.http import uvicorn_server
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.uvicorn_server import HttpServer
 from octavo.errors import EngineDeadError, EngineStoppingError, RequestError
-from tests.entrypoints.fake_engine import MODEL, FakeEngine
+from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
 from tests.waiting import until, within
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "stream_options": {"include_usage": True}}
@@ -88,6 +90,9 @@ def test_a_stream_whose_engine_has_ended_is_given_up(
         events = http.post(path, json=body, headers=headers).text.split("\n\n")[:-1]
         assert events.count(": given up") == (is_given_up and bool(headers)) and "error" in events[-1]
         assert not (is_given_up and headers) or events[-2] == ": given up" or path == "/v1/responses"
+        if path == "/v1/responses":
+            failed = json.loads(events[-1].partition("data: ")[2])["response"]
+            assert http.get(f"{path}/{failed['id']}").json()["status"] == "failed"
 
 
 @pytest.mark.parametrize("path", [*BODIES, "/v1/responses"])
@@ -132,3 +137,36 @@ def test_what_a_server_that_stops_cuts_off_is_for_another_server(engine: FakeEng
             await serving
 
     asyncio.run(run())
+
+
+def test_a_response_that_is_given_up_is_stored_as_failed_until_another_server_continues_it(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uvicorn_server, "FLUSH_TIMEOUT_S", within(60))
+    engine.is_paused = True
+    store = str(tmp_path / "responses.db")
+    args = ServerArgs(shutdown_timeout=0.0, disable_log_requests=True, response_store=store)
+    server = HttpServer(engine, args)  # type: ignore[arg-type]
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    body, header = {"model": MODEL, "stream": True, "input": "Hi"}, {"X-Octavo-Resumable": "1"}
+
+    async def run() -> str:
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            in_service = asyncio.ensure_future(server.serve([sock]))
+            url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            async with httpx.AsyncClient(base_url=url, timeout=within(60)) as http:
+                asked = asyncio.ensure_future(http.post("/v1/responses", json=body, headers=header))
+                await until(lambda: engine.active)
+                server.stop()
+                answer = await asked
+                assert ": given up" in answer.text
+            await in_service
+        return answer.headers["x-octavo-resumable"]
+
+    about = json.loads(asyncio.run(run()))
+    engine.reset()
+    with serving(engine, response_store=store) as url, httpx.Client(base_url=url, timeout=within(60)) as http:
+        path = f"/v1/responses/{about['id']}"
+        assert http.get(path).json()["status"] == "failed"
+        http.post("/v1/responses", json={**body, "resume": {**about, "tokens": []}}, headers=header)
+        assert http.get(path).json()["status"] == "completed"
