@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 # Names of the field with a message's reasoning. Templates read the first name; gpt-oss's template reads "thinking".
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 # Jinja's filters that write their value as a text first.
 _TEXT_FILTERS = (
     "capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower", "pprint", "replace", "string",
@@ -357,7 +357,7 @@ def _mark_end(template: str, message: dict[str, Any], field: str) -> str:
     if content is None:
         raise ValueError(f'the final message has no "{field}" to continue.')
     # Reasoning is passed under several names: all get the mark, because the template may read any of them.
-    fields = [name for name in _REASONING if message.get(name) == content] if field in _REASONING else [field]
+    fields = [name for name in REASONING if message.get(name) == content] if field in REASONING else [field]
     if not any(name in template for name in fields):
         raise ValueError(f'the chat template does not read "{field}", which is to be continued.')
     if not isinstance(content, list | tuple):
@@ -372,7 +372,7 @@ def _mark_end(template: str, message: dict[str, Any], field: str) -> str:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 

@@ -21,7 +21,7 @@ from octavo.call_arguments import with_whole_pairs
 from octavo.entrypoints.chat.template_traits import TemplateTraits, template_traits
 from octavo.entrypoints.chat.tools.call_ids import short_id, with_counted_ids
 from octavo.errors import RequestError
-from octavo.loading.jinja_template import compile_template
+from octavo.loading.jinja_template import REASONING, compile_template
 
 if TYPE_CHECKING:
     from octavo.entrypoints.chat.tools.tool_formats import ToolFormat
@@ -191,8 +191,8 @@ def _rendered_with_tools(
 
     Tools get the fields that they lack, parameters with a type and a description, then one type each; without tools the
     template gets an empty list of them. Calls get an object for arguments that are none, such as those that the end of
-    an answer has cut off, each call a message of its own, each result of a tool an answer before the user speaks, and
-    each empty answer a blank."""
+    an answer has cut off, and no text beside reasoning; then each call becomes a message of its own, each result of a
+    tool gets an answer before the user speaks, and each empty answer a blank."""
 
     def rendered(asked: tuple[_Tools, _Messages]) -> str:
         return _rendered_with_developers(partial(render, asked[0]), asked[1], knows_role=knows_role)
@@ -211,7 +211,8 @@ def _rendered_with_tools(
     changes: list[_Change] = [_for_tools(change) for change in (_with_all_fields, _with_whole_parameters, _with_types)]
     changes.append(lambda tools, messages: (() if tools is None else tools, messages))  # Hermes 3's `tool_use` needs it
     restatements = (
-        partial(_with_objects, as_text=takes_text_arguments), _with_single_calls, _with_answers, _with_blanks
+        partial(_with_objects, as_text=takes_text_arguments), _with_thoughts, _with_single_calls, _with_answers,
+        _with_blanks,
     )  # fmt: skip
     changes += [_for_messages(restated) for restated in restatements]
     for change in changes:
@@ -442,6 +443,20 @@ def _with_objects(conversation: Sequence[Mapping[str, Any]], *, as_text: bool) -
         else message
         for message in conversation
     ]
+
+
+def _with_thoughts(conversation: _Messages) -> list[Mapping[str, Any]]:
+    """Return a conversation whose texts beside both reasoning and calls are the end of the reasoning. gpt-oss' template
+    takes no others."""
+    found = list[Mapping[str, Any]]()
+    for message in conversation:
+        reasoning = next((message[name] for name in REASONING if message.get(name)), None)
+        content = message.get("content")
+        if message.get("tool_calls") and isinstance(reasoning, str) and isinstance(content, str) and content:
+            kept = {name: value for name, value in message.items() if name not in REASONING}
+            message = {**kept, "reasoning_content": f"{reasoning}\n\n{content}", "content": None}
+        found.append(message)
+    return found
 
 
 def _with_single_calls(conversation: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -212,6 +212,18 @@ def test_a_description_that_is_missing_changes_no_type() -> None:
     assert text.startswith("f " + json.dumps({**schema, "description": ""}))
 
 
+def test_a_text_beside_reasoning_and_a_call_joins_the_reasoning_where_the_template_takes_one_of_them() -> None:
+    """As gpt-oss' does, whose model writes both."""
+    one = "{% if m.content and m.thinking %}{{ raise_exception('Cannot pass both') }}{% endif %}{{ m.content or m.thinking }}"
+    template = OBJECTS.replace("{% if m.tool_calls %}", "{% if m.tool_calls %}" + one)
+    called = '<call>get_weather {"city": "Rome"}</call>'
+    for name in ("reasoning_content", "thinking"):
+        text = render_chat(tokenizer_of(template), [USER, {**calling(content="Wait."), name: "So"}, result()])
+        assert text == f"[user]Hi[assistant]So\n\nWait.{called}[tool]rain"
+    text = render_chat(tokenizer_of(template), [USER, calling(content="Wait."), result()])
+    assert text == f"[user]Hi[assistant]Wait.{called}[tool]rain"
+
+
 def test_a_user_may_speak_after_a_result_where_the_template_wants_answers() -> None:
     """Clients of Messages send a text beside the results of tools."""
     counts = "{% set ns = namespace(users=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.users = ns.users + 1 %}"
