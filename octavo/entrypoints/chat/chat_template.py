@@ -124,6 +124,8 @@ def render_chat(
             _with_written_calls(message, tool_format) if _loses_calls(message, traits) else message
             for message in conversation
         ]
+    if traits.loses_second_call:
+        conversation = [dict(message) for message in _with_single_calls(conversation)]
     if has_results and not (traits.writes_results and (traits.describes_tools or traits.writes_calls)):
         conversation = _with_results_as_users(conversation)
     if placeholders is not None and (content_format == "string" or not _knows(template, conversation)):

@@ -74,6 +74,7 @@ class TemplateTraits:
     writes_calls: bool
     writes_calls_beside_text: bool
     writes_calls_beside_blank: bool  # otherwise their content must be null
+    loses_second_call: bool  # of the calls of one message only the first is written
     writes_results: bool
     takes_system: bool
     takes_text_arguments: bool  # arguments of a call are JSON text and not an object
@@ -224,6 +225,7 @@ def _traits(template: str, special: _Special) -> TemplateTraits:
         writes_calls=way is not None,
         writes_calls_beside_text=way is not None and _writes_call(template, special, ANSWER, way),
         writes_calls_beside_blank=way is not None and _writes_call(template, special, "", way),
+        loses_second_call=way is not None and _loses_second_call(template, special, way),
         writes_results=results is not None and RESULT in results,
         takes_system=with_system is not None and _SYSTEM in with_system,
         takes_text_arguments=as_text,
@@ -253,6 +255,14 @@ def _writes_call(template: str, special: _Special, content: str, way: tuple[str,
     after = [_result(CALLS[0], id_field)] if needs_result else []
     text = _after_question(_render(template, special, [*messages, *after], tools=TOOLS))
     return text is not None and _holds(text, CALLS[:1])
+
+
+def _loses_second_call(template: str, special: _Special, way: tuple[str, bool, str | None, bool]) -> bool:
+    id_field, as_text, content, needs_result = way
+    messages = _calling(CALLS, id_field, as_text=as_text, content=content)
+    after = [_result(call, id_field) for call in CALLS] if needs_result else []
+    text = _after_question(_render(template, special, [*messages, *after], tools=TOOLS))
+    return text is not None and _holds(text, CALLS[:1]) and not _holds(text, CALLS)
 
 
 def _writes_parts(

@@ -212,6 +212,18 @@ def test_a_description_that_is_missing_changes_no_type() -> None:
     assert text.startswith("f " + json.dumps({**schema, "description": ""}))
 
 
+def test_the_second_call_of_a_message_is_not_lost_where_the_template_writes_the_first_alone() -> None:
+    """As gpt-oss' does."""
+    template = OBJECTS.replace("in m.tool_calls %}", "in m.tool_calls[:1] %}")
+    both = calling(id="a")
+    both["tool_calls"] = [*both["tool_calls"], *calling('{"city": "Oslo"}', id="b")["tool_calls"]]
+    text = render_chat(tokenizer_of(template), [USER, both, result("a"), {**result("b"), "content": "snow"}])
+    assert text == (
+        '[user]Hi[assistant]<call>get_weather {"city": "Rome"}</call>[tool]rain'
+        '[assistant]<call>get_weather {"city": "Oslo"}</call>[tool]snow'
+    )
+
+
 def test_a_text_beside_reasoning_and_a_call_joins_the_reasoning_where_the_template_takes_one_of_them() -> None:
     """As gpt-oss' does, whose model writes both."""
     one = "{% if m.content and m.thinking %}{{ raise_exception('Cannot pass both') }}{% endif %}{{ m.content or m.thinking }}"
