@@ -106,4 +106,5 @@ def _text(state: ServerState, body: TokenizeRequest) -> str:
         defaults,
         trusts_template=state.args.trust_request_chat_template,
         content_format=state.args.chat_template_content_format,
+        tool_format=state.formats.tools if body.tools or any(one.tool_calls for one in body.messages) else None,
     )

@@ -47,6 +47,18 @@ def test_chat_and_tokenize_agree_on_the_prompt(http: httpx.Client, engine: FakeE
     assert "Says hello." in engine.tokenizer.decode(engine.seen[1][0])
 
 
+def test_chat_and_tokenize_agree_on_the_prompt_of_calls_in_a_named_format(engine: FakeEngine) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "greet", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}, answer, {"role": "tool", "tool_call_id": "a", "content": "."}]
+    }
+    with serving(engine, tool_call_parser="kimi_k2") as address, httpx.Client(base_url=address) as http:
+        http.post("/v1/chat/completions", json=body)
+        assert http.post("/tokenize", json=body).json()["tokens"] == engine.seen[-1][0]
+    assert "functions.greet:0" in engine.tokenizer.decode(engine.seen[-1][0])
+
+
 def test_detokenize_gives_the_text_back(http: httpx.Client, engine: FakeEngine) -> None:
     for text in ("Grüße, 世界 👋🏽!", "", "a </s> b", "x" * 20_000):
         tokens = engine.inputs.encode(text)
