@@ -35,6 +35,10 @@ class MemoryBudget:
     def held_gib(self) -> float:
         return sum(self._held.values())
 
+    def has_room(self, gib: float) -> bool:
+        """Return whether there is memory now: nobody waits, and nobody has to stop."""
+        return not self._line and self._fits(self.held_gib + gib)
+
     async def reserve(self, tenant: Tenant, gib: float) -> None:
         """Wait in line until the tenant has the memory. A tenant that is cancelled leaves the line."""
         turn = asyncio.get_running_loop().create_future()

@@ -52,7 +52,8 @@ class Prefill:
         other = self._models.names().get(deployment.entry.prefill_model or "")
         if other is None:  # the catalogue has changed since
             return
-        self._models.start(other)  # if it has stopped; this request does not wait for it
+        if self._models.budget.has_room(other.entry.total_gib):  # it takes no other model's place
+            self._models.start(other)  # if it has stopped; this request does not wait for it
         prefixes, _ = request.body.prefixes
         with other.hold():
             replica = other.router.choose(other.replicas, prefixes, (), request.session)

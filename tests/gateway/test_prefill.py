@@ -195,3 +195,18 @@ def test_token_ids_count_like_a_text(clock: Clock) -> None:
             assert len(prefill.asked) == 1
 
     clock.run(run())
+
+
+def test_the_entry_that_computes_takes_no_other_models_memory(clock: Clock) -> None:
+    always = {"memory_gib": 1.0, "preload": True, "keep_alive": None}
+    models = {"a": {"memory_gib": 1.0, "prefill_model": "p", "prefill_min_tokens": 50}, "p": always}
+
+    async def run() -> None:
+        async with gateway(models, launch := FakeLaunch(), memory_gib=1.0) as gate:
+            await until(lambda: gate.deployment("p").state == "ready")
+            for text in "xyz":
+                long = [{"role": "user", "content": text * 400}]
+                assert (await gate.ask("a", messages=long)).status_code == 200
+            assert launch.begun == ["p", "a"]
+
+    clock.run(run())

@@ -59,7 +59,7 @@ class ResponseRun:
                 events, is_last = self._builder.write(part), part.finish_reason is not None
                 if is_last and not resumable.is_given_up:
                     await self._keep()  # before the client learns that it is complete
-                elif is_last and self._state.args.response_store is not None:
+                elif is_last and self.response["status"] == "failed" and self._state.args.response_store is not None:
                     await self._store()  # for a client whose stream no other server continues
                 if shown := resumable.shown(events, part.token_ids, is_last=is_last):
                     yield shown
