@@ -24,7 +24,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.e2e.server import MODEL, Server, running_server
+from tests.e2e.server import MODEL, Server, running_gateway
 
 FLAGS = {"cpu-threads": 1, "max-model-len": 8192, "kv-cache-disk-gib": 4, "disable-log-requests": True}
 
@@ -83,11 +83,7 @@ class Load:
 
 
 def measure(args: argparse.Namespace, is_apart: bool, folder: Path) -> Load:
-    models = {"models": catalogue(args.model, str(folder / f"disk-{time.monotonic()}"), is_apart)}
-    file = folder / "models.yaml"
-    file.write_text(json.dumps(models))
-    command = [sys.executable, "-m", "octavo.entrypoints.cli.main", "gateway", "--catalogue", str(file)]
-    with running_server(folder, command=command) as server:
+    with running_gateway(folder, catalogue(args.model, str(folder / "disk"), is_apart)) as server:
         warm_up(server)
         load = Load(args, server.url)
         asyncio.run(load.run())

@@ -28,7 +28,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.e2e.server import MODEL, Server, running_server
+from tests.e2e.server import MODEL, Server, running_gateway
 
 FLAGS = {"max-model-len": 1024, "kv-cache-memory-bytes": "64M"}
 NUM_MODELS, NUM_FIT = 5, 2
@@ -169,13 +169,9 @@ def main() -> None:
     args = parser.parse_args()
     work, models = MODES[args.mode]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        file = folder / "models.yaml"
-        file.write_text(json.dumps({"models": models}))
         flags = ["--memory-gib", str(NUM_FIT)] if args.mode == "zipf" else []
-        command = [sys.executable, "-m", "octavo.entrypoints.cli.main", "gateway", "--catalogue", str(file), *flags]
-        with running_server(folder, command=command) as server:
-            asyncio.run(work(Load(server), args, file))
+        with running_gateway(Path(name), models, *flags) as server:
+            asyncio.run(work(Load(server), args, Path(name, "models.yaml")))
 
 
 if __name__ == "__main__":

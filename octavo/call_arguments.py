@@ -1,8 +1,11 @@
-"""Reads what models write as the arguments of calls."""
+"""Reads what models and clients write as the arguments of calls."""
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import suppress
+from typing import Any
 
 # An escape of JSON: two halves of a surrogate pair, one half alone, or any other.
 _ESCAPE = re.compile(
@@ -27,3 +30,14 @@ def with_whole_pairs(text: str) -> str:
     if "\\ud" not in text and "\\uD" not in text:
         return text
     return _ESCAPE.sub(lambda escape: escape[0] if escape[1] is None else "\\ufffd", text)
+
+
+def read_arguments(sent: Any) -> Any:
+    """Return the arguments of a call as an object; arguments that are no object stay unchanged."""
+    if isinstance(sent, str):
+        if not sent.strip():
+            return {}
+        with suppress(ValueError, RecursionError):
+            value = json.loads(with_whole_pairs(sent))
+            return {} if value is None else value if isinstance(value, dict) else sent
+    return {} if sent is None else sent

@@ -24,7 +24,7 @@ IDLE_GRACE_S = 1.0  # for a connection to send a request before it may be cut fo
 KEEP_ALIVE_S = 30  # for idle connections; longer than clients keep theirs, so that the clients close them
 
 
-class Push(Protocol):
+class DirectWriter(Protocol):
     """What writes an answer's chunks to its connection, past the ASGI application's `send`."""
 
     def open(self, write: Callable[[bytes], None]) -> None: ...
@@ -94,7 +94,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._write_timeout_s = write_timeout_s
         self._head_timer: asyncio.TimerHandle | None = None  # runs while waiting for a head
         self._end_timer: asyncio.TimerHandle | None = None  # aborts the connection
-        self._push: Push | None = None  # of the answer under way
+        self._push: DirectWriter | None = None  # of the answer under way
         self._is_lingering = False  # answered; further data is dropped
         self._is_pipelined = False  # the request that starts now was sent before the last answer ended
         self._answering: RequestResponseCycle | None = None  # `cycle` is the last of pipelined requests
@@ -217,7 +217,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             self._close()
 
-    def _attach(self, push: Push) -> None:
+    def _attach(self, push: DirectWriter) -> None:
         self._push = push
         if self.flow.write_paused:
             push.pause()
@@ -301,7 +301,9 @@ def _do_nothing(*_: object) -> None:
 class _ClosingTransport:
     """The transport of one answer. Closing it hangs up in the protocol's way."""
 
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None], attach: Callable[[Push], None]) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, close: Callable[[], None], attach: Callable[[DirectWriter], None]
+    ) -> None:
         self.write: Callable[[bytes], None] = transport.write
         self.is_closing, self.close, self.attach = transport.is_closing, close, attach
 
@@ -318,7 +320,7 @@ class ResponseCycle(RequestResponseCycle):
 
     _ends_with_connection = False
 
-    def attach(self, push: Push) -> None:
+    def attach(self, push: DirectWriter) -> None:
         """Open `push`, if the answer has chunks and its client is there, and close it while the client is late."""
         if self.chunked_encoding and not self._ends_with_connection and not self.disconnected:
             push.open(self.transport.write)

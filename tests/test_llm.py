@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from octavo import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
+from octavo.entrypoints.chat.tools.tool_formats import FORMATS
 from octavo.errors import ConfigError, RequestError
 from octavo.sampling_params import GuidedDecodingParams
 from octavo.structured_output.grammar_builder import ReasoningMarks, ThinkingBudget, WantedGrammar
@@ -78,6 +79,15 @@ def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
     parts = [{"type": "text", "text": "What is the capital"}, {"type": "text", "text": "of France?"}]
     (of_parts,) = llm.chat([{"role": "user", "content": parts}], greedy(1), False, None)
     assert of_parts.prompt == one.prompt.replace("capital of", "capital\nof"), "by lines, as the server joins them"
+
+
+def test_calls_in_a_conversation_have_the_models_format(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LLM, "_tool_format", FORMATS["kimi_k2"])
+    call = {"id": "a", "type": "function", "function": {"name": "greet", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    conversation = [{"role": "user", "content": "Hi"}, answer, {"role": "tool", "tool_call_id": "a", "content": "."}]
+    (output,) = llm.chat(conversation, greedy(1), use_tqdm=False)
+    assert "functions.greet:0" in output.prompt
 
 
 @pytest.mark.parametrize("messages", ["What is it?", [["What is it?"]], [7]])

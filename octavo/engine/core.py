@@ -25,11 +25,11 @@ from octavo.engine.wire import AdapterLoaded, LiveView, StepOutputs
 from octavo.errors import DeviceMemoryError, RequestError
 from octavo.kv_cache.disk_tier import DiskTier
 from octavo.kv_cache.manager import KVCacheManager
-from octavo.kv_cache.saved_prompts import SavedPrompts
 from octavo.loading.memory import GIB
 from octavo.lora.pool import AdapterPool
 from octavo.request import AdapterSource, EngineRequest, SequenceOutput
 from octavo.scheduling.scheduler import Scheduler
+from octavo.sequence import Sequence
 from octavo.speculative.methods import make_speculation
 from octavo.stats import EngineStats
 from octavo.step_cost import StepCostModel
@@ -99,13 +99,11 @@ class EngineCore:
             None if self.adapters is None else self.adapters.pool, executor.num_stages,
         )  # fmt: skip
         self.disk: DiskTier | None = None
-        self._saved_prompts: SavedPrompts | None = None
         if config.cache.disk is not None and weights is not None:
             self.disk = _open_disk(config, config.cache.disk, weights.result(), executor, cache, self.cost)
             weakref.finalize(self, self.disk.close)
             self.scheduler.tier = self.disk
-            self._saved_prompts = SavedPrompts(self.disk, cache)
-            self.scheduler.queues.on_end += [self.disk.leave, self.disk.sessions.keep, self._saved_prompts.end]
+            self.scheduler.queues.on_end += self._disk_hooks(self.disk)
         self._publisher: KVEventPublisher | None = None
         if config.cache.events is not None and (events := cache.collect_events()) is not None:
             self._publisher = KVEventPublisher(config.cache.events, config.data_parallel_rank, events.take)
@@ -124,14 +122,14 @@ class EngineCore:
     def has_work(self) -> bool:
         if self.is_paused:
             return False
-        if self._saved_prompts is not None and self._saved_prompts.holds_outputs:
+        if self.disk is not None and self.disk.saved_prompts.holds_outputs:
             return True
         return self.scheduler.has_work or bool(self._in_flight) or bool(self._refused or self._pending or self._loading)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. If it can never run, the next step's outputs have its error."""
-        if self._saved_prompts is not None:
-            self._saved_prompts.expect(request)
+        if self.disk is not None:
+            self.disk.saved_prompts.expect(request)
         if request.params.grammar is None and request.adapter is None and not request.media:
             self._queue(request)
             return
@@ -144,8 +142,8 @@ class EngineCore:
     def abort(self, request_id: str, index: int | None = None) -> None:
         if index is None:
             self._pending.pop(request_id, None)
-            if self._saved_prompts is not None:
-                self._saved_prompts.forget(request_id)
+            if self.disk is not None:
+                self.disk.saved_prompts.forget(request_id)
         self.scheduler.abort(request_id, index)
 
     def abort_all(self, prefix: str) -> None:
@@ -206,9 +204,13 @@ class EngineCore:
         logger.warning("the cache on disk is not used any more: a step of the engine has failed")
         disk.close(saves=False)
         self.scheduler.tier = None
-        hooks = [disk.leave, disk.sessions.keep, *([self._saved_prompts.end] if self._saved_prompts else [])]
-        for hook in hooks:
+        for hook in self._disk_hooks(disk):
             self.scheduler.queues.on_end.remove(hook)
+
+    @staticmethod
+    def _disk_hooks(disk: DiskTier) -> list[Callable[[Sequence], None]]:
+        """Return what is to be called with each sequence that has ended."""
+        return [disk.leave, disk.sessions.keep, disk.saved_prompts.end]
 
     def _step(self) -> StepOutputs:
         if self._pending or self._loading:
@@ -233,10 +235,11 @@ class EngineCore:
                 num_ahead = max(1, self.executor.num_stages - 1) if plan.runs_ahead else 0
             except DeviceMemoryError as e:
                 outputs += self.scheduler.withdraw(plan, str(e))
-        elif self._saved_prompts is not None and self._saved_prompts.holds_outputs and not self.scheduler.has_work:
-            self._saved_prompts.wait()
         elif self.disk is not None and not self._in_flight:
-            self.disk.wait(_PREPARE_WAIT_S)  # every sequence that could run waits for blocks from disk
+            if self.scheduler.has_work:
+                self.disk.wait(_PREPARE_WAIT_S)  # every sequence that could run waits for blocks from disk
+            elif self.disk.saved_prompts.holds_outputs:
+                self.disk.saved_prompts.wait()
         step_s = predicted_step_s = 0.0
         while len(self._in_flight) > num_ahead:
             ended = self._in_flight.popleft()
@@ -255,9 +258,8 @@ class EngineCore:
             self._add_adapter_stats(stats, self.adapters)
         if self.disk is not None:
             self.disk.save_while_busy(step_s)
-            if self._saved_prompts is not None:
-                self._saved_prompts.save()
-                outputs = self._saved_prompts.hold(outputs)
+            self.disk.saved_prompts.save()
+            outputs = self.disk.saved_prompts.hold(outputs)
             self.disk.take_stats(stats)
         if self._takes_media:
             stats.num_media_queries, stats.num_media_hits, stats.tower_s = self.executor.take_media_stats()

@@ -7,8 +7,8 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import partial
-from typing import Any, Literal, cast
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from octavo.config import EngineArgs, ModelConfig
 from octavo.engine.core import EngineCore
@@ -33,6 +33,9 @@ from octavo.outputs import (
 from octavo.request import AdapterSource, EngineRequest
 from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from octavo.unknown_flags import known_arguments
+
+if TYPE_CHECKING:
+    from octavo.entrypoints.chat.tools.tool_formats import ToolFormat
 
 
 class LLM(PoolingMethods):
@@ -100,6 +103,17 @@ class LLM(PoolingMethods):
     @property
     def model_config(self) -> ModelConfig:
         return self.config.model
+
+    @cached_property
+    def _tool_format(self) -> ToolFormat | None:
+        """The format of the model's tool calls, as its server recognises it."""
+        from octavo.entrypoints.chat.tools.format_detection import model_formats  # not needed by chats without calls
+
+        return model_formats(
+            self.tokenizer,
+            model_type=self.config.model.checkpoint.config.get("model_type"),
+            response_template=getattr(self.tokenizer, "response_template", None),
+        ).tools
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
@@ -199,6 +213,7 @@ class LLM(PoolingMethods):
                 tools=tools,
                 content_format=chat_template_content_format,
                 placeholders=processor.placeholders if processor else None,
+                tool_format=self._tool_format if tools or any(one.get("tool_calls") for one in conversation) else None,
             )
             for conversation, processor in zip(taken, processors, strict=True)
         ]

@@ -31,6 +31,7 @@ from octavo.kv_cache.block_files import BlockFiles, Name
 from octavo.kv_cache.block_hashes import extend_block_hashes
 from octavo.kv_cache.cache_sessions import CacheSessions
 from octavo.kv_cache.manager import KVCacheManager
+from octavo.kv_cache.saved_prompts import SavedPrompts
 from octavo.sequence import Sequence as TokenSequence
 from octavo.stats import EngineStats
 from octavo.step_cost import StepCostModel, StepWork
@@ -184,6 +185,7 @@ class DiskTier:
         self._writer = threading.Thread(target=self._write, name="block-writer", daemon=True)
         self._writer.start()
         self.sessions = CacheSessions(self, cache, min(memory.block_bytes))
+        self.saved_prompts = SavedPrompts(self, cache, clock)
 
     def take_stats(self, stats: EngineStats) -> None:
         """Add the gauges, and the increments of the counters since the last call."""

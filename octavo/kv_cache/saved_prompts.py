@@ -3,7 +3,6 @@ until the blocks are there. `EngineCore` calls everything here."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ _IDLE_WAIT_S = 0.01  # longest wait for the writer before the caller looks for m
 class SavedPrompts:
     """The requests of `EngineRequest.saves_prompt`."""
 
-    def __init__(self, tier: DiskTier, cache: KVCacheManager, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, tier: DiskTier, cache: KVCacheManager, clock: Callable[[], float]) -> None:
         self._tier, self._cache, self._clock = tier, cache, clock
         self._expected: set[str] = set()  # requests that have not ended
         self._waits: dict[str, tuple[Sequence[Name], float]] = {}  # unsaved blocks of ended requests, and until when

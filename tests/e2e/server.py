@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import openai
 import psutil
@@ -21,6 +23,7 @@ from tests.ports import held_port
 from tests.waiting import wait_until, within
 
 MODEL = "SmolLM2-135M-Instruct"
+GATEWAY = [sys.executable, "-m", "octavo.entrypoints.cli.main", "gateway"]
 
 
 @dataclass
@@ -127,3 +130,12 @@ def openai_client(server: Server) -> Iterator[openai.OpenAI]:
     """One that tries nothing twice."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=within(120)) as client:
         yield client
+
+
+@contextlib.contextmanager
+def running_gateway(folder: Path, models: dict[str, Any], *flags: str) -> Iterator[Server]:
+    """`octavo gateway` with these entries in the file `models.yaml` of the folder."""
+    file = folder / "models.yaml"
+    file.write_text(json.dumps({"models": models}))
+    with running_server(folder, "--catalogue", str(file), *flags, command=GATEWAY) as server:
+        yield server

@@ -24,13 +24,12 @@ import psutil
 import pytest
 
 from octavo.gateway.key_store import DAY_S
-from tests.e2e.server import MODEL, Server, openai_client, running_server
+from tests.e2e.server import GATEWAY, MODEL, Server, openai_client, running_server
 from tests.gateway.key_databases import SERVERS
 from tests.gateway.key_databases import server as database_server
 from tests.waiting import wait_until, within
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the gateway needs SIGHUP and process groups")
-COMMAND = [sys.executable, "-m", "octavo.entrypoints.cli.main", "gateway"]
 CATALOGUE = f"""
 models:
   first: {{model: {MODEL}, memory_gib: 1, flags: &small {{max-model-len: 512, kv-cache-memory-bytes: 64M}}}}
@@ -43,7 +42,7 @@ models:
 def gateway(tmp_path: Path) -> Iterator[Server]:
     file = tmp_path / "models.yaml"
     file.write_text(CATALOGUE)
-    with running_server(tmp_path, "--catalogue", str(file), "--memory-gib", "1", command=COMMAND) as server:
+    with running_server(tmp_path, "--catalogue", str(file), "--memory-gib", "1", command=GATEWAY) as server:
         yield server
 
 
@@ -89,7 +88,7 @@ def test_no_server_outlives_a_gateway_that_is_killed(gateway: Server) -> None:
 
 
 def octavo(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND[:-1], *words], capture_output=True, text=True, timeout=within(90))
+    return subprocess.run([*GATEWAY[:-1], *words], capture_output=True, text=True, timeout=within(90))
 
 
 @pytest.mark.long
@@ -123,7 +122,7 @@ def two_replicas(tmp_path: Path) -> Iterator[Server]:
     file = tmp_path / "models.yaml"
     flags = "{max-model-len: 512, kv-cache-memory-bytes: 64M, cpu-threads: 1, shutdown-timeout: 0}"
     file.write_text(f"models:\n  pair: {{model: {MODEL}, replicas: 2, preload: true, flags: {flags}}}\n")
-    with running_server(tmp_path, "--catalogue", str(file), command=COMMAND) as server:
+    with running_server(tmp_path, "--catalogue", str(file), command=GATEWAY) as server:
         wait_until(lambda: server.count('octavo_gateway_model_ready{model="pair"}') == 1)
         yield server
 
@@ -256,14 +255,14 @@ def test_every_count_is_exact_after_a_kill(tmp_path: Path) -> None:
         threads.submit(upstream.serve_forever)
         try:
             file.write_text(f"models:\n  m: {{addresses: ['http://127.0.0.1:{upstream.server_port}']}}\n")
-            with running_server(tmp_path, *flags, command=COMMAND) as server:
+            with running_server(tmp_path, *flags, command=GATEWAY) as server:
                 made = [admin(server, "POST", "/keys", json={"name": f"k{number}"}) for number in range(num_keys)]
                 asking = [threads.submit(ask, server.url, key["id"], key["key"]) for key in made]
                 wait_until(lambda: upstream.seen.total() >= 200)
                 os.kill(server.process.pid, signal.SIGKILL)
                 for one in asking:
                     one.result()
-            with running_server(tmp_path, *flags, command=COMMAND) as server:
+            with running_server(tmp_path, *flags, command=GATEWAY) as server:
                 used = {key["id"]: key["used"] for key in admin(server, "GET", "/keys")["data"]}
         finally:
             upstream.shutdown()
@@ -316,8 +315,8 @@ def test_gateways_with_one_database_keep_limits_though_one_is_killed(tmp_path: P
             )  # fmt: skip
             (tmp_path / "other").mkdir()
             with (
-                running_server(tmp_path, *flags, command=COMMAND) as server,
-                running_server(tmp_path / "other", *flags, command=COMMAND) as other,
+                running_server(tmp_path, *flags, command=GATEWAY) as server,
+                running_server(tmp_path / "other", *flags, command=GATEWAY) as other,
             ):
                 settings = [{"name": f"k{number}", "requests_per_day": limit} for number in range(num_keys)]
                 made = [admin(server, "POST", "/keys", json=one) for one in settings]

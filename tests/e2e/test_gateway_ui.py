@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import Server, running_server
-from tests.e2e.test_gateway import COMMAND
+from tests.e2e.server import GATEWAY, Server, running_server
 from tests.e2e.test_ui import axe, browser, open_page, sync_api, until, violations
 from tests.entrypoints.fake_engine import FakeEngine, serving
 from tests.waiting import wait_until, within
@@ -42,7 +41,7 @@ def gateway(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     }
     (folder / "models.yaml").write_text(json.dumps({"models": models}))  # JSON is YAML
     with running_server(
-        folder, "--catalogue", str(folder / "models.yaml"), "--memory-gib", "3", command=COMMAND
+        folder, "--catalogue", str(folder / "models.yaml"), "--memory-gib", "3", command=GATEWAY
     ) as one:
         yield one
 
@@ -99,7 +98,7 @@ def test_the_admin_port_asks_for_its_key_and_shows_what_clients_keys_have_used(
     models = {"chat": {"addresses": [address], "served_model_name": "org/fake"}}
     (tmp_path / "models.yaml").write_text(json.dumps({"models": models}))
     flags = ("--catalogue", str(tmp_path / "models.yaml"), "--keys", str(tmp_path / "keys.db"), "--admin-port", "0")
-    with running_server(tmp_path, *flags, "--admin-key", KEY, command=COMMAND) as gateway:
+    with running_server(tmp_path, *flags, "--admin-key", KEY, command=GATEWAY) as gateway:
         said = "the admin routes listen at "
         wait_until(lambda: said in gateway.log.read_text(), gateway.log.read_text)
         admin = gateway.log.read_text().partition(said)[2].split()[0]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.entrypoints.chat.chat_template import read_arguments
+from octavo.call_arguments import read_arguments
 from octavo.entrypoints.chat.reasoning import Reasoning, new_splitter
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats
 from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks

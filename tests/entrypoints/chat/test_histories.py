@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, models
 
 from octavo.entrypoints.chat import chat_template
 from octavo.entrypoints.chat.answer_reader import AnswerFormat, AnswerReader, CallDelta
-from octavo.entrypoints.chat.chat_template import _with_parts, _with_results_as_users, _with_single_calls, render_chat
+from octavo.entrypoints.chat.chat_template import _with_parts, _with_results_as_users, render_chat
+from octavo.entrypoints.chat.restatements import with_single_calls
 from octavo.entrypoints.chat.tools.call_ids import CallIdForm, CallIds
 from octavo.entrypoints.chat.tools.format_detection import model_formats
 from octavo.entrypoints.chat.tools.format_parser import FormatParser
@@ -131,7 +132,7 @@ def test_the_result_of_each_of_many_calls_is_found_at_once(monkeypatch: pytest.M
     monkeypatch.setattr(Message, "num_reads", 0)
     many = {**calling(), "tool_calls": [call for i in range(300) for call in calling(id=str(i))["tool_calls"]]}
     results = [Message(result(str(i))) for i in reversed(range(300))]
-    found = _with_single_calls([many, *results])
+    found = with_single_calls([many, *results])
     assert [message["tool_call_id"] for message in found[1::2]] == [str(i) for i in range(300)]
     assert Message.num_reads <= 3 * 300
 
