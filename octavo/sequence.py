@@ -60,7 +60,7 @@ class Sequence:
     num_accepted_prediction_tokens: int = 0  # accepted draft tokens from the request's `prediction`
     num_rejected_prediction_tokens: int = 0  # and rejected ones
     has_reported: bool = False  # its first output is made, which has the results of its prompt
-    # Values of the request that each step reads. The request's own objects are in no cache of the processor by then.
+    # Copies of values of the request that each step reads: by then the request is no longer in the processor's cache.
     has_prediction: bool = field(init=False)
     max_tokens: int = field(init=False)  # prompt and output together
 

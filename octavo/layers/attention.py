@@ -48,7 +48,7 @@ class AttentionDescription(ShardedHeads):
     softcap: float = 0.0  # soft cap of the scores; 0: none
     alibi_max: float = 0.0  # ALiBi: the flattest slope is 2^-alibi_max (Press et al. 2022); 0: no slopes
     alibi_scale: float = 1.0  # factor of the slopes
-    sinks: str | None = None  # tensor [heads]: scores of one more key without a value
+    sinks: str | None = None  # tensor [heads]: the score of a further key that has no value
     bidirectional: bool = False  # a token also sees later tokens; a window extends to both sides
     sees_ahead: bool = True  # whether this layer follows `ModelDescription.sees_ahead`
     # Biases of scores by the bucket of the distance: name of the tensor [buckets, heads], and number of buckets.

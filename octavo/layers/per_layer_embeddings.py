@@ -50,9 +50,8 @@ class PerLayerEmbeddings:
         self._projection = parameters.linear(
             ["model.per_layer_model_projection"], [width], hidden_size, own=None if len(layers) == num_layers else own
         )
-        # A layer's part is the sum of a looked-up row and a projection of the first embedding, divided by the square
-        # root of 2. The projection is divided by the root of the hidden size before its norm; only the norm's epsilon
-        # depends on this factor.
+        # A layer's part is (looked-up row + projection of the first embedding) / sqrt(2). The model divides the
+        # projection by sqrt(H) before a norm; the norm cancels that, except for its epsilon, which is scaled instead.
         scaled = NormDescription(norm.eps * hidden_size, norm.kind, offset=norm.offset)
         self._projection_norm = Norm(scaled, parameters, "model.per_layer_projection_norm", size, divisor=2**0.5)
         self._scale = (size / 2) ** 0.5

@@ -18,7 +18,8 @@ Names = Mapping[str, str | tuple[str, ...]]
 
 
 def shared(name: str) -> dict[str, str]:
-    """Return the names of the shared expert, which computes every token, in checkpoints that call it `name`."""
+    """Return the names in checkpoints, by those in files, of the shared expert (which sees every token) that
+    checkpoints call `name`."""
     return {f"ffn_{part}_shexp": f"{name}.{part}_proj" for part in ("gate", "up", "down")}
 
 

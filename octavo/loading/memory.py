@@ -52,8 +52,8 @@ _MEMORY_FILES = {
 
 
 def own_groups(base: Path, controller: str = "") -> Iterator[Path]:
-    """Yield the folders, below `base`, of the control groups of this process: of cgroup version 2, or of a `controller`
-    of version 1. Inside a container the path is often the host's, and only the root of the mount exists."""
+    """Yield the folders below `base` of this process's control groups: version 2's, or with `controller` version 1's.
+    Inside a container the path is often the host's, and only the root of the mount exists."""
     try:
         lines = _PROC_CGROUP.read_text().splitlines()
     except OSError:

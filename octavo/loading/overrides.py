@@ -64,9 +64,9 @@ def _keep_rotation(config: dict[str, Any]) -> None:
 
 
 def longest_context(config: Mapping[str, Any], num_positions: int) -> int:
-    """Return the number of tokens in the longest sequence that the model's rotary embedding is made for. A scaling
-    factor stretches the positions that the model was trained with. `num_positions`, from config.json, is the length
-    before the scaling for some kinds of scaling and the length after it for others."""
+    """Return the longest sequence, in tokens, that the model's rotary embedding supports. A scaling factor stretches
+    the positions that the model was trained with. `num_positions`, from config.json, is the length before the scaling
+    for some kinds of scaling and the length after it for others."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type") or rope.get("type")
     factor = rope.get("factor") or 1.0

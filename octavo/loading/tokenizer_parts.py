@@ -71,7 +71,7 @@ class SentencePieces:
     unk_id: int = 0
     charsmap: bytes = b""  # the compiled normalization
     adds_prefix: bool = True  # adds a blank in front of the text
-    prefixes_every_part: bool = False  # adds it after each special token too
+    prefixes_every_part: bool = False  # also adds a blank after each special token
     collapses_blanks: bool = False
     ids: dict[str, int] = field(default_factory=dict)  # ids of special tokens by role
 

@@ -155,7 +155,7 @@ class ModelDescription:
     sees_ahead: Literal["", "picture", "prompt"] = ""
     media_stand_in: int | None = None  # the token that `per_layer_embeddings` reads instead of tokens with media rows
     unused: tuple[str, ...] = ()  # prefixes of tensors that the model does not use
-    shard: Shard = WHOLE  # this worker's part of the output matrix and of the layers: `octavo.models.sharding`
+    shard: Shard = WHOLE  # this worker's part of the layers and of the output matrix; see `octavo.models.sharding`
     num_precise_layers: int = 0  # number of first layers whose inputs are quantized to 16 bits instead of 8
     # The layers of this pipeline stage; None: all layers. The first stage embeds, the last stage makes logits.
     own_layers: range | None = None

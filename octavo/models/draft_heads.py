@@ -155,7 +155,7 @@ class ModuleNames(NamedTuple):
     joint: str
     norms: tuple[str, str, str]  # of the embedding, of the hidden state, and of the result
     layer: str  # prefix of the layer's tensors
-    tables: dict[str, str]  # "embedding" and "output": modules that it may have of its own
+    tables: dict[str, str]  # by "embedding" and "output": its own module, if it has one
     passes_normed: bool  # the next position reads the module's result after the norm
 
 

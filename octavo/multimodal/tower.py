@@ -66,7 +66,8 @@ class Tower:
             with quiet(transformers.logging):  # transformers would report the decoder's weights as unused
                 model, report = builder.from_pretrained(
                     folder, config=config, dtype=self._dtype, ignore_mismatched_sizes=True, output_loading_info=True,
-                    adapter_kwargs={"subfolder": "none"},  # transformers would look here for the decoder's adapters
+                    # No such folder: otherwise transformers would load the decoder's adapters here.
+                    adapter_kwargs={"subfolder": "none"},
                 )  # fmt: skip
         except (OSError, ValueError, AttributeError) as e:
             raise LoadError(f"the tower of {folder} cannot be loaded: {str(e).splitlines()[0]}") from None

@@ -33,8 +33,8 @@ _Words = NDArray[Any]
 
 @cache
 def _codebook(name: str) -> _Words:
-    """Return a type's codebook: for each vector a word of four or eight bytes, indices into the first eight integers of
-    the type's table. Raises `ConfigError` if the `gguf` package is missing."""
+    """Return a type's codebook: for each vector a word of four or eight bytes. Each byte is an index into the first
+    eight integers of the type's table. Raises `ConfigError` if the `gguf` package is missing."""
     try:
         from gguf import quants
     except ImportError:
@@ -96,8 +96,8 @@ def _indices(name: str, numbers: Array, bits: Array) -> Array:
 
 
 def iq2_xxs(blocks: Array) -> _Unpacked:
-    """Unpack IQ2_XXS. Each 32 elements have four vector numbers of a byte, then a word: four times seven bits of signs
-    and a scale of four bits."""
+    """Unpack IQ2_XXS. Each 32 elements have four vector numbers of a byte, then a word of four sign patterns of seven
+    bits and a scale of four bits."""
     parts = blocks[..., 2:].reshape(*blocks.shape[:2], 8, 8)
     words = _words(parts[..., 4:], 4)[..., 0]
     signs = _taken(_even_signs(), _pieces(words & (1 << 28) - 1, 7, 4))
@@ -122,8 +122,8 @@ def iq2_s(blocks: Array) -> _Unpacked:
 
 
 def iq3_xxs(blocks: Array) -> _Unpacked:
-    """Unpack IQ3_XXS: numbers of vectors of four elements; then a word for each 32 elements, with four times seven bits
-    of signs and a scale of four bits."""
+    """Unpack IQ3_XXS: first the codebook numbers of vectors of four elements; then, for each 32 elements, a word of
+    four sign patterns of seven bits and a scale of four bits."""
     words = _words(blocks[..., 66:], 4)
     signs = _taken(_even_signs(), _pieces(words & (1 << 28) - 1, 7, 4))
     scales = _half(blocks[..., :2]) * (cast(words >> 28, "float32") + 0.5) * 0.5

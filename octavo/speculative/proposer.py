@@ -44,7 +44,7 @@ class ReadingShare:
 
     @property
     def num_other_tokens(self) -> int:
-        """Tokens of other texts that are read at once in addition; no sequence waits for these."""
+        """Further tokens, of other texts, that are read at the same time; no sequence waits for them."""
         return max(1, self._most // max(1, self._num_sequences))
 
 

@@ -1,4 +1,5 @@
-"""Chooses, for the scheduler, which draft tokens a step verifies, or how many a draft model makes for it.
+"""Chooses which draft tokens a step verifies (`Scheduler._add_draft_tokens` adds them), or how many a draft model makes
+for it.
 
 A sequence has at most one proposal of what follows its tokens: from its request's own prediction, or by the configured
 method. A proposal is made when a step's tokens are known, and is compared with the next tokens even if no step verified
@@ -144,7 +145,7 @@ class Speculation:
     ) -> list[int]:  # fmt: skip
         """Return how many tokens a drafter makes for each candidate; it costs the same for one sequence as for all.
         Rates are known only for tokens that it makes, so if they were not worth their time, one sequence tries some now
-        and then. `num_wrong` is as in `choose_draft_count`."""
+        and then. `num_wrong`: draft tokens of other sequences that are expected to be wrong (`choose_draft_count`)."""
         self._was_asked = True
         count = choose_draft_count(cost, work, prompts, candidates, self._draft_s, gain, num_wrong)
         counts = [min(count, candidate.num_draft_tokens) for candidate in candidates]

@@ -50,8 +50,8 @@ def check_cycles(definitions: dict[str, Schema]) -> None:
 
 
 def prune_empty(definitions: dict[str, Schema]) -> None:
-    """Replace definitions by `false` if no type is left, or if only endless values satisfy them, because each value
-    must contain another. llguidance refuses a schema with a reference to such a definition, even if no value needs
+    """Replace by `false` each definition that no value satisfies: no type is left, or every value would have to contain
+    another without end. llguidance refuses a schema with a reference to such a definition, even if no value needs
     it."""
     ending, types = set[str](), dict[str, frozenset[str]]()
     empty = {name for name in definitions if not _types_of({"$ref": f"#/$defs/{name}"}, definitions, types)}

@@ -17,7 +17,8 @@ class SchemaWriter:
         self, document: Document, closes: bool, is_picky: bool, is_coarse: bool, merges_references: bool
     ) -> None:
         self.unheld = set[str]()
-        self._origins: dict[int, tuple[list[Schema], str]] = {}  # keywords that alternatives were made from
+        # By `id` of a list of alternatives: the list, and the name of the keyword that it was made from.
+        self._origins: dict[int, tuple[list[Schema], str]] = {}
         self.definitions: dict[str, Schema] = {}
         self.num_nodes = 0
         self.has_patterns = self.has_merges = self.is_costly = False

@@ -246,7 +246,7 @@ class _Writer:
         return f"({self._literal(_text(wanted['begin'], f'{where}.begin'))} {self._rest(wanted, ends, where)})"
 
     def _rest(self, tag: Mapping[str, Any], ends: _Ends, where: str) -> str:
-        """Return an expression for a tag after its begin."""
+        """Return an expression for what follows a tag's `begin`: its content and its end."""
         given = tag["end"]
         own = [_text(given, f"{where}.end")] if isinstance(given, str) else _texts(given, f"{where}.end")
         if not own:

@@ -69,8 +69,8 @@ class BatchJob:
         except _NotOwnedError:
             logger.warning("batch %s stops here: another server has it", batch["id"])
         except BatchStopped as error:
-            # It stays unfinished without a living owner: the next server continues it.
-            logger.warning("batch %s stops, to be gone on with: %s", batch["id"], error)
+            # It stays unfinished and its owner is gone, so the next server continues it.
+            logger.warning("batch %s stops and will be continued: %s", batch["id"], error)
         except _InvalidBatch as error:
             await self._fail(error.found)
         except RequestError as error:  # because a file was deleted, or the store is full

@@ -136,7 +136,7 @@ async def _serve(given: FrontEndArgs) -> None:
 
 
 def _sample(metrics: EngineMetrics, lines: Sequence[LogLine], counts: SharedCounts, now: float) -> None:
-    """Set the gauges of recent averages, and share this front end's requests a second with the others."""
+    """Set the gauges of recent averages, and tell the other front ends how many requests a second this one gets."""
     for line in lines:
         line.sample(now)
     counts.share(REQUESTS_PER_S, metrics.own_requests_per_s)

@@ -139,8 +139,8 @@ class Push:
         self._encode = _encode_nothing  # the old one may refer to this object: a cycle waits for a full collection
 
     def begin_text(self, before: bytes, after: bytes, *, shows_tokens: bool) -> None:
-        """From now on write the only completion's text between `before` and `after` without calling `encode`, and its
-        tokens after that."""
+        """From now on write the text of the only completion between `before` and `after`, without `encode`. With
+        `shows_tokens` a comment with its tokens follows."""
         self._shows_tokens = shows_tokens
         self._text_chunk = (len(before) + len(after), before, after + b"\r\n")
 

@@ -50,7 +50,7 @@ def _mamba_2(config: Config, num_heads: int, size: int, **changes: Any) -> Mamba
 
 def _limits(config: Config) -> tuple[float, float]:
     low, high = config["time_step_limit"] or (0.0, math.inf)
-    # transformers writes infinity as a dict.
+    # transformers writes infinity as {"__float__": "Infinity"}.
     return float(low), float(high["__float__"] if isinstance(high, dict) else high)
 
 
