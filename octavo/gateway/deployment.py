@@ -30,6 +30,7 @@ logger = logging.getLogger("octavo.gateway")
 Launch = Callable[[str, ModelEntry], Awaitable[RunningServer]]
 State = Literal["stopped", "waiting", "starting", "ready", "stopping"]
 DISCOVERY_WAIT_S = 5.0  # for the first addresses of replicas
+HANG_TIMEOUT_S = 60.0  # without an answer to health checks: then a server is killed
 SETTLE_S = 1.0  # a process that was killed hangs up before the system says that it has ended
 MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0  # between starts that fail
 
@@ -162,6 +163,14 @@ class Deployment:
         ends = {self._servers[one].exited for one in replicas if one in self._servers and one.breaker.num_failures}
         if ends:
             await asyncio.wait(ends, timeout=SETTLE_S)
+
+    def kill_hanging(self) -> None:
+        """Kill servers that have not answered health checks for `HANG_TIMEOUT_S`. What follows is as after a crash."""
+        for replica, server in self._servers.items():
+            if replica.is_silent(HANG_TIMEOUT_S):
+                replica.silent_since = None
+                logger.error("%s: replica %s hangs and is killed: %s", self.name, replica.name, replica.problem)
+                server.kill()
 
     def begin_stop(self) -> None:
         """Stop the replicas; the memory is released when their processes have ended."""

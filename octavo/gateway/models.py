@@ -126,8 +126,11 @@ class Models:
                 one.cancel()
 
     async def check_health(self, timeout_s: float) -> None:
-        """Ask all replicas for their health."""
-        await asyncio.gather(*(self._check(one, timeout_s) for deployment in self for one in deployment.replicas))
+        """Ask all replicas for their health, and kill servers that hang."""
+        every = [one for one in (*self, *self._retired) if not one.has_ended]
+        await asyncio.gather(*(self._check(one, timeout_s) for deployment in every for one in deployment.replicas))
+        for deployment in every:
+            deployment.kill_hanging()
 
     async def close(self) -> None:
         """Stop everything."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from dataclasses import dataclass, field
 
 import msgspec
@@ -37,6 +38,7 @@ class Replica:
     breaker: Breaker = field(default_factory=Breaker)
     num_failed_checks: int = 0  # of its health, in a row
     problem: str = ""  # why the last check of its health failed
+    silent_since: float | None = None  # time.monotonic when the first of the checks began that had no answer, in a row
     num_in_flight: int = 0
 
     @property
@@ -46,20 +48,32 @@ class Replica:
     def takes_requests(self) -> bool:
         return self.is_healthy and not self.breaker.is_open()
 
+    def is_silent(self, seconds: float) -> bool:
+        """Return whether several health checks in a row, over at least so many seconds, had no answer."""
+        return (
+            self.silent_since is not None and not self.is_healthy and time.monotonic() - self.silent_since >= seconds
+        )
+
     def auth_headers(self) -> list[tuple[bytes, bytes]]:
         return [] if self.api_key is None else [(b"authorization", b"Bearer " + self.api_key.encode())]
 
     async def check_health(self, timeout_s: float) -> None:
         """Ask for the replica's health. Any answer but a server's error (5xx) counts as healthy: foreign servers may
         not have the path."""
+        begin, is_silent = time.monotonic(), True
         try:
             status, _ = await self._get(self.health, timeout_s)
+            is_silent = False
             self.problem = f"GET {self.health} is answered {status}" if status >= 500 else ""
         except UpstreamError as error:
             self.problem = str(error)
         except TimeoutError:
             self.problem = f"GET {self.health} had no answer within {timeout_s:g} s"
         self.num_failed_checks = self.num_failed_checks + 1 if self.problem else 0
+        if not is_silent:
+            self.silent_since = None
+        elif self.silent_since is None:
+            self.silent_since = begin
 
     async def context_length(self, timeout_s: float) -> int | None:
         """Return the most tokens of a prompt and its answer together; None if the replica does not tell."""

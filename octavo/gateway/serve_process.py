@@ -36,6 +36,7 @@ class RunningServer(Protocol):
     exited: asyncio.Future[None]
 
     async def stop(self) -> None: ...
+    def kill(self) -> None: ...
 
 
 class ServeProcess:
@@ -92,9 +93,13 @@ class ServeProcess:
         done, _ = await asyncio.wait({self.exited}, timeout=STOP_TIMEOUT_S)
         if not done:
             logger.warning("%s did not stop within %g s and is killed", self._name, STOP_TIMEOUT_S)
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self.kill()
             await asyncio.wait({self.exited})
+
+    def kill(self) -> None:
+        """End the server and the processes that it has started, whatever state they are in."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _read_log(self) -> None:
         assert self._process.stdout is not None

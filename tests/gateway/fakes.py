@@ -76,6 +76,7 @@ class FakeServer:
     api_key: str | None = None
     address: str = ""
     is_stopped: bool = False
+    hangs: bool = False  # takes connections and answers none
 
     async def start(self) -> FakeServer:
         self.exited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -86,6 +87,9 @@ class FakeServer:
 
     async def stop(self) -> None:
         self.is_stopped = True
+        self.die()
+
+    def kill(self) -> None:
         self.die()
 
     def die(self) -> None:
@@ -106,6 +110,9 @@ class FakeServer:
                 headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 asked = Asked(method, target, headers, body, writer, reader)
+                if self.hangs:
+                    await reader.read()
+                    return
                 if target == "/health":
                     asked.reply(b"", self.health)
                     continue

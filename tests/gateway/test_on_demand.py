@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from octavo.gateway.catalogue import ModelEntry
+from octavo.gateway.deployment import HANG_TIMEOUT_S
 from tests.gateway.fakes import Asked, FakeLaunch, FakeServer, gateway, until
 from tests.waiting import Clock, virtual_sleep
 
@@ -189,6 +190,61 @@ def test_a_dead_replica_is_started_again(clock: Clock) -> None:
             for server in gate.launch.servers["a"]:
                 server.die()
             assert (await gate.ask()).status_code == 200, "all are dead: the model is started again"
+
+    clock.run(run())
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_replica_that_hangs_is_ended_and_started_again(
+    clock: Clock, caplog: pytest.LogCaptureFixture, num_replicas: int
+) -> None:
+    async def run() -> None:
+        async with gateway({"a": {"replicas": num_replicas, "keep_alive": None}}) as gate:
+            await gate.ask()
+            hanging = gate.launch.servers["a"][0]
+            hanging.hangs = True
+            begin = clock.now()
+            await until(lambda: hanging.exited.done())
+            assert HANG_TIMEOUT_S <= clock.now() - begin < 2 * HANG_TIMEOUT_S
+            assert (await gate.ask()).status_code == 200
+            await until(lambda: gate.launch.running("a") == num_replicas)
+            assert len(gate.launch.begun) == num_replicas + 1
+
+    clock.run(run())
+    assert "hangs and is killed: GET /health had no answer within 5 s" in caplog.text
+
+
+def test_a_replica_that_hangs_lets_a_model_that_has_left_the_catalogue_end(clock: Clock, tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("models: {a: {}}")
+
+    async def hang_at_first(asked: Asked) -> None:
+        if len(launch.begun) > 1:
+            asked.reply(b"{}")
+            return
+        launch.last("a").hangs = True
+        file.write_text("models: {b: {}}")
+        await asked.reader.read()
+
+    launch = FakeLaunch(hang_at_first)
+
+    async def run() -> None:
+        async with gateway(str(file), launch) as gate:
+            assert (await gate.ask()).status_code == 200
+            await until(lambda: not launch.running("a"))
+            assert launch.begun == ["a", "a"] and "a" not in gate.server.models.names()
+
+    clock.run(run())
+
+
+def test_a_replica_that_says_it_is_not_healthy_is_not_ended(clock: Clock) -> None:
+    async def run() -> None:
+        async with gateway({"a": {"keep_alive": None}}) as gate:
+            await gate.ask()
+            gate.launch.last("a").health = 503
+            begin = clock.now()
+            await until(lambda: clock.now() - begin > 3 * HANG_TIMEOUT_S)
+            assert gate.launch.begun == ["a"] and gate.launch.running("a") == 1
 
     clock.run(run())
 

@@ -236,6 +236,26 @@ def test_a_model_whose_only_replica_dies_is_started_again_for_its_streams(clock:
     clock.run(run())
 
 
+def test_a_stream_of_a_replica_that_hangs_goes_on_at_the_one_that_takes_its_place(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        if len(launch.begun) > 1:
+            await replica()(asked)
+            return
+        asked.head(content_type="text/event-stream", transfer_encoding="chunked", x_octavo_resumable=json.dumps(ABOUT))
+        asked.piece(SCRIPT[0][0] + b"\n\n: tokens [1]\n\n")
+        launch.last("a").hangs = True
+        await asked.reader.read()
+
+    launch = FakeLaunch(behave)
+
+    async def run() -> None:
+        async with gateway({"a": {}}, launch) as gate:
+            assert (await gate.ask(stream=True)).content == WHOLE
+            assert launch.begun == ["a", "a"]
+
+    clock.run(run())
+
+
 def test_a_stream_gets_comments_while_a_replica_starts_that_goes_on_with_it(clock: Clock) -> None:
     async def behave(asked: Asked) -> None:
         if len(launch.begun) > 1:

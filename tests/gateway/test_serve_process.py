@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 
 import pytest
@@ -37,3 +38,23 @@ def test_a_server_knows_the_aliases_of_its_model_as_lines_of_batches_may_name_th
         asyncio.run(ServeProcess.start("m", ModelEntry(aliases=["x", "y"])))
     at = seen.index("--served-model-name") + 1
     assert seen[at : at + 3] == ["m", "x", "y"] and seen[at + 3].startswith("--")
+
+
+def test_a_server_that_is_killed_leaves_no_process_that_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`exited` waits for the end of the output, which the child has too."""
+    child = "import signal; signal.pause()"
+    program = f"""
+import signal, subprocess, sys
+subprocess.Popen([sys.executable, "-c", {child!r}])
+print('{{"message": "it serves", "level": "INFO", "ready": {{"API": "http://127.0.0.1:1/v1"}}}}', flush=True)
+signal.pause()
+"""
+    monkeypatch.setattr("octavo.gateway.serve_process.server_command", lambda *_: [sys.executable, "-c", program])
+
+    async def run() -> None:
+        server = await ServeProcess.start("m", ModelEntry())
+        server._process.send_signal(signal.SIGSTOP)
+        server.kill()
+        await server.exited
+
+    asyncio.run(run())
