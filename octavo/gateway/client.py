@@ -4,6 +4,7 @@ to be an event of a stream."""
 from __future__ import annotations
 
 import re
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -93,8 +94,13 @@ class Client:
         self.meter: Meter | None = None  # for a client whose tokens are counted
         self.hides_usage = False  # drops the usage that only the gateway asked the stream for
         self.num_lost = 0  # replicas that were lost before they answered it
-        self.waits_until = 0.0  # `time.monotonic` until which a stream that has lost its replica waits for busy ones
-        self.busy: set[Replica] = set()  # replicas that such a stream is to ask again
+        # A stream that has lost its replica waits until `waits_until` for a replica that continues it. All times are of
+        # `time.monotonic`.
+        self.waits_until = 0.0
+        self.failed_at = 0.0  # when a replica was last lost, or could not be asked
+        self.busy: set[Replica] = set()  # replicas to ask again soon
+        self.unable: set[Replica] = set()  # replicas that cannot continue the stream
+        self.silent_since: float | None = None  # since when the client has got nothing while it waits
         self.loads_s: list[float] = []  # how long the request has waited for models
 
     @property
@@ -113,6 +119,7 @@ class Client:
             await self._begin(200, [(b"content-type", _EVENTS), (b"cache-control", b"no-cache")])
             self._is_events = True
         await self._write(f": {text}\n\n".encode())
+        self.silent_since = time.monotonic()
 
     def can_take(self, answer: Answer, is_last: bool) -> bool:
         """Return whether an answer continues the stream that the client has, if it has one: other servers than Octavo

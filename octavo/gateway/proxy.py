@@ -1,7 +1,7 @@
 """Takes a request to a replica of its model, and the answer to the client. If a replica is lost before the answer's
-first byte, another one is asked. Later, another replica goes on with the stream if both are Octavo servers; else the
-stream ends with an error event. A request that had two replicas when they were lost is refused, as it may have ended
-them.
+first byte, another one is asked. Later, another replica, or the same one once it is back, goes on with the stream if
+both are Octavo servers; else the stream ends with an error event. A request that had two replicas when they were lost
+is refused, as it may have ended them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _EVERYWHERE_S = 30.0  # for all replicas to answer
 _MAX_ANSWER_BYTES = 1 << 16
 _GENERATING_PATHS = RESUMABLE_PATHS | {"/invocations", "/generate"}  # whose whole answers may be cut off
 _BUSY = (429, 503)
-_BUSY_PAUSE_S = 1.0  # until busy replicas are asked again to go on with a stream
+_PAUSE_S = 1.0  # until it is seen again whether a replica can go on with a stream
 _MAX_LOST = 2  # replicas that a request may lose: it may be what ends them
 # Known routes, and what is true of each: `priority` is a field of its body; its streams have a `usage` only where it is
 # asked for; its answers are `uncounted`, as they have no usage; it `lists` with GET what one server keeps.
@@ -285,8 +285,14 @@ class Proxy:
         num_rounds = 2  # a model whose last replica died meanwhile is started once more
         while num_rounds:
             num_rounds -= 1
+            has_failed = False
             if deployment.state != "ready":
-                await self.until_ready(deployment, client)
+                try:
+                    await self.until_ready(deployment, client)
+                except RequestError as refusal:
+                    if refusal.code != "start_failed" or time.monotonic() >= client.waits_until:
+                        raise
+                    has_failed, why = True, str(refusal)
             if keeper is None and not tried and self._prefill.is_wanted(deployment, request):
                 work = self._prefill.compute(deployment, request, client)
                 await self._with_comments(work, "the prompt is computed", client)
@@ -306,13 +312,15 @@ class Proxy:
                         "refused, as it may end another one.", status=500, code="request_kills_replicas",
                     )  # fmt: skip
                 why = error
-            if client.busy:
-                await self._with_comments(asyncio.sleep(_BUSY_PAUSE_S), "the replicas are busy", client)
-                tried -= client.busy
+            await deployment.settle(tried)
+            if _may_wait(deployment, client):
+                if has_failed or deployment.state == "ready":
+                    await self._with_comments(asyncio.sleep(_PAUSE_S), "no replica can go on yet", client)
+                back = {one for one in tried - client.unable if one in client.busy or one.well_at > client.failed_at}
+                tried -= back
                 client.busy.clear()
                 num_rounds += 1
                 continue
-            await deployment.settle(tried)
             if keeper is not None or deployment.state == "ready":
                 break
         waits = [one.breaker.wait_s() for one in deployment.replicas]
@@ -345,6 +353,7 @@ class Proxy:
             except UpstreamError as error:
                 replica.breaker.fail()
                 client.num_lost += not isinstance(error, UnreachableError)
+                client.failed_at = time.monotonic()
                 self._metrics.retries.labels(deployment.name, replica.name).inc()
                 logger.warning("%s: replica %s gave no answer: %s", deployment.name, replica.name, error)
                 return f"replica {replica.name}: {error}"
@@ -365,6 +374,7 @@ class Proxy:
             else:
                 replica.breaker.succeed()
             if not client.can_take(answer, is_last=is_only or not others):
+                client.unable.add(replica)
                 return f"replica {replica.name} cannot continue another replica's stream"
             if client.progress.is_resumable and answer.header(RESUMABLE):
                 self._metrics.resumed.labels(deployment.name, replica.name).inc()
@@ -411,7 +421,8 @@ class Proxy:
                 await client.end()
                 return None
             if may_go_on:
-                client.waits_until = time.monotonic() + self._limits.max_wait_s
+                client.failed_at = client.silent_since = time.monotonic()
+                client.waits_until = client.failed_at + self._limits.max_wait_s
                 return f"replica {replica.name} was lost amid the answer: {error}"
             reason = "the gateway is stopping" if self.is_stopping else "its replica was lost amid the answer"
             raise RequestError(
@@ -455,8 +466,13 @@ class Proxy:
     async def _with_comments(self, work: Awaitable[None], comment: str, client: Client) -> None:
         interval_s = self._limits.stream_keep_alive_s
         task = asyncio.ensure_future(work)
+        if client.silent_since is None:
+            client.silent_since = time.monotonic()
         try:
-            while client.takes_comments and interval_s and not (await asyncio.wait({task}, timeout=interval_s))[0]:
+            while client.takes_comments and interval_s:
+                rest_s = client.silent_since + interval_s - time.monotonic()
+                if (await asyncio.wait({task}, timeout=max(0.0, rest_s)))[0]:
+                    break
                 await client.comment(comment)
             await task
         finally:
@@ -466,6 +482,15 @@ class Proxy:
 
 def _stopping() -> RequestError:
     return RequestError("The gateway is stopping.", status=503, code="stopping")
+
+
+def _may_wait(deployment: Deployment, client: Client) -> bool:
+    """Return whether a stream that has lost its replica waits: for a busy one, for the lost one to come back, or for
+    one that is being started."""
+    if time.monotonic() >= client.waits_until:
+        return False
+    may_come = not deployment.replicas or bool(deployment.restarting)
+    return may_come or not client.unable.issuperset(deployment.replicas)
 
 
 def _others(deployment: Deployment, tried: Collection[Replica]) -> list[Replica]:

@@ -38,6 +38,7 @@ class Replica:
     breaker: Breaker = field(default_factory=Breaker)
     num_failed_checks: int = 0  # of its health, in a row
     problem: str = ""  # why the last check of its health failed
+    well_at: float = 0.0  # time.monotonic when the last check began that it passed
     silent_since: float | None = None  # time.monotonic when the first of the checks began that had no answer, in a row
     num_in_flight: int = 0
 
@@ -50,9 +51,7 @@ class Replica:
 
     def is_silent(self, seconds: float) -> bool:
         """Return whether several health checks in a row, over at least so many seconds, had no answer."""
-        return (
-            self.silent_since is not None and not self.is_healthy and time.monotonic() - self.silent_since >= seconds
-        )
+        return self.silent_since is not None and not self.is_healthy and time.monotonic() - self.silent_since >= seconds
 
     def auth_headers(self) -> list[tuple[bytes, bytes]]:
         return [] if self.api_key is None else [(b"authorization", b"Bearer " + self.api_key.encode())]
@@ -69,7 +68,12 @@ class Replica:
             self.problem = str(error)
         except TimeoutError:
             self.problem = f"GET {self.health} had no answer within {timeout_s:g} s"
-        self.num_failed_checks = self.num_failed_checks + 1 if self.problem else 0
+        if self.problem:
+            self.num_failed_checks += 1
+        else:
+            if not self.is_healthy:  # what failed before is over
+                self.breaker.succeed()
+            self.num_failed_checks, self.well_at = 0, begin
         if not is_silent:
             self.silent_since = None
         elif self.silent_since is None:

@@ -81,14 +81,14 @@ class GatewayArgs(Flags):
         "limit.", positive=True,
     )  # fmt: skip
     max_wait: float = flag(
-        300.0, "Seconds that a request may wait for its model to be started; then it is answered with 503.",
-        positive=True,
+        300.0, "Seconds that a request may wait for its model to be started, or a stream that has lost its replica for "
+        "another one; then it is answered with 503.", positive=True,
     )  # fmt: skip
     max_waiting: int = flag(
         256, "Requests that may wait for models to be started; more are answered with 429.", positive=True
     )
     stream_keep_alive: float = flag(
-        5.0, "Seconds after which a stream whose model is being started gets a comment, again and again; 0: never."
+        5.0, "Seconds after which a stream that waits for a replica gets a comment, again and again; 0: never."
     )
     health_interval: float = flag(
         5.0, "Seconds between two health checks of a replica, and for one to be answered.", positive=True

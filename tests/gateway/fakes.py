@@ -79,8 +79,10 @@ class FakeServer:
     hangs: bool = False  # takes connections and answers none
 
     async def start(self) -> FakeServer:
+        """Listen at the address, or without one at any port."""
         self.exited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port = int(self.address.rpartition(":")[2] or 0)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
         self.address = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         self._writers: list[asyncio.StreamWriter] = []
         return self

@@ -195,6 +195,28 @@ def test_a_breaker_opens_and_a_replica_that_is_well_again_is_asked_again(clock: 
     clock.run(run())
 
 
+def test_a_replica_that_is_healthy_again_is_asked_again_whatever_failed_before(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        await (answer_plainly if is_well else die)(asked)
+
+    is_well = False
+
+    async def run() -> None:
+        nonlocal is_well
+        async with fake_servers(behave) as (server,), gateway(at([server])) as gate:
+            (replica,) = gate.deployment("a").replicas
+            while replica.breaker.wait_s() < 50:
+                clock.advance(replica.breaker.wait_s())
+                assert (await gate.ask()).status_code == 503
+            server.health = 500
+            await until(lambda: not replica.is_healthy)
+            server.health, is_well = 200, True
+            await until(lambda: replica.is_healthy)
+            assert (await gate.ask()).status_code == 200
+
+    clock.run(run())
+
+
 def test_a_replica_that_is_not_healthy_gets_no_requests(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         async with fake_servers(answer_plainly, answer_plainly) as servers, gateway(at(servers)) as gate:

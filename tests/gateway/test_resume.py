@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.gateway.fakes import Asked, Behave, FakeLaunch, FakeServer, answer_plainly, fake_servers, gateway, until
-from tests.waiting import Clock
+from tests.ports import held_port
+from tests.waiting import Clock, virtual_sleep
 
 ABOUT = {"id": "chatcmpl-1", "created": 5, "seed": 2**63}
 # Events with the tokens that they stand for; the last has none, as it ends the stream.
@@ -133,7 +134,8 @@ def test_no_half_event_is_sent_of_a_replica_that_dies_after_it_has_given_a_strea
         asked.die()
 
     async def run() -> None:
-        async with fake_servers(give_up_and_die) as servers, gateway(at(servers)) as gate:
+        async with fake_servers(give_up_and_die) as servers, gateway(at(servers), max_wait=3.0) as gate:
+            servers[0].health = 500
             answer = await gate.ask(stream=True)
             assert answer.content.startswith(b'data: 1\n\ndata: {"error":{') and answer.content.endswith(b"}\n\n")
             assert b"half" not in answer.content
@@ -173,6 +175,7 @@ def test_a_stream_that_has_lost_its_replica_waits_for_busy_ones_and_not_for_ever
 
     async def run() -> None:
         async with fake_servers(replica(3), be_busy_at_first) as servers, gateway(at(servers), max_wait=60.0) as gate:
+            servers[0].health = 500  # it does not come back
             number = 0
             while not servers[0].asked:  # either may be chosen
                 number += 1
@@ -181,6 +184,73 @@ def test_a_stream_that_has_lost_its_replica_waits_for_busy_ones_and_not_for_ever
                 assert answer.content == WHOLE and len(busy) == 3
             else:
                 assert b"busy" in answer.content and 50 < len(busy) < 70
+                assert answer.content.count(b": no replica can go on yet\n\n") >= 10, "one in 5 s"
+
+    clock.run(run())
+
+
+async def lose_and_come_back(asked: Asked, server: FakeServer) -> None:
+    """Begin a stream and die, and come back at the same address."""
+    await replica(3)(asked)
+    server.die()
+    await virtual_sleep(30)
+    server.behave = replica()
+    await server.start()
+
+
+@pytest.mark.parametrize("max_wait", [300.0, 20.0])
+def test_a_stream_whose_only_replica_dies_goes_on_there_when_it_is_back(clock: Clock, max_wait: float) -> None:
+    async def behave(asked: Asked) -> None:
+        dying.append(asyncio.ensure_future(lose_and_come_back(asked, server)))
+
+    dying: list[asyncio.Future[None]] = []
+    server = FakeServer(behave, address=f"http://127.0.0.1:{held_port()}")
+
+    async def run() -> None:
+        await server.start()
+        async with gateway(at([server]), max_wait=max_wait) as gate:
+            answer = await gate.ask(stream=True)
+            comment = b": no replica can go on yet\n\n"
+            if max_wait == 300.0:
+                assert answer.content.replace(comment, b"") == WHOLE and answer.content.count(comment) >= 4
+                labels = f'{{model="a",replica="{server.address}"}}'
+                assert await gate.metric("octavo_gateway_broken_answers_total" + labels) == 1
+                assert (await gate.ask(stream=True)).content == WHOLE, "nothing is kept from it"
+            else:
+                assert answer.content.endswith(b"}\n\n") and b"was lost amid the answer" in answer.content
+            await dying[0]
+        server.die()
+
+    clock.run(run())
+
+
+def test_a_stream_whose_replicas_start_again_waits_for_them_though_a_start_fails(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        if "resume" in asked.json:
+            await replica()(asked)
+            return
+        asked.head(content_type="text/event-stream", transfer_encoding="chunked", x_octavo_resumable=json.dumps(ABOUT))
+        asked.piece(SCRIPT[0][0] + b"\n\n: tokens [1]\n\n")
+        await has_begun.wait()
+        launch.error = "the memory is not free yet"
+        for server in launch.servers["a"]:
+            server.die()
+
+    has_begun = asyncio.Event()
+    launch = FakeLaunch(behave)
+
+    async def run() -> None:
+        async with gateway({"a": {"replicas": 2}}, launch) as gate:
+            asked = {"model": "a", "stream": True}
+            async with gate.http.stream("POST", "/v1/chat/completions", json=asked) as answer:
+                content = b""
+                async for piece in answer.aiter_raw():
+                    content += piece
+                    if not has_begun.is_set():
+                        has_begun.set()
+                        await until(lambda: gate.deployment("a").num_failed_starts == 3)
+                        launch.error = None
+            assert content.replace(b": no replica can go on yet\n\n", b"") == WHOLE
 
     clock.run(run())
 
