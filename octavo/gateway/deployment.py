@@ -99,6 +99,12 @@ class Deployment:
         """The names of replicas that have ended and are started again."""
         return [] if self.state != "ready" else [task.get_name() for task in self._restarts if not task.done()]
 
+    @property
+    def replica_names(self) -> set[str]:
+        """The names of the replicas that there are or may be again."""
+        places = range(self.entry.num_replicas) if self.entry.is_local else ()
+        return {*map(str, places), *(one.name for one in (*self.replicas, *self._gone))}
+
     def may_be_used_by(self, key: Key | None) -> bool:
         """Return whether a client's key is for this model."""
         return key is None or key.may_use({self.name, *self.entry.aliases})

@@ -3,15 +3,17 @@ never by a client's text."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, Sample
 
 from octavo.gateway.key_store import Key, KeyStore
 from octavo.gateway.models import Models
 
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+FORGET_S = 300.0  # that the series of a replica that has gone stay, so that everybody reads their last values
 _PREFIX = "octavo_gateway_"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -50,6 +52,11 @@ class GatewayMetrics:
         self.disconnects = Counter(
             "octavo_gateway_disconnects", "Requests whose client hung up before the end of the answer.", registry=on
         )
+        self.of_gone = Counter(
+            "octavo_gateway_gone_replicas", "What the other counters had for replicas whose series were removed.",
+            ["counter", "model", "status"], registry=on,
+        )  # fmt: skip
+        self._gone_since: dict[tuple[str, str], float] = {}  # when it was first seen that a replica has gone
         self._registry.register(self)
         self._of_keys = CollectorRegistry()
         self.key_refusals = Counter(
@@ -61,7 +68,23 @@ class GatewayMetrics:
 
     def render(self, *, shows_keys: bool = False) -> bytes:
         """Return the metrics in Prometheus's text format."""
+        self._forget_gone()
         return generate_latest(self._registry) + (generate_latest(self._of_keys) if shows_keys else b"")
+
+    def _forget_gone(self) -> None:
+        """Remove the series of replicas that have gone some time ago, and add their values to one series for all."""
+        now, present = time.monotonic(), self._models.replica_names()
+        for counter in (self.requests, self.retries, self.broken_streams, self.resumed):
+            for sample in totals(counter):
+                labels = sample.labels
+                place = labels["model"], labels["replica"]
+                if place in present or labels["replica"] == "none":
+                    self._gone_since.pop(place, None)
+                elif now - self._gone_since.setdefault(place, now) >= FORGET_S:
+                    counter.remove(*labels.values())
+                    what = sample.name.removeprefix(_PREFIX).removesuffix("_total")
+                    self.of_gone.labels(what, labels["model"], labels.get("status", "")).inc(sample.value)
+        self._gone_since = {place: since for place, since in self._gone_since.items() if now - since < FORGET_S}
 
     def collect(self) -> Iterator[Metric]:
         """Prometheus's collector protocol."""
@@ -102,6 +125,11 @@ class GatewayMetrics:
         yield CounterMetricFamily(
             prefix + "evictions", "Models that stopped because another needed the memory.", budget.num_evictions
         )
+
+
+def totals(counter: Counter) -> list[Sample]:
+    """Return the values of a counter's series."""
+    return [sample for sample in next(iter(counter.collect())).samples if sample.name.endswith("_total")]
 
 
 class _KeyMetrics:

@@ -49,6 +49,11 @@ class Models:
         """Names and aliases."""
         return self._deployments | {alias: self._deployments[name] for alias, name in self._aliases.items()}
 
+    def replica_names(self) -> set[tuple[str, str]]:
+        """Return the name of each replica with its model's, also of models that have left the catalogue but still
+        answer."""
+        return {(one.name, replica) for one in self._lasting() for replica in one.replica_names}
+
     @property
     def is_open(self) -> bool:
         """Return whether models come and go with the files on this machine."""
@@ -127,7 +132,7 @@ class Models:
 
     async def check_health(self, timeout_s: float) -> None:
         """Ask all replicas for their health, and kill servers that hang."""
-        every = [one for one in (*self, *self._retired) if not one.has_ended]
+        every = self._lasting()
         await asyncio.gather(*(self._check(one, timeout_s) for deployment in every for one in deployment.replicas))
         for deployment in every:
             deployment.kill_hanging()
@@ -141,6 +146,10 @@ class Models:
         """End the requests under way, with errors."""
         for deployment in [*self, *self._retired]:
             deployment.cut()
+
+    def _lasting(self) -> list[Deployment]:
+        """Return the models of the catalogue, and those that have left it but still answer."""
+        return [*self, *(one for one in self._retired if not one.has_ended)]
 
     def _spawn(self, work: object) -> asyncio.Future[None]:
         task: asyncio.Future[None] = asyncio.ensure_future(work)  # type: ignore[call-overload]

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from octavo.errors import RequestError
 from octavo.gateway.client import Client
 from octavo.gateway.deployment import Deployment
-from octavo.gateway.gateway_metrics import GatewayMetrics
+from octavo.gateway.gateway_metrics import GatewayMetrics, totals
 from octavo.gateway.key_store import KeyStore
 from octavo.gateway.models import Models
 from octavo.gateway.replica import Replica
@@ -78,8 +78,8 @@ class Page:
     def _answers(self) -> dict[str, dict[str, int]]:
         """Return the number of answers by model and by the first digit of their status."""
         found: dict[str, dict[str, int]] = {}
-        for sample in next(iter(self._metrics.requests.collect())).samples:
-            if sample.name.endswith("_total"):
+        for sample in totals(self._metrics.requests) + totals(self._metrics.of_gone):
+            if sample.labels.get("counter", "requests") == "requests":
                 of_model = found.setdefault(sample.labels["model"], {})
                 kind = sample.labels["status"][0]
                 of_model[kind] = of_model.get(kind, 0) + int(sample.value)

@@ -16,8 +16,9 @@ import pytest
 from octavo.errors import ConfigError
 from octavo.gateway import discovery
 from octavo.gateway.discovery import DnsName, KubernetesService, follow, read_source
+from octavo.gateway.gateway_metrics import FORGET_S
 from tests.entrypoints.http.test_tls import certificate
-from tests.gateway.fakes import Asked, FakeLaunch, FakeServer, fake_servers, gateway, until
+from tests.gateway.fakes import Asked, FakeLaunch, FakeServer, answer_plainly, fake_servers, gateway, until
 from tests.waiting import Clock
 
 __all__ = ["certificate"]  # the fixture
@@ -110,6 +111,71 @@ def test_records_come_and_go_while_requests_go_on(clock: Clock, monkeypatch: pyt
                 may_end.set()
                 assert (await waiting).status_code == 200, "a replica that has gone ends what it has begun"
                 assert not kept.upstream._open, "and is hung up on"
+
+    clock.run(run())
+
+
+def test_the_series_of_a_replica_that_has_gone_end_and_nothing_that_was_counted_is_lost(clock: Clock) -> None:
+    """The first replica answers twice and is gone for good; the other one is away for a while."""
+
+    def series(text: str, replica: str) -> list[str]:
+        return [line for line in text.splitlines() if f'replica="{replica}"' in line]
+
+    async def run() -> None:
+        async with fake_servers(answer_plainly, answer_plainly) as servers:
+            first, other = (server.address for server in servers)
+            async with gateway({"a": {"discover": "dns+http://replicas..svc:1"}}) as gate:
+                deployment = gate.deployment("a")
+
+                async def read() -> str:
+                    return (await gate.http.get("/metrics")).text
+
+                deployment._move_to([first])
+                for _ in range(2):
+                    assert (await gate.ask()).status_code == 200
+                deployment._move_to([other])
+                assert (await gate.ask()).status_code == 200
+                assert series(await read(), first), "its last values can be read"
+                clock.advance(FORGET_S - 1)
+                deployment._move_to([])
+                before = await read()
+                assert series(before, first) and series(before, other)
+                clock.advance(2)
+                text = await read()
+                assert not series(text, first)
+                gone = 'octavo_gateway_gone_replicas_total{counter="requests",model="a",status="200"}'
+                assert f"{gone} 2.0" in text
+                deployment._move_to([other])
+                clock.advance(FORGET_S)
+                text = await read()
+                assert f'requests_total{{model="a",replica="{other}",status="200"}} 1.0' in text
+                stats = (await gate.http.get("/ui/stats")).json()
+                assert stats["models"][0]["answered"] == 3
+                deployment._move_to([first])
+                assert (await gate.ask()).status_code == 200
+                assert f'requests_total{{model="a",replica="{first}",status="200"}} 1.0' in await read()
+
+    clock.run(run())
+
+
+def test_series_of_models_that_have_left_the_catalogue_end_and_those_of_stopped_models_stay(
+    clock: Clock, tmp_path: Path
+) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("models: {a: {keep_alive: 1}, b: {}}")
+
+    async def run() -> None:
+        async with gateway(str(file)) as gate:
+            await gate.ask("a")
+            await gate.ask("b")
+            file.write_text("models: {a: {keep_alive: 1}}")
+            gate.server.reload()
+            await until(lambda: not gate.launch.running("a") and not gate.launch.running("b"))
+            for _ in range(2):
+                text = (await gate.http.get("/metrics")).text
+                clock.advance(FORGET_S)
+            assert 'requests_total{model="a",replica="0",status="200"} 1.0' in text
+            assert 'model="b",replica="0"' not in text
 
     clock.run(run())
 
