@@ -102,7 +102,7 @@ class EngineCore:
         if config.cache.disk is not None and weights is not None:
             self.disk = _open_disk(config, config.cache.disk, weights.result(), executor, cache, self.cost)
             weakref.finalize(self, self.disk.close)
-            self.scheduler.tier = self.disk
+            self.scheduler.fetches = self.disk.fetches
             self.scheduler.queues.on_end += self._disk_hooks(self.disk)
         self._publisher: KVEventPublisher | None = None
         if config.cache.events is not None and (events := cache.collect_events()) is not None:
@@ -199,18 +199,18 @@ class EngineCore:
     def _leave_disk(self, disk: DiskTier) -> None:
         """Close the cache on disk after a broken step. Nothing is saved: a worker that hangs in the step gives no
         blocks."""
-        if self.scheduler.tier is None:
+        if self.scheduler.fetches is None:
             return
         logger.warning("the cache on disk is not used any more: a step of the engine has failed")
         disk.close(saves=False)
-        self.scheduler.tier = None
+        self.scheduler.fetches = None
         for hook in self._disk_hooks(disk):
             self.scheduler.queues.on_end.remove(hook)
 
     @staticmethod
     def _disk_hooks(disk: DiskTier) -> list[Callable[[Sequence], None]]:
         """Return what is to be called with each sequence that has ended."""
-        return [disk.leave, disk.sessions.keep, disk.saved_prompts.end]
+        return [disk.fetches.leave, disk.sessions.keep, disk.saved_prompts.end]
 
     def _step(self) -> StepOutputs:
         if self._pending or self._loading:
@@ -237,7 +237,7 @@ class EngineCore:
                 outputs += self.scheduler.withdraw(plan, str(e))
         elif self.disk is not None and not self._in_flight:
             if self.scheduler.has_work:
-                self.disk.wait(_PREPARE_WAIT_S)  # every sequence that could run waits for blocks from disk
+                self.disk.fetches.wait(_PREPARE_WAIT_S)  # every sequence that could run waits for blocks from disk
             elif self.disk.saved_prompts.holds_outputs:
                 self.disk.saved_prompts.wait()
         step_s = predicted_step_s = 0.0

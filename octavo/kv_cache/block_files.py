@@ -6,7 +6,7 @@ block. The file with the oldest time is removed first. A session is a file too, 
 The files of one fingerprint are in one subfolder. The fingerprint covers everything besides the tokens that decides a
 block's bits, so a file that is found has the right contents, whichever server or machine wrote it. A file appears
 whole, by renaming, and ends with a checksum of its name and its contents: a torn, damaged or misplaced file is found
-when it is read, and removed. Nothing here knows pools or threads; `octavo.kv_cache.disk_tier` calls it.
+when it is read, and removed. Nothing here knows pools or threads; `disk_tier` and `disk_fetches` call it.
 """
 
 from __future__ import annotations

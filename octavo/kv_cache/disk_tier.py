@@ -1,12 +1,10 @@
-"""The tier below the block pools: computed blocks go to files, and come back before a prompt is computed.
+"""The tier below the block pools: computed blocks go to files. They come back in `disk_fetches`.
 
 Blocks are saved outside of the steps: while the engine is idle, for a small share of its time while it is busy, and
 when they are about to leave a pool. Saving blocks that leave a pool takes no more time than reads have saved, plus an
 advance, so that a load that never reads is not slowed down. A thread writes the blocks, from a queue of bounded size; a
-block that finds the queue full is not kept. When it is a waiting sequence's turn, threads read the blocks of its prefix
-that the pools lack, if reading is predicted to be faster than computing them. `EngineCore` and its scheduler call
-everything here, from one thread. See `block_files` for the folder, and `cache_sessions` for the sessions that clients
-keep there.
+block that finds the queue full is not kept. `EngineCore` calls everything here, from one thread. See `block_files` for
+the folder and what is evicted from it, and `cache_sessions` for the sessions that clients keep there.
 """
 
 from __future__ import annotations
@@ -16,53 +14,36 @@ import logging
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
-from functools import partial
-from queue import SimpleQueue
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kv_cache.block_files import BlockFiles, Name
-from octavo.kv_cache.block_hashes import extend_block_hashes
 from octavo.kv_cache.cache_sessions import CacheSessions
+from octavo.kv_cache.disk_fetches import DiskFetches
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.kv_cache.saved_prompts import SavedPrompts
-from octavo.sequence import Sequence as TokenSequence
 from octavo.stats import EngineStats
-from octavo.step_cost import StepCostModel, StepWork
+from octavo.step_cost import StepCostModel
 
 logger = logging.getLogger(__name__)
 
-_QUEUE_BYTES = 64 << 20  # of blocks on their way to the folder, and as much on their way back
+_QUEUE_BYTES = 64 << 20  # of blocks on their way to the folder
 _IDLE_QUEUE_BYTES = 4 << 20  # the limit while the engine is idle, so that the writer is done when the next step begins
 _MOST_QUEUED = 10_000  # entries of the queue; beyond them notes of use are dropped, which pile up if the disk hangs
-_CHUNK_BYTES = 4 << 20  # of blocks that are read together: a few milliseconds
-_FILE_BYTES = 32 << 10  # a smaller block counts as so many in a chunk: opening its file takes as long
-_NUM_READERS = 2
 _BUSY_SHARE = 0.003  # of a busy engine's time that saving may take, the writer's time included
 _ADVANCE_S = 1.0  # time for saving blocks that leave a pool, before reads have saved any
 _MOST_EARNED_S = 60.0  # upper bound of the time that reads earn for saving such blocks
 _MOST_CREDIT_S = 0.02  # upper bound of the time that a busy engine spends on saving in one go
-_PATIENCE = 2.0  # a prompt is computed if reading its blocks takes longer than this multiple of computing them,
-_LEAST_PATIENCE_S = 1.0  # but not before this time, because reading may be slow on a busy machine
 _IDLE_WAIT_S = 0.01  # longest wait for the writer before the caller looks for messages again
-_MOST_LOOKS = 4  # failed lookups on disk for a prompt in a pool: each takes some microseconds
-_LOOK_S = 0.01  # for all lookups of a prompt; if the disk takes longer, only known files are used
 _WARNING_S = 60.0  # between two warnings of the same error
 _SAVING_S = 10.0  # longest wait until all blocks are saved, in case the disk hangs
-_COUNTERS = ("num_disk_hits", "disk_read_bytes", "num_disk_written", "disk_written_bytes", "num_disk_dropped")
-
-# A waiting sequence starts now, waits for free blocks to read its own into, or waits until they are read.
-Turn = Literal["starts", "waits", "reads"]
+_COUNTERS = ("num_disk_written", "disk_written_bytes", "num_disk_dropped")
 
 _Block = tuple[Name, NDArray[np.uint8]]
-_Part = tuple[list[bytes], NDArray[np.uint8]]  # keys of one pool, and the contents of their blocks
-_Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 class BlockMemory(Protocol):
@@ -101,49 +82,6 @@ class _PoolWatch(Container[bytes]):
         return self._tier.files.knows((self._pool, key))
 
 
-class _Looks(Container[bytes]):
-    """Contains the keys of a pool's blocks on disk, including blocks that another server has written. A lookup may
-    touch the disk."""
-
-    def __init__(self, files: BlockFiles, pool: int) -> None:
-        self._files, self._pool = files, pool
-        self._num_left = _MOST_LOOKS  # failed lookups that are still allowed
-
-    def __contains__(self, key: object) -> bool:
-        assert isinstance(key, bytes)
-        name = self._pool, key
-        if self._files.knows(name) or (self._num_left > 0 and self._files.has(name)):
-            return True
-        self._num_left -= 1
-        return False
-
-
-@dataclass(slots=True)
-class _Chunk:
-    """Blocks that were read together."""
-
-    parts: dict[int, _Part]  # by pool
-    is_whole: bool  # no block was missing or damaged
-    seconds: float
-
-
-@dataclass(slots=True)
-class Fetch:
-    """Blocks of a prompt that come from the folder."""
-
-    keys: list[bytes]  # hashes of the sequence's full blocks
-    num_cached_blocks: int  # of the prefix in the pools, when it was looked up
-    num_found_blocks: int  # of the prefix in pools and folder together
-    used: list[Name]  # all blocks that this prefix needs
-    missing: list[Name]  # blocks of `used` that the pools lacked
-    patience_s: float  # after this time the rest is computed instead
-    has_begun: bool = False
-    began: float = 0.0  # on the tier's clock
-    unread: list[list[Name]] = field(default_factory=list)  # in chunks, the next one last
-    reading: deque[Future[_Chunk]] = field(default_factory=deque)
-    has_ended: bool = False
-
-
 class DiskTier:
     """Keeps the indexed blocks of the pools of `cache` in `files`."""
 
@@ -162,22 +100,12 @@ class DiskTier:
         self.unsaved: dict[Name, int] = {}  # blocks that only a pool has, the oldest first
         self._credit_s = 0.0  # time that saving may take now while the engine is busy
         self._earned_s = _ADVANCE_S  # time that saving blocks that leave a pool may take now
-        self._fetches: list[Fetch] = []
-        self._reading_bytes: dict[Future[_Chunk], int] = {}  # of chunks that are being read
-        self._turns: dict[str, Fetch | None] = {}  # by request, from its turn until it starts
-        self._to_read: _Jobs = SimpleQueue()
-        self._to_look: _Jobs = SimpleQueue()
-        self._look: Future[int] | None = None  # the last one
-        self._abandoned: list[Future[_Chunk]] = []  # chunks that nobody waits for any more
-        for jobs in (*[self._to_read] * _NUM_READERS, self._to_look):
-            # Daemon threads, so that the process can end even if the disk hangs.
-            threading.Thread(target=_do_jobs, args=(jobs,), name="block-reader", daemon=True).start()
+        self.is_emptying = False  # all files of the folder are being removed
         self._lock = threading.Condition()  # guards what the writer's thread shares: everything below
         self._queue: deque[_Block | Callable[[], None]] = deque()  # blocks to write, and other work in between
         self._queued: set[Name] = set()
         self._queued_bytes = 0
         self._is_writing = self._is_closed = False
-        self._is_emptying = False  # all files of the folder are being removed
         self.keep_until: dict[Name, float] = {}  # for blocks that are not written yet
         self._write_s = 0.0  # the writer's processor time for a block, lately
         self._last_error, self._next_warning = "", 0.0
@@ -186,6 +114,7 @@ class DiskTier:
         self._writer.start()
         self.sessions = CacheSessions(self, cache, min(memory.block_bytes))
         self.saved_prompts = SavedPrompts(self, cache, clock)
+        self.fetches = DiskFetches(self, memory, cache, cost, clock)
 
     def take_stats(self, stats: EngineStats) -> None:
         """Add the gauges, and the increments of the counters since the last call."""
@@ -193,6 +122,7 @@ class DiskTier:
             own, self._stats = self._stats, EngineStats()
         for name in _COUNTERS:
             setattr(stats, name, getattr(own, name))
+        self.fetches.take_stats(stats)
         stats.num_disk_damaged, self.files.num_damaged = self.files.num_damaged, 0
         stats.disk_bytes, stats.disk_kept_bytes = self.files.num_bytes, self.files.num_kept_bytes
         stats.num_disk_sessions = self.sessions.count
@@ -202,8 +132,7 @@ class DiskTier:
         blocks too: the writer removes their files, and they are not found meanwhile."""
         for name in list(self.unsaved):
             self.forget_block(name)
-        for fetch in list(self._fetches):
-            self.end(fetch)
+        self.fetches.end_all()
         if removes_files:
             self.sessions.clear()
             with self._lock:
@@ -211,14 +140,14 @@ class DiskTier:
                 self._queue.clear()
                 self._queued.clear()
                 self._queued_bytes = 0
-            self._is_emptying = True
+            self.is_emptying = True
             self.do_in_turn(self._remove_all)
 
     def _remove_all(self) -> None:
         try:
             self.files.remove_all()
         finally:
-            self._is_emptying = False
+            self.is_emptying = False
 
     def wait_until_saved(self, timeout_s: float | None = None) -> bool:
         """Return when nothing is left to write, or after `timeout_s`. Any thread may call it, while the engine's thread
@@ -250,9 +179,7 @@ class DiskTier:
                 self._lock.notify_all()
         if is_saved:
             self._writer.join()  # the thread holds the executor; not joined if the disk hangs: it would never end
-        for _ in range(_NUM_READERS):
-            self._to_read.put(None)
-        self._to_look.put(None)
+        self.fetches.close()
 
     # Blocks that go to the folder.
 
@@ -272,7 +199,7 @@ class DiskTier:
             self.keep_until.pop(name, None)
 
     def note_computed(self, name: Name, block: int) -> None:
-        if (self._is_emptying or not self.files.knows(name)) and name not in self._queued:
+        if (self.is_emptying or not self.files.knows(name)) and name not in self._queued:
             self.unsaved[name] = block
 
     def save_before_loss(self, name: Name) -> None:
@@ -285,6 +212,10 @@ class DiskTier:
             self._save(name, block)
         else:
             self._earned_s -= self._save(name, block, self._earned_s > 0)
+
+    def earn(self, saved_s: float) -> None:
+        """Let blocks that leave a pool be saved for so many more seconds: reads have saved them."""
+        self._earned_s = min(_MOST_EARNED_S, self._earned_s + saved_s)
 
     def save_while_busy(self, step_s: float) -> None:
         """Save blocks in a small share of the time of a step, which took `step_s`."""
@@ -350,6 +281,15 @@ class DiskTier:
         """Return whether a queue limited to `num_bytes` has room for another block. An empty queue takes any block."""
         return self._queued_bytes < min(num_bytes, _QUEUE_BYTES) and not self._is_closed
 
+    def do_in_turn(self, work: Callable[[], None], may_skip: bool = False) -> None:
+        """Have the writer do `work` after everything queued before. With `may_skip` drop it if the queue is too
+        long."""
+        if may_skip and len(self._queue) >= _MOST_QUEUED:
+            return
+        with self._lock:
+            self._queue.append(work)
+            self._lock.notify_all()
+
     def _write(self) -> None:
         """The writer's thread: write queued blocks until the tier is closed."""
         while True:
@@ -389,220 +329,3 @@ class DiskTier:
             self._stats.num_disk_written += is_written
             self._stats.num_disk_dropped += not is_written
             self._stats.disk_written_bytes += contents.nbytes * is_written
-
-    # Blocks that come back.
-
-    def turn(self, seq: TokenSequence) -> Turn:
-        """Return what a waiting sequence does now that it is its turn. Begins to read its blocks once they have
-        room."""
-        if seq.host_blocks or (seq.beam_search is not None and seq.num_preemptions):  # beams wait for each other
-            return "starts"
-        request_id = seq.request.request_id
-        if request_id not in self._turns:
-            self._turns[request_id] = self.find(seq)
-        fetch = self._turns[request_id]
-        if fetch is None:
-            return "starts"
-        if not fetch.has_begun:
-            if not self._fit(fetch.missing):
-                return "waits"
-            self._begin(fetch)
-        return "starts" if self.is_over(fetch) else "reads"
-
-    def leave(self, seq: TokenSequence) -> None:
-        """Forget the fetch of a sequence that has started or ended."""
-        if (fetch := self._turns.pop(seq.request.request_id, None)) is not None:
-            self.end(fetch)
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until a chunk has been read, if a fetch is under way."""
-        if reading := [fetch.reading[0] for fetch in self._fetches if fetch.reading]:
-            wait(reading, timeout_s, FIRST_COMPLETED)
-
-    def find(self, seq: TokenSequence) -> Fetch | None:
-        """Return the blocks to read for a sequence's prefix. Returns None if the pools have as much of the prefix, or
-        if computing the tokens is faster."""
-        extend_block_hashes(seq, self._cache.block_size)
-        keys, pools = seq.block_hashes, self._cache.pools
-        limit = min(len(keys), (seq.num_tokens - 1) // self._cache.block_size)
-        if limit <= 0 or seq.params.prompt_logprobs is not None:
-            return None
-        if self._is_emptying or self._hangs():
-            return None
-        num_cached, num_found = self._cache.num_prefix_blocks(keys, limit), self._num_found(keys, limit)
-        used = self._cache.prefix_names(keys, num_found)
-        missing = [(pool, key) for pool, key in used if pools[pool].lookup(key) is None]
-        counts = Counter(pool for pool, _ in missing)
-        if num_found <= num_cached or any(counts[i] > pools[i].num_usable for i in counts):
-            self._touch(used)
-            return None
-        compute_s = self._compute_s(num_cached, num_found)
-        if self._read_s(missing) >= compute_s:
-            self._cost.doubt_reads()
-            self._touch(used)
-            return None
-        return Fetch(keys, num_cached, num_found, used, missing, max(_LEAST_PATIENCE_S, _PATIENCE * compute_s))
-
-    def _begin(self, fetch: Fetch) -> None:
-        for pool, key in fetch.used:  # count cached blocks as used now, so that the blocks being read do not evict them
-            if (block := self._cache.pools[pool].lookup(key)) is not None:
-                self._cache.pools[pool].share(block)
-                self._cache.pools[pool].release(block)
-        fetch.has_begun, fetch.began, fetch.unread = True, self._clock(), self._chunks(fetch.missing)
-        self._fetches.append(fetch)
-        self._read_ahead(fetch)
-
-    def _num_found(self, keys: list[bytes], limit: int) -> int:
-        """Return the longest prefix, in blocks up to `limit`, that pools and folder have together. A thread looks for
-        other servers' files; if it takes too long, or is still busy with an earlier lookup, only known files count."""
-        num_known = self._cache.num_prefix_blocks(keys, limit, self.watches)
-        if num_known == limit or (self._look is not None and not self._look.done()):
-            return num_known
-        looks = [_Looks(self.files, pool) for pool in range(len(self._cache.pools))]
-        self._look = Future()
-        self._to_look.put((self._look, partial(self._cache.num_prefix_blocks, keys, limit, looks)))
-        wait([self._look], _LOOK_S)
-        return self._look.result() if self._look.done() and self._look.exception() is None else num_known
-
-    def is_over(self, fetch: Fetch) -> bool:
-        """Put the chunks that have been read into the pools. Returns whether the prompt may start."""
-        while not fetch.has_ended and fetch.reading and fetch.reading[0].done():
-            future = fetch.reading.popleft()
-            del self._reading_bytes[future]
-            if future.exception() is not None:
-                self.end(fetch)
-                break
-            chunk = future.result()
-            num_bytes = sum(contents.nbytes for _, contents in chunk.parts.values())
-            with self._lock:
-                self._stats.disk_read_bytes += num_bytes
-            self._cost.observe_read(num_bytes, chunk.seconds)
-            if not self._take_in(chunk) or not chunk.is_whole:
-                self.end(fetch)
-            self._read_ahead(fetch)
-        is_late = self._clock() - fetch.began > fetch.patience_s
-        if not fetch.has_ended and (not fetch.reading or is_late):
-            self.end(fetch)
-        return fetch.has_ended
-
-    def end(self, fetch: Fetch) -> None:
-        """End a fetch. The blocks that it has read count as found on disk."""
-        if fetch.has_ended or not fetch.has_begun:
-            return
-        fetch.has_ended = True
-        self._fetches.remove(fetch)
-        self._touch(fetch.used)  # not earlier: the readers would have waited for the writer
-        fetch.unread.clear()
-        for future in fetch.reading:
-            if future.cancel() or future.done():
-                del self._reading_bytes[future]
-            else:
-                self._abandoned.append(future)
-        fetch.reading.clear()
-        num_blocks = self._cache.num_prefix_blocks(fetch.keys, fetch.num_found_blocks)
-        if num_blocks > fetch.num_cached_blocks:
-            saved_s = self._compute_s(fetch.num_cached_blocks, num_blocks) - (self._clock() - fetch.began)
-            self._earned_s = min(_MOST_EARNED_S, self._earned_s + max(0.0, saved_s))
-            with self._lock:
-                self._stats.num_disk_hits += (num_blocks - fetch.num_cached_blocks) * self._cache.block_size
-
-    def _compute_s(self, num_cached_blocks: int, num_found_blocks: int) -> float:
-        """Return the predicted seconds to compute the tokens of blocks num_cached_blocks .. num_found_blocks."""
-        first, end = num_cached_blocks * self._cache.block_size, num_found_blocks * self._cache.block_size
-        return self._cost.seconds(StepWork().plus(first, end - first, 1))
-
-    def _read_s(self, names: Sequence[Name]) -> float:
-        """Return the predicted seconds to read blocks, behind all reads that are under way."""
-        return self._cost.read_s(self._num_bytes(names) + sum(self._reading_bytes.values()))
-
-    def _num_bytes(self, names: Sequence[Name]) -> int:
-        return sum(self._memory.block_bytes[pool] for pool, _ in names)
-
-    def _hangs(self) -> bool:
-        """Return whether a reader is still reading a chunk whose fetch has ended."""
-        for future in [future for future in self._abandoned if future.done()]:
-            self._abandoned.remove(future)
-            del self._reading_bytes[future]
-        return bool(self._abandoned)
-
-    def _fit(self, names: Sequence[Name]) -> bool:
-        """Return whether the pools have free blocks for all of `names`, in addition to the blocks that other waiting
-        sequences have read: these must not be evicted before those start."""
-        others = [fetch.missing for fetch in self._turns.values() if fetch is not None and fetch.has_begun]
-        counts = Counter(pool for one in (names, *others) for pool, _ in one)
-        return all(count <= self._cache.pools[pool].num_free for pool, count in counts.items())
-
-    def _chunks(self, names: Sequence[Name]) -> list[list[Name]]:
-        """Return `names` in chunks to read together, the first one last."""
-        chunks: list[list[Name]] = []
-        num_bytes = _CHUNK_BYTES
-        for name in names:
-            if num_bytes >= _CHUNK_BYTES:
-                chunks.append([])
-                num_bytes = 0
-            chunks[-1].append(name)
-            num_bytes += max(self._memory.block_bytes[name[0]], _FILE_BYTES)
-        return chunks[::-1]
-
-    def _touch(self, names: Sequence[Name]) -> None:
-        """Mark the blocks of a prompt as used."""
-        if names:
-            self.do_in_turn(partial(self.files.touch, names), may_skip=True)
-
-    def do_in_turn(self, work: Callable[[], None], may_skip: bool = False) -> None:
-        """Have the writer do `work` after everything queued before. With `may_skip` drop it if the queue is too
-        long."""
-        if may_skip and len(self._queue) >= _MOST_QUEUED:
-            return
-        with self._lock:
-            self._queue.append(work)
-            self._lock.notify_all()
-
-    def _read_ahead(self, fetch: Fetch) -> None:
-        """Have the next chunks read: at least one, and as many as `_QUEUE_BYTES` allow for all fetches."""
-        while fetch.unread and (not fetch.reading or sum(self._reading_bytes.values()) < _QUEUE_BYTES):
-            names, future = fetch.unread.pop(), Future[_Chunk]()
-            fetch.reading.append(future)
-            self._reading_bytes[future] = self._num_bytes(names)
-            self._to_read.put((future, partial(self._read_chunk, names)))
-
-    def _read_chunk(self, names: Sequence[Name]) -> _Chunk:
-        """Read blocks, in each pool up to the first one that is missing or damaged."""
-        begin, parts, num_read = time.monotonic(), dict[int, _Part](), 0
-        for pool, num_bytes in enumerate(self._memory.block_bytes):
-            if keys := [key for of, key in names if of == pool]:
-                contents, count = np.empty((len(keys), num_bytes), np.uint8), 0
-                while count < len(keys) and self.files.read((pool, keys[count]), contents[count]):
-                    count += 1
-                parts[pool] = keys[:count], contents[:count]
-                num_read += count
-        return _Chunk(parts, num_read == len(names), time.monotonic() - begin)
-
-    def _take_in(self, chunk: _Chunk) -> bool:
-        """Put blocks into the pools, as free, indexed blocks. Returns False if there are too few free blocks."""
-        for number, (keys, contents) in chunk.parts.items():
-            pool = self._cache.pools[number]
-            missing = [i for i, key in enumerate(keys) if pool.lookup(key) is None]
-            if len(missing) > pool.num_free:
-                return False
-            if missing:
-                blocks = [pool.allocate() for _ in missing]
-                own = contents if len(missing) == len(keys) else contents[missing]
-                self._memory.write_blocks(number, blocks, own)
-                for block, i in zip(blocks, missing, strict=True):
-                    pool.register(block, keys[i])
-                    pool.release(block)
-        return True
-
-
-def _do_jobs(jobs: _Jobs) -> None:
-    """A reader's thread: run jobs, and complete their futures, until it gets None."""
-    while (job := jobs.get()) is not None:
-        future, work = job
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(work())
-            except Exception as e:
-                logger.exception("the cache on disk could not be read")
-                future.set_exception(e)
-        del job, future, work  # otherwise they would keep the engine alive while the thread waits

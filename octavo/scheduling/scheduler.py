@@ -37,7 +37,7 @@ from octavo.config import SchedulerConfig
 from octavo.errors import RequestError
 from octavo.kv_cache.block_hashes import split_hashes
 from octavo.kv_cache.block_pool import TableChanges
-from octavo.kv_cache.disk_tier import DiskTier
+from octavo.kv_cache.disk_fetches import DiskFetches
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.lora.pool import AdapterPool
 from octavo.request import EngineRequest, SequenceOutput
@@ -103,7 +103,7 @@ class Scheduler:
         self.queues = SequenceQueues(config.max_num_seqs, cache, adapters)
         if self._speculation is not None:
             self.queues.on_end.append(self._speculation.end)
-        self.tier: DiskTier | None = None  # reads blocks of waiting sequences from the disk
+        self.fetches: DiskFetches | None = None  # of blocks of waiting sequences, from the disk
         self._cost = cost
         self._policy = make_policy(config.policy, cache, cost)
         self.queues.on_end.append(self._policy.ended)
@@ -277,7 +277,7 @@ class Scheduler:
                     break
                 i += 1
                 continue
-            if self.tier is not None and (state := self.tier.turn(seq)) != "starts":
+            if self.fetches is not None and (state := self.fetches.turn(seq)) != "starts":
                 # "waits": there is no room yet to read its blocks. Running sequences will free blocks, so later
                 # sequences must not take them. If nothing runs, a later sequence may hold the room: let it start.
                 if state == "waits" and (step.sequences or self.queues.running):
@@ -294,8 +294,8 @@ class Scheduler:
             self.queues.start(seq)
             turn.started(seq)
             self._policy.started(seq)
-            if self.tier is not None:
-                self.tier.leave(seq)
+            if self.fetches is not None:
+                self.fetches.leave(seq)
             num_admitted += 1
             if seq.first_scheduled_time == 0.0:
                 seq.first_scheduled_time = time.monotonic()

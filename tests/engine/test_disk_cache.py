@@ -16,7 +16,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
-from octavo.kv_cache import disk_tier
+from octavo.kv_cache import disk_fetches
 from octavo.lora.request import LoRARequest
 from octavo.request import EngineRequest, Prompt
 from octavo.step_cost import StepCostModel
@@ -38,7 +38,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=
 def reads_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models compute faster than a disk answers."""
     monkeypatch.setattr(StepCostModel, "read_s", lambda self, num_bytes: 0.0)
-    monkeypatch.setattr(disk_tier, "_PATIENCE", 1e9)
+    monkeypatch.setattr(disk_fetches, "_PATIENCE", 1e9)
 
 
 @pytest.fixture
@@ -110,9 +110,9 @@ def test_a_block_from_disk_has_the_bits_of_a_computed_one(case: str, model: Any)
     expected = answers(first, PROMPTS)
     first.close()
     second = model(name, **settings)
-    find = second.core.disk.find
+    find = second.core.disk.fetches.find
     found: list[Any] = []
-    second.core.disk.find = lambda seq: found.append(find(seq)) or found[-1]
+    second.core.disk.fetches.find = lambda seq: found.append(find(seq)) or found[-1]
     assert answers(second, PROMPTS) == expected
     assert found[0] is not None and found[0].num_found_blocks >= 5
     plain = model(name, kv_cache_disk=None, **settings)
@@ -254,7 +254,7 @@ def test_another_engine_goes_on_from_a_saved_prompt(is_busy: bool, model: Any) -
     first.core.add(EngineRequest("r", Prompt(DOCUMENT), params, [0], 1, 0.0, saves_prompt=True))
     while not any(one.request_id == "r" for one in first.core.step().outputs):
         assert first.core.has_work
-    assert not first.core.scheduler.tier.unsaved.keys() & blocks(second).keys()
+    assert not first.core.disk.unsaved.keys() & blocks(second).keys()
     assert num_found(second) == 64
     assert answers(second, PROMPTS) == answers(plain, PROMPTS)
 
@@ -370,8 +370,8 @@ def test_no_blocks_are_asked_of_workers_after_a_broken_step(model: Any, monkeypa
         breaking.setattr(llm.core.executor, "submit", break_off)
         with pytest.raises(KeyboardInterrupt):
             answers(llm, PROMPTS[:1])
-    assert llm.core.scheduler.tier is None, "later prompts do not wait for a thread that has ended"
-    assert llm.core.disk.leave not in llm.core.scheduler.queues.on_end
+    assert llm.core.scheduler.fetches is None, "later prompts do not wait for a thread that has ended"
+    assert llm.core.disk.fetches.leave not in llm.core.scheduler.queues.on_end
     llm.core.disk.unsaved[0, b"computed"] = 1
     monkeypatch.setattr(llm.core.disk._memory, "read_blocks", lambda pool, blocks: asked.append(pool))
     llm.close()

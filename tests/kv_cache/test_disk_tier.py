@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from octavo.kv_cache import cache_sessions, disk_tier
+from octavo.kv_cache import cache_sessions, disk_fetches, disk_tier
 from octavo.kv_cache.block_files import BlockFiles, Name, _file_name
-from octavo.kv_cache.disk_tier import DiskTier, Fetch
+from octavo.kv_cache.disk_fetches import Fetch
+from octavo.kv_cache.disk_tier import DiskTier
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.request import EngineRequest, Prompt
@@ -98,14 +99,14 @@ class Engine:
         asked = request(tokens, **params)
         asked.request_id = name
         seq = TokenSequence(request=asked, key=(0, 0), seed=0, token_ids=list(tokens))  # type: ignore[arg-type]
-        self.tier.turn(seq)
-        return seq, self.tier._turns[name]
+        self.tier.fetches.turn(seq)
+        return seq, self.tier.fetches._turns[name]
 
     def fetched(self, tokens: list[int], **params: Any) -> Fetch | None:
         """Let it be the turn of a prompt until it starts."""
         seq, fetch = self.begin(tokens, **params)
-        wait_until(lambda: self.tier.turn(seq) == "starts")
-        self.tier.leave(seq)
+        wait_until(lambda: self.tier.fetches.turn(seq) == "starts")
+        self.tier.fetches.leave(seq)
         return fetch
 
     def stats(self) -> EngineStats:
@@ -120,7 +121,7 @@ def request(tokens: list[int], **params: Any) -> EngineRequest:
 
 @pytest.fixture
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(disk_tier, "_LOOK_S", 60.0)
+    monkeypatch.setattr(disk_fetches, "_LOOK_S", 60.0)
     made: list[Engine] = []
 
     def make(layers: Sequence[LayerCacheSpec] = (FULL,)) -> Engine:
@@ -191,7 +192,7 @@ def test_what_leaves_a_pool_is_saved_in_the_time_that_reads_have_saved(engines: 
     assert one.stats().num_disk_dropped == 24 - 2 and one.tier._earned_s < 0
     one.tier.forget(removes_files=False)
     one.cache.forget_prefixes()
-    before, compute_s = one.tier._earned_s, one.tier._compute_s(0, 5)
+    before, compute_s = one.tier._earned_s, one.tier.fetches._compute_s(0, 5)
     assert compute_s > 0.01 and one.fetched(list(range(22))) is not None
     assert one.tier._earned_s == pytest.approx(before + compute_s)
 
@@ -346,14 +347,14 @@ def test_a_disk_that_hangs_is_waited_for_no_longer_than_computing_takes(engines:
     second = engines()
     second.files.read, began, may_go = held(second.files.read)
     seq, fetch = second.begin(list(range(22)))
-    assert fetch is not None and not second.tier.is_over(fetch)
+    assert fetch is not None and not second.tier.fetches.is_over(fetch)
     began.wait()
     second.now = fetch.patience_s + 1
-    assert second.tier.turn(seq) == "starts" and second.contents() == {}
-    second.tier.leave(seq)
+    assert second.tier.fetches.turn(seq) == "starts" and second.contents() == {}
+    second.tier.fetches.leave(seq)
     assert second.fetched(list(range(22))) is None, "and the next request does not wait at all"
     may_go.set()
-    wait_until(lambda: not second.tier._hangs())
+    wait_until(lambda: not second.tier.fetches._hangs())
     assert second.fetched(list(range(22))) is not None, "until it answers again"
 
 
@@ -370,22 +371,22 @@ def test_blocks_that_nobody_reads_any_more_are_not_waited_for(engines: Any) -> N
         return read(*args)
 
     second.files.read = hang
-    second.tier._chunks = lambda names: [[name] for name in reversed(names)]
+    second.tier.fetches._chunks = lambda names: [[name] for name in reversed(names)]
     seq, fetch = second.begin(list(range(40)))
-    assert fetch is not None and sum(second.tier._reading_bytes.values()) == 9 * BLOCK_BYTES
-    for _ in range(disk_tier._NUM_READERS):
+    assert fetch is not None and sum(second.tier.fetches._reading_bytes.values()) == 9 * BLOCK_BYTES
+    for _ in range(disk_fetches._NUM_READERS):
         began.acquire()
-    second.tier.leave(seq)
-    assert sum(second.tier._reading_bytes.values()) == disk_tier._NUM_READERS * BLOCK_BYTES
+    second.tier.fetches.leave(seq)
+    assert sum(second.tier.fetches._reading_bytes.values()) == disk_fetches._NUM_READERS * BLOCK_BYTES
     may_go.set()
-    wait_until(lambda: not second.tier._hangs())
-    assert second.tier._reading_bytes == {}
+    wait_until(lambda: not second.tier.fetches._hangs())
+    assert second.tier.fetches._reading_bytes == {}
 
 
 def test_a_disk_that_hangs_while_others_blocks_are_looked_for_stops_nobody(
     engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_tier, "_LOOK_S", 0.0)
+    monkeypatch.setattr(disk_fetches, "_LOOK_S", 0.0)
     one, other, may_go, looks = engines(), engines(), threading.Event(), list[Name]()
     one.compute(list(range(22)))
     one.save()
@@ -401,7 +402,7 @@ def test_a_disk_that_hangs_while_others_blocks_are_looked_for_stops_nobody(
     wait_until(lambda: looks)
     assert len(looks) == 1, "nobody looks again before the disk answers"
     may_go.set()
-    wait_until(lambda: other.tier._look.done())
+    wait_until(lambda: other.tier.fetches._look.done())
     assert other.fetched(list(range(22))) is not None, "the thread has found them"
 
 
@@ -439,8 +440,8 @@ def test_what_is_forgotten_does_not_come_back(engines: Any) -> None:
     seq, fetch = other.begin(list(range(22)))
     assert fetch is not None
     other.tier.forget(removes_files=False)  # as when memory is freed: what was on its way is not put there
-    assert other.tier.turn(seq) == "starts" and other.contents() == {}
-    other.tier.leave(seq)
+    assert other.tier.fetches.turn(seq) == "starts" and other.contents() == {}
+    other.tier.fetches.leave(seq)
     assert other.fetched(list(range(22))) is not None
     other.tier.forget(removes_files=True)
     other.cache.forget_prefixes()
@@ -608,16 +609,16 @@ def test_what_is_read_for_a_waiting_request_is_not_replaced_by_what_others_want(
     other = engines()
     first, _ = other.begin(prompts[0], "0")
     second, fetch = other.begin(prompts[1], "1")
-    assert other.tier.turn(second) == "waits", "two need 14 blocks of 12"
-    wait_until(lambda: other.tier.turn(first) == "starts")
-    assert other.tier.turn(second) == "waits" and fetch is not None and not fetch.has_begun
-    other.tier.leave(first)
-    wait_until(lambda: other.tier.turn(second) == "starts")
+    assert other.tier.fetches.turn(second) == "waits", "two need 14 blocks of 12"
+    wait_until(lambda: other.tier.fetches.turn(first) == "starts")
+    assert other.tier.fetches.turn(second) == "waits" and fetch is not None and not fetch.has_begun
+    other.tier.fetches.leave(first)
+    wait_until(lambda: other.tier.fetches.turn(second) == "starts")
     assert fetch.has_ended
-    other.tier.leave(second)
+    other.tier.fetches.leave(second)
     third, _ = other.begin(prompts[2], "2")
-    other.tier.leave(third)  # as when it is aborted
-    assert other.tier._fetches == [] and other.tier._turns == {}
+    other.tier.fetches.leave(third)  # as when it is aborted
+    assert other.tier.fetches._fetches == [] and other.tier.fetches._turns == {}
 
 
 def test_a_disk_that_hangs_does_not_keep_an_engine_from_its_end(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:

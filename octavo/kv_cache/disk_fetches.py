@@ -1,0 +1,336 @@
+"""Blocks on disk that waiting sequences need: they are read before a prompt is computed.
+
+When it is a waiting sequence's turn, threads read the blocks of its prefix that the pools lack, if reading is predicted
+to be faster than computing them. The scheduler and `EngineCore` call everything here, from one thread. `DiskTier` saves
+the blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Container, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.kv_cache.block_files import BlockFiles, Name
+from octavo.kv_cache.block_hashes import extend_block_hashes
+from octavo.kv_cache.manager import KVCacheManager
+from octavo.sequence import Sequence as TokenSequence
+from octavo.stats import EngineStats
+from octavo.step_cost import StepCostModel, StepWork
+
+if TYPE_CHECKING:
+    from octavo.kv_cache.disk_tier import BlockMemory, DiskTier
+
+logger = logging.getLogger(__name__)
+
+_READING_BYTES = 64 << 20  # of blocks on their way from the folder
+_CHUNK_BYTES = 4 << 20  # of blocks that are read together: a few milliseconds
+_FILE_BYTES = 32 << 10  # a smaller block counts as so many in a chunk: opening its file takes as long
+_NUM_READERS = 2
+_PATIENCE = 2.0  # a prompt is computed if reading its blocks takes longer than this multiple of computing them,
+_LEAST_PATIENCE_S = 1.0  # but not before this time, because reading may be slow on a busy machine
+_MOST_LOOKS = 4  # failed lookups on disk for a prompt in a pool: each takes some microseconds
+_LOOK_S = 0.01  # for all lookups of a prompt; if the disk takes longer, only known files are used
+
+# A waiting sequence starts now, waits for free blocks to read its own into, or waits until they are read.
+Turn = Literal["starts", "waits", "reads"]
+
+_Part = tuple[list[bytes], NDArray[np.uint8]]  # keys of one pool, and the contents of their blocks
+_Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+
+
+class _Looks(Container[bytes]):
+    """Contains the keys of a pool's blocks on disk, including blocks that another server has written. A lookup may
+    touch the disk."""
+
+    def __init__(self, files: BlockFiles, pool: int) -> None:
+        self._files, self._pool = files, pool
+        self._num_left = _MOST_LOOKS  # failed lookups that are still allowed
+
+    def __contains__(self, key: object) -> bool:
+        assert isinstance(key, bytes)
+        name = self._pool, key
+        if self._files.knows(name) or (self._num_left > 0 and self._files.has(name)):
+            return True
+        self._num_left -= 1
+        return False
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Blocks that were read together."""
+
+    parts: dict[int, _Part]  # by pool
+    is_whole: bool  # no block was missing or damaged
+    seconds: float
+
+
+@dataclass(slots=True)
+class Fetch:
+    """Blocks of a prompt that come from the folder."""
+
+    keys: list[bytes]  # hashes of the sequence's full blocks
+    num_cached_blocks: int  # of the prefix in the pools, when it was looked up
+    num_found_blocks: int  # of the prefix in pools and folder together
+    used: list[Name]  # all blocks that this prefix needs
+    missing: list[Name]  # blocks of `used` that the pools lacked
+    patience_s: float  # after this time the rest is computed instead
+    has_begun: bool = False
+    began: float = 0.0  # on the tier's clock
+    unread: list[list[Name]] = field(default_factory=list)  # in chunks, the next one last
+    reading: deque[Future[_Chunk]] = field(default_factory=deque)
+    has_ended: bool = False
+
+
+class DiskFetches:
+    """Brings blocks of the `tier`'s folder back into the pools of `cache`."""
+
+    def __init__(
+        self,
+        tier: DiskTier,
+        memory: BlockMemory,
+        cache: KVCacheManager,
+        cost: StepCostModel,
+        clock: Callable[[], float],
+    ) -> None:
+        self._tier, self._memory, self._cache, self._cost, self._clock = tier, memory, cache, cost, clock
+        self._fetches: list[Fetch] = []
+        self._reading_bytes: dict[Future[_Chunk], int] = {}  # of chunks that are being read
+        self._turns: dict[str, Fetch | None] = {}  # by request, from its turn until it starts
+        self._to_read: _Jobs = SimpleQueue()
+        self._to_look: _Jobs = SimpleQueue()
+        self._look: Future[int] | None = None  # the last one
+        self._abandoned: list[Future[_Chunk]] = []  # chunks that nobody waits for any more
+        for jobs in (*[self._to_read] * _NUM_READERS, self._to_look):
+            # Daemon threads, so that the process can end even if the disk hangs.
+            threading.Thread(target=_do_jobs, args=(jobs,), name="block-reader", daemon=True).start()
+        self._num_hits = self._read_bytes = 0  # since the statistics were taken
+
+    def take_stats(self, stats: EngineStats) -> None:
+        """Add the increments of the counters since the last call."""
+        stats.num_disk_hits, self._num_hits = self._num_hits, 0
+        stats.disk_read_bytes, self._read_bytes = self._read_bytes, 0
+
+    def close(self) -> None:
+        """End the threads."""
+        for _ in range(_NUM_READERS):
+            self._to_read.put(None)
+        self._to_look.put(None)
+
+    def end_all(self) -> None:
+        for fetch in list(self._fetches):
+            self.end(fetch)
+
+    def turn(self, seq: TokenSequence) -> Turn:
+        """Return what a waiting sequence does now that it is its turn. Begins to read its blocks once they have
+        room."""
+        if seq.host_blocks or (seq.beam_search is not None and seq.num_preemptions):  # beams wait for each other
+            return "starts"
+        request_id = seq.request.request_id
+        if request_id not in self._turns:
+            self._turns[request_id] = self.find(seq)
+        fetch = self._turns[request_id]
+        if fetch is None:
+            return "starts"
+        if not fetch.has_begun:
+            if not self._fit(fetch.missing):
+                return "waits"
+            self._begin(fetch)
+        return "starts" if self.is_over(fetch) else "reads"
+
+    def leave(self, seq: TokenSequence) -> None:
+        """Forget the fetch of a sequence that has started or ended."""
+        if (fetch := self._turns.pop(seq.request.request_id, None)) is not None:
+            self.end(fetch)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a chunk has been read, if a fetch is under way."""
+        if reading := [fetch.reading[0] for fetch in self._fetches if fetch.reading]:
+            wait(reading, timeout_s, FIRST_COMPLETED)
+
+    def find(self, seq: TokenSequence) -> Fetch | None:
+        """Return the blocks to read for a sequence's prefix. Returns None if the pools have as much of the prefix, or
+        if computing the tokens is faster."""
+        extend_block_hashes(seq, self._cache.block_size)
+        keys, pools = seq.block_hashes, self._cache.pools
+        limit = min(len(keys), (seq.num_tokens - 1) // self._cache.block_size)
+        if limit <= 0 or seq.params.prompt_logprobs is not None:
+            return None
+        if self._tier.is_emptying or self._hangs():
+            return None
+        num_cached, num_found = self._cache.num_prefix_blocks(keys, limit), self._num_found(keys, limit)
+        used = self._cache.prefix_names(keys, num_found)
+        missing = [(pool, key) for pool, key in used if pools[pool].lookup(key) is None]
+        counts = Counter(pool for pool, _ in missing)
+        if num_found <= num_cached or any(counts[i] > pools[i].num_usable for i in counts):
+            self._touch(used)
+            return None
+        compute_s = self._compute_s(num_cached, num_found)
+        if self._read_s(missing) >= compute_s:
+            self._cost.doubt_reads()
+            self._touch(used)
+            return None
+        return Fetch(keys, num_cached, num_found, used, missing, max(_LEAST_PATIENCE_S, _PATIENCE * compute_s))
+
+    def _begin(self, fetch: Fetch) -> None:
+        for pool, key in fetch.used:  # count cached blocks as used now, so that the blocks being read do not evict them
+            if (block := self._cache.pools[pool].lookup(key)) is not None:
+                self._cache.pools[pool].share(block)
+                self._cache.pools[pool].release(block)
+        fetch.has_begun, fetch.began, fetch.unread = True, self._clock(), self._chunks(fetch.missing)
+        self._fetches.append(fetch)
+        self._read_ahead(fetch)
+
+    def _num_found(self, keys: list[bytes], limit: int) -> int:
+        """Return the longest prefix, in blocks up to `limit`, that pools and folder have together. A thread looks for
+        other servers' files; if it takes too long, or is still busy with an earlier lookup, only known files count."""
+        num_known = self._cache.num_prefix_blocks(keys, limit, self._tier.watches)
+        if num_known == limit or (self._look is not None and not self._look.done()):
+            return num_known
+        looks = [_Looks(self._tier.files, pool) for pool in range(len(self._cache.pools))]
+        self._look = Future()
+        self._to_look.put((self._look, partial(self._cache.num_prefix_blocks, keys, limit, looks)))
+        wait([self._look], _LOOK_S)
+        return self._look.result() if self._look.done() and self._look.exception() is None else num_known
+
+    def is_over(self, fetch: Fetch) -> bool:
+        """Put the chunks that have been read into the pools. Returns whether the prompt may start."""
+        while not fetch.has_ended and fetch.reading and fetch.reading[0].done():
+            future = fetch.reading.popleft()
+            del self._reading_bytes[future]
+            if future.exception() is not None:
+                self.end(fetch)
+                break
+            chunk = future.result()
+            num_bytes = sum(contents.nbytes for _, contents in chunk.parts.values())
+            self._read_bytes += num_bytes
+            self._cost.observe_read(num_bytes, chunk.seconds)
+            if not self._take_in(chunk) or not chunk.is_whole:
+                self.end(fetch)
+            self._read_ahead(fetch)
+        is_late = self._clock() - fetch.began > fetch.patience_s
+        if not fetch.has_ended and (not fetch.reading or is_late):
+            self.end(fetch)
+        return fetch.has_ended
+
+    def end(self, fetch: Fetch) -> None:
+        """End a fetch. The blocks that it has read count as found on disk."""
+        if fetch.has_ended or not fetch.has_begun:
+            return
+        fetch.has_ended = True
+        self._fetches.remove(fetch)
+        self._touch(fetch.used)  # not earlier: the readers would have waited for the writer
+        fetch.unread.clear()
+        for future in fetch.reading:
+            if future.cancel() or future.done():
+                del self._reading_bytes[future]
+            else:
+                self._abandoned.append(future)
+        fetch.reading.clear()
+        num_blocks = self._cache.num_prefix_blocks(fetch.keys, fetch.num_found_blocks)
+        if num_blocks > fetch.num_cached_blocks:
+            saved_s = self._compute_s(fetch.num_cached_blocks, num_blocks) - (self._clock() - fetch.began)
+            self._tier.earn(max(0.0, saved_s))
+            self._num_hits += (num_blocks - fetch.num_cached_blocks) * self._cache.block_size
+
+    def _compute_s(self, num_cached_blocks: int, num_found_blocks: int) -> float:
+        """Return the predicted seconds to compute the tokens of blocks num_cached_blocks .. num_found_blocks."""
+        first, end = num_cached_blocks * self._cache.block_size, num_found_blocks * self._cache.block_size
+        return self._cost.seconds(StepWork().plus(first, end - first, 1))
+
+    def _read_s(self, names: Sequence[Name]) -> float:
+        """Return the predicted seconds to read blocks, behind all reads that are under way."""
+        return self._cost.read_s(self._num_bytes(names) + sum(self._reading_bytes.values()))
+
+    def _num_bytes(self, names: Sequence[Name]) -> int:
+        return sum(self._memory.block_bytes[pool] for pool, _ in names)
+
+    def _hangs(self) -> bool:
+        """Return whether a reader is still reading a chunk whose fetch has ended."""
+        for future in [future for future in self._abandoned if future.done()]:
+            self._abandoned.remove(future)
+            del self._reading_bytes[future]
+        return bool(self._abandoned)
+
+    def _fit(self, names: Sequence[Name]) -> bool:
+        """Return whether the pools have free blocks for all of `names`, in addition to the blocks that other waiting
+        sequences have read: these must not be evicted before those start."""
+        others = [fetch.missing for fetch in self._turns.values() if fetch is not None and fetch.has_begun]
+        counts = Counter(pool for one in (names, *others) for pool, _ in one)
+        return all(count <= self._cache.pools[pool].num_free for pool, count in counts.items())
+
+    def _chunks(self, names: Sequence[Name]) -> list[list[Name]]:
+        """Return `names` in chunks to read together, the first one last."""
+        chunks: list[list[Name]] = []
+        num_bytes = _CHUNK_BYTES
+        for name in names:
+            if num_bytes >= _CHUNK_BYTES:
+                chunks.append([])
+                num_bytes = 0
+            chunks[-1].append(name)
+            num_bytes += max(self._memory.block_bytes[name[0]], _FILE_BYTES)
+        return chunks[::-1]
+
+    def _touch(self, names: Sequence[Name]) -> None:
+        """Mark the blocks of a prompt as used."""
+        if names:
+            self._tier.do_in_turn(partial(self._tier.files.touch, names), may_skip=True)
+
+    def _read_ahead(self, fetch: Fetch) -> None:
+        """Have the next chunks read: at least one, and as many as `_READING_BYTES` allow for all fetches."""
+        while fetch.unread and (not fetch.reading or sum(self._reading_bytes.values()) < _READING_BYTES):
+            names, future = fetch.unread.pop(), Future[_Chunk]()
+            fetch.reading.append(future)
+            self._reading_bytes[future] = self._num_bytes(names)
+            self._to_read.put((future, partial(self._read_chunk, names)))
+
+    def _read_chunk(self, names: Sequence[Name]) -> _Chunk:
+        """Read blocks, in each pool up to the first one that is missing or damaged."""
+        begin, parts, num_read = time.monotonic(), dict[int, _Part](), 0
+        for pool, num_bytes in enumerate(self._memory.block_bytes):
+            if keys := [key for of, key in names if of == pool]:
+                contents, count = np.empty((len(keys), num_bytes), np.uint8), 0
+                while count < len(keys) and self._tier.files.read((pool, keys[count]), contents[count]):
+                    count += 1
+                parts[pool] = keys[:count], contents[:count]
+                num_read += count
+        return _Chunk(parts, num_read == len(names), time.monotonic() - begin)
+
+    def _take_in(self, chunk: _Chunk) -> bool:
+        """Put blocks into the pools, as free, indexed blocks. Returns False if there are too few free blocks."""
+        for number, (keys, contents) in chunk.parts.items():
+            pool = self._cache.pools[number]
+            missing = [i for i, key in enumerate(keys) if pool.lookup(key) is None]
+            if len(missing) > pool.num_free:
+                return False
+            if missing:
+                blocks = [pool.allocate() for _ in missing]
+                own = contents if len(missing) == len(keys) else contents[missing]
+                self._memory.write_blocks(number, blocks, own)
+                for block, i in zip(blocks, missing, strict=True):
+                    pool.register(block, keys[i])
+                    pool.release(block)
+        return True
+
+
+def _do_jobs(jobs: _Jobs) -> None:
+    """A reader's thread: run jobs, and complete their futures, until it gets None."""
+    while (job := jobs.get()) is not None:
+        future, work = job
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except Exception as e:
+                logger.exception("the cache on disk could not be read")
+                future.set_exception(e)
+        del job, future, work  # otherwise they would keep the engine alive while the thread waits
