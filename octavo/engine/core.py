@@ -158,7 +158,7 @@ class EngineCore:
         if self.disk is not None:
             if frees_memory:
                 self.disk.save_all()
-            self.disk.forget(removes_files=not frees_memory)
+            self.disk.forget_pools(removes_files=not frees_memory)
         self.scheduler.cache.forget_prefixes()
         if self._publisher is not None:
             self._publisher.publish()
@@ -210,7 +210,7 @@ class EngineCore:
     @staticmethod
     def _disk_hooks(disk: DiskTier) -> list[Callable[[Sequence], None]]:
         """Return what is to be called with each sequence that has ended."""
-        return [disk.fetches.leave, disk.sessions.keep, disk.saved_prompts.end]
+        return [disk.fetches.forget, disk.sessions.keep, disk.saved_prompts.end]
 
     def _step(self) -> StepOutputs:
         if self._pending or self._loading:

@@ -87,7 +87,7 @@ class CacheSessions:
         for other in self._sessions.values():
             freed -= freed & other.names  # takes time in proportion to the smaller set
         for name in freed:
-            self._tier.forget_block(name)
+            self._tier.forget_unsaved(name)
             pool = self._cache.pools[name[0]]
             if (block := pool.lookup(name[1])) is not None:
                 pool.forget(block)

@@ -37,32 +37,33 @@ _READING_BYTES = 64 << 20  # of blocks on their way from the folder
 _CHUNK_BYTES = 4 << 20  # of blocks that are read together: a few milliseconds
 _FILE_BYTES = 32 << 10  # a smaller block counts as so many in a chunk: opening its file takes as long
 _NUM_READERS = 2
-_PATIENCE = 2.0  # a prompt is computed if reading its blocks takes longer than this multiple of computing them,
-_LEAST_PATIENCE_S = 1.0  # but not before this time, because reading may be slow on a busy machine
-_MOST_LOOKS = 4  # failed lookups on disk for a prompt in a pool: each takes some microseconds
-_LOOK_S = 0.01  # for all lookups of a prompt; if the disk takes longer, only known files are used
+# A prompt is computed after all if reading its blocks takes this many times as long as computing them.
+_PATIENCE = 2.0
+_LEAST_PATIENCE_S = 1.0  # and at least this long: a busy machine may read slowly
+_MAX_FAILED_LOOKUPS = 4  # files that a lookup may find missing, for one pool and prompt: each costs microseconds
+_LOOKUP_S = 0.01  # for all lookups of a prompt; if the disk takes longer, only known files are used
 
-# A waiting sequence starts now, waits for free blocks to read its own into, or waits until they are read.
-Turn = Literal["starts", "waits", "reads"]
+# A waiting sequence starts now, waits until there is room for its blocks, or waits until they are read.
+Readiness = Literal["starts", "waits", "reads"]
 
 _Part = tuple[list[bytes], NDArray[np.uint8]]  # keys of one pool, and the contents of their blocks
 _Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
-class _Looks(Container[bytes]):
-    """Contains the keys of a pool's blocks on disk, including blocks that another server has written. A lookup may
-    touch the disk."""
+class _DiskLookups(Container[bytes]):
+    """The keys of a pool's blocks on disk, including blocks that another server has written. `in` may access the
+    disk."""
 
     def __init__(self, files: BlockFiles, pool: int) -> None:
         self._files, self._pool = files, pool
-        self._num_left = _MOST_LOOKS  # failed lookups that are still allowed
+        self._num_failures_left = _MAX_FAILED_LOOKUPS
 
     def __contains__(self, key: object) -> bool:
         assert isinstance(key, bytes)
         name = self._pool, key
-        if self._files.knows(name) or (self._num_left > 0 and self._files.has(name)):
+        if self._files.knows(name) or (self._num_failures_left > 0 and self._files.has(name)):
             return True
-        self._num_left -= 1
+        self._num_failures_left -= 1
         return False
 
 
@@ -87,8 +88,8 @@ class Fetch:
     patience_s: float  # after this time the rest is computed instead
     has_begun: bool = False
     began: float = 0.0  # on the tier's clock
-    unread: list[list[Name]] = field(default_factory=list)  # in chunks, the next one last
-    reading: deque[Future[_Chunk]] = field(default_factory=deque)
+    unread: deque[list[Name]] = field(default_factory=deque)  # in chunks
+    reading: deque[Future[_Chunk]] = field(default_factory=deque)  # the next chunks
     has_ended: bool = False
 
 
@@ -104,17 +105,17 @@ class DiskFetches:
         clock: Callable[[], float],
     ) -> None:
         self._tier, self._memory, self._cache, self._cost, self._clock = tier, memory, cache, cost, clock
-        self._fetches: list[Fetch] = []
+        self._fetches: list[Fetch] = []  # under way
         self._reading_bytes: dict[Future[_Chunk], int] = {}  # of chunks that are being read
-        self._turns: dict[str, Fetch | None] = {}  # by request, from its turn until it starts
+        self._by_request: dict[str, Fetch | None] = {}  # from a request's turn until it starts; None: nothing to read
         self._to_read: _Jobs = SimpleQueue()
-        self._to_look: _Jobs = SimpleQueue()
-        self._look: Future[int] | None = None  # the last one
-        self._abandoned: list[Future[_Chunk]] = []  # chunks that nobody waits for any more
-        for jobs in (*[self._to_read] * _NUM_READERS, self._to_look):
+        self._to_look_up: _Jobs = SimpleQueue()
+        self._last_lookup: Future[int] | None = None
+        self._abandoned: list[Future[_Chunk]] = []  # chunks that are being read for fetches that have ended
+        for jobs in (*[self._to_read] * _NUM_READERS, self._to_look_up):
             # Daemon threads, so that the process can end even if the disk hangs.
             threading.Thread(target=_do_jobs, args=(jobs,), name="block-reader", daemon=True).start()
-        self._num_hits = self._read_bytes = 0  # since the statistics were taken
+        self._num_hits = self._read_bytes = 0  # since `take_stats`
 
     def take_stats(self, stats: EngineStats) -> None:
         """Add the increments of the counters since the last call."""
@@ -125,48 +126,50 @@ class DiskFetches:
         """End the threads."""
         for _ in range(_NUM_READERS):
             self._to_read.put(None)
-        self._to_look.put(None)
+        self._to_look_up.put(None)
 
     def end_all(self) -> None:
         for fetch in list(self._fetches):
-            self.end(fetch)
+            self._end(fetch)
 
-    def turn(self, seq: TokenSequence) -> Turn:
-        """Return what a waiting sequence does now that it is its turn. Begins to read its blocks once they have
-        room."""
+    def prepare(self, seq: TokenSequence) -> Readiness:
+        """Have the blocks of a waiting sequence read, now that it is its turn: begin once the pools have room, and put
+        into the pools what has been read. Returns what the sequence does now."""
         if seq.host_blocks or (seq.beam_search is not None and seq.num_preemptions):  # beams wait for each other
             return "starts"
         request_id = seq.request.request_id
-        if request_id not in self._turns:
-            self._turns[request_id] = self.find(seq)
-        fetch = self._turns[request_id]
+        if request_id not in self._by_request:
+            self._by_request[request_id] = self._plan(seq)
+        fetch = self._by_request[request_id]
         if fetch is None:
             return "starts"
         if not fetch.has_begun:
             if not self._fit(fetch.missing):
                 return "waits"
             self._begin(fetch)
-        return "starts" if self.is_over(fetch) else "reads"
+        return "starts" if self._advance(fetch) else "reads"
 
-    def leave(self, seq: TokenSequence) -> None:
+    def forget(self, seq: TokenSequence) -> None:
         """Forget the fetch of a sequence that has started or ended."""
-        if (fetch := self._turns.pop(seq.request.request_id, None)) is not None:
-            self.end(fetch)
+        if (fetch := self._by_request.pop(seq.request.request_id, None)) is not None:
+            self._end(fetch)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a chunk has been read, if a fetch is under way."""
         if reading := [fetch.reading[0] for fetch in self._fetches if fetch.reading]:
             wait(reading, timeout_s, FIRST_COMPLETED)
 
-    def find(self, seq: TokenSequence) -> Fetch | None:
+    def _plan(self, seq: TokenSequence) -> Fetch | None:
         """Return the blocks to read for a sequence's prefix. Returns None if the pools have as much of the prefix, or
-        if computing the tokens is faster."""
+        if computing the tokens is faster; then the files of the prefix count as used now. In the latter case the
+        predicted cost of reading is lowered a little (`StepCostModel.doubt_reads`)."""
         extend_block_hashes(seq, self._cache.block_size)
         keys, pools = seq.block_hashes, self._cache.pools
         limit = min(len(keys), (seq.num_tokens - 1) // self._cache.block_size)
         if limit <= 0 or seq.params.prompt_logprobs is not None:
             return None
-        if self._tier.is_emptying or self._hangs():
+        self._drop_done_abandoned()
+        if self._tier.is_emptying or self._abandoned:  # an abandoned chunk is still being read: the disk hangs
             return None
         num_cached, num_found = self._cache.num_prefix_blocks(keys, limit), self._num_found(keys, limit)
         used = self._cache.prefix_names(keys, num_found)
@@ -195,35 +198,36 @@ class DiskFetches:
         """Return the longest prefix, in blocks up to `limit`, that pools and folder have together. A thread looks for
         other servers' files; if it takes too long, or is still busy with an earlier lookup, only known files count."""
         num_known = self._cache.num_prefix_blocks(keys, limit, self._tier.watches)
-        if num_known == limit or (self._look is not None and not self._look.done()):
+        if num_known == limit or (self._last_lookup is not None and not self._last_lookup.done()):
             return num_known
-        looks = [_Looks(self._tier.files, pool) for pool in range(len(self._cache.pools))]
-        self._look = Future()
-        self._to_look.put((self._look, partial(self._cache.num_prefix_blocks, keys, limit, looks)))
-        wait([self._look], _LOOK_S)
-        return self._look.result() if self._look.done() and self._look.exception() is None else num_known
+        lookups = [_DiskLookups(self._tier.files, pool) for pool in range(len(self._cache.pools))]
+        self._last_lookup = lookup = Future[int]()
+        self._to_look_up.put((lookup, partial(self._cache.num_prefix_blocks, keys, limit, lookups)))
+        wait([lookup], _LOOKUP_S)
+        return lookup.result() if lookup.done() and lookup.exception() is None else num_known
 
-    def is_over(self, fetch: Fetch) -> bool:
-        """Put the chunks that have been read into the pools. Returns whether the prompt may start."""
+    def _advance(self, fetch: Fetch) -> bool:
+        """Put the chunks that have been read into the pools, and end the fetch if all are, or if it takes too long.
+        Returns whether the prompt may start."""
         while not fetch.has_ended and fetch.reading and fetch.reading[0].done():
             future = fetch.reading.popleft()
             del self._reading_bytes[future]
             if future.exception() is not None:
-                self.end(fetch)
+                self._end(fetch)
                 break
             chunk = future.result()
             num_bytes = sum(contents.nbytes for _, contents in chunk.parts.values())
             self._read_bytes += num_bytes
             self._cost.observe_read(num_bytes, chunk.seconds)
             if not self._take_in(chunk) or not chunk.is_whole:
-                self.end(fetch)
+                self._end(fetch)
             self._read_ahead(fetch)
         is_late = self._clock() - fetch.began > fetch.patience_s
         if not fetch.has_ended and (not fetch.reading or is_late):
-            self.end(fetch)
+            self._end(fetch)
         return fetch.has_ended
 
-    def end(self, fetch: Fetch) -> None:
+    def _end(self, fetch: Fetch) -> None:
         """End a fetch. The blocks that it has read count as found on disk."""
         if fetch.has_ended or not fetch.has_begun:
             return
@@ -255,23 +259,21 @@ class DiskFetches:
     def _num_bytes(self, names: Sequence[Name]) -> int:
         return sum(self._memory.block_bytes[pool] for pool, _ in names)
 
-    def _hangs(self) -> bool:
-        """Return whether a reader is still reading a chunk whose fetch has ended."""
+    def _drop_done_abandoned(self) -> None:
         for future in [future for future in self._abandoned if future.done()]:
             self._abandoned.remove(future)
             del self._reading_bytes[future]
-        return bool(self._abandoned)
 
     def _fit(self, names: Sequence[Name]) -> bool:
-        """Return whether the pools have free blocks for all of `names`, in addition to the blocks that other waiting
-        sequences have read: these must not be evicted before those start."""
-        others = [fetch.missing for fetch in self._turns.values() if fetch is not None and fetch.has_begun]
+        """Return whether the pools have free blocks for all of `names`, and for the blocks that other waiting sequences
+        have read. The latter must not be evicted before these sequences start."""
+        others = [fetch.missing for fetch in self._by_request.values() if fetch is not None and fetch.has_begun]
         counts = Counter(pool for one in (names, *others) for pool, _ in one)
         return all(count <= self._cache.pools[pool].num_free for pool, count in counts.items())
 
-    def _chunks(self, names: Sequence[Name]) -> list[list[Name]]:
-        """Return `names` in chunks to read together, the first one last."""
-        chunks: list[list[Name]] = []
+    def _chunks(self, names: Sequence[Name]) -> deque[list[Name]]:
+        """Return `names` in chunks to read together."""
+        chunks = deque[list[Name]]()
         num_bytes = _CHUNK_BYTES
         for name in names:
             if num_bytes >= _CHUNK_BYTES:
@@ -279,7 +281,7 @@ class DiskFetches:
                 num_bytes = 0
             chunks[-1].append(name)
             num_bytes += max(self._memory.block_bytes[name[0]], _FILE_BYTES)
-        return chunks[::-1]
+        return chunks
 
     def _touch(self, names: Sequence[Name]) -> None:
         """Mark the blocks of a prompt as used."""
@@ -289,7 +291,7 @@ class DiskFetches:
     def _read_ahead(self, fetch: Fetch) -> None:
         """Have the next chunks read: at least one, and as many as `_READING_BYTES` allow for all fetches."""
         while fetch.unread and (not fetch.reading or sum(self._reading_bytes.values()) < _READING_BYTES):
-            names, future = fetch.unread.pop(), Future[_Chunk]()
+            names, future = fetch.unread.popleft(), Future[_Chunk]()
             fetch.reading.append(future)
             self._reading_bytes[future] = self._num_bytes(names)
             self._to_read.put((future, partial(self._read_chunk, names)))

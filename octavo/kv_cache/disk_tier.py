@@ -101,15 +101,17 @@ class DiskTier:
         self._credit_s = 0.0  # time that saving may take now while the engine is busy
         self._earned_s = _ADVANCE_S  # time that saving blocks that leave a pool may take now
         self.is_emptying = False  # all files of the folder are being removed
-        self._lock = threading.Condition()  # guards what the writer's thread shares: everything below
+        # Guards changes of what the writer's thread shares, from here to `_stats`. The engine's thread reads single
+        # values without it.
+        self._lock = threading.Condition()
         self._queue: deque[_Block | Callable[[], None]] = deque()  # blocks to write, and other work in between
         self._queued: set[Name] = set()
         self._queued_bytes = 0
         self._is_writing = self._is_closed = False
         self.keep_until: dict[Name, float] = {}  # for blocks that are not written yet
-        self._write_s = 0.0  # the writer's processor time for a block, lately
-        self._last_error, self._next_warning = "", 0.0
+        self._write_s = 0.0  # moving average of the writer's processor time for a block
         self._stats = EngineStats()
+        self._last_error, self._next_warning = "", 0.0  # used by the writer's thread alone
         self._writer = threading.Thread(target=self._write, name="block-writer", daemon=True)
         self._writer.start()
         self.sessions = CacheSessions(self, cache, min(memory.block_bytes))
@@ -127,11 +129,11 @@ class DiskTier:
         stats.disk_bytes, stats.disk_kept_bytes = self.files.num_bytes, self.files.num_kept_bytes
         stats.num_disk_sessions = self.sessions.count
 
-    def forget(self, removes_files: bool) -> None:
+    def forget_pools(self, removes_files: bool) -> None:
         """Forget the blocks of the pools, whose contents are about to be lost. With `removes_files` forget the folder's
         blocks too: the writer removes their files, and they are not found meanwhile."""
         for name in list(self.unsaved):
-            self.forget_block(name)
+            self.forget_unsaved(name)
         self.fetches.end_all()
         if removes_files:
             self.sessions.clear()
@@ -177,22 +179,23 @@ class DiskTier:
             with self._lock:
                 self._is_closed = True
                 self._lock.notify_all()
+        # The thread keeps the executor alive. If the disk hangs it is not joined, as it would never end.
         if is_saved:
-            self._writer.join()  # the thread holds the executor; not joined if the disk hangs: it would never end
+            self._writer.join()
         self.fetches.close()
 
     # Blocks that go to the folder.
 
     def is_on_its_way(self, name: Name) -> bool:
-        """Return whether a block is to be written."""
+        """Return whether a block is unsaved, or in the writer's queue."""
         return name in self.unsaved or name in self._queued
 
     def keep_on_arrival(self, names: Iterable[Name], keep_until: float) -> None:
-        """Note that those of these blocks that are not written yet are to be kept until `time.time` is `keep_until`."""
+        """Keep those of these blocks that are not written yet until `time.time` is `keep_until`."""
         with self._lock:
             self.keep_until |= {name: keep_until for name in names if self.is_on_its_way(name)}
 
-    def forget_block(self, name: Name) -> None:
+    def forget_unsaved(self, name: Name) -> None:
         """Do not save a block, unless the writer has it already."""
         self.unsaved.pop(name, None)
         with self._lock:
@@ -224,7 +227,8 @@ class DiskTier:
         self._credit_s = min(self._credit_s + _BUSY_SHARE * step_s, _MOST_CREDIT_S)
         if self._credit_s <= 0 or not self._has_room():
             return
-        # Saving may take as long again as a wait that delays steps: later waits would delay them too.
+        # The wait is paid once for all blocks saved now. So overdraw the credit by up to twice the wait: saving then
+        # takes at least as long as the wait did, instead of waiting again soon.
         wait_s = self._wait_for_workers()
         self._credit_s -= wait_s
         while self._credit_s > -2 * wait_s and self.unsaved and self._has_room():

@@ -277,7 +277,7 @@ class Scheduler:
                     break
                 i += 1
                 continue
-            if self.fetches is not None and (state := self.fetches.turn(seq)) != "starts":
+            if self.fetches is not None and (state := self.fetches.prepare(seq)) != "starts":
                 # "waits": there is no room yet to read its blocks. Running sequences will free blocks, so later
                 # sequences must not take them. If nothing runs, a later sequence may hold the room: let it start.
                 if state == "waits" and (step.sequences or self.queues.running):
@@ -295,7 +295,7 @@ class Scheduler:
             turn.started(seq)
             self._policy.started(seq)
             if self.fetches is not None:
-                self.fetches.leave(seq)
+                self.fetches.forget(seq)
             num_admitted += 1
             if seq.first_scheduled_time == 0.0:
                 seq.first_scheduled_time = time.monotonic()

@@ -110,9 +110,9 @@ def test_a_block_from_disk_has_the_bits_of_a_computed_one(case: str, model: Any)
     expected = answers(first, PROMPTS)
     first.close()
     second = model(name, **settings)
-    find = second.core.disk.fetches.find
+    find = second.core.disk.fetches._plan
     found: list[Any] = []
-    second.core.disk.fetches.find = lambda seq: found.append(find(seq)) or found[-1]
+    second.core.disk.fetches._plan = lambda seq: found.append(find(seq)) or found[-1]
     assert answers(second, PROMPTS) == expected
     assert found[0] is not None and found[0].num_found_blocks >= 5
     plain = model(name, kv_cache_disk=None, **settings)
@@ -371,7 +371,7 @@ def test_no_blocks_are_asked_of_workers_after_a_broken_step(model: Any, monkeypa
         with pytest.raises(KeyboardInterrupt):
             answers(llm, PROMPTS[:1])
     assert llm.core.scheduler.fetches is None, "later prompts do not wait for a thread that has ended"
-    assert llm.core.disk.fetches.leave not in llm.core.scheduler.queues.on_end
+    assert llm.core.disk.fetches.forget not in llm.core.scheduler.queues.on_end
     llm.core.disk.unsaved[0, b"computed"] = 1
     monkeypatch.setattr(llm.core.disk._memory, "read_blocks", lambda pool, blocks: asked.append(pool))
     llm.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,14 +100,14 @@ class Engine:
         asked = request(tokens, **params)
         asked.request_id = name
         seq = TokenSequence(request=asked, key=(0, 0), seed=0, token_ids=list(tokens))  # type: ignore[arg-type]
-        self.tier.fetches.turn(seq)
-        return seq, self.tier.fetches._turns[name]
+        self.tier.fetches.prepare(seq)
+        return seq, self.tier.fetches._by_request[name]
 
     def fetched(self, tokens: list[int], **params: Any) -> Fetch | None:
         """Let it be the turn of a prompt until it starts."""
         seq, fetch = self.begin(tokens, **params)
-        wait_until(lambda: self.tier.fetches.turn(seq) == "starts")
-        self.tier.fetches.leave(seq)
+        wait_until(lambda: self.tier.fetches.prepare(seq) == "starts")
+        self.tier.fetches.forget(seq)
         return fetch
 
     def stats(self) -> EngineStats:
@@ -121,7 +122,7 @@ def request(tokens: list[int], **params: Any) -> EngineRequest:
 
 @pytest.fixture
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(disk_fetches, "_LOOK_S", 60.0)
+    monkeypatch.setattr(disk_fetches, "_LOOKUP_S", 60.0)
     made: list[Engine] = []
 
     def make(layers: Sequence[LayerCacheSpec] = (FULL,)) -> Engine:
@@ -190,7 +191,7 @@ def test_what_leaves_a_pool_is_saved_in_the_time_that_reads_have_saved(engines: 
     for number in range(1, 4):
         one.compute([1000 * number + place for place in range(48)])  # takes every block
     assert one.stats().num_disk_dropped == 24 - 2 and one.tier._earned_s < 0
-    one.tier.forget(removes_files=False)
+    one.tier.forget_pools(removes_files=False)
     one.cache.forget_prefixes()
     before, compute_s = one.tier._earned_s, one.tier.fetches._compute_s(0, 5)
     assert compute_s > 0.01 and one.fetched(list(range(22))) is not None
@@ -347,14 +348,14 @@ def test_a_disk_that_hangs_is_waited_for_no_longer_than_computing_takes(engines:
     second = engines()
     second.files.read, began, may_go = held(second.files.read)
     seq, fetch = second.begin(list(range(22)))
-    assert fetch is not None and not second.tier.fetches.is_over(fetch)
+    assert fetch is not None and not second.tier.fetches._advance(fetch)
     began.wait()
     second.now = fetch.patience_s + 1
-    assert second.tier.fetches.turn(seq) == "starts" and second.contents() == {}
-    second.tier.fetches.leave(seq)
+    assert second.tier.fetches.prepare(seq) == "starts" and second.contents() == {}
+    second.tier.fetches.forget(seq)
     assert second.fetched(list(range(22))) is None, "and the next request does not wait at all"
     may_go.set()
-    wait_until(lambda: not second.tier.fetches._hangs())
+    wait_until(lambda: all(future.done() for future in second.tier.fetches._abandoned))
     assert second.fetched(list(range(22))) is not None, "until it answers again"
 
 
@@ -371,22 +372,22 @@ def test_blocks_that_nobody_reads_any_more_are_not_waited_for(engines: Any) -> N
         return read(*args)
 
     second.files.read = hang
-    second.tier.fetches._chunks = lambda names: [[name] for name in reversed(names)]
+    second.tier.fetches._chunks = lambda names: deque([name] for name in names)
     seq, fetch = second.begin(list(range(40)))
     assert fetch is not None and sum(second.tier.fetches._reading_bytes.values()) == 9 * BLOCK_BYTES
     for _ in range(disk_fetches._NUM_READERS):
         began.acquire()
-    second.tier.fetches.leave(seq)
+    second.tier.fetches.forget(seq)
     assert sum(second.tier.fetches._reading_bytes.values()) == disk_fetches._NUM_READERS * BLOCK_BYTES
     may_go.set()
-    wait_until(lambda: not second.tier.fetches._hangs())
-    assert second.tier.fetches._reading_bytes == {}
+    wait_until(lambda: all(future.done() for future in second.tier.fetches._abandoned))
+    assert second.fetched(list(range(40))) is not None and second.tier.fetches._reading_bytes == {}
 
 
 def test_a_disk_that_hangs_while_others_blocks_are_looked_for_stops_nobody(
     engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_fetches, "_LOOK_S", 0.0)
+    monkeypatch.setattr(disk_fetches, "_LOOKUP_S", 0.0)
     one, other, may_go, looks = engines(), engines(), threading.Event(), list[Name]()
     one.compute(list(range(22)))
     one.save()
@@ -402,7 +403,7 @@ def test_a_disk_that_hangs_while_others_blocks_are_looked_for_stops_nobody(
     wait_until(lambda: looks)
     assert len(looks) == 1, "nobody looks again before the disk answers"
     may_go.set()
-    wait_until(lambda: other.tier.fetches._look.done())
+    wait_until(lambda: other.tier.fetches._last_lookup.done())
     assert other.fetched(list(range(22))) is not None, "the thread has found them"
 
 
@@ -439,11 +440,11 @@ def test_what_is_forgotten_does_not_come_back(engines: Any) -> None:
     other = engines()
     seq, fetch = other.begin(list(range(22)))
     assert fetch is not None
-    other.tier.forget(removes_files=False)  # as when memory is freed: what was on its way is not put there
-    assert other.tier.fetches.turn(seq) == "starts" and other.contents() == {}
-    other.tier.fetches.leave(seq)
+    other.tier.forget_pools(removes_files=False)  # as when memory is freed: what was on its way is not put there
+    assert other.tier.fetches.prepare(seq) == "starts" and other.contents() == {}
+    other.tier.fetches.forget(seq)
     assert other.fetched(list(range(22))) is not None
-    other.tier.forget(removes_files=True)
+    other.tier.forget_pools(removes_files=True)
     other.cache.forget_prefixes()
     other.tier.wait_until_saved()
     assert list(other.files._files) == [] and other.fetched(list(range(22))) is None
@@ -483,7 +484,7 @@ def test_nobody_waits_until_a_disk_that_hangs_has_forgotten(engines: Any, monkey
     first.save()
     one, may_go = engines(), threading.Event()
     remove_all, one.files.remove_all = one.files.remove_all, lambda: may_go.wait() and remove_all()
-    one.tier.forget(removes_files=True)
+    one.tier.forget_pools(removes_files=True)
     assert one.fetched(list(range(22))) is None, "what is there is as good as gone"
     for number in range(8):
         turn_of(one, list(range(22)), f"session {number}")
@@ -609,16 +610,16 @@ def test_what_is_read_for_a_waiting_request_is_not_replaced_by_what_others_want(
     other = engines()
     first, _ = other.begin(prompts[0], "0")
     second, fetch = other.begin(prompts[1], "1")
-    assert other.tier.fetches.turn(second) == "waits", "two need 14 blocks of 12"
-    wait_until(lambda: other.tier.fetches.turn(first) == "starts")
-    assert other.tier.fetches.turn(second) == "waits" and fetch is not None and not fetch.has_begun
-    other.tier.fetches.leave(first)
-    wait_until(lambda: other.tier.fetches.turn(second) == "starts")
+    assert other.tier.fetches.prepare(second) == "waits", "two need 14 blocks of 12"
+    wait_until(lambda: other.tier.fetches.prepare(first) == "starts")
+    assert other.tier.fetches.prepare(second) == "waits" and fetch is not None and not fetch.has_begun
+    other.tier.fetches.forget(first)
+    wait_until(lambda: other.tier.fetches.prepare(second) == "starts")
     assert fetch.has_ended
-    other.tier.fetches.leave(second)
+    other.tier.fetches.forget(second)
     third, _ = other.begin(prompts[2], "2")
-    other.tier.fetches.leave(third)  # as when it is aborted
-    assert other.tier.fetches._fetches == [] and other.tier.fetches._turns == {}
+    other.tier.fetches.forget(third)  # as when it is aborted
+    assert other.tier.fetches._fetches == [] and other.tier.fetches._by_request == {}
 
 
 def test_a_disk_that_hangs_does_not_keep_an_engine_from_its_end(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:

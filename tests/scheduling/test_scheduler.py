@@ -114,7 +114,9 @@ def test_decodes_and_prompts_share_one_budget_and_running_sequences_come_first()
 def test_a_sequence_that_waits_for_room_to_read_its_blocks_stops_others_only_while_something_runs() -> None:
     s = scheduler()
     turns = {"first": "waits", "second": "reads"}
-    s.fetches = SimpleNamespace(turn=lambda seq: turns.get(seq.request.request_id, "starts"), leave=lambda seq: None)  # type: ignore[assignment]
+    s.fetches = SimpleNamespace(
+        prepare=lambda seq: turns.get(seq.request.request_id, "starts"), forget=lambda seq: None
+    )  # type: ignore[assignment]
     for name in turns:
         s.add(request(name, 3))
     assert step(s) == [] and s.queues.running == []
