@@ -18,7 +18,8 @@ from octavo.api_keys import ApiKeys
 from octavo.errors import RequestError
 from octavo.gateway.client import BrokenAnswerError, Client, ClientSend
 from octavo.gateway.gateway_metrics import METRICS_TYPE, GatewayMetrics
-from octavo.gateway.key_store import Key, KeySettings, KeyStore, day_number
+from octavo.gateway.key_store import KeyStore
+from octavo.gateway.keys import Key, KeySettings, day_number
 from octavo.gateway.page import STATS_PATH, Page, is_of_page
 from octavo.gateway.request_body import parse, reason_of
 

@@ -18,7 +18,8 @@ from octavo.api_keys import ApiKeys, sent_keys
 from octavo.errors import RequestError
 from octavo.gateway.client import BrokenAnswerError, Client, ClientSend
 from octavo.gateway.gateway_metrics import METRICS_TYPE, GatewayMetrics
-from octavo.gateway.key_store import Key, KeyStore, LimitError
+from octavo.gateway.key_store import KeyStore
+from octavo.gateway.keys import Key, LimitError
 from octavo.gateway.meter import Meter
 from octavo.gateway.models import Models
 from octavo.gateway.ollama_routes import OllamaRoutes

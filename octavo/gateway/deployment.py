@@ -18,7 +18,7 @@ from typing import Any, Literal
 from octavo.errors import RequestError
 from octavo.gateway.catalogue import ModelEntry
 from octavo.gateway.discovery import follow, read_source
-from octavo.gateway.key_store import Key
+from octavo.gateway.keys import Key
 from octavo.gateway.memory_budget import MemoryBudget
 from octavo.gateway.replica import Replica
 from octavo.gateway.router import Router

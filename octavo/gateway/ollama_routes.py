@@ -16,7 +16,7 @@ import msgspec
 from octavo.errors import OctavoError, RequestError
 from octavo.gateway.client import Client
 from octavo.gateway.deployment import Deployment
-from octavo.gateway.key_store import Key
+from octavo.gateway.keys import Key
 from octavo.gateway.meter import Meter
 from octavo.gateway.models import Models
 from octavo.gateway.octavo_commands import ModelCards, run_octavo

@@ -11,8 +11,17 @@ import json
 from typing import Any
 
 from octavo.errors import ConfigError, RequestError
-from octavo.gateway.key_store import LIMITS
-from octavo.gateway.shared_keys import Answer, KeyDatabase, KeyRow, LostError, Operation, is_ambiguous, wrong_address
+from octavo.gateway.key_store import (
+    Answer,
+    KeyDatabase,
+    KeyRow,
+    LostError,
+    Operation,
+    UsageRow,
+    is_ambiguous,
+    wrong_address,
+)
+from octavo.gateway.keys import LIMITS
 
 _MISSING = ""
 try:
@@ -183,7 +192,7 @@ class PostgresqlKeys(KeyDatabase):
     async def delete(self, key_id: str) -> None:
         await self._run("DELETE FROM octavo_keys WHERE id = %s RETURNING id", (key_id,))
 
-    async def used(self, first_day: int, last_day: int) -> list[tuple[str, int, str, int, int, int]]:
+    async def used(self, first_day: int, last_day: int) -> list[UsageRow]:
         statement = (
             "SELECT key, day, model, requests, prompt_tokens, completion_tokens FROM octavo_usage "
             "WHERE day BETWEEN %s AND %s"

@@ -19,7 +19,7 @@ from octavo.errors import RequestError, similar
 from octavo.gateway.client import Client
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.gateway_metrics import GatewayMetrics
-from octavo.gateway.key_store import Key
+from octavo.gateway.keys import Key
 from octavo.gateway.meter import Meter
 from octavo.gateway.models import Models
 from octavo.gateway.prefill import ONLY_PROMPT, Prefill

@@ -1,4 +1,4 @@
-"""Keys in an SQLite file, of one gateway. All of them are in memory, too.
+"""Keys in an SQLite file.
 
 A write takes microseconds, as none waits for the disk, so the event loop does it. If another process has locked the
 file, the write is tried again. Written data outlive the process.
@@ -8,33 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 
-from octavo.errors import ConfigError, RequestError
-from octavo.gateway.key_store import (
-    DAY_S,
-    LIMITS,
-    MINUTE_S,
-    Key,
-    KeySettings,
-    KeyStore,
-    OnLoss,
-    digest_of,
-    limit_error,
-    no_key,
-    not_counted,
-)
-
-logger = logging.getLogger("octavo.gateway")
+from octavo.gateway.key_store import Answer, KeyDatabase, KeyRow, LostError, Operation, UsageRow
+from octavo.gateway.keys import DAY_S, LIMITS, MINUTE_S
 
 CHECKPOINT_INTERVAL_S = 1.0  # between two times that the log of writes is moved into the file
-LOCK_WAIT_S = 0.2  # for another process that has locked the file
 _TRY_INTERVAL_S = 0.01
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
 _SCHEMA = """
@@ -48,268 +32,151 @@ CREATE TABLE IF NOT EXISTS minutes (
     key TEXT PRIMARY KEY, minute INTEGER NOT NULL, requests INTEGER NOT NULL, tokens INTEGER NOT NULL
 ) WITHOUT ROWID;
 """
-
-
-# Requests, prompt tokens and completion tokens, by key id and model.
-_Uses = dict[tuple[str, str], tuple[int, int, int]]
+_KEY = """
+SELECT id, settings, ifnull(sum(requests), 0), ifnull(sum(prompt_tokens), 0), ifnull(sum(completion_tokens), 0)
+FROM keys LEFT JOIN usage ON usage.key = id WHERE {} GROUP BY id ORDER BY keys.rowid
+"""
+_OF_MINUTE = "SELECT requests, tokens FROM minutes WHERE key = ? AND minute = ?"
+_OF_DAY = "SELECT ifnull(sum(requests), 0), ifnull(sum(prompt_tokens + completion_tokens), 0) FROM usage " \
+          "WHERE key = ? AND day = ?"  # fmt: skip
+_ADD_TO_DAY = """
+INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET
+    requests = requests + excluded.requests, prompt_tokens = prompt_tokens + excluded.prompt_tokens,
+    completion_tokens = completion_tokens + excluded.completion_tokens
+"""
+# A request that is taken back may be of the minute before.
+_ADD_TO_MINUTE = """
+INSERT INTO minutes VALUES (?, ?, max(0, ?), ?) ON CONFLICT DO UPDATE SET
+    requests = CASE minute WHEN excluded.minute THEN max(0, requests + ?) ELSE excluded.requests END,
+    tokens = excluded.tokens + CASE minute WHEN excluded.minute THEN tokens ELSE 0 END,
+    minute = excluded.minute
+"""
 _T = TypeVar("_T")
 
 
-class _Window:
-    """Requests and tokens of a minute or a day."""
+class SqliteKeys(KeyDatabase):
+    """The database in a file, of one gateway."""
 
-    __slots__ = ("number", "requests", "seconds", "tokens")
+    is_shared = False
 
-    def __init__(self, seconds: int) -> None:
-        self.seconds, self.number, self.requests, self.tokens = seconds, -1, 0, 0
-
-    def add(self, now: float, requests: int, tokens: int) -> None:
-        self.at(now)
-        self.requests = max(0, self.requests + requests)  # a use that is taken back may be of the last window
-        self.tokens += tokens
-
-    def at(self, now: float) -> _Window:
-        """Return the window itself, empty if the time is another minute or day."""
-        if (number := int(now // self.seconds)) != self.number:
-            self.number, self.requests, self.tokens = number, 0, 0
-        return self
-
-
-class _Windows:
-    """A key's windows."""
-
-    def __init__(self) -> None:
-        self.minute, self.day = _Window(MINUTE_S), _Window(DAY_S)
-
-
-class SqliteKeys(KeyStore):
-    """The keys of a file."""
-
-    def __init__(self, path: str, on_loss: OnLoss = "refuse", now: Callable[[], float] = time.time) -> None:
-        super().__init__(on_loss, now)
-        self._path = path
-        self._has_news = False  # whether uses were written since the last `checkpoint`
-        self._unwritten: _Uses = {}  # from the last writes that failed; a new one after each write
-        self._keys: dict[bytes, Key] = {}  # by digest
-        self._windows: dict[str, _Windows] = {}  # by id
+    def __init__(self, path: str) -> None:
+        self.address = path
+        self._database: sqlite3.Connection | None = None
+        self._has_news = False  # whether the log has writes that are not in the file
         self._moving: asyncio.Task[None] | None = None
 
-    async def open(self) -> None:
-        try:
-            self._database = sqlite3.connect(self._path, isolation_level=None, timeout=LOCK_WAIT_S)
-            self._database.execute("PRAGMA journal_mode=WAL")
-            self._database.execute("PRAGMA synchronous=NORMAL")  # written data outlive the process
-            self._database.execute("PRAGMA wal_autocheckpoint=0")  # `checkpoint` does it
-            self._database.executescript(_SCHEMA)
-            self._keys = {bytes(digest): key for digest, key in self._read()}
-            self._database.execute("PRAGMA busy_timeout=0")  # `_unlocked` waits
-        except (sqlite3.Error, msgspec.DecodeError) as error:
-            raise ConfigError(f"--keys {self._path} cannot be used: {error}.") from None
-        self._moving = asyncio.ensure_future(self._move_log())
+    async def prepare(self) -> None:
+        await self._done(lambda _: None)
 
     async def close(self) -> None:
         if self._moving is not None:
             self._moving.cancel()
-        with contextlib.suppress(sqlite3.Error):
-            await _unlocked(self._write_uses)
-        if self._unwritten:
-            logger.error("%s cannot be written: uses that were to be written are lost", self._path)
-        self._database.close()
+        if self._database is not None:
+            self._database.close()
+            self._database = None
 
-    async def _move_log(self) -> None:
-        while True:
-            await asyncio.sleep(CHECKPOINT_INTERVAL_S)
-            with contextlib.suppress(sqlite3.Error):
-                self._write_uses()
-            if self._has_news:
-                await asyncio.to_thread(self.checkpoint)
+    async def count(self, writer: str, number: int, now: float | None, operations: list[Operation]) -> list[Answer]:
+        """As `KeyDatabase.count`. A batch without an answer was not counted, so numbers are not needed."""
+        moment = time.time() if now is None else now
 
-    def checkpoint(self) -> None:
-        """Move the log of writes into the file, in a thread: it waits for the disk."""
-        self._has_news = False
-        with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(self._path)) as database:
-            database.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        def count_all(database: sqlite3.Connection) -> list[Answer]:
+            database.execute("BEGIN IMMEDIATE")
+            return [_count(database, moment, *operation) for operation in operations]
 
-    async def find(self, secret: bytes) -> Key | None:
-        return self._keys.get(digest_of(secret))
+        answers = await self._done(count_all)
+        self._has_news = True
+        if self._moving is None or self._moving.done():
+            self._moving = asyncio.ensure_future(self._move_log())
+        return answers
 
-    async def get(self, key_id: str) -> Key:
-        found = next((key for key in self._keys.values() if key.id == key_id), None)
-        if found is None:
-            raise no_key(key_id)
-        return found
+    async def find(self, digest: bytes) -> KeyRow | None:
+        return next(iter(await self._rows(_KEY.format("digest = ?"), digest)), None)
 
-    async def keys(self) -> list[Key]:
-        return list(self._keys.values())
+    async def get(self, key_id: str) -> KeyRow | None:
+        return next(iter(await self._rows(_KEY.format("id = ?"), key_id)), None)
 
-    def counted(self) -> Iterable[Key]:
-        return self._keys.values()
+    async def keys(self) -> list[KeyRow]:
+        return await self._rows(_KEY.format("TRUE"))
 
-    async def add(self, key: Key, digest: bytes) -> None:
-        await self._execute(
-            "INSERT INTO keys (id, digest, settings) VALUES (?, ?, ?)", (key.id, digest, _written(key.settings))
-        )
-        self._keys[digest] = key
+    async def add(self, key_id: str, digest: bytes, settings: str) -> None:
+        await self._rows("INSERT INTO keys (id, digest, settings) VALUES (?, ?, ?)", key_id, digest, settings)
 
-    async def change(self, key: Key, settings: KeySettings) -> bool:
-        before = key.settings
+    async def change(self, key_id: str, before: str, settings: str) -> bool:
+        statement = "UPDATE keys SET settings = ? WHERE id = ? AND settings = ?"
+        values = settings, key_id, before
+        return bool(await self._done(lambda database: database.execute(statement, values).rowcount))
 
-        def write() -> bool | None:  # None: there is no such key
-            if key.settings != before:  # another request changed it while this one waited
-                return False
-            statement = "UPDATE keys SET settings = ? WHERE id = ?"
-            if not self._database.execute(statement, (_written(settings), key.id)).rowcount:
-                return None
-            key.settings = settings
-            return True
+    async def delete(self, key_id: str) -> None:
+        await self._rows("DELETE FROM keys WHERE id = ?", key_id)
 
-        is_changed = await self._answer(write)
-        if is_changed is None:
-            raise no_key(key.id)
-        return is_changed
-
-    async def delete(self, key: Key) -> None:
-        await self._execute("DELETE FROM keys WHERE id = ?", (key.id,))
-        self._keys = {digest: other for digest, other in self._keys.items() if other is not key}
-        self._windows.pop(key.id, None)
-
-    async def admit(self, key: Key, model: str) -> None:
-        now, windows = self._now(), self._windows_of(key)
-        for name in LIMITS:
-            what, _, per = name.partition("_per_")
-            limit, used = getattr(key.settings, name), getattr(getattr(windows, per).at(now), what)
-            if limit is not None and used >= limit:
-                raise limit_error(key.settings.name, name, used, limit, now)
-        if not await self._use(key, model, 1, 0, 0, is_sure=self.on_loss == "admit"):
-            raise not_counted()
-
-    async def add_tokens(self, key: Key, model: str, prompt_tokens: int, completion_tokens: int) -> None:
-        await self._use(key, model, 0, prompt_tokens, completion_tokens, is_sure=True)
-
-    async def used(self, first_day: int, last_day: int) -> list[tuple[str, int, str, int, int, int]]:
-        def read() -> list[tuple[str, int, str, int, int, int]]:
+    async def used(self, first_day: int, last_day: int) -> list[UsageRow]:
+        def read() -> list[UsageRow]:
             """Return the rows. Runs in a thread, with a connection of its own: there may be millions."""
-            with contextlib.closing(sqlite3.connect(self._path, timeout=LOCK_WAIT_S)) as database:
-                return database.execute("SELECT * FROM usage WHERE day BETWEEN ? AND ?", days).fetchall()
+            with contextlib.closing(sqlite3.connect(self.address)) as database:
+                statement = "SELECT * FROM usage WHERE day BETWEEN ? AND ?"
+                return database.execute(statement, (first_day, last_day)).fetchall()
 
-        days = first_day, last_day
         try:
             return await asyncio.to_thread(read)
         except sqlite3.Error as error:
-            raise _failed(error) from None
+            raise LostError(str(error)) from None
 
-    async def _use(
-        self, key: Key, model: str, requests: int, prompt_tokens: int, completion_tokens: int, *, is_sure: bool
-    ) -> bool:
-        """Count a use at once, so that limits hold while the write waits. Return whether it stays counted. A use that
-        cannot be written is taken back; with `is_sure` it is written later."""
-        self._count(key, model, requests, prompt_tokens, completion_tokens)
-        uses, is_kept = self._unwritten, True
+    async def _rows(self, statement: str, *values: Any) -> list[Any]:
+        return await self._done(lambda database: database.execute(statement, values).fetchall())
 
-        def write() -> None:
-            if uses is self._unwritten:  # else another request has written this one's use
-                self._write_uses()
+    async def _done(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
+        """Return the result of work on the file. It is done again while another process has locked the file."""
+        while True:
+            try:
+                self._database = self._database or _connect(self.address)
+                with self._database:  # ends a transaction
+                    return work(self._database)
+            except sqlite3.Error as error:
+                # Errors that the module itself raises have no code.
+                if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _LOCKED:
+                    raise LostError(str(error)) from None
+            await asyncio.sleep(_TRY_INTERVAL_S)
 
-        try:
-            await _unlocked(write)
-        except sqlite3.Error as error:
-            then = "is written later" if is_sure else "is refused"
-            logger.error("what the key %s uses cannot be written, and %s: %s", key.settings.name, then, error)
-            if not is_sure:
-                self._count(key, model, -requests, -prompt_tokens, -completion_tokens)
-                is_kept = False
-        finally:  # a use whose client leaves meanwhile is written too
-            if is_kept:
-                key.add(requests, prompt_tokens, completion_tokens)  # only now, as counters of Prometheus never go down
-        return is_kept
+    async def _move_log(self) -> None:
+        while self._has_news:
+            await asyncio.sleep(CHECKPOINT_INTERVAL_S)
+            self._has_news = False
+            await asyncio.to_thread(self.checkpoint)
 
-    def _count(self, key: Key, model: str, requests: int, prompt_tokens: int, completion_tokens: int) -> None:
-        """Add a use to the key's windows and to the next write."""
-        before = self._unwritten.pop((key.id, model), (0, 0, 0))
-        use = before[0] + requests, before[1] + prompt_tokens, before[2] + completion_tokens
-        if any(use):
-            self._unwritten[key.id, model] = use
-        now, windows = self._now(), self._windows_of(key)
-        for window in (windows.minute, windows.day):
-            window.add(now, requests, prompt_tokens + completion_tokens)
-
-    def _write_uses(self) -> None:
-        """Write all unwritten uses, or none on an error."""
-        if not self._unwritten:
-            return
-        now = self._now()
-        day, minute = int(now // DAY_S), int(now // MINUTE_S)
-        self._database.execute("BEGIN")
-        try:
-            for (key_id, model), (requests, prompt_tokens, completion_tokens) in self._unwritten.items():
-                self._database.execute(
-                    "INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
-                    "requests = requests + excluded.requests, prompt_tokens = prompt_tokens + excluded.prompt_tokens, "
-                    "completion_tokens = completion_tokens + excluded.completion_tokens",
-                    (key_id, day, model, requests, prompt_tokens, completion_tokens),
-                )
-                self._database.execute(
-                    "INSERT INTO minutes VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
-                    "requests = excluded.requests + CASE minute WHEN excluded.minute THEN requests ELSE 0 END, "
-                    "tokens = excluded.tokens + CASE minute WHEN excluded.minute THEN tokens ELSE 0 END, "
-                    "minute = excluded.minute",
-                    (key_id, minute, requests, prompt_tokens + completion_tokens),
-                )
-            self._database.execute("COMMIT")
-        except sqlite3.Error:
-            if self._database.in_transaction:
-                self._database.execute("ROLLBACK")
-            raise
-        self._has_news = True
-        self._unwritten = {}
-
-    def _windows_of(self, key: Key) -> _Windows:
-        return self._windows.setdefault(key.id, _Windows())
-
-    def _read(self) -> Iterator[tuple[bytes, Key]]:
-        """Yield the keys of the file and their digests."""
-        now = self._now()
-        today = int(now // DAY_S)
-        for key_id, digest, settings in self._database.execute("SELECT id, digest, settings FROM keys").fetchall():
-            key = Key(key_id, msgspec.json.decode(settings, type=KeySettings))
-            windows = self._windows_of(key)
-            totals = "SELECT sum(requests), sum(prompt_tokens), sum(completion_tokens) FROM usage WHERE key = ?"
-            found = self._database.execute(totals, (key_id,)).fetchone()
-            key.num_requests, key.num_prompt_tokens, key.num_completion_tokens = (one or 0 for one in found)
-            requests, *tokens = self._database.execute(totals + " AND day = ?", (key_id, today)).fetchone()
-            windows.day.add(now, requests or 0, sum(one or 0 for one in tokens))
-            minute = "SELECT requests, tokens FROM minutes WHERE key = ? AND minute = ?"
-            row = self._database.execute(minute, (key_id, int(now // MINUTE_S))).fetchone()
-            windows.minute.add(now, *(row or (0, 0)))
-            yield digest, key
-
-    async def _execute(self, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        return await self._answer(lambda: self._database.execute(statement, values).fetchall())
-
-    async def _answer(self, work: Callable[[], _T]) -> _T:
-        try:
-            return await _unlocked(work)
-        except sqlite3.Error as error:
-            raise _failed(error) from None
+    def checkpoint(self) -> None:
+        """Move the log of writes into the file, in a thread: it waits for the disk."""
+        with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(self.address)) as database:
+            database.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
 
-def _failed(error: sqlite3.Error) -> RequestError:
-    return RequestError(f"the file of keys failed: {error}.", status=503, code="keys_unavailable")
+def _connect(path: str) -> sqlite3.Connection:
+    database = sqlite3.connect(path, isolation_level=None, timeout=0)  # `SqliteKeys` waits
+    database.execute("PRAGMA journal_mode=WAL")
+    database.execute("PRAGMA synchronous=NORMAL")  # written data outlive the process
+    database.execute("PRAGMA wal_autocheckpoint=0")  # `SqliteKeys.checkpoint` does it
+    database.executescript(_SCHEMA)
+    return database
 
 
-async def _unlocked(work: Callable[[], _T]) -> _T:
-    """Return the result of work on the file, which is done again while another process has locked the file. Raises
-    `sqlite3.Error`, for a lock after `LOCK_WAIT_S`."""
-    deadline = time.monotonic() + LOCK_WAIT_S
-    while True:
-        try:
-            return work()
-        except sqlite3.OperationalError as error:
-            # Errors that the module itself raises have no code.
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _LOCKED or time.monotonic() >= deadline:
-                raise
-        await asyncio.sleep(_TRY_INTERVAL_S)
-
-
-def _written(settings: KeySettings) -> str:
-    return msgspec.json.encode(settings).decode()
+def _count(
+    database: sqlite3.Connection, moment: float, key_id: str, model: str, requests: int, prompt_tokens: int,
+    completion_tokens: int, is_admission: bool,
+) -> Answer:  # fmt: skip
+    """Count an operation, or return why it is refused."""
+    minute, day = int(moment // MINUTE_S), int(moment // DAY_S)
+    if is_admission:
+        row = database.execute("SELECT settings FROM keys WHERE id = ?", (key_id,)).fetchone()
+        settings = {"is_enabled": False} if row is None else msgspec.json.decode(row[0])
+        ends = settings.get("expires_at")
+        if not settings.get("is_enabled", True) or (ends is not None and ends <= moment):
+            return []
+        of_minute = database.execute(_OF_MINUTE, (key_id, minute)).fetchone() or (0, 0)
+        of_day = database.execute(_OF_DAY, (key_id, day)).fetchone()
+        for name, used in zip(LIMITS, (*of_minute, *of_day), strict=True):
+            limit = settings.get(name)
+            if limit is not None and used >= limit:
+                return [name, used, limit, moment]
+    database.execute(_ADD_TO_DAY, (key_id, day, model, requests, prompt_tokens, completion_tokens))
+    tokens = prompt_tokens + completion_tokens
+    database.execute(_ADD_TO_MINUTE, (key_id, minute, requests, tokens, requests))
+    return None

@@ -14,18 +14,19 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from octavo.errors import ConfigError
-from octavo.gateway import shared_keys
-from octavo.gateway.key_store import LIMITS
-from octavo.gateway.shared_keys import (
+from octavo.gateway import key_store
+from octavo.gateway.key_store import (
     Answer,
     KeyDatabase,
     KeyRow,
     LateError,
     LostError,
     Operation,
+    UsageRow,
     is_ambiguous,
     wrong_address,
 )
+from octavo.gateway.keys import LIMITS
 
 _MISSING = ""
 try:
@@ -139,11 +140,11 @@ class ValkeyKeys(KeyDatabase):
         wrong = wrong_address("Valkey", "valkey://USER:PASSWORD@HOST:PORT/NUMBER")
         if is_ambiguous(address):
             raise wrong
-        timeout_s = shared_keys.TIMEOUT_S
+        timeout_s = key_store.TIMEOUT_S
         try:
             parts = urlsplit(address)
             self.address = f"Valkey at {parts.hostname or parts.path}"
-            # No retries: `SharedKeys` tries again without counting twice.
+            # No retries: `KeyStore` tries again without counting twice.
             pool = BlockingConnectionPool.from_url(
                 f"{scheme}://{rest}", max_connections=_MAX_CONNECTIONS, timeout=timeout_s, decode_responses=True,
                 socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0),
@@ -219,7 +220,7 @@ class ValkeyKeys(KeyDatabase):
             pipeline.delete(f"{_PREFIX}key:{key_id}")
             await pipeline.execute()
 
-    async def used(self, first_day: int, last_day: int) -> list[tuple[str, int, str, int, int, int]]:
+    async def used(self, first_day: int, last_day: int) -> list[UsageRow]:
         async with _lost():
             days = await self._client.zrangebyscore(f"{_PREFIX}days", first_day, last_day)
             found = [await self._client.hgetall(f"{_PREFIX}usage:{day}") for day in days]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.gateway import shared_keys
+from octavo.gateway import key_store
 from tests.waiting import Clock, within
 
 
@@ -17,4 +17,4 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A database is not lost because the machine is busy."""
-    monkeypatch.setattr(shared_keys, "TIMEOUT_S", within(60))
+    monkeypatch.setattr(key_store, "TIMEOUT_S", within(60))

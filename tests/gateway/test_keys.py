@@ -15,8 +15,9 @@ import ollama
 import pytest
 
 from octavo.errors import ConfigError, RequestError
-from octavo.gateway import sqlite_keys
-from octavo.gateway.key_store import DAY_S, KeySettings, KeyStore, day_number, day_text, open_keys
+from octavo.gateway import key_store
+from octavo.gateway.key_store import KeyStore, LostError, open_keys
+from octavo.gateway.keys import DAY_S, KeySettings, day_number, day_text
 from octavo.gateway.sqlite_keys import SqliteKeys
 from tests.gateway.fakes import Asked, FakeLaunch, Gateway, gateway, until
 from tests.gateway.key_databases import SERVERS, server
@@ -118,7 +119,6 @@ def test_keys_expire_are_disabled_and_deleted(tmp_path: Path, place: Callable[[P
         with pytest.raises(RequestError, match="is disabled"):
             store.check(key)
         await store.delete(key)
-        assert key.id not in getattr(store, "_windows", {})
         assert await store.find(secret.encode()) is None and await store.keys() == []
         with pytest.raises(RequestError, match="there is no key"):
             await store.get(key.id)
@@ -134,73 +134,70 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_loss", ["refuse", "admit"])
-def test_a_file_that_cannot_be_written_loses_nothing(tmp_path: Path, on_loss: Any) -> None:
+def test_a_file_that_cannot_be_written_loses_nothing(
+    tmp_path: Path, on_loss: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def run() -> None:
         path = str(tmp_path / "keys.db")
-        store = SqliteKeys(path, on_loss, Now())
+        store = open_keys(path, on_loss, Now())
         await store.open()
         key, _ = await store.create(KeySettings(name="a"))
         await store.admit(key, "m")
         other = sqlite3.connect(path, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
-        if on_loss == "refuse":
-            with pytest.raises(RequestError) as caught:
+        with monkeypatch.context() as patch:
+            patch.setattr(key_store, "TIMEOUT_S", 0.0)
+            if on_loss == "refuse":
+                with pytest.raises(RequestError) as caught:
+                    await store.admit(key, "m")
+                assert caught.value.status == 503
+            else:
                 await store.admit(key, "m")
-            assert caught.value.status == 503 and key.num_requests == 1
-        else:
-            await store.admit(key, "m")
-        await store.add_tokens(key, "m", 5, 6)
+            await store.add_tokens(key, "m", 5, 6)
         other.execute("ROLLBACK")
+        await until(lambda: store._is_idle.is_set())
         await store.admit(key, "m")
         (row,) = await store.usage(0, 10**6)
         num = 2 if on_loss == "refuse" else 3
         assert (row["requests"], row["prompt_tokens"], row["completion_tokens"]) == (num, 5, 6)
-        assert (key.num_requests, key.num_prompt_tokens, key.num_completion_tokens) == (num, 5, 6)
-        store.checkpoint()
+        for one in (await store.get(key.id), *store.counted()):
+            assert (one.num_requests, one.num_prompt_tokens, one.num_completion_tokens) == (num, 5, 6)
         await store.close()
 
     asyncio.run(run())
 
 
-def test_a_file_that_is_locked_for_a_moment_stops_nobody_and_limits_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sqlite_keys, "LOCK_WAIT_S", within(60))
-
+def test_a_file_that_is_locked_for_a_moment_stops_nobody_and_limits_hold(tmp_path: Path) -> None:
     async def run() -> None:
         path = str(tmp_path / "keys.db")
-        store = SqliteKeys(path, now=Now())
-        await store.open()
-        key, _ = await store.create(KeySettings(name="a", requests_per_day=2))
+        store = await opened(path, Now())
+        key, secret = await store.create(KeySettings(name="a", requests_per_day=2))
+        gone, _ = await store.create(KeySettings(name="gone"))
         other = sqlite3.connect(path, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         asks = [asyncio.ensure_future(store.admit(key, "m")) for _ in range(3)]
-        asks.append(asyncio.ensure_future(store.change(key, KeySettings(name="b", requests_per_day=2))))
-        await asyncio.sleep(0)  # they have asked, and this goes on
-        assert [ask.done() for ask in asks] == [False, False, True, False]
+        changes = [
+            asyncio.ensure_future(store.change(key, KeySettings(name=name, requests_per_day=2))) for name in "bc"
+        ]
+        deleting = asyncio.ensure_future(store.delete(gone))
+        leaving, tokens = (asyncio.ensure_future(store.add_tokens(key, "m", n, 0)) for n in (5, 6))
+        assert (await store.get(key.id)).settings.name == "a"
+        found = await store.find(secret.encode())
+        assert found is not None and found.id == key.id, "readers wait for nobody"
+        assert not any(one.done() for one in (*asks, *changes, deleting, tokens))
+        leaving.cancel()  # its client hangs up
         other.execute("ROLLBACK")
-        assert await asks[3]
-        results = await asyncio.gather(*asks[:3], return_exceptions=True)
+        assert sorted(await asyncio.gather(*changes)) == [False, True]
+        results = await asyncio.gather(*asks, return_exceptions=True)
         assert [getattr(one, "status", None) for one in results] == [None, None, 429]
+        await deleting
+        await tokens
         (row,) = await store.usage(0, 10**6)
-        assert (row["requests"], row["name"], key.num_requests) == (2, "b", 2)
+        assert (row["requests"], row["prompt_tokens"]) == (2, 11) and row["name"] in ("b", "c")
+        assert [one.id for one in await store.keys()] == [one.id for one in store.counted()] == [key.id]
         await store.close()
 
     asyncio.run(run())
-
-
-def test_only_a_lock_is_waited_for() -> None:
-    """What is wrong with the file is so the next time, too."""
-    tries = list[int]()
-    database = sqlite3.connect(":memory:")
-
-    def work() -> None:
-        tries.append(1)
-        database.execute("SELECT * FROM nowhere")
-
-    with pytest.raises(sqlite3.OperationalError, match="no such table"):
-        asyncio.run(sqlite_keys._unlocked(work))
-    assert tries == [1]
 
 
 @pytest.mark.parametrize(
@@ -208,11 +205,11 @@ def test_only_a_lock_is_waited_for() -> None:
     [(sqlite3.SQLITE_BUSY_SNAPSHOT, 2), (sqlite3.SQLITE_LOCKED, 2), (sqlite3.SQLITE_PROTOCOL, 2),
      (sqlite3.SQLITE_FULL, 1), (None, 1)],
 )  # fmt: skip
-def test_each_code_of_a_lock_is_waited_for(code: int | None, num_tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_keys, "LOCK_WAIT_S", within(60))
+def test_only_a_lock_is_waited_for(tmp_path: Path, code: int | None, num_tries: int) -> None:
+    """What else is wrong with the file is so the next time, too."""
     tries = list[int]()
 
-    def work() -> None:
+    def work(_: sqlite3.Connection) -> None:
         tries.append(1)
         if len(tries) == 1:
             error = sqlite3.OperationalError("it failed")
@@ -220,9 +217,51 @@ def test_each_code_of_a_lock_is_waited_for(code: int | None, num_tries: int, mon
                 error.sqlite_errorcode = code
             raise error
 
-    with contextlib.nullcontext() if num_tries == 2 else pytest.raises(sqlite3.OperationalError, match="it failed"):
-        asyncio.run(sqlite_keys._unlocked(work))
+    async def run() -> None:
+        database = SqliteKeys(str(tmp_path / "keys.db"))
+        with contextlib.nullcontext() if num_tries == 2 else pytest.raises(LostError, match="it failed"):
+            await database._done(work)
+        await database.close()
+
+    asyncio.run(run())
     assert len(tries) == num_tries
+
+
+def test_writes_are_moved_into_the_file(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = list[int]()
+    monkeypatch.setattr(SqliteKeys, "checkpoint", lambda self: moved.append(1))
+
+    async def run() -> None:
+        store = await opened(str(tmp_path / "keys.db"), Now())
+        key, _ = await store.create(KeySettings(name="a"))
+        for number in (1, 2):
+            await store.admit(key, "m")
+            await store.admit(key, "m")
+            await until(lambda number=number: len(moved) == number)  # type: ignore[misc]
+        await store.close()
+
+    clock.run(run())
+
+
+def test_what_a_gateway_has_counted_goes_on_after_its_restart(tmp_path: Path) -> None:
+    """So the metrics of a file begin with what it has."""
+
+    async def run() -> None:
+        path, now = str(tmp_path / "keys.db"), Now()
+        store = await opened(path, now)
+        (key, _), (other, _) = [await store.create(KeySettings(name=name)) for name in "ab"]
+        await store.add_tokens(key, "m", 5, 6)
+        await store.close()
+        store = await opened(path, now)
+        await store.admit(key, "m")
+        await store.change(key, KeySettings(name="c"))
+        rows = [(one.settings.name, one.num_requests, one.num_prompt_tokens) for one in store.counted()]
+        assert rows == [("c", 1, 5), ("b", 0, 0)]
+        await store.delete(other)
+        assert [one.id for one in store.counted()] == [key.id]
+        await store.close()
+
+    asyncio.run(run())
 
 
 def test_usage_is_read_and_written_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,60 +280,6 @@ def test_usage_is_read_and_written_in_threads(tmp_path: Path, monkeypatch: pytes
                     works.clear()
                     assert (await http.get(f"/usage{query}")).status_code == 200
                     assert [one for one in works if one != "checkpoint"] == ["read", "named", write]
-
-    asyncio.run(run())
-
-
-def test_a_locked_file_loses_no_change_and_counts_whole_uses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> None:
-        path = str(tmp_path / "keys.db")
-        store = SqliteKeys(path, now=Now())
-        await store.open()
-        key, _ = await store.create(KeySettings(name="a"))
-        gone, _ = await store.create(KeySettings(name="gone"))
-        other = sqlite3.connect(path, isolation_level=None)
-        other.execute("BEGIN IMMEDIATE")
-        changes = [asyncio.ensure_future(store.change(key, KeySettings(name=name))) for name in "bc"]
-        deleting = asyncio.ensure_future(store.delete(gone))
-        changing = asyncio.ensure_future(store.change(gone, KeySettings(name="b")))
-        leaving, tokens = (asyncio.ensure_future(store.add_tokens(key, "m", n, 0)) for n in (5, 6))
-        await asyncio.sleep(0)
-        assert not tokens.done(), "it is written before the answer ends"
-        leaving.cancel()  # its client hangs up
-        await asyncio.sleep(0)
-        other.execute("ROLLBACK")
-        assert sorted(await asyncio.gather(*changes)) == [False, True]
-        await deleting
-        with pytest.raises(RequestError) as caught:
-            await changing
-        assert caught.value.status == 404
-        await tokens
-        (row,) = await store.usage(0, 10**6)
-        assert row["prompt_tokens"] == key.num_prompt_tokens == 11
-        await store.close()
-
-    asyncio.run(run())
-    assert not caplog.records
-
-
-def test_what_could_not_be_written_is_written_at_the_end(tmp_path: Path) -> None:
-    async def run() -> None:
-        path, now = str(tmp_path / "keys.db"), Now()
-        store = SqliteKeys(path, now=now)
-        await store.open()
-        key, _ = await store.create(KeySettings(name="a"))
-        other = sqlite3.connect(path, isolation_level=None)
-        other.execute("BEGIN IMMEDIATE")
-        for _ in range(2):
-            await store.add_tokens(key, "m", 5, 6)
-        assert store._unwritten == {(key.id, "m"): (0, 10, 12)}
-        other.execute("ROLLBACK")
-        await store.close()
-        store = SqliteKeys(path, now=now)
-        await store.open()
-        found = await store.get(key.id)
-        assert (found.num_prompt_tokens, found.num_completion_tokens) == (10, 12)
-        await store.close()
 
     asyncio.run(run())
 

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from octavo.errors import ConfigError, RequestError
-from octavo.gateway import shared_keys
-from octavo.gateway.key_store import Key, KeySettings, KeyStore, open_keys
-from octavo.gateway.shared_keys import KeyDatabase, Operation
+from octavo.gateway import key_store
+from octavo.gateway.key_store import KeyDatabase, KeyStore, Operation, open_keys
+from octavo.gateway.keys import Key, KeySettings
 from tests.gateway.fakes import FakeLaunch, fake_servers, gateway
 from tests.gateway.key_databases import SERVERS, Server, server
 from tests.gateway.test_keys import ADMIN, Keys, Now, answer
@@ -75,7 +75,7 @@ def test_what_one_gateway_says_of_a_key_the_others_know(database: Server, monkey
         assert caught.value.status == 401, "at once, though the other one remembers it"
         await one.change(key, KeySettings(name="b"))
         await other.admit(found, "m")
-        monkeypatch.setattr(shared_keys, "FRESH_S", 0.0)
+        monkeypatch.setattr(key_store, "FRESH_S", 0.0)
         renamed = await other.find(secret.encode()), await other.find(secret.encode())
         assert renamed[1] is not None and renamed[1].settings.name == "b" and renamed[1].num_requests == 1
         await one.delete(key)
@@ -102,7 +102,7 @@ def test_a_batch_whose_answer_is_lost_is_counted_once(database: Server) -> None:
             answers = await real(*values)
             if lost[0]:
                 lost[0] -= 1
-                raise shared_keys.LostError("the connection broke")
+                raise key_store.LostError("the connection broke")
             return answers
 
         inner.count = lossy
@@ -130,7 +130,7 @@ def test_a_dead_database_refuses_or_admits_and_loses_nothing(
         key, secret = await strict.create(KeySettings(name="a", requests_per_minute=5))
         assert await open_.find(secret.encode())
         await strict.admit(key, "m")
-        monkeypatch.setattr(shared_keys, "TIMEOUT_S", 0.3)
+        monkeypatch.setattr(key_store, "TIMEOUT_S", 0.3)
         await asyncio.to_thread(database.kill) if how == signal.SIGKILL else database.signal(how)
         for _ in range(3):
             with pytest.raises(RequestError) as caught:
@@ -149,7 +149,7 @@ def test_a_dead_database_refuses_or_admits_and_loses_nothing(
                 with pytest.raises(RequestError) as caught:
                     await store.find(b"another")
                 assert caught.value.status == 503, "nobody waits for it"
-        monkeypatch.setattr(shared_keys, "TIMEOUT_S", 60.0)
+        monkeypatch.setattr(key_store, "TIMEOUT_S", 60.0)
         await asyncio.to_thread(database.start) if how == signal.SIGKILL else database.signal(signal.SIGCONT)
         for store in (strict, open_):
             await until(lambda store=store: store._is_idle.is_set())  # type: ignore[misc]
@@ -247,7 +247,7 @@ def test_only_what_cannot_be_counted_is_left_out(
 
     async def run() -> None:
         database = _Choosy()  # type: ignore[abstract]
-        store = shared_keys.SharedKeys(database, "refuse", Now())
+        store = KeyStore(database, "refuse", Now())
         await store.open()
         keys = [Key(f"key_{i}", KeySettings(name="a")) for i in range(5)]
         asks = [store.admit(key, "wrong" if key is keys[2] else "m") for key in keys]
@@ -298,7 +298,7 @@ def test_an_admin_who_waits_too_long_ends_no_counting(database: Server) -> None:
         key, secret = await store.create(KeySettings(name="a"))
 
         async def late(*values: Any) -> Any:
-            raise shared_keys.LateError("it did not answer")
+            raise key_store.LateError("it did not answer")
 
         store._database.used = late  # type: ignore[attr-defined]
         with pytest.raises(RequestError) as caught:
