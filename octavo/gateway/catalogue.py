@@ -94,8 +94,7 @@ def named_models(models: Sequence[str]) -> Catalogue:
     if len(set(models)) < len(models):
         raise ConfigError("a model is named twice; name each once, or write a --catalogue with replicas.")
     for name in models:
-        if name.startswith((".", "/", "~")) and not os.path.exists(os.path.expanduser(name)):
-            raise ConfigError(f"there is no file or folder {name}: give a path that exists, or a Hugging Face id.")
+        _check_path(name)
     return Catalogue({name: ModelEntry() for name in models})
 
 
@@ -108,6 +107,14 @@ def read_catalogue(path: str) -> Catalogue:
         raise ConfigError(f"{where}: {reason_of(error, Catalogue)}.") from None
     _check(catalogue, where)
     return catalogue
+
+
+def _check_path(model: str, at: str = "") -> None:
+    """Raise `ConfigError` if a model can only be a path, as no Hugging Face id has this form, and nothing is there."""
+    is_file = model.endswith(".gguf") and ":" not in model
+    is_path = is_file or model.startswith((".", "/", "~")) or model.count("/") > 1
+    if is_path and not os.path.exists(os.path.expanduser(model)):
+        raise ConfigError(f"{at}there is no file or folder {model}: give a path that exists, or a Hugging Face id.")
 
 
 def _with_entries(content: Any, where: str) -> Any:
@@ -165,12 +172,13 @@ def _check(catalogue: Catalogue, where: str) -> None:
         elif entry.prefill_min_tokens != ModelEntry().prefill_min_tokens:
             raise ConfigError(f"{at}.prefill_min_tokens needs prefill_model, the entry that computes the prompts.")
         if entry.is_local:
-            _check_local(entry, at)
+            _check_local(name, entry, at)
         else:
             _check_addresses(entry, at)
 
 
-def _check_local(entry: ModelEntry, at: str) -> None:
+def _check_local(name: str, entry: ModelEntry, at: str) -> None:
+    _check_path(entry.model or name, f"{at}: ")
     for key in ("served_model_name", "api_key_env"):
         if getattr(entry, key) is not None:
             raise ConfigError(f"{at}.{key} is for models with addresses; leave it out.")

@@ -218,8 +218,9 @@ class Client:
             headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
             if self._path.startswith(MESSAGES_PREFIX):
                 headers.append((b"request-id", request_id.encode()))
-            if error.status in (429, 503):
-                headers.append((b"retry-after", b"%d" % (error.retry_after_s or 1)))
+            wait_s = error.retry_after_s
+            if error.status in (429, 503) and (wait_s is not None or error.code != "start_failed"):
+                headers.append((b"retry-after", b"%d" % (wait_s or 1)))
             if error.code == "stopping":
                 headers.append((b"connection", b"close"))
             if error.allow is not None:

@@ -252,7 +252,8 @@ class Deployment:
 
     def _refusal(self, error: StartError, wait_s: float) -> RequestError:
         message = f"The model {self.name} did not start: {error}"
-        return RequestError(message, status=503, code="start_failed", retry_after_s=max(1, round(wait_s)))
+        retry_after_s = max(1, round(wait_s)) if error.may_pass else None
+        return RequestError(message, status=503, code="start_failed", retry_after_s=retry_after_s)
 
     async def _start(self) -> None:
         begin = time.monotonic()

@@ -25,7 +25,12 @@ _MAX_LINE_BYTES = 1 << 20
 
 
 class StartError(OctavoError):
-    """A model that did not start; the message is the child's own error line."""
+    """A model that did not start; the message is the child's own error line. `may_pass` is whether the next start may
+    succeed though nobody changes anything."""
+
+    def __init__(self, message: str, *, may_pass: bool = True) -> None:
+        super().__init__(message)
+        self.may_pass = may_pass
 
 
 class RunningServer(Protocol):
@@ -49,6 +54,7 @@ class ServeProcess:
         self._name, self._process = name, process
         self._ready = asyncio.Event()
         self._error_line = ""
+        self._has_refused = False  # with a reason that its user can mend
         self._reading = asyncio.ensure_future(self._read_log())
 
     @classmethod
@@ -83,7 +89,8 @@ class ServeProcess:
         finally:
             is_ready.cancel()
         if not server.address:
-            raise StartError(server._error_line or f"octavo serve ended with exit code {process.returncode}")
+            why = server._error_line or f"octavo serve ended with exit code {process.returncode}"
+            raise StartError(why, may_pass=not server._has_refused)
         return server
 
     async def stop(self) -> None:
@@ -122,7 +129,7 @@ class ServeProcess:
         except (msgspec.DecodeError, KeyError, TypeError):  # no JSON: errors of argparse come before logging is set up
             message, level, record = line, logging.INFO, {}
         if level >= logging.CRITICAL or re.match(r"octavo.*: error: ", message):
-            self._error_line = message
+            self._error_line, self._has_refused = message, True
             if not self.address:
                 return  # `StartError` has it, and its handler logs it
         elif not self.address and not record and message.strip():

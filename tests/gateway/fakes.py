@@ -133,6 +133,7 @@ class FakeLaunch:
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.error: str | None = None
+        self.may_pass = True  # the error
         self.begun: list[str] = []
         self.servers: dict[str, list[FakeServer]] = {}
 
@@ -140,7 +141,7 @@ class FakeLaunch:
         self.begun.append(name)
         await self.may_start.wait()
         if self.error is not None:
-            raise StartError(self.error)
+            raise StartError(self.error, may_pass=self.may_pass)
         server = await FakeServer(self.behave).start()
         self.servers.setdefault(name, []).append(server)
         return server

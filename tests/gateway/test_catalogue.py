@@ -36,6 +36,8 @@ from octavo.loading.local_models import LocalModel
         ("models: {a: {flags: {root_path: /x}}}", "--root-path: it is not for servers that the gateway starts"),
         ("models: {a: {flags: {lora-modules: x=y}}}", "give each adapter an entry with the server's address"),
         ("models: {a: {flags: {dtype: null}}}", "flags.dtype"),
+        ("models: {a: {model: ./nowhere}}", "models.a: there is no file or folder ./nowhere"),
+        ("models: {nowhere.gguf: {}}", "models.nowhere.gguf: there is no file or folder nowhere.gguf"),
         ("models: {a: {served_model_name: x}}", "served_model_name"),
         ("models: {a: {health: /v1/models}}", "health"),
         ("models: {a: {addresses: [localhost]}}", "HTTP address"),
@@ -124,6 +126,8 @@ def test_the_models_on_this_machine_are_a_catalogue(monkeypatch: pytest.MonkeyPa
     [
         (["./nowhere.gguf"], "there is no file or folder ./nowhere.gguf"),
         (["/nowhere/model"], "there is no file or folder /nowhere/model"),
+        (["nowhere.gguf"], "there is no file or folder nowhere.gguf"),
+        (["models/nowhere/m.gguf"], "there is no file or folder models/nowhere/m.gguf"),
         (["--memory-gib", "4"], "memory_gib"),
         (["m", "--models-dir", "d"], "--models-dir"),
         (["m", "--catalogue", "f"], "either models"),

@@ -73,6 +73,18 @@ def test_a_start_that_fails_answers_with_its_error_line_and_is_not_tried_at_once
     clock.run(run())
 
 
+def test_a_start_that_fails_until_somebody_changes_something_does_not_say_when_to_try_again(clock: Clock) -> None:
+    async def run() -> None:
+        launch = FakeLaunch()
+        launch.error, launch.may_pass = "octavo: error: no weights", False
+        async with gateway({"a": {}}, launch) as gate:
+            for _ in range(2):
+                response = await gate.ask()
+                assert response.status_code == 503 and "retry-after" not in response.headers
+
+    clock.run(run())
+
+
 def test_a_stream_that_has_had_comments_gets_the_error_as_an_event(clock: Clock) -> None:
     async def run() -> None:
         launch = FakeLaunch()

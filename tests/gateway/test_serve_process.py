@@ -19,8 +19,9 @@ def test_the_reason_of_a_start_that_fails_is_said_once_by_who_asked_for_it(
 ) -> None:
     program = f"print('it begins'); print({REASON!r}); raise SystemExit(1)"
     monkeypatch.setattr("octavo.gateway.serve_process.server_command", lambda *_: [sys.executable, "-c", program])
-    with caplog.at_level("INFO", "octavo.gateway"), pytest.raises(StartError, match=REASON):
+    with caplog.at_level("INFO", "octavo.gateway"), pytest.raises(StartError, match=REASON) as caught:
         asyncio.run(ServeProcess.start("m", ModelEntry()))
+    assert not caught.value.may_pass
     assert [record.getMessage() for record in caplog.records] == ["m: it begins"]
 
 
@@ -34,8 +35,9 @@ def test_a_server_knows_the_aliases_of_its_model_as_lines_of_batches_may_name_th
         return [sys.executable, "-c", "raise SystemExit(1)"]
 
     monkeypatch.setattr("octavo.gateway.serve_process.server_command", command)
-    with pytest.raises(StartError):
+    with pytest.raises(StartError) as caught:
         asyncio.run(ServeProcess.start("m", ModelEntry(aliases=["x", "y"])))
+    assert caught.value.may_pass, "the process has said no reason"
     at = seen.index("--served-model-name") + 1
     assert seen[at : at + 3] == ["m", "x", "y"] and seen[at + 3].startswith("--")
 
