@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
+from octavo.entrypoints.chat.tools.python_calls import is_python_name
 from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import ToolSchemas
 from octavo.structured_output.grammar_builder import CallText, ParameterText, Spelling, describes_object
@@ -74,16 +75,13 @@ def spelling(
         calls = {}
         for name, schema in tools.items():
             if name in free:
-                if _is_path(name):  # Python's notation has no other names
-                    calls[name] = CallText(f"{name}(", ")", free=_PYTHON_ARGUMENTS)
+                calls[name] = CallText(f"{name}(", ")", free=_PYTHON_ARGUMENTS)
                 continue
             kinds = _parameters(schema, None)
-            if kinds is None or not _is_path(name) or not all(key.isidentifier() for key in kinds):
+            if kinds is None or not all(map(is_python_name, kinds)):
                 return None
             as_json = dict.fromkeys(kinds)
             calls[name] = CallText(f"{name}(", ")", ParameterText("", "=", "=", "", ", "), as_json)
-        if not calls:
-            return None
         if body.is_list:
             return Spelling(f"{opened}{start}[", f"]{end}", ", ", calls)
         return Spelling(f"{opened}{start}", f"{end}{closed}", "\n", calls)
@@ -149,10 +147,6 @@ def _head_of_json(body: JsonCalls, name: str) -> str:
 
 def _pair(key: str, value: str) -> str:
     return f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
-
-
-def _is_path(name: str) -> bool:
-    return all(part.isidentifier() for part in name.split("."))
 
 
 def _parameters(schema: Mapping[str, Any], value_after: str | None) -> dict[str, list[str] | str | None] | None:

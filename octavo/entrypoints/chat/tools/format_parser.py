@@ -17,13 +17,14 @@ from octavo.entrypoints.chat.tools.tool_parser import Call, Steps, TextParser, T
 _MAX_REREAD = 100_000  # characters of false calls, after which the rest of an answer is content
 _MAX_HEAD = 512  # characters before the arguments of a `NamedJson`
 _MAX_KEY = 128  # characters of a key without a schema that ends the argument before it
+_CDATA, _CDATA_END = "<![CDATA[", "]]>"
 _NAME = re.compile(r"[\w.\-]{1,256}")
 _NO_NAME = re.compile(r"[^\w.\-]")
 _NO_SEPARATOR = re.compile(r"[^;, \n\t]")
 _PIECES = re.compile(r"<[^<>\s]*>|[^<>\s]+")
-_BEGIN_LIST = re.compile(r"\[\s{0,32}[A-Za-z_][\w.]{0,255}\s{0,32}\(")
-_BEGIN_LIST_SO_FAR = re.compile(r"\[\s{0,32}(?:[A-Za-z_][\w.]{0,255})?\s{0,32}")
-_MAY_BEGIN_LIST = re.compile(r"\[\s{0,32}(?:[A-Za-z_][\w.]{0,255})?\s{0,32}\Z")
+_BEGIN_LIST = re.compile(r"\[\s{0,32}[\w.\-]{1,256}\s{0,32}\(")
+_BEGIN_LIST_SO_FAR = re.compile(r"\[\s{0,32}[\w.\-]{0,256}\s{0,32}")
+_MAY_BEGIN_LIST = re.compile(r"\[\s{0,32}[\w.\-]{0,256}\s{0,32}\Z")
 
 
 class FormatParser(TextParser):
@@ -308,6 +309,11 @@ class FormatParser(TextParser):
             if value is not None and (yield from self._skip_mark(mark)):
                 return (value,)
         self._seen = begin
+        if body.has_cdata and (yield from self._skip_mark(_CDATA)):
+            inner = yield from self._take_until(_CDATA_END + mark)
+            if inner is not None:
+                return (parameter_value(inner, kinds),)
+            self._seen = begin
         text = yield from self._take_until_next(body, mark, others)
         if text is None:
             return None

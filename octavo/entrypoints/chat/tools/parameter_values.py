@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from octavo.entrypoints.chat.tools.call_spelling import json_type, property_schema, resolve_ref, schema_types
@@ -26,6 +26,8 @@ def parameter_value(text: str, kinds: set[str], *, says_text: bool = False, says
         return written if isinstance(written, str) else text
     if says_text and ("string" in kinds or not known):
         return text
+    if not stripped and known and "string" not in known:
+        return next((empty() for kind, empty in _EMPTY.items() if kind in known), text)
     value = load_json(stripped)
     if value is None and stripped != "null":
         value = _literal(stripped, known)
@@ -38,14 +40,15 @@ def parameter_value(text: str, kinds: set[str], *, says_text: bool = False, says
 
 
 _NOTHING = object()
+_EMPTY: dict[str, Callable[[], Any]] = {"array": list, "object": dict, "null": lambda: None}
 
 
 def _literal(text: str, kinds: set[str]) -> Any:
     """Return the value of a Python literal, or of a truth value in any letter case; `_NOTHING` if the schema does not
-    allow it."""
+    allow it. Without a schema a list or a dictionary is a value, and other literals are texts."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true" if not kinds or "boolean" in kinds or "string" not in kinds else _NOTHING
-    if not kinds:
+    if not kinds and text[:1] not in ("[", "{"):
         return _NOTHING
     try:
         value = ast.literal_eval(text)
@@ -53,7 +56,7 @@ def _literal(text: str, kinds: set[str]) -> Any:
         return _NOTHING
     if isinstance(value, tuple):
         value = list(value)
-    return value if _fits(value, kinds) and _is_json(value) else _NOTHING
+    return value if _fits(value, kinds or {"array", "object"}) and _is_json(value) else _NOTHING
 
 
 def _fits(value: Any, kinds: set[str]) -> bool:

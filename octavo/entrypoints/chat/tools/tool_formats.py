@@ -56,6 +56,7 @@ class Tags:
     # Marks around all arguments as one JSON object, which is read instead of tags and written by grammars.
     json_before: str = ""
     json_after: str = ""
+    has_cdata: bool = False  # a value may be in `<![CDATA[…]]>`, which is not part of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +229,8 @@ FORMATS: dict[str, ToolFormat] = {
     "longcat": ToolFormat(_JSON, start="<longcat_tool_call>\n", end="\n</longcat_tool_call>"),
     "mimo": _QWEN,
     "minicpm5": ToolFormat(
-        Tags("", '">\n', '<param name="', '"', ">", "</param>\n"), start='<function name="', end="</function>"
+        Tags("", '">\n', '<param name="', '"', ">", "</param>\n", has_cdata=True), start='<function name="',
+        end="</function>",
     ),
     "minimax": ToolFormat(_JSON, open="<tool_calls>\n", close="\n</tool_calls>"),
     "minimax_m2": ToolFormat(

@@ -51,8 +51,16 @@ DEFINITIONS = {
         ({"type": "object"}, "{1: 2}", "{1: 2}"),
         ({"type": ["string", "integer"]}, "12", 12),
         ({"type": ["string", "integer"]}, "true", "true"),
+        ({"type": "array"}, "", []),
+        ({"type": ["object", "null"]}, " ", {}),
+        ({"type": "null"}, "", None),
+        ({"type": "integer"}, "", ""),
+        ({"type": ["string", "null"]}, "", ""),
         ({}, "12", 12),
         ({}, "a b", "a b"),
+        ({}, "", ""),
+        ({}, "{'a': [None]}", {"a": [None]}),
+        ({}, "('a', 1)", "('a', 1)"),
     ],
 )
 def test_the_schema_says_what_a_text_is(schema: dict[str, Any], text: str, value: Any) -> None:

@@ -143,7 +143,34 @@ GOOD: list[tuple[str, str, str | None, list[Any]]] = [
         None,
         [("now", {"from": "in=3, (if", "in": 7}), ("now", {"is": [1]})],
     ),
-    ("pythonic", "[get_keyword_ideas(a_keyword_=1)]", None, [("get_keyword_ideas", {"a_keyword_": 1})]),
+    # It does not have the names of many tools and arguments.
+    (
+        "lfm2",
+        '<|tool_call_start|>[read-file(file-path="a-b(c)", $top=01), a.b-01(a.b=\'it\'s\')]<|tool_call_end|>',
+        None,
+        [("read-file", {"file-path": "a-b(c)", "$top": 1}), ("a.b-01", {"a.b": "it's"})],
+    ),
+    ("pythonic", '[resolve-library-id(q="a"), 21st_f()]', None, [("resolve-library-id", {"q": "a"}), ("21st_f", {})]),
+    ("pythonic", "[now(a=1-b)]", "[now(a=1-b)]", []),
+    (
+        "gemma4",
+        '<|tool_call>call:now{a:<|"|>None<|"|>,my key:None,$x:[True,{é-1:False}]}<tool_call|>',
+        None,
+        [("now", {"a": "None", "my key": None, "$x": [True, {"é-1": False}]})],
+    ),
+    (
+        "minicpm5",
+        '<function name="get_weather"><param name="city"><![CDATA[<b>\n</param> ]] ]]></param>'
+        '<param name="days"><![CDATA[3]]></param></function>',
+        None,
+        [("get_weather", {"city": "<b>\n</param> ]] ", "days": 3})],
+    ),
+    (
+        "minicpm5",
+        '<function name="get_weather"><param name="city"><![CDATA[a</param></function>',
+        None,
+        [("get_weather", {"city": "<![CDATA[a"})],
+    ),
     ("gemma3", "```tool_code\nassert(class='a', not=None)\n```", None, [("assert", {"class": "a", "not": None})]),
     (
         "lfm2",

@@ -289,11 +289,18 @@ def test_keywords_beside_any_of_several_references_have_no_native_spelling() -> 
         assert (spelling(FORMATS["qwen3_coder"], {"f": schema}) is not None) is is_spelled
 
 
-def test_a_name_that_python_does_not_have_leaves_the_other_functions_held() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    spelled = spelling(FORMATS["pythonic"], {"f": schema, "get-weather": schema}, free={"get-weather"})
-    assert spelled is not None and list(spelled.calls) == ["f"]
-    assert spelling(FORMATS["pythonic"], {"get-weather": schema}, free={"get-weather"}) is None
+def test_names_that_python_does_not_have_are_written_and_read() -> None:
+    schema = {"type": "object", "properties": {"file-path": {"type": "string"}, "$top": {"type": "integer"}}}
+    tools, form = {"read-file": schema, "a.b": schema}, FORMATS["pythonic"]
+    text = '[read-file(file-path="a-b", $top=1), a.b($top=2)]'
+    for free in ((), ("read-file",)):
+        spelled = spelling(form, tools, free=free)
+        assert spelled is not None
+        grammar = make_grammar(ToolCalls(tools, spelled))
+        assert follows(grammar, text) and not follows(grammar, text.replace("2", '"2"'))
+    expected = [("read-file", {"file-path": "a-b", "$top": 1}), ("a.b", {"$top": 2})]
+    assert read(lambda: FormatParser(form, tools), text, []) == ("", expected)
+    assert spelling(form, {"f": {"type": "object", "properties": {"my key": {"type": "string"}}}}) is None
 
 
 def test_notes_and_lists_of_types_change_nothing_of_a_spelling() -> None:
