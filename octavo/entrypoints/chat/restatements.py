@@ -27,10 +27,10 @@ def render_restated(
     or else with the changes that help together. A change that is not needed would make the prompt differ from those of
     earlier turns.
 
-    Tools get the fields that they lack, parameters with a type and a description, then one type each; without tools the
-    template gets an empty list of them. Calls get an object for arguments that are none, such as those that the end of
-    an answer has cut off, and no text beside reasoning; then each call becomes a message of its own, each result of a
-    tool gets an answer before the user speaks, and each empty answer a blank."""
+    Tools get the fields that they lack, parameters with a type and a description, then one type each. Calls get an
+    object for arguments that are none, such as those that the end of an answer has cut off, and no text beside
+    reasoning; then each call becomes a message of its own, each result of a tool gets an answer before the user speaks,
+    and each empty answer a blank. At last, without tools the template gets an empty list of them."""
 
     def changed(changes: Sequence[_Change]) -> tuple[Tools, Messages]:
         asked = sent
@@ -44,12 +44,13 @@ def render_restated(
     except Exception as error:
         refusal = error
     changes: list[_Change] = [_for_tools(change) for change in (_with_all_fields, _with_whole_parameters, _with_types)]
-    changes.append(lambda tools, messages: (() if tools is None else tools, messages))  # Hermes 3's `tool_use` needs it
     restatements = (
         partial(_with_objects, as_text=takes_text_arguments), _with_thoughts, with_single_calls, _with_answers,
         _with_blanks,
     )  # fmt: skip
     changes += [_for_messages(restated) for restated in restatements]
+    # Hermes 3's `tool_use` needs it. It is last, because other templates refuse an empty list.
+    changes.append(lambda tools, messages: (() if tools is None else tools, messages))
     for change in changes:
         if (asked := change(*sent)) != sent:
             with suppress(Exception):

@@ -191,6 +191,14 @@ def test_nothing_is_restated_that_a_template_can_take() -> None:
     del function["description"]
     text = render_chat(tokenizer_of(template), messages, tools=[{"type": "function", "function": function}])
     assert text == f"get_weather {json.dumps(parameters)}{chat}"
+    # An empty list of tools, which this template refuses, is not among the changes that it needs.
+    cut = calling('{"city": "Ro')
+    cut["tool_calls"] = [*cut["tool_calls"], *calling("{}")["tool_calls"]]
+    refuses = "{% if tools is not none %}{{ tools[0].function.name }}{% endif %}" + ONE_CALL.replace(
+        "c.function.arguments | tojson", "c.function.arguments.items() | list | tojson"
+    )
+    text = render_chat(tokenizer_of(refuses), [USER, cut, result(), result()])
+    assert text.startswith("[user]Hi[assistant]<call>get_weather") and "Ro" in text
     # Another template needs an empty list of tools and the blank.
     lists = "<tools>{% for t in tools %}{{ t.function.name }}{% endfor %}</tools>" + ends + PLAIN
     assert render_chat(tokenizer_of(lists), [USER, empty]) == "<tools></tools>[user]Hi[assistant] "
