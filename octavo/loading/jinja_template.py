@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import date, datetime
 from functools import lru_cache, partial, wraps
 from string import Formatter
 from types import FrameType
@@ -297,6 +297,10 @@ def render_template(
     ]
     chat = [_with_reasoning(message) for message in chat]
     variables = _plain(variables)
+    if "+ functions" in template and "+ datetime" in template:  # Firefunction's: the tools as text, and the date
+        functions = [tool.get("function") for tool in variables.get("tools") or ()]
+        # Not the time: it would make the beginning of each prompt another one.
+        variables = {"functions": json.dumps(functions, indent=4), "datetime": str(date.today()), **variables}
     if not continue_final_message:
         return compiled.render(messages=chat, **variables)
     field = continue_final_message if isinstance(continue_final_message, str) else "content"

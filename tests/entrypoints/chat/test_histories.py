@@ -166,6 +166,15 @@ def test_many_results_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(one["content"]) == num_parts == 3 * 300
 
 
+def test_a_template_gets_its_tools_as_text_and_the_date() -> None:
+    """Firefunction's template has no other variables for them."""
+    template = "{% set told = '' + functions + ' ' + datetime %}{{ told }}" + PLAIN
+    for tools, told in ((None, "[]"), ([WEATHER], json.dumps([WEATHER["function"]], indent=4))):
+        text = render_chat(tokenizer_of(template), [USER], tools=tools, template_options={"datetime": "Monday"})
+        assert text == f"{told} Monday[user]Hi"
+    assert re.fullmatch(r"\[\] \d{4}-\d\d-\d\d\[user\]Hi", render_chat(tokenizer_of(template), [USER]))
+
+
 WRITES_TOOLS = (
     "{% for t in tools %}{{ t.function.name }} {{ t.function.description + (t.function.parameters | tojson) }}{% endfor %}"
     "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ ARGUMENTS }}</call>{% endfor %}"
