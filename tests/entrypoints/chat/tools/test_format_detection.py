@@ -306,6 +306,8 @@ NEW_MARKS: dict[str, tuple[str, ToolFormat]] = {
     ),
     "a name, then an object": (chat(each("<run> {{ f.name }} <with>{{ f.arguments | tojson }}</run>")),
                                ToolFormat(NamedJson(after=" <with>"), start="<run> ", end="</run>", separator="")),
+    "a name in a mark, then an object": (chat(each("<function={{ f.name }}>{{ f.arguments | tojson }}</function>")),
+                                         ToolFormat(NamedJson(after=">"), start="<function=", end="</function>", separator="")),
 }  # fmt: skip
 
 
