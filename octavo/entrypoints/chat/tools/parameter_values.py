@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -71,7 +72,7 @@ def _is_json(value: Any, depth: int = 0) -> bool:
         return all(isinstance(key, str) and _is_json(item, depth + 1) for key, item in value.items())
     if isinstance(value, list):
         return all(_is_json(item, depth + 1) for item in value)
-    return value is None or isinstance(value, str | int | float)
+    return value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
 
 
 def nested_value(text: str, body: Tags, schema: Any, root: Mapping[str, Any], depth: int = 0) -> Any:

@@ -46,6 +46,10 @@ DEFINITIONS = {
         ({"type": "boolean"}, "True", True),
         ({"type": "integer"}, '"12"', 12),
         ({"type": "integer"}, "twelve", "twelve"),
+        # Python reads it as infinity, which JSON does not have.
+        ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "array"}, "[-1e999, None]", "[-1e999, None]"),
+        ({}, "{'a': 1e999}", "{'a': 1e999}"),
         ({"type": "array"}, "['a", "['a"),
         ({"type": "array"}, "[open('x')]", "[open('x')]"),
         ({"type": "object"}, "{1: 2}", "{1: 2}"),
