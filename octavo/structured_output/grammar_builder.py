@@ -62,6 +62,19 @@ class ParameterText:
     after_value: str
     separator: str = ""
 
+    @property
+    def says_types(self) -> bool:
+        """Return whether the text before a value says if it is a text."""
+        return self.after_key_of_text != self.after_key_of_json
+
+
+@dataclass(frozen=True, slots=True)
+class TextRule:
+    """Regular expressions that a whole text must match. With `or_null` the text may also be `null`."""
+
+    expressions: tuple[str, ...] = ()
+    or_null: bool = False
+
 
 @dataclass(frozen=True, slots=True)
 class CallText:
@@ -71,8 +84,8 @@ class CallText:
     before: str
     after: str
     parameter: ParameterText | None = None
-    # By name the kind of value: "text", a list of allowed texts, or None for JSON.
-    parameters: Mapping[str, list[str] | str | None] = field(default_factory=dict)
+    # By name the kind of value: a text that follows a rule, a list of allowed texts, or None for JSON.
+    parameters: Mapping[str, list[str] | TextRule | None] = field(default_factory=dict)
     free: str | None = None  # a regular expression for free arguments; "" is any text up to `after`
 
 
@@ -442,7 +455,7 @@ class _Maker:
         name."""
         form = call.parameter
         assert form is not None
-        required, special_tokens = schema.get("required", ()), self._special_tokens
+        required = schema.get("required", ())
         lines, grammars = [], list[dict[str, Any]]()
         for j, (name, kind) in enumerate(call.parameters.items()):
             here = f"{index}_{j}"
@@ -460,13 +473,12 @@ class _Maker:
             elif isinstance(kind, list):
                 lines.append(f"parameter{here}: {head} ({' | '.join(json.dumps(text) for text in kind)}) {end}")
             else:
-                stripped = after_value.strip()
-                after = literal(after_value.lstrip().removeprefix(stripped))
-                if stripped in special_tokens:
-                    lines.append(f"parameter{here}: {head} /(.|\\n)*/ {literal(stripped)} {after}")
-                else:
-                    lines.append(f"parameter{here}: {head} value{here} {after}")
-                    lines.append(f"value{here}[lazy]: /(.|\\n)*{escaped(stripped)}/")
+                more, parameter = self._of_text(call, kind, here, after_value)
+                lines += more
+                null = ""
+                if kind.or_null and form.says_types:
+                    null = f' | {literal(form.before_key + name + form.after_key_of_json)} "null" {end}'
+                lines.append(f"parameter{here}: {head} {parameter}{null}")
             nothing_first = f" | first{index}_{j + 1}" if name not in required else ""
             nothing_more = f" | more{index}_{j + 1}" if name not in required else ""
             lines.append(f"first{here}: parameter{here} more{index}_{j + 1}{nothing_first}")
@@ -474,6 +486,27 @@ class _Maker:
         last = len(call.parameters)
         lines += [f'first{index}_{last}: ""', f'more{index}_{last}: ""']
         return lines, grammars
+
+    def _of_text(self, call: CallText, rule: TextRule, here: str, after_value: str) -> tuple[list[str], str]:
+        """Return the rules for a parameter's text, and the expression for the text and `after_value`."""
+        form, literal = call.parameter, partial(lark.literal, special_tokens=self._special_tokens)
+        assert form is not None
+        mark = after_value.strip()
+        lead, _, after = after_value.partition(mark)
+        if not rule.expressions:
+            if mark in self._special_tokens:
+                return [], f"/(.|\\n)*/ {literal(mark)} {literal(after)}"
+            return [f"value{here}[lazy]: /(.|\\n)*{escaped(mark)}/"], f"value{here} {literal(after)}"
+        # Readers end a text at each of these marks.
+        ends = {mark, form.before_key.strip(), call.after.strip().partition("\n")[0]} - {""}
+        out = "".join(f" & ~/(.|\\n)*{escaped(end)}(.|\\n)*/" for end in sorted(ends))
+        null = ' | "null"' if rule.or_null and not form.says_types else ""
+        lines = [f"TEXT{here}: {' & '.join(f'/{one}/' for one in rule.expressions)}{out}"]
+        if mark in self._special_tokens:
+            lines.append(f"VALUE{here}: (TEXT{here}{null}) {literal(lead)}")
+            return lines, f"VALUE{here} {literal(mark)} {literal(after)}"
+        lines.append(f"value{here}[lazy]: (TEXT{here}{null}) {literal(lead + mark)}")
+        return lines, f"value{here} {literal(after)}"
 
     def _of_arguments(self, schema: Mapping[str, Any], index: int) -> dict[str, Any]:
         """Return the grammar of a function's arguments: an object without properties that the schema does not name."""

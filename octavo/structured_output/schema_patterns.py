@@ -42,6 +42,19 @@ class Pattern:
     def is_plain(self) -> bool:
         return not (self.required or self.forbidden or self.has_boundaries)
 
+    @property
+    def of_whole_text(self) -> str | None:
+        """Return an expression that matches whole texts in which the pattern is found; None if it looks around, or has
+        anchors in other places than its edges."""
+        begin = self.text.startswith("^")
+        marks = [(i, c) for i, c, _ in _outside_of_classes(self.text) if c in "^$"]
+        end = bool(marks) and marks[-1] == (len(self.text) - 1, "$")
+        inner = self.text[begin : len(self.text) - end]
+        if not self.is_plain or len(marks) > begin + end or ((begin or end) and _has_alternatives(inner)):
+            return None
+        before, after = ("" if is_edge else r"(.|\n)*" for is_edge in (begin, end))
+        return f"{before}({inner}){after}"
+
     def check(self) -> None:
         """Raise `ValueError` with the reason if `matches` cannot work."""
         for one in (self.text, *self.required, *self.forbidden):

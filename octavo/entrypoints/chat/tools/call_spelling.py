@@ -9,15 +9,16 @@ from typing import Any
 from urllib.parse import unquote
 
 from octavo.entrypoints.chat.tools.python_calls import is_python_name
+from octavo.entrypoints.chat.tools.text_rules import WRITTEN, text_rules
 from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import ToolSchemas
-from octavo.structured_output.grammar_builder import CallText, ParameterText, Spelling, describes_object
+from octavo.structured_output.grammar_builder import CallText, ParameterText, Spelling, TextRule, describes_object
 from octavo.structured_output.schema_keywords import SILENT
 
 # Keywords that limit the texts of a schema; others are notes, or concern other types.
-_OF_TEXTS = {"enum", "const", "pattern", "minLength", "maxLength", "format", "not", "if", "$ref", "$dynamicRef",
-             "$recursiveRef"}  # fmt: skip
+_OF_TEXTS = {"not", "if", "$ref", "$dynamicRef", "$recursiveRef", *WRITTEN}
 _BESIDE_REFS = {"type", "allOf", "anyOf", "oneOf", *_OF_TEXTS} - {"$ref"}
+_SCALARS = {"string", "number", "integer", "boolean", "null"}
 _MAX_DEPTH = 8  # of nested references and choices
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "strict", *SILENT}
 # Without brackets outside of texts, as they would end a call.
@@ -67,8 +68,10 @@ def spelling(
             if name in free:
                 calls[name] = CallText(f"{body.name_before}{name}{body.name_after}", body.end, free="")
                 continue
-            kinds = _parameters(schema, body.value_after.strip().partition("{key}")[0])
-            if kinds is None:
+            kinds = _parameters(schema, body.value_after.strip().partition("{key}")[0], says_types=parameter.says_types)
+            if kinds is None or (
+                body.has_cdata and any(isinstance(one, TextRule) and one.expressions for one in kinds.values())
+            ):
                 return None
             calls[name] = CallText(f"{body.name_before}{name}{body.name_after}", body.end, parameter, kinds)
     elif isinstance(body, PythonCalls):
@@ -149,16 +152,19 @@ def _pair(key: str, value: str) -> str:
     return f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
 
 
-def _parameters(schema: Mapping[str, Any], value_after: str | None) -> dict[str, list[str] | str | None] | None:
-    """Return the form of each parameter in a format that writes texts without quotes (`value_after` ends them): "text",
-    the texts of an enumeration, or None for JSON. Return None if these forms cannot express the whole schema."""
+def _parameters(
+    schema: Mapping[str, Any], value_after: str | None, *, says_types: bool = False
+) -> dict[str, list[str] | TextRule | None] | None:
+    """Return the form of each parameter in a format that writes texts without quotes (`value_after` ends them): a rule
+    for texts, the texts of an enumeration, or None for JSON. Return None if these forms cannot express the whole
+    schema. `says_types`: the format says of each value whether it is a text."""
     properties = schema.get("properties", {})
     required = schema.get("required", [])
     if schema.keys() - _OF_OBJECTS or not isinstance(properties, Mapping) or schema.get("additionalProperties"):
         return None
     if not describes_object(schema) or not isinstance(required, list) or set(map(str, required)) - properties.keys():
         return None
-    found: dict[str, list[str] | str | None] = {}
+    found: dict[str, list[str] | TextRule | None] = {}
     for name, one in properties.items():
         if not isinstance(one, Mapping) or not set(name).isdisjoint('<>"\n') or name != name.strip() or not name:
             return None
@@ -173,30 +179,65 @@ def _parameters(schema: Mapping[str, Any], value_after: str | None) -> dict[str,
                 return None
             one = target
         kinds = schema_types(one, schema)
+        if not says_types and _takes_any_text(one, kinds):
+            found[name] = TextRule()
+            continue
         if not kinds or ("string" in kinds and not kinds <= {"string", "null"}) or "unknown" in kinds:
             return None  # a text would look like JSON
         if "string" not in kinds:
             found[name] = None
-        elif isinstance(values := one.get("enum", [one["const"]] if "const" in one else None), list):
-            texts = [value for value in values if isinstance(value, str)]
-            if len(texts) < len(values) or any(value_after in text or text != text.strip("\n") for text in texts):
+        elif (texts := _enumerated(one)) is not None:
+            if any(value_after in text or text != text.strip("\n") for text in texts):
                 return None
             found[name] = texts
-        elif not _parts_are_plain(one):
+        elif (rules := _rules(one, schema)) is None:
             return None
         else:
-            found[name] = "text"
+            found[name] = TextRule(rules, "null" in kinds)
     return found
 
 
-def _parts_are_plain(schema: Mapping[str, Any]) -> bool:
+def _takes_any_text(schema: Mapping[str, Any], kinds: set[str]) -> bool:
+    """Return whether every text is valid for a schema, be it read as a text or as the JSON that it may be."""
+    if kinds and not {"string"} < kinds <= _SCALARS:
+        return False
     stack: list[Any] = [schema]
     while stack:
         one = stack.pop()
-        if not isinstance(one, Mapping) or one.keys() & _OF_TEXTS:
+        if not isinstance(one, Mapping) or one.keys() - {"type", "anyOf"} - SILENT:
             return False
-        stack += (part for name in ("anyOf", "oneOf", "allOf") if isinstance(one.get(name), list) for part in one[name])
+        stack += one["anyOf"] if isinstance(one.get("anyOf"), list) else ()
     return True
+
+
+def _enumerated(schema: Mapping[str, Any]) -> list[str] | None:
+    """Return the only values of a schema, if they are texts."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return values if isinstance(values, list) and all(isinstance(value, str) for value in values) else None
+
+
+def _rules(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> tuple[str, ...] | None:
+    """Return the expressions that a text of `schema` must match; None if they cannot say it."""
+    rules, stack = list[str](), [schema]
+    while stack:
+        one = stack.pop()
+        if not isinstance(one, Mapping) or one.keys() & _OF_TEXTS - WRITTEN or (written := text_rules(one)) is None:
+            return None
+        rules += written
+        stack += one["allOf"] if isinstance(one.get("allOf"), list) else ()
+        for name in ("anyOf", "oneOf"):
+            given = one[name] if isinstance(one.get(name), list) else ()
+            parts = [part for part in given if schema_types(part, root) != {"null"}]
+            if len(parts) < 2:
+                stack += parts
+                continue
+            found = [_rules(part, root, depth + 1) for part in parts] if depth < _MAX_DEPTH else [None]
+            if all(rule == () for rule in found):
+                continue
+            if not all(rule is not None and len(rule) == 1 for rule in found):
+                return None
+            rules.append(f"({'|'.join(rule[0] for rule in found if rule)})")
+    return tuple(rules)
 
 
 def resolve_ref(schema: Any, root: Mapping[str, Any]) -> Any:

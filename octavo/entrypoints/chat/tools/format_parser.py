@@ -321,7 +321,8 @@ class FormatParser(TextParser):
             text = text.removeprefix("\n")
         if body.value_after.startswith("\n"):
             text = text.removesuffix("\n")
-        if body.has_nested and text.lstrip().startswith(body.key_before):
+        may_nest = not kinds or bool(kinds & {"array", "object", "unknown"})
+        if body.has_nested and may_nest and text.lstrip().startswith(body.key_before):
             return (nested_value(text, body, own, schema),)
         return (parameter_value(text, kinds, says_text=says_text, says_json=says_json),)
 

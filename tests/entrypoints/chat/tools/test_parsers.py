@@ -146,7 +146,7 @@ GOOD: list[tuple[str, str, str | None, list[Any]]] = [
     # It does not have the names of many tools and arguments.
     (
         "lfm2",
-        '<|tool_call_start|>[read-file(file-path="a-b(c)", $top=01), a.b-01(a.b=\'it\'s\')]<|tool_call_end|>',
+        "<|tool_call_start|>[read-file(file-path=\"a-b(c)\", $top=01), a.b-01(a.b='it's')]<|tool_call_end|>",
         None,
         [("read-file", {"file-path": "a-b(c)", "$top": 1}), ("a.b-01", {"a.b": "it's"})],
     ),

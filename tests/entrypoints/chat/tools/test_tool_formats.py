@@ -21,12 +21,14 @@ from octavo.entrypoints.chat.tools.call_spelling import list_of_calls, spelling
 from octavo.entrypoints.chat.tools.forced_calls import ForcedCallsReader
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats
 from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
+from octavo.entrypoints.chat.tools.text_rules import text_rules
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS, HERMES, KeyedValues, Tags, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import Call, ToolParser
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output.grammar_builder import ReasoningMarks, ToolCalls, WantedGrammar, make_checked_grammar
+from octavo.structured_output.schema_formats import has_format
 from tests.entrypoints.chat.tools.written import TOOLS, write
 from tests.structured_output.corpus import random_answer
 from tests.structured_output.grammars import make_grammar
@@ -264,12 +266,79 @@ def test_special_tokens_are_named_by_their_ids() -> None:
     assert "begin" not in grammar
 
 
+TEXT = {"type": "string"}
+# What a schema says of texts, valid ones and others. None is null.
+RULES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
+    ({**TEXT, "minLength": 2, "maxLength": 3}, ["ab", "é世\n", "\n\n"], ["a", "abcd", "", None]),
+    ({**TEXT, "pattern": "^x/[0-9]+$"}, ["x/1"], ["x/", "ax/1", "x/1\n"]),
+    ({**TEXT, "pattern": "b|cc"}, ["b", "a\ncc"], ["c"]),
+    ({**TEXT, "pattern": r"^\S+$", "maxLength": 2}, ["ab", "</"], ["a b", "abc"]),
+    ({**TEXT, "format": "date"}, ["2024-02-29"], ["2024-13-01"]),
+    ({**TEXT, "format": "path"}, ["a b"], []),
+    ({"anyOf": [{**TEXT, "format": "uri"}, {"type": "null"}]}, ["https://a.b/c?d=e#f", "mailto:x@y", None], ["a b"]),
+    ({"anyOf": [{"enum": ["a", "b/c"]}, {"type": "null"}], "default": None}, ["a", "b/c", None], ["c", "None"]),
+    ({"type": ["string", "null"], "enum": ["a", None]}, ["a", None], ["b"]),
+    ({"anyOf": [{**TEXT, "const": "a"}, {**TEXT, "pattern": "^x"}]}, ["a", "xy"], ["b"]),
+    ({"allOf": [{**TEXT, "minLength": 1}, {"pattern": "a"}]}, ["ba"], ["", "b"]),
+    ({}, ["a b", 12, [1], None], []),
+    ({"type": ["string", "integer"]}, ["a", 12, "1.5"], []),
+    ({"anyOf": [TEXT, {"type": "number"}, {"type": "null"}]}, ["a", 1.5, None], []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v4"])
+@pytest.mark.parametrize(("rule", "valid", "others"), RULES)
+def test_texts_without_quotes_follow_what_the_schema_says_of_them(
+    name: str, rule: dict[str, Any], valid: list[Any], others: list[Any]
+) -> None:
+    form, tools = FORMATS[name], {"f": {"type": "object", "properties": {"a": rule, "b": {"type": "integer"}}}}
+    assert isinstance(form.body, Tags)
+    spelled = spelling(form, tools)
+    if form.body.text_attribute and any(not isinstance(value, str | None) for value in valid):
+        assert spelled is None  # the format would make each value a text
+        return
+    assert spelled is not None
+    grammar = make_grammar(ToolCalls(tools, spelled))
+    assert "<[500]>" in make_grammar(ToolCalls(tools, spelled), special_tokens={form.body.value_after.strip(): 500})
+    for value in valid + others:
+        text = write(form, [("f", {"a": value, "b": 1})], as_forced=True)
+        assert follows(grammar, text) is (value in valid), value
+        if value in valid:
+            assert read(lambda: FormatParser(form, tools), text, []) == ("", [("f", {"a": value, "b": 1})])
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("date", "2024-02-29"), ("date", "2023-11-30"), ("date-time", "2000-02-28T23:59:59.5Z"),
+        ("time", "12:00:00+05:30"), ("email", "a.b+c@x-y.uk"), ("hostname", "a-b.c"), ("ipv4", "1.20.255.0"),
+        ("uri", "http://u:p@h:80/c?d=e#f"), ("uri", "urn:x:%41"), ("uuid", "123e4567-e89b-12d3-a456-426614174000"),
+    ],
+)  # fmt: skip
+def test_texts_that_follow_the_rule_of_a_format_have_the_format(form: str, text: str) -> None:
+    rules, rng, num_valid = text_rules({"format": form}), random.Random(text), 0
+    assert rules is not None and re.fullmatch(rules[0], text)
+    for _ in range(200):  # texts that differ in a place or two
+        other = text
+        for _ in range(rng.randint(0, 2)):
+            at, size = rng.randrange(len(other)), rng.randrange(2)
+            other = other[:at] + rng.choice(["", *"09aZ.-:/@?#%[_ <"]) + other[at + size :]
+        if re.fullmatch(rules[0], other):
+            assert has_format(other, form), other
+            num_valid += 1
+    assert num_valid > 10
+
+
 def test_a_schema_that_texts_cannot_be_told_by_has_no_native_spelling() -> None:
     form = FORMATS["qwen3_coder"]
     assert isinstance(form.body, Tags)
     for one in (
-        {}, {"type": ["string", "integer"]}, {"type": "string", "pattern": "a+"}, {"enum": ["</parameter>"]},
-        {"$ref": "#/$defs/T", "pattern": "a+"}, {"anyOf": [{"type": "string", "allOf": [{"pattern": "a+"}]}]},
+        {"anyOf": [TEXT, {"type": "array", "items": TEXT}]}, {"anyOf": [TEXT, {"type": "integer", "minimum": 1}]},
+        {"oneOf": [TEXT, {"type": "integer"}]}, {"anyOf": [TEXT, {}]}, {"enum": ["</parameter>"]},
+        {"$ref": "#/$defs/T", "pattern": "a+"}, {**TEXT, "pattern": r"a\b"}, {**TEXT, "pattern": "^a|b$"},
+        {**TEXT, "pattern": "a$b"}, {**TEXT, "not": {"const": "a"}}, {**TEXT, "format": "duration"},
+        {**TEXT, "maxLength": 1 << 20}, {"allOf": [{"type": ["string", "null"], "enum": ["a"]}]},
+        {"anyOf": [{**TEXT, "minLength": 2, "pattern": "a"}, {**TEXT, "const": "b"}]},
     ):  # fmt: skip
         schema = {"type": "object", "properties": {"a": one}, "$defs": {"T": {"type": "string"}}}
         assert spelling(form, {"f": schema}) is None
@@ -283,7 +352,7 @@ def test_a_schema_that_texts_cannot_be_told_by_has_no_native_spelling() -> None:
 
 
 def test_keywords_beside_any_of_several_references_have_no_native_spelling() -> None:
-    schemas = {"A": {"$ref": "#/$defs/B", "pattern": "^x"}, "B": {"type": "string"}}
+    schemas = {"A": {"$ref": "#/$defs/B", "pattern": "^x"}, "B": TEXT}
     for name, is_spelled in (("A", False), ("B", True)):
         schema = {"type": "object", "properties": {"a": {"$ref": f"#/$defs/{name}"}}, "$defs": schemas}
         assert (spelling(FORMATS["qwen3_coder"], {"f": schema}) is not None) is is_spelled
@@ -326,7 +395,7 @@ def test_a_strict_function_that_the_format_cannot_spell_leaves_others_strict() -
         parameters = {"type": "object", "properties": {"a": a}, "required": ["a"]}
         return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": True}}
 
-    tools = [tool("f", {"type": "integer"}), tool("g", {"type": "string", "pattern": "^x"})]
+    tools = [tool("f", {"type": "integer"}), tool("g", {"type": "string", "pattern": r"\bx"})]
     body = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], "tools": tools})
     form = FORMATS["qwen3_coder"]
     formats = ModelFormats(form)
