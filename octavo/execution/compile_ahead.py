@@ -130,9 +130,9 @@ def outline_runner(
         adapters = RunnerAdapters(adapted, AdapterStore(model.matrices, adapted, config, device, others=others))
     runner = Runner(
         model, ops, device, table, limits.max_num_batched_tokens, pooling=config.model.pooling, media=media,
-        cross=cross, adapters=adapters, worker_group=worker_group,
+        cross_outputs=cross, adapters=adapters, worker_group=worker_group,
     )  # fmt: skip
-    own = description.caches_of(description.stage)
+    own = description.cache_indices(description.stage)
     caches = [layer_cache(config.cache, device, ops, model.layer_caches[i], 1) for i in own]
     runner.use_caches(caches, BlockMover(ops, device, [caches], [0]))
     return runner

@@ -71,7 +71,7 @@ class DummySteps:
 
     def _warm_up_encoder_kv(self) -> None:
         runner, compute = self._runner, self._device.compute
-        if (cross := runner.cross) is None:
+        if (cross := runner.cross_outputs) is None:
             return
         for num_rows in self._ops.row_classes(cross.num_tokens):
             output = cross.no_output(cast(CrossModel, runner.model).hidden_size, num_rows)
@@ -122,5 +122,5 @@ class DummySteps:
 
     def _with_alignment(self) -> AbstractContextManager[None]:
         """Return a context in which steps compute the alignment of cross attention, if the model has some."""
-        cross, model = self._runner.cross, cast(CrossModel, self._runner.model)
+        cross, model = self._runner.cross_outputs, cast(CrossModel, self._runner.model)
         return nullcontext() if cross is None else cross.warm_up_alignment(model)

@@ -111,15 +111,15 @@ class Runner:
         pooling: PoolingConfig | None = None,
         worker_group: WorkerGroup = ALONE,
         media: MediaTable | None = None,
-        cross: CrossOutputs | None = None,
+        cross_outputs: CrossOutputs | None = None,
     ) -> None:
         """`table` has the sequences, and a step has at most `max_step_tokens` tokens. `grammars` compile the masks.
         `adapters`: None if none are served. `pooling`: results are vectors instead of tokens. `media`: for models that
-        take media. `cross`: for models with cross attention. `use_caches` must follow."""
+        take media. `cross_outputs`: for models with cross attention. `use_caches` must follow."""
         self.model, self.ops, self.device = model, ops, device
         self.table, self.max_step_tokens = table, max_step_tokens
         self.worker_group, self.links = worker_group, worker_group.links
-        self._adapters, self.media, self.cross = adapters, media, cross
+        self._adapters, self.media, self.cross_outputs = adapters, media, cross_outputs
         self.draft_hooks = DraftHooks()
         self.captured_steps: list[CapturedEntry] = []
         self.caches: Sequence[LayerKVCache]  # set by `use_caches`, like `mover`
@@ -156,12 +156,13 @@ class Runner:
         shape = StepShape(
             tokens=self.max_step_tokens,
             seqs=num_rows,
-            # Each token may have a sample, as draft tokens do. Forks add at most one for each row but the first.
+            # Every token may be sampled after, if all are draft tokens. Forks draw further samples from a last token:
+            # at most one for each other row.
             samples=self.max_step_tokens + num_rows - 1,
             updates=0 if self._device_tables is None else num_groups * num_rows * (max_blocks + UPDATES_PER_DECODE),
             groups=num_groups,
             blocks=max_blocks if self._device_tables is None else 0,
-            crosses=self.cross is not None,
+            crosses=self.cross_outputs is not None,
             adapted=self._adapters is not None,
             pools="" if pooling is None else "texts" if pooling.whole_prompts else "parts",
         )
@@ -211,7 +212,7 @@ class Runner:
         """Have the device compute a plan of at least one row, after all plans submitted before.
 
         Raises `DeviceMemoryError`: no token is computed, and the scheduler may withdraw the plan. The tables keep its
-        admissions and blocks. Moves and loads of adapters that found no memory come before those of the next plan."""
+        admissions and blocks. Its moves and adapter loads, if they found no memory, are done before the next plan's."""
         self.apply_updates(plan)
         return self.launch(plan)
 
@@ -228,7 +229,7 @@ class Runner:
                     self._adapters.store.load(plan.adapters)
         except self.device.memory_errors as e:
             self.defer_updates(plan)
-            raise self._release_memory_after(plan, e) from None
+            raise self._memory_error_after(plan, e) from None
 
     def _admit(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
@@ -239,8 +240,8 @@ class Runner:
                 self.pooling_table.admit(admission)
                 continue
             self.sampling_table.admit(admission)
-            if self.cross is not None:
-                self.cross.admit(admission)
+            if self.cross_outputs is not None:
+                self.cross_outputs.admit(admission)
             self._prompt_logprobs.admit(admission)
 
     def launch(self, plan: StepPlan) -> SubmittedStep:
@@ -250,7 +251,7 @@ class Runner:
         try:
             return self._launch_rows(plan, staging)
         except self.device.memory_errors as e:
-            raise self._release_memory_after(plan, e) from None
+            raise self._memory_error_after(plan, e) from None
         finally:
             staging.free_event = self.device.compute.record()
 
@@ -265,7 +266,7 @@ class Runner:
         prompt_logprob_parts: list[PromptPart] = []
         if self.links.next is None:
             prompt_logprob_parts = self._prompt_logprobs.parts(plan, self.table.tokens)
-        alignment_parts = [] if self.cross is None else self.cross.alignment_parts(plan)
+        alignment_parts = [] if self.cross_outputs is None else self.cross_outputs.alignment_parts(plan)
         # A replay does not keep the queries that the alignment reads.
         captured = None if alignment_parts else self._captured_for(shape)
         if captured is not None:
@@ -290,13 +291,13 @@ class Runner:
             self._send(step, shape.tokens)
         # 9. Forget the prompts whose log-probabilities, encoder outputs or alignment this step completes.
         self._prompt_logprobs.forget(plan)
-        if self.cross is not None:
-            self.cross.note_submitted(plan, alignment_parts)
+        if self.cross_outputs is not None:
+            self.cross_outputs.note_submitted(plan, alignment_parts)
         return step
 
     def _write_encoder_kv(self, plan: StepPlan) -> None:
         """Write the keys and values of encoder outputs that tokens of the step are the first to see."""
-        for row, encoded, slots in () if self.cross is None else self.cross.starting(plan):
+        for row, encoded, slots in () if self.cross_outputs is None else self.cross_outputs.starting(plan):
             slot = self.table.adapter_slots[row]
             adapter_slots = None if slot < 0 else np.full(len(slots), slot, np.int32)
             self.device.compute.run(partial(self.computation.write_encoder_kv, encoded, slots, adapter_slots))
@@ -304,10 +305,10 @@ class Runner:
     def _shape_of(self, plan: StepPlan, num_updates: int) -> StepShape:
         """Return the shape of a plan's step."""
         num_seqs, max_shape = len(plan.rows), self.max_shape
-        _, _, num_tokens, num_sampled_positions, num_last_samples, _ = zip(*plan.rows, strict=True)
-        one_each = num_sampled_positions.count(1) == num_seqs == num_last_samples.count(1)  # most steps: only decodes
+        _, _, tokens_by_row, sampled_by_row, last_samples_by_row, _ = zip(*plan.rows, strict=True)
+        one_each = sampled_by_row.count(1) == num_seqs == last_samples_by_row.count(1)  # most steps: only decodes
         shape = StepShape(
-            tokens=sum(num_tokens),
+            tokens=sum(tokens_by_row),
             seqs=num_seqs,
             samples=num_seqs if one_each else sum([planned.num_samples for planned in plan.rows]),
             updates=num_updates,
@@ -339,8 +340,8 @@ class Runner:
             self.table.gather_adapters(row_of, arrays)
         if self.media is not None:
             self.media.gather(plan, row_of, arrays)
-        if self.cross is not None:
-            self.cross.gather(plan, row_of, arrays)
+        if self.cross_outputs is not None:
+            self.cross_outputs.gather(plan, row_of, arrays)
         if self._device_tables is not None and updates is not None:
             self._device_tables.fill_table_rows(plan, arrays, row_of, self.table.samples, updates)
             pad(arrays, shape, replace(self.padding, num_tokens=shape.tokens))
@@ -387,7 +388,7 @@ class Runner:
                 step.vectors = self.ops.rows_of(step.vectors, np.arange(shape.samples))
         elif shape.samples:
             self._sample(work, outputs)
-        # After sampling, so that both do not take memory at the same time.
+        # After sampling, so that sampling's memory is free again.
         logits_of = partial(self.computation.logits_after, work.inputs, outputs.hidden)
         step.prompt_logprobs = [
             measured for part in work.prompt_logprob_parts for measured in part.measure(self.ops, logits_of)
@@ -397,12 +398,12 @@ class Runner:
         """In the stream: return the outputs of the replay, or compute them."""
         if work.captured is not None:
             return work.captured.replayable.outputs
-        if self.cross is None or not work.alignment_parts:
+        if self.cross_outputs is None or not work.alignment_parts:
             return self.computation.outputs(work.inputs, work.shape.samples)
         model = cast(CrossModel, self.model)
-        with self.cross.keeping_queries(model):
+        with self.cross_outputs.keeping_queries(model):
             outputs = self.computation.outputs(work.inputs, work.shape.samples)
-        work.step.alignment = self.cross.alignment(model, work.alignment_parts, self.caches)
+        work.step.alignment = self.cross_outputs.alignment(model, work.alignment_parts, self.caches)
         return outputs
 
     def _sample(self, work: _StreamWork, outputs: StepOutputs) -> None:
@@ -415,7 +416,8 @@ class Runner:
             )
             step.sampled.tokens = tokens = self.to_target_token_ids(step.sampled.tokens)
         if self._device_tables is not None:
-            if not self.worker_group.shard.is_whole:  # the followers' devices need the tokens before their hosts do
+            if not self.worker_group.shard.is_whole:
+                # Overwrite each follower's argmax by the leader's tokens, which its device needs before its host does.
                 cast(ParallelDeviceOps, self.ops).from_first(tokens)
             self._device_tables.store_last_tokens(self.ops, inputs.sample_table_rows[:num_samples], tokens)
 
@@ -496,7 +498,7 @@ class Runner:
         settings = self.sampling_table.settings[row]
         return settings is not None and settings.params.grammar is None
 
-    def _release_memory_after(self, plan: StepPlan, error: Exception) -> Exception:
+    def _memory_error_after(self, plan: StepPlan, error: Exception) -> Exception:
         """Free reserved memory, and have a later step upload the block tables of these rows. Returns the error to
         raise: `DeviceMemoryError`, or `error` itself if other workers wait for this one: all must then start again."""
         if self.worker_group.connections:

@@ -76,7 +76,7 @@ class Worker:
         self._config, self._device, self._ops, self._worker_group = config, device, ops, worker_group
         model_config, limits = config.model, config.scheduler
         description, weights = self._open(model_config, phases, worker_group.worker_rank)
-        self._description, self._own_layers = description, description.caches_of(description.stage)
+        self._description, self._own_layers = description, description.cache_indices(description.stage)
         weights.on_taken = on_loading
         compiling = self._compile_ahead(description, weights, ops)
         adapted = self._with_adapters(ops)
@@ -419,7 +419,7 @@ class Worker:
         found = []
         for pool in range(capacity.num_pools(self.groups)):
             spec = next(group.spec for group in self.groups if group.pool == pool)
-            most = max(len(self._places_in(pool, description.caches_of(layers))) for layers in stages)
+            most = max(len(self._places_in(pool, description.cache_indices(layers))) for layers in stages)
             found.append(most * block_bytes(self._layer_cache(spec, 1)))
         return found
 

@@ -4,14 +4,15 @@ The order of work in a layer; a `LayerDescription` has some of these steps:
 
 1. Attention's norm reads the residual stream; with a reused layer, the stream plus that layer's output.
 2. Attention computes its output. A second mixer computes its own from the same input.
-3. The second mixer's output is added to the stream, after a post norm and times `output_scales.second_mixer`.
+3. The second mixer's output is added to the stream, after attention's post norm and times `output_scales.second_mixer`.
 4. The stream, with the second mixer's output, is multiplied by `residual_scales[0]`.
 5. Attention's output is added to the stream, after a post norm and times `output_scales.attention`.
 6. The feed-forward's norm reads the stream. With `tanh_gates`, inputs of tokens without encoder output become zero.
 7. The feed-forward computes its output.
 8. The stream is multiplied by `residual_scales[1]`.
 9. The feed-forward's output is added to the stream, after a post norm and times `output_scales.feed_forward`. With
-   `deferred_by` it is kept for a later layer instead; it has neither post norm nor scales.
+   `deferred_by` it is kept for a later layer instead; it has neither post norm nor scales (`LayerDescription` asserts
+   this).
 
 Steps 3, 5 and 9 also multiply by `residual_multiplier`. With `parallel_residual` attention and feed-forward read the
 same stream (1, 2, 6, 7), and then both outputs are added (5, 9) without `output_scales`; steps 3, 4 and 8 are left out.
@@ -80,7 +81,7 @@ class Block(BlockLike):
 
     def __init__(self, layer: LayerDescription, hidden_size: int, parameters: Parameters, prefix: str) -> None:
         self._layer, self._ops, self._output_scales = layer, parameters.ops, layer.output_scales
-        # The stream may be float32 if each of its readers quantizes it. The readers of these layers do not.
+        # The stream may be float32 if every reader quantizes it; readers in layers with any of these do not.
         self.accepts_float32_residual = not (
             layer.second_mixer or layer.reused or layer.parallel_residual or layer.residual_from_norm
             or layer.tanh_gates
@@ -225,8 +226,8 @@ def _build_norm(
     return Norm(layer.norm, parameters, module, hidden_size)
 
 
-def caches_of_layers(description: ModelDescription) -> list[range]:
-    """Return the caches of each layer, as indices of `layer_caches`. A layer without caches of its own may read the
+def cache_indices_by_layer(description: ModelDescription) -> list[range]:
+    """Return the indices in `layer_caches` of each layer's caches. A layer without caches of its own may read the
     caches of an earlier layer."""
     ends = list(accumulate(len(layer.cached_mixers) for layer in description.layers))
     found = [range(end - len(layer.cached_mixers), end) for layer, end in zip(description.layers, ends, strict=True)]

@@ -17,7 +17,7 @@ from octavo.layers.per_layer_embeddings import PerLayerEmbeddings
 from octavo.layers.zero_rows import ZeroRows
 from octavo.loading.weights import Weights
 from octavo.models.altup_block import AltUpBlock
-from octavo.models.block import Block, BlockBuilder, BlockLike, TablesAndCache, caches_of_layers
+from octavo.models.block import Block, BlockBuilder, BlockLike, TablesAndCache, cache_indices_by_layer
 from octavo.models.description import ModelDescription
 from octavo.models.input_layer import InputLayer
 from octavo.models.output_layer import OutputLayer
@@ -50,7 +50,7 @@ class Decoder:
         self._group_of_cache = {
             i: group for group, members in enumerate(group_layers(self.layer_caches)) for i in members.layers
         }
-        self._caches_of_layers = caches_of_layers(description)
+        self._cache_indices_by_layer = cache_indices_by_layer(description)
         parameters = Parameters(weights, ops, max_positions, dtype)
         # 1. From tokens to the first layer.
         self._input = InputLayer(description, parameters)
@@ -59,7 +59,7 @@ class Decoder:
             is_first, is_last = description.is_first_stage, description.is_last_stage
             self._altup = AltUp(description.altup, self.hidden_size, parameters, is_first, is_last)
             block = partial(AltUpBlock, description.altup)
-        self._build_embedding_carriers(parameters)
+        self._build_wide_rows(parameters)
         # 2. The layers, and what changes the residual stream between them.
         self._blocks = self._build_blocks(block, parameters)
         self._ignore_unused(weights)
@@ -79,13 +79,14 @@ class Decoder:
         self._num_weight_bytes = parameters.num_matrix_bytes
         self._matrices, self._expert_matrices = parameters.matrices, parameters.expert_matrices
 
-    def _build_embedding_carriers(self, parameters: Parameters) -> None:
-        """Build what makes wider rows, [zeros, embedding]. The hidden states are added to the zeros later."""
+    def _build_wide_rows(self, parameters: Parameters) -> None:
+        """Build what makes the wider rows [zeros, embedding]. Hidden states are added to the zeros later, by reused
+        layers (`_reused_input_rows`) or at the end of the stage (`_stage_rows`)."""
         description, size = self.description, self.hidden_size
         # Reused layers read rows [hidden, embedding].
-        self._padded_rows: ZeroRows | None = None
+        self._reused_input_rows: ZeroRows | None = None
         if any(description.layers[i].reused is not None for i in description.stage):
-            self._padded_rows = ZeroRows(size, 2 * size, parameters)
+            self._reused_input_rows = ZeroRows(size, 2 * size, parameters)
         # The next stage reads rows [residual streams, embedding].
         self._stage_rows: ZeroRows | None = None
         if description.carries_embedding and not description.is_last_stage:
@@ -104,6 +105,7 @@ class Decoder:
         """Tell `weights` which tensors of the checkpoint this stage does not use."""
         description = self.description
         layers, own = description.checkpoint_layers, description.stage
+        # Other stages' layers, and layers after the last that are not used, such as multi-token prediction's.
         others = [layer for i, layer in enumerate(layers) if i not in own]
         for layer in (*others, *range(len(layers), len(layers) + description.num_unused_layers)):
             weights.ignore(f"{description.layer_prefix}{layer}.")
@@ -165,10 +167,11 @@ class Decoder:
         return self.description.stage_width
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
-        """Return hidden states [T, H] before the final norm; after the final norm in a model that pools.
+        """Return hidden states [T, H]: before the final norm, or after it if the model pools. A stage that is not the
+        last returns rows [T, `stage_width`].
 
-        A stage that is not the last returns rows [T, `stage_width`]. The type is `residual_dtype`, or the model's after
-        the final norm. `caches` belong to the entries of `layer_caches` of this stage's layers."""
+        The type is `residual_dtype`; after the final norm, the model's. `caches[i]` is that of the stage's i-th entry
+        of `layer_caches`."""
         # 1. Embed the tokens, or take the rows of the previous stage.
         residual, embedding = self._split_input(batch)
         # 2. Keep copies of the embedding for later readers, because the layers overwrite it.
@@ -177,8 +180,8 @@ class Decoder:
             per_layer_inputs = self._per_layer_embeddings.embed(batch.token_ids, embedding)
         if self._stage_rows is not None:
             stage_output = self._stage_rows.ending_in(embedding)
-        if self._padded_rows is not None:
-            padded_embedding = self._padded_rows.ending_in(embedding)
+        if self._reused_input_rows is not None:
+            padded_embedding = self._reused_input_rows.ending_in(embedding)
         # 3. Run the layers. With AltUp there are several residual streams side by side.
         if self._altup is not None and self.description.is_first_stage:
             residual = self._altup.expand(residual)
@@ -196,7 +199,7 @@ class Decoder:
         per_layer_inputs: Array | None,
     ) -> Array:  # fmt: skip
         """Return the residual streams [T, streams * H] after this stage's layers."""
-        caches_by_layer = self._caches_by_layer(batch, caches)
+        caches_by_layer = self._resolve_caches(batch, caches)
         deferred: dict[int, Array] = {}  # by layer: the output to add after that layer
         for layer, block in self._blocks.items():
             if self.on_layer_input is not None:
@@ -220,15 +223,15 @@ class Decoder:
         width = self.description.stage_width - self.description.hidden_size
         return batch.hidden_in[:, :width], batch.hidden_in[:, width:]
 
-    def _caches_by_layer(
+    def _resolve_caches(
         self, batch: StepBatch, caches: Sequence[LayerKVCache]
     ) -> dict[int, tuple[TablesAndCache, TablesAndCache | None]]:
         """Return the first and the second cache of each layer of this stage, with the tables of their groups."""
-        own = self.description.caches_of(self.description.stage)
+        own = self.description.cache_indices(self.description.stage)
         with_tables = {i: (batch.groups[self._group_of_cache[i]], c) for i, c in zip(own, caches, strict=True)}
         by_layer = dict[int, tuple[TablesAndCache, TablesAndCache | None]]()
         for layer in self._blocks:
-            found = [with_tables[i] for i in self._caches_of_layers[layer]]
+            found = [with_tables[i] for i in self._cache_indices_by_layer[layer]]
             by_layer[layer] = found[0] if found else _NO_CACHE, found[1] if len(found) > 1 else None
         return by_layer
 
@@ -254,9 +257,9 @@ class Decoder:
     @property
     def cross_layers(self) -> list[tuple[CrossAttention, int]]:
         """Return the cross-attention layers of this stage, in order, each with the index of its cache in the stage."""
-        first = self.description.caches_of(self.description.stage).start
+        first = self.description.cache_indices(self.description.stage).start
         layers = [(block.cross_attention, i) for i, block in self._blocks.items()]
-        return [(layer, self._caches_of_layers[i][0] - first) for layer, i in layers if layer is not None]
+        return [(layer, self._cache_indices_by_layer[i][0] - first) for layer, i in layers if layer is not None]
 
     @property
     def embeds_alone(self) -> bool:

@@ -165,8 +165,8 @@ class ModelDescription:
         """Return the layers of this stage."""
         return range(len(self.layers)) if self.own_layers is None else self.own_layers
 
-    def caches_of(self, layers: range) -> range:
-        """Return the range of entries of `layer_caches` that belong to these consecutive layers."""
+    def cache_indices(self, layers: range) -> range:
+        """Return the indices of the entries of `layer_caches` that belong to these consecutive layers."""
         counts = [len(layer.cached_mixers) for layer in self.layers]
         return range(sum(counts[: layers.start]), sum(counts[: layers.stop]))
 

@@ -21,9 +21,9 @@ The states of a sequence, and the methods that move it there:
 
 With pipeline stages several steps are in flight. Each step gets an equal part of the sequences. A sequence whose next
 token is awaited is in no other step; the chunks of one prompt may be in several steps at once, in order. A device that
-runs ahead gets the next step before the tokens of the last step are known. Such a token is awaited
-(`num_awaited_tokens`) and counts like any other token. If the step in flight ends the sequence, the next step computes
-the sequence's row for nothing, and `update` drops the row's result.
+runs ahead gets the next step before the tokens of the last step are known. A token that a step in flight will sample is
+awaited (`num_awaited_tokens`) and is counted as if it were known. If the step in flight ends the sequence, the next
+step computes the sequence's row for nothing, and `update` drops the row's result.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ class Scheduler:
             self._add_draft_tokens(step)
             # 3. Admit waiting sequences.
             self._schedule_waiting(step)
-        # 4. If nothing can run, held sequences have the blocks or rows. Preempt from the end until another one starts.
+        # 4. If nothing can run, held sequences have all blocks or rows. Preempt running ones from the end until a
+        #    waiting one starts.
         while not (self._in_flight or step.sequences) and self.queues.running:
             self._preempt(self.queues.running[-1])
             self._schedule_waiting(step)
@@ -221,15 +222,17 @@ class Scheduler:
                     continue
             # 3. Get slots for the tokens; if blocks run out, preempt from the end. Most tokens have a slot: `grow`
             #    would return the same, but takes 30 µs for 256 sequences.
-            changed: TableChanges | None = _NO_CHANGES if num_computed + num_tokens <= seq.num_ready_slots else None
-            while changed is None and (changed := self.cache.grow(seq, num_computed + num_tokens)) is None:
-                if self._in_flight and not step.sequences:
-                    # Nothing is planned yet: the steps in flight may end sequences and free their blocks.
-                    return False
-                has_preempted = True
-                self._preempt(running[-1])
-                if seq.row is None:  # it was the last sequence, and has preempted itself
-                    return False
+            changed = _NO_CHANGES
+            if num_computed + num_tokens > seq.num_ready_slots:
+                while (grown := self.cache.grow(seq, num_computed + num_tokens)) is None:
+                    if self._in_flight and not step.sequences:
+                        # Nothing is planned yet: the steps in flight may end sequences and free their blocks.
+                        return False
+                    has_preempted = True
+                    self._preempt(running[-1])
+                    if seq.row is None:  # it was the last sequence, and has preempted itself
+                        return False
+                changed = grown
             # 4. Add the row.
             step.add(seq, num_tokens, changed)
         return not has_preempted
@@ -260,7 +263,7 @@ class Scheduler:
         sequences. With `ahead_of`, admit only sequences that come before this running prompt, and keep a place in the
         step for the prompt and `num_reserved_tokens` of the budget for running sequences."""
         num_places = step.max_sequences - (ahead_of is not None)
-        waiting, turn = self.queues.waiting, AdapterTurn(self.queues.adapters, self.queues.num_waiting)
+        waiting, adapter_turn = self.queues.waiting, AdapterTurn(self.queues.adapters, self.queues.num_waiting)
         i = num_admitted = 0
         while (
             i < len(waiting)
@@ -272,15 +275,16 @@ class Scheduler:
             if ahead_of is not None and scheduling_order(ahead_of) < scheduling_order(seq):
                 break
             # 1. Pass over a sequence that others may overtake: it is held, or waits for its adapter or for the disk.
-            if seq.is_held or not turn.may_start(seq):
-                if turn.is_over:
+            if seq.is_held or not adapter_turn.may_start(seq):
+                if adapter_turn.is_over:
                     break
                 i += 1
                 continue
-            if self.fetches is not None and (state := self.fetches.prepare(seq)) != "starts":
-                # "waits": there is no room yet to read its blocks. Running sequences will free blocks, so later
-                # sequences must not take them. If nothing runs, a later sequence may hold the room: let it start.
-                if state == "waits" and (step.sequences or self.queues.running):
+            if self.fetches is not None and (readiness := self.fetches.prepare(seq)) != "starts":
+                # "waits": the pools have no room yet for its blocks from disk. Running sequences will free some, which
+                # later sequences must not take. If nothing runs, a later waiting sequence holds the room: let that one
+                # start.
+                if readiness == "waits" and (step.sequences or self.queues.running):
                     break
                 i += 1
                 continue
@@ -292,7 +296,7 @@ class Scheduler:
                 break
             # 3. Start it. This removes it from `waiting`, so that the next one is at i.
             self.queues.start(seq)
-            turn.started(seq)
+            adapter_turn.started(seq)
             self._policy.started(seq)
             if self.fetches is not None:
                 self.fetches.forget(seq)
@@ -383,7 +387,8 @@ class Scheduler:
         block_size, runs_ahead, errors = self.cache.block_size, plan.runs_ahead, result.errors
         queues, all_tokens, all_logprobs = self.queues, result.tokens, result.logprobs
         has_prompt_results = bool(result.prompt_logprobs or result.alignment)
-        # The model generates, the worker makes no drafts, and no proposer observes tokens.
+        # True for a step of plain decodes: no vectors, no drafts from the worker, and no proposer that must see the
+        # tokens.
         only_adds_tokens = result.vectors is None and not result.draft_tokens
         if self._speculation is not None:
             self._speculation.count_running(len(self.queues.running))
@@ -432,7 +437,7 @@ class Scheduler:
         if self.config.check_invariants:
             self.check()
         if not self.queues.requests:
-            self._last_step = None  # with what its sequences hold
+            self._last_step = None  # lets go of the ended sequences
         return outputs
 
     def _apply_samples(

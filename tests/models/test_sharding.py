@@ -121,7 +121,7 @@ class Staged:
         stages = stage_layers(description, len(counts), counts)
         self._stages: list[Any] = []
         self.layer_caches = description.layer_caches
-        self._own = [description.caches_of(layers) for layers in stages]
+        self._own = [description.cache_indices(layers) for layers in stages]
         for layers in stages:
             weights = PassingWeights(arrays)
             self._stages.append(build(with_stage(description, layers), weights, ops, 128, "float32"))
