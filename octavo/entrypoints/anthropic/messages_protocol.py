@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, Tag, model_validator
 
 from octavo.entrypoints.http.body_fields import Int, Priority, RequestBody, Text, described, refuse_unbuilt
-from octavo.entrypoints.openai.request_bodies import Resume, StructuredOutputs
+from octavo.entrypoints.openai.answer_structure import StructuredOutputs
+from octavo.entrypoints.openai.request_bodies import Resume
 from octavo.errors import RequestError
 
 _NOTE = "Taken and without effect: it changes no answer."

@@ -32,7 +32,7 @@ from octavo.request import pack_tokens
 
 if TYPE_CHECKING:
     from octavo.entrypoints.http.store import Database, Store
-    from octavo.entrypoints.openai.request_bodies import ChatMessage
+    from octavo.entrypoints.openai.chat_messages import ChatMessage
     from octavo.loading.tokenizer import ModelTokenizer
 
 KIND = "answer"  # kind of the objects in the store

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.entrypoints.chat.chat_template import render_chat
 from octavo.entrypoints.chat.media_parts import content_for_template, embeds_of
-from octavo.entrypoints.openai.request_bodies import ChatMessage, TemplateRequest, Tool
+from octavo.entrypoints.openai.chat_messages import ChatMessage, Tool
+from octavo.entrypoints.openai.request_bodies import TemplateRequest
 from octavo.errors import RequestError
 
 if TYPE_CHECKING:

@@ -16,9 +16,10 @@ from octavo.entrypoints.chat.last_turns import submit_last_turns
 from octavo.entrypoints.chat.media_parts import media_of
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.streaming import ChunkWriter, encode_json
+from octavo.entrypoints.openai.chat_messages import ChatMessage
 from octavo.entrypoints.openai.completions import prompt_text
 from octavo.entrypoints.openai.generation_job import LENGTH_OF_ENTRY, GenerationJob
-from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, ChatMessage
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.entrypoints.openai.response_bodies import (
     AssistantMessage,
     CalledFunction,

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from octavo.entrypoints.chat.media_parts import check_role, media_of
 from octavo.entrypoints.http.body_fields import (
     MAX_METADATA,
     MAX_SESSION_LENGTH,
@@ -20,7 +19,6 @@ from octavo.entrypoints.http.body_fields import (
     Content,
     Id,
     Int,
-    MessageContent,
     Priority,
     Prompt,
     Prompts,
@@ -32,6 +30,8 @@ from octavo.entrypoints.http.body_fields import (
     described,
     refuse_unbuilt,
 )
+from octavo.entrypoints.openai.answer_structure import ResponseFormat, StructuredOutputs
+from octavo.entrypoints.openai.chat_messages import ChatMessage, Tool
 from octavo.entrypoints.openai.tool_choice import AllowedToolsChoice, NamedToolChoice, ToolChoice
 from octavo.errors import RequestError
 from octavo.field_names import FieldNames
@@ -69,182 +69,6 @@ class Resume(RequestBody):
     prompt: Annotated[list[TokenId], Field(min_length=1)] | None = described(
         "The prompt's tokens, if a comment had them: those of earlier answers may differ from those of their text."
     )
-
-
-class FunctionDefinition(RequestBody):
-    """A function that the model may call."""
-
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-    description: Text | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    @property
-    def schema_of_arguments(self) -> dict[str, Any]:
-        return {"type": "object", "properties": {}} if self.parameters is None else self.parameters
-
-
-class Tool(RequestBody):
-    type: Literal["function"]
-    function: FunctionDefinition
-
-
-class _Sent(RequestBody):
-    """A part of an answer that is sent back. Null fields are dropped, known or not."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            # The openai package's `parse` adds `parsed_arguments` to calls.
-            return {name: one for name, one in data.items() if one is not None and name != "parsed_arguments"}
-        return data
-
-
-class SentFunctionCall(_Sent):
-    name: Text
-    arguments: Text | None = None  # blank or null: none
-
-
-class SentToolCall(_Sent):
-    """A call in a message that is sent back."""
-
-    id: Text | None = None
-    type: Literal["function"] = "function"
-    function: SentFunctionCall
-    index: int | None = None  # of a stream's deltas
-
-
-# Fields of answers that tell the model no more than the content does. The openai package's `parse` adds `parsed`.
-_SHOWN_ONLY = ("annotations", "refusal", "parsed")
-
-
-class ChatMessage(RequestBody):
-    """One message of a conversation. Messages of answers may be sent back, so null fields are dropped."""
-
-    role: Annotated[str, Field(min_length=1), AfterValidator(check_text)]  # any role: the template decides
-    content: MessageContent
-    name: Text | None = None
-    tool_call_id: Text | None = None
-    tool_calls: list[SentToolCall] | None = None
-    reasoning_content: Text | None = None
-    reasoning: Text | None = None
-
-    @property
-    def text(self) -> str:
-        """The text of the content, without other parts."""
-        sent = self.content or ""
-        return sent if isinstance(sent, str) else "".join(part.get("text", "") for part in sent)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_empty(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        if data.get("function_call"):
-            raise RequestError("messages with function_call are not built; use tool_calls.", param="messages")
-        if data.get("tool_calls") and data.get("role") != "assistant":
-            raise RequestError("only messages of the assistant have tool_calls.", param="messages")
-        if data.get("audio"):
-            raise RequestError("audio of messages is not built; send what was said as content.", param="messages")
-        if data.get("role") == "assistant":
-            refusal = data.get("refusal")
-            data = {"content": None, **{name: one for name, one in data.items() if name not in _SHOWN_ONLY}}
-            if refusal is not None and not data["content"]:
-                data["content"] = refusal
-        if data.keys() <= (known := cls.model_fields.keys()):
-            return data
-        return {name: value for name, value in data.items() if name in known or value not in (None, [])}
-
-    @field_validator("content")
-    @classmethod
-    def _check_null(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None and info.data.get("role", "assistant") != "assistant":
-            raise ValueError("should be a string or a list of parts")
-        return value
-
-    @model_validator(mode="after")
-    def _check_media(self) -> ChatMessage:
-        if media_of([self.content]):
-            check_role(self.role)
-        return self
-
-    def given_fields(self) -> dict[str, Any]:
-        """Return the fields that are not null."""
-        fields = {name: value for name, value in self.__dict__.items() if value is not None}
-        if self.tool_calls is not None:
-            fields["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
-        return fields
-
-
-class StructuredOutputs(RequestBody):
-    """The structure of an answer: one of `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`, with
-    vLLM's options. Options alone apply to the structure of another field."""
-
-    model_config = ConfigDict(serialize_by_alias=True)
-
-    json_: Text | dict[str, Any] | None = Field(None, alias="json")
-    regex: Text | None = None
-    choice: list[Text] | None = None
-    grammar: Text | None = None
-    json_object: bool | None = None
-    structural_tag: Text | dict[str, Any] | None = None
-    disable_fallback: bool | None = None
-    disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool | None = None
-    whitespace_pattern: Text | None = None
-    final_check: Literal["report", "error", "refuse"] | None = None
-
-
-class JsonSchemaFormat(RequestBody):
-    """OpenAI's wrapping of a schema, which is followed, `strict` or not; `strict` closes objects that do not say."""
-
-    name: Text | None = None
-    description: Text | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-# The type that each other field of a `ResponseFormat` goes with.
-_TYPE_OF_FIELD = {
-    "json_schema": "json_schema", "schema_": "json_object", "format": "structural_tag", "structures": "structural_tag",
-    "triggers": "structural_tag",
-}  # fmt: skip
-
-
-class ResponseFormat(RequestBody):
-    """OpenAI's way to ask for JSON, and vLLM's for structural tags: xgrammar's, or the older list with its triggers."""
-
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: JsonSchemaFormat | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")  # of json_object, as llama.cpp and others take it
-    format: dict[str, Any] | None = None
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[Text] | None = None
-
-    @property
-    def structural_tag(self) -> dict[str, Any] | None:
-        """Return the structural tag in the form of `structured_outputs`, or None."""
-        return self.model_dump(exclude_none=True) if self.type == "structural_tag" else None
-
-    @model_validator(mode="after")
-    def _check_schema(self) -> ResponseFormat:
-        if self.type == "json_schema" and self.json_schema is None:
-            raise RequestError(
-                'response_format of type json_schema needs "json_schema": {"name": ..., "schema": {...}}.',
-                param="response_format.json_schema",
-            )
-        fields = [name for name in _TYPE_OF_FIELD if getattr(self, name) is not None]
-        for name in fields:
-            if self.type != (kind := _TYPE_OF_FIELD[name]):
-                field = f"response_format.{name.rstrip('_')}"
-                raise RequestError(f"{field} goes with type {kind}, and only with it.", param=field)
-        if self.type == "structural_tag" and fields not in (["format"], ["structures", "triggers"]):
-            raise RequestError(
-                "response_format of type structural_tag needs either format or structures and triggers.",
-                param="response_format",
-            )
-        return self
 
 
 class PromptRequest(RequestBody):

@@ -19,7 +19,8 @@ from octavo.entrypoints.http.body_fields import (
     check_text,
     described,
 )
-from octavo.entrypoints.openai.request_bodies import ChatMessage, PromptRequest, TemplateRequest
+from octavo.entrypoints.openai.chat_messages import ChatMessage
+from octavo.entrypoints.openai.request_bodies import PromptRequest, TemplateRequest
 from octavo.errors import RequestError
 from octavo.pooling_params import PoolingParams
 

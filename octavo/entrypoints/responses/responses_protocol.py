@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from octavo.entrypoints.http.body_fields import Int, JsonObject, Metadata, RequestBody, Text, described, refuse_unbuilt
-from octavo.entrypoints.openai.request_bodies import Effort, Resume, StructuredOutputs, TokenRequest, Verbosity
+from octavo.entrypoints.openai.answer_structure import StructuredOutputs
+from octavo.entrypoints.openai.request_bodies import Effort, Resume, TokenRequest, Verbosity
 from octavo.entrypoints.openai.tool_choice import FlatToolChoice
 from octavo.errors import RequestError
 

@@ -1,0 +1,117 @@
+"""The messages of a chat, and the functions that its answer may call, as requests give them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+
+from octavo.entrypoints.chat.media_parts import check_role, media_of
+from octavo.entrypoints.http.body_fields import MessageContent, RequestBody, Text, check_text
+from octavo.errors import RequestError
+
+
+class FunctionDefinition(RequestBody):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        return {"type": "object", "properties": {}} if self.parameters is None else self.parameters
+
+
+class Tool(RequestBody):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class _Sent(RequestBody):
+    """A part of an answer that is sent back. Null fields are dropped, known or not."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            # The openai package's `parse` adds `parsed_arguments` to calls.
+            return {name: one for name, one in data.items() if one is not None and name != "parsed_arguments"}
+        return data
+
+
+class SentFunctionCall(_Sent):
+    name: Text
+    arguments: Text | None = None  # blank or null: none
+
+
+class SentToolCall(_Sent):
+    """A call in a message that is sent back."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: SentFunctionCall
+    index: int | None = None  # of a stream's deltas
+
+
+# Fields of answers that tell the model no more than the content does. The openai package's `parse` adds `parsed`.
+_SHOWN_ONLY = ("annotations", "refusal", "parsed")
+
+
+class ChatMessage(RequestBody):
+    """One message of a conversation. Messages of answers may be sent back, so null fields are dropped."""
+
+    role: Annotated[str, Field(min_length=1), AfterValidator(check_text)]  # any role: the template decides
+    content: MessageContent
+    name: Text | None = None
+    tool_call_id: Text | None = None
+    tool_calls: list[SentToolCall] | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of the content, without other parts."""
+        sent = self.content or ""
+        return sent if isinstance(sent, str) else "".join(part.get("text", "") for part in sent)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if data.get("function_call"):
+            raise RequestError("messages with function_call are not built; use tool_calls.", param="messages")
+        if data.get("tool_calls") and data.get("role") != "assistant":
+            raise RequestError("only messages of the assistant have tool_calls.", param="messages")
+        if data.get("audio"):
+            raise RequestError("audio of messages is not built; send what was said as content.", param="messages")
+        if data.get("role") == "assistant":
+            refusal = data.get("refusal")
+            data = {"content": None, **{name: one for name, one in data.items() if name not in _SHOWN_ONLY}}
+            if refusal is not None and not data["content"]:
+                data["content"] = refusal
+        if data.keys() <= (known := cls.model_fields.keys()):
+            return data
+        return {name: value for name, value in data.items() if name in known or value not in (None, [])}
+
+    @field_validator("content")
+    @classmethod
+    def _check_null(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.data.get("role", "assistant") != "assistant":
+            raise ValueError("should be a string or a list of parts")
+        return value
+
+    @model_validator(mode="after")
+    def _check_media(self) -> ChatMessage:
+        if media_of([self.content]):
+            check_role(self.role)
+        return self
+
+    def given_fields(self) -> dict[str, Any]:
+        """Return the fields that are not null."""
+        fields = {name: value for name, value in self.__dict__.items() if value is not None}
+        if self.tool_calls is not None:
+            fields["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
+        return fields
