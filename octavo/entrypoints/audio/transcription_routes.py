@@ -70,8 +70,12 @@ class AudioRequest(RequestBody):
     top_k: Int | None = described("Sample only from this many likeliest tokens; 0 or -1: all.", minimum=-1)
     min_p: float | None = described("Least probability, as a share of the likeliest token's.", minimum=0, maximum=1)
     repetition_penalty: float | None = described("Above 1 makes tokens of the text less likely.", minimum=0)
-    presence_penalty: float | None = described("Lowers the logits of tokens that have come.", minimum=-2, maximum=2)
-    frequency_penalty: float | None = described("Lowers logits by how often tokens have come.", minimum=-2, maximum=2)
+    presence_penalty: float | None = described(
+        "Lowers the logits of tokens that the answer has.", minimum=-2, maximum=2
+    )
+    frequency_penalty: float | None = described(
+        "Lowers the logits of tokens by how often the answer has them.", minimum=-2, maximum=2
+    )
 
     @property
     def sampling(self) -> dict[str, Any]:

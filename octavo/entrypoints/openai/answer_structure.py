@@ -30,7 +30,8 @@ class StructuredOutputs(RequestBody):
 
 
 class JsonSchemaFormat(RequestBody):
-    """OpenAI's wrapping of a schema, which is followed, `strict` or not; `strict` closes objects that do not say."""
+    """OpenAI's wrapping of a schema. The schema always holds; `strict` also closes objects that do not give
+    `additionalProperties`."""
 
     name: Text | None = None
     description: Text | None = None
@@ -38,7 +39,7 @@ class JsonSchemaFormat(RequestBody):
     strict: bool | None = None
 
 
-# The type that each other field of a `ResponseFormat` goes with.
+# For each other field of a `ResponseFormat`: the only `type` that it may come with.
 _TYPE_OF_FIELD = {
     "json_schema": "json_schema", "schema_": "json_object", "format": "structural_tag", "structures": "structural_tag",
     "triggers": "structural_tag",

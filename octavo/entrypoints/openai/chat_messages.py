@@ -29,7 +29,7 @@ class Tool(RequestBody):
     function: FunctionDefinition
 
 
-class _Sent(RequestBody):
+class _SentBack(RequestBody):
     """A part of an answer that is sent back. Null fields are dropped, known or not."""
 
     @model_validator(mode="before")
@@ -41,12 +41,12 @@ class _Sent(RequestBody):
         return data
 
 
-class SentFunctionCall(_Sent):
+class SentFunctionCall(_SentBack):
     name: Text
     arguments: Text | None = None  # blank or null: none
 
 
-class SentToolCall(_Sent):
+class SentToolCall(_SentBack):
     """A call in a message that is sent back."""
 
     id: Text | None = None
@@ -73,8 +73,8 @@ class ChatMessage(RequestBody):
     @property
     def text(self) -> str:
         """The text of the content, without other parts."""
-        sent = self.content or ""
-        return sent if isinstance(sent, str) else "".join(part.get("text", "") for part in sent)
+        content = self.content or ""
+        return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
     @model_validator(mode="before")
     @classmethod
@@ -92,6 +92,7 @@ class ChatMessage(RequestBody):
             data = {"content": None, **{name: one for name, one in data.items() if name not in _SHOWN_ONLY}}
             if refusal is not None and not data["content"]:
                 data["content"] = refusal
+        # Unknown fields that are null or [] are dropped; others stay, and are refused.
         if data.keys() <= (known := cls.model_fields.keys()):
             return data
         return {name: value for name, value in data.items() if name in known or value not in (None, [])}

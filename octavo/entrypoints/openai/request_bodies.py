@@ -48,7 +48,7 @@ from octavo.sampling_params import (
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
-_IGNORED = "Taken and without effect, as OpenAI documents it."
+_IGNORED = "Accepted, and does not change the answer (as with OpenAI)."
 
 
 class StreamOptions(RequestBody):
@@ -92,8 +92,12 @@ class TokenRequest(PromptRequest):
     # OpenAI's sampling.
     temperature: float | None = described("0 always takes the likeliest token. Left out: the model's own.", minimum=0)
     top_p: float | None = described("Sample only the likeliest tokens of this total probability.", maximum=1)
-    presence_penalty: float | None = described("Lowers the logits of tokens that have come.", minimum=-2, maximum=2)
-    frequency_penalty: float | None = described("Lowers logits by how often tokens have come.", minimum=-2, maximum=2)
+    presence_penalty: float | None = described(
+        "Lowers the logits of tokens that the answer has.", minimum=-2, maximum=2
+    )
+    frequency_penalty: float | None = described(
+        "Lowers the logits of tokens by how often the answer has them.", minimum=-2, maximum=2
+    )
     seed: Int | None = described("Equal requests with equal seeds get equal answers, whatever else runs.")
     stop: Texts | None = described("Texts that end the answer.")
     logit_bias: dict[str, float] | None = described("Numbers by token id, -100 to 100, added to the tokens' logits.")
@@ -113,7 +117,7 @@ class TokenRequest(PromptRequest):
     request_id: Id | None = described("Becomes part of the answer's id, and comes back as header X-Request-Id.")
     session_id: Annotated[Text, Field(min_length=1, max_length=MAX_SESSION_LENGTH)] | None = described(
         "Requests of one session go to one replica (octavo gateway) and one engine (-dp), where the load allows it; "
-        "the header X-Session-ID says it too."
+        "the header X-Session-ID does the same."
     )
     cache_salt: Annotated[Text, Field(min_length=1)] | None = described(
         "Requests with different salts share no cached prompt."
@@ -124,10 +128,10 @@ class TokenRequest(PromptRequest):
     )
     cache_session: Annotated[str, Field(pattern=SESSION_PATTERN)] | None = described(
         "Keep the blocks of this conversation on disk (--kv-cache-disk) under this id, until DELETE "
-        "/v1/cache/sessions/{id} or cache_ttl_s after its last request; the header X-Cache-Session says it too."
+        "/v1/cache/sessions/{id} or cache_ttl_s after its last request; the header X-Cache-Session does the same."
     )
     cache_ttl_s: Annotated[float, Field(gt=0, le=MAX_CACHE_TTL_S)] | None = described(
-        "How long to keep the blocks of the cache_session; one hour if left out. The header X-Cache-TTL says it too."
+        "How long to keep the blocks of the cache_session; one hour if left out. The header X-Cache-TTL does the same."
     )
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = described(
         "Seconds after arrival at which the answer ends, with the tokens so far."
@@ -194,7 +198,8 @@ class SamplingRequest(TokenRequest):
         if self.response_format is not None and self.response_format.type != "text":
             schema = self.response_format.json_schema
             if schema is not None and schema.schema_ is not None:
-                # OpenAI's strict schemas close their objects themselves; others are closed if that changes no answer.
+                # By OpenAI's rules a strict schema closes its objects itself; `strict` closes those that are open.
+                # Whether objects of other schemas are closed is the engine's setting.
                 closes = {"disable_additional_properties": True} if schema.strict else {}
                 found["response_format.json_schema.schema"] = {"json": schema.schema_, **closes}
             elif self.response_format.type == "structural_tag":
@@ -305,7 +310,9 @@ class GenerationRequest(SamplingRequest):
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-_SAMPLING_FIELDS = GenerationRequest.model_fields.keys() & {*SamplingParams.__struct_fields__} - {"structured_outputs"}
+_SAMPLING_FIELDS = GenerationRequest.model_fields.keys() & (
+    {*SamplingParams.__struct_fields__} - {"structured_outputs"}
+)
 
 
 class CompletionRequest(GenerationRequest):
@@ -326,9 +333,12 @@ class CompletionRequest(GenerationRequest):
     @classmethod
     def _needs_a_prompt(cls, data: Any) -> Any:
         """Check that there is a prompt. Beside embeddings an empty prompt counts as none, as in vLLM."""
-        if isinstance(data, dict) and data.get("prompt_embeds") and data.get("prompt", "x") in (None, "", []):
-            return {name: value for name, value in data.items() if name != "prompt"}
-        if isinstance(data, dict) and "prompt" not in data and not data.get("prompt_embeds"):
+        if not isinstance(data, dict):
+            return data
+        if data.get("prompt_embeds"):
+            is_empty = "prompt" in data and data["prompt"] in (None, "", [])
+            return {name: value for name, value in data.items() if name != "prompt"} if is_empty else data
+        if "prompt" not in data:
             raise RequestError("prompt is required.", param="prompt")
         return data
 
@@ -390,7 +400,7 @@ class TemplateRequest(PromptRequest):
 
 
 _CHAT_NAMES = FieldNames({"logprobs": "top_logprobs"})
-_CHAT_NAMES_BY_LIMIT = FieldNames({"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"})
+_CHAT_NAMES_WITH_NEW_LIMIT = FieldNames({"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"})
 
 
 class ChatCompletionRequest(GenerationRequest, TemplateRequest):
@@ -412,8 +422,8 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
     echo: bool | None = described("Begin the answer with the text of the last message, if that is the assistant's.")
     include_reasoning: bool | None = described("Whether reasoning is shown, in a field of its own.")
     reasoning_effort: Effort | None = described(
-        "How much to reason, where the chat template knows of it: its variable reasoning_effort, or enable_thinking or "
-        "thinking, which none turns off."
+        "How much to reason, if the chat template has a variable for it: reasoning_effort, or enable_thinking or "
+        'thinking, which the value "none" switches off.'
     )
     store: bool | None = described("Keep the answer at /v1/chat/completions/{id}. Only for n = 1.")
     verbosity: Verbosity | None = described("How long the answer is to be, if the chat template has this variable.")
@@ -431,7 +441,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
     @property
     def field_names(self) -> FieldNames:
         """Return the fields that errors about sampling parameters are to name."""
-        return _CHAT_NAMES if self.max_completion_tokens is None else _CHAT_NAMES_BY_LIMIT
+        return _CHAT_NAMES if self.max_completion_tokens is None else _CHAT_NAMES_WITH_NEW_LIMIT
 
     @property
     def is_resumable(self) -> bool:
@@ -466,7 +476,8 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
         return self
 
     @model_validator(mode="after")
-    def _check_tools(self) -> ChatCompletionRequest:
+    def _apply_tool_choice(self) -> ChatCompletionRequest:
+        """Check the tools and the choice. Of `allowed_tools` take the mode as the choice, and drop other tools."""
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise RequestError("tools must have different names.", param="tools")

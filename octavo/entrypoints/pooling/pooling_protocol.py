@@ -31,7 +31,7 @@ class PoolingFields(PromptRequest):
     """Common fields of all pooling bodies: how texts are cut, and how the request is scheduled."""
 
     model: Text | None = described("One of the names of GET /v1/models; may be left out.")
-    user: Text | None = described("Taken and without effect, as OpenAI documents it.")
+    user: Text | None = described("Accepted, and does not change the answer (as with OpenAI).")
     truncate_prompt_tokens: Int | None = described(
         "Keep this many tokens of a text; -1: all that fit. If left out, a text that is too long is refused.",
         minimum=-1,

@@ -16,7 +16,7 @@ from octavo.entrypoints.openai.request_bodies import Effort, Resume, TokenReques
 from octavo.entrypoints.openai.tool_choice import FlatToolChoice
 from octavo.errors import RequestError
 
-_NOTE = "Taken and without effect, as OpenAI documents it."
+_NOTE = "Accepted, and does not change the answer (as with OpenAI)."
 MAX_TOP_LOGPROBS = 20
 
 # Fields of the API that are not built, with the values that ask for nothing. null always does.
