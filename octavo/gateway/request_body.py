@@ -16,7 +16,10 @@ import msgspec
 from octavo.errors import RequestError
 
 _MAX_CANDIDATES = 16  # places that look like the model's name, each tried by parsing
-_MEDIA_BYTES = 4096  # that a message with media counts at most
+_MAX_MEDIA = 1024  # of a message; later ones count with all their bytes
+_MEDIA_BYTES = 4096  # that a picture or sound counts at most: some 1,000 tokens
+# What comes before the base64 of a picture or sound: a data URL's beginning, or Anthropic's or OpenAI's key `data`.
+_MEDIUM = re.compile(rb'(?<!\\)"data(?::[^",]{0,200};base64,|"\s*:\s*")')  # quotes in texts are escaped
 _CHUNK_CHARS = 1024  # of a prompt that is one text
 _MAX_PREFIXES = 1024  # of a conversation; later ones do not change its replica
 _FORM_FIELD = re.compile(rb'content-disposition:[^\r\n]*;\s*name="?(model|stream)"?\s*[;\r]', re.IGNORECASE)
@@ -116,13 +119,26 @@ class RequestBody:
         found, shared = dict[bytes, int](), None
         for item in _split(bytes(items)):
             chain.update(item + b"\0")
-            # Media cost a model some thousand characters of text, however many bytes they have.
-            is_media = b";base64," in item or b'"input_audio"' in item
-            num_bytes += min(len(item), _MEDIA_BYTES) if is_media else len(item)
+            num_bytes += _num_text_bytes(item)
             found[chain.digest()] = num_bytes
             if shared is None and b'"user"' in item:  # the role, as quotes in texts are escaped
                 shared = chain.digest()
         return found, shared or next(iter(found), None)
+
+
+def _num_text_bytes(item: bytes) -> int:
+    """Return the bytes of a message, where each picture or sound counts as `_MEDIA_BYTES` at most."""
+    num_bytes, at = len(item), 0
+    for _ in range(_MAX_MEDIA):
+        if (at := item.find(b'"data', at)) < 0:
+            break
+        medium = _MEDIUM.match(item, at)
+        at += 1
+        if medium is not None and (end := item.find(b'"', medium.end())) >= 0:
+            at = end
+            if item.find(b" ", medium.end(), end) < 0:  # else it is the `data` of a document, a text
+                num_bytes -= max(0, end - medium.end() - _MEDIA_BYTES)
+    return num_bytes
 
 
 def _split(data: bytes) -> list[bytes]:

@@ -100,6 +100,31 @@ def test_turns_of_a_conversation_share_a_hash_up_to_the_users_first_message() ->
     assert shared() is None
 
 
+_BASE64 = "/9j+" * 25_000
+
+
+@pytest.mark.parametrize(
+    "medium",
+    [
+        {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{_BASE64}"}},
+        {"type": "input_image", "image_url": f"data:image/jpeg;base64,{_BASE64}"},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/jpeg", "data": _BASE64}},
+        {"type": "input_audio", "input_audio": {"data": _BASE64, "format": "wav"}},
+    ],
+)
+def test_text_beside_media_counts_as_text(medium: dict[str, object]) -> None:
+    def num_bytes(*parts: dict[str, object]) -> int:
+        body = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode().replace(b"/", rb"\/")
+        return max(read_body(body, JSON).prefixes[0].values())
+
+    text = {"type": "text", "text": 'It says "data:x;base64,' + "some words " * 5000 + '"'}
+    document = {"type": "document", "source": {"type": "text", "data": "some words " * 5000}}
+    beside = num_bytes(text, document)
+    assert beside > 110_000
+    for number in (1, 2):
+        assert 4096 * number < num_bytes(*[medium] * number, text, document) - beside < 4096 * number + 500
+
+
 @pytest.mark.parametrize(("written", "is_on"), [("true", 1), ("1", 1), ('"Yes"', 1), ("[]", 0), ("0", 0), ('"no"', 0)])
 def test_flags_are_read_as_servers_do_that_take_more_than_booleans(written: str, is_on: int) -> None:
     read = read_body(b'{"stream": %b, "background": %b}' % (written.encode(), written.encode()), JSON)
