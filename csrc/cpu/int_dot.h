@@ -10,13 +10,13 @@
 //      group 1   ...                                                 int32 of one group; acc: float, of all blocks
 //
 // int_tile, for each block b, for each group g of it:
-//   1. dot_group    sum = start + codes * elements     each lane has four k of one output: one instruction for each
+//   a. dot_group    sum = start + codes * elements     each lane has four k of one output: one instruction for each
 //                                                      row, vector and step
-//   2. add_scaled   acc += scale of the weights * scale of the row * sum
+//   b. add_scaled   acc += scale of the weights * scale of the row * sum
 // and then for the block, if the matrix has minima of 32 elements:
-//   3. add_minima   acc += minimum * sum of the row's elements
-// Step 1 adds integers, so their order does not matter. Floats are added in the order of blocks and groups. So a row's
-// bits do not depend on R, nor on how the work is cut.
+//   c. add_minima   acc += minimum * sum of the row's elements
+// `dot_group` adds integers, so their order does not matter. `add_scaled` and `add_minima` add floats, in the order of
+// blocks and groups. So a row's bits do not depend on R, nor on how the work is cut.
 //
 // The parameters of a tile's parts:
 //
@@ -41,7 +41,7 @@ constexpr int kVecBytes = kLanes * 4;
 
 // Returns the start of group g's integer sum: -z times the sum of the group's elements, or 0 where codes are centred
 // before they are multiplied. z is 8, 32 or 128 for codes of 4, 6 or 8 bits. Formats with a table count as 8 bits,
-// though their codes are nibbles. Codes of 4 and 6 bits keep their start even where kCodesAreCentred.
+// though their codes are nibbles. For codes of 4 and 6 bits kCodesAreCentred changes nothing.
 template <class F>
 inline int32_t zero_point_term(const QBlock& x, int g) {
     static_assert(F::kBits != 6 || F::kGroupElements == 16, "a QBlock has no starts with z = 32 for groups of 32");
@@ -109,8 +109,8 @@ __attribute__((always_inline)) inline Ints table_of(const BlocksView& w) {
 template <class F, int R, int V>
 __attribute__((always_inline)) inline void add_step_of_nibbles(const QBlock* const* x, int64_t b, const char* step,
                                                                int s, Ints table, Ints (&sum)[R][V]) {
-    const auto add = [](Ints sums, Ints codes, Ints four) __attribute__((always_inline)) {
-        return F::kHasTable ? dot_codes8(sums, codes, four) : add_to_sums4(sums, codes, four);
+    const auto add = [](Ints sums, Ints codes, Ints x_four) __attribute__((always_inline)) {
+        return F::kHasTable ? dot_codes8(sums, codes, x_four) : add_to_sums4(sums, codes, x_four);
     };
     Ints low[V], high[V];
     for (int v = 0; v < V; ++v) {
@@ -119,17 +119,17 @@ __attribute__((always_inline)) inline void add_step_of_nibbles(const QBlock* con
         high[v] = codes_of<F>(high_nibbles(both), table);  // k4 k5 k6 k7
     }
     for (int r = 0; r < R; ++r) {
-        const Ints four = set1_bytes(x[r][b].q + s * 8);  // x0 x1 x2 x3 in every lane
-        for (int v = 0; v < V; ++v) sum[r][v] = add(sum[r][v], low[v], four);
+        const Ints x_four = set1_bytes(x[r][b].q + s * 8);  // x0 x1 x2 x3 in every lane
+        for (int v = 0; v < V; ++v) sum[r][v] = add(sum[r][v], low[v], x_four);
     }
     for (int r = 0; r < R; ++r) {
-        const Ints four = set1_bytes(x[r][b].q + s * 8 + 4);  // x4 x5 x6 x7 in every lane
-        for (int v = 0; v < V; ++v) sum[r][v] = add(sum[r][v], high[v], four);
+        const Ints x_four = set1_bytes(x[r][b].q + s * 8 + 4);  // x4 x5 x6 x7 in every lane
+        for (int v = 0; v < V; ++v) sum[r][v] = add(sum[r][v], high[v], x_four);
     }
 }
 
-// Adds steps s and s + 1, of four elements of k each, with codes of 6 bits, a byte each. Without VNNI sums of both
-// steps fit 16 bits (docs/kernels.md).
+// Adds steps s and s + 1, of four elements of k each, with codes of 6 bits, a byte each. Without VNNI products are
+// added in 16 bits, which hold both steps (docs/kernels.md).
 template <int R, int V>
 __attribute__((always_inline)) inline void add_two_steps6(const QBlock* const* x, int64_t b, const char* step, int s,
                                                           Ints (&sum)[R][V]) {
@@ -153,8 +153,8 @@ __attribute__((always_inline)) inline void add_step8(const QBlock* const* x, int
     // k0 k1 k2 k3 of each output. `centred` makes codes signed on sets that multiply signed bytes.
     for (int v = 0; v < V; ++v) codes[v] = centred(load_ints(step + v * kVecBytes));
     for (int r = 0; r < R; ++r) {
-        const Ints four = set1_bytes(x[r][b].q + s * 4);  // x0 x1 x2 x3 in every lane
-        for (int v = 0; v < V; ++v) sum[r][v] = dot_codes8(sum[r][v], codes[v], four);
+        const Ints x_four = set1_bytes(x[r][b].q + s * 4);  // x0 x1 x2 x3 in every lane
+        for (int v = 0; v < V; ++v) sum[r][v] = dot_codes8(sum[r][v], codes[v], x_four);
     }
 }
 
@@ -196,9 +196,11 @@ __attribute__((always_inline)) inline void add_scaled(const BlocksView& w, const
         const int output = (v0 + v) * kLanes;  // the first of the vector, in the panel
         const Vec weight_scale = load_scale(w.scales_of_group<F>(g) + output);
         for (int r = 0; r < R; ++r) {
+            // A row has one scale for each 32 elements, a group may have 16.
             const Vec row_scale = set1(x[r][b].scale[g * F::kGroupElements / 32]);
             if constexpr (F::kHasMinimaBy16) {
-                // acc += row scale * (scale * integer sum + minimum * start)
+                // acc += row scale * (scale * integer sum + minimum * start). These minima are stored divided by -128,
+                // because the start is -128 times the sum of the row's elements (kStartOfOne).
                 const Vec added =
                     mul(load(w.minima_by_16<F>(g) + output), set1(static_cast<float>(x[r][b].start_z128_by_16[g])));
                 acc[r][v0 + v] = fma(fma(weight_scale, sum_of(r, v), added), row_scale, acc[r][v0 + v]);
@@ -211,14 +213,14 @@ __attribute__((always_inline)) inline void add_scaled(const BlocksView& w, const
 }
 
 // Adds the products of a block's minima, one for each 32 elements of k, to `acc`. A lane has an output's two minima,
-// and `sums` the row's two sums of elements: acc += minimum 0 * sum 0 + minimum 1 * sum 1.
+// and `element_sums` has the row's two: acc += minimum 0 * element sum 0 + minimum 1 * element sum 1.
 template <class F, int R, int V>
 __attribute__((always_inline)) inline void add_minima(const BlocksView& w, const QBlock* const* x, int64_t b, int v0,
                                                       Vec (&acc)[R][kVecsPerPanel]) {
     for (int v = 0; v < V; ++v) {
         const Pairs minima = load_pairs(w.minima_by_32<F>() + (v0 + v) * kLanes * 2);
         for (int r = 0; r < R; ++r) {
-            acc[r][v0 + v] = dot_pairs(acc[r][v0 + v], minima, BF16::broadcast(x[r][b].sums));
+            acc[r][v0 + v] = dot_pairs(acc[r][v0 + v], minima, BF16::broadcast(x[r][b].element_sums));
         }
     }
 }
@@ -243,11 +245,11 @@ void int_tile(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_stride
                 // Where registers are few (AVX2) the float sums stay in memory while integers are summed.
                 leave_in_memory(acc);
                 Ints sum[R][V];
-                dot_group<F, R, V>(x, b, w.codes + v0 * kVecBytes, g, table, sum);  // 1
+                dot_group<F, R, V>(x, b, w.codes + v0 * kVecBytes, g, table, sum);  // a
                 const auto sum_of = [&](int r, int v) __attribute__((always_inline)) { return to_float(sum[r][v]); };
-                add_scaled<F, R, V>(w, x, b, g, v0, sum_of, acc);  // 2
+                add_scaled<F, R, V>(w, x, b, g, v0, sum_of, acc);  // b
             }
-            if constexpr (F::kHasMinimaBy32) add_minima<F, R, V>(w, x, b, v0, acc);  // 3
+            if constexpr (F::kHasMinimaBy32) add_minima<F, R, V>(w, x, b, v0, acc);  // c
         }
     }
     store_sums<R>(acc, factor, y);

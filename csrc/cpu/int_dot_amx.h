@@ -44,9 +44,9 @@ using AmxTiles = AmxTilesIf<F, F::kGroupElements == kAmxGroupElements>;
 
 // A block of sixteen quantized rows: the QBlocks of the rows, field by field. Missing rows are zeros.
 struct alignas(64) BlockOfRows {
-    int8_t q[kAmxRows][kQBlock];  // loaded as tiles, [16][32] for each group
-    float scale[2][kAmxRows];     // of each group
-    uint16_t sums[kAmxRows][2];   // bf16, of each 32 elements
+    int8_t q[kAmxRows][kQBlock];         // loaded as tiles, [16][32] for each group
+    float scale[2][kAmxRows];            // of each group
+    uint16_t element_sums[kAmxRows][2];  // bf16, of each 32 elements
 };
 
 // The rows of a task, laid out as BlockOfRows for all panels. Each thread lays the same rows out once in a launch. The
@@ -94,7 +94,7 @@ class RowsForAmx {
                     memcpy(to->q[r], x->q, kQBlock);
                     for (int i = 0; i < 2; ++i) {
                         to->scale[i][r] = x->scale[i];
-                        to->sums[r][i] = x->sums[i];
+                        to->element_sums[r][i] = x->element_sums[i];
                     }
                 }
             }
@@ -185,7 +185,8 @@ void int_tile_amx(BlocksView w, const char* codes, int64_t blocks, const BlockOf
             if constexpr (F::kHasMinimaBy32) {
                 const Pairs minima = load_pairs(block.minima_by_32<F>() + v * kLanes * 2);
 #pragma GCC unroll 16
-                for (int r = 0; r < kAmxRows; ++r) acc[r] = dot_pairs(acc[r], minima, BF16::broadcast(x[b].sums[r]));
+                for (int r = 0; r < kAmxRows; ++r)
+                    acc[r] = dot_pairs(acc[r], minima, BF16::broadcast(x[b].element_sums[r]));
             }
         }
         for (int r = 0; r < kAmxRows; ++r) store(y + r * kMaxEpilogueWidth, mul(acc[r], factor));

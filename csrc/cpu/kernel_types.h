@@ -53,7 +53,7 @@ struct QBlock {
     int8_t q[kQBlock];
     float scale[2];                       // of each 32 elements
     float outlier[2][kMaxOutliers];       // of each 32 elements; 0 where there is none
-    uint16_t sums[2];                     // bf16: scale times the sum of each 32 elements; minima are multiplied by it
+    uint16_t element_sums[2];             // bf16: scale times the sum of each 32 elements; minima are multiplied by it
     int32_t start_z8[2];                  // -8 times the sum of each 32 elements
     int32_t start_z128[2];                // -128 times the sum of each 32 elements
     int32_t start_z128_by_16[4];          // -128 times the sum of each 16 elements

@@ -107,7 +107,7 @@ inline void quantize_block(float* x, QBlock& out) {
         const int32_t sum = sums[2 * i] + sums[2 * i + 1];
         out.start_z8[i] = -8 * sum;
         out.start_z128[i] = -128 * sum;
-        out.sums[i] = narrow_scalar(out.scale[i] * static_cast<float>(sum));
+        out.element_sums[i] = narrow_scalar(out.scale[i] * static_cast<float>(sum));
     }
 }
 
