@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.engine.adapter_requests import AdapterRequests
-from octavo.engine.control import EngineControl
 from octavo.engine.core_client import Core, CoreProcess
 from octavo.engine.engine_admin import EngineAdmin
+from octavo.engine.engine_calls import EngineCalls, GenerateArgs, length_of
 from octavo.engine.forecast import FirstTokenForecast
-from octavo.engine.generate import EngineCalls, GenerateArgs, length_of
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.engine.output_processor import OutputProcessor, RequestState
+from octavo.engine.pause_and_sleep import EngineControl
 from octavo.engine.request_log import log_request
 from octavo.engine.request_stream import RequestStream, Sink
 from octavo.engine.resubmission import Resubmission

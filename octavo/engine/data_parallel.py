@@ -18,9 +18,9 @@ from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.engine.core_client import Core, CoreProcess
 from octavo.engine.data_parallel_routing import Router, block_hashes
+from octavo.engine.engine_calls import EngineCalls, GenerateArgs
 from octavo.engine.engine_hosts import EngineHosts, RemoteCore
 from octavo.engine.forecast import FirstTokenForecast
-from octavo.engine.generate import EngineCalls, GenerateArgs
 from octavo.engine.off_loop import run_off_loop
 from octavo.engine.request_stream import Sink
 from octavo.engine.vllm_names import refuse_kwargs

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.data_parallel import DataParallelEngine
-from octavo.engine.generate import StepCalls
-from octavo.engine.sleep_levels import check_level
+from octavo.engine.engine_calls import StepCalls
+from octavo.engine.sleep_names import check_level
 from octavo.errors import ConfigError, OctavoError, RequestError
 from octavo.lora.request import LoRARequest
 from octavo.metrics.prometheus import EngineMetrics

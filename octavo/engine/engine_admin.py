@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from octavo.engine.adapter_requests import AdapterRequests
-from octavo.engine.control import EngineControl
+from octavo.engine.pause_and_sleep import EngineControl
 from octavo.engine.vllm_names import refuse_kwargs
 from octavo.engine.wire import LiveView
 from octavo.lora.request import LoRARequest

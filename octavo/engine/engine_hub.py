@@ -23,7 +23,7 @@ import msgspec
 from octavo.config import EngineConfig
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.hub_link import Answering, Channels, CoreEnded
-from octavo.engine.sleep_levels import PAUSE_MODES, SLEEP_MODES, SLEEPERS, check_level, check_mode, woken_by
+from octavo.engine.sleep_names import PAUSE_MODES, SLEEP_MODES, SLEEPERS, check_level, check_mode, woken_by
 from octavo.engine.supervisor import Supervisor, record_ready
 from octavo.engine.wire import (
     Abort,

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, cast
 
 from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
-from octavo.engine.generate import StepCalls
+from octavo.engine.engine_calls import StepCalls
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.named_adapters import NamedAdapters
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
-from octavo.engine.sleep_levels import SLEEPERS, check_level, woken_by
+from octavo.engine.sleep_names import SLEEPERS, check_level, woken_by
 from octavo.engine.wire import AdapterLoaded
 from octavo.errors import OctavoError, RequestError
 from octavo.interrupts import uninterrupted

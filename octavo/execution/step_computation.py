@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.batch import GroupTables, StepBatch
 from octavo.execution.device import Device, StepOutputs
 from octavo.execution.device_tables import DeviceTables
 from octavo.execution.stage_links import StageLinks
 from octavo.execution.step_arrays import StepArrays, StepShape
 from octavo.models.registry import CrossModel, Model, PoolingModel, StageModel
 from octavo.ops import Array, DeviceOps, LayerKVCache, Ops
+from octavo.step_batch import GroupTables, StepBatch
 
 if TYPE_CHECKING:
     from octavo.lora.ops import AdaptedOps

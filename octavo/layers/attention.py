@@ -8,7 +8,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.norm import Norm, NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
@@ -16,6 +15,7 @@ from octavo.layers.product import Adapters, Summand
 from octavo.layers.rotary import AttentionTemperature, RopeConfig, alibi_slopes, halves
 from octavo.layers.tensor_parallel import WHOLE, Shard, ShardedHeads, elements
 from octavo.ops import Array, LayerKVCache
+from octavo.step_batch import GroupTables, StepBatch
 
 
 @dataclass(frozen=True, slots=True)

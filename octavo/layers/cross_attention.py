@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.all_gather import AllGather
 from octavo.layers.norm import Norm, NormDescription
@@ -21,6 +20,7 @@ from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
 from octavo.layers.tensor_parallel import WHOLE, Shard, elements
 from octavo.ops import Array, LayerKVCache
+from octavo.step_batch import GroupTables, StepBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.all_gather import AllGather
 from octavo.layers.norm import Norm, NormDescription, SharedNorm
@@ -20,6 +19,7 @@ from octavo.layers.product import Summand
 from octavo.layers.recurrent import Convolution, decay_rates, state_of
 from octavo.layers.tensor_parallel import WHOLE, Shard, ShardedHeads, elements
 from octavo.ops import Array, LayerKVCache, LinearWeight
+from octavo.step_batch import GroupTables, StepBatch
 
 
 @dataclass(frozen=True, slots=True)

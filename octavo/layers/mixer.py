@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
 from octavo.ops import Array, LayerKVCache, LinearWeight
+from octavo.step_batch import GroupTables, StepBatch
 
 
 class FeedForwardLike(Protocol):

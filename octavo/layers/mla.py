@@ -16,7 +16,6 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.batch import GroupTables, StepBatch
 from octavo.errors import LoadError
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.norm import Norm, NormDescription
@@ -27,6 +26,7 @@ from octavo.layers.sparse_indexer import SparseIndexer, SparseIndexerDescription
 from octavo.layers.tensor_parallel import WHOLE, Shard, ShardedHeads, elements
 from octavo.loading.weights import floats
 from octavo.ops import Array, ExpertsWeight, IndexOps, LayerKVCache
+from octavo.step_batch import GroupTables, StepBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.batch import GroupTables, StepBatch
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.norm import Norm, NormDescription, SharedNorm
@@ -23,6 +22,7 @@ from octavo.layers.product import Summand
 from octavo.layers.tensor_parallel import WHOLE, Shard, ShardedHeads, elements
 from octavo.loading.weights import floats
 from octavo.ops import Array, ExpertsWeight, LayerKVCache, LinearWeight
+from octavo.step_batch import GroupTables, StepBatch
 
 _TILE = 16  # states are padded to a multiple of this many channels: room for every backend's layout
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.feed_forward import FeedForwardDescription
@@ -17,6 +16,7 @@ from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
 from octavo.layers.tensor_parallel import Shard, elements
 from octavo.ops import Array, LayerKVCache
+from octavo.step_batch import GroupTables, StepBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.batch import GroupTables, StepBatch
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.rotary import RopeConfig, halves
 from octavo.ops import Array, IndexOps, LayerKVCache
+from octavo.step_batch import GroupTables, StepBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from octavo.batch import GroupTables, StepBatch
 from octavo.layers.altup import AltUpDescription
 from octavo.layers.norm import Norm
 from octavo.layers.parameters import Parameters
@@ -14,6 +13,7 @@ from octavo.loading.weights import floats
 from octavo.models.block import BlockLike, TablesAndCache
 from octavo.models.description import LayerDescription
 from octavo.ops import Array, LayerKVCache, LinearWeight
+from octavo.step_batch import GroupTables, StepBatch
 
 
 class AltUpBlock(BlockLike):

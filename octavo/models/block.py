@@ -33,7 +33,6 @@ from typing import Protocol
 
 import numpy as np
 
-from octavo.batch import GroupTables, StepBatch
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.cross_attention import CrossAttention
 from octavo.layers.mixer import FeedForwardLike, Mixer
@@ -43,6 +42,7 @@ from octavo.layers.product import Summand
 from octavo.layers.reused_layer import ReusedLayer
 from octavo.models.description import LayerDescription, ModelDescription, OutputScales
 from octavo.ops import Array, LayerKVCache, LinearWeight
+from octavo.step_batch import GroupTables, StepBatch
 
 TablesAndCache = tuple[GroupTables, LayerKVCache]  # a mixer's cache, and the places of the step's tokens in it
 

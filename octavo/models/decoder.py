@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from octavo.batch import StepBatch
 from octavo.kv_cache.groups import group_layers
 from octavo.layers.altup import AltUp
 from octavo.layers.cross_attention import CrossAttention
@@ -22,6 +21,7 @@ from octavo.models.description import ModelDescription
 from octavo.models.input_layer import InputLayer
 from octavo.models.output_layer import OutputLayer
 from octavo.ops import Array, LayerKVCache, Ops
+from octavo.step_batch import StepBatch
 
 _NO_CACHE: TablesAndCache = cast(Any, (None, None))  # for layers without a cache
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.batch import StepBatch
 from octavo.errors import ConfigError, LoadError
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.attention import Attention, AttentionDescription
@@ -32,6 +31,7 @@ from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.readers import read
 from octavo.ops import Array, LayerKVCache, LinearWeight, Ops
+from octavo.step_batch import StepBatch
 
 # model_type of a head's configuration -> the family of its layers. Other heads have Llama's layers.
 _FAMILY_OF_TYPE = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mistral": "MistralForCausalLM"}

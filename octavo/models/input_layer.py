@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from octavo.batch import StepBatch
 from octavo.layers.embedding import Embedding
 from octavo.layers.norm import Norm, apply_norm
 from octavo.layers.parameters import Parameters
 from octavo.layers.positions import position_table
 from octavo.models.description import ModelDescription
 from octavo.ops import Array, LinearWeight
+from octavo.step_batch import StepBatch
 
 
 class InputLayer:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from octavo.batch import StepBatch
 from octavo.errors import LoadError
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.cross_attention import CrossAttention
@@ -25,6 +24,7 @@ from octavo.models.readers import read, unread
 from octavo.models.whisper import WHISPER, read_whisper
 from octavo.ops import Array, LayerKVCache, Ops
 from octavo.pooling_params import PoolingConfig
+from octavo.step_batch import StepBatch
 
 
 class Model(Protocol):

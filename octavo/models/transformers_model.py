@@ -27,7 +27,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from octavo.batch import StepBatch
 from octavo.errors import LoadError
 from octavo.kv_cache.groups import group_layers
 from octavo.layers.attention import AttentionDescription
@@ -38,6 +37,7 @@ from octavo.loading.weights import Weights
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.transformers_exchange import Bridge, exchange, first_line
 from octavo.ops import Array, LayerKVCache, Ops
+from octavo.step_batch import StepBatch
 
 _ATTENTION = "octavo"
 _LAYER_TYPES = {

@@ -20,7 +20,7 @@ from octavo.config import CacheConfig, EngineArgs, EngineConfig, EngineHostsConf
 from octavo.engine import restart_policy
 from octavo.engine.data_parallel import DataParallelEngine
 from octavo.engine.data_parallel_llm import DataParallelLLMEngine
-from octavo.engine.generate import GenerateArgs
+from octavo.engine.engine_calls import GenerateArgs
 from octavo.engine.wire import UnloadAdapter
 from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError, OctavoError, RequestError
 from octavo.metrics.prometheus import EngineMetrics

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from octavo.engine.generate import length_of
+from octavo.engine.engine_calls import length_of
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.off_loop import MAX_INLINE_LENGTH
 from octavo.engine.wire import decode_frontend_message, encode_message

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from octavo.batch import GroupTables, StepBatch
 from octavo.engine.core import EngineCore
 from octavo.execution.executor import LocalExecutor
 from octavo.models.draft_heads import ChainHead
@@ -19,6 +18,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.speculative.methods import make_speculation
 from octavo.speculative.proposer import ToBeDrafted
 from octavo.speculative.speculation import Speculation
+from octavo.step_batch import GroupTables, StepBatch
 from tests.execution.late_device import LateDevice
 from tests.execution.test_draft_model import assert_same
 from tests.execution.test_draft_tokens import guessed_requests

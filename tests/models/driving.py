@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from octavo.loading.weights import floats
 from octavo.models.registry import Model
 from octavo.ops import LayerKVCache, Ops
 from octavo.quantization.stored import StoredWeight
+from octavo.step_batch import GroupTables, StepBatch
 
 BLOCK_SIZE = 8
 # Small models of the short tier. Nearly every value of a setting that only some descriptions of models have is in one.

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
-from octavo.batch import GroupTables, StepBatch
 from octavo.layers.rotary import rotary_table
 from octavo.models.decoder import Decoder
 from octavo.models.description import ModelDescription
 from octavo.models.draft_heads import ChainHead, Eagle3Head, EagleHead, HeadTarget, MedusaHeads, module_names
 from octavo.models.registry import describe
+from octavo.step_batch import GroupTables, StepBatch
 from tests.models.driving import ArrayWeights
 from tests.ops import torch_ref
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from octavo.batch import StepBatch
 from octavo.errors import ConfigError
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertsDescription
@@ -32,6 +31,7 @@ from octavo.models.inventory import record
 from octavo.models.registry import build, describe
 from octavo.models.sharding import stage_layers, with_shard, with_stage
 from octavo.ops import LayerKVCache, Ops
+from octavo.step_batch import StepBatch
 from tests.models.driving import VARIED, ArrayWeights, all_logits
 from tests.models.small_experts import ALL_MODELS, EXPERT_MODELS, GEMMA_4_MODELS, SIX_LAYERS
 from tests.models.small_latent import LATENT_MODELS

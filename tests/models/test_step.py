@@ -8,10 +8,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from octavo.batch import GroupTables, StepBatch
 from octavo.loading.recording import RecordingWeights
 from octavo.models.registry import build, describe
 from octavo.ops import Ops
+from octavo.step_batch import GroupTables, StepBatch
 
 CONFIG = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,

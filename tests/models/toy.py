@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from octavo.batch import GroupTables, StepBatch
 from octavo.layers.attention import Attention, AttentionDescription
 from octavo.layers.feed_forward import FeedForward, FeedForwardDescription
 from octavo.layers.norm import Norm, NormDescription
@@ -27,6 +26,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.registry import register
 from octavo.ops import Array, LayerKVCache
+from octavo.step_batch import GroupTables, StepBatch
 
 ARCHITECTURE = "ToyForCausalLM"
 CONFIG: dict[str, Any] = {

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo import ops
-from octavo.batch import StepBatch
 from octavo.config import SchedulerConfig
 from octavo.errors import RequestError
 from octavo.execution.block_mover import BlockMover
@@ -26,6 +25,7 @@ from octavo.request import EngineRequest, Prompt, TokenLogprobs
 from octavo.sampling.logprobs import entries, measure
 from octavo.sampling_params import SamplingParams
 from octavo.scheduling.scheduler import Scheduler
+from octavo.step_batch import StepBatch
 from tests.sampling.rows import Row, sample
 
 V = 50

@@ -72,7 +72,7 @@ LAZY_ROUTES = {
         "GET /v1/batches/{batch_id}",
         "POST /v1/batches/{batch_id}/cancel",
     ),
-    "octavo.entrypoints.openai.cache_sessions": ("DELETE /v1/cache/sessions/{session_id}",),
+    "octavo.entrypoints.openai.cache_session_route": ("DELETE /v1/cache/sessions/{session_id}",),
     "octavo.entrypoints.openai.stored_chat_routes": (
         "GET /v1/chat/completions",
         "GET /v1/chat/completions/{completion_id}",

@@ -1,7 +1,7 @@
 """Parses large JSON bodies in a separate process. A parser holds the interpreter's lock while it parses a body, which
 may take seconds and would stop the event loop.
 
-The process first counts a body's values (`field_limits`), then parses it and sends the value in pieces. The server
+The process first counts a body's values (`request_limits`), then parses it and sends the value in pieces. The server
 adds each piece in a moment, and its event loop runs between pieces.
 """
 
@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from octavo.entrypoints.http.field_limits import RequestLimits
+from octavo.entrypoints.http.request_limits import RequestLimits
 from octavo.errors import RequestError
 from octavo.processes import child_command
 

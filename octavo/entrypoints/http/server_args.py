@@ -21,7 +21,7 @@ from octavo import tracing
 from octavo.api_keys import with_environment
 from octavo.entrypoints.chat.reasoning import STYLES
 from octavo.entrypoints.chat.tools.tool_formats import AUTO, FORMATS, NONE
-from octavo.entrypoints.http.field_limits import RequestLimits
+from octavo.entrypoints.http.request_limits import RequestLimits
 from octavo.errors import ConfigError
 from octavo.flags import Flags, flag
 

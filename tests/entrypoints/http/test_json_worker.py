@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from octavo.entrypoints.http import json_worker, router
-from octavo.entrypoints.http.field_limits import RequestLimits
 from octavo.entrypoints.http.json_worker import JsonWorker, parse_json, pieces
+from octavo.entrypoints.http.request_limits import RequestLimits
 from octavo.errors import RequestError
 from tests.entrypoints.fake_engine import FakeEngine, serving
 from tests.waiting import within

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from octavo.engine.sleep_levels import PAUSE_MODES, SLEEP_MODES, SLEEPERS, check_level, check_mode, woken_by
+from octavo.engine.sleep_names import PAUSE_MODES, SLEEP_MODES, SLEEPERS, check_level, check_mode, woken_by
 from octavo.engine.supervisor import Supervisor
 from octavo.engine.wire import CacheWasReset, DropCacheSession, GetLiveView, LiveView, ResetCache, SetPaused
 from octavo.errors import OctavoError

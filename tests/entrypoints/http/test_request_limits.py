@@ -11,7 +11,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from octavo.entrypoints.http.field_limits import CONTAINER_NODES, RequestLimits
+from octavo.entrypoints.http.request_limits import CONTAINER_NODES, RequestLimits
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, CompletionRequest
 from octavo.errors import RequestError
 from tests.entrypoints.fake_engine import FakeEngine, serving
