@@ -1,5 +1,6 @@
 """Private servers of the databases that gateways share keys in: in temporary folders, at Unix sockets. Tests that need
-one are skipped where its program or its driver is not there (Debian: postgresql, valkey-server, redis-server)."""
+one are skipped where its program or its driver is not there (Debian: postgresql, pgbouncer, valkey-server,
+redis-server)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.ports import held_port
 from tests.waiting import wait_until, within
 
 
@@ -101,16 +104,76 @@ class PostgresqlServer(Server):
     def execute(self, statement: str) -> None:
         import psycopg
 
-        with psycopg.connect(self._at("postgres"), autocommit=True) as connection:
+        with psycopg.connect(self.at("postgres"), autocommit=True) as connection:
             connection.execute(statement)  # type: ignore[call-overload]
 
     def url(self) -> str:
         self._num_databases += 1
         self.execute(f"CREATE DATABASE d{self._num_databases}")
-        return self._at(f"d{self._num_databases}")
+        return self.at(f"d{self._num_databases}")
 
-    def _at(self, name: str) -> str:
+    def at(self, name: str) -> str:
         return f"postgresql:///{name}?host={self.folder}&user=octavo"
+
+
+class TlsPostgresqlServer(PostgresqlServer):
+    """PostgreSQL at a port, for clients that use TLS."""
+
+    def __init__(self, folder: Path, certificate: tuple[str, str]) -> None:
+        super().__init__(folder)
+        self.certfile, self._port = certificate[0], held_port()
+        for name, file in zip(("cert.pem", "key.pem"), certificate, strict=True):
+            shutil.copy(file, folder / name)
+            (folder / name).chmod(0o600)
+            shutil.chown(folder / name, **self.options())
+        hba = (folder / "data" / "pg_hba.conf").read_text().replace("\nhost ", "\nhostssl ")
+        (folder / "data" / "pg_hba.conf").write_text(hba)
+
+    def command(self) -> list[str]:
+        files = f"ssl_cert_file={self.folder}/cert.pem", f"ssl_key_file={self.folder}/key.pem"
+        settings = ["listen_addresses=127.0.0.1", f"port={self._port}", "ssl=on", *files]
+        return [*super().command(), *(word for setting in settings for word in ("-c", setting))]
+
+    def at(self, name: str) -> str:
+        options = f"sslmode=verify-full&sslrootcert={self.certfile}"
+        return f"postgresql://octavo@127.0.0.1:{self._port}/{name}?{options}"
+
+
+class PgbouncerServer(Server):
+    """PgBouncer, which gives each transaction one of two sessions of a PostgreSQL behind it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._postgresql = PostgresqlServer(folder)
+        self._postgresql.start()
+        (folder / "pgbouncer.ini").write_text(
+            f"[databases]\n* = host={folder} user=octavo\n[pgbouncer]\nunix_socket_dir = {folder}\nlisten_addr =\n"
+            "listen_port = 6432\nauth_type = any\npool_mode = transaction\ndefault_pool_size = 2\n"
+        )
+
+    def close(self) -> None:
+        super().close()
+        self._postgresql.close()
+
+    def options(self) -> dict[str, Any]:
+        return self._postgresql.options()
+
+    def command(self) -> list[str]:
+        return [_program("pgbouncer"), str(self.folder / "pgbouncer.ini")]
+
+    def answers(self) -> bool:
+        import psycopg
+
+        with contextlib.suppress(psycopg.Error), psycopg.connect(self._behind(self._postgresql.at("postgres"))):
+            return True
+        return False
+
+    def url(self) -> str:
+        return self._behind(self._postgresql.url())
+
+    @staticmethod
+    def _behind(url: str) -> str:
+        return f"{url}&port=6432"
 
 
 class ValkeyServer(Server):
@@ -144,21 +207,22 @@ class RedisServer(ValkeyServer):
 
 SERVERS: dict[str, tuple[type[Server], str, str]] = {
     "postgresql": (PostgresqlServer, "postgres", "psycopg"),
+    "pgbouncer": (PgbouncerServer, "pgbouncer", "psycopg"),
     "valkey": (ValkeyServer, "valkey-server", "redis"),
     "redis": (RedisServer, "redis-server", "redis"),
 }
 
 
 @contextlib.contextmanager
-def server(kind: str) -> Any:
-    """A running server, or a skipped test."""
-    make, program, driver = SERVERS[kind]
+def server(kind: str, make: Callable[[Path], Server] | None = None) -> Any:
+    """A running server, or a skipped test. `make` makes another one with the same programs."""
+    usual, program, driver = SERVERS[kind]
     if _find(program) is None or find_spec(driver) is None:
         pytest.skip(f"{program} or Python's {driver} is not installed")
     folder = Path(tempfile.mkdtemp(prefix="octavo-keys-"))  # short, for a socket, and not below a folder of root's own
     running = None
     try:
-        running = make(folder)
+        running = (make or usual)(folder)
         running.start()
         yield running
     finally:

@@ -14,10 +14,13 @@ from octavo.errors import ConfigError, RequestError
 from octavo.gateway import key_store
 from octavo.gateway.key_store import KeyDatabase, KeyStore, Operation, open_keys
 from octavo.gateway.keys import Key, KeySettings
+from tests.entrypoints.http.test_tls import certificate
 from tests.gateway.fakes import FakeLaunch, fake_servers, gateway
-from tests.gateway.key_databases import SERVERS, Server, server
+from tests.gateway.key_databases import SERVERS, Server, TlsPostgresqlServer, server
 from tests.gateway.test_keys import ADMIN, Keys, Now, answer
 from tests.waiting import until
+
+__all__ = ["certificate"]  # the fixture
 
 
 @pytest.fixture(scope="module", params=SERVERS)
@@ -118,6 +121,21 @@ def test_a_batch_whose_answer_is_lost_is_counted_once(database: Server) -> None:
         await store.close()
 
     asyncio.run(run())
+
+
+def test_tls_reaches_postgresql_with_the_certificate_that_was_named_alone(certificate: tuple[str, str]) -> None:
+    async def run(url: str) -> None:
+        store = await opened(url)
+        key, _ = await store.create(KeySettings(name="a", requests_per_minute=1))
+        assert await admitted(store, key) and not await admitted(store, key)
+        await store.close()
+        with pytest.raises(ConfigError, match="certificate verify failed"):
+            await opened(url.replace(f"sslrootcert={certificate[0]}", "sslrootcert=system"))
+        with pytest.raises(ConfigError, match="no encryption"):
+            await opened(url.replace("sslmode=verify-full", "sslmode=disable"))
+
+    with server("postgresql", lambda folder: TlsPostgresqlServer(folder, certificate)) as running:
+        asyncio.run(run(running.url()))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
