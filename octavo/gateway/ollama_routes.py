@@ -30,6 +30,7 @@ from octavo.ollama.to_openai import PATHS, Translated, translate
 
 _MAX_CARD_BYTES = 16 << 20
 _LENGTH_S = 2.0  # for a replica's answer about its context length
+_WITHOUT_LIMITS = "the operator's keys of --api-key (OCTAVO_API_KEY) may do it"
 _ROUTES = {
     "/api/tags": "GET", "/api/ps": "GET", "/api/version": "GET", "/api/show": "POST", "/api/pull": "POST",
     "/api/delete": "DELETE",
@@ -78,7 +79,7 @@ class OllamaRoutes:
         if path == "/api/show":
             return client, lambda: self._show(name, client, key)
         if key is not None:
-            raise RequestError(f"{path} is not for clients whose keys have limits.", status=403, code="not_allowed")
+            raise RequestError(f"{path} is not for keys of --keys; {_WITHOUT_LIMITS}.", status=403, code="not_allowed")
         if not self._models.is_open:
             raise RequestError(
                 f"{path} is for a gateway without a catalogue; this one serves the models that it was given.",
@@ -127,7 +128,8 @@ class OllamaRoutes:
             check_use(meter.key, deployment)
             if request.keep_alive == 0:
                 raise RequestError(
-                    f"The model {deployment.name} is not unloaded for keys that have limits, as others use it.",
+                    f"The model {deployment.name} is not unloaded for keys of --keys, as others use it; "
+                    f"{_WITHOUT_LIMITS}.",
                     status=403, code="not_allowed",
                 )  # fmt: skip
             await meter.admit(deployment.name)
