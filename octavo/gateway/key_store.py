@@ -90,13 +90,14 @@ class KeyDatabase(ABC):
         """Return all keys, the oldest first."""
 
     @abstractmethod
-    async def add(self, key_id: str, digest: bytes, settings: str) -> None:
-        """Keep a new key. Raises `RequestError` for settings that cannot be kept."""
+    async def add(self, key_id: str, digest: bytes, settings: str, name: str) -> None:
+        """Keep a new key. Raises `RequestError` for settings that cannot be kept and for a name that another key
+        has."""
 
     @abstractmethod
-    async def change(self, key_id: str, before: str, settings: str) -> bool:
+    async def change(self, key_id: str, before: str, settings: str, new_name: str | None = None) -> bool:
         """Give a key other settings if its present ones are `before`, as they were read. Returns whether they were.
-        Raises `RequestError`."""
+        Raises `RequestError`, also for a new name that another key has."""
 
     @abstractmethod
     async def delete(self, key_id: str) -> None:
@@ -207,7 +208,7 @@ class KeyStore:
         key = Key("key_" + secrets.token_hex(8), settings)
         secret = "sk-octavo-" + secrets.token_urlsafe(32)
         digest = digest_of(secret.encode())
-        await self._ask(lambda: self._database.add(key.id, digest, _written(settings)))
+        await self._ask(lambda: self._database.add(key.id, digest, _written(settings), settings.name))
         self._found.pop(digest, None)
         self._count(key, 0, 0, 0)
         return key, secret
@@ -220,7 +221,8 @@ class KeyStore:
             raise no_key(key.id)
         if _key(row).settings != key.settings:
             return False
-        if not await self._ask(lambda: self._database.change(key.id, row[1], _written(settings))):
+        new_name = settings.name if settings.name != key.settings.name else None
+        if not await self._ask(lambda: self._database.change(key.id, row[1], _written(settings), new_name)):
             return False
         key.settings = settings
         self._forget(key.id)

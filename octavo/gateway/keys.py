@@ -71,6 +71,13 @@ def no_key(key_id: str) -> RequestError:
     return RequestError(f"there is no key {key_id:.100}.", status=404, code="not_found")
 
 
+def name_taken(name: str) -> RequestError:
+    """Return the refusal of a name that another key has: errors, logs and metrics tell keys apart by it."""
+    return RequestError(
+        f"another key has the name {name}; choose another one.", param="name", status=409, code="name_taken"
+    )
+
+
 def digest_of(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()  # secrets are random: nothing slower is needed
 

@@ -21,7 +21,7 @@ from octavo.gateway.key_store import (
     is_ambiguous,
     wrong_address,
 )
-from octavo.gateway.keys import LIMITS
+from octavo.gateway.keys import LIMITS, name_taken
 
 _MISSING = ""
 try:
@@ -122,7 +122,8 @@ END $$;
 _HAS_SCHEMA = "SELECT to_regprocedure(%s) IS NOT NULL"
 _SIGNATURE = f"{_FUNCTION}(text, bigint, double precision, jsonb)"
 _CLEAN = "DELETE FROM octavo_writers WHERE seen < now() - interval '7 days' RETURNING id"
-_LOCK = 0x6F637461766F  # of the schema: "octavo"
+_LOCK = 0x6F637461766F  # of the schema, and of names: "octavo"
+_HAS_NAME = "SELECT 1 FROM octavo_keys WHERE settings->>'name' = %s AND id <> %s"
 _KEY = "SELECT id, settings::text, requests, prompt_tokens, completion_tokens FROM octavo_keys "
 
 
@@ -178,16 +179,19 @@ class PostgresqlKeys(KeyDatabase):
     async def keys(self) -> list[KeyRow]:
         return await self._run(_KEY + "ORDER BY number", ())
 
-    async def add(self, key_id: str, digest: bytes, settings: str) -> None:
+    async def add(self, key_id: str, digest: bytes, settings: str, name: str) -> None:
         # ON CONFLICT: a key that is sent again, as an answer was lost, is added once.
         statement = (
             "INSERT INTO octavo_keys (id, digest, settings) VALUES (%s, %s, %s) ON CONFLICT DO NOTHING RETURNING id"
         )
-        await self._run(statement, (key_id, digest, settings))
+        await self._run_named(statement, (key_id, digest, settings), key_id, name)
 
-    async def change(self, key_id: str, before: str, settings: str) -> bool:
+    async def change(self, key_id: str, before: str, settings: str, new_name: str | None = None) -> bool:
         statement = "UPDATE octavo_keys SET settings = %s WHERE id = %s AND settings = %s::jsonb RETURNING id"
-        return bool(await self._run(statement, (settings, key_id, before)))
+        values = settings, key_id, before
+        if new_name is None:
+            return bool(await self._run(statement, values))
+        return bool(await self._run_named(statement, values, key_id, new_name))
 
     async def delete(self, key_id: str) -> None:
         await self._run("DELETE FROM octavo_keys WHERE id = %s RETURNING id", (key_id,))
@@ -213,13 +217,28 @@ class PostgresqlKeys(KeyDatabase):
             rows: list[Any] = await (await connection.execute(statement, values)).fetchall()
             return rows
         except (psycopg.DataError, psycopg.IntegrityError) as error:
-            raise RequestError(f"PostgreSQL cannot keep this: {_said(error)}.") from None
+            raise _unkept(error) from None
         except psycopg.Error as error:
             await self._drop(purpose, connection)
             raise LostError(_said(error)) from None
         except BaseException:  # an answer that nobody reads may still come
             await self._drop(purpose, connection)
             raise
+
+    async def _run_named(self, statement: str, values: tuple[Any, ...], key_id: str, name: str) -> list[Any]:
+        """Return the rows of a statement that gives a key its name, on a connection of its own: of all gateways, one at
+        a time looks whether another key has the name. Raises `RequestError` if so."""
+        try:
+            async with await psycopg.AsyncConnection.connect(self._conninfo, prepare_threshold=None) as connection:
+                await connection.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
+                if await (await connection.execute(_HAS_NAME, (name, key_id))).fetchone():
+                    raise name_taken(name)
+                rows: list[Any] = await (await connection.execute(statement, values)).fetchall()
+                return rows
+        except (psycopg.DataError, psycopg.IntegrityError) as error:
+            raise _unkept(error) from None
+        except psycopg.Error as error:
+            raise LostError(_said(error)) from None
 
     async def _drop(self, purpose: str, connection: psycopg.AsyncConnection[tuple[Any, ...]] | None) -> None:
         """Use a connection no more. Its last statement closes it, as event loops cannot watch a closed socket."""
@@ -229,6 +248,10 @@ class PostgresqlKeys(KeyDatabase):
             if not connection.lock.locked():
                 with contextlib.suppress(psycopg.Error):
                     await connection.close()
+
+
+def _unkept(error: Exception) -> RequestError:
+    return RequestError(f"PostgreSQL cannot keep this: {_said(error)}.")
 
 
 def _said(error: Exception) -> str:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from octavo.gateway.key_store import Answer, KeyDatabase, KeyRow, LostError, Operation, UsageRow
-from octavo.gateway.keys import DAY_S, LIMITS, MINUTE_S
+from octavo.gateway.keys import DAY_S, LIMITS, MINUTE_S, name_taken
 
 CHECKPOINT_INTERVAL_S = 1.0  # between two times that the log of writes is moved into the file
 _TRY_INTERVAL_S = 0.01
@@ -36,6 +36,7 @@ _KEY = """
 SELECT id, settings, ifnull(sum(requests), 0), ifnull(sum(prompt_tokens), 0), ifnull(sum(completion_tokens), 0)
 FROM keys LEFT JOIN usage ON usage.key = id WHERE {} GROUP BY id ORDER BY keys.rowid
 """
+_HAS_NAME = "SELECT 1 FROM keys WHERE json_extract(settings, '$.name') = ? AND id <> ?"
 _OF_MINUTE = "SELECT requests, tokens FROM minutes WHERE key = ? AND minute = ?"
 _OF_DAY = "SELECT ifnull(sum(requests), 0), ifnull(sum(prompt_tokens + completion_tokens), 0) FROM usage " \
           "WHERE key = ? AND day = ?"  # fmt: skip
@@ -98,13 +99,13 @@ class SqliteKeys(KeyDatabase):
     async def keys(self) -> list[KeyRow]:
         return await self._rows(_KEY.format("TRUE"))
 
-    async def add(self, key_id: str, digest: bytes, settings: str) -> None:
-        await self._rows("INSERT INTO keys (id, digest, settings) VALUES (?, ?, ?)", key_id, digest, settings)
+    async def add(self, key_id: str, digest: bytes, settings: str, name: str) -> None:
+        statement = "INSERT INTO keys (id, digest, settings) VALUES (?, ?, ?)"
+        await self._changed(statement, (key_id, digest, settings), key_id, name)
 
-    async def change(self, key_id: str, before: str, settings: str) -> bool:
+    async def change(self, key_id: str, before: str, settings: str, new_name: str | None = None) -> bool:
         statement = "UPDATE keys SET settings = ? WHERE id = ? AND settings = ?"
-        values = settings, key_id, before
-        return bool(await self._done(lambda database: database.execute(statement, values).rowcount))
+        return bool(await self._changed(statement, (settings, key_id, before), key_id, new_name))
 
     async def delete(self, key_id: str) -> None:
         await self._rows("DELETE FROM keys WHERE id = ?", key_id)
@@ -120,6 +121,17 @@ class SqliteKeys(KeyDatabase):
             return await asyncio.to_thread(read)
         except sqlite3.Error as error:
             raise LostError(str(error)) from None
+
+    async def _changed(self, statement: str, values: tuple[Any, ...], key_id: str, name: str | None) -> int:
+        """Return how many rows a statement has changed. Raises `RequestError` if the `name` is another key's."""
+
+        def change(database: sqlite3.Connection) -> int:
+            database.execute("BEGIN IMMEDIATE")
+            if name is not None and database.execute(_HAS_NAME, (name, key_id)).fetchone():
+                raise name_taken(name)
+            return database.execute(statement, values).rowcount
+
+        return await self._done(change)
 
     async def _rows(self, statement: str, *values: Any) -> list[Any]:
         return await self._done(lambda database: database.execute(statement, values).fetchall())

@@ -26,7 +26,7 @@ from octavo.gateway.key_store import (
     is_ambiguous,
     wrong_address,
 )
-from octavo.gateway.keys import LIMITS
+from octavo.gateway.keys import LIMITS, name_taken
 
 _MISSING = ""
 try:
@@ -118,10 +118,32 @@ local id = redis.call('HGET', KEYS[1] .. 'digests', ARGV[1])
 if not id then return nil end
 return {id, unpack(redis.call('HMGET', KEYS[1] .. 'key:' .. id, unpack(ARGV, 2)))}
 """
-_CHANGE = """
-if redis.call('HGET', KEYS[1], 'settings') ~= ARGV[1] then return 0 end
-redis.call('HSET', KEYS[1], 'settings', ARGV[2])
-return 1
+_IS_TAKEN = """
+local prefix, own, name = KEYS[1], ARGV[1], ARGV[2]
+local function is_taken()
+    for _, id in ipairs(redis.call('ZRANGE', prefix .. 'ids', 0, -1)) do
+        local settings = id ~= own and redis.call('HGET', prefix .. 'key:' .. id, 'settings')
+        if settings and cjson.decode(settings).name == name then return true end
+    end
+    return false
+end
+"""
+_ADD = f"""{_IS_TAKEN}
+local digest, settings, moment = ARGV[3], ARGV[4], ARGV[5]
+if is_taken() then return 'taken' end
+local key = prefix .. 'key:' .. own
+redis.call('HSET', key, 'digest', digest, 'settings', settings)
+for place = 6, #ARGV do redis.call('HSET', key, ARGV[place], 0) end
+redis.call('ZADD', prefix .. 'ids', 'NX', moment, own)
+redis.call('HSET', prefix .. 'digests', digest, own)
+return 'done'
+"""
+_CHANGE = f"""{_IS_TAKEN}
+local before, settings, key = ARGV[3], ARGV[4], prefix .. 'key:' .. own
+if redis.call('HGET', key, 'settings') ~= before then return 'changed' end
+if name ~= '' and is_taken() then return 'taken' end
+redis.call('HSET', key, 'settings', settings)
+return 'done'
 """
 
 
@@ -152,7 +174,8 @@ class ValkeyKeys(KeyDatabase):
         except ValueError:
             raise wrong from None
         self._client = Redis(connection_pool=pool)
-        self._count, self._find, self._change = map(self._client.register_script, (_COUNT, _FIND, _CHANGE))
+        scripts = map(self._client.register_script, (_COUNT, _FIND, _ADD, _CHANGE))
+        self._count, self._find, self._add, self._change = scripts
 
     async def prepare(self) -> None:
         async with _lost():
@@ -198,18 +221,19 @@ class ValkeyKeys(KeyDatabase):
             rows = [_row([key_id, *row]) for key_id, row in zip(ids, await pipeline.execute(), strict=True)]
         return [row for row in rows if row is not None]
 
-    async def add(self, key_id: str, digest: bytes, settings: str) -> None:
-        new = {"digest": digest.hex(), "settings": settings, **dict.fromkeys(_TOTALS, 0)}
+    async def add(self, key_id: str, digest: bytes, settings: str, name: str) -> None:
         async with _lost():
-            pipeline = self._client.pipeline(transaction=True)
-            pipeline.hset(f"{_PREFIX}key:{key_id}", mapping=new)
-            pipeline.zadd(f"{_PREFIX}ids", {key_id: time.time()}, nx=True)
-            pipeline.hset(f"{_PREFIX}digests", digest.hex(), key_id)
-            await pipeline.execute()
+            values = [key_id, name, digest.hex(), settings, time.time(), *_TOTALS]
+            done = await self._add(keys=[_PREFIX], args=values)
+        if done == "taken":
+            raise name_taken(name)
 
-    async def change(self, key_id: str, before: str, settings: str) -> bool:
+    async def change(self, key_id: str, before: str, settings: str, new_name: str | None = None) -> bool:
         async with _lost():
-            return bool(await self._change(keys=[f"{_PREFIX}key:{key_id}"], args=[before, settings]))
+            done = await self._change(keys=[_PREFIX], args=[key_id, new_name or "", before, settings])
+        if done == "taken":
+            raise name_taken(new_name or "")
+        return bool(done == "done")
 
     async def delete(self, key_id: str) -> None:
         async with _lost():

@@ -127,6 +127,31 @@ def test_keys_expire_are_disabled_and_deleted(tmp_path: Path, place: Callable[[P
     asyncio.run(run())
 
 
+def test_no_two_keys_have_one_name(tmp_path: Path, place: Callable[[Path], str]) -> None:
+    async def run() -> None:
+        address = place(tmp_path)
+        stores = [await opened(address, Now()) for _ in range(2)]
+        made = await asyncio.gather(
+            *(store.create(KeySettings(name="é")) for store in stores for _ in range(4)), return_exceptions=True
+        )
+        refused = [one for one in made if isinstance(one, RequestError)]
+        assert len(refused) == 7 and len(await stores[0].keys()) == 1
+        assert {(one.status, one.param, str(one)) for one in refused} == {
+            (409, "name", "another key has the name é; choose another one.")
+        }
+        other, _ = await stores[0].create(KeySettings(name="b"))
+        with pytest.raises(RequestError, match="the name é"):
+            await stores[1].change(other, KeySettings(name="é"))
+        assert [key.settings.name for key in await stores[0].keys()] == ["é", "b"]
+        assert await stores[1].change(other, KeySettings(name="b", is_enabled=False)), "its own name is free for it"
+        await stores[1].delete(other)
+        await stores[0].create(KeySettings(name="b"))
+        for store in stores:
+            await store.close()
+
+    asyncio.run(run())
+
+
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("no database" * 100)
     with pytest.raises(ConfigError, match="cannot be used"):
@@ -314,10 +339,13 @@ class Keys:
 
     def __init__(self, gate: Gateway) -> None:
         self.http = httpx.AsyncClient(base_url=gate.admin_url, headers=ADMIN, timeout=None)
+        self._num_made = 0
 
     async def create(self, **settings: Any) -> tuple[str, dict[str, str]]:
-        """The id of a new key, and its header."""
-        made = (await self.http.post("/keys", json={"name": "k", **settings})).json()
+        """The id of a new key, and its header. The keys are named k, k2 and so on."""
+        self._num_made += 1
+        name = "k" if self._num_made == 1 else f"k{self._num_made}"
+        made = (await self.http.post("/keys", json={"name": name, **settings})).json()
         return made["id"], {"authorization": f"Bearer {made['key']}"}
 
     async def used(self, key_id: str) -> tuple[int, int, int]:
@@ -455,8 +483,13 @@ def test_a_key_neither_unloads_a_model_nor_changes_how_long_it_stays(clock: Cloc
         refused = await gate.ask(path="/api/generate", keep_alive=0)
         assert refused.status_code == 403 and "as others use it" in refused.json()["error"]
         assert (gate.deployment("a").keep_alive, gate.deployment("a").state) == (300, "ready")
+        assert "keys of --api-key (OCTAVO_API_KEY) may do it" in refused.text
+        assert "--api-key" in (await gate.ask(path="/api/pull")).text
+        gate.http.headers["authorization"] = "Bearer operator"
+        assert (await gate.ask(path="/api/generate", keep_alive=0)).status_code == 200
+        await until(lambda: gate.deployment("a").state == "stopped")
 
-    with_keys(clock, tmp_path, test)
+    with_keys(clock, tmp_path, test, api_key=["operator"])
 
 
 def test_a_setting_that_keys_lack_is_refused_with_those_that_they_have(clock: Clock, tmp_path: Path) -> None:

@@ -217,8 +217,8 @@ def test_what_cannot_be_counted_ends_no_counting(database: Server) -> None:
         store = await opened(database.url())
         with pytest.raises(msgspec.ValidationError):
             msgspec.convert({"name": "a", "requests_per_day": 10**19}, KeySettings)
-        for limit in (2**63 - 1, 10**19):  # which an earlier version may have kept
-            key, _ = await store.create(KeySettings(name="a", requests_per_day=limit))
+        for name, limit in ("a", 2**63 - 1), ("b", 10**19):  # which an earlier version may have kept
+            key, _ = await store.create(KeySettings(name=name, requests_per_day=limit))
             await store.admit(key, "m")
         inner = store._database  # type: ignore[attr-defined]
         real = inner.count
