@@ -61,6 +61,12 @@ class RequestError(OctavoError, ValueError):
         self.allow = allow
 
 
+def error_type(status: int) -> str:
+    """Return the type in OpenAI's error body. OpenAI has the same one for all of a client's mistakes, an unknown key or
+    model among them."""
+    return "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+
+
 def aborted(stop_reason: int | str | None) -> RequestError:
     """Return the error of an aborted request that has nothing to show. `stop_reason` is that of its completion."""
     if stop_reason == "timeout":

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-MESSAGES_PREFIX = "/v1/messages"  # paths with this prefix have errors of this form
+# Errors have this form at paths with this prefix, and for requests with this header, as at a mistyped path.
+MESSAGES_PREFIX = "/v1/messages"
+VERSION_HEADER = "anthropic-version"  # all clients of Anthropic's API send it
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",

@@ -27,6 +27,7 @@ from octavo.gateway.page import STATS_PATH, Page, is_of_page
 from octavo.gateway.proxy import Proxy, ProxyRequest, WaitLimits, route_of
 from octavo.gateway.request_body import RequestBody, read_body
 from octavo.logs import LineLimit
+from octavo.messages_errors import MESSAGES_PREFIX, VERSION_HEADER
 from octavo.ollama import GREETING
 from octavo.ollama import PREFIX as OLLAMA_PREFIX
 from octavo.version import __version__
@@ -36,6 +37,7 @@ logger = logging.getLogger("octavo.gateway")
 OPEN_PATHS = ("/", "/health", "/ping", "/metrics", "/version")
 BODY_TIMEOUT_S = 60.0
 _ID = re.compile(r"^[!-~]{1,200}$")
+_VERSION_HEADER = VERSION_HEADER.encode()
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
@@ -77,7 +79,9 @@ class GatewayApp:
         path: str = scope["path"]
         # After a broken answer uvicorn cuts the connection, as the answer is incomplete.
         with contextlib.suppress(_ClientGoneError, BrokenAnswerError):
-            client = Client(ClientSend(send), path, request_id=_request_id(scope))
+            is_anthropic = any(name == _VERSION_HEADER for name, _ in scope["headers"])
+            error_path = MESSAGES_PREFIX if is_anthropic else path
+            client = Client(ClientSend(send), error_path, request_id=_request_id(scope))
             if path in OPEN_PATHS:
                 await self._own(path, client, dict(scope["headers"]).get(b"accept", b""))
             elif is_of_page(path):

@@ -78,7 +78,8 @@ class Client:
     """One request's client."""
 
     def __init__(self, send: Send, path: str, *, request_id: str | None = None) -> None:
-        """`request_id` is the client's id of the request, or None; the gateway's own errors repeat it."""
+        """`path` says whose API's form errors have. `request_id` is the client's id of the request, or None; the
+        gateway's own errors repeat it."""
         self.send, self._path = send, path
         self._send_at_once = send.at_once if isinstance(send, ClientSend | AnswerTranslator) else None
         self.request_id = request_id or uuid.uuid4().hex

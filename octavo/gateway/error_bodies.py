@@ -7,12 +7,10 @@ from http import HTTPStatus
 
 import msgspec
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, error_type
 from octavo.messages_errors import MESSAGES_PREFIX, messages_error
 from octavo.ollama import PREFIX as OLLAMA_PREFIX
 from octavo.ollama import ollama_error
-
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 def error_body(error: RequestError, path: str, request_id: str) -> bytes:
@@ -21,9 +19,8 @@ def error_body(error: RequestError, path: str, request_id: str) -> bytes:
         return msgspec.json.encode(ollama_error(str(error)))
     if path.startswith(MESSAGES_PREFIX):
         return msgspec.json.encode(messages_error(str(error), error.status, request_id))
-    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     code = error.code or HTTPStatus(error.status).phrase.lower().replace(" ", "_")
-    fields = {"message": str(error), "type": kind, "param": error.param, "code": code}
+    fields = {"message": str(error), "type": error_type(error.status), "param": error.param, "code": code}
     return msgspec.json.encode({"error": fields})
 
 

@@ -106,6 +106,22 @@ def test_addresses_are_asked_by_their_own_name_with_their_own_key(
     clock.run(run())
 
 
+def test_errors_have_the_form_of_the_clients_api_and_the_types_of_a_server(clock: Clock) -> None:
+    async def run() -> None:
+        async with gateway({"a": {}}, api_key=["key"]) as gate:
+            for key, status, kind in ("wrong", 401, "authentication_error"), ("key", 404, "not_found_error"):
+                headers = {"x-api-key": key}
+                for path in ("/v1/v1/messages", "/v1/message"):
+                    refused = await gate.http.post(path, json={"model": "b"}, headers=headers)
+                    assert (refused.status_code, refused.json()["error"]["type"]) == (status, "invalid_request_error")
+                    named = {**headers, "anthropic-version": "2023-06-01"}
+                    refused = await gate.http.post(path, json={"model": "b"}, headers=named)
+                    assert (refused.status_code, refused.json()["error"]["type"]) == (status, kind)
+                    assert refused.json()["request_id"] == refused.headers["request-id"]
+
+    clock.run(run())
+
+
 def test_models_are_listed_with_their_aliases(clock: Clock) -> None:
     async def run() -> None:
         async with gateway({"a": {"aliases": ["x"]}, "b": {}}) as gate:

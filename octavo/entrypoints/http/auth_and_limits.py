@@ -33,7 +33,7 @@ from octavo.entrypoints.http.openapi import PAGE_FILES
 from octavo.entrypoints.http.request_headers import HEADERS
 from octavo.entrypoints.http.router import methods_of
 from octavo.entrypoints.http.server_state import ARRIVAL, Arrival, ServerState
-from octavo.messages_errors import MESSAGES_PREFIX
+from octavo.messages_errors import MESSAGES_PREFIX, VERSION_HEADER
 from octavo.ollama import PREFIX as OLLAMA_PREFIX
 from octavo.ollama import ollama_error
 
@@ -90,7 +90,7 @@ class AuthAndLimits:
         path: str = scope["path"]
         if path.startswith(self._root_path + "/"):
             path = path[len(self._root_path) :]
-        if path.startswith(MESSAGES_PREFIX):
+        if path.startswith(MESSAGES_PREFIX) or VERSION_HEADER in scope[HEADERS]:
             scope[REQUEST_ID] = request_id = f"req_{uuid.uuid4().hex}"
             ERROR_FORM.set(partial(anthropic_error, request_id=request_id))
         elif path.startswith(OLLAMA_PREFIX):

@@ -27,6 +27,7 @@ from octavo.errors import (
     EngineRestartingError,
     EngineStoppingError,
     RequestError,
+    error_type,
     similar,
 )  # fmt: skip
 from octavo.ollama import UNBUILT as UNBUILT_IN_OLLAMA
@@ -110,8 +111,7 @@ def openai_error(
     message: str, status: int, param: str | None, code: str | None, details: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return OpenAI's form of an error, `{"error": {...}}`, which has no `details`."""
-    kind = {429: "rate_limit_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": message, "type": error_type(status), "param": param, "code": code}}
 
 
 # A function from message, status, parameter, code and details to a body.

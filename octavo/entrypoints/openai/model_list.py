@@ -11,10 +11,9 @@ from starlette.responses import JSONResponse, Response
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ServerState, state_of
 from octavo.entrypoints.openai.response_bodies import ModelCard, ModelList
+from octavo.messages_errors import VERSION_HEADER
 
 router = Router(tags=["OpenAI"])
-
-_ANTHROPIC = "anthropic-version"  # a header that all Anthropic clients send
 
 
 @router.get("/v1/models", response_model=ModelList)
@@ -23,7 +22,7 @@ async def list_models(request: Request) -> ModelList | Response:
     the list has the form of Anthropic's API."""
     state = state_of(request)
     names = [*state.model_names, *([] if state.adapters is None else state.adapters.named)]
-    if _ANTHROPIC in request.headers:
+    if VERSION_HEADER in request.headers:
         data = [_anthropic_card(state, name) for name in names]
         return JSONResponse({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
     return ModelList(data=[_card(state, name) for name in names])
@@ -33,7 +32,7 @@ async def list_models(request: Request) -> ModelList | Response:
 async def get_model(model_id: str, request: Request) -> ModelCard | Response:
     """Return one name of the model; names may contain slashes."""
     state = state_of(request)
-    if _ANTHROPIC in request.headers:
+    if VERSION_HEADER in request.headers:
         return JSONResponse(_anthropic_card(state, state.resolve_model(model_id)))
     return _card(state, state.resolve_model(model_id))
 

@@ -315,6 +315,16 @@ def test_refusals_have_the_form_of_the_api(http: httpx.Client, fields: Any, stat
     assert said in body["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/v1/messages", "/v1/message", "/v1/models/nope"])
+def test_refusals_have_the_form_of_the_api_at_a_mistyped_path_too(http: httpx.Client, path: str) -> None:
+    method = "GET" if "models" in path else "POST"
+    answer = http.request(method, path, json={}, headers={"anthropic-version": "2023-06-01"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
+    assert answer.json()["request_id"] == answer.headers["request-id"]
+    answer = http.request(method, path, json={})
+    assert answer.json()["error"]["type"] == "invalid_request_error" and "request-id" not in answer.headers
+
+
 def test_an_error_amid_a_stream_names_the_fields_of_the_api(agent: tuple[anthropic.Anthropic, FakeEngine]) -> None:
     client, engine = agent
     engine.fails_after = (1, RequestError("response_format cannot be followed.", param="response_format"))
