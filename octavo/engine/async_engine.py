@@ -26,7 +26,7 @@ from octavo.engine.input_processor import InputProcessor
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.pause_and_sleep import EngineControl
-from octavo.engine.request_log import log_request
+from octavo.engine.request_log import log_request, shown_id
 from octavo.engine.request_stream import RequestStream, Sink
 from octavo.engine.resubmission import Resubmission
 from octavo.engine.supervisor import Supervisor, record_ready
@@ -265,7 +265,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             process, length=length_of(prompt), has_grammar=has_grammar, media=_media_kinds(prompt)
         )
         if self._logs_requests:
-            log_request(logger, request_id, request.prompt, request.params, self._max_log_len)
+            log_request(logger, request_id, request, self._max_log_len)
         return request
 
     def generate_from(
@@ -442,7 +442,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             case LiveView(sequences=sequences):
                 for one in sequences:
                     state = self._outputs.requests.get(one.request_id)
-                    one.request_id = "" if state is None else state.external_id  # "": of another front end
+                    # "": a request of another front end
+                    one.request_id = "" if state is None else shown_id(state.external_id, one.request_id)
                 self._control.take_live_view(message)
             case CacheWasReset():
                 self._control.cache_was_reset(message)

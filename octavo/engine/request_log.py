@@ -7,23 +7,39 @@ from typing import Any
 
 import msgspec
 
-from octavo.request import Prompt
-from octavo.sampling_params import SamplingParams
+from octavo.request import EngineRequest
 
 _MAX_CHARS = 200
 _MAX_ITEMS = 32
 
 
+def shown_id(external_id: str, engine_id: str) -> str:
+    """Return the id by which the client knows a request. The server appends the engine's id, because clients may repeat
+    theirs."""
+    return external_id.removesuffix(f"-{engine_id}")
+
+
 def log_request(
-    logger: logging.Logger, name: str, prompt: Prompt, params: SamplingParams, max_length: int | None
+    logger: logging.Logger, external_id: str, request: EngineRequest, max_length: int | None, response_id: str = ""
 ) -> None:
-    """Log a request. `max_length` limits the prompt's shown characters or token ids; 0 shows none."""
+    """Log a request. `max_length` limits the prompt's shown characters or token ids; 0 shows none. The text can
+    be searched for both the request's id and the `response_id`."""
+    prompt = request.prompt
     said = prompt.token_ids if prompt.text is None else prompt.text
     shown = "" if max_length == 0 else f": {said[:max_length]!r}{'...' if len(said[:max_length]) < len(said) else ''}"
-    options = brief(msgspec.to_builtins(params))
+    options = brief(msgspec.to_builtins(request.params))
     options.pop("output_kind", None)  # the front end's choice, not the client's
-    fields = {"request_id": name, "num_prompt_tokens": len(prompt.token_ids), "sampling_params": options}
+    fields = _ids(external_id, request)
+    name = fields["request_id"]
+    if response_id:
+        fields["response_id"] = response_id
+        name = response_id if response_id.endswith(name) else f"{name} ({response_id})"
+    fields |= {"num_prompt_tokens": len(prompt.token_ids), "sampling_params": options}
     logger.info("%s: %d prompt tokens%s %s", name, len(prompt.token_ids), shown, options, extra=fields)
+
+
+def _ids(external_id: str, request: EngineRequest) -> dict[str, Any]:
+    return {"request_id": shown_id(external_id, request.request_id), "engine_request_id": request.request_id}
 
 
 def brief(value: Any) -> Any:

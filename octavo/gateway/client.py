@@ -213,7 +213,7 @@ class Client:
 
     async def fail(self, error: RequestError) -> None:
         """Answer with an error. Raises `BrokenAnswerError` if part of another answer has been sent."""
-        request_id = f"req_{uuid.uuid4().hex}"
+        request_id = f"req_{self.request_id}"
         body = error_body(error, self._path, request_id)
         if not self._has_head:
             headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]

@@ -207,7 +207,7 @@ def test_the_wait_for_a_first_token_is_predicted_from_the_prompts_that_wait() ->
 def test_the_live_view_follows_requests() -> None:
     async def use(engine: AsyncLLMEngine) -> None:
         assert (await engine.live_view()).blocks == bytes(256)
-        stream = engine.generate("The sea is wide and " * 20, LONG, "one")
+        stream = engine.generate("The sea is wide and " * 20, LONG, "one-0")  # as the server names request 0
         await anext(stream)
         maps = await asyncio.gather(engine.live_view(), engine.live_view())
         assert maps[0] is maps[1]

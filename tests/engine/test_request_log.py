@@ -8,8 +8,12 @@ import msgspec
 import pytest
 
 from octavo.engine.request_log import brief, log_request
-from octavo.request import Prompt
+from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+
+def _request(params: SamplingParams) -> EngineRequest:
+    return EngineRequest("7", Prompt([1], "p"), params, [], 5, 0.0)
 
 
 def test_long_parameters_are_shown_by_their_beginning_or_their_number(caplog: pytest.LogCaptureFixture) -> None:
@@ -19,7 +23,7 @@ def test_long_parameters_are_shown_by_their_beginning_or_their_number(caplog: py
         temperature=0.5,
     )  # fmt: skip
     with caplog.at_level(logging.INFO):
-        log_request(logging.getLogger("octavo.server"), "r", Prompt([1], "p"), params, 10)
+        log_request(logging.getLogger("octavo.server"), "r-7", _request(params), 10)
     [record] = caplog.records
     assert len(record.getMessage()) < 5000 and len(str(record.__dict__)) < 12_000
     assert "'temperature': 0.5" in record.getMessage() and "'bad_words': '(5000 items)'" in record.getMessage()
@@ -28,8 +32,19 @@ def test_long_parameters_are_shown_by_their_beginning_or_their_number(caplog: py
 def test_what_the_front_end_chose_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
     params = SamplingParams(output_kind=RequestOutputKind.DELTA, seed=3)
     with caplog.at_level(logging.INFO):
-        log_request(logging.getLogger("octavo.server"), "r", Prompt([1], "p"), params, 10)
+        log_request(logging.getLogger("octavo.server"), "r-7", _request(params), 10)
     assert caplog.records[0].getMessage() == "r: 1 prompt tokens: 'p' {'seed': 3}"
+
+
+@pytest.mark.parametrize(("response_id", "named"), [("", "r"), ("cmpl-r", "cmpl-r"), ("resp_1", "r (resp_1)")])
+def test_a_line_has_the_clients_id_and_the_engines_apart(
+    caplog: pytest.LogCaptureFixture, response_id: str, named: str
+) -> None:
+    with caplog.at_level(logging.INFO):
+        log_request(logging.getLogger("octavo.server"), "r-7", _request(SamplingParams()), 0, response_id)
+    fields = vars(caplog.records[0])
+    assert (fields["request_id"], fields["engine_request_id"], fields.get("response_id", "")) == ("r", "7", response_id)
+    assert caplog.messages == [f"{named}: 1 prompt tokens {{}}"]
 
 
 def test_short_parameters_are_shown_as_they_are() -> None:

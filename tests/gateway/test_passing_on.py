@@ -91,6 +91,7 @@ def test_addresses_are_asked_by_their_own_name_with_their_own_key(
                 refused = await gate.http.post("/v1/messages", json={})
                 assert refused.json()["type"] == "error"
                 assert refused.json()["request_id"] == refused.headers["request-id"]
+                assert refused.headers["request-id"] == "req_" + refused.headers["x-request-id"]
                 for headers in ({"authorization": "Bearer other-key"}, {"x-api-key": "client-key"}):
                     gate.http.headers = headers  # type: ignore[assignment]
                     assert (await gate.ask("b")).status_code == 200

@@ -244,9 +244,9 @@ def test_transcriptions_are_logged_traced_and_refused_as_other_requests() -> Non
     state: Any = State()
     nothing: Any = None
     job = TranscriptionJob(state, nothing, AudioRequest(), nothing, "transcribe")
-    answer = asyncio.run(job._transcriber._answer([0], nothing, SamplingParams(), "audio-r"))
+    answer = asyncio.run(job._transcriber._answer([0], nothing, SamplingParams(), job._name))
     assert answer.outputs[0].token_ids == [1]
-    assert seen == [4, "audio-r-1", "audio-r-1"]
+    assert seen == [4, "r-1", "r-1"]
 
 
 def test_models_of_english_alone_are_told_of_no_language() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from octavo.entrypoints.anthropic.to_chat import NAMES, to_chat
 from octavo.entrypoints.chat.conversation import Conversation, Progress
 from octavo.entrypoints.http.body_fields import ResponseModel
 from octavo.entrypoints.http.error_responses import error_body, error_fields
+from octavo.entrypoints.http.request_headers import HEADERS
 from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ARRIVAL, state_of
@@ -63,7 +63,7 @@ async def _answer(body: MessagesRequest, raw: Request) -> Response:
     params = chat.to_sampling_params(state.engine.config.model.default_sampling_params)
     # Agents send an effort to any model, as they do `thinking`.
     conversation = Conversation(chat, state, params, clamps_max_tokens=True, ignores_unknown_effort=True)
-    message_id = f"msg_{uuid.uuid4().hex}"
+    message_id = f"msg_{raw.scope[HEADERS].request_id}"
     resumable = ResumableStream(raw, params, body.resume, message_id, int(time.time()), can_be=bool(body.stream))
     builder = MessageBuilder(body, resumable.id, model)
 

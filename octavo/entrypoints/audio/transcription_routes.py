@@ -244,7 +244,8 @@ class TranscriptionJob:
     ) -> None:
         self._state, self._listener, self._body = state, listener, body
         state.resolve_model(body.model)
-        self._name, self.headers = state.response_id("audio", body, raw)
+        name, self.headers = state.response_id("audio", body, raw)
+        self._name = name.removeprefix("audio-")
         arrival, limit_s = ARRIVAL.get(), state.args.max_request_time
         deadline = None if arrival is None or limit_s is None else arrival.at + limit_s
         client = None if arrival is None else arrival.client

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-import re
 import time
-import uuid
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +18,6 @@ from starlette.types import Message, Receive, Scope, Send
 from octavo.entrypoints import ui
 from octavo.entrypoints.http import engine_control, openapi, operator_routes
 from octavo.entrypoints.http.auth_and_limits import REQUEST_ID, AuthAndLimits
-from octavo.entrypoints.http.body_fields import ID_PATTERN
 from octavo.entrypoints.http.error_responses import (
     CUT_OFF_HEADER,
     REFUSED_NAMES,
@@ -28,10 +25,10 @@ from octavo.entrypoints.http.error_responses import (
     add_error_handlers,
     refuse_not_built,
 )
-from octavo.entrypoints.http.request_headers import HEADERS, RequestHeaders
+from octavo.entrypoints.http.request_headers import HEADERS, ID_HEADER, RequestHeaders
 from octavo.entrypoints.http.router import LazyRoute, RouteSpec, make_routes
 from octavo.entrypoints.http.server_args import ServerArgs
-from octavo.entrypoints.http.server_state import ID_HEADER, ServerState
+from octavo.entrypoints.http.server_state import ServerState
 from octavo.entrypoints.http.shared_counts import SharedCounts
 from octavo.entrypoints.http.streaming import SERVER_SEND
 from octavo.entrypoints.openai import chat_completions, completions, generate_route, lora_adapters, model_list, tokenize
@@ -161,16 +158,16 @@ class _App(Starlette):
             return
         scope[HEADERS] = RequestHeaders(scope)
         status, begin = 500, time.monotonic()
-        request_id: str | None = None
 
         async def send_noting(message: Message) -> None:
-            nonlocal status, request_id
+            nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 asked, answer = scope[HEADERS], MutableHeaders(raw=message["headers"])
-                if self.sends_ids:
-                    _add_id(answer, asked)
-                request_id = answer.get(ID_HEADER)
+                if (own := answer.get(ID_HEADER)) is not None:  # of a route or a middleware
+                    asked.request_id = own
+                elif self.sends_ids:
+                    answer.append(ID_HEADER, asked.request_id)
                 if status == 200 and self.state.octavo.has_cut_off:
                     answer[CUT_OFF_HEADER] = "1"
                 if REQUEST_ID in scope:
@@ -189,7 +186,7 @@ class _App(Starlette):
             is_line = 400 <= status < 500 and REFUSED_NAMES in scope and self.state.octavo.args.logs_requests
             if is_line and (status not in _ANYBODYS_STATUSES or self.lines.admits(time.monotonic())):
                 said = [str(status), *scope[REFUSED_NAMES]]
-                fields = {"request_id": request_id or scope.get(REQUEST_ID), "status": status}
+                fields = {"request_id": scope[HEADERS].request_id, "status": status}
                 text = "%s: %s %s is refused: %s"
                 logger.info(text, fields["request_id"], scope["method"], route, ", ".join(said), extra=fields)
 
@@ -208,14 +205,6 @@ class _App(Starlette):
 def _below(root_path: str, path: str) -> str:
     """Return the path as routes declare it. A proxy may or may not have removed the root path."""
     return path[len(root_path) :] if root_path and path.startswith(root_path + "/") else path
-
-
-def _add_id(answer: MutableHeaders, request: RequestHeaders) -> None:
-    """Set the answer's X-Request-Id: keep its own if it has one, otherwise take the request's, otherwise make a new
-    id."""
-    if ID_HEADER not in answer:
-        given = request.get(ID_HEADER)
-        answer[ID_HEADER] = given if given is not None and re.match(ID_PATTERN, given) else uuid.uuid4().hex
 
 
 def build_app(engine: EngineClient, args: ServerArgs, counts: SharedCounts | None = None) -> Starlette:

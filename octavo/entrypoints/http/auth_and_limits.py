@@ -9,11 +9,9 @@ and routes get them whole. A refused body is never read to its end: `http_protoc
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
 from functools import partial
 
-from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -30,7 +28,7 @@ from octavo.entrypoints.http.error_responses import (
     method_not_allowed_message,
 )
 from octavo.entrypoints.http.openapi import PAGE_FILES
-from octavo.entrypoints.http.request_headers import HEADERS
+from octavo.entrypoints.http.request_headers import HEADERS, RequestHeaders
 from octavo.entrypoints.http.router import methods_of
 from octavo.entrypoints.http.server_state import ARRIVAL, Arrival, ServerState
 from octavo.messages_errors import MESSAGES_PREFIX, VERSION_HEADER
@@ -91,7 +89,7 @@ class AuthAndLimits:
         if path.startswith(self._root_path + "/"):
             path = path[len(self._root_path) :]
         if path.startswith(MESSAGES_PREFIX) or VERSION_HEADER in scope[HEADERS]:
-            scope[REQUEST_ID] = request_id = f"req_{uuid.uuid4().hex}"
+            scope[REQUEST_ID] = request_id = f"req_{scope[HEADERS].request_id}"
             ERROR_FORM.set(partial(anthropic_error, request_id=request_id))
         elif path.startswith(OLLAMA_PREFIX):
             ERROR_FORM.set(lambda message, *_: ollama_error(message))
@@ -136,7 +134,7 @@ class AuthAndLimits:
         finally:
             self._state.num_in_flight -= 1
 
-    def _client(self, scope: Scope, headers: Headers) -> str:
+    def _client(self, scope: Scope, headers: RequestHeaders) -> str:
         address, _ = scope["client"] or (None, 0)
         return self._keys.client(address, headers.get("authorization"), headers.get("x-api-key"))
 
@@ -158,7 +156,7 @@ class AuthAndLimits:
         finally:
             self._state.num_in_flight -= 1
 
-    async def _refuse(self, headers: Headers, method: str, path: str, uses_engine: bool) -> Response | None:
+    async def _refuse(self, headers: RequestHeaders, method: str, path: str, uses_engine: bool) -> Response | None:
         if self._keys and not self._keys.admit(headers.get("authorization"), headers.get("x-api-key")):
             return error_response(
                 "Incorrect or missing API key; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",

@@ -7,7 +7,6 @@ import hashlib
 import logging
 import math
 import re
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
@@ -16,16 +15,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import msgspec
-from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, NUM_TEXT_THREADS, run_off_loop
-from octavo.engine.request_log import brief, log_request
+from octavo.engine.request_log import brief, log_request, shown_id
 from octavo.entrypoints.chat.reasoning import Reasoning
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats, model_formats
-from octavo.entrypoints.http.body_fields import ID_PATTERN, MAX_SESSION_LENGTH, SESSION_PATTERN
+from octavo.entrypoints.http.body_fields import MAX_SESSION_LENGTH, SESSION_PATTERN
 from octavo.entrypoints.http.error_responses import PromptSavedError
 from octavo.entrypoints.http.json_worker import JsonWorker
+from octavo.entrypoints.http.request_headers import HEADERS, ID_HEADER, RequestHeaders
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.shared_counts import ENGINE_REQUESTS, SharedCounts
 from octavo.entrypoints.openai.request_bodies import SamplingRequest, TokenRequest
@@ -54,7 +53,6 @@ logger = logging.getLogger("octavo.server")
 MAX_RETRY_AFTER_S = 120
 MAX_TRANSCRIPTIONS = 16  # transcribed at once; other sounds wait as files
 MAX_MEDIA_FETCHES = 32  # requests with fetched media in memory; others wait before they fetch
-ID_HEADER = "X-Request-Id"
 RANK_HEADER = "X-data-parallel-rank"
 SESSION_HEADER = "X-Session-ID"
 ONLY_PROMPT_HEADER = "X-Octavo-Only-Prompt"  # compute the prompt for another server that shares the cache on disk
@@ -68,7 +66,7 @@ class Arrival:
     """The time at which a request was complete (`time.monotonic`), its headers, and the size of its body."""
 
     at: float
-    headers: Headers
+    headers: RequestHeaders
     num_bytes: int  # size of the body
     client: str | None = None  # its sender, for --scheduling-policy fair
 
@@ -101,6 +99,14 @@ def requested_rank() -> int | None:
     if not re.fullmatch("[0-9]{1,9}", given):
         raise RequestError(f"{RANK_HEADER} must be the number of an engine, got {given!r:.80}.", param=RANK_HEADER)
     return int(given)
+
+
+def external_id(request: EngineRequest, response_id: str) -> str:
+    """Return the engine's name of one prompt of the current request: the request's id, which a client may repeat, and
+    the engine's. Outside a request, the `response_id` takes the place of its id."""
+    arrival = ARRIVAL.get()
+    own_id = response_id if arrival is None else arrival.headers.request_id
+    return f"{own_id}-{request.request_id}"
 
 
 class ServerState:
@@ -339,25 +345,28 @@ class ServerState:
             return names.named[name].source
         return await run_off_loop(lambda: names.find(name), length=MAX_INLINE_LENGTH + 1)  # reads a file
 
-    def log_pooling(self, name: str, requests: Sequence[EngineRequest]) -> None:
+    def log_pooling(self, response_id: str, requests: Sequence[EngineRequest]) -> None:
         """Log one line about the texts of a request to a model that pools."""
         if not self.args.logs_requests:
             return
         num_tokens = sum(len(request.prompt.token_ids) for request in requests)
         options = brief(msgspec.to_builtins(requests[0].pooling))
-        fields = {"request_id": name, "num_prompt_tokens": num_tokens, "pooling_params": options}
+        arrival = ARRIVAL.get()
+        name = response_id if arrival is None else arrival.headers.request_id
+        fields = {
+            "request_id": name, "response_id": response_id, "num_prompt_tokens": num_tokens, "pooling_params": options,
+        }  # fmt: skip
         logger.info("%s: %d texts of %d tokens %s", name, len(requests), num_tokens, options, extra=fields)
 
     def response_id(self, prefix: str, body: HasRequestId, raw: Request) -> tuple[str, dict[str, str]]:
         """Return the response's id and headers. The id comes from the body's `request_id` or the header X-Request-Id,
         or is new."""
-        given = body.request_id or raw.headers.get(ID_HEADER)
-        if given is None:
-            request_id = secrets.token_hex(16)
-        elif re.match(ID_PATTERN, given):
-            request_id = given
-        else:
+        headers: RequestHeaders = raw.scope[HEADERS]
+        if body.request_id:
+            headers.request_id = body.request_id
+        elif headers.get(ID_HEADER, headers.request_id) != headers.request_id:
             raise RequestError("X-Request-Id must be 1 to 200 printable ASCII characters.", param="request_id")
+        request_id = headers.request_id
         return f"{prefix}-{request_id}", {ID_HEADER: request_id} if self.args.enable_request_id_headers else {}
 
     def _with_few_logprobs(self, request: EngineRequest) -> EngineRequest:
@@ -439,9 +448,9 @@ class ServerState:
             process, length=length, has_grammar=has_grammar or structure is not None, media=media
         )
         request = self._with_few_logprobs(request)
-        name = f"{response_id}-{request.request_id}"  # response ids come from clients and may repeat
+        name = external_id(request, response_id)
         if not only_renders:
-            self.log(request, name)
+            self.log(request, name, response_id)
             self.check_ttft(len(request.prompt.token_ids), body.max_ttft)
         limits_s = [limit for limit in (body.timeout, self.args.max_request_time) if limit is not None]
         deadline = request.arrival_time + min(limits_s) if limits_s else None
@@ -480,20 +489,21 @@ class ServerState:
             raise RequestError("The prompt was not computed to its end.", status=503)
         raise PromptSavedError
 
-    def log(self, request: EngineRequest, name: str) -> None:
+    def log(self, request: EngineRequest, name: str, response_id: str = "") -> None:
         """Log a checked request, unless no requests are logged."""
         if self.args.logs_requests:
-            log_request(logger, name, request.prompt, request.params, self.args.max_log_len)
+            log_request(logger, name, request, self.args.max_log_len, response_id)
 
     def outputs_of(
         self, request: EngineRequest, name: str, sink: Sink | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Return the engine's outputs of a checked request, which is traced by its `name`, if anything is."""
+        """Return the engine's outputs of a checked request, whose `name` is from `external_id`."""
         if self.tracer is None:
-            return self.engine.generate_from(request, sink=sink)
+            return self.engine.generate_from(request, name, sink)
         arrival = ARRIVAL.get()  # without the sink: the tracer sees all outputs
-        named, headers = msgspec.structs.replace(request, request_id=name), {} if arrival is None else arrival.headers
-        return self.tracer.trace(named, self.engine.generate_from(request), headers)
+        named = msgspec.structs.replace(request, request_id=shown_id(name, request.request_id))
+        headers = {} if arrival is None else arrival.headers
+        return self.tracer.trace(named, self.engine.generate_from(request, name), headers)
 
     def _cache_session(self, body: TokenRequest, headers: Mapping[str, str]) -> tuple[str | None, float]:
         """Return the id under which a request keeps its blocks, None if it does not, and the seconds for which it does.

@@ -26,7 +26,7 @@ from octavo.entrypoints.chat.message_rendering import render_messages
 from octavo.entrypoints.http.piecewise_json import encode_in_pieces
 from octavo.entrypoints.http.resumable import PROMPT_TOKENS
 from octavo.entrypoints.http.router import Router
-from octavo.entrypoints.http.server_state import ARRIVAL, requested_rank, state_of
+from octavo.entrypoints.http.server_state import ARRIVAL, external_id, requested_rank, state_of
 from octavo.entrypoints.http.streaming import run_until_disconnect, spread
 from octavo.entrypoints.pooling.pooling_protocol import (
     ClassifyRequest,
@@ -265,7 +265,7 @@ class PoolingJob:
         self._state.log_pooling(self.response_id, requests)
 
         async def work() -> tuple[bytes, dict[str, str]]:
-            found = await _pooled(self._state.engine.pool, requests)
+            found = await _pooled(self._pool, requests)
             return await run_off_loop(lambda: write(found), length=sum(one.outputs.data.size for one in found))
 
         try:
@@ -276,6 +276,9 @@ class PoolingJob:
             return Response(status_code=499)
         content, headers = made
         return Response(content, headers={**self._headers, **headers}, media_type=kind)
+
+    def _pool(self, request: EngineRequest) -> Coroutine[Any, Any, PoolingRequestOutput[PoolingOutput]]:
+        return self._state.engine.pool(request, external_id(request, self.response_id))
 
     def listed(
         self, outputs: Outputs, written: Callable[[int, Vectors], dict[str, Any]] | None = None,

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from octavo import logs
-from octavo.errors import EngineDeadError
+from octavo.errors import EngineDeadError, RequestError
 from octavo.logs import LINES_PER_SECOND, LineLimit, configure_logging
 from octavo.stats import EngineStats
 from octavo.version import __version__
@@ -238,7 +238,43 @@ def test_requests_are_logged_with_as_much_of_the_prompt_as_allowed(
     caplog.set_level("INFO", logger="octavo.server")
     with serving(engine, max_log_len=3) as url:
         httpx.post(url + "/v1/completions", json={"prompt": "abcdef", "request_id": "r", "seed": 7})
-    assert "cmpl-r-0: 6 prompt tokens: 'abc'... {'seed': 7" in caplog.text
+    assert "cmpl-r: 6 prompt tokens: 'abc'... {'seed': 7" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}),
+        ("/v1/responses", {"input": "a"}),
+        ("/generate", {"prompt": "a"}),
+    ],
+)
+@pytest.mark.parametrize("given", [{}, {"X-Request-Id": "mine"}])
+def test_every_line_of_a_request_has_the_id_that_its_client_sees(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, path: str, body: dict[str, Any], given: dict[str, str]
+) -> None:
+    caplog.set_level("INFO", logger="octavo.server")
+    with serving(engine) as url:
+        answered = httpx.post(url + path, json=body, headers=given)
+        engine.fails_after = (0, RequestError("no", param="model"))
+        refused = httpx.post(url + path, json=body, headers=given)
+    assert (answered.status_code, refused.status_code) == (200, 400)
+    [first] = [one for one in caplog.records if getattr(one, "engine_request_id", None) == "0"]
+    assert first.__dict__["request_id"] == answered.headers["x-request-id"]
+    if path != "/generate":
+        assert first.__dict__["response_id"] == answered.json()["id"]
+        assert answered.json()["id"] in first.getMessage()
+    ids = {one.__dict__["request_id"] for one in caplog.records[caplog.records.index(first) + 1 :]}
+    assert ids == {refused.headers["x-request-id"]} and refused.headers["x-request-id"] == given.get(
+        "X-Request-Id", *ids
+    )
+    if path == "/v1/messages":
+        for answer in (answered, refused):
+            assert answer.headers["request-id"] == "req_" + answer.headers["x-request-id"]
+        assert answered.json()["id"] == "msg_" + answered.headers["x-request-id"]
+        assert refused.json()["request_id"] == refused.headers["request-id"]
 
 
 def test_clients_without_a_key_cannot_fill_the_log(

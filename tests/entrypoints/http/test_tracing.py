@@ -123,7 +123,7 @@ def test_a_request_is_a_span_of_its_callers_trace(collector: Collector, engine: 
     assert before <= span.start_time_unix_nano <= span.end_time_unix_nano <= time.time_ns()
     assert collector.resources[0]["service.name"] == "octavo"
     expected = {
-        "gen_ai.response.model": MODEL, "gen_ai.request.id": "cmpl-r-0", "gen_ai.request.max_tokens": 5,
+        "gen_ai.response.model": MODEL, "gen_ai.request.id": "r", "gen_ai.request.max_tokens": 5,
         "gen_ai.request.temperature": 0.5, "gen_ai.request.n": 1, "gen_ai.usage.prompt_tokens": 3,
         "gen_ai.usage.completion_tokens": 5, "gen_ai.response.finish_reasons": ["length"],
     }  # fmt: skip
