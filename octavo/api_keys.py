@@ -41,15 +41,17 @@ class ApiKeys:
         return any(matches)
 
     def client(self, address: str | None, authorization: str | None, x_api_key: str | None) -> str:
-        """Return a name for the sender of an admitted request: a hash of its address and, if the server has keys, of
+        """Return a name for the sender of an admitted request: its address and, if the server has keys, the number of
         the key that admits it. All addresses of an IPv6 /64 network count as one."""
         if address is not None and ":" in address:
             with contextlib.suppress(ValueError):  # the address may be invalid: a proxy sets it
                 found = ipaddress.IPv6Address(address)
                 address = str(found.ipv4_mapped or ipaddress.IPv6Network((found.packed, 64), strict=False))
+        if not self._digests:
+            return str(address)
         digests = [_digest(key) for key in sent_keys(authorization, x_api_key)]
-        key = next((digest for digest in digests if digest in self._digests), b"")
-        return _digest(repr((address, key)).encode()).hex()[:16]
+        number = next((self._digests.index(digest) for digest in digests if digest in self._digests), None)
+        return f"{address} {number}"
 
 
 def sent_keys(authorization: str | None, x_api_key: str | None) -> list[bytes]:

@@ -6,7 +6,6 @@ It handles the core's messages about itself; the supervisor's owner handles the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -114,8 +113,10 @@ class Supervisor:
 
     def tell(self, message: FrontendMessage) -> None:
         """Send a message that may be lost. If the core has just died, `listen` notices it."""
-        with contextlib.suppress(EngineDeadError):
+        try:
             self.core.send(message)
+        except EngineDeadError:
+            return
 
     def listen(self) -> None:
         """Start to receive messages. Raises `RuntimeError` in another event loop than the first."""

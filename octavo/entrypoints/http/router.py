@@ -116,8 +116,9 @@ class _Application:
 
     async def answer(self, request: Request) -> Response:
         """Return the answer to a request."""
+        method: str = request.scope["method"]
         try:
-            return await self._endpoints["GET" if request.method == "HEAD" else request.method](request)
+            return await self._endpoints["GET" if method == "HEAD" else method](request)
         except (RequestError, EngineDeadError, HTTPException):
             raise
         except ClientDisconnect:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from types import coroutine
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from pydantic import BaseModel
@@ -258,7 +258,8 @@ def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> Gene
     try:
         waited_for = work.send(None)
     except StopIteration as end:
-        return cast(T, end.value)
+        result: T = end.value
+        return result
     task = asyncio.current_task()
     assert task is not None
     has_gone = False
@@ -280,7 +281,8 @@ def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> Gene
             else:
                 waited_for = work.send(sent)
     except StopIteration as end:
-        return cast(T, end.value)
+        result = end.value
+        return result
     except asyncio.CancelledError:
         if not has_gone or task.uncancel():  # cancelled by others
             raise

@@ -41,8 +41,10 @@ router = Router(tags=["OpenAI"])
 @router.post("/v1/chat/completions", response_model=ChatCompletionResponse)
 async def create_chat_completion(body: ChatCompletionRequest, raw: Request) -> Response:
     """Answer a conversation."""
-    with body.field_names.in_errors():
+    try:
         return await ChatJob(body, raw).answer(raw)
+    except RequestError as error:
+        raise body.field_names.renamed(error) from None
 
 
 class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
