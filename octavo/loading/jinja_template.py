@@ -286,16 +286,17 @@ def render_template(
     compiled = compile_template(template)
     # OpenAI's clients send `"content": null`, and many templates would write it as "None".
     chat = [
-        _plain(
-            {
-                key: value
-                for key, value in message.items()
-                if value is not None or (key == "content" and keeps_null_content)
-            }
+        _with_reasoning(
+            _plain(
+                {
+                    key: value
+                    for key, value in message.items()
+                    if value is not None or (key == "content" and keeps_null_content)
+                }
+            )
         )
         for message in messages
     ]
-    chat = [_with_reasoning(message) for message in chat]
     variables = _plain(variables)
     if "+ functions" in template and "+ datetime" in template:  # Firefunction's: the tools as text, and the date
         functions = [tool.get("function") for tool in variables.get("tools") or ()]
@@ -376,8 +377,10 @@ def _mark_end(template: str, message: dict[str, Any], field: str) -> str:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    for name in REASONING:
+        if (reasoning := message.get(name)) is not None:
+            return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message
 
 
 def _plain(value: Any) -> Any:

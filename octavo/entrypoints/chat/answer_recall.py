@@ -17,7 +17,7 @@ from octavo.entrypoints.chat.answer_memory import (
     remembered,
     text_digest,
 )
-from octavo.entrypoints.chat.media_parts import embeds_of, media_of
+from octavo.entrypoints.chat.media_parts import embeds_of
 from octavo.entrypoints.http.server_state import ARRIVAL, ServerState
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
@@ -30,9 +30,8 @@ _LENGTH_TOKENS = 16  # remembering so many tokens takes as long as tokenizing on
 
 
 def can_recall(body: ChatCompletionRequest) -> bool:
-    """Return whether a prompt may have tokens of earlier answers, and its answers be remembered. The prompt must be
-    whole text, and the answer a new message, all of which the client sees."""
-    contents = [message.content for message in body.messages]
+    """Return whether a prompt without media may have tokens of earlier answers, and its answers be remembered. The
+    prompt must be whole text, and the answer a new message, all of which the client sees."""
     return (
         body.reuse_answers is not False
         and body.messages[-1].role != "assistant"
@@ -41,8 +40,7 @@ def can_recall(body: ChatCompletionRequest) -> bool:
         and not body.continue_final_message
         and not body.add_special_tokens
         and body.truncate_prompt_tokens is None
-        and not media_of(contents)
-        and not embeds_of(contents)
+        and not embeds_of([message.content for message in body.messages])
     )
 
 

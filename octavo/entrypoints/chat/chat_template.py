@@ -97,7 +97,8 @@ def render_chat(
         conversation = [_with_short_ids(message) for message in conversation]
     if traits.needs_counted_ids or (tool_format is not None and tool_format.counts_calls):  # results show them, too
         conversation = with_counted_ids(conversation)
-    if placeholders is None and any(_has_other_parts(message) for message in conversation):
+    has_parts = any(isinstance(message.get("content"), list) for message in conversation)
+    if has_parts and placeholders is None and any(_has_other_parts(message) for message in conversation):
         raise RequestError(
             "parts of messages other than text are not built here; chats, Responses, Messages and LLM.chat have "
             "pictures, and all but Messages sounds.",
@@ -108,8 +109,8 @@ def render_chat(
             {**message, "content": message.get("content") or None} if message.get("tool_calls") else message
             for message in conversation
         ]
-    loses_calls = any(_loses_calls(message, traits) for message in conversation)
-    has_results = any(message.get("role") == "tool" for message in conversation)
+    loses_calls = any(_loses_calls(message, traits) for message in conversation if "tool_calls" in message)
+    has_results = "tool" in [message.get("role") for message in conversation]
     if tool_format is None and ((tools and not traits.describes_tools) or loses_calls):
         from octavo.entrypoints.chat.tools.format_detection import model_formats  # not needed by chats without tools
 
@@ -125,15 +126,14 @@ def render_chat(
         conversation = [dict(message) for message in with_single_calls(conversation)]
     if has_results and not (traits.writes_results and (traits.describes_tools or traits.writes_calls)):
         conversation = _with_results_as_users(conversation)
-    if placeholders is not None and (content_format == "string" or not _knows(template, conversation)):
+    if has_parts and placeholders is not None and (content_format == "string" or not _knows(template, conversation)):
         conversation = [_with_placeholders(message, placeholders) for message in conversation]
     if content_format == "openai" or (content_format == "auto" and traits.takes_only_parts):
         conversation = [_with_parts(message) for message in conversation]
-    elif content_format == "string":
-        conversation = [_with_text(message) for message in conversation]
-    else:
+    elif has_parts:
+        takes_parts = frozenset[str]() if content_format == "string" else traits.parts_of
         conversation = [
-            message if _usual_role(message) in traits.parts_of else _with_text(message) for message in conversation
+            message if _usual_role(message) in takes_parts else _with_text(message) for message in conversation
         ]
 
     def apply(tools: Tools, conversation: Messages) -> str:
@@ -208,9 +208,13 @@ def _rendered_with_nulls(
 ) -> str:
     """Render a conversation whose contents may be null. If the template fails because of a null, or writes "None", it
     gets an empty text instead."""
-    if not any(_is_null(message) for message in conversation):
+    contents = [message.get("content", "") for message in conversation]
+    if None not in contents:
         return render(conversation)
-    with_texts = [{**message, "content": ""} if _is_null(message) else message for message in conversation]
+    with_texts = [
+        {**message, "content": ""} if content is None else message
+        for message, content in zip(conversation, contents, strict=True)
+    ]
     try:
         prompt = render(conversation)
     except Exception:  # the template may raise anything
@@ -225,10 +229,6 @@ def _rendered_with_nulls(
 
 def _without_nones(prompt: str) -> str:
     return "".join(prompt.replace("None", "").split())
-
-
-def _is_null(message: Mapping[str, Any]) -> bool:
-    return message.get("content", "") is None
 
 
 def _with_parts(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -95,9 +95,9 @@ class Conversation:
         self._clamps_max_tokens = clamps_max_tokens
         self._only_renders = only_renders
         self._refuses_unknown_effort = state.args.unknown_fields == "error" and not ignores_unknown_effort
-        answers = state.answers if can_recall(body) else None
-        self._answer_recall = None if answers is None else AnswerRecall(answers, body, state)
         self._sent_media = media_of([message.content for message in body.messages])
+        answers = state.answers if not self._sent_media and can_recall(body) else None
+        self._answer_recall = None if answers is None else AnswerRecall(answers, body, state)
         self._files: dict[str, bytes] = {}  # media files by URL; filled only inside `_loaded`
         self._answer_format: AnswerFormat | None = None  # set by `_prepare`
         self._readers: dict[int, AnswerReader] = {}  # by index of the choice

@@ -82,8 +82,13 @@ def as_part(medium: SentMedium) -> dict[str, Any]:
 
 def media_of(contents: Sequence[object]) -> list[SentMedium]:
     """Return the media in the contents of messages, in order. The parts have been read."""
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return [medium for part in parts if (medium := _medium_in(part)) is not None]
+    return [
+        medium
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+        if (medium := _medium_in(part)) is not None
+    ]
 
 
 def _medium_in(part: object) -> SentMedium | None:
@@ -105,8 +110,7 @@ def read_embeds(part: Mapping[str, Any]) -> dict[str, Any]:
 
 def embeds_of(contents: Sequence[object]) -> list[Any]:
     """Return the embeddings in the contents of messages, in order."""
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return [part["data"] for part in parts if is_embeds(part)]
+    return [part["data"] for content in contents if isinstance(content, list) for part in content if is_embeds(part)]
 
 
 def with_embeds(text: str, embeds: Sequence[Any]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def rendered_answer(tokenizer: ModelTokenizer, template: str, tools: Any = None,
 
 def _special_tokens(tokenizer: ModelTokenizer) -> tuple[tuple[str, str], ...]:
     tokens = getattr(tokenizer, "special_tokens_map", {})
-    return tuple((role, str(token)) for role, token in tokens.items() if isinstance(token, str))
+    return tuple([(role, str(token)) for role, token in tokens.items() if isinstance(token, str)])
 
 
 _Special = tuple[tuple[str, str], ...]
