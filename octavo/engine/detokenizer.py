@@ -47,28 +47,29 @@ def make_detokenizer(
 class ByteDetokenizer:
     """For byte-level vocabularies: a token's bytes do not depend on its neighbours."""
 
-    __slots__ = ("_decoder", "_is_within", "_table")
+    __slots__ = ("_begun", "_table")
 
     def __init__(self, table: _TokenBytes, prompt_token_ids: list[int]) -> None:
         self._table = table
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._is_within = False  # a character may have begun
+        self._begun = b""  # the first bytes of a character
         self.add(prompt_token_ids[-_MAX_CHARACTER_TOKENS:])  # a prompt may end within a character
 
     def add(self, token_ids: list[int]) -> str:
         table = self._table
         new = table[token_ids[0]] if len(token_ids) == 1 else b"".join([table[token] for token in token_ids])
-        if not self._is_within:
+        if not self._begun:
             try:
                 return new.decode()
             except UnicodeDecodeError:  # it ends within a character, or has wrong bytes
                 pass
-        text = self._decoder.decode(new)
-        self._is_within = self._decoder.getstate()[0] != b""
+        new = self._begun + new
+        text, num_read = codecs.utf_8_decode(new, "replace", False)
+        self._begun = new[num_read:]
         return text
 
     def flush(self) -> str:
-        return self._decoder.decode(b"", True)
+        begun, self._begun = self._begun, b""
+        return begun.decode(errors="replace")
 
 
 class _TokenBytes(dict[int, bytes]):

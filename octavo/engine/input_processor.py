@@ -224,7 +224,7 @@ class InputProcessor:
             max_tokens=self._max_tokens(params, num_places - (1 - room), clamps_max_tokens),
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
-            prediction=self._prediction(prompt.get("prediction")) if isinstance(prompt, Mapping) else [],
+            prediction=[] if isinstance(prompt, str | list) else self._prediction(prompt.get("prediction")),
             adapter=adapter,
             data_parallel_rank=data_parallel_rank,
             media=media,

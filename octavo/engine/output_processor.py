@@ -72,7 +72,7 @@ class _Completion:
         self._stop = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._num_kept: int | None = None  # sent characters of `text` to keep; None: all
         if params.output_kind is RequestOutputKind.DELTA and self._final_check is None:
-            self._num_kept = max((len(stop) - 1 for stop in params.stop), default=0)
+            self._num_kept = max([len(stop) - 1 for stop in params.stop], default=0)
         self.num_accepted_prediction_tokens = self.num_rejected_prediction_tokens = 0
         self._min_tokens = params.min_tokens
         self._detokenizer: Detokenizer | None = None
@@ -251,7 +251,8 @@ class RequestState:
     def remainder(self) -> EngineRequest:
         """Return the request for a new core, with the tokens of its running completions. A beam search has none, and
         begins anew."""
-        self.num_predicted = self.num_prediction_tokens
+        if self.has_prediction:
+            self.num_predicted = self.num_prediction_tokens
         output_token_ids = {}
         for index, completion in enumerate(self.completions):
             completion.num_accepted_prediction_tokens = completion.num_rejected_prediction_tokens = 0

@@ -194,7 +194,7 @@ def _whole(value: Any) -> Any:
 
 
 # An integer of up to 64 bits, as the wire and the arrays have.
-Int = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), lt=2**64)]
+Int = Annotated[int, Field(ge=-(2**63), lt=2**64), BeforeValidator(_whole)]
 Priority = Annotated[Int, Field(ge=-(2**31), lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, AfterValidator(check_text)]

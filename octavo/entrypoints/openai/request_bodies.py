@@ -193,7 +193,7 @@ class SamplingRequest(TokenRequest):
         form."""
         found: dict[str, dict[str, Any]] = {}
         own = {} if self.structured_outputs is None else self.structured_outputs.model_dump(exclude_none=True)
-        if any(own.get(name) not in (None, False) for name in STRUCTURES):
+        if own and any(own.get(name) not in (None, False) for name in STRUCTURES):
             found["structured_outputs"] = own
         if self.response_format is not None and self.response_format.type != "text":
             schema = self.response_format.json_schema
