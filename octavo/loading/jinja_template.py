@@ -379,7 +379,7 @@ def _mark_end(template: str, message: dict[str, Any], field: str) -> str:
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     for name in REASONING:
         if (reasoning := message.get(name)) is not None:
-            return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+            return {"thinking": reasoning, "reasoning": reasoning, **message, "reasoning_content": reasoning}
     return message
 
 

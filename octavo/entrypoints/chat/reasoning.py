@@ -90,6 +90,10 @@ STYLES = {
     ),
     "qwen3": _THINK,
     "seed_oss": ReasoningStyle("<seed:think>", "</seed:think>"),
+    "solar_open": ReasoningStyle(
+        "<|think|>", "<|end|><|begin|>assistant", answer_start="<|content|>", answer_end="<|end|>",
+        blocks=Blocks("<|tool_calls|>", "<|calls|>", "<|flush|>", "<|begin|>assistant"),
+    ),
     "solar_open2": ReasoningStyle("<|think:start|>", "<|think:end|>"),
     "step3": _IMPLIED,
 }  # fmt: skip

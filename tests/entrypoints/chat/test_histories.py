@@ -254,6 +254,14 @@ def test_a_text_beside_reasoning_and_a_call_joins_the_reasoning_where_the_templa
     assert text == f"[user]Hi[assistant]Wait.{called}[tool]rain"
 
 
+@pytest.mark.parametrize("read", ["reasoning", "reasoning_content", "thinking"])
+@pytest.mark.parametrize("sent", ["reasoning", "reasoning_content"])
+def test_reasoning_reaches_a_template_under_each_of_its_names(sent: str, read: str) -> None:
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.READ }}|{{ m.content }}{% endfor %}".replace("READ", read)
+    text = render_chat(tokenizer_of(template), [USER, {"role": "assistant", "content": "Yes.", sent: "Hm."}])
+    assert text == "[user]|Hi[assistant]Hm.|Yes."
+
+
 def test_a_user_may_speak_after_a_result_where_the_template_wants_answers() -> None:
     """Clients of Messages send a text beside the results of tools."""
     counts = "{% set ns = namespace(users=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.users = ns.users + 1 %}"

@@ -144,6 +144,8 @@ def _in_form(message: Message, as_text: bool, null: str | None, joint: str | Non
     }
     if system and made["role"] == "developer":
         made["role"] = "system"
+    if thought := made.get("reasoning_content"):  # templates read it under any of these names
+        made |= {"reasoning": thought, "thinking": thought}
     content = message["content"]
     if content is None:
         made |= {} if null == "absent" else {"content": null}

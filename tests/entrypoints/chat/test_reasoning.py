@@ -66,6 +66,7 @@ def test_a_mark_that_stays_in_the_content_is_not_written_twice() -> None:
     assert reasoning is not None and new_splitter(reasoning).add(" see") == ("", " see")
 
 
+SOLAR = "<|begin|>assistant"
 K3_END, K3_LAST = "<|close|>think<|sep|>", "<|close|>message<|sep|>"
 K3_ANSWER = "<|open|>response<|sep|>Four.<|close|>response<|sep|>"
 K3_CALL = '<|open|>tools<|sep|><|open|>call tool="now" index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
@@ -105,6 +106,9 @@ CASES = [
     ("minimax_m3", "ai\n<mm:think>", "So.</mm:think>Four.", "So.", "Four."),
     ("solar_open2", "<|think:start|>", "So.<|think:end|>Four.", "So.", "Four."),
     ("solar_open2", "<|think:start|><|think:end|>", "Four.", "", "Four."),
+    ("solar_open", SOLAR, f"<|think|>So.<|end|>{SOLAR}<|content|>Four.<|end|>", "So.", "Four."),
+    ("solar_open", f"{SOLAR}<|think|><|end|>{SOLAR}", "<|content|>Four.", "", "Four."),
+    ("solar_open", SOLAR, f"<|think|>So.<|end|>{SOLAR}<|tool_calls|>c<|calls|>", "So.", "<|tool_calls|>c<|calls|>"),
     # Reasoning that stays in the content, with both marks.
     ("minimax_m2_append_think", "ai\n<think>\n", "So.</think>Four.", "", "<think>So.</think>Four."),
     ("minimax_m2_append_think", "ai\n", "<think>So.</think>Four.", "", "<think>So.</think>Four."),

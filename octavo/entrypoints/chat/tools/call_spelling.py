@@ -51,7 +51,8 @@ def spelling(
             return Spelling(f"{opened}{start}[", f"]{end}{closed}", ", ", calls)
     elif isinstance(body, NamedJson):
         call_id = body.call_id.replace("\\d", str(num_earlier_calls))
-        calls = {name: CallText(f"{body.before}{name}{call_id}{body.after}", body.end) for name in tools}
+        before = f"call{num_earlier_calls:06}{body.id_before}{body.before}" if body.id_before else body.before
+        calls = {name: CallText(f"{before}{name}{call_id}{body.after}", body.end) for name in tools}
     elif isinstance(body, Tags):
         parameter = ParameterText(
             body.key_before, f"{body.key_after}{body.text_attribute}{body.value_before}",

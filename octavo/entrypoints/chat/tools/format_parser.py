@@ -401,6 +401,8 @@ def _head(body: NamedJson) -> re.Pattern[str]:
     """Return a pattern of the text before the arguments, with single blanks. Marks are optional, as models sometimes
     omit them; the name is required."""
     before = f"(?:{re.escape(body.before)})?" if body.before else ""
+    if body.id_before:
+        before = rf"(?:(?P<id>[\w\-]{{0,64}}) ?{re.escape(body.id_before)} ?)?{before}"
     own_id = body.may_have_id.replace("(", "(?P<id>", 1) if "(" in body.may_have_id else body.may_have_id
     may_have_id = f"(?P<id_part>{own_id})?" if own_id else "(?P<id_part>(?!))?"
     after = "".join(f" ?(?:{re.escape(piece)})?" for piece in _PIECES.findall(body.after))

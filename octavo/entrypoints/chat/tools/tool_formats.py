@@ -32,6 +32,7 @@ class NamedJson:
     after: str = ""
     end: str = ""
     call_id: str = ""  # text after the name; `\\d` stands for the number of earlier calls
+    id_before: str = ""  # mark between the call's id, which is then first, and the name
     # Regular expression of an optional text after the name. Its group is the call's id; without a group the id is the
     # whole head.
     may_have_id: str = ""
@@ -106,7 +107,7 @@ class ToolFormat:
         body = self.body
         texts = [self.open, self.start, self.end, self.close, *self.skipped]
         if isinstance(body, NamedJson):
-            texts += [body.before, body.after, body.end, re.sub(r"\\(?=\W)|\(.*", "", body.may_have_id)]
+            texts += [body.id_before, body.before, body.after, body.end, re.sub(r"\\(?=\W)|\(.*", "", body.may_have_id)]
         elif isinstance(body, Tags):
             texts += [body.name_before, body.name_after, body.key_before, body.key_after, body.value_before]
             texts += [*body.value_after.split("{key}"), body.end, body.json_before, body.json_after]
@@ -256,6 +257,10 @@ FORMATS: dict[str, ToolFormat] = {
     "seed_oss": ToolFormat(
         Tags("<function=", ">\n", "<parameter=", ">", "", "</parameter>\n", "</function>\n"),
         start="<seed:tool_call>\n", end="</seed:tool_call>",
+    ),
+    "solar_open": ToolFormat(
+        NamedJson(after="<|tool_call:args|>", id_before="<|tool_call:name|>"),
+        open="<|tool_calls|>", start="<|tool_call:begin|>", end="<|tool_call:end|>", separator="", close="<|calls|>",
     ),
     "solar_open2": ToolFormat(
         Tags("", "\n", "<|tool_arg:start|>", "<|tool_arg:value|>", "", "<|tool_arg:end|>\n"),

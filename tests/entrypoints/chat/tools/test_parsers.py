@@ -122,6 +122,13 @@ GOOD: list[tuple[str, str, str | None, list[Any]]] = [
         [PARIS, NOW],
     ),
     (
+        "solar_open",
+        '<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>get_weather<|tool_call:args|>{"city": "Paris"}'
+        "<|tool_call:end|><|tool_call:begin|>f6<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|><|calls|>",
+        None,
+        [PARIS, NOW],
+    ),
+    (
         "minicpm5",
         'Well.\n<function name="get_weather">\n  <param name="city">Paris</param>\n</function>',
         "Well.",

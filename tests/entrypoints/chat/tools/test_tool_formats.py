@@ -255,6 +255,14 @@ def test_schemas_that_make_no_sense_are_for_the_grammar_to_refuse(schema: dict[s
         assert read(lambda odd=odd: FormatParser(FORMATS["qwen3_coder"], {"f": odd}), text, [])[1]  # type: ignore[misc]
 
 
+def test_a_text_between_tags_nests_only_where_the_schema_has_objects() -> None:
+    form = FORMATS["minimax_m3"]
+    for kind, value in (("string", "]<]minimax[>[<k>v]<]minimax[>[</k>"), ("object", {"k": "v"})):
+        tools = {"f": {"type": "object", "properties": {"a": {"type": kind}}}}
+        text = write(form, [("f", {"a": "]<]minimax[>[<k>v]<]minimax[>[</k>"})])
+        assert read(lambda tools=tools: FormatParser(form, tools), text, []) == ("", [("f", {"a": value})])  # type: ignore[misc]
+
+
 def test_special_tokens_are_named_by_their_ids() -> None:
     form = FORMATS["deepseek_v31"]
     spelled = spelling(form, TOOLS)

@@ -39,7 +39,8 @@ def one(body: Any, name: str, arguments: Mapping[str, Any], *, as_forced: bool =
     if isinstance(body, JsonCalls):
         return f'{{{body.first}"{body.name}": "{name}", "{body.arguments}": {written}}}'
     if isinstance(body, NamedJson):
-        return f"{body.before}{name}{body.call_id.replace(chr(92) + 'd', '0')}{body.after}{written}{body.end}"
+        own_id = f"call000000{body.id_before}" if body.id_before else ""
+        return f"{own_id}{body.before}{name}{body.call_id.replace(chr(92) + 'd', '0')}{body.after}{written}{body.end}"
     if isinstance(body, PythonCalls):
         return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
     if isinstance(body, KeyedValues):
