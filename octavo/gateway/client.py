@@ -17,7 +17,7 @@ from octavo.gateway.error_bodies import error_body, error_event
 from octavo.gateway.meter import PROMPT_TOKENS, Meter
 from octavo.gateway.replica import Replica
 from octavo.gateway.stream_progress import CUT_OFF, RESUMABLE, StreamProgress
-from octavo.gateway.upstream import HOP_BY_HOP, Answer
+from octavo.gateway.upstream import HOP_BY_HOP, Answer, end_to_end
 from octavo.http_protocol import ResponseCycle
 from octavo.messages_errors import MESSAGES_PREFIX
 from octavo.ollama.answers import AnswerTranslator
@@ -146,7 +146,7 @@ class Client:
         # A stream that breaks off gets a further event, the error, so it has no fixed length.
         has_length = not is_events and answer.status not in _NO_BODY
         dropped = _NOT_PASSED_ON if has_length else _NOT_PASSED_ON | {b"content-length"}
-        await self._begin(answer.status, [one for one in answer.headers if one[0] not in dropped])
+        await self._begin(answer.status, end_to_end(answer.headers, dropped))
 
     def add(self, data: bytes) -> bool:
         """Take bytes of the answer, and send the part that the client may have now. Returns False if the client has to

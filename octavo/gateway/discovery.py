@@ -4,6 +4,7 @@ service. `Deployment` is told the addresses whenever they change."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -150,20 +151,21 @@ async def _follow_service(service: KubernetesService, take: Take) -> None:
     while True:
         try:
             api = _EndpointApi(service)  # anew each time, as certificates and tokens are renewed in their files
-            slices, version = await api.list()
-            take(_ready_addresses(slices.values(), service.port))
-            pause_s = MIN_PAUSE_S
-            async for event in api.watch(version):
-                if event.type == "ERROR":  # the version is too old
-                    break
-                if event.type == "BOOKMARK":
-                    continue
-                one = msgspec.json.decode(event.object, type=_Slice)
-                if event.type == "DELETED":
-                    slices.pop(one.metadata.name, None)
-                else:
-                    slices[one.metadata.name] = one
+            with contextlib.closing(api):
+                slices, version = await api.list()
                 take(_ready_addresses(slices.values(), service.port))
+                pause_s = MIN_PAUSE_S
+                async for event in api.watch(version):
+                    if event.type == "ERROR":  # the version is too old
+                        break
+                    if event.type == "BOOKMARK":
+                        continue
+                    one = msgspec.json.decode(event.object, type=_Slice)
+                    if event.type == "DELETED":
+                        slices.pop(one.metadata.name, None)
+                    else:
+                        slices[one.metadata.name] = one
+                    take(_ready_addresses(slices.values(), service.port))
         except (UpstreamError, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             logger.warning(
                 "the endpoints of %s are not known: %s; next try in %g s, and its replicas stay as they are",
@@ -202,6 +204,10 @@ class _EndpointApi:
         namespace = service.namespace or (SERVICE_ACCOUNT / "namespace").read_text().strip()
         self._path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         self._selector = {"labelSelector": f"kubernetes.io/service-name={service.name}"}
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._upstream.close()
 
     async def list(self) -> tuple[dict[str, _Slice], str]:
         """Return the service's slices by name, and the version to watch from."""

@@ -185,7 +185,7 @@ class OllamaRoutes:
     async def _pull(self, name: str, client: Client, *, streams: bool) -> None:
         """Fetch a model, and send a line for each step."""
         try:
-            async with contextlib.aclosing(run_octavo("pull", "--json", name)) as lines:
+            async with contextlib.aclosing(run_octavo("pull", "--json", "--", name)) as lines:
                 async for line in lines:
                     if streams:
                         await client.line(line)

@@ -27,12 +27,15 @@ from octavo.gateway.replica import Replica
 from octavo.gateway.request_body import RequestBody
 from octavo.gateway.router import CreatedIds
 from octavo.gateway.stream_progress import CUT_OFF, RESUMABLE, RESUMABLE_PATHS
-from octavo.gateway.upstream import HOP_BY_HOP, Answer, Headers, UnreachableError, UpstreamError
+from octavo.gateway.upstream import HOP_BY_HOP, Answer, Headers, UnreachableError, UpstreamError, end_to_end
 
 logger = logging.getLogger("octavo.gateway")
 
 MODEL_HEADER = b"x-octavo-model"  # names the model of a request without one in its body
 SESSION_HEADER = b"x-session-id"
+_ADDRESS_HEADERS = frozenset({
+    b"x-forwarded-for", b"forwarded", b"x-real-ip", b"x-client-ip", b"true-client-ip", b"cf-connecting-ip",
+})  # fmt: skip
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 _NOT_PASSED_ON = HOP_BY_HOP | {
     b"host", b"content-length", b"expect", b"accept-encoding", MODEL_HEADER, ONLY_PROMPT, RESUMABLE,
@@ -433,17 +436,18 @@ class Proxy:
         own = replica.auth_headers()
         dropped = _NOT_PASSED_ON | _KEY_HEADERS if own or self._keeps_keys else _NOT_PASSED_ON
         if not replica.upstream.is_near:  # a foreign API is not told the client's address
-            dropped |= {b"x-forwarded-for"}
+            dropped |= _ADDRESS_HEADERS
         # Of a stream that a client resumes, the gateway does not know the tokens before.
         if request.body.streams and request.path in RESUMABLE_PATHS and not request.body.is_resumed:
             own.append((RESUMABLE, b"1"))
         own.append((b"accept-encoding", b"identity"))  # the gateway reads events and usages in the answer
-        return [header for header in request.headers if header[0] not in dropped] + own
+        return end_to_end(request.headers, dropped) + own
 
     async def until_ready(self, deployment: Deployment, client: Client) -> None:
         """Wait for a model, with comments for a client that streams. Raises `RequestError`."""
         retry_after_s = max(1, round(deployment.start_s))
-        if self._num_waiting >= self._limits.max_waiting:
+        is_admitted = time.monotonic() < client.waits_until  # a stream that has lost its replica
+        if self._num_waiting >= self._limits.max_waiting and not is_admitted:
             raise RequestError(
                 f"{self._num_waiting} requests wait for models that are not loaded (--max-waiting); try again in "
                 f"about {retry_after_s} s.", status=429, code="queue_full", retry_after_s=retry_after_s,

@@ -22,6 +22,7 @@ logger = logging.getLogger("octavo.gateway")
 
 STOP_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL: longer than a server may drain
 _MAX_LINE_BYTES = 1 << 20
+_OWN_KEYS = ("OCTAVO_API_KEY", "VLLM_API_KEY", "OCTAVO_ADMIN_KEY")  # variables that servers do not get
 
 
 class StartError(OctavoError):
@@ -65,7 +66,7 @@ class ServeProcess:
         words = ["serve", entry.model or name, "--host", "127.0.0.1", "--port", "0"]
         words += ["--served-model-name", name, *entry.aliases]  # lines of batches may have aliases
         words += ["--log-format", "json", *entry.flag_words(), *more_words]
-        environment = {key: value for key, value in os.environ.items() if key not in ("OCTAVO_API_KEY", "VLLM_API_KEY")}
+        environment = {key: value for key, value in os.environ.items() if key not in _OWN_KEYS}
         try:
             process = await asyncio.create_subprocess_exec(
                 *server_command("octavo.entrypoints.cli.main", *words),

@@ -114,6 +114,9 @@ class GatewayArgs(Flags):
         for name in ("stream_keep_alive", "shutdown_timeout"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(self, name):g}.")
+        for name in ("api_key", "admin_key"):
+            if not all(getattr(self, name)):  # as of a variable that is not set: anybody could send it
+                raise ConfigError(f"--{name.replace('_', '-')} must not be empty.")
         if self.admin_port is not None and (self.keys is None or not self.admin_keys):
             raise ConfigError("--admin-port needs --keys, and --admin-key or OCTAVO_ADMIN_KEY.")
 
@@ -285,6 +288,8 @@ class GatewayServer(uvicorn.Server):
         if self._args.catalogue is None:
             logger.warning("there is no --catalogue to read again; the models stay")
             return
+        if self._draining is not None:
+            return  # nothing is started any more
         self._seen = self._file_stamp()
         try:
             self.models.apply(read_catalogue(self._args.catalogue))

@@ -12,7 +12,7 @@ import ipaddress
 import re
 import ssl
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -27,6 +27,14 @@ MAX_HELD_BYTES = 256 * 1024  # of an answer, not yet passed on; then the replica
 # Of one hop: RFC 9110, section 7.6.1.
 HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding",
                         b"upgrade", b"proxy-authorization", b"proxy-authenticate"})  # fmt: skip
+
+
+def end_to_end(headers: Headers, dropped: Collection[bytes]) -> list[tuple[bytes, bytes]]:
+    """Return headers without the `dropped` ones and without those that `Connection` names for this hop alone, except
+    the client's address: it would let clients hide it."""
+    named = {one.strip().lower() for name, value in headers if name == b"connection" for one in value.split(b",")}
+    named.discard(b"x-forwarded-for")
+    return [header for header in headers if header[0] not in dropped and header[0] not in named]
 
 
 class UpstreamError(Exception):

@@ -139,6 +139,8 @@ def test_the_models_on_this_machine_are_a_catalogue(monkeypatch: pytest.MonkeyPa
         (["m", "--keys", "k", "--admin-host", "::1"], "--admin-host needs --admin-port."),
         (["m", "--keys", "k", "--admin-key", "x"], "--admin-key needs --admin-port."),
         (["m", "--admin-port", "0", "--admin-key", "x"], "--admin-port needs --keys"),
+        (["m", "--keys", "/nowhere/k", "--admin-port", "0", "--admin-key", ""], "--admin-key must not be empty"),
+        (["m", "--api-key", "x", ""], "--api-key must not be empty"),
     ],
 )
 def test_a_gateway_that_cannot_be_honoured_does_not_start(

@@ -269,6 +269,7 @@ def test_ready_endpoints_are_followed(cluster: ApiServer, namespace: str, monkey
             if end:
                 server.events.put_nowait(None)  # for the server's own loop
             assert await told.get() == ["http://10.0.0.4:8000" if end else "http://10.0.0.5:8000"]
+        await until(lambda: server.num_hung_up == server.num_connections - 1)  # of each list only the last is open
         following.cancel()
         server.die()
 

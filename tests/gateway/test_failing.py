@@ -341,6 +341,23 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(clock: Clock)
     clock.run(run())
 
 
+def test_a_catalogue_that_changes_while_the_gateway_stops_starts_nothing(clock: Clock, tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("models: {a: {}}")
+
+    async def run() -> None:
+        async with gateway(str(file), FakeLaunch(be_silent), shutdown_timeout=3.0) as gate:
+            asking = asyncio.ensure_future(gate.ask())
+            await until(lambda: gate.launch.servers and gate.launch.last("a").asked)
+            gate.server.stop()
+            file.write_text("models: {a: {}, b: {preload: true}}")
+            gate.server.reload()
+            assert (await asking).status_code == 503
+        assert gate.launch.begun == ["a"]
+
+    clock.run(run())
+
+
 def test_a_stream_that_waits_for_its_model_ends_with_the_drain(clock: Clock) -> None:
     async def run() -> None:
         launch = FakeLaunch()

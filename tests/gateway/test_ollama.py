@@ -463,7 +463,7 @@ def test_models_come_with_pulls_and_go_with_deletes(clock: Clock, commands: Comm
             progress = [part async for part in await client.pull("hf.co/org/b", stream=True)]
             assert [part.status for part in progress] == ["pulling f", "success"]
             assert (progress[0].total, progress[0].completed) == (9, 3)
-            assert commands.ran[-1] == ("pull", "--json", "org/b")
+            assert commands.ran[-1] == ("pull", "--json", "--", "org/b"), "a name is no flag"
             assert (await client.generate("org/b", "x")).response == "x"
             assert (await client.pull("org/b")).status == "success"
             del here["org/b"]

@@ -455,13 +455,31 @@ def test_only_replicas_nearby_are_told_who_asks() -> None:
         assert not Upstream(f"https://{host}", timeout_s=1).is_near
 
 
+def test_headers_of_one_hop_are_not_passed_on(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        asked.reply(b"{}", connection="keep-alive, X-Hop", x_hop="1", x_own="kept")
+
+    async def run() -> None:
+        async with gateway({"a": {}}, FakeLaunch(behave)) as gate:
+            gate.http.headers.update(
+                {"connection": "Keep-Alive, x-mine , X-Forwarded-For", "x-mine": "1", "x-own": "1"}
+            )
+            answer = await gate.ask()
+            assert "x-hop" not in answer.headers and answer.headers["x-own"] == "kept"
+            seen = gate.launch.last("a").asked[0].headers
+            assert "x-mine" not in seen and seen["x-own"] == "1"
+            assert seen["x-forwarded-for"] == "127.0.0.1", "clients cannot hide their address"
+
+    clock.run(run())
+
+
 def test_a_far_replica_gets_no_address_of_a_client(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Upstream, "is_near", False)
 
     async def run() -> None:
         async with gateway({"a": {}}) as gate:
-            gate.http.headers["x-forwarded-for"] = "1.2.3.4"
+            gate.http.headers.update({"x-forwarded-for": "1.2.3.4", "forwarded": "for=1.2.3.4", "x-real-ip": "1.2.3.4"})
             assert (await gate.ask()).status_code == 200
-            assert "x-forwarded-for" not in gate.launch.last("a").asked[0].headers
+            assert not {"x-forwarded-for", "forwarded", "x-real-ip"} & gate.launch.last("a").asked[0].headers.keys()
 
     clock.run(run())

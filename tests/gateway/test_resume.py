@@ -306,6 +306,33 @@ def test_a_model_whose_only_replica_dies_is_started_again_for_its_streams(clock:
     clock.run(run())
 
 
+def test_streams_that_have_lost_their_replica_are_not_refused_as_too_many_wait(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        if "resume" in asked.json:
+            await replica()(asked)
+            return
+        asked.head(content_type="text/event-stream", transfer_encoding="chunked", x_octavo_resumable=json.dumps(ABOUT))
+        asked.piece(SCRIPT[0][0] + b"\n\n: tokens [1]\n\n")
+        await lose.wait()
+        asked.die()
+        launch.last("a").die()
+
+    lose = asyncio.Event()
+    launch = FakeLaunch(behave)
+
+    async def run() -> None:
+        async with gateway({"a": {}}, launch, max_waiting=1) as gate:
+            first = asyncio.ensure_future(gate.ask(stream=True))
+            await until(lambda: launch.servers and launch.last("a").asked)
+            second = asyncio.ensure_future(gate.ask(stream=True))
+            await until(lambda: len(launch.last("a").asked) == 2)
+            lose.set()
+            for one in (first, second):
+                assert (await one).content == WHOLE
+
+    clock.run(run())
+
+
 def test_a_stream_of_a_replica_that_hangs_goes_on_at_the_one_that_takes_its_place(clock: Clock) -> None:
     async def behave(asked: Asked) -> None:
         if len(launch.begun) > 1:

@@ -42,6 +42,18 @@ def test_a_server_knows_the_aliases_of_its_model_as_lines_of_batches_may_name_th
     assert seen[at : at + 3] == ["m", "x", "y"] and seen[at + 3].startswith("--")
 
 
+def test_a_server_gets_no_key_of_the_gateways(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = "import os; print([os.environ.get(n) for n in ('OCTAVO_API_KEY', 'OCTAVO_ADMIN_KEY')])"
+    monkeypatch.setattr("octavo.gateway.serve_process.server_command", lambda *_: [sys.executable, "-c", program])
+    for name in ("OCTAVO_API_KEY", "OCTAVO_ADMIN_KEY"):
+        monkeypatch.setenv(name, "secret")
+    with caplog.at_level("INFO", "octavo.gateway"), pytest.raises(StartError):
+        asyncio.run(ServeProcess.start("m", ModelEntry()))
+    assert "None]" in caplog.text and "secret" not in caplog.text
+
+
 def test_a_server_that_is_killed_leaves_no_process_that_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """`exited` waits for the end of the output, which the child has too."""
     child = "import signal; signal.pause()"
