@@ -14,6 +14,7 @@ TEXT, JSON = "text", "json"
 # Fields of every LogRecord; other fields came with `extra=`.
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
+_ENCODER = json.JSONEncoder(default=str)
 _current_format = TEXT
 LINES_PER_SECOND = 5  # of a kind that any client can cause
 
@@ -94,4 +95,4 @@ class JsonFormatter(logging.Formatter):
         line |= {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return _ENCODER.encode(line)

@@ -131,8 +131,9 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                 raise
         self.inputs, self.tokenizer = inputs, inputs.tokenizer
         self._outputs = OutputProcessor(
-            self.tokenizer, metrics, makes_logprobs_later=True, stream_interval=config.scheduler.stream_interval
-        )
+            self.tokenizer, metrics, makes_logprobs_later=True, stream_interval=config.scheduler.stream_interval,
+            logs_ends=logs_requests,
+        )  # fmt: skip
         # `tell`, not `send`: a message to a dying core is lost, and `core_is_ready` sends the request to the next core.
         self._resubmission = Resubmission(self._outputs, self._supervisor.tell)
         self._streams: dict[str, RequestStream] = {}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo.engine.detokenizer import Detokenizer, StopStrings, make_detokenizer
+from octavo.engine.request_log import log_end
 from octavo.engine.wire import Abort
 from octavo.errors import RequestError
 from octavo.loading.token_texts import decode
@@ -242,6 +243,15 @@ class RequestState:
         return sum(len(completion.token_ids) for completion in self.completions)
 
     @property
+    def finish_reason(self) -> str | None:
+        """The reason for its end, for the metrics and the log."""
+        if self.error is not None:
+            return "error"
+        pooled = "abort" if self.pooled is None else "stop"
+        reasons = [completion.finish_reason for completion in self.completions] or [pooled]
+        return "abort" if "abort" in reasons else reasons[0]
+
+    @property
     def num_prediction_tokens(self) -> tuple[int, int]:
         """Return the numbers of accepted and rejected tokens of its prediction, summed over all completions."""
         accepted, rejected = self.num_predicted
@@ -328,13 +338,15 @@ class OutputProcessor:
         *,
         makes_logprobs_later: bool = False,
         stream_interval: int = 1,
+        logs_ends: bool = False,
     ) -> None:
         """`makes_logprobs_later`: log-probabilities stay as the core sent them until they are read, and callers make
         the vectors of tokens, by calling `outputs` of their result. Each output of a request has at least
-        `stream_interval` new tokens, except the first and the last one."""
+        `stream_interval` new tokens, except the first and the last one. `logs_ends`: the end of a request for text is
+        logged."""
         self.tokenizer = tokenizer
         self.makes_logprobs_later = makes_logprobs_later
-        self._interval = stream_interval
+        self._interval, self._logs_ends = stream_interval, logs_ends
         self.metrics = metrics
         self.requests: dict[str, RequestState] = {}
 
@@ -457,6 +469,8 @@ class OutputProcessor:
         state.is_over = True
         del self.requests[state.request.request_id]
         self._record_finished(state)
+        if self._logs_ends and state.request.pooling is None:
+            log_end(state)
 
     def _take_vectors(self, state: RequestState, output: SequenceOutput, now: float) -> None:
         """Make the result of a pooling request."""
@@ -486,18 +500,13 @@ class OutputProcessor:
     def _record_finished(self, state: RequestState) -> None:
         if self.metrics is None:
             return
-        reason: str | None = "error"
-        if state.error is None:
-            pooled = "abort" if state.pooled is None else "stop"
-            reasons = [completion.finish_reason for completion in state.completions] or [pooled]
-            reason = "abort" if "abort" in reasons else reasons[0]
         num_generated = [len(completion.token_ids) for completion in state.completions]
         self.metrics.record_finished(
             state.metrics,
             len(state.request.prompt.token_ids),
             num_generated,
             state.request.params if state.request.pooling is None else None,
-            reason,
+            state.finish_reason,
             state.num_cached_tokens,
         )
 

@@ -1,14 +1,18 @@
-"""The log line of a new request, for the server and `AsyncLLMEngine`."""
+"""The log lines of a request as it begins and as it ends, for the server and `AsyncLLMEngine`."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from octavo.request import EngineRequest
 
+if TYPE_CHECKING:
+    from octavo.engine.output_processor import RequestState
+
+_logger = logging.getLogger(__name__)
 _MAX_CHARS = 200
 _MAX_ITEMS = 32
 
@@ -36,6 +40,21 @@ def log_request(
         name = response_id if response_id.endswith(name) else f"{name} ({response_id})"
     fields |= {"num_prompt_tokens": len(prompt.token_ids), "sampling_params": options}
     logger.info("%s: %d prompt tokens%s %s", name, len(prompt.token_ids), shown, options, extra=fields)
+
+
+def log_end(state: RequestState) -> None:
+    """Log a request that has ended: its times, tokens and finish reason. A time that it never reached is None."""
+    times = state.metrics.intervals()
+    seconds = [times.get(name) for name in ("e2e", "time_in_queue", "time_to_first_token")]
+    tokens = len(state.request.prompt.token_ids), state.num_cached_tokens, state.num_tokens
+    fields = _ids(state.external_id, state.request) | {"finish_reason": state.finish_reason}
+    fields |= zip(("total_s", "queue_s", "ttft_s"), seconds, strict=True)
+    fields |= zip(("num_prompt_tokens", "num_cached_tokens", "num_output_tokens"), tokens, strict=True)
+    _logger.info(
+        "%s: %s after %s (queue %s, first token %s), %d prompt tokens (%d cached), %d output tokens",
+        fields["request_id"], state.finish_reason, *("none" if one is None else f"{one:.3f} s" for one in seconds),
+        *tokens, extra=fields,
+    )  # fmt: skip
 
 
 def _ids(external_id: str, request: EngineRequest) -> dict[str, Any]:

@@ -212,6 +212,7 @@ def test_sigterm_lets_requests_end_while_new_ones_are_refused(tmp_path: Path) ->
         lines = [json.loads(line) for line in server.log.read_text().splitlines()]
         assert {line["process"] for line in lines} >= {"server"}
         assert next(line["message"] for line in lines if "ready" in line).startswith("Octavo")
+        assert sorted(line["num_output_tokens"] for line in lines if "ttft_s" in line) == [200, 300]
 
 
 @pytest.mark.long

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
+from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.request_log import brief, log_request
-from octavo.request import EngineRequest, Prompt
+from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 
@@ -50,3 +53,28 @@ def test_a_line_has_the_clients_id_and_the_engines_apart(
 def test_short_parameters_are_shown_as_they_are() -> None:
     options = msgspec.to_builtins(SamplingParams(stop=["a"], seed=3, logit_bias={5: 1.0}))
     assert brief(options) == options
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_end_of_a_request_is_a_line_with_its_times_and_tokens(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_on: bool
+) -> None:
+    caplog.set_level(logging.INFO, "octavo")
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("octavo.engine.output_processor.time", clock)
+    outputs = OutputProcessor(tokenizer, logs_ends=is_on)
+    outputs.add(_request(SamplingParams()), "r-7")
+    for clock.now, tokens, reason in ((3.0, [5, 6], None), (5.5, [7], "length")):
+        outputs.update([
+            SequenceOutput("7", 0, tokens, finish_reason=reason, first_scheduled_time=1.0, num_cached_tokens=1)
+        ])  # fmt: skip
+    outputs.add(_request(SamplingParams()), "left")
+    outputs.abort("7")
+    assert caplog.messages == is_on * [
+        "r: length after 5.500 s (queue 1.000 s, first token 3.000 s), 1 prompt tokens (1 cached), 3 output tokens",
+        "left: abort after 5.500 s (queue none, first token none), 1 prompt tokens (0 cached), 0 output tokens",
+    ]
+    if is_on:
+        fields = {"request_id": "r", "engine_request_id": "7", "finish_reason": "length", "queue_s": 1.0, "ttft_s": 3.0,
+                  "total_s": 5.5, "num_prompt_tokens": 1, "num_cached_tokens": 1, "num_output_tokens": 3}  # fmt: skip
+        assert vars(caplog.records[0]).items() >= fields.items()

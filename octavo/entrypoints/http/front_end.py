@@ -89,7 +89,10 @@ async def _serve(given: FrontEndArgs) -> None:
     metrics.counts_steps, metrics.total_rate = False, partial(counts.total, REQUESTS_PER_S)
     link = HubLink(partial(_end_with_hub, given.store_folder, given.parent))
     channels = link.channels
-    engine = make_engine(config, metrics=metrics, make_core=link.make_core, on_engine_death=args.on_engine_death)
+    engine = make_engine(
+        config, metrics=metrics, make_core=link.make_core, on_engine_death=args.on_engine_death,
+        logs_requests=args.logs_requests,
+    )  # fmt: skip
     for place, forecast in enumerate(engine.forecasts):
         forecast.share = counts.sharing(WAITING_TOKENS + place)
     engine.inputs.be_one_of_several(given.number, given.place)

@@ -142,6 +142,7 @@ def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started 
             core=core,
             on_engine_death=args.on_engine_death,
             on_loading=display.show_loading,
+            logs_requests=args.logs_requests,
             **_supervision(args),
         )
         compile_chat_template(engine.tokenizer)
