@@ -166,6 +166,11 @@ class ToolDefinition(RequestBody):
     @classmethod
     def _check_kind(cls, data: Any) -> Any:
         kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(data, dict) and ("function" in data or kind == "function" or "parameters" in data):
+            raise RequestError(
+                'a tool has the form of OpenAI; here it is {"name": ..., "description": ..., "input_schema": {...}}.',
+                param="tools",
+            )
         if isinstance(kind, str) and kind != "custom":
             raise RequestError(
                 f"tools of type {kind!r:.60} run at Anthropic; only custom ones are here.", param="tools"

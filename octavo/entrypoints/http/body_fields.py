@@ -254,11 +254,18 @@ def _check_content(value: Any) -> str:
     return "\n".join(map(_check_text_part, value))
 
 
+_TEXT_PARTS_OF_RESPONSES = ("input_text", "output_text")
+
+
 def _check_text_part(part: Any) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else None
     if kind == "refusal" and isinstance(part.get("refusal"), str):
         return check_text(part["refusal"])
     if isinstance(kind, str) and kind != "text":
+        if kind in _TEXT_PARTS_OF_RESPONSES:
+            raise ValueError(
+                f"has a part of type {kind!r}, which is one of Responses; the type of a text is 'text' here"
+            )
         raise ValueError(f"has a part of type {kind!r}, which is not built yet; only text is")
     if kind is None or not isinstance(part.get("text"), str):
         raise ValueError('should be a string or a list of parts like {"type": "text", "text": "..."}')

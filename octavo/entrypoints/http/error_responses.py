@@ -38,17 +38,28 @@ logger = logging.getLogger("octavo.server")
 
 # Header of answers that are not whole, or errors, because the server stops or its engine has died.
 CUT_OFF_HEADER = "X-Octavo-Cut-Off"
-# Unknown fields that users often send, and the fields that they mean.
+# Unknown fields that users often send, most of them another API's, and what they mean. What begins with a field of the
+# API counts, and of several the first.
 _SUGGESTED_FIELDS = {
-    "enable_thinking": 'chat_template_kwargs {"enable_thinking": ...}',
-    "lora_request": "model, which is the adapter's name",
-    "max_completion_tokens": "max_output_tokens",
-    "max_new_tokens": "max_tokens",
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "prompt_token_ids": "prompt, which takes token ids too",
-    "response_format": "text.format",
-    "thinking": 'chat_template_kwargs {"thinking": ...}',
+    "enable_thinking": ('chat_template_kwargs {"enable_thinking": ...}',),
+    "input": ("messages", "prompt"),
+    "instructions": ("system", 'messages, whose first may have the role "system"'),
+    "lora_request": ("model, which is the adapter's name",),
+    "max_completion_tokens": ("max_output_tokens", "max_tokens"),
+    "max_new_tokens": ("max_tokens", "max_output_tokens"),
+    "max_output_tokens": ("max_completion_tokens", "max_tokens"),
+    "max_tokens": ("max_output_tokens",),
+    "messages": ("input", "prompt"),
+    "output_config": ("response_format", "text.format"),
+    "prompt": ("messages", "input"),
+    "prompt_token_ids": ("prompt, which takes token ids too",),
+    "reasoning": ("reasoning_effort", "thinking"),
+    "reasoning_effort": ("reasoning.effort", "output_config.effort"),
+    "response_format": ("text.format", "output_config.format"),
+    "stop": ("stop_sequences",),
+    "stop_sequences": ("stop",),
+    "system": ("instructions", 'messages, whose first may have the role "system"'),
+    "thinking": ('chat_template_kwargs {"thinking": ...}',),
 }
 # Fields that tools in the form of Responses or Messages lack in chats.
 _OF_TOOLS = re.compile(r"tools\[\d+\]\.(type|function)", re.ASCII)
@@ -180,7 +191,11 @@ def stream_error_event(error: Exception) -> bytes:
 def validation_error(errors: Sequence[Mapping[str, Any]], fields: Collection[str] = ()) -> RequestError:
     """Return the first of pydantic's errors as a sentence that names the field. `fields` are those that the body may
     have."""
-    error, location = errors[0], errors[0]["loc"]
+    error = errors[0]
+    if error["type"] == "missing":  # its other API's name says more
+        unknown = (one for one in errors if one["type"] == "extra_forbidden")
+        error = next((one for one in unknown if _means(one["loc"], error["loc"], fields)), error)
+    location = error["loc"]
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, RequestError):
         return cause
@@ -201,9 +216,13 @@ def validation_error(errors: Sequence[Mapping[str, Any]], fields: Collection[str
         # A field with several types has an error for each type.
         others = [one for one in errors[1:] if _field_name(one["loc"]) == param and one["type"].endswith("_type")]
         message = " or ".join([message, *(_predicate(one).removeprefix("should be ") for one in others)])
-    given = error.get("input")
-    shown = _JSON_NAMES[given] if given is None or isinstance(given, bool) else reprlib.repr(given)
-    return RequestError(f"{param} {message}, got {shown}.", param=param)
+    return RequestError(f"{param} {message}, got {_SHOWN.repr(error.get('input'))}.", param=param)
+
+
+def _means(unknown: Sequence[int | str], missing: Sequence[int | str], fields: Collection[str]) -> bool:
+    """Return whether the unknown field stands for the missing one."""
+    meant = _meant_field(_field_name(unknown), fields)
+    return meant is not None and _FIRST_NAME.match(meant)[0] == _field_name(missing)  # type: ignore[index]
 
 
 def _meant_field(unknown: str, fields: Collection[str]) -> str | None:
@@ -214,13 +233,29 @@ def _meant_field(unknown: str, fields: Collection[str]) -> str | None:
             return f"{_JSON_SCHEMA}schema, which holds the schema"
         meant = similar(name, _BESIDE_SCHEMA)
         return meant and _JSON_SCHEMA + meant
-    suggested = _SUGGESTED_FIELDS.get(unknown)
-    if suggested is not None and _FIRST_NAME.match(suggested)[0] in fields:  # type: ignore[index]
-        return suggested
+    for suggested in _SUGGESTED_FIELDS.get(unknown, ()):
+        if _FIRST_NAME.match(suggested)[0] in fields:  # type: ignore[index]
+            return suggested
     return similar(unknown, fields)
 
 
-_JSON_NAMES = {None: "null", True: "true", False: "false"}
+class _JsonRepr(reprlib.Repr):
+    """Writes a client's value in a bounded length, as JSON but for a text in single quotes."""
+
+    def repr_str(self, x: str, level: int) -> str:
+        if level == self.maxlevel:  # the value itself
+            return super().repr_str(x, level)
+        text = json.dumps(x[: self.maxstring], ensure_ascii=False)
+        return text if len(x) <= self.maxstring else text[:-1] + '..."'
+
+    def repr_bool(self, x: bool, level: int) -> str:
+        return json.dumps(x)
+
+    def repr_NoneType(self, x: None, level: int) -> str:  # reprlib calls it so
+        return "null"
+
+
+_SHOWN = _JsonRepr()
 # Pydantic's names of a field's types, which a location contains as if they were fields.
 _TYPE_LABEL = re.compile(r".*\[.*|(?:str|int|float|bool|list|dict|none|constrained-\w+)$")
 

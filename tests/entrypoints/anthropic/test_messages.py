@@ -296,6 +296,8 @@ def test_tokens_are_counted_as_the_message_has_them(agent: tuple[anthropic.Anthr
         ({"messages": [{"role": "user", "content": "x" * 600_000}]}, 400, " tokens > 512 maximum"),
         ({"messages": HELLO, "stop_sequences": [""]}, 400, "stop_sequences must be"),
         ({"messages": HELLO, "tools": [{**WEATHER, "name": "x y"}]}, 400, "tools[0].name "),
+        ({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "x"}}]}, 400, "form of OpenAI"),
+        ({"messages": HELLO, "tools": [{"name": "x", "parameters": {}}]}, 400, 'here it is {"name": ...'),
         ({"messages": HELLO, "priority": 1}, 400, "priority 1 needs --scheduling-policy priority"),
         ({"messages": HELLO, "compaction": {}}, 400, "compaction is not built"),
         ({"messages": HELLO, "billing_policy": {}}, 400, "billing_policy is not built"),

@@ -146,10 +146,38 @@ def test_an_empty_conversation_is_said_to_be_too_short(http: httpx.Client) -> No
     assert error_of(response)["message"] == "messages should have at least 1 item, got []."
 
 
-def test_fields_of_chats_are_refused_with_those_of_responses(http: httpx.Client) -> None:
-    for field, meant in (("max_tokens", "max_output_tokens"), ("response_format", "text.format")):
-        response = http.post("/v1/responses", json={"input": "a", field: 1})
-        assert f"supplied: {field}; what is meant is perhaps {meant}." in error_of(response)["message"]
+@pytest.mark.parametrize(
+    ("path", "fields", "unknown", "meant"),
+    [
+        ("responses", {"input": "a"}, "max_tokens", "max_output_tokens"),
+        ("responses", {"input": "a"}, "response_format", "text.format"),
+        ("responses", {"input": "a"}, "system", "instructions"),
+        ("responses", {}, "messages", "input"),  # which is required
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "max_output_tokens",
+         "max_completion_tokens"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "system",
+         'messages, whose first may have the role "system"'),
+        ("chat/completions", {}, "input", "messages"),
+        ("completions", {"prompt": "a"}, "max_output_tokens", "max_tokens"),
+        ("messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}, "stop", "stop_sequences"),
+        ("messages", {"messages": [{"role": "user", "content": "a"}]}, "max_completion_tokens", "max_tokens"),
+    ],
+)  # fmt: skip
+def test_fields_of_another_api_are_refused_with_those_of_this_one(
+    http: httpx.Client, path: str, fields: Any, unknown: str, meant: str
+) -> None:
+    error = http.post(f"/v1/{path}", json={**fields, unknown: 1}).json()["error"]
+    assert error["message"] == f"Unrecognized request argument supplied: {unknown}; what is meant is perhaps {meant}."
+
+
+def test_values_are_shown_as_json(http: httpx.Client) -> None:
+    value = {"a": [None, True, 1.5, "x" * 99, 'say "é"']}
+    message = error_of(http.post("/v1/chat/completions", json={"messages": value}))["message"]
+    assert message.endswith('got {"a": [null, true, 1.5, "%s...", "say \\"é\\""]}.' % ("x" * 30))
+    parts = [{"type": "input_text", "text": "a"}]
+    body = {"messages": [{"role": "user", "content": parts}]}
+    message = error_of(http.post("/v1/chat/completions", json=body))["message"]
+    assert "has a part of type 'input_text', which is one of Responses; the type of a text is 'text' here" in message
 
 
 def test_a_compressed_body_is_refused_as_that(http: httpx.Client) -> None:
