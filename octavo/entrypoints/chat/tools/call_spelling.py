@@ -161,7 +161,9 @@ def _parameters(
     schema. `says_types`: the format says of each value whether it is a text."""
     properties = schema.get("properties", {})
     required = schema.get("required", [])
-    if schema.keys() - _OF_OBJECTS or not isinstance(properties, Mapping) or schema.get("additionalProperties"):
+    if schema.keys() - _OF_OBJECTS or not isinstance(properties, Mapping):
+        return None
+    if schema.get("additionalProperties") and not properties:  # others than those that are named are left out
         return None
     if not describes_object(schema) or not isinstance(required, list) or set(map(str, required)) - properties.keys():
         return None
@@ -169,6 +171,8 @@ def _parameters(
     for name, one in properties.items():
         if not isinstance(one, Mapping) or not set(name).isdisjoint('<>"\n') or name != name.strip() or not name:
             return None
+        if one.get("enum") == [] and name not in required:  # no value is valid: the parameter is left out
+            continue
         if value_after is None:
             found[name] = None
             continue

@@ -263,6 +263,29 @@ def test_a_text_between_tags_nests_only_where_the_schema_has_objects() -> None:
         assert read(lambda tools=tools: FormatParser(form, tools), text, []) == ("", [("f", {"a": value})])  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("others", [True, {"type": "integer"}])
+def test_further_parameters_are_left_out_where_some_are_named(others: Any) -> None:
+    form = FORMATS["qwen3_coder"]
+    schema = {"type": "object", "properties": {"a": TEXT}, "additionalProperties": others}
+    spelled = spelling(form, {"f": schema})
+    assert spelled is not None
+    grammar = make_grammar(ToolCalls({"f": schema}, spelled))
+    assert follows(grammar, write(form, [("f", {"a": "x"})]))
+    assert not follows(grammar, write(form, [("f", {"a": "x", "b": 1})]))
+    assert spelling(form, {"f": {"type": "object", "additionalProperties": others}}) is None
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic"])
+def test_a_parameter_without_valid_values_is_left_out(name: str) -> None:
+    form = FORMATS[name]
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {**TEXT, "enum": []}, "b": TEXT}}
+    spelled = spelling(form, {"f": schema})
+    assert spelled is not None
+    grammar = make_grammar(ToolCalls({"f": schema}, spelled))
+    assert follows(grammar, write(form, [("f", {"b": "x"})], as_forced=True).replace("'", '"'))
+    assert not follows(grammar, write(form, [("f", {"a": "", "b": "x"})], as_forced=True).replace("'", '"'))
+
+
 def test_special_tokens_are_named_by_their_ids() -> None:
     form = FORMATS["deepseek_v31"]
     spelled = spelling(form, TOOLS)
