@@ -154,7 +154,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     chosen_rank: int  # 1 for the most likely
 
 
-class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
+class SequenceOutput(msgspec.Struct, omit_defaults=True, gc=False):
     """The part that one step added to one sequence of a request."""
 
     request_id: str
