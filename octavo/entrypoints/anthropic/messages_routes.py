@@ -19,7 +19,7 @@ from octavo.entrypoints.http.error_responses import error_body, error_fields
 from octavo.entrypoints.http.request_headers import HEADERS
 from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.router import Router
-from octavo.entrypoints.http.server_state import ARRIVAL, state_of
+from octavo.entrypoints.http.server_state import num_body_bytes, state_of
 from octavo.entrypoints.http.streaming import EventStream, named_event, run_until_disconnect
 from octavo.errors import RequestError
 
@@ -56,7 +56,7 @@ async def create_message(body: MessagesRequest, raw: Request) -> Response:
 
 async def _answer(body: MessagesRequest, raw: Request) -> Response:
     state = state_of(raw)
-    chat = await run_off_loop(lambda: to_chat(body), length=_length())
+    chat = await run_off_loop(lambda: to_chat(body), length=num_body_bytes())
     if state.thinking_tokens is not None and body.thinking is not None:  # clients send `thinking` to any model
         chat.thinking_token_budget = body.thinking.budget_tokens
     model = state.resolve_model(body.model)
@@ -72,16 +72,12 @@ async def _answer(body: MessagesRequest, raw: Request) -> Response:
         return resumable.shown(events, part.token_ids, is_last=part.finish_reason is not None)
 
     push = conversation.make_sink(write) if body.stream else None
-    submitted = await run_until_disconnect(conversation.submit(resumable.id, push, resumable), raw.receive)
-    if submitted is None:
-        return Response(status_code=499)
-    prompt, outputs = submitted
+    prompt, outputs = await run_until_disconnect(conversation.submit(resumable.id, push, resumable), raw.receive)
     progress = conversation.progress(outputs)
     if body.stream:
         headers = resumable.headers(len(prompt.token_ids))
         return _MessageStream(_stream(write, progress, resumable), headers, push)
-    message = await run_until_disconnect(_collect(builder, progress), raw.receive)
-    return Response(status_code=499) if message is None else JSONResponse(message)
+    return JSONResponse(await run_until_disconnect(_collect(builder, progress), raw.receive))
 
 
 @router.post("/v1/messages/count_tokens")
@@ -90,9 +86,9 @@ async def count_tokens(body: CountTokensRequest, raw: Request) -> TokenCount:
     state = state_of(raw)
     state.resolve_model(body.model)
     with NAMES.in_errors():
-        chat = await run_off_loop(lambda: to_chat(body), length=_length())
+        chat = await run_off_loop(lambda: to_chat(body), length=num_body_bytes())
         conversation = Conversation(chat, state, chat.to_sampling_params({}), ignores_unknown_effort=True)
-        return TokenCount(input_tokens=await conversation.count_tokens(_length()))
+        return TokenCount(input_tokens=await conversation.count_tokens(num_body_bytes()))
 
 
 async def _collect(builder: MessageBuilder, progress: AsyncGenerator[Progress, None]) -> dict[str, Any]:
@@ -115,8 +111,3 @@ async def _stream(
         yield resumable.before_error(error) + event
     finally:
         await progress.aclose()
-
-
-def _length() -> int:
-    arrival = ARRIVAL.get()
-    return 0 if arrival is None else arrival.num_bytes

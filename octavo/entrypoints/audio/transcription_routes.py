@@ -168,8 +168,7 @@ async def _answer(raw: Request, task: str) -> Response:
             raise RequestError("file is required, as an uploaded file.", param="file")
         body = _body_of(form, task, state)
         job = TranscriptionJob(state, listener, body, raw, task)
-        found = await run_until_disconnect(job.stream(upload) if body.stream else job.whole(upload), raw.receive)
-    return Response(status_code=499) if found is None else found
+        return await run_until_disconnect(job.stream(upload) if body.stream else job.whole(upload), raw.receive)
 
 
 async def _form_of_line(raw: Request, max_bytes: int) -> AbstractAsyncContextManager[FormData] | None:

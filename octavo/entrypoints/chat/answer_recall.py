@@ -18,7 +18,7 @@ from octavo.entrypoints.chat.answer_memory import (
     text_digest,
 )
 from octavo.entrypoints.chat.media_parts import embeds_of
-from octavo.entrypoints.http.server_state import ARRIVAL, ServerState
+from octavo.entrypoints.http.server_state import ServerState, num_body_bytes
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
 from octavo.outputs import RequestOutput
@@ -56,9 +56,10 @@ class AnswerRecall:
 
     async def load(self) -> None:
         """Read the answers in the history that only the store has. If this fails they are not recalled."""
-        body, arrival = self._body, ARRIVAL.get()
-        length = 0 if arrival is None else arrival.num_bytes
-        self._message_keys = await run_off_loop(lambda: message_keys(body.messages, body.cache_salt), length=length)
+        body = self._body
+        self._message_keys = await run_off_loop(
+            lambda: message_keys(body.messages, body.cache_salt), length=num_body_bytes()
+        )
         if not self._memory.is_kept:
             return
         # An answer is found by the messages before it.

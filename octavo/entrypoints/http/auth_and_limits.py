@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from octavo.api_keys import ApiKeys
 from octavo.entrypoints import ui
 from octavo.entrypoints.anthropic.anthropic_errors import anthropic_error
-from octavo.entrypoints.http.body_reader import BodyReader, ClientGoneError, replay_body
+from octavo.entrypoints.http.body_reader import BodyReader, replay_body
 from octavo.entrypoints.http.error_responses import (
     DEV_MODE_PATHS,
     ERROR_FORM,
@@ -129,7 +130,7 @@ class AuthAndLimits:
             finally:
                 self._state.num_engine_requests -= uses_engine
                 self._state.num_tokenizing -= tokenizes
-        except ClientGoneError:
+        except ClientDisconnect:
             await Response(status_code=499)(scope, receive, send)  # no client sees it, but metrics count it
         finally:
             self._state.num_in_flight -= 1

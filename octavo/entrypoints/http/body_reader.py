@@ -9,6 +9,7 @@ import asyncio
 import time
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
@@ -16,10 +17,6 @@ from octavo.entrypoints.http.error_responses import error_response
 from octavo.errors import RequestError
 
 MAX_BODIES_HELD = 64  # bodies that are still arriving may take this many times the longest body
-
-
-class ClientGoneError(Exception):
-    """The client hung up before its request was complete."""
 
 
 class BodyReader:
@@ -33,7 +30,7 @@ class BodyReader:
 
     async def read(self, headers: Headers, receive: Receive) -> bytes | Response:
         """Return the body, or the error response to a body that is too long (413), too slow (408) or one too many
-        (503). Raises `ClientGoneError`."""
+        (503). Raises `ClientDisconnect`."""
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_bytes:
             return self._too_long(f"{length} bytes")
@@ -44,7 +41,7 @@ class BodyReader:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise ClientGoneError
+                        raise ClientDisconnect
                     part = message.get("body", b"")
                     num_bytes += len(part)
                     self._num_held_bytes += len(part)

@@ -90,6 +90,12 @@ class PreparedPrompt:
 ARRIVAL: ContextVar[Arrival | None] = ContextVar("arrival", default=None)  # of the current task's request
 
 
+def num_body_bytes() -> int:
+    """Return the size of the current request's body; 0 outside of a request."""
+    arrival = ARRIVAL.get()
+    return 0 if arrival is None else arrival.num_bytes
+
+
 def requested_rank() -> int | None:
     """Return the engine that the current request's header names, or None. Raises `RequestError` if it is no number."""
     arrival = ARRIVAL.get()

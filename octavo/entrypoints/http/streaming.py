@@ -7,6 +7,7 @@ Every token of every stream makes a chunk. So chunks are joined from bytes that 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from types import coroutine
 from typing import Any, Protocol, TypeVar
@@ -14,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from pydantic import BaseModel
 from starlette.background import BackgroundTask
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -184,7 +185,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         idle_s = scope["app"].state.octavo.args.stream_keep_alive
-        await run_until_disconnect(self._send(send, scope.get(SERVER_SEND, send), idle_s), receive)
+        with contextlib.suppress(ClientDisconnect):
+            await run_until_disconnect(self._send(send, scope.get(SERVER_SEND, send), idle_s), receive)
 
     async def _send(self, send: Send, send_body: Send, idle_s: float) -> None:
         """Send the headers through the middlewares. Bodies bypass them, because each middleware would add a coroutine
@@ -238,11 +240,8 @@ class _Keeper:
 
 async def respond(work: Coroutine[Any, Any, BaseModel], raw: Request, headers: dict[str, str]) -> Response:
     """Return a response with the result of `work` as JSON. Pydantic writes the JSON directly, which is several times
-    faster than through Python objects; a thread writes a large result. The status is 499, which nobody sees, if the
-    client hung up."""
+    faster than through Python objects; a thread writes a large result. Raises `ClientDisconnect`."""
     body = await run_until_disconnect(work, raw.receive)
-    if body is None:
-        return Response(status_code=499)
     return Response(await encode_off_loop(body), headers=headers, media_type="application/json")
 
 
@@ -252,9 +251,9 @@ async def encode_off_loop(value: Any) -> bytes:
 
 
 @coroutine
-def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> Generator[Any, Any, T | None]:
-    """Return the result of `work`, or None if the client hung up first and `work` was cancelled. The client is watched
-    only once `work` waits, because most work ends before that."""
+def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> Generator[Any, Any, T]:
+    """Return the result of `work`. Raises `ClientDisconnect` if the client hung up first and `work` was cancelled. The
+    client is watched only once `work` waits, because most work ends before that."""
     try:
         waited_for = work.send(None)
     except StopIteration as end:
@@ -286,7 +285,7 @@ def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> Gene
     except asyncio.CancelledError:
         if not has_gone or task.uncancel():  # cancelled by others
             raise
-        return None
+        raise ClientDisconnect from None
     finally:
         watcher.cancel()
 

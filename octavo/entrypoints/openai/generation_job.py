@@ -82,8 +82,7 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
 
     async def answer(self, raw: Request) -> Response:
         """Return the whole answer, or its stream. Raises `RequestError` for an invalid request."""
-        if await run_until_disconnect(self._submitted(), raw.receive) is None:
-            return Response(status_code=499)
+        await run_until_disconnect(self.submit(), raw.receive)
         if self._body.stream:
             wants_usage = self._body.wants_usage
             self._writer = ChunkWriter(self.chunk_kind, self._about, self.text_field, wants_usage=wants_usage)
@@ -106,10 +105,6 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
     @property
     def model(self) -> str:
         return str(self._about["model"])
-
-    async def _submitted(self) -> bool:
-        await self.submit()
-        return True
 
     def _cut_prompt(self) -> None:
         """Cut the prompt to its last tokens: half of the model's length, or more if the answer may have less."""

@@ -28,28 +28,23 @@ class RenderedPrompt(ResponseModel):
 async def render_chat(body: ChatCompletionRequest, raw: Request) -> Response:
     """Return the prompt's tokens, after the chat template."""
     with body.field_names.in_errors():
-        prompts = await _render(ChatJob(body, raw, only_renders=True), raw)
-    return await _answer(None if prompts is None else prompts[0])
+        (prompt,) = await _render(ChatJob(body, raw, only_renders=True), raw)
+    return await _answer(prompt)
 
 
 @router.post("/v1/completions/render", response_model=list[RenderedPrompt])
 async def render_completion(body: CompletionRequest, raw: Request) -> Response:
     """Return the tokens of each prompt."""
-    prompts = await _render(CompletionJob(body, raw, only_renders=True), raw)
-    return await _answer(prompts)
+    return await _answer(await _render(CompletionJob(body, raw, only_renders=True), raw))
 
 
-async def _answer(found: RenderedPrompt | list[RenderedPrompt] | None) -> Response:
-    if found is None:
-        return Response(status_code=499)
+async def _answer(found: RenderedPrompt | list[RenderedPrompt]) -> Response:
     return Response(await encode_off_loop(found), media_type="application/json")
 
 
-async def _render(job: ChatJob | CompletionJob, raw: Request) -> list[RenderedPrompt] | None:
-    """Return a `RenderedPrompt` for each prompt, or None if the client has gone."""
+async def _render(job: ChatJob | CompletionJob, raw: Request) -> list[RenderedPrompt]:
+    """Return a `RenderedPrompt` for each prompt."""
     prompts = await run_until_disconnect(job.render(), raw.receive)
-    if prompts is None:
-        return None
     return [
         RenderedPrompt.model_construct(request_id=job.response_id, model=job.model, token_ids=tokens)
         for tokens in prompts

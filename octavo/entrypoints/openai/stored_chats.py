@@ -6,7 +6,7 @@ import logging
 
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.entrypoints.http.piecewise_json import encode_in_pieces, is_large
-from octavo.entrypoints.http.server_state import ARRIVAL, ServerState
+from octavo.entrypoints.http.server_state import ServerState, num_body_bytes
 from octavo.entrypoints.http.streaming import encode_json
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.entrypoints.openai.response_bodies import ChatCompletionResponse
@@ -19,7 +19,6 @@ KIND = "chat"
 
 async def keep_chat(state: ServerState, body: ChatCompletionRequest, response: ChatCompletionResponse) -> None:
     """Store an answer. If the store has no room, the client still gets the answer, and the log has the error."""
-    arrival = ARRIVAL.get()
 
     def write() -> tuple[bytes, bytes]:
         about = encode_json({"metadata": body.metadata or {}, "request_id": response.id})
@@ -29,8 +28,7 @@ async def keep_chat(state: ServerState, body: ChatCompletionRequest, response: C
         ]
         return encode_in_pieces(response)[:-1] + b"," + about[1:], encode_json(messages)
 
-    num_bytes = 0 if arrival is None else arrival.num_bytes
-    length = MAX_INLINE_LENGTH + 1 if is_large(response) else num_bytes
+    length = MAX_INLINE_LENGTH + 1 if is_large(response) else num_body_bytes()
     chat_json, messages_json = await run_off_loop(write, length=length)
     try:
         await state.store.run(lambda database: database.put(KIND, response.id, chat_json, messages_json))

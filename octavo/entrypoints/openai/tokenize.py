@@ -12,7 +12,7 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.chat.message_rendering import render_messages
 from octavo.entrypoints.http.error_responses import ErrorResponse
 from octavo.entrypoints.http.router import Router
-from octavo.entrypoints.http.server_state import ARRIVAL, ServerState, state_of
+from octavo.entrypoints.http.server_state import ServerState, num_body_bytes, state_of
 from octavo.entrypoints.openai.request_bodies import DetokenizeRequest, TokenizeRequest
 from octavo.entrypoints.openai.response_bodies import DetokenizeResponse, TokenizeResponse
 from octavo.errors import RequestError
@@ -32,7 +32,6 @@ async def tokenize(body: TokenizeRequest, raw: Request) -> TokenizeResponse:
     state.resolve_model(body.model)
     # The chat template has added the special tokens already.
     add_special_tokens = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-    arrival = ARRIVAL.get()
 
     def work() -> TokenizeResponse:
         tokens = state.engine.inputs.encode(_text(state, body), add_special_tokens)
@@ -43,7 +42,7 @@ async def tokenize(body: TokenizeRequest, raw: Request) -> TokenizeResponse:
             token_strs=_names(state.engine.tokenizer, tokens) if body.return_token_strs else None,
         )
 
-    return await run_off_loop(work, length=0 if arrival is None else arrival.num_bytes)
+    return await run_off_loop(work, length=num_body_bytes())
 
 
 @router.post("/detokenize")

@@ -26,7 +26,7 @@ from octavo.entrypoints.chat.message_rendering import render_messages
 from octavo.entrypoints.http.piecewise_json import encode_in_pieces
 from octavo.entrypoints.http.resumable import PROMPT_TOKENS
 from octavo.entrypoints.http.router import Router
-from octavo.entrypoints.http.server_state import ARRIVAL, external_id, requested_rank, state_of
+from octavo.entrypoints.http.server_state import ARRIVAL, external_id, num_body_bytes, requested_rank, state_of
 from octavo.entrypoints.http.streaming import run_until_disconnect, spread
 from octavo.entrypoints.pooling.pooling_protocol import (
     ClassifyRequest,
@@ -177,7 +177,7 @@ class PoolingJob:
             "priority": body.priority, "cache_salt": body.cache_salt,
             "arrival_time": None if arrival is None else arrival.at,
         }  # fmt: skip
-        self._length = 0 if arrival is None else arrival.num_bytes
+        self._length = num_body_bytes()
         self._client = None if arrival is None else arrival.client
 
     async def texts(self, body: TextsRequest, params: PoolingParams) -> list[EngineRequest]:
@@ -226,8 +226,7 @@ class PoolingJob:
         return await run_off_loop(make, length=self._length)
 
     async def answer(self, requests: Sequence[EngineRequest], write: Callable[[Outputs], dict[str, Any]]) -> Response:
-        """Run the requests, and answer with the JSON that `write` makes of their outputs. The status is 499, which
-        nobody sees, if the client hung up."""
+        """Run the requests, and answer with the JSON that `write` makes of their outputs."""
         return await self._respond(requests, lambda found: (encode_in_pieces(write(found)), {}), "application/json")
 
     async def answer_in_bytes(self, requests: Sequence[EngineRequest], body: EmbeddingRequest) -> Response:
@@ -269,12 +268,9 @@ class PoolingJob:
             return await run_off_loop(lambda: write(found), length=sum(one.outputs.data.size for one in found))
 
         try:
-            made = await run_until_disconnect(work(), self._raw.receive)
+            content, headers = await run_until_disconnect(work(), self._raw.receive)
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        if made is None:
-            return Response(status_code=499)
-        content, headers = made
         return Response(content, headers={**self._headers, **headers}, media_type=kind)
 
     def _pool(self, request: EngineRequest) -> Coroutine[Any, Any, PoolingRequestOutput[PoolingOutput]]:

@@ -12,7 +12,7 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.http.body_fields import Metadata, RequestBody, ResponseModel, described
 from octavo.entrypoints.http.pagination import Deleted, Page, page_query
 from octavo.entrypoints.http.router import Router
-from octavo.entrypoints.http.server_state import ARRIVAL, state_of
+from octavo.entrypoints.http.server_state import num_body_bytes, state_of
 from octavo.entrypoints.http.store import Database
 from octavo.entrypoints.responses import stored_conversations
 from octavo.entrypoints.responses.items import Item, read_items
@@ -144,9 +144,7 @@ async def delete_item(conversation_id: str, item_id: str, raw: Request) -> Conve
 
 async def _read(items: list[Any]) -> list[Item]:
     """Return the items of a body, each with an id."""
-    arrival = ARRIVAL.get()
-    length = 0 if arrival is None else arrival.num_bytes
-    return await run_off_loop(lambda: read_items(items, uuid.uuid4().hex, "items"), length=length)
+    return await run_off_loop(lambda: read_items(items, uuid.uuid4().hex, "items"), length=num_body_bytes())
 
 
 def _refuse_include(raw: Request) -> None:

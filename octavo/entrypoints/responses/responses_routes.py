@@ -17,7 +17,7 @@ from octavo.entrypoints.http.body_fields import ResponseModel
 from octavo.entrypoints.http.pagination import Deleted, Page, page_query, read_boolean, read_integer
 from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.router import Router
-from octavo.entrypoints.http.server_state import ARRIVAL, ServerState, state_of
+from octavo.entrypoints.http.server_state import ServerState, num_body_bytes, state_of
 from octavo.entrypoints.http.store import Stored
 from octavo.entrypoints.http.streaming import EventStream, Push, encode_json, encode_off_loop, run_until_disconnect
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
@@ -67,10 +67,7 @@ async def create_response(body: ResponsesRequest, raw: Request) -> Response:
     formatter = LogprobsFormatter(state.engine.tokenizer) if body.wants_logprobs else None
     builder = ResponseBuilder(body, response_id, model, formatter)
     submitting = _submit(body, raw, builder, [*history, *items])
-    submitted = await (submitting if body.background else run_until_disconnect(submitting, raw.receive))
-    if submitted is None:
-        return Response(status_code=499)
-    progress, stream = submitted
+    progress, stream = await (submitting if body.background else run_until_disconnect(submitting, raw.receive))
     if body.background:
         in_background = BackgroundRun(state, builder, items, progress)
         return await _start(in_background, items, state, headers, bool(body.stream))
@@ -79,8 +76,6 @@ async def create_response(body: ResponsesRequest, raw: Request) -> Response:
         headers |= stream.resumable.headers(stream.num_prompt_tokens)
         return EventStream(run.stream(stream.resumable), headers, stream.push)
     response = await run_until_disconnect(run.collect(), raw.receive)
-    if response is None:
-        return Response(status_code=499)
     return Response(await encode_off_loop(response), headers=headers, media_type="application/json")
 
 
@@ -90,16 +85,16 @@ async def count_input_tokens(body: ResponsesRequest, raw: Request) -> InputToken
     state = state_of(raw)
     state.resolve_model(body.model)
     history, items = await _read(body, state, "resp_count")
-    messages = await run_off_loop(lambda: to_messages([*history, *items], body.instructions), length=_length())
+    messages = await run_off_loop(lambda: to_messages([*history, *items], body.instructions), length=num_body_bytes())
     with NAMES.in_errors():
-        chat = await run_off_loop(lambda: to_chat(body, messages), length=_length())
+        chat = await run_off_loop(lambda: to_chat(body, messages), length=num_body_bytes())
         conversation = Conversation(chat, state, chat.to_sampling_params({}))
-        return InputTokens(input_tokens=await conversation.count_tokens(_length()))
+        return InputTokens(input_tokens=await conversation.count_tokens(num_body_bytes()))
 
 
 async def _read(body: ResponsesRequest, state: ServerState, response_id: str) -> tuple[list[Item], list[Item]]:
     """Return the items of the earlier conversation, and the items of the request."""
-    items = await run_off_loop(lambda: read_items(body.input, response_id), length=_length())
+    items = await run_off_loop(lambda: read_items(body.input, response_id), length=num_body_bytes())
     previous_id, conversation_id = body.previous_response_id, body.conversation_id
     if previous_id is conversation_id is None and not any(item["type"] == "item_reference" for item in items):
         return [], items
@@ -122,10 +117,10 @@ async def _submit(
 ) -> tuple[AsyncGenerator[Progress, None], _Stream]:
     """Submit the conversation to the engine; with `truncation` "auto" only as many of its last turns as fit."""
     state, response = state_of(raw), builder.response
-    messages = await run_off_loop(lambda: to_messages(items, body.instructions), length=_length())
+    messages = await run_off_loop(lambda: to_messages(items, body.instructions), length=num_body_bytes())
 
     async def submit(kept: Sequence[dict[str, Any]], is_tried: bool) -> tuple[AsyncGenerator[Progress, None], _Stream]:
-        chat = await run_off_loop(lambda: to_chat(body, list(kept)), length=_length())
+        chat = await run_off_loop(lambda: to_chat(body, list(kept)), length=num_body_bytes())
         params = chat.to_sampling_params(state.engine.config.model.default_sampling_params)
         builder.set_params(params)
         resumable = ResumableStream(
@@ -230,8 +225,3 @@ async def list_input_items(response_id: str, raw: Request) -> Page:
 
 def _json(response: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
     return Response(encode_json(response), headers=headers, media_type="application/json")
-
-
-def _length() -> int:
-    arrival = ARRIVAL.get()
-    return 0 if arrival is None else arrival.num_bytes

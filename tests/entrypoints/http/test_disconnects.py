@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import ClientDisconnect
 
 from octavo.entrypoints.http.app import build_app
 from octavo.entrypoints.http.server_args import ServerArgs
@@ -61,7 +62,8 @@ def test_work_is_cancelled_when_its_client_hangs_up() -> None:
                 await asyncio.sleep(0)
                 is_cleaned = True
 
-        assert await run_until_disconnect(work(), client.receive) is None
+        with pytest.raises(ClientDisconnect):
+            await run_until_disconnect(work(), client.receive)
         assert is_cleaned
 
     asyncio.run(check())
