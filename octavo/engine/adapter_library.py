@@ -14,7 +14,7 @@ from octavo.lora.pool import AdapterPool
 from octavo.request import AdapterSource
 
 if TYPE_CHECKING:
-    from octavo.execution.executor import Executor
+    from octavo.execution.executor import LocalExecutor
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class AdapterLibrary:
     """At most `max_on_host` adapters; None: as many as the host has pages for. Least recently used adapters make room;
     adapters `in_use` and pinned ones stay."""
 
-    executor: Executor
+    executor: LocalExecutor
     pool: AdapterPool
     max_on_host: int | None
     num_reads: int = 0  # since the last `take_reads`

@@ -36,7 +36,7 @@ from octavo.step_cost import StepCostModel
 from octavo.step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from octavo.execution.executor import Executor, PendingStep
+    from octavo.execution.executor import LocalExecutor, PendingStep
     from octavo.speculative.speculation import Speculation
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class EngineCore:
     def __init__(
         self,
         config: EngineConfig,
-        executor: Executor | None = None,
+        executor: LocalExecutor | None = None,
         speculation: Speculation | None = None,
         on_loading: Callable[[float], None] | None = None,
     ) -> None:
@@ -435,7 +435,7 @@ def _identify_weights(config: EngineConfig, disk: DiskCacheConfig) -> Future[lis
 
 
 def _open_disk(
-    config: EngineConfig, disk: DiskCacheConfig, weights: list[str], executor: Executor, cache: KVCacheManager,
+    config: EngineConfig, disk: DiskCacheConfig, weights: list[str], executor: LocalExecutor, cache: KVCacheManager,
     cost: StepCostModel,
 ) -> DiskTier:  # fmt: skip
     """Open the disk tier for blocks that have this engine's fingerprint. Raises `ConfigError` if the folder cannot be

@@ -22,7 +22,6 @@ from octavo.errors import ConfigError
 from octavo.execution.device import Device
 from octavo.execution.worker import Worker
 from octavo.execution.worker_group import ALONE, Leader, WorkerGroup
-from octavo.kv_cache.groups import CacheGroup
 from octavo.layers.tensor_parallel import Shard
 from octavo.loading.default_model import cache_dir
 from octavo.models.registry import describe
@@ -37,76 +36,6 @@ class PendingStep(Protocol):
 
     def result(self) -> StepResult:
         """Wait until it is computed, and return its result."""
-        ...
-
-
-class Executor(Protocol):
-    """What the engine core needs of the workers."""
-
-    runs_ahead: bool  # a step may be submitted before the last step's tokens are known
-    num_stages: int  # pipeline stages: as many steps may be in flight
-    cache_groups: tuple[CacheGroup, ...]
-    max_model_len: int  # the configuration's, or less with --max-model-len auto
-    num_blocks: list[int]  # by pool
-    num_host_blocks: list[int]
-    weight_bytes: int  # bytes of the packed matrices
-    cache_bytes: int  # bytes of the KV cache, used or not
-    block_bytes: Sequence[int]  # of a block of the cache, by pool
-    startup: dict[str, float]  # seconds by phase
-
-    def submit(self, plan: StepPlan) -> PendingStep:
-        """Submit a step, which runs after those submitted before. Raises `DeviceMemoryError` if there is too little
-        memory for it; only this step is lost then."""
-        ...
-
-    def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
-        """Return a copy of the contents of blocks, [len(blocks), block_bytes[pool]], the parts of several workers side
-        by side. Only on CPUs. No step may be in flight, except with several stages."""
-        ...
-
-    def wait_for_workers(self) -> bool:
-        """Wait until the other workers have computed their parts of the steps in flight: then they answer at once.
-        Returns whether steps are later for it: not with two stages, as the next step waits for the first one too. A
-        third stage could compute while the first one begins the next step."""
-        ...
-
-    def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
-        """Overwrite blocks with `contents`, as `read_blocks` has returned them."""
-        ...
-
-    def release_cache(self) -> None:
-        """Give the cache's memory back to the system, with its contents. Raises `NotImplementedError` on devices with
-        memory of their own: end the process instead."""
-        ...
-
-    def prepare_grammar(self, grammar: str, eos_token_ids: list[int], holder: object) -> Future[None]:
-        """Compile a grammar and keep it while `holder` exists. Plans may admit sequences with it when the future is
-        done; it raises `RequestError` if the grammar cannot be followed."""
-        ...
-
-    adapter_memory: AdapterMemory
-
-    def prepare_adapter(self, source: AdapterSource) -> Future[int]:
-        """Read an adapter into the host's memory. The future returns how many pages it takes; then plans may load it.
-        It raises `RequestError` if the adapter cannot be served."""
-        ...
-
-    def forget_adapter(self, identity: str) -> None:
-        """Free an adapter's memory on the host."""
-        ...
-
-    def prepare_media(self, media: Sequence[MediaInput], in_use: Callable[[], set[bytes]]) -> list[Future[Any]] | None:
-        """Compute the rows of a request's media. Plans may admit sequences with them when the futures are done and
-        while their hashes are in `in_use()`, which is called only if room is short. Returns None if there is no room
-        beside those in use."""
-        ...
-
-    def makes_media(self) -> bool:
-        """Return whether a tower computes now."""
-        ...
-
-    def take_media_stats(self) -> tuple[int, int, float]:
-        """Return, since the last call: media looked up, media found, and the tower's seconds for the others."""
         ...
 
 
@@ -128,50 +57,71 @@ class LocalExecutor:
             device, ops = _open_device(config, worker_group)
         phases.end("kernels")
         self.worker = worker = Worker(config, device, ops, phases, worker_group, on_loading)
-        self.runs_ahead, self.num_stages = device.runs_ahead, worker_group.worker_rank.num_stages
+        self.runs_ahead = device.runs_ahead  # a step may be submitted before the last step's tokens are known
+        self.num_stages = worker_group.worker_rank.num_stages  # as many steps may be in flight
         self.cache_groups = worker.groups
-        self.max_model_len = worker.max_model_len
-        self.num_blocks, self.num_host_blocks = worker.num_blocks, worker.num_host_blocks
-        self.weight_bytes, self.cache_bytes = worker.weight_bytes, worker.cache_bytes
-        self.block_bytes: Sequence[int] = worker.block_bytes
-        self.startup = phases.seconds
+        self.max_model_len = worker.max_model_len  # the configuration's, or less with --max-model-len auto
+        self.num_blocks, self.num_host_blocks = worker.num_blocks, worker.num_host_blocks  # by pool
+        self.weight_bytes, self.cache_bytes = worker.weight_bytes, worker.cache_bytes  # packed; used or not
+        self.block_bytes: Sequence[int] = worker.block_bytes  # of a block of the cache, by pool
+        self.startup = phases.seconds  # by phase
         adapters = worker.adapters
         self.adapter_memory = AdapterMemory(0, 0, 0, 1) if adapters is None else adapters.memory
 
     def submit(self, plan: StepPlan) -> PendingStep:
+        """Submit a step, which runs after those submitted before. Raises `DeviceMemoryError` if there is too little
+        memory for it; only this step is lost then."""
         return self.worker.submit(plan)
 
     def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """Return a copy of the contents of blocks, [len(blocks), block_bytes[pool]], the parts of several workers side
+        by side. Only on CPUs. No step may be in flight, except with several stages."""
         return self.worker.read_blocks(pool, blocks)
 
     def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
+        """Overwrite blocks with `contents`, as `read_blocks` has returned them."""
         self.worker.write_blocks(pool, blocks, contents)
 
     def wait_for_workers(self) -> bool:
+        """Wait until the other workers have computed their parts of the steps in flight: then they answer at once.
+        Returns whether steps are later for it: not with two stages, as the next step waits for the first one too. A
+        third stage could compute while the first one begins the next step."""
         return False
 
     def release_cache(self) -> None:
+        """Give the cache's memory back to the system, with its contents. Raises `NotImplementedError` on devices with
+        memory of their own: end the process instead."""
         self.worker.release_cache()
 
     def prepare_grammar(self, grammar: str, eos_token_ids: list[int], holder: object) -> Future[None]:
+        """Compile a grammar and keep it while `holder` exists. Plans may admit sequences with it when the future is
+        done; it raises `RequestError` if the grammar cannot be followed."""
         return self.worker.grammars.prepare(grammar, eos_token_ids, holder)
 
     def prepare_adapter(self, source: AdapterSource) -> Future[int]:
+        """Read an adapter into the host's memory. The future returns how many pages it takes; then plans may load it.
+        It raises `RequestError` if the adapter cannot be served."""
         assert self.worker.adapters is not None, "adapters are not served"
         return self.worker.adapters.prepare(source)
 
     def prepare_media(self, media: Sequence[MediaInput], in_use: Callable[[], set[bytes]]) -> list[Future[Any]] | None:
+        """Compute the rows of a request's media. Plans may admit sequences with them when the futures are done and
+        while their hashes are in `in_use()`, which is called only if room is short. Returns None if there is no room
+        beside those in use."""
         assert self.worker.media is not None, "media are not served"
         return self.worker.media.prepare(media, in_use)
 
     def makes_media(self) -> bool:
+        """Return whether a tower computes now."""
         return self.worker.media is not None and self.worker.media.is_making
 
     def take_media_stats(self) -> tuple[int, int, float]:
+        """Return, since the last call: media looked up, media found, and the tower's seconds for the others."""
         assert self.worker.media is not None, "media are not served"
         return self.worker.media.take_stats()
 
     def forget_adapter(self, identity: str) -> None:
+        """Free an adapter's memory on the host."""
         assert self.worker.adapters is not None, "adapters are not served"
         self.worker.adapters.forget(identity)
 

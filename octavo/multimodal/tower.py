@@ -300,7 +300,7 @@ class TowerCache:
         self._thread.submit(self._tower.rows, given).result()
 
     def take_stats(self) -> tuple[int, int, float]:
-        """See `Executor.take_media_stats`."""
+        """See `LocalExecutor.take_media_stats`."""
         seconds = self._seconds
         found = self._num_queries, self._num_hits, seconds - self._told_seconds
         self._num_queries, self._num_hits, self._told_seconds = 0, 0, seconds
