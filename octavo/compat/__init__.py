@@ -21,7 +21,7 @@ MODULES: dict[str, str | dict[str, str]] = {
     "distributed.parallel_state": "octavo.compat.parallel_state",
     "engine.arg_utils": {"AsyncEngineArgs": "octavo.config", "EngineArgs": "octavo.config"},
     "engine.async_llm_engine": {"AsyncLLMEngine": "octavo.engine.async_engine"},
-    "engine.protocol": {"EngineClient": "octavo.engine.engine_client"},
+    "engine.protocol": {"EngineClient": "octavo.engine.engine_calls:EngineCalls"},
     "envs": "octavo.compat.envs",
     "logger": "octavo.compat.logger",
     "logprobs": {"Logprob": "octavo.outputs", "PositionLogprobs": "octavo.outputs"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -16,14 +16,13 @@ from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.engine.vllm_names import AsyncConfigNames, ConfigNames, refuse_kwargs
 from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.lora.request import LoRARequest
-from octavo.outputs import Output, PoolingOutput, PoolingRequestOutput, RequestOutput
+from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.request import AdapterSource, EngineRequest
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from octavo.config import EngineConfig
-    from octavo.engine.core import EngineCore
     from octavo.engine.request_stream import Sink
     from octavo.loading.tokenizer import ModelTokenizer
     from octavo.metrics.prometheus import EngineMetrics
@@ -152,7 +151,7 @@ class EngineCalls(AsyncConfigNames, ABC):
 
 
 class StepCalls(ConfigNames, ABC):
-    """Calls of `LLMEngine`, and of several engines behind its names: requests are added, and `step` returns outputs."""
+    """Calls of `LLMEngine`, and of several engines behind its names, that check a request and `add` it."""
 
     config: EngineConfig
     inputs: InputProcessor
@@ -204,10 +203,6 @@ class StepCalls(ConfigNames, ABC):
         self.name_adapter(asked.lora_int_id, found)
         return found
 
-    @property
-    @abstractmethod
-    def core(self) -> EngineCore: ...
-
     @abstractmethod
     def add(
         self, request: EngineRequest, external_id: str | None = None, lora_request: LoRARequest | None = None
@@ -220,61 +215,5 @@ class StepCalls(ConfigNames, ABC):
         """Return whether a request with this external id was added and has not ended."""
 
     @abstractmethod
-    def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """End requests without further outputs. Unknown ids are ignored."""
-
-    @abstractmethod
-    def get_num_unfinished_requests(self) -> int: ...
-
-    @abstractmethod
-    def has_unfinished_requests(self) -> bool:
-        """Return whether `step` will return more outputs."""
-
-    @abstractmethod
-    def step(self) -> list[Output]: ...
-
-    @abstractmethod
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter into the host's memory and check it, before a request needs it. Raises `RequestError` if it
-        cannot be served."""
-
-    @abstractmethod
     def name_adapter(self, lora_id: int, source: AdapterSource) -> None:
         """List an adapter under its `lora_int_id` until it is removed."""
-
-    @abstractmethod
-    def remove_lora(self, lora_id: int) -> bool:
-        """Remove the adapter of a `lora_int_id`. Returns whether there was one."""
-
-    @abstractmethod
-    def list_loras(self) -> set[int]:
-        """Return the `lora_int_id`s that were named and not removed."""
-
-    @abstractmethod
-    def pin_lora(self, lora_id: int) -> bool:
-        """Keep the adapter of a `lora_int_id` on the host, and on the device while others can be evicted. Raises
-        `RequestError` for an unknown id."""
-
-    @abstractmethod
-    def do_log_stats(self) -> None:
-        """Log a line of throughput and use since the last one, if anything ran."""
-
-    @abstractmethod
-    def sleep(self, level: int = 1) -> None:
-        """Free memory until `wake_up`. Level 1 frees the KV cache and keeps the weights; level 2 frees both. On GPUs
-        both levels free both. No request may be running."""
-
-    @abstractmethod
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Allocate again what `sleep` freed: "weights", the "kv_cache", or both."""
-
-    @abstractmethod
-    def is_sleeping(self) -> bool: ...
-
-    @abstractmethod
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free the memory of model and cache."""

@@ -72,6 +72,7 @@ class LLMEngine(StepCalls):
         return self._core
 
     def do_log_stats(self) -> None:
+        """Log a line of throughput and use since the last one, if anything ran."""
         self._log_line.log(time.monotonic())
 
     def add(
@@ -89,6 +90,7 @@ class LLMEngine(StepCalls):
         return request_id in self._ids
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """End requests without further outputs. Unknown ids are ignored."""
         with uninterrupted():
             for one in [request_id] if isinstance(request_id, str) else list(request_id):
                 self._failed = [failed for failed in self._failed if failed.request_id != one]
@@ -102,6 +104,7 @@ class LLMEngine(StepCalls):
         return len(self._outputs.requests) + sum(output.finished for output in self._arrived)
 
     def has_unfinished_requests(self) -> bool:
+        """Return whether `step` will return more outputs."""
         return bool(self._outputs.requests or self._failed or self._arrived)
 
     def step(self) -> list[Output]:
@@ -115,6 +118,8 @@ class LLMEngine(StepCalls):
         return outputs
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter into the host's memory and check it, before a request needs it. Raises `RequestError` if it
+        cannot be served."""
         source = self.inputs.find_adapter(lora_request)
         self._load(source)
         self.name_adapter(lora_request.lora_int_id, source)
@@ -124,15 +129,19 @@ class LLMEngine(StepCalls):
         self._adapters.name(lora_id, source)
 
     def remove_lora(self, lora_id: int) -> bool:
+        """Remove the adapter of a `lora_int_id`. Returns whether there was one."""
         was_named, identity = self._adapters.remove(lora_id)
         if identity is not None and self._core is not None:  # the core has the adapter even while the engine sleeps
             self._core.unload_adapter(identity)
         return was_named
 
     def list_loras(self) -> set[int]:
+        """Return the `lora_int_id`s that were named and not removed."""
         return self._adapters.ids
 
     def pin_lora(self, lora_id: int) -> bool:
+        """Keep the adapter of a `lora_int_id` on the host, and on the device while others can be evicted. Raises
+        `RequestError` for an unknown id."""
         source = self._adapters.named(lora_id)
         self._load(source, pins=True)
         self._adapters.pin(source)
@@ -175,6 +184,8 @@ class LLMEngine(StepCalls):
         return step.adapters
 
     def sleep(self, level: int = 1) -> None:
+        """Free memory until `wake_up`. Level 1 frees the KV cache and keeps the weights; level 2 frees both. On GPUs
+        both levels free both. No request may be running."""
         check_level(level)
         if self._asleep:
             return
@@ -187,6 +198,7 @@ class LLMEngine(StepCalls):
         self._asleep, self.metrics.sleep_level = SLEEPERS, level
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Allocate again what `sleep` freed: "weights", the "kv_cache", or both."""
         self._asleep -= woken_by(tags)
         self.metrics.sleep_level = self.metrics.sleep_level if self._asleep else 0
         if self._core is None:
@@ -198,10 +210,12 @@ class LLMEngine(StepCalls):
         return bool(self._asleep)
 
     def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache."""
         self.core.reset_prefix_cache()
         return True
 
     def close(self) -> None:
+        """Free the memory of model and cache."""
         if self._core is not None and self._core.disk is not None:
             self._core.disk.close()
         self._core = None

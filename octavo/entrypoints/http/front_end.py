@@ -18,12 +18,12 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from octavo.config import EngineConfig
-from octavo.engine.engine_client import EngineClient, make_engine
+from octavo.engine.engine_client import make_engine
 from octavo.engine.hub_link import HubLink
 from octavo.engine.shared_engine import SharedEngine
 from octavo.entrypoints.chat.chat_template import compile_chat_template
@@ -34,6 +34,9 @@ from octavo.metrics.log_line import INTERVAL_S, LogLine
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.metrics.summed import snapshot
 from octavo.processes import allow_files, collect_rarely, event_loop_factory
+
+if TYPE_CHECKING:
+    from octavo.engine.engine_client import EngineClient
 
 logger = logging.getLogger("octavo.server")
 
@@ -98,7 +101,7 @@ async def _serve(given: FrontEndArgs) -> None:
     engine.inputs.be_one_of_several(given.number, given.place)
     compile_chat_template(engine.tokenizer)
     shared = SharedEngine(engine, channels)
-    server = HttpServer(cast(EngineClient, shared), args, counts, takes_signals=False)
+    server = HttpServer(cast("EngineClient", shared), args, counts, takes_signals=False)
     state = server.state
     state.hub = channels
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import State
@@ -19,7 +19,6 @@ from starlette.types import Receive, Scope, Send
 from octavo.compat.usage import UsageContext
 from octavo.config import AsyncEngineArgs
 from octavo.engine.async_engine import AsyncLLMEngine
-from octavo.engine.engine_client import EngineClient
 from octavo.entrypoints.cli.serve import both_args
 from octavo.entrypoints.http import app as octavo_app
 from octavo.entrypoints.http import server
@@ -28,6 +27,9 @@ from octavo.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_
 from octavo.entrypoints.utils import cli_env_setup
 from octavo.errors import ConfigError
 from octavo.flags import FlagParser as FlexibleArgumentParser
+
+if TYPE_CHECKING:
+    from octavo.engine.engine_client import EngineClient
 
 __all__ = [
     "FlexibleArgumentParser",
