@@ -1,4 +1,4 @@
-"""Command lines of child processes, and a process's settings in the operating system.
+"""Command lines of child processes, listening sockets, and a process's settings in the operating system.
 
 A child imports from the same path as its parent, not from the working directory, which `python -m` would search
 first."""
@@ -12,6 +12,8 @@ import queue
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     import asyncio
@@ -84,6 +86,26 @@ def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
         return asyncio.SelectorEventLoop
     return uvloop.new_event_loop
+
+
+def bind(host: str, port: int, flags: str = "--port or --host", *, listens: bool = True) -> socket.socket:
+    """Return a socket that is bound to an address, and listens. Raises `ConfigError`, which names the `flags` of the
+    address."""
+    import socket
+
+    # asyncio turns Nagle's algorithm off only for sockets that name their protocol.
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        if listens:
+            sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen at {host}:{port}: {error.strerror or error}. Choose another {flags}."
+        ) from None
+    return sock
 
 
 def accepting_several(listeners: Sequence[socket.socket] | None) -> list[socket.socket] | None:

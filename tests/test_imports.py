@@ -106,6 +106,7 @@ def test_the_gateway_imports_nothing_of_the_engine() -> None:
         "field_names",
         "flags",
         "http_protocol",
+        "http_server",
         "logs",
         "messages_errors",
         "ollama",

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
-
-import uvicorn
 
 from octavo.api_keys import ApiKeys, with_environment
 from octavo.errors import ConfigError, RequestError
@@ -34,16 +30,15 @@ from octavo.gateway.models import FindLocal, Models
 from octavo.gateway.page import Page
 from octavo.gateway.proxy import WaitLimits
 from octavo.gateway.serve_process import ServeProcess
-from octavo.http_protocol import KEEP_ALIVE_S, HttpProtocol, RequestStarts
+from octavo.http_server import DrainingServer
 from octavo.logs import configure_logging
-from octavo.processes import accepting_several, allow_files, collect_rarely, event_loop_factory
+from octavo.processes import allow_files, bind, collect_rarely, event_loop_factory
 
 logger = logging.getLogger("octavo.gateway")
 
 LOOK_INTERVAL_S = 1.0  # between looks at the catalogue's file
 WRITE_TIMEOUT_S = 60.0  # a client that reads nothing for so long is cut
 MAX_CONNECTIONS = 16_384  # of clients
-_DRAIN_POLL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,22 +147,6 @@ def run_gateway(args: GatewayArgs, models: list[str], find_local: FindLocal) -> 
         runner.run(_serve(args, catalogue, sock, admin_sock, find_local if is_open else None))
 
 
-def bind(host: str, port: int, flags: str = "--port or --host") -> socket.socket:
-    """Return a listening socket. Raises `ConfigError`, which names the `flags` of the address."""
-    # asyncio turns Nagle's algorithm off only for sockets that name their protocol.
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        sock.listen(2048)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"cannot listen at {host}:{port}: {error.strerror or error}. Choose another {flags}."
-        ) from None
-    return sock
-
-
 async def _serve(
     args: GatewayArgs,
     catalogue: Catalogue,
@@ -190,34 +169,16 @@ def address_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _config(app: Any, max_connections: int = MAX_CONNECTIONS) -> uvicorn.Config:
-    protocol = functools.partial(
-        HttpProtocol, max_connections=max_connections, write_timeout_s=WRITE_TIMEOUT_S, idle={}, starts=RequestStarts(),
-        refusal=_refusal,
-    )  # fmt: skip
-    options: dict[str, Any] = {
-        "loop": "none", "http": protocol, "ws": "none", "lifespan": "off", "interface": "asgi3",
-        "log_config": None, "server_header": False, "proxy_headers": False,
-    }  # fmt: skip
-    return uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=2,
-        **options,
-    )  # fmt: skip
+_OPTIONS: dict[str, Any] = {
+    "write_timeout_s": WRITE_TIMEOUT_S, "log_level": "warning", "access_log": False, "proxy_headers": False,
+}  # fmt: skip
 
 
 def _refusal(status: int, message: str, code: str | None) -> bytes:
     return error_body(RequestError(message, status=status, code=code), "", "")
 
 
-class _AdminServer(uvicorn.Server):
-    """Ends when the gateway's own server does."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class GatewayServer(uvicorn.Server):
+class GatewayServer(DrainingServer):
     """`serve` returns when the gateway and every server that it started have stopped."""
 
     def __init__(
@@ -234,9 +195,10 @@ class GatewayServer(uvicorn.Server):
             several_gateways=args.several_gateways,
         )  # fmt: skip
         self._args, self._admin_sock = args, admin_sock
-        self._draining: asyncio.Task[None] | None = None
         self._seen = self._file_stamp()
-        super().__init__(_config(self.app, args.max_connections))
+        super().__init__(
+            self.app, lambda: self.app.num_in_flight, _refusal, max_connections=args.max_connections, **_OPTIONS
+        )
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         if self.store is not None:
@@ -250,7 +212,10 @@ class GatewayServer(uvicorn.Server):
         admin = None
         if self.store is not None and self._admin_sock is not None:
             page = Page(self.models, self.app.metrics, self.store)
-            admin = _AdminServer(_config(AdminApp(self.store, ApiKeys(self._args.admin_keys), page, self.app.metrics)))
+            app = AdminApp(self.store, ApiKeys(self._args.admin_keys), page, self.app.metrics)
+            admin = DrainingServer(
+                app, lambda: 0, _refusal, max_connections=MAX_CONNECTIONS, signals=(), **_OPTIONS
+            )  # it ends when this one does
             tasks.append(asyncio.ensure_future(admin.serve([self._admin_sock])))
         try:
             await super().serve(sockets)
@@ -264,24 +229,11 @@ class GatewayServer(uvicorn.Server):
             if self.store is not None:
                 await self.store.close()
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(accepting_several(sockets))
-
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn's own handler would raise the signal again after a clean stop, and so make the exit code -15.
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.stop)
-        loop.add_signal_handler(signal.SIGHUP, self.reload)
-        yield
-
-    def stop(self) -> None:
-        """Begin to drain; called again, end now."""
-        if self._draining is None:
-            self._draining = asyncio.ensure_future(self._drain())
-        else:
-            self.force_exit = self.should_exit = True
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
+        with super().capture_signals():
+            yield
 
     def reload(self) -> None:
         """Read the catalogue again. If it has an error, log that and keep the present one."""
@@ -299,23 +251,16 @@ class GatewayServer(uvicorn.Server):
         logger.info("the catalogue was read again: %s", ", ".join(one.name for one in self.models))
         self.models.preload()
 
-    async def _drain(self) -> None:
+    async def drain(self) -> None:
         self.app.begin_stop()
         timeout_s = self._args.shutdown_timeout
         if self.app.num_in_flight:
             logger.info("stopping: %d requests have %g s to end", self.app.num_in_flight, timeout_s)
-        if not await self._is_idle_within(timeout_s):
+        if not await self.is_idle_within(timeout_s):
             logger.warning("stopping: %d requests are cut off", self.app.num_in_flight)
             self.models.cut()
-            await self._is_idle_within(1.0)
+            await self.is_idle_within(1.0)
         self.should_exit = True
-
-    async def _is_idle_within(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        # Polled, so that a request costs no more than its counting.
-        while self.app.num_in_flight and time.monotonic() < deadline and not self.should_exit:  # noqa: ASYNC110
-            await asyncio.sleep(_DRAIN_POLL_S)
-        return not self.app.num_in_flight
 
     async def _check_health(self) -> None:
         while True:

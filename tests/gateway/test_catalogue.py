@@ -10,9 +10,10 @@ import pytest
 from octavo.entrypoints.cli.gateway import local_entries, main
 from octavo.errors import ConfigError
 from octavo.gateway.catalogue import ModelEntry, check_memory, named_models, read_catalogue
-from octavo.gateway.server import address_of, bind
+from octavo.gateway.server import address_of
 from octavo.loading.default_model import DEFAULT_MODEL_NAME
 from octavo.loading.local_models import LocalModel
+from octavo.processes import bind
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from octavo.logs import configure_logging
 from octavo.metrics.log_line import LogLine
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.phases import Phases
-from octavo.processes import allow_files, collect_rarely, event_loop_factory
+from octavo.processes import allow_files, bind, collect_rarely, event_loop_factory
 from octavo.variables import COUNTERPARTS, HARMLESS
 
 if TYPE_CHECKING:
@@ -300,18 +300,7 @@ def _bind(args: ServerArgs, *, listens: bool = True) -> Iterator[socket.socket]:
     if args.uds is not None:
         yield from _bind_path(args.uds)
         return
-    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-    # With IPPROTO_TCP asyncio recognises TCP and sends small packets without delay.
-    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((args.host, args.port))
-            if listens:
-                sock.listen(2048)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen at {args.host}:{args.port}: {error.strerror or error}. Choose another --port or --host."
-            ) from None
+    with bind(args.host, args.port, listens=listens) as sock:
         yield sock
 
 

@@ -1,32 +1,24 @@
 """The HTTP server around the application, with its own way to stop. `http_protocol` limits clients before their request
 has begun, and `body_reader` limits bodies.
 
-A signal drains the server: /health and new requests get 503, while running requests go on. When they are done, or their
-time is up, the server ends. A second signal ends it immediately.
+While the server drains, /health and new requests get 503. When the running requests are done, or their time is up, the
+server ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import logging
-import signal
 import socket
 import ssl
-import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-
-import uvicorn
+from typing import TYPE_CHECKING
 
 from octavo.entrypoints.http.app import build_app
 from octavo.entrypoints.http.error_responses import error_body
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.server_state import ServerState
 from octavo.entrypoints.http.shared_counts import CONNECTIONS, SharedCounts
-from octavo.http_protocol import KEEP_ALIVE_S, HttpProtocol, RequestStarts
-from octavo.processes import accepting_several
+from octavo.http_server import DrainingServer
 
 if TYPE_CHECKING:
     from octavo.engine.engine_client import EngineClient
@@ -36,7 +28,7 @@ logger = logging.getLogger("octavo.server")
 FLUSH_TIMEOUT_S = 1.0  # for aborted answers to reach their clients, and traces their collector
 
 
-class HttpServer(uvicorn.Server):
+class HttpServer(DrainingServer):
     """The server. `serve` returns when a signal or `should_exit` has stopped it."""
 
     def __init__(
@@ -44,89 +36,50 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         """Without `takes_signals` only `stop` stops it. `counts` are shared with other front ends."""
         app = build_app(engine, args, counts)
-        self._takes_signals = takes_signals
         self._engine = engine
         self.state: ServerState = app.state.octavo
         self._app = app
         self._batches: asyncio.Task[None] | None = None  # continues the batches of servers that have ended
         _ = self.state.formats  # recognise the formats now, so that no chat waits
         self._shutdown_timeout_s = args.shutdown_timeout
-        self._draining: asyncio.Task[None] | None = None
-        options: dict[str, Any] = {
-            "loop": "none",
-            "http": functools.partial(
-                HttpProtocol,
-                max_connections=args.max_connections,
-                write_timeout_s=args.write_timeout,
-                idle={},
-                starts=RequestStarts(),
-                refusal=lambda status, message, code: error_body(message, status, code=code),
-                share=self.state.counts.sharing(CONNECTIONS),
-            ),
-            "ws": "none",
-            "lifespan": "off",
-            "interface": "asgi3",
-            "log_config": None,
-            "server_header": False,
-        }
+        more = {} if takes_signals else {"signals": ()}
         super().__init__(
-            uvicorn.Config(
-                app,
-                log_level=args.uvicorn_log_level,
-                access_log=args.access_log,
-                ssl_keyfile=args.ssl_keyfile,
-                ssl_certfile=args.ssl_certfile,
-                ssl_ca_certs=args.ssl_ca_certs,
-                ssl_cert_reqs=ssl.CERT_NONE if args.ssl_ca_certs is None else ssl.CERT_REQUIRED,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=2,
-                **options,
-            )
+            app,
+            lambda: self.state.num_in_flight,
+            lambda status, message, code: error_body(message, status, code=code),
+            max_connections=args.max_connections,
+            write_timeout_s=args.write_timeout,
+            share=self.state.counts.sharing(CONNECTIONS),
+            log_level=args.uvicorn_log_level,
+            access_log=args.access_log,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            ssl_cert_reqs=ssl.CERT_NONE if args.ssl_ca_certs is None else ssl.CERT_REQUIRED,
+            **more,
         )
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        # uvicorn's own handlers would raise the signal again after a clean stop, which makes the exit code -15.
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM) if self._takes_signals else ():
-            loop.add_signal_handler(number, self.stop)
-        yield
-
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(accepting_several(sockets))
+        await super().startup(sockets)
         if self.state.args.response_store is not None:
             from octavo.entrypoints.batch.batch_job import take_over
 
             self._batches = asyncio.ensure_future(take_over(self._app, self.state))
 
-    def stop(self) -> None:
-        """Begin to drain; a second call ends the server immediately."""
-        if self._draining is None:
-            self._draining = asyncio.get_running_loop().create_task(self._drain())
-        else:
-            self.force_exit = self.should_exit = True
-
-    async def _drain(self) -> None:
+    async def drain(self) -> None:
         state = self.state
         state.is_stopping = True
         self._engine.stop_restarting()
         if state.num_in_flight:
             logger.info("stopping: %d requests have %g s to end", state.num_in_flight, self._shutdown_timeout_s)
-        if await self._is_idle_within(self._shutdown_timeout_s):
+        if await self.is_idle_within(self._shutdown_timeout_s):
             logger.info("stopping: no request is under way")
         elif not self.should_exit:
             logger.warning("stopping: %d requests are cut off", state.num_in_flight)
             state.has_cut_off = True
             await self._engine.abort_all_for_shutdown()
-            await self._is_idle_within(FLUSH_TIMEOUT_S)
+            await self.is_idle_within(FLUSH_TIMEOUT_S)
         self.should_exit = True
-
-    async def _is_idle_within(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        # Polling costs each request only the update of a counter.
-        while self.state.num_in_flight and time.monotonic() < deadline and not self.should_exit:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        return not self.state.num_in_flight
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.state.is_stopping = True
