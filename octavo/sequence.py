@@ -48,7 +48,8 @@ class Sequence:
     num_bypassed: int = 0  # sequences that started while it waited for room for its adapter
     num_pending_forks: int = 0  # siblings to fork off when the prompt is computed
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at its first admission
-    is_counted: bool = False  # its prompt is in the statistics of the prefix cache
+    # Prompt tokens that the statistics do not have yet; None before its first admission.
+    num_uncounted_tokens: int | None = None
     num_preemptions: int = 0
     first_scheduled_time: float = 0.0
     has_ended: bool = False  # finished, failed or aborted; steps in flight may still compute it
@@ -139,7 +140,7 @@ class Sequence:
             block_hashes=list(self.block_hashes),
             num_registered_blocks=self.num_registered_blocks,
             num_cached_tokens=self.num_cached_tokens,
-            is_counted=True,
+            num_uncounted_tokens=0,
             num_preemptions=self.num_preemptions,
             first_scheduled_time=self.first_scheduled_time,
             beam_search=self.beam_search,

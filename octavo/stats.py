@@ -34,7 +34,7 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_chunked_tokens: int = 0  # computed tokens of unfinished prompts
     prompt_token_s: float = 0.0  # seconds for a token of a prompt, beside other running work; 0: not known yet
     num_preemptions: int = 0  # from here on: increments
-    num_prompt_tokens: int = 0  # of started prompts, cached or not
+    num_prompt_tokens: int = 0  # of prompts: computed by steps, or found in the cache
     num_computed_tokens: int = 0  # prompt and output tokens that went through the model
     num_generation_tokens: int = 0
     num_prefix_queries: int = 0  # prompt tokens looked up in the prefix index

@@ -47,7 +47,7 @@ POSITIONS = "vllm:spec_decode_num_accepted_tokens_per_pos"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 # Fields of `EngineStats` that are summed, with the names and help texts of their metrics.
 _COUNTERS = {
-    "num_prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens of requests that were scheduled."),
+    "num_prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens, as they are computed or found in the cache."),
     "num_generation_tokens": ("vllm:generation_tokens", "Tokens generated."),
     "num_preemptions": ("vllm:num_preemptions", "Times that a request gave its blocks back."),
     "num_prefix_queries": ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),

@@ -235,6 +235,8 @@ class Scheduler:
                 changed = grown
             # 4. Add the row.
             step.add(seq, num_tokens, changed)
+            if seq.num_uncounted_tokens:
+                self._count_computed(seq, num_tokens)
         return not has_preempted
 
     def _add_draft_tokens(self, step: Step) -> None:
@@ -304,6 +306,7 @@ class Scheduler:
             if seq.first_scheduled_time == 0.0:
                 seq.first_scheduled_time = time.monotonic()
             step.add(seq, num_tokens, [])
+            self._count_computed(seq, num_tokens)
         return num_admitted
 
     def _allocate_for_start(self, seq: Sequence, token_budget: int, time_limit: TimeLimit | None) -> int:
@@ -333,7 +336,7 @@ class Scheduler:
             has_blocks = self.cache.share_prefix(seq, prefix, max_step_tokens)
         if not has_blocks:
             return 0
-        if prefix is not None and not seq.is_counted:
+        if prefix is not None and seq.num_uncounted_tokens is None:
             self._count_prompt(seq, prefix.num_tokens)
         # 4. Allocate the blocks of the chunk.
         changed = self.cache.grow(seq, num_computed + num_tokens)
@@ -341,13 +344,21 @@ class Scheduler:
         return num_tokens
 
     def _count_prompt(self, seq: Sequence, num_cached_tokens: int) -> None:
-        """Count a prompt in the statistics, at its first admission."""
-        seq.is_counted = True
+        """Count a prompt's look-up and its cached tokens in the statistics, at its first admission. Its other tokens
+        are counted with the steps that compute them."""
+        seq.num_uncounted_tokens = seq.num_tokens - num_cached_tokens
         seq.num_cached_tokens = num_cached_tokens
-        self._stats.num_prompt_tokens += seq.num_tokens
+        self._stats.num_prompt_tokens += num_cached_tokens
         if self.cache.looks_up(seq):
             self._stats.num_prefix_queries += seq.num_tokens
         self._stats.num_prefix_hits += num_cached_tokens
+
+    def _count_computed(self, seq: Sequence, num_tokens: int) -> None:
+        """Count tokens of a prompt in the statistics, as a step computes them; not again after a preemption."""
+        assert seq.num_uncounted_tokens is not None
+        num_counted = min(num_tokens, seq.num_uncounted_tokens)
+        seq.num_uncounted_tokens -= num_counted
+        self._stats.num_prompt_tokens += num_counted
 
     def _preempt(self, seq: Sequence, may_swap: bool = True) -> None:
         """Preempt a running sequence. Its blocks are swapped out if possible, otherwise freed."""

@@ -268,6 +268,22 @@ def test_prompts_that_are_not_looked_up_are_no_queries() -> None:
     assert (stats.num_prefix_queries, stats.num_prompt_tokens) == (13, 26)
 
 
+def test_prompt_tokens_are_counted_with_the_steps_that_compute_them() -> None:
+    s = scheduler(num_blocks=24, budget=16)
+    s.add(request("short", 5, max_tokens=1))
+    s.add(request("long", 38, n=2))
+    counted = []
+    for _ in range(4):
+        step(s)
+        counted.append(s.take_stats().num_prompt_tokens)
+    assert counted == [5 + 11, 16, 11, 0]
+    [first, _] = s.queues.running
+    s._preempt(first)
+    for _ in range(5):
+        step(s)
+    assert s.take_stats().num_prompt_tokens == 0, "a preempted prompt is computed again and not counted again"
+
+
 def test_a_cached_prefix_costs_neither_budget_nor_blocks() -> None:
     s = scheduler(num_blocks=6, budget=16)
     prompt = list(range(100, 113))
