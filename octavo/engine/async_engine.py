@@ -60,6 +60,7 @@ def _media_kinds(prompt: object) -> Collection[str]:
 
 
 def _fail_without_output(stream: RequestStream, state: RequestState, error: OctavoError) -> None:
+    """Fail a request whose pending output must not be delivered."""
     state.has_new_output = False  # otherwise the stream would deliver it before the error
     stream.fail(error)
 
@@ -73,16 +74,16 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
     The states of a request, and the methods that move it there:
 
         waiting      the engine takes no requests now             `_wait_until_accepted`
-        running      `_outputs.requests` has its `RequestState`   `_outputs_of`; `take_over`, from another engine
+        running      `_output_processor` has its `RequestState`   `_outputs_of`; `take_over`, from another engine
         finished     `state.is_over`                              `_take_step`
         aborted      `state.is_over`; its outputs so far stay     `_abort_request`
         failed       its stream raises an error                   `_core_ended`, `abort_all_for_shutdown`,
                                                                   `_wait_until_accepted`, `RequestStream.deliver`
         handed over  another engine has it                        `_hand_over`
 
-    `_streams` has the request in every state but the last, until its caller reads no further output (`forget`). If the
-    core dies, `Supervisor` starts another one, within `max_restarts`, and running requests keep running: `Resubmission`
-    sends them to the next core with their tokens."""
+    `_streams` has every request, except those handed over, from `_open_stream` until its caller stops reading
+    (`forget`). If the core dies, `Supervisor` starts another one, within `max_restarts`, and running requests keep
+    running: `Resubmission` sends them to the next core with their tokens."""
 
     def __init__(
         self,
@@ -102,12 +103,18 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         find_other: Callable[[EngineRequest], AsyncLLMEngine | None] | None = None,
         make_core: Callable[[EngineConfig, CoreProcess | None], Core] | None = None,
     ) -> None:
-        """Start the core's process unless `core` is given, and load the tokenizer unless `inputs` is given. Raises
-        `LoadError`. Engines of one server share one `inputs`. For restarts, timeouts and `make_core` see `Supervisor`.
-        `on_loading(place, share)`: the core of engine `place` has loaded `share` (0 to 1) of its weights. The timeouts
-        are seconds, None: no limit. `max_log_len`: characters of a prompt in the log, None: all. `on_loss()`: the core
-        has died, and its cache with it. `find_other(request)`: return another engine that can continue a running
-        request, or None. `on_engine_death` "fail": running requests fail."""
+        """Start the core's process, and load the tokenizer. Raises `LoadError`.
+
+        `metrics`: where steps are recorded; None: nowhere.
+        `core`: a process that was started earlier, instead of a new one.
+        `max_restarts`, `step_timeout_s`, `ready_timeout_s`: see `Supervisor`. A timeout of None is no limit.
+        `on_engine_death`: with "fail" running requests fail when the core dies.
+        `logs_requests`, `max_log_len`: log requests, and their ends, with so many characters of the prompt; None: all.
+        `inputs`: engines of one server share one; None: make one, with a tokenizer.
+        `on_loading(place, share)`: called when the core of engine `place` has loaded `share` (0 to 1) of its weights.
+        `on_loss()`: called when the core has died, and its cache with it.
+        `find_other(request)`: returns another engine that can continue a running request, or None.
+        `make_core`: see `Supervisor`."""
         self.metrics, self._on_loss, self._find_other = metrics, on_loss, find_other
         self._on_loading = on_loading
         self._continues_after_death = on_engine_death == "continue"
@@ -130,15 +137,17 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                 self._supervisor.core.close()
                 raise
         self.inputs, self.tokenizer = inputs, inputs.tokenizer
-        self._outputs = OutputProcessor(
+        self._output_processor = OutputProcessor(
             self.tokenizer, metrics, makes_logprobs_later=True, stream_interval=config.scheduler.stream_interval,
             logs_ends=logs_requests,
         )  # fmt: skip
         # `tell`, not `send`: a message to a dying core is lost, and `core_is_ready` sends the request to the next core.
-        self._resubmission = Resubmission(self._outputs, self._supervisor.tell)
+        self._resubmission = Resubmission(self._output_processor, self._supervisor.tell)
         self._streams: dict[str, RequestStream] = {}
         self._undelivered = deque[RequestStream]()  # streams with new outputs, in order
-        self._control = EngineControl(self._supervisor, lambda: not self._outputs.requests, self._abort_running)
+        self._control = EngineControl(
+            self._supervisor, lambda: not self._output_processor.requests, self._abort_running
+        )
         self._adapters = AdapterRequests(self._supervisor, self.inputs)
 
     @classmethod
@@ -180,6 +189,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             return cls(config.replica(ranks.start), metrics=metrics, **options)
         from octavo.engine.data_parallel import DataParallelEngine
 
+        # No subclass: it has the same methods.
         return cast(AsyncLLMEngine, DataParallelEngine(config, metrics=metrics, **options))
 
     @property
@@ -271,16 +281,19 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
 
     def generate_from(
         self, request: EngineRequest, external_id: str | None = None, sink: Sink | None = None,
-        answer: list[int] | None = None,
+        first_completion_token_ids: list[int] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
         """Return the outputs of a request from `inputs.process`. Their generator raises the same errors as `generate`.
         Outputs carry `external_id`, if given, instead of the request's own id. The `sink` gets outputs while it is open
-        and the caller waits. The caller gets all other outputs, and always the last one. `answer`: an empty list, to
-        which the engine adds the first completion's tokens as they come.
+        and the caller waits. The caller gets all other outputs, and always the last one. The engine adds the first
+        completion's tokens to the empty list `first_completion_token_ids` as they come.
 
         At its `deadline` the request ends with its tokens so far: finish reason "abort", stop reason "timeout".
         """
-        return cast(AsyncGenerator[RequestOutput, None], self._outputs_of(request, external_id, sink, answer))
+        return cast(
+            AsyncGenerator[RequestOutput, None],
+            self._outputs_of(request, external_id, sink, first_completion_token_ids),
+        )
 
     async def pool(self, request: EngineRequest, external_id: str | None = None) -> PoolingRequestOutput[PoolingOutput]:
         """Return the result of a request from `PoolingInput.process`. Raises the errors of `generate_from`, and
@@ -295,7 +308,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
 
     async def _outputs_of(
         self, request: EngineRequest, external_id: str | None = None, sink: Sink | None = None,
-        answer: list[int] | None = None,
+        first_completion_token_ids: list[int] | None = None,
     ) -> AsyncGenerator[Output, None]:  # fmt: skip
         """Yield the outputs of a checked request. Closing the generator aborts the request."""
         # 1. Give the request a stream. From here on it can be aborted.
@@ -310,7 +323,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             if await self._wait_until_accepted(stream):
                 # Before the first output: the caller may be slow. A running request that the core does not have would
                 # look like a hang to the watchdog.
-                self._send_to_core(self._add_state(stream, answer))
+                self._send_to_core(self._add_state(stream, first_completion_token_ids))
             for output in stream.replayed:
                 yield output
             # 4. Yield its outputs. `_handle` brings them.
@@ -355,12 +368,12 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             acceptance.result()
         return True
 
-    def _add_state(self, stream: RequestStream, answer: list[int] | None = None) -> RequestState:
+    def _add_state(self, stream: RequestStream, first_completion_token_ids: list[int] | None = None) -> RequestState:
         """Return the new state of a request. The stream gets the outputs that another server has sent. Raises
         `RequestError` if these end the answer."""
-        state = self._outputs.add(stream.request, stream.external_id, answer)
+        state = self._output_processor.add(stream.request, stream.external_id, first_completion_token_ids)
         stream.follow(state)
-        stream.replayed = [self._outputs.replay(state, token_ids) for token_ids in stream.request.begun]
+        stream.replayed = [self._output_processor.replay(state, token_ids) for token_ids in stream.request.begun]
         return state
 
     def _send_to_core(self, state: RequestState) -> None:
@@ -368,13 +381,6 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         if not state.num_tokens:
             self.forecast.add(state.request.request_id, len(state.request.prompt.token_ids))
         self._resubmission.submit(state)
-
-    def forget(self, stream: RequestStream) -> None:
-        """Forget a request whose caller reads no further output. Abort it if it still runs."""
-        self.forecast.end(stream.request.request_id)
-        del self._streams[stream.external_id]
-        self._abort_request(stream)
-        stream.close()
 
     # Aborts. Each ends in `_abort_request`.
 
@@ -395,6 +401,41 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             elif state is not None:
                 stream.wake()
 
+    def _abort_running(self) -> None:
+        """Abort the requests that the core has. Requests that still wait for the engine keep waiting."""
+        for stream in list(self._streams.values()):
+            if stream.acceptance is None:  # otherwise it waits in `_wait_until_accepted`
+                stream.abort()
+
+    def _abort_request(self, stream: RequestStream, stop_reason: str | None = None) -> RequestState | None:
+        """Abort a request, in the core or while it still waits. Returns its state, or None if it has ended. The caller
+        wakes the stream."""
+        request_id = stream.request.request_id
+        if stream.acceptance is not None and not stream.has_ended_early:
+            # The core does not have the request. The state made here only gives the caller its last output.
+            stream.has_ended_early = True
+            stream.acceptance.cancel()
+            try:
+                self._add_state(stream)
+            except RequestError as error:
+                self._output_processor.drop(request_id)
+                stream.fail(error)
+                return None
+            return self._output_processor.abort(request_id, stop_reason)
+        state = self._output_processor.abort(request_id, stop_reason)
+        if state is not None and self.is_ready:  # otherwise no core has the request
+            self._supervisor.tell(Abort(request_id))
+        return state
+
+    # Called by `RequestStream` and by other engines.
+
+    def forget(self, stream: RequestStream) -> None:
+        """Forget a request whose caller reads no further output. Abort it if it still runs."""
+        self.forecast.end(stream.request.request_id)
+        del self._streams[stream.external_id]
+        self._abort_request(stream)
+        stream.close()
+
     def abort_and_notify(self, stream: RequestStream, stop_reason: str | None = None) -> None:
         """Abort a request and give its caller the last output. A request for vectors has none: it fails."""
         state = self._abort_request(stream, stop_reason)
@@ -405,31 +446,13 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             return
         _fail_without_output(stream, state, aborted(stop_reason))
 
-    def _abort_running(self) -> None:
-        """Abort the requests that the core has. Requests that still wait for the engine keep waiting."""
-        for stream in list(self._streams.values()):
-            if stream.acceptance is None:
-                stream.abort()
-
-    def _abort_request(self, stream: RequestStream, stop_reason: str | None = None) -> RequestState | None:
-        """Abort a request, in the core or while it still waits. Returns its state, or None if it has ended. The caller
-        wakes the stream."""
-        request_id = stream.request.request_id
-        if stream.acceptance is not None and not stream.has_ended_early:
-            # The core does not have the request. It gets a state only for its last outputs.
-            stream.has_ended_early = True
-            stream.acceptance.cancel()
-            try:
-                self._add_state(stream)
-            except RequestError as error:
-                self._outputs.drop(request_id)
-                stream.fail(error)
-                return None
-            return self._outputs.abort(request_id, stop_reason)
-        state = self._outputs.abort(request_id, stop_reason)
-        if state is not None and self.is_ready:
-            self._supervisor.tell(Abort(request_id))
-        return state
+    def take_over(self, stream: RequestStream, state: RequestState) -> None:
+        """Continue a request of another engine whose core has died."""
+        stream.engine = self
+        self._streams[stream.external_id] = stream
+        self._output_processor.requests[state.request.request_id] = state
+        self._count_continued(1)
+        self._send_to_core(state)
 
     # The core's messages, and its death.
 
@@ -442,7 +465,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                 self._resubmission.step_begins(request_ids)
             case LiveView(sequences=sequences):
                 for one in sequences:
-                    state = self._outputs.requests.get(one.request_id)
+                    state = self._output_processor.requests.get(one.request_id)
                     # "": a request of another front end
                     one.request_id = "" if state is None else shown_id(state.external_id, one.request_id)
                 self._control.take_live_view(message)
@@ -464,7 +487,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         for loaded in step.adapters:
             self._adapters.adapter_loaded(loaded)
         # 2. Add tokens and text. Sequences that stop strings have ended are aborted in the core.
-        changed, aborts = self._outputs.update(step.outputs)
+        changed, aborts = self._output_processor.update(step.outputs)
         for abort in aborts:
             self._supervisor.tell(abort)
         # 3. Have `_deliver` run after the core's messages that have arrived by now, unless it is scheduled already.
@@ -500,7 +523,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
 
     def _is_busy(self) -> bool:
         """Return whether requests run, and the core may be in a step."""
-        return bool(self._outputs.requests) and self._control.may_compute
+        return bool(self._output_processor.requests) and self._control.may_compute
 
     def _core_ended(self, error: OctavoError) -> None:
         """Give each running request to another engine, keep it for the next core, or fail it."""
@@ -520,7 +543,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         may_continue = self._continues_after_death and not isinstance(failure, EngineStoppingError)
         for stream in list(self._streams.values()):
             request_id = stream.request.request_id
-            if (state := self._outputs.requests.get(request_id)) is None:
+            if (state := self._output_processor.requests.get(request_id)) is None:
                 continue
             refusal = refused.get(request_id)
             if may_continue and refusal is None:
@@ -528,7 +551,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                     continue
                 if failure is None:
                     continue  # this engine's next core gets it
-            self._outputs.drop(request_id)
+            self._output_processor.drop(request_id)
             stream.fail(refusal or error)
 
     def _hand_over(self, stream: RequestStream, state: RequestState) -> bool:
@@ -539,17 +562,9 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         if (other := self._find_other(request)) is None:
             return False
         self.forecast.end(request.request_id)
-        del self._streams[stream.external_id], self._outputs.requests[request.request_id]
+        del self._streams[stream.external_id], self._output_processor.requests[request.request_id]
         other.take_over(stream, state)
         return True
-
-    def take_over(self, stream: RequestStream, state: RequestState) -> None:
-        """Continue a request of another engine whose core has died."""
-        stream.engine = self
-        self._streams[stream.external_id] = stream
-        self._outputs.requests[state.request.request_id] = state
-        self._count_continued(1)
-        self._send_to_core(state)
 
     def _count_continued(self, number: int) -> None:
         if self.metrics is not None:

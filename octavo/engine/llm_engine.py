@@ -41,7 +41,9 @@ class LLMEngine(StepCalls):
         self.inputs = InputProcessor(self.config, self.tokenizer)
         self.metrics = EngineMetrics(config.model.served_model_names[0], self.config.model.max_model_len)
         self._log_line = LogLine(self.metrics, time.monotonic())
-        self._outputs = OutputProcessor(self.tokenizer, self.metrics, stream_interval=config.scheduler.stream_interval)
+        self._output_processor = OutputProcessor(
+            self.tokenizer, self.metrics, stream_interval=config.scheduler.stream_interval
+        )
         self._failed: list[RequestFailed] = []  # failed requests whose errors `step` has not raised yet
         self._ids: dict[str, str] = {}  # the core's ids by the caller's
         self._lora_requests: dict[str, LoRARequest] = {}  # by the caller's ids
@@ -81,7 +83,7 @@ class LLMEngine(StepCalls):
         core, name = self.core, external_id or request.request_id
         with uninterrupted():
             self._ids[name] = request.request_id
-            self._outputs.add(request, name)
+            self._output_processor.add(request, name)
             core.add(request)
             if lora_request is not None:
                 self._lora_requests[name] = lora_request
@@ -97,15 +99,15 @@ class LLMEngine(StepCalls):
                 self._arrived = [output for output in self._arrived if output.request_id != one]
                 self._lora_requests.pop(one, None)
                 if (own_id := self._ids.pop(one, None)) is not None:
-                    self._outputs.drop(own_id)
+                    self._output_processor.drop(own_id)
                     self.core.abort(own_id)
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self._outputs.requests) + sum(output.finished for output in self._arrived)
+        return len(self._output_processor.requests) + sum(output.finished for output in self._arrived)
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` will return more outputs."""
-        return bool(self._outputs.requests or self._failed or self._arrived)
+        return bool(self._output_processor.requests or self._failed or self._arrived)
 
     def step(self) -> list[Output]:
         """Run a step and return its outputs. A failed request's error is raised once there is nothing else to
@@ -166,7 +168,7 @@ class LLMEngine(StepCalls):
     def _advance_core(self) -> list[AdapterLoaded]:
         step = self.core.step()
         self.metrics.record_step(step.stats)
-        results, aborts = self._outputs.process(step.outputs)
+        results, aborts = self._output_processor.process(step.outputs)
         for abort in aborts:
             self.core.abort(abort.request_id, abort.index)
         self._failed += [result for result in results if isinstance(result, RequestFailed)]

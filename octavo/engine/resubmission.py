@@ -20,7 +20,7 @@ class Resubmission:
     """Sends one engine's requests to its core, and to the next core when it has died."""
 
     def __init__(self, outputs: OutputProcessor, send: Callable[[FrontendMessage], None]) -> None:
-        self._outputs, self._send = outputs, send
+        self._output_processor, self._send = outputs, send
         self._running: dict[str, int] = {}  # requests in the core's steps: number of steps before their first
         self._num_steps = 0  # steps that the core has finished
         self._has_core = False
@@ -38,7 +38,7 @@ class Resubmission:
     def core_is_ready(self) -> int:
         """Give a new core that is ready the requests of the core before. Returns their number."""
         self._has_core, self._num_steps = True, 0
-        self._unsent = dict.fromkeys(self._outputs.requests)
+        self._unsent = dict.fromkeys(self._output_processor.requests)
         num_continued = len(self._unsent)
         self._send_next()
         return num_continued
@@ -51,7 +51,7 @@ class Resubmission:
         """Called after a step's outputs: end the trial if it has shown that the suspect does not kill cores."""
         self._num_steps += 1
         if self._suspects:
-            state = self._outputs.requests.get(self._suspects[0])
+            state = self._output_processor.requests.get(self._suspects[0])
             if state is None or self._is_cleared(state):
                 del self._suspects[0]
                 self._send_next()
@@ -75,7 +75,7 @@ class Resubmission:
     def _find_suspects(self) -> dict[str, RequestError]:
         refused = {}
         on_trial = self._suspects[:1]
-        for request_id, state in self._outputs.requests.items():
+        for request_id, state in self._output_processor.requests.items():
             is_in_step = self._is_in_step(state)
             if is_in_step and request_id in on_trial:
                 self._suspects.remove(request_id)
@@ -107,7 +107,7 @@ class Resubmission:
     def _send_next(self) -> None:
         """Send the next suspect that still runs; without one, all requests that wait."""
         while self._suspects:
-            state = self._outputs.requests.get(self._suspects[0])
+            state = self._output_processor.requests.get(self._suspects[0])
             if state is not None:
                 del self._unsent[state.request.request_id]
                 self._num_tokens_before = state.num_tokens
@@ -117,5 +117,5 @@ class Resubmission:
         self._send(Trials(0))
         unsent, self._unsent = self._unsent, {}
         for request_id in unsent:
-            if (state := self._outputs.requests.get(request_id)) is not None:
+            if (state := self._output_processor.requests.get(request_id)) is not None:
                 self._send(state.remainder())

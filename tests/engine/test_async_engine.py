@@ -179,7 +179,7 @@ def test_no_request_slips_past_a_pause_that_follows_a_resumption() -> None:
         await engine.pause_generation("abort")
         for _ in range(5):
             await asyncio.sleep(0)
-        assert not engine._outputs.requests, "the core has no request"
+        assert not engine._output_processor.requests, "the core has no request"
         await engine.resume_generation()
         assert (await answer)[-1].finished
 
@@ -340,7 +340,7 @@ def test_what_fails_at_the_door_leaves_nothing_behind() -> None:
         with pytest.raises(EngineDeadError):
             await collect(engine, "Hi", SamplingParams(), "late")
         assert engine._streams == {}
-        assert engine._outputs.requests == {}
+        assert engine._output_processor.requests == {}
 
     with_engine(use, max_num_seqs=64)
 

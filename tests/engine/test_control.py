@@ -41,7 +41,7 @@ def test_whoever_waits_for_a_paused_engine_can_still_be_ended(with_engine: WithE
         await engine.resume_generation()
         assert await patient == "length"
         assert cancelled.cancelled()
-        assert not engine._streams and not engine._outputs.requests
+        assert not engine._streams and not engine._output_processor.requests
 
     with_engine(use)
 
@@ -49,9 +49,9 @@ def test_whoever_waits_for_a_paused_engine_can_still_be_ended(with_engine: WithE
 def test_nothing_comes_after_a_pause_that_keeps_requests(with_engine: WithEngine) -> None:
     async def use(engine: AsyncLLMEngine) -> None:
         asking = asyncio.create_task(ask(engine, ANSWER, "r"))
-        await until(lambda: asking.done() or engine._outputs.requests)
+        await until(lambda: asking.done() or engine._output_processor.requests)
         await engine.pause_generation("keep")
-        assert not engine._outputs.requests, "the core had answered before it paused"
+        assert not engine._output_processor.requests, "the core had answered before it paused"
         assert await asking == "length"
 
     with_engine(use)
@@ -176,7 +176,7 @@ def test_who_is_woken_while_falling_asleep_wakes_with_one_core(
 def test_an_engine_that_is_resumed_while_it_waits_to_sleep_sleeps_closed(with_engine: WithEngine) -> None:
     async def use(engine: AsyncLLMEngine) -> None:
         slow = asyncio.create_task(ask(engine, HANG, "slow"))
-        while not engine._outputs.requests:  # noqa: ASYNC110
+        while not engine._output_processor.requests:  # noqa: ASYNC110
             await asyncio.sleep(0)
         falling_asleep = asyncio.create_task(engine.sleep(1, "wait"))
         while not await engine.is_paused():  # noqa: ASYNC110
@@ -192,7 +192,7 @@ def test_an_engine_that_is_resumed_while_it_waits_to_sleep_sleeps_closed(with_en
 def test_a_pause_that_waits_for_requests_ends_when_it_is_resumed(with_engine: WithEngine) -> None:
     async def use(engine: AsyncLLMEngine) -> None:
         slow = asyncio.create_task(ask(engine, HANG, "slow"))
-        await until(lambda: engine._outputs.requests)
+        await until(lambda: engine._output_processor.requests)
         pausing = asyncio.create_task(engine.pause_generation("wait"))
         await until(lambda: engine._control.is_paused)
         await engine.resume_generation()

@@ -61,7 +61,7 @@ async def ended(end: Future[None]) -> None:
 
 
 async def until_sent(engine: DataParallelEngine, number: int) -> None:
-    await until(lambda: sum(len(one._outputs.requests) for one in engine._engines) == number)
+    await until(lambda: sum(len(one._output_processor.requests) for one in engine._engines) == number)
 
 
 def test_engines_of_other_hosts_answer_and_end_with_the_server(

@@ -337,7 +337,7 @@ def test_a_resume_ends_a_pause_for_all_and_delays_a_sleep(with_hub: Callable[...
     async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
         idle, busy = await make(), await make()
         slow = asyncio.create_task(ask(busy.engine, HANG))
-        await until(lambda: busy.engine._outputs.requests)
+        await until(lambda: busy.engine._output_processor.requests)
         pausing = asyncio.create_task(idle.shared.pause_generation("wait"))
         await until(lambda: busy.engine._control.is_paused)
         await idle.shared.resume_generation()
@@ -347,7 +347,7 @@ def test_a_resume_ends_a_pause_for_all_and_delays_a_sleep(with_hub: Callable[...
         parts, had_requests = idle.link.channels.answering, list[bool]()
 
         async def sleep(**args: Any) -> None:
-            had_requests.append(bool(busy.engine._outputs.requests))
+            had_requests.append(bool(busy.engine._output_processor.requests))
             await parts["sleep"](**args)
 
         idle.link.channels.answering = {**parts, "sleep": sleep}

@@ -95,7 +95,7 @@ def test_a_core_that_hangs_is_killed_and_an_idle_one_is_not(
             await clock.pass_time(60)
         assert engine.is_ready, "idle for longer than a step may take"
         hanging = asyncio.create_task(ask(engine, HANG))
-        await until(lambda: engine._outputs.requests)
+        await until(lambda: engine._output_processor.requests)
         core = engine._supervisor.core.process
         for _ in range(5):
             await clock.pass_time(60)
@@ -154,7 +154,7 @@ def test_a_core_that_hangs_while_it_starts_again_has_died_once_more(
 def test_a_deadline_ends_what_the_core_does_not(with_engine: Callable[..., EngineMetrics], clock: Clock) -> None:
     async def use(engine: AsyncLLMEngine) -> None:
         hanging = asyncio.create_task(ask(engine, HANG, deadline=clock.now() + 500))
-        await until(lambda: engine._outputs.requests)
+        await until(lambda: engine._output_processor.requests)
         await clock.pass_time(400)
         assert not hanging.done()
         await clock.pass_time(101)
@@ -168,7 +168,7 @@ def test_a_deadline_ends_what_the_core_does_not(with_engine: Callable[..., Engin
 def test_ending_all_gives_those_that_have_not_begun_an_error(with_engine: Callable[..., EngineMetrics]) -> None:
     async def use(engine: AsyncLLMEngine) -> None:
         waiting = asyncio.create_task(ask(engine, HANG))
-        await until(lambda: engine._outputs.requests)
+        await until(lambda: engine._output_processor.requests)
         await engine.abort_all_for_shutdown()
         with pytest.raises(EngineStoppingError):
             await waiting
@@ -227,7 +227,7 @@ def test_a_request_can_be_ended_while_there_is_no_core(
         await engine.wait_ready()
         tasks = [asyncio.create_task(ask(engine, HANG, "aborted"))]
         tasks += [asyncio.create_task(ask(engine, HANG, "late", deadline=clock.now() + 500))]
-        await until(lambda: len(engine._outputs.requests) == 2)
+        await until(lambda: len(engine._output_processor.requests) == 2)
         let_hang(hang)
         engine._supervisor.core.kill()
         await until(lambda: not engine.is_ready)
