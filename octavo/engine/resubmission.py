@@ -19,8 +19,8 @@ from octavo.errors import RequestError
 class Resubmission:
     """Sends one engine's requests to its core, and to the next core when it has died."""
 
-    def __init__(self, outputs: OutputProcessor, send: Callable[[FrontendMessage], None]) -> None:
-        self._output_processor, self._send = outputs, send
+    def __init__(self, output_processor: OutputProcessor, send: Callable[[FrontendMessage], None]) -> None:
+        self._output_processor, self._send = output_processor, send
         self._running: dict[str, int] = {}  # requests in the core's steps: number of steps before their first
         self._num_steps = 0  # steps that the core has finished
         self._has_core = False

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from octavo.engine import control
+from octavo.engine import pause_and_sleep
 from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.engine.wire import FrontendMessage, GetLiveView, SetPaused, Trials
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError
@@ -71,7 +71,7 @@ def test_a_pause_does_not_take_an_earlier_view_for_the_answer_to_it(
 def test_a_pause_that_keeps_requests_waits_for_a_slow_step(
     with_engine: WithEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "_LIVE_VIEW_TIMEOUT_S", 0)
+    monkeypatch.setattr(pause_and_sleep, "_LIVE_VIEW_TIMEOUT_S", 0)
 
     async def use(engine: AsyncLLMEngine) -> None:
         await engine.wait_ready()
