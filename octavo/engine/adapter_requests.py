@@ -63,7 +63,7 @@ class AdapterRequests:
     def adapter_loaded(self, loaded: AdapterLoaded) -> None:
         """Tell callers that the core has read an adapter, or failed to."""
         error = None if loaded.error is None else RequestError(loaded.error, param="lora_path")
-        self.named.loaded(loaded)
+        self.named.note_loaded(loaded)
         self._end(self._waiting.pop(loaded.identity, []), error)
 
     def core_ended(self, error: OctavoError) -> None:

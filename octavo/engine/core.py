@@ -373,7 +373,7 @@ class EngineCore:
         loaded = []
         for one in list(self._loading):
             try:
-                is_ready = self._is_taken_in(one)
+                is_ready = self._take_in(one)
             except RequestError as e:
                 loaded.append(AdapterLoaded(one.source.identity, str(e)))
             except Exception as e:
@@ -386,8 +386,9 @@ class EngineCore:
             self._loading.remove(one)
         return loaded
 
-    def _is_taken_in(self, one: LoadingAdapter) -> bool:
-        """Return whether an adapter is on the host now. Raises its error if it has failed."""
+    def _take_in(self, one: LoadingAdapter) -> bool:
+        """Begin to read an adapter if there is room now, and take it in once it is read. Returns whether it is on the
+        host now. Raises its error if it has failed."""
         if self.adapters is None:
             raise RequestError("adapters need --enable-lora.")
         if one.ready is None:

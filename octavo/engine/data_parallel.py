@@ -158,16 +158,18 @@ class DataParallelEngine(EngineCalls):
     @property
     def is_ready(self) -> bool:
         """Whether at least one engine takes requests, after all have been ready once."""
-        num_ready = len(self._ready)
-        if num_ready == len(self._engines):
-            self._begin()
-        return self._has_started and num_ready > 0
+        self._begin_if_ready()
+        return self._has_started and bool(self._ready)
 
     async def wait_ready(self) -> Ready:
         """Return when all engines have been ready once, with the sizes of one."""
         ready = await asyncio.gather(*(engine.wait_ready() for engine in self._engines))
         self._begin()
         return ready[0]
+
+    def _begin_if_ready(self) -> None:
+        if len(self._ready) == len(self._engines):
+            self._begin()
 
     def _begin(self) -> None:
         """Note that all engines have been ready."""
@@ -206,18 +208,18 @@ class DataParallelEngine(EngineCalls):
     ) -> AsyncGenerator[RequestOutput, None]:
         answer: list[int] = []  # tokens of the first sequence, which its engine has cached
         async with (
-            self._routed(request, external_id, answer) as engine,
+            self._route(request, external_id, answer) as engine,
             contextlib.aclosing(engine.generate_from(request, external_id, sink, answer)) as outputs,
         ):
             async for output in outputs:
                 yield output
 
     async def pool(self, request: EngineRequest, external_id: str | None = None) -> PoolingRequestOutput[PoolingOutput]:
-        async with self._routed(request, external_id, []) as engine:
+        async with self._route(request, external_id, []) as engine:
             return await engine.pool(request, external_id)
 
     @contextlib.asynccontextmanager
-    async def _routed(
+    async def _route(
         self, request: EngineRequest, external_id: str | None, answer: list[int]
     ) -> AsyncGenerator[AsyncLLMEngine, None]:
         """Choose the engine of a request, and count the request as its load while it runs."""
@@ -229,7 +231,7 @@ class DataParallelEngine(EngineCalls):
             size = self.config.cache.block_size
             length = len(request.prompt.token_ids)
             hashes = await run_off_loop(lambda: block_hashes(request, size), length=length)
-            _ = self.is_ready  # the first read after the engines became ready has effects
+            self._begin_if_ready()
             # While no engine is ready, a request waits for the engine that the router chooses among those that have not
             # failed for good.
             available = [i for i, engine in enumerate(self._engines) if engine in self._ready]

@@ -12,7 +12,7 @@ from octavo.loading.token_texts import decode, is_byte_level
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
-# Decoders look at a token's neighbours (spaces, byte pieces); so many tokens of context are enough.
+# Tokens of context: decoders look at a token's neighbours (spaces, byte pieces).
 _CONTEXT_TOKENS = 5
 # UTF-8 writes a character in at most four bytes, and a token is at least one.
 _MAX_CHARACTER_TOKENS = 4

@@ -181,7 +181,7 @@ class LLMEngine(StepCalls):
                 self._ids.pop(result.request_id, None)
                 self._lora_requests.pop(result.request_id, None)
         for one in step.adapters:
-            self._adapters.loaded(one)
+            self._adapters.note_loaded(one)
         self._arrived += outputs
         return step.adapters
 

@@ -55,7 +55,7 @@ class NamedAdapters:
     def unpin(self, identity: str) -> None:
         self._pinned.pop(identity, None)
 
-    def loaded(self, result: AdapterLoaded) -> None:
+    def note_loaded(self, result: AdapterLoaded) -> None:
         """Record that a core has read an adapter, or failed to: then it is no longer pinned."""
         if result.error is not None and self._pinned.pop(result.identity, None) is not None:
             logger.warning("an adapter that was pinned is not any more: %s", result.error)

@@ -111,7 +111,7 @@ class _Completion:
             end = len(self.token_ids) + len(output.token_ids) - self._num_hidden
             for token in output.token_ids:
                 self.token_ids.append(token)
-                if self._is_stopped_by_text(self._read(min(len(self.token_ids), end))):
+                if self._cut_at_stop(self._read(min(len(self.token_ids), end))):
                     return output.finish_reason is None
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason
@@ -121,7 +121,7 @@ class _Completion:
             if self._detokenizer is not None:
                 rest = self._detokenizer.flush()
                 self.text += rest
-                self._is_stopped_by_text(len(rest))
+                self._cut_at_stop(len(rest))
             if self._final_check is not None and self.finish_reason == "stop":
                 self._check(self._final_check)
         elif self._stop is not None:
@@ -154,7 +154,8 @@ class _Completion:
         self.text += new
         return len(new)
 
-    def _is_stopped_by_text(self, num_new: int) -> bool:
+    def _cut_at_stop(self, num_new: int) -> bool:
+        """End the text at a stop string in its last `num_new` characters. Returns whether there is one."""
         if self._stop is None or not num_new or len(self.token_ids) < self._min_tokens:
             return False
         if (found := self._stop.find(self.text, num_new)) is None:

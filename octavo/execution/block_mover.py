@@ -63,10 +63,10 @@ class _PoolMover:
 
     def add(self, moves: BlockMoves) -> None:
         """Add moves to be made after those added before."""
-        self._left += [(self._swap_out, pairs) for pairs in self._staged(moves.swap_out)]
+        self._left += [(self._swap_out, pairs) for pairs in self._in_staging_parts(moves.swap_out)]
         if moves.copy and self._caches:
             self._left.append((self._copy, moves.copy))
-        self._left += [(self._swap_in, pairs) for pairs in self._staged(moves.swap_in)]
+        self._left += [(self._swap_in, pairs) for pairs in self._in_staging_parts(moves.swap_in)]
 
     def run(self) -> None:
         """Make the moves that are left, in smaller parts if the device lacks memory for a whole one. If it lacks memory
@@ -89,7 +89,7 @@ class _PoolMover:
     def _copy(self, pairs: Pairs) -> None:
         self._device.compute.run(lambda: self._ops.copy_blocks(pairs, self._caches))
 
-    def _staged(self, pairs: Pairs) -> Iterator[Pairs]:
+    def _in_staging_parts(self, pairs: Pairs) -> Iterator[Pairs]:
         """Yield the pairs in parts that fit in a staging buffer."""
         if pairs and self._staging_buffers:
             size = len(self._staging_buffers[0].blocks)

@@ -97,7 +97,7 @@ class CrossOutputs:
         """Return the content hashes of media that sequences may still need."""
         return {seen.content_hash for media, _ in self._ahead.values() for seen in media}
 
-    def starting(self, plan: StepPlan) -> Iterator[tuple[int, NDArray[Any], NDArray[np.int64]]]:
+    def begin_media(self, plan: StepPlan) -> Iterator[tuple[int, NDArray[Any], NDArray[np.int64]]]:
         """Yield, for each medium at whose place a row of the step starts: the table row, the encoder's output [N, H] in
         the model's type, and the slots [N] int64 of its keys and values. Call this before `gather`, because the step's
         tokens see the output."""
@@ -116,7 +116,7 @@ class CrossOutputs:
                 yield planned.row, rows.reshape(-1, rows.shape[-1]).astype(self._dtype), slots
 
     def no_output(self, hidden_size: int, num_rows: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return an output of `num_rows` rows and its slots, as `starting` yields them; the slots are -1, so that
+        """Return an output of `num_rows` rows and its slots, as `begin_media` yields them; the slots are -1, so that
         nothing is written."""
         return np.zeros((num_rows, hidden_size), self._dtype), np.full(num_rows, -1)
 

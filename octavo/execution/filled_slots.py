@@ -32,7 +32,7 @@ class FilledSlots:
         return self._counts[list(blocks)]
 
     def restore(self, blocks: Sequence[int], counts: NDArray[np.int32]) -> None:
-        """The contents of blocks were overwritten by contents of which so many slots are filled."""
+        """Note that blocks were overwritten, and that each now has its number of `counts` of filled slots."""
         self._counts[list(blocks)] = counts
 
     def move(self, moves: BlockMoves) -> None:

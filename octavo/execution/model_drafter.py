@@ -31,7 +31,7 @@ from octavo.step_plan import NewBlock, PlannedRow, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
-# Steps in flight whose tokens are not fetched yet; a runner has buffers for so many.
+# Steps in flight whose tokens are not fetched yet. A runner has buffers for two steps.
 _MOST_UNDER_WAY = 2
 
 

@@ -297,7 +297,7 @@ class Runner:
 
     def _write_encoder_kv(self, plan: StepPlan) -> None:
         """Write the keys and values of encoder outputs that tokens of the step are the first to see."""
-        for row, encoded, slots in () if self.cross_outputs is None else self.cross_outputs.starting(plan):
+        for row, encoded, slots in () if self.cross_outputs is None else self.cross_outputs.begin_media(plan):
             slot = self.table.adapter_slots[row]
             adapter_slots = None if slot < 0 else np.full(len(slots), slot, np.int32)
             self.device.compute.run(partial(self.computation.write_encoder_kv, encoded, slots, adapter_slots))

@@ -40,7 +40,7 @@ class StepComputation:
 
     def hidden(self, inputs: StepArrays[Array]) -> tuple[Array, Array]:
         """`StepModel.hidden`."""
-        with self._taking(inputs.adapter_slots):
+        with self._using_adapters(inputs.adapter_slots):
             hidden = self._model.forward(self._batch(inputs), self.caches)
         features = None if self.aux_hidden_states is None else self.aux_hidden_states.features
         return hidden, hidden if features is None else features
@@ -52,14 +52,14 @@ class StepComputation:
         if self._max_shape.pools:
             vectors = cast(PoolingModel, self._model).pool(hidden, inputs.pool_starts, inputs.sample_rows)
             return vectors, vectors
-        with self._taking(inputs.sample_adapter_slots):
+        with self._using_adapters(inputs.sample_adapter_slots):
             logits = self._model.logits(self._ops.take_rows(hidden, inputs.sample_rows))
         return logits, self._ops.argmax(logits)
 
     def logits_after(self, inputs: StepArrays[Array], hidden: Array, begin: int, end: int) -> Array:
         """Return the logits [end - begin, V] float32 after the tokens begin .. end of a step with these `hidden`
         states."""
-        with self._taking(inputs.adapter_slots[begin:end]):
+        with self._using_adapters(inputs.adapter_slots[begin:end]):
             return self._model.logits(hidden[begin:end])
 
     def outputs(self, inputs: StepArrays[Array], num_samples: int) -> StepOutputs:
@@ -75,7 +75,7 @@ class StepComputation:
         """Write the cross-attention keys and values of an encoder's output [N, H] into slots [N], with the adapters of
         slots [N]."""
         place, positions = self._ops.place, np.zeros(len(slots), np.int64)
-        with nullcontext() if adapter_slots is None else self._taking(place(adapter_slots)):
+        with nullcontext() if adapter_slots is None else self._using_adapters(place(adapter_slots)):
             cast(CrossModel, self._model).write_encoder_kv(place(rows), place(positions), place(slots), self.caches)
 
     def _batch(self, inputs: StepArrays[Array]) -> StepBatch:
@@ -103,6 +103,6 @@ class StepComputation:
             key_ends=inputs.key_ends if self._max_shape.sees_ahead else None,
         )
 
-    def _taking(self, slots: Array) -> AbstractContextManager[None]:
+    def _using_adapters(self, slots: Array) -> AbstractContextManager[None]:
         """A context in which each row uses the adapter in its slot."""
         return nullcontext() if self._adapters is None or not len(slots) else self._adapters.taking(slots)

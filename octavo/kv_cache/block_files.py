@@ -199,7 +199,7 @@ class BlockFiles:
             os.utime(self._path_of(*key), ns=(used, used))  # for other servers, and for the next one
 
     def _time(self, size: int, keep_until: float) -> int:
-        """Return the time for a file of `size` bytes that is used now: `keep_until` if sessions may keep so many bytes
+        """Return the time for a file of `size` bytes that is used now: `keep_until` if sessions may keep `size` bytes
         more, otherwise now."""
         now, end = time.time_ns(), int(keep_until * 1e9)  # the system's own times are some milliseconds coarse
         with self._lock:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _READING_BYTES = 64 << 20  # of blocks on their way from the folder
 _CHUNK_BYTES = 4 << 20  # of blocks that are read together: a few milliseconds
-_FILE_BYTES = 32 << 10  # a smaller block counts as so many in a chunk: opening its file takes as long
+_FILE_BYTES = 32 << 10  # the least that a block counts in a chunk: opening its file takes as long as reading this much
 _NUM_READERS = 2
 # A prompt is computed after all if reading its blocks takes this many times as long as computing them.
 _PATIENCE = 2.0

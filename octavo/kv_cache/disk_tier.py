@@ -36,7 +36,7 @@ _IDLE_QUEUE_BYTES = 4 << 20  # the limit while the engine is idle, so that the w
 _MOST_QUEUED = 10_000  # entries of the queue; beyond them notes of use are dropped, which pile up if the disk hangs
 _BUSY_SHARE = 0.003  # of a busy engine's time that saving may take, the writer's time included
 _ADVANCE_S = 1.0  # time for saving blocks that leave a pool, before reads have saved any
-_MOST_EARNED_S = 60.0  # upper bound of the time that reads earn for saving such blocks
+_MOST_EARNED_S = 60.0  # upper bound of the time that reads earn for saving blocks that leave a pool
 _MOST_CREDIT_S = 0.02  # upper bound of the time that a busy engine spends on saving in one go
 _IDLE_WAIT_S = 0.01  # longest wait for the writer before the caller looks for messages again
 _WARNING_S = 60.0  # between two warnings of the same error
@@ -217,7 +217,7 @@ class DiskTier:
             self._earned_s -= self._save(name, block, self._earned_s > 0)
 
     def earn(self, saved_s: float) -> None:
-        """Let blocks that leave a pool be saved for so many more seconds: reads have saved them."""
+        """Let saving blocks that leave a pool take `saved_s` seconds more, as reads have saved this time."""
         self._earned_s = min(_MOST_EARNED_S, self._earned_s + saved_s)
 
     def save_while_busy(self, step_s: float) -> None:

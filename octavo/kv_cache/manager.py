@@ -22,8 +22,8 @@ from octavo.sequence import Sequence
 from octavo.step_plan import BlockMoves
 
 UNLIMITED = 2**62
-# Blocks of an answer from one snapshot to the next. A snapshot is a copy of the state, which may be hundreds of MB; a
-# prompt that continues an answer computes at most so many blocks again.
+# Blocks of an answer from one snapshot to the next. A snapshot is a copy of the state, which may be hundreds of MB. A
+# prompt that continues an answer computes the blocks after the last snapshot again.
 _SNAPSHOT_BLOCKS = 8
 _NOT_KEPT = -1  # in a table of host blocks, where the device's table has the null block
 

@@ -56,7 +56,7 @@ class SavedPrompts:
         self._held = [output for output in self._held if output.request_id != request_id]
 
     def save(self) -> None:
-        """Save blocks between two steps, if such a request is there: as many as the writer takes."""
+        """Between two steps, save as many blocks as the writer takes, if there is a request of `saves_prompt`."""
         if self._expected or self._held:
             self._tier.save_while_room()
 

@@ -198,7 +198,7 @@ class FileWeights(Weights):
             )
 
     def _is_zero_bias(self, name: str) -> bool:
-        """Return True for a bias of zeros: quantizers add such biases to modules that have none."""
+        """Return True for a bias of zeros, which quantizers add to modules without a bias."""
         array = self._tensors[name].array
         return name.endswith(".bias") and array is not None and not array().any()
 

@@ -49,7 +49,7 @@ def download(
         except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError):
             raise
         except Exception as unreachable:
-            return _cached(repo, revision, download_dir, unreachable)
+            return _find_in_cache(repo, revision, download_dir, unreachable)
         wanted = [n for n in names if n.endswith(_SMALL_SUFFIXES) or n.startswith("tokenizer.model.v")]
         wanted += [path for path in paths if path.startswith("additional_chat_templates/")]
         wanted += [path for path in paths if _MODULE_FILE.fullmatch(path) or _ADAPTER_FILE.fullmatch(path)]
@@ -79,7 +79,7 @@ def download(
         raise LoadError(f"{repo}{at} could not be fetched from the Hugging Face hub: {_one_line(e)}.") from None
 
 
-def _cached(repo: str, revision: str | None, download_dir: str | None, unreachable: Exception) -> str:
+def _find_in_cache(repo: str, revision: str | None, download_dir: str | None, unreachable: Exception) -> str:
     """Return the folder of the repository in the cache if the hub cannot be reached. Raises `LoadError`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -101,7 +101,7 @@ def parse_torch_archive(file: MappedFile) -> TorchArchive:
         loaded, starts = _read_zip(file) if file.data[:4] == b"PK\x03\x04" else _read_legacy(file)
         if not isinstance(loaded, dict):
             raise ValueError(f"it holds a {type(loaded).__name__}, not a dictionary of tensors")
-        tensors = {str(name): _checked(str(name), tensor, starts, len(file.data)) for name, tensor in loaded.items()}
+        tensors = {str(name): _check(str(name), tensor, starts, len(file.data)) for name, tensor in loaded.items()}
     except Exception as e:  # pickles and archives that are damaged fail in a dozen ways
         reason = " ".join(str(e).split()) or type(e).__name__
         raise LoadError(f"{file.path} is damaged, or no file of tensors ({reason[:200]}); fetch it again.") from None
@@ -113,7 +113,7 @@ def read_torch_tensor(data: bytes) -> NDArray[Any]:
     file = MemoryFile(data)
     try:
         loaded, starts = _read_zip(file, _MAX_ONE_TENSOR_BYTES)
-        return TorchArchive(file, {"tensor": _checked("tensor", loaded, starts, len(data))}, starts).array("tensor")
+        return TorchArchive(file, {"tensor": _check("tensor", loaded, starts, len(data))}, starts).array("tensor")
     except Exception:  # damaged files fail in a dozen ways
         raise ValueError("it is damaged, or no file of one tensor") from None
 
@@ -329,7 +329,7 @@ def _extent(tensor: ArchivedTensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
 
 
-def _checked(name: str, tensor: Any, starts: dict[str, int], file_size: int) -> ArchivedTensor:
+def _check(name: str, tensor: Any, starts: dict[str, int], file_size: int) -> ArchivedTensor:
     if not isinstance(tensor, ArchivedTensor):
         raise ValueError(f"{name[:60]} is a {type(tensor).__name__}, not a tensor")
     numbers = tensor.offset, tensor.storage.num_elements, *tensor.shape, *tensor.strides

@@ -145,7 +145,7 @@ def _sentencepiece(path: str, config: Mapping[str, Any]) -> Vocabulary:
     shown = [p.replace("▁", " ") for p, t in zip(model.pieces, model.types, strict=True) if t == USER_DEFINED]
     added = [AddedToken(piece, normalized=model.is_blank_run(piece), special=False) for piece in shown]
     backend.add_tokens(added)
-    return _framed(backend, roles, config, adds_bos=True)
+    return _make_vocabulary(backend, roles, config, adds_bos=True)
 
 
 def _tiktoken(path: str, class_name: str, config: Mapping[str, Any]) -> Vocabulary:
@@ -161,16 +161,18 @@ def _tiktoken(path: str, class_name: str, config: Mapping[str, Any]) -> Vocabula
     named = {int(index): token["content"] for index, token in (config.get("added_tokens_decoder") or {}).items()}
     special = [named[index] for index in sorted(named)] or list(kind.special)
     if named and min(named) == len(ranks):  # fill the ids that no token has
-        num_ids = _bounded(max(named) + 1, "the largest id of added_tokens_decoder")
+        num_ids = _check_count(max(named) + 1, "the largest id of added_tokens_decoder")
         special = [named.get(i, f"<|reserved_token_{i}|>") for i in range(len(ranks), num_ids)]
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-    return _framed(backend, {} if named else dict(kind.roles), config, adds_bos=kind.pre.adds_bos and not named)
+    return _make_vocabulary(
+        backend, {} if named else dict(kind.roles), config, adds_bos=kind.pre.adds_bos and not named
+    )
 
 
 def _tekken(path: str, config: Mapping[str, Any]) -> Vocabulary:
     content = json.loads(read_text(path))
     settings = content["config"]
-    num_special = _bounded(settings["default_num_special_tokens"], "default_num_special_tokens")
+    num_special = _check_count(settings["default_num_special_tokens"], "default_num_special_tokens")
     listed = content.get("special_tokens") or [{"rank": i, "token_str": t} for i, t in enumerate(_TEKKEN_SPECIAL)]
     by_rank = {token["rank"]: token for token in listed}
     special = [by_rank.get(i, {"token_str": f"<SPECIAL_{i}>"}) for i in range(num_special)]
@@ -182,7 +184,7 @@ def _tekken(path: str, config: Mapping[str, Any]) -> Vocabulary:
         backend.add_tokens([AddedToken(token["token_str"], normalized=False, special=is_control)])
     texts = {token["token_str"] for token in special}
     roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-    return _framed(backend, {r: t for r, t in roles.items() if t in texts}, config, adds_bos=True)
+    return _make_vocabulary(backend, {r: t for r, t in roles.items() if t in texts}, config, adds_bos=True)
 
 
 def _ranked(
@@ -209,7 +211,7 @@ def _gpt2(folder: str, class_name: str, config: Mapping[str, Any]) -> Vocabulary
     pre = PreTokenizer((QWEN2,), normalizes=True) if is_qwen else PreTokenizer((GPT2,))
     backend = byte_level_bpe(vocab_path, vocab, merges, pre)
     roles = ("eos_token", "unk_token", "pad_token") if is_qwen else ("bos_token", "eos_token", "unk_token")
-    return _framed(backend, dict.fromkeys(roles, "<|endoftext|>"), config)
+    return _make_vocabulary(backend, dict.fromkeys(roles, "<|endoftext|>"), config)
 
 
 def _bert(path: str, config: Mapping[str, Any]) -> Vocabulary:
@@ -225,7 +227,9 @@ def _bert(path: str, config: Mapping[str, Any]) -> Vocabulary:
     return Vocabulary(backend, roles)
 
 
-def _framed(backend: Tokenizer, roles: dict[str, str], config: Mapping[str, Any], adds_bos: bool = False) -> Vocabulary:
+def _make_vocabulary(
+    backend: Tokenizer, roles: dict[str, str], config: Mapping[str, Any], adds_bos: bool = False
+) -> Vocabulary:
     given = {role: _text(config[role]) for role in ("bos_token", "eos_token") if config.get(role)}
     bos, eos = given.get("bos_token", roles.get("bos_token")), given.get("eos_token", roles.get("eos_token"))
     start = [bos] if bos and config.get("add_bos_token", adds_bos) else []
@@ -237,7 +241,7 @@ def _framed(backend: Tokenizer, roles: dict[str, str], config: Mapping[str, Any]
     return Vocabulary(backend, roles)
 
 
-def _bounded(count: int, name: str) -> int:
+def _check_count(count: int, name: str) -> int:
     if count > _MAX_TOKENS:
         raise ValueError(f"{name} is {count}, more than the {_MAX_TOKENS} that a vocabulary may have")
     return count

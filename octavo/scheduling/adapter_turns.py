@@ -28,9 +28,10 @@ class AdapterTurn:
             return None not in self._num_waiting
         return len(self._refused) == len(self._num_waiting)
 
-    def may_start(self, seq: Sequence) -> bool:
-        """Return whether its adapter is loaded or can be loaded now, and no sequence before it was bypassed too often.
-        Sequences of the base model may always start: they take no room for adapters."""
+    def consider(self, seq: Sequence) -> bool:
+        """Return whether a sequence may start: its adapter is loaded or can be loaded now, and no sequence before this
+        one was bypassed too often. Otherwise its adapter is refused for the rest of the walk. Sequences of the base
+        model may always start: they take no room for adapters."""
         adapter = seq.adapter
         if adapter is None or self._pool is None:
             return True

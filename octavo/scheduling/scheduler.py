@@ -277,7 +277,7 @@ class Scheduler:
             if ahead_of is not None and scheduling_order(ahead_of) < scheduling_order(seq):
                 break
             # 1. Pass over a sequence that others may overtake: it is held, or waits for its adapter or for the disk.
-            if seq.is_held or not adapter_turn.may_start(seq):
+            if seq.is_held or not adapter_turn.consider(seq):
                 if adapter_turn.is_over:
                     break
                 i += 1
@@ -383,7 +383,7 @@ class Scheduler:
         plan = step.plan
         plan.work = StepWork.of(plan.rows)
         if self._speculation is not None:
-            self._speculation.planned(plan.rows)
+            self._speculation.note_planned(plan.rows)
             plan.drafts_prompts = self._speculation.is_speculating
         # Rows with draft tokens count as chunks too, but only a step with a part of a prompt has prompt tokens.
         if plan.work.num_chunks and self._cost is not None and not all(row.is_decode for row in plan.rows):
@@ -444,7 +444,7 @@ class Scheduler:
         self._stats.num_computed_tokens += plan.work.num_tokens
         if self._speculation is not None:
             drafts = {row: result.drafts_of(row) or () for row in result.draft_tokens}
-            self._speculation.drafted(plan.rows, drafts, result.draft_s, result.caught_up)
+            self._speculation.note_drafted(plan.rows, drafts, result.draft_s, result.caught_up)
         if self.config.check_invariants:
             self.check()
         if not self.queues.requests:

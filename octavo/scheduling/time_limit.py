@@ -21,8 +21,7 @@ from octavo.step_plan import StepPlan
 AUTO_STEP_S = 0.09
 AUTO_STEP_OF_ONE_S = 0.11
 AUTO_TIMES_DECODES = 3.0
-# A running prompt gets at least so many tokens in each step.
-MIN_CHUNK_TOKENS = 32
+MIN_CHUNK_TOKENS = 32  # that a running prompt gets in each step
 
 
 class TimeLimit:

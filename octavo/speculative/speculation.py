@@ -153,7 +153,7 @@ class Speculation:
             counts[-1] = min(_TRIAL_DRAFT_TOKENS, candidates[-1].num_draft_tokens)
         return counts
 
-    def planned(self, rows: list[PlannedRow]) -> None:
+    def note_planned(self, rows: list[PlannedRow]) -> None:
         """Note that a step of `rows` was planned."""
         was_asked, self._was_asked = self._was_asked, False
         has_drafts = not self.is_idle and any(row.wants_drafts for row in rows)
@@ -181,7 +181,7 @@ class Speculation:
         """Whether draft tokens have been worth their time lately."""
         return self._num_idle_steps == 0
 
-    def drafted(
+    def note_drafted(
         self, rows: list[PlannedRow], draft_tokens: dict[int, tuple[int, ...]], seconds: float, caught_up: bool = False
     ) -> None:
         """Record that the worker drafted `draft_tokens` for a step of `rows` in `seconds`. With `caught_up` that time

@@ -34,7 +34,7 @@ def guessed_steps(
         (draft_tokens,) = speculation.choose([(seq, MOST)], [PlannedRow(0, 10, 1, 1)])
         assert all(guess == DRAFT_PLACEHOLDER for guess in draft_tokens)
         rows = [PlannedRow(0, 10, 1 + len(draft_tokens), 1 + len(draft_tokens), 1, draft_tokens)]
-        speculation.planned(rows)
+        speculation.note_planned(rows)
         # The token of a place is its number; a wrong guess is none of them.
         drafts = tuple(place + i if is_right(place + i) else -7 for i in range(len(draft_tokens)))
         if not can_guess(len(found)):
@@ -43,7 +43,7 @@ def guessed_steps(
         if draft_tokens:
             found.append(step)
             lags = not can_guess(len(found) - 2)
-            speculation.drafted(rows, {0: drafts}, len(drafts) * A_GUESS_S * (20 if lags else 1), lags)
+            speculation.note_drafted(rows, {0: drafts}, len(drafts) * A_GUESS_S * (20 if lags else 1), lags)
         speculation.accept(seq, [place + i for i in range(right + 1)], drafts if draft_tokens else None)
         place, step = place + right + 1, step + 1
     return found, step
@@ -96,6 +96,6 @@ def test_a_drafter_that_lags_is_not_judged_by_what_it_has_not_guessed() -> None:
 @pytest.mark.parametrize(("draft_s", "is_made"), [(1e-3, True), (1.0, False)])
 def test_a_drafter_is_asked_for_what_its_time_is_worth_beside_a_prediction_too(draft_s: float, is_made: bool) -> None:
     speculation = Speculation(ToBeDrafted(100_000), MOST, COST)
-    speculation.drafted([PlannedRow(0, 10, 3, 3, 1, (DRAFT_PLACEHOLDER,) * 2)], {0: (5, 6)}, 2 * draft_s)
+    speculation.note_drafted([PlannedRow(0, 10, 3, 3, 1, (DRAFT_PLACEHOLDER,) * 2)], {0: (5, 6)}, 2 * draft_s)
     made, found = beside_a_prediction(speculation)
     assert bool(made) == is_made and found

@@ -136,7 +136,7 @@ class BatchJob:
         """Prepare the batch's files, and return the numbers of answered lines."""
         batch = self.batch
         if batch["output_file_id"] is None:
-            num_lines = await self._checked()
+            num_lines = await self._check_lines()
             files = [
                 stored_files.new_file(f"{batch['id']}_{name}.jsonl", "batch_output", 0) for name in ("output", "error")
             ]
@@ -159,7 +159,7 @@ class BatchJob:
         batch["request_counts"] |= {"completed": len(completed), "failed": len(failed)}
         return {*completed, *failed}
 
-    async def _checked(self) -> int:
+    async def _check_lines(self) -> int:
         """Return the number of lines. Raises `_InvalidBatch` if two have the same `custom_id`, by which clients tell
         answers apart."""
         decode, ids, num_lines = self._app.state.octavo.json_worker.parse, CustomIds(), 0
