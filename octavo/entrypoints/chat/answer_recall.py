@@ -45,8 +45,8 @@ def can_recall(body: ChatCompletionRequest) -> bool:
 
 
 class AnswerRecall:
-    """The answers in one conversation. Call `load` first, then `recall` with the rendered prompt, then `remembering`
-    with the outputs."""
+    """The answers in one conversation. Call `load` first, then `recall` with the rendered prompt, then
+    `remember_outputs` with the outputs."""
 
     def __init__(self, memory: AnswerMemory, body: ChatCompletionRequest, state: ServerState) -> None:
         self._memory, self._body, self._state = memory, body, state
@@ -82,7 +82,7 @@ class AnswerRecall:
         self._prompt_text = len(prompt), text_digest(prompt)
         return self.recalled
 
-    async def remembering(
+    async def remember_outputs(
         self, prompt: Prompt, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield `outputs`. Remember the first `MAX_ANSWERS` choices, each when it ends."""

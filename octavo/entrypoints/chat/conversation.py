@@ -63,10 +63,10 @@ class Progress:
 class Conversation:
     """One chat request. Call only `count_tokens`, or call in this order:
 
-    1. `make_sink`, if outputs may be written without a switch of tasks.
-    2. `submit`. It loads earlier answers of the server and fetches media files (`_loaded`). A thread renders the prompt
-       and chooses the answers' format and grammar (`_prepare`). The request goes to the engine when the first output is
-       read.
+    1. `make_sink`, if outputs may be written at once, without waking the task that reads them.
+    2. `submit`. It loads earlier answers of the server and fetches media files (`_run_with_files`). A thread renders
+       the prompt and chooses the answers' format and grammar (`_prepare`). The request goes to the engine when the
+       first output is read.
     3. One of: `progress`, for one choice; `parse`, for each output of each choice.
 
     The answers are remembered as they end (`AnswerRecall`).
@@ -85,8 +85,8 @@ class Conversation:
         """Raises `RequestError` for a template that is not trusted, and for a tool choice that is not possible.
         `clamps_max_tokens`: lower a `max_tokens` that does not fit; without it, that is an error. `reasoning_effort`
         and `verbosity` have no effect if the template has no variable for them. They are an error instead if the
-        server's `unknown_fields` is "error", unless `ignores_unknown_effort` is set. `only_renders` is for
-        `ServerState.submit`."""
+        server's `unknown_fields` is "error", unless `ignores_unknown_effort` is set. `only_renders`: the prompt is
+        wanted, the generator is not used (`ServerState.submit`)."""
         check_template_is_trusted(body, state.args.trust_request_chat_template)
         check_tool_choice(body, state.formats)
         self._body = body
@@ -98,7 +98,7 @@ class Conversation:
         self._sent_media = media_of([message.content for message in body.messages])
         answers = state.answers if not self._sent_media and can_recall(body) else None
         self._answer_recall = None if answers is None else AnswerRecall(answers, body, state)
-        self._files: dict[str, bytes] = {}  # media files by URL; filled only inside `_loaded`
+        self._files: dict[str, bytes] = {}  # media files by URL; filled only inside `_run_with_files`
         self._answer_format: AnswerFormat | None = None  # set by `_prepare`
         self._readers: dict[int, AnswerReader] = {}  # by index of the choice
         self._counters: dict[int, ReasoningCounter] = {}  # by index of the choice; none if answers have no reasoning
@@ -113,9 +113,9 @@ class Conversation:
         read. `sink` is from `make_sink`. `resumable` gets the tokens of a prompt with earlier answers. Raises
         `RequestError`."""
         self._response_id = response_id
-        resumable.recalled_prompt = None  # with truncation "auto", a trial with fewer turns may have set it
+        resumable.recalled_prompt = None  # a former trial with more turns or fewer (truncation "auto") may have set it
         with naming_prompt("messages"):
-            prompt, outputs = await self._loaded(
+            prompt, outputs = await self._run_with_files(
                 lambda: self._state.submit(
                     response_id,
                     self._body,
@@ -130,21 +130,23 @@ class Conversation:
             )
         self._prompt_token_ids = prompt.token_ids
         if self._format.reasoning is not None:
-            outputs = self._counted_early(outputs)
+            outputs = self._count_off_loop(outputs)
         if self._answer_recall is not None:
             if (recalled := self._answer_recall.recalled) is not None:
                 resumable.recalled_prompt = recalled.token_ids
-            outputs = self._answer_recall.remembering(prompt, outputs)
+            outputs = self._answer_recall.remember_outputs(prompt, outputs)
         return prompt, outputs
 
-    async def _counted_early(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+    async def _count_off_loop(
+        self, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yield `outputs`. A thread counts the reasoning of outputs with many tokens, which `parse` would count in the
         event loop."""
         try:
             async for output in outputs:
                 for completion in output.outputs:
                     if (length := len(completion.token_ids)) > MAX_INLINE_LENGTH:
-                        await run_off_loop(partial(self._count, completion), length=length)
+                        await run_off_loop(partial(self._count_reasoning, completion), length=length)
                 yield output
         finally:
             await outputs.aclose()
@@ -161,11 +163,11 @@ class Conversation:
                 raise RequestError("the tokens of a prompt with prompt_embeds cannot be counted.", param="messages")
             return self._state.engine.inputs.count(prepared.prompt, prepared.media, prepared.add_special_tokens)
 
-        return await self._loaded(lambda: run_off_loop(count, length=length, media=self._media_kinds()))
+        return await self._run_with_files(lambda: run_off_loop(count, length=length, media=self._media_kinds()))
 
-    async def _loaded(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Load the server's earlier answers and fetch the media files, for `_prepare`, and return the result of `work`.
-        `media_fetch_slots` limits how many requests hold files in memory. Raises `RequestError`."""
+    async def _run_with_files(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Load the server's earlier answers and fetch the media files, for `_prepare`; then run `work` and return its
+        result. `media_fetch_slots` limits how many requests hold files in memory. Raises `RequestError`."""
         if self._answer_recall is not None:
             await self._answer_recall.load()
         media = self._sent_media
@@ -180,9 +182,10 @@ class Conversation:
                 self._files = {}
 
     def _prepare(self) -> PreparedPrompt:
-        """Return the prompt, and set the format of the answers. Changes the caller's `params`, so read them only
-        afterwards: `skip_special_tokens` becomes False if a mark of the format is a special token. May run in a thread.
-        Raises `RequestError`."""
+        """Return the prompt, and set the answers' format. May run in a thread. Raises `RequestError`.
+
+        Side effect: sets `params.skip_special_tokens` to False if a mark of the format is a special token, so read
+        `params` afterwards."""
         body, state, params = self._body, self._state, self._params
         # 1. Decode the media.
         media, placeholders = self._decode_media()
@@ -199,11 +202,15 @@ class Conversation:
         )
         # 5. Reuse the tokens of earlier answers, if any are found. Such a prompt has neither media nor embeddings.
         if self._answer_recall is not None and (recalled := self._answer_recall.recall(prompt)) is not None:
-            return PreparedPrompt({"prompt": prompt, "prompt_token_ids": recalled.token_ids}, False, grammar)
+            tokens = {"prompt": prompt, "prompt_token_ids": recalled.token_ids}
+            return PreparedPrompt(tokens, add_special_tokens=False, grammar=grammar)
+        # 6. Or take the prompt of a stream that is resumed.
         if body.resume is not None and body.resume.prompt is not None:
             if media:
                 raise RequestError("resume.prompt is not for messages with media.", param="resume.prompt")
-            return PreparedPrompt({"prompt": prompt, "prompt_token_ids": body.resume.prompt}, False, grammar)
+            tokens = {"prompt": prompt, "prompt_token_ids": body.resume.prompt}
+            return PreparedPrompt(tokens, add_special_tokens=False, grammar=grammar)
+        # 7. Otherwise have the text tokenized, with its embeddings and media.
         embeds = embeds_of([message.content for message in body.messages])
         prompt_with_embeds = with_embeds(prompt, embeds) if embeds else prompt
         # By default no special tokens are added: the template has written them.
@@ -285,11 +292,11 @@ class Conversation:
         index, is_end = completion.index, completion.finish_reason is not None
         if index not in self._readers:
             self._readers[index] = AnswerReader(self._format, f"{self._response_id} {index}")
-        self._count(completion)
+        self._count_reasoning(completion)
         reader = self._readers[index]
         return reader.add(completion.text, is_end=is_end), reader.finish_reason(completion.finish_reason)
 
-    def _count(self, completion: CompletionOutput) -> None:
+    def _count_reasoning(self, completion: CompletionOutput) -> None:
         """Count the reasoning tokens of a choice's next output, once."""
         params = self._params
         if (counter := self._counters.get(completion.index)) is None:
