@@ -8,7 +8,7 @@ from benchmarks.survival import compared, merge, whole_of
 from octavo.entrypoints.anthropic.answer_blocks import MessageBuilder
 from octavo.entrypoints.anthropic.messages_protocol import MessagesRequest
 from octavo.entrypoints.chat.answer_reader import TextDelta
-from octavo.entrypoints.chat.conversation import Progress
+from octavo.entrypoints.chat.chat_run import Progress
 
 
 def message(num_prompt_tokens: int, num_cached_tokens: int) -> tuple[Any, Any]:

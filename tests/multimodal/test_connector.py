@@ -23,7 +23,7 @@ import pytest
 
 from octavo.config import MediaConfig
 from octavo.entrypoints.chat.answer_reader import AnswerFormat
-from octavo.entrypoints.chat.conversation import Conversation
+from octavo.entrypoints.chat.chat_run import ChatRun
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
@@ -261,7 +261,7 @@ def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPa
 
     async def submit(*_: Any, **__: Any) -> tuple[Prompt, str]:
         await asyncio.sleep(0)
-        assert sum(bool(conversation._files) for conversation in made) == 1
+        assert sum(bool(run._files) for run in made) == 1
         events.append("decoded")
         return prompt, "outputs"
 
@@ -273,15 +273,15 @@ def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPa
             args=ServerArgs(),
         )  # fmt: skip
         resumable: Any = SimpleNamespace()
-        made.extend(Conversation(body, state, SamplingParams()) for _ in range(3))
+        made.extend(ChatRun(body, state, SamplingParams()) for _ in range(3))
         for one in made:
             one._answer_format = AnswerFormat()  # as `submit` would have it prepared
         assert await asyncio.gather(*(one.submit("a", None, resumable) for one in made)) == [(prompt, "outputs")] * 3
 
-    made: list[Conversation] = []
+    made: list[ChatRun] = []
     asyncio.run(run())
     assert events == ["fetched", "decoded"] * 3
-    assert [conversation._files for conversation in made] == [{}] * 3
+    assert [run._files for run in made] == [{}] * 3
 
 
 def test_domains_that_are_allowed(server: str, monkeypatch: pytest.MonkeyPatch) -> None:

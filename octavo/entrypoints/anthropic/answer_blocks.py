@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.entrypoints.anthropic.messages_protocol import MessagesRequest
 from octavo.entrypoints.chat.answer_reader import CallDelta, Delta, ReasoningDelta, TextDelta
-from octavo.entrypoints.chat.conversation import Progress
+from octavo.entrypoints.chat.chat_run import Progress
 
 Event = dict[str, Any]
 

@@ -13,7 +13,7 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.anthropic.answer_blocks import MessageBuilder
 from octavo.entrypoints.anthropic.messages_protocol import CountTokensRequest, MessagesRequest
 from octavo.entrypoints.anthropic.to_chat import NAMES, to_chat
-from octavo.entrypoints.chat.conversation import Conversation, Progress
+from octavo.entrypoints.chat.chat_run import ChatRun, Progress
 from octavo.entrypoints.http.body_fields import ResponseModel
 from octavo.entrypoints.http.error_responses import error_body, error_fields
 from octavo.entrypoints.http.request_headers import HEADERS
@@ -62,7 +62,7 @@ async def _answer(body: MessagesRequest, raw: Request) -> Response:
     model = state.resolve_model(body.model)
     params = chat.to_sampling_params(state.engine.config.model.default_sampling_params)
     # Agents send an effort to any model, as they do `thinking`.
-    conversation = Conversation(chat, state, params, clamps_max_tokens=True, ignores_unknown_effort=True)
+    run = ChatRun(chat, state, params, clamps_max_tokens=True, ignores_unknown_effort=True)
     message_id = f"msg_{raw.scope[HEADERS].request_id}"
     resumable = ResumableStream(raw, params, body.resume, message_id, int(time.time()), can_be=bool(body.stream))
     builder = MessageBuilder(body, resumable.id, model)
@@ -71,9 +71,9 @@ async def _answer(body: MessagesRequest, raw: Request) -> Response:
         events = b"".join(map(named_event, builder.add(part)))
         return resumable.shown(events, part.token_ids, is_last=part.finish_reason is not None)
 
-    push = conversation.make_sink(write) if body.stream else None
-    prompt, outputs = await run_until_disconnect(conversation.submit(resumable.id, push, resumable), raw.receive)
-    progress = conversation.progress(outputs)
+    push = run.make_sink(write) if body.stream else None
+    prompt, outputs = await run_until_disconnect(run.submit(resumable.id, push, resumable), raw.receive)
+    progress = run.progress(outputs)
     if body.stream:
         headers = resumable.headers(len(prompt.token_ids))
         return _MessageStream(_stream(write, progress, resumable), headers, push)
@@ -87,8 +87,8 @@ async def count_tokens(body: CountTokensRequest, raw: Request) -> TokenCount:
     state.resolve_model(body.model)
     with NAMES.in_errors():
         chat = await run_off_loop(lambda: to_chat(body), length=num_body_bytes())
-        conversation = Conversation(chat, state, chat.to_sampling_params({}), ignores_unknown_effort=True)
-        return TokenCount(input_tokens=await conversation.count_tokens(num_body_bytes()))
+        run = ChatRun(chat, state, chat.to_sampling_params({}), ignores_unknown_effort=True)
+        return TokenCount(input_tokens=await run.count_tokens(num_body_bytes()))
 
 
 async def _collect(builder: MessageBuilder, progress: AsyncGenerator[Progress, None]) -> dict[str, Any]:

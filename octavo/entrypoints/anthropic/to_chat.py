@@ -16,7 +16,7 @@ from octavo.entrypoints.anthropic.messages_protocol import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from octavo.entrypoints.chat.conversation import make_chat
+from octavo.entrypoints.chat.chat_run import make_chat
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
 from octavo.field_names import FieldNames

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.chat.answer_reader import Delta, ReasoningDelta, TextDelta
-from octavo.entrypoints.chat.conversation import Conversation
+from octavo.entrypoints.chat.chat_run import ChatRun
 from octavo.entrypoints.chat.last_turns import submit_last_turns
 from octavo.entrypoints.chat.media_parts import media_of
 from octavo.entrypoints.http.router import Router
@@ -56,7 +56,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         super().__init__(body, raw, only_renders=only_renders)
         if body.store:  # always a new id: the stored chat is found by it, so clients may not choose it
             self._about["id"] = f"{self.id_prefix}-{uuid.uuid4().hex}"
-        self._conversation = self._conversation_of(body)
+        self._chat_run = self._make_chat_run(body)
         self._role = self._state.args.response_role
         self._prompt_token_ids: list[int] = []
         last = body.messages[-1]
@@ -69,9 +69,9 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         self._finish_reason = "abort"
         self._stop_reason: int | str | None = None
 
-    def _conversation_of(self, body: ChatCompletionRequest) -> Conversation:
+    def _make_chat_run(self, body: ChatCompletionRequest) -> ChatRun:
         clamps = self._truncation is not None
-        return Conversation(body, self._state, self._params, clamps_max_tokens=clamps, only_renders=self._only_renders)
+        return ChatRun(body, self._state, self._params, clamps_max_tokens=clamps, only_renders=self._only_renders)
 
     async def submit(self) -> None:
         messages: Sequence[ChatMessage] = self._body.messages
@@ -83,9 +83,9 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
             nonlocal last_kept
             last_kept = kept
             if len(kept) < len(messages) or self._params.truncate_prompt_tokens is not None:
-                self._conversation = self._conversation_of(self._body.model_copy(update={"messages": kept}))
+                self._chat_run = self._make_chat_run(self._body.model_copy(update={"messages": kept}))
             push = None if is_tried else self._push
-            prompt, generator = await self._conversation.submit(self._about["id"], push, self._resumable)
+            prompt, generator = await self._chat_run.submit(self._about["id"], push, self._resumable)
             return generator, prompt
 
         if self._truncation != "auto":
@@ -133,8 +133,8 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
 
     def _choice(self, prompt_index: int, completion: CompletionOutput) -> ChatChoice:
         self._num_completion += len(completion.token_ids)
-        deltas, finish_reason = self._conversation.parse(completion)
-        self._num_reasoning = self._conversation.num_reasoning_tokens
+        deltas, finish_reason = self._chat_run.parse(completion)
+        self._num_reasoning = self._chat_run.num_reasoning_tokens
         return ChatChoice(
             index=completion.index,
             message=assistant_message(self._role, [TextDelta(self._echo), *deltas]),
@@ -159,7 +159,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
 
     def _is_plain(self) -> bool:
         body = self._body
-        return self._conversation.is_plain and not (
+        return self._chat_run.is_plain and not (
             body.logprobs or body.wants_continuous_usage or body.return_token_ids or body.store
         )
 
@@ -191,9 +191,9 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         is nothing new."""
         logprobs = self._logprobs(completion)
         token_ids = b',"token_ids":' + encode_json(completion.token_ids) if self._body.return_token_ids else b""
-        read, finish_reason = self._conversation.parse(completion)
+        read, finish_reason = self._chat_run.parse(completion)
         finish_reason = self._end(finish_reason)
-        self._num_reasoning = self._conversation.num_reasoning_tokens
+        self._num_reasoning = self._chat_run.num_reasoning_tokens
         if self._kept is not None:
             self._kept += read
             self._kept_logprobs += logprobs.content if logprobs is not None else ()

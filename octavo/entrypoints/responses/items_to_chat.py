@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.entrypoints.chat.conversation import make_chat
+from octavo.entrypoints.chat.chat_run import make_chat
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, TokenRequest
 from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
 from octavo.field_names import FieldNames

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from octavo.entrypoints.chat.conversation import Progress
+from octavo.entrypoints.chat.chat_run import Progress
 from octavo.entrypoints.http.background_jobs import to_its_end
 from octavo.entrypoints.http.error_responses import error_fields
 from octavo.entrypoints.http.resumable import ResumableStream

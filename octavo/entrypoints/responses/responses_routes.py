@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.chat.conversation import Conversation, Progress
+from octavo.entrypoints.chat.chat_run import ChatRun, Progress
 from octavo.entrypoints.chat.last_turns import submit_last_turns
 from octavo.entrypoints.http.body_fields import ResponseModel
 from octavo.entrypoints.http.pagination import Deleted, Page, page_query, read_boolean, read_integer
@@ -88,8 +88,8 @@ async def count_input_tokens(body: ResponsesRequest, raw: Request) -> InputToken
     messages = await run_off_loop(lambda: to_messages([*history, *items], body.instructions), length=num_body_bytes())
     with NAMES.in_errors():
         chat = await run_off_loop(lambda: to_chat(body, messages), length=num_body_bytes())
-        conversation = Conversation(chat, state, chat.to_sampling_params({}))
-        return InputTokens(input_tokens=await conversation.count_tokens(num_body_bytes()))
+        run = ChatRun(chat, state, chat.to_sampling_params({}))
+        return InputTokens(input_tokens=await run.count_tokens(num_body_bytes()))
 
 
 async def _read(body: ResponsesRequest, state: ServerState, response_id: str) -> tuple[list[Item], list[Item]]:
@@ -126,15 +126,15 @@ async def _submit(
         resumable = ResumableStream(
             raw, params, body.resume, response["id"], response["created_at"], can_be=body.is_resumable
         )
-        conversation = Conversation(chat, state, params, clamps_max_tokens=True)
+        run = ChatRun(chat, state, params, clamps_max_tokens=True)
 
         def write(part: Progress) -> bytes:
             return resumable.shown(builder.write(part), part.token_ids, is_last=part.finish_reason is not None)
 
         pushes = body.stream and not body.background and not is_tried
-        push = conversation.make_sink(write) if pushes else None
-        prompt, outputs = await conversation.submit(response["id"], push, resumable)
-        return conversation.progress(outputs), _Stream(push, resumable, len(prompt.token_ids))
+        push = run.make_sink(write) if pushes else None
+        prompt, outputs = await run.submit(response["id"], push, resumable)
+        return run.progress(outputs), _Stream(push, resumable, len(prompt.token_ids))
 
     with NAMES.in_errors():
         if body.truncation != "auto":

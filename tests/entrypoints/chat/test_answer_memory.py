@@ -32,7 +32,7 @@ from octavo.entrypoints.chat.answer_memory import (
     text_digest,
 )
 from octavo.entrypoints.chat.answer_reader import AnswerFormat
-from octavo.entrypoints.chat.conversation import Conversation, make_chat
+from octavo.entrypoints.chat.chat_run import ChatRun, make_chat
 from octavo.entrypoints.chat.message_rendering import render_messages
 from octavo.entrypoints.chat.tools.format_detection import _TURN_ENDS, ModelFormats, model_formats
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
@@ -568,10 +568,10 @@ def test_a_stream_drops_the_prompt_that_a_trial_with_fewer_turns_has_recalled() 
 
     args = SimpleNamespace(trust_request_chat_template=False, unknown_fields="error")
     state: Any = SimpleNamespace(args=args, formats=ModelFormats(), answers=None, submit=submit)
-    conversation = Conversation(talk(user("Where?")), state, SamplingParams())
-    conversation._answer_format = AnswerFormat()
+    run = ChatRun(talk(user("Where?")), state, SamplingParams())
+    run._answer_format = AnswerFormat()
     resumable: Any = SimpleNamespace(recalled_prompt=[7])
-    asyncio.run(conversation.submit("chatcmpl-1", None, resumable))
+    asyncio.run(run.submit("chatcmpl-1", None, resumable))
     assert resumable.recalled_prompt is None
 
 

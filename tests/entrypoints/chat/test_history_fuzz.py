@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from octavo.entrypoints.chat.conversation import make_chat
+from octavo.entrypoints.chat.chat_run import make_chat
 from octavo.entrypoints.chat.message_rendering import render_messages
 from octavo.entrypoints.chat.template_traits import template_traits
 from octavo.errors import RequestError

@@ -16,7 +16,7 @@ import pytest
 
 from octavo.call_arguments import with_whole_pairs, without_open_escape
 from octavo.engine import input_processor, off_loop
-from octavo.entrypoints.chat import conversation
+from octavo.entrypoints.chat import chat_run
 from octavo.entrypoints.chat.chat_template import render_chat
 from octavo.entrypoints.chat.reasoning import STYLES, Reasoning, new_splitter
 from octavo.entrypoints.chat.reasoning_count import ReasoningCounter
@@ -156,7 +156,7 @@ def test_the_reasoning_of_a_long_answer_is_counted_by_a_thread(
 
     monkeypatch.setattr(ReasoningCounter, "add", noted)
     monkeypatch.setattr(off_loop, "MAX_INLINE_LENGTH", 40)
-    monkeypatch.setattr(conversation, "MAX_INLINE_LENGTH", 40)
+    monkeypatch.setattr(chat_run, "MAX_INLINE_LENGTH", 40)
     for answer, by_thread in (("<think>a</think>b", False), ("<think>" + "a b " * 20 + "</think>Yes.", True)):
         chatty.answer = answer
         body = {"messages": [USER], "n": 2}

@@ -20,7 +20,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from octavo.entrypoints.chat.answer_reader import AnswerFormat, AnswerReader
-from octavo.entrypoints.chat.conversation import Progress
+from octavo.entrypoints.chat.chat_run import Progress
 from octavo.entrypoints.chat.reasoning import STYLES, Reasoning
 from octavo.entrypoints.chat.tools.format_parser import FormatParser
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS

@@ -1,7 +1,7 @@
 """One chat request: renders its prompt, submits it, and reads its answers as deltas.
 
 Every API with conversations (chat completions, Responses, Messages) makes a `ChatCompletionRequest` and reads the
-answers with `Conversation`. The API then only writes the deltas in its own form.
+answers with `ChatRun`. The API then only writes the deltas in its own form.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Progress:
     num_reasoning_tokens: int  # tokens of the reasoning so far
 
 
-class Conversation:
+class ChatRun:
     """One chat request. Call only `count_tokens`, or call in this order:
 
     1. `make_sink`, if outputs may be written at once, without waking the task that reads them.
