@@ -297,7 +297,7 @@ class InputProcessor:
         if salt is not None and not (isinstance(salt, str) and is_unicode(salt)):
             raise RequestError("cache_salt must be a string of valid Unicode.", param="cache_salt")
         if (embeds := prompt.get("prompt_embeds")) is not None:
-            return self._embedded(prompt, embeds, params, add_special_tokens, salt)
+            return self._make_embedded_prompt(prompt, embeds, params, add_special_tokens, salt)
         limit, keep = self.model.max_model_len, params.truncate_prompt_tokens
         items: tuple[MediaItem, ...] = ()
         media: list[MediaInput] = []
@@ -342,7 +342,7 @@ class InputProcessor:
         self._check_length(len(token_ids), room=room)
         return Prompt(token_ids, text, media=items, cache_salt=salt), media
 
-    def _embedded(
+    def _make_embedded_prompt(
         self,
         prompt: Mapping[str, Any],
         embeds: object,
@@ -363,13 +363,13 @@ class InputProcessor:
         if isinstance(embeds, list) and isinstance(texts, list):
             if len(texts) != len(embeds) + 1 or not all(isinstance(text, str) for text in texts):
                 raise RequestError("between a list of prompt_embeds prompt has texts, one more.", param="prompt")
-            return self._between(texts, embeds, add_special_tokens, salt)
+            return self._make_mixed_prompt(texts, embeds, add_special_tokens, salt)
         item, made = self.prompt_embeds.take(embeds, salt)
         self._check_length(item.num_tokens, "shorten it")
         text = prompt.get("prompt") if isinstance(prompt.get("prompt"), str) else None
         return Prompt([0] * item.num_tokens, text, media=(item,), cache_salt=salt, is_embedded=True), [made]
 
-    def _between(
+    def _make_mixed_prompt(
         self, texts: list[str], embeds: list[Any], add_special_tokens: bool, salt: str | None
     ) -> tuple[Prompt, list[MediaInput]]:
         """Return a prompt of `texts`, with one item of `embeds` between each two."""

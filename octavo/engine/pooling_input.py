@@ -155,7 +155,7 @@ class PoolingInput:
                 else:
                     ids, second_start = self._cut(next(encodings), params, text.document)
                     if prefix and not self.config.pools_prompts:
-                        its = self._skipping(prefix, params, add_special_tokens)
+                        its = self._with_skipped(prefix, params, add_special_tokens)
                 self._check_length(ids)
             shown = text.first if isinstance(text.first, str) else None
             salt = text.cache_salt or cache_salt
@@ -222,8 +222,8 @@ class PoolingInput:
         keep = params.truncate_prompt_tokens
         return self._model.max_model_len if keep == -1 else keep
 
-    def _skipping(self, prefix: str, params: PoolingParams, add_special_tokens: bool) -> PoolingParams:
-        """Return `params` that leave the tokens of an instruction, and the special token before it, out of pooling."""
+    def _with_skipped(self, prefix: str, params: PoolingParams, add_special_tokens: bool) -> PoolingParams:
+        """Return `params` by which pooling skips the tokens of an instruction, and the special token before it."""
         [encoding] = self._inputs.encode_all([prefix], sources_of("prompt_name", 1), add_special_tokens, _MANY)
         ends_special = bool(encoding.sequence_ids) and encoding.sequence_ids[-1] is None
         return msgspec.structs.replace(params, num_skipped=len(encoding.ids) - ends_special)
