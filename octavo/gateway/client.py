@@ -203,13 +203,23 @@ class Client:
     async def end(self) -> None:
         """Complete the answer."""
         if self._failed_status:  # the replica's error, which becomes an event
-            body = b" ".join(self._rest.split())
-            await self._finish(error_event(body, self._path))
+            await self._finish(error_event(self._replicas_error(), self._path))
         else:
             rest = self._seen(self.progress.flush() or self._rest) if self._is_events else self._rest
             if self.meter is not None:
                 await self.meter.finish(self.progress.num_tokens)
             await self._finish(rest)
+
+    def _replicas_error(self) -> bytes:
+        """Return the body of a replica's error in one line; another one if it is no JSON object, such as a proxy's
+        page."""
+        body = b" ".join(self._rest.split())
+        try:
+            msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            error = RequestError(f"A replica answered {self._failed_status}.", status=502, code="replica_error")
+            return error_body(error, self._path, f"req_{self.request_id}")
+        return body
 
     async def fail(self, error: RequestError) -> None:
         """Answer with an error. Raises `BrokenAnswerError` if part of another answer has been sent."""

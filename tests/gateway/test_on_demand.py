@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 from pathlib import Path
@@ -99,6 +100,30 @@ def test_a_stream_that_has_had_comments_gets_the_error_as_an_event(clock: Clock)
                     launch.may_start.set()
             assert found.startswith(b": a is being loaded\n\n")
             assert b'data: {"error":{' in found and b"no weights" in found and found.endswith(b"\n\n")
+
+    clock.run(run())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("body", [b"<html>\n\nBad Gateway</html>", b"", b"[1]"])
+def test_a_stream_that_has_had_comments_gets_json_though_the_replicas_error_has_none(
+    clock: Clock, path: str, body: bytes
+) -> None:
+    async def behave(asked: Asked) -> None:
+        asked.reply(body, 504, "text/html")
+
+    async def run() -> None:
+        launch = FakeLaunch(behave)
+        launch.may_start.clear()
+        async with gateway({"a": {}}, launch) as gate:
+            async with gate.http.stream("POST", path, json={"model": "a", "stream": True}) as response:
+                found = b""
+                async for piece in response.aiter_raw():
+                    found += piece
+                    launch.may_start.set()
+            (data,) = [line for line in found.splitlines() if line.startswith(b"data: ")]
+            said = json.loads(data.removeprefix(b"data: "))["error"]
+            assert said["message"] == "A replica answered 504." and said["type"] in ("api_error", "server_error")
 
     clock.run(run())
 
