@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -162,7 +163,35 @@ def read_stream(path: str, text: str) -> list[Any]:
 def test_streams_of_a_replica_that_ends_go_on_with_equal_bits(
     two_replicas: Server, path: str, end: signal.Signals
 ) -> None:
-    num_streams = 6
+    with continued_streams(two_replicas, path, 6):
+        children(two_replicas)[0].send_signal(end)
+    resumed = re.findall(r"octavo_gateway_resumed_streams_total\{.*\} (\S+)", two_replicas.get("/metrics")[1])
+    assert sum(map(float, resumed)) >= 1, "each replica had some of the streams"
+
+
+@pytest.mark.long
+def test_streams_of_the_only_server_go_on_with_equal_bits_when_it_is_started_again(tmp_path: Path) -> None:
+    flags = (
+        "--served-model-name", "pair", "--max-model-len", "512", "--kv-cache-memory-bytes", "64M", "--cpu-threads", "1"
+    )  # fmt: skip
+    serve = [*GATEWAY[:-1], "serve", MODEL]
+    with running_server(tmp_path, *flags, command=serve) as server:
+        file = tmp_path / "models.yaml"
+        file.write_text(f"models:\n  pair: {{addresses: ['{server.url}']}}\n")
+        here = "--port", server.url.rpartition(":")[2]
+        with (
+            running_server(tmp_path, "--catalogue", str(file), command=GATEWAY) as gate,
+            contextlib.ExitStack() as again,
+            continued_streams(gate, "/v1/chat/completions", 3),
+        ):
+            server.process.kill()
+            server.process.wait()
+            again.enter_context(running_server(tmp_path, *flags, *here, command=serve, wait=False))
+
+
+@contextlib.contextmanager
+def continued_streams(gateway: Server, path: str, num_streams: int) -> Iterator[None]:
+    """In the block streams are under way. They end as they do alone, whatever happens in it."""
     begun = threading.Semaphore(0)
 
     def ask(number: int) -> list[Any]:
@@ -175,7 +204,7 @@ def test_streams_of_a_replica_that_ends_go_on_with_equal_bits(
             body["ignore_eos"] = True  # none ends before the kill, whatever its tokens
         body["input" if path == "/v1/responses" else "messages"] = said
         text = ""
-        with httpx.stream("POST", two_replicas.url + path, json=body, timeout=within(90)) as response:
+        with httpx.stream("POST", gateway.url + path, json=body, timeout=within(90)) as response:
             is_begun = False
             for piece in response.iter_text():  # of several events, maybe
                 text += piece
@@ -191,10 +220,8 @@ def test_streams_of_a_replica_that_ends_go_on_with_equal_bits(
         asking = [threads.submit(ask, number) for number in range(num_streams)]
         for _ in range(num_streams):
             assert begun.acquire(timeout=within(90))
-        children(two_replicas)[0].send_signal(end)
+        yield
         assert [one.result() for one in asking] == expected
-    resumed = re.findall(r"octavo_gateway_resumed_streams_total\{.*\} (\S+)", two_replicas.get("/metrics")[1])
-    assert sum(map(float, resumed)) >= 1, "each replica had some of the streams"
 
 
 class Upstream(ThreadingHTTPServer):
