@@ -23,6 +23,7 @@ logger = logging.getLogger("octavo.server")
 
 _CLEAR = "\x1b[2K\r"  # ECMA-48: erase the line, and return to its start
 _BAR_WIDTH = 30
+_LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # by the address that stands for all interfaces
 
 
 class StartDisplay:
@@ -60,6 +61,11 @@ class StartDisplay:
         self.clear()
         title = f"Octavo {__version__}, ready in {seconds:.1f} s"
         lines = _what_is_served(config, ready) | {"API": self._api}
+        if self._is_open:
+            lines["network"] = (
+                "open to all interfaces without a key; --host 127.0.0.1 keeps it to this machine, --api-key KEY asks "
+                "for a key"
+            )
         if self._args.log_format == JSON:
             logger.info(title, extra={"ready": lines})
             return
@@ -77,9 +83,14 @@ class StartDisplay:
         if self._args.uds is not None:
             return f"http://localhost{self._args.root_path}"
         host, port = self._sock.getsockname()[:2]
-        shown_host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+        shown_host = _LOOPBACKS.get(host, f"[{host}]" if ":" in host else host)
         scheme = "https" if self._args.ssl_certfile else "http"
         return f"{scheme}://{shown_host}:{port}{self._args.root_path}"
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether any host that reaches this one may send requests."""
+        return self._args.uds is None and self._sock.getsockname()[0] in _LOOPBACKS and not self._args.api_keys
 
     @property
     def _api(self) -> str:

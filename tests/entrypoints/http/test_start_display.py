@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,6 +73,23 @@ def test_the_example_fits_what_is_served(
     port = str(sock.getsockname()[1])
     assert screen.getvalue().splitlines()[-1] == "  try       " + example.replace("PORT", port)
     assert ("/ui" in screen.getvalue()) == ("uds" not in options)
+
+
+@pytest.mark.parametrize(
+    ("host", "options", "is_open"),
+    [("0.0.0.0", {}, True), ("::", {}, True), ("0.0.0.0", {"api_key": ["k"]}, False), ("127.0.0.1", {}, False),
+     ("0.0.0.0", {"uds": "/run/o"}, False)],
+)  # fmt: skip
+def test_a_server_that_is_open_to_the_network_says_so_and_how_to_close_it(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], host: str, options: dict[str, Any], is_open: bool
+) -> None:
+    bound: Any = SimpleNamespace(getsockname=lambda: (host, 8000))
+    StartDisplay(engine.config, ServerArgs(**options), bound).show_ready(engine.config, READY, 1.0)
+    lines = capsys.readouterr().out.splitlines()
+    [api] = [line for line in lines if line.startswith("  API ")]
+    assert "uds" in options or api.split()[1] in ("http://127.0.0.1:8000/v1", "http://[::1]:8000/v1")
+    said = [line for line in lines if line.startswith("  network ")]
+    assert len(said) == is_open and all("--host 127.0.0.1" in line and "--api-key" in line for line in said)
 
 
 def test_the_bar_is_the_slowest_engines_and_goes_away(
