@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from octavo.entrypoints.chat.media_parts import check_role, media_of
-from octavo.entrypoints.http.body_fields import MessageContent, RequestBody, Text, check_text
+from octavo.entrypoints.http.body_fields import JsonObject, MessageContent, RequestBody, Text, check_text
 from octavo.errors import RequestError
 
 
@@ -43,7 +43,7 @@ class _SentBack(RequestBody):
 
 class SentFunctionCall(_SentBack):
     name: Text
-    arguments: Text | None = None  # blank or null: none
+    arguments: Text | JsonObject | None = None  # blank or null: none
 
 
 class SentToolCall(_SentBack):

@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, models
 from octavo.entrypoints.chat import chat_template
 from octavo.entrypoints.chat.answer_reader import AnswerFormat, AnswerReader, CallDelta
 from octavo.entrypoints.chat.chat_template import _with_parts, _with_results_as_users, render_chat
+from octavo.entrypoints.chat.conversation import make_chat
+from octavo.entrypoints.chat.message_rendering import render_messages
 from octavo.entrypoints.chat.restatements import with_single_calls
 from octavo.entrypoints.chat.tools.call_ids import CallIdForm, CallIds
 from octavo.entrypoints.chat.tools.format_detection import model_formats
@@ -252,6 +254,16 @@ def test_a_text_beside_reasoning_and_a_call_joins_the_reasoning_where_the_templa
         assert text == f"[user]Hi[assistant]So\n\nWait.{called}[tool]rain"
     text = render_chat(tokenizer_of(template), [USER, calling(content="Wait."), result()])
     assert text == f"[user]Hi[assistant]Wait.{called}[tool]rain"
+
+
+@pytest.mark.parametrize("template", [OBJECTS, TEXTS])
+def test_clients_may_send_arguments_as_an_object(template: str) -> None:
+    for sent in ({"city": "Rome"}, '{"city": "Rome"}'):
+        body = make_chat({"messages": [USER, calling(sent), result()]})
+        text = render_messages(tokenizer_of(template), body, body.messages, None, trusts_template=True)
+        assert text == '[user]Hi[assistant]<call>get_weather {"city": "Rome"}</call>[tool]rain'
+    with pytest.raises(RequestError, match=r"arguments should be a valid string or an object, got \[1\]"):
+        make_chat({"messages": [USER, calling([1]), result()]})
 
 
 @pytest.mark.parametrize("read", ["reasoning", "reasoning_content", "thinking"])
