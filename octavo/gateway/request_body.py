@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from octavo.body_errors import plain_reason
 from octavo.errors import RequestError
 
 _MAX_CANDIDATES = 16  # places that look like the model's name, each tried by parsing
@@ -158,7 +159,7 @@ def read_body(data: bytes, content_type: str) -> RequestBody:
         return RequestBody(data)
     fields = parse(data, _decode_fields, "The body must be a JSON object")
     if fields.model is not None and not isinstance(fields.model, str):
-        raise RequestError(f"model must be a string, got {type(fields.model).__name__}.", param="model")
+        raise RequestError("model must be a string.", param="model")
     home = fields.conversation
     conversation_id = home.get("id") if isinstance(home, dict) else home
     ids = (conversation_id, fields.previous_response_id, fields.input_file_id)
@@ -181,14 +182,15 @@ def parse(data: bytes, decode: Callable[[bytes], _T], wanted: str) -> _T:
     try:
         return decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"{wanted}: {error}.") from None
+        said = plain_reason(error) if isinstance(error, msgspec.DecodeError) else error
+        raise RequestError(f"{wanted}: {said}.") from None
     except RecursionError:
         raise RequestError(f"{wanted}: this one is nested too deeply.") from None
 
 
 def reason_of(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> str:
     """Return the text of an error about an object of `kind`. For an unknown field it names the known ones."""
-    text = str(error)
+    text = plain_reason(error)
     return f"{text}; known are {', '.join(kind.__struct_fields__)}" if "unknown field" in text else text
 
 

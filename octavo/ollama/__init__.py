@@ -24,7 +24,9 @@ _NAMES = FieldNames({
     "response_format.json_schema.schema": "format",
     "reasoning_effort": "think",
     "truncate_prompt_tokens": "truncate",
-    "truncate_prompt_tokens to -1": "truncate to true",
+    # Prompts are cut unless the client has switched that off, or it does not help.
+    "shorten it, or set truncate_prompt_tokens": "shorten it",
+    "shorten it, or set truncate_prompt_tokens to -1": "shorten it",
 })  # fmt: skip
 # The version of Ollama's API that these routes follow. Editors refuse servers that answer less than what they need.
 API_VERSION = "0.12.6"

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from octavo.body_errors import plain_reason
 from octavo.errors import RequestError
 from octavo.ollama import OPTIONS, TRUNCATION_HEADER, plain_name
 
@@ -139,7 +140,7 @@ def translate_value(path: str, given: Any) -> Translated:
     try:
         body = msgspec.convert(given, type=_BODIES[kind])
     except msgspec.ValidationError as error:
-        raise RequestError(f"{path}: {error}.") from None
+        raise RequestError(f"{plain_reason(error)}.") from None
     if not body.model:
         raise RequestError("model is required.", param="model")
     only_loads = False

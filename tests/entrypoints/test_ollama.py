@@ -89,7 +89,7 @@ def test_a_suffix_needs_tokens_for_it(
         (b'{"model": "m", "options": ' + b"[" * 3_000_000, "values"),
         (b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}', "surrogate"),
         (b'{"model": "m", "\\ud800": 1}', "surrogate"),
-        (b'{"model": 5}', "Expected `str"),
+        (b'{"model": 5}', "model should be a string, got an integer."),
     ],
 )
 def test_bodies_have_the_limits_of_other_routes(http: httpx.Client, body: bytes, said: str) -> None:
@@ -125,7 +125,9 @@ def test_the_oldest_messages_make_room(http: httpx.Client, engine: FakeEngine) -
     streamed = http.post("/api/chat", json=asked | {"stream": True}).text
     assert streamed.count("\n") > 5 and '"eval_count":12' in streamed
     refused = http.post("/api/chat", json=asked | {"truncate": False})
-    assert refused.status_code == 400 and "tokens" in refused.json()["error"]
+    assert refused.status_code == 400 and refused.json()["error"].endswith("together; shorten it.")
+    embedded = http.post("/api/embed", json={"model": MODEL, "input": "x" * 600, "truncate": False})
+    assert "truncate" not in embedded.json()["error"]
     engine.answer = "x" * 600
     for body in ({"messages": turns[-1:]}, {"prompt": "Hi"}, {"prompt": "Hi", "raw": True}):
         path = "/api/chat" if "messages" in body else "/api/generate"

@@ -299,8 +299,15 @@ def test_texts_become_vectors(clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "says"),
     [
-        ("chat", {"messages": []}, 400, "model"),
-        ("chat", {"model": "a", "messages": [{"role": 3}]}, 400, "$.messages[0].role"),
+        (
+            "chat",
+            {"model": "a", "messages": [{"role": 3}]},
+            400,
+            "messages[0].role should be a string, got an integer.",
+        ),
+        ("chat", {"model": "a", "messages": [{}]}, 400, "messages[0].role is required."),
+        ("chat", {"messages": []}, 400, "model is required."),
+        ("show", {"model": [1]}, 400, "model should be a string, got a list."),
         ("chat", {"model": "nothing", "messages": [{"role": "user", "content": "x"}]}, 404, "nothing"),
         ("chat", {"model": "a", "messages": [{"role": "user"}], "options": {"mirostat": 2}}, 400, "options.mirostat"),
         ("generate", {"model": "a", "prompt": "x", "context": [1]}, 400, "/api/chat"),
