@@ -312,9 +312,9 @@ class Deployment:
         return replica
 
     def _on_exit(self, replica: Replica) -> None:
-        """Note that a process has ended. If it was not told to, another one takes its place."""
+        """Note that a process has ended. If it was not told to, another one takes its place. Its connections end by
+        themselves, once what it has sent before its end is read."""
         self._servers.pop(replica, None)
-        replica.upstream.close()
         if replica not in self.replicas:
             return
         self.replicas.remove(replica)

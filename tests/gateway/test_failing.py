@@ -147,6 +147,30 @@ def test_a_stream_that_breaks_ends_with_an_error_event(clock: Clock) -> None:
     clock.run(run())
 
 
+def test_an_answer_that_a_server_has_sent_before_its_end_reaches_the_client(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        asked.head(content_length=str(len(body)))
+        asked.writer.write(body[:1000])
+        await asked.writer.drain()
+        await has_begun.wait()
+        asked.writer.write(body[1000:])
+        asked.writer.close()
+        launch.last("a").exited.set_result(None)
+
+    body, has_begun = b"x" * (1 << 20), asyncio.Event()
+    launch = FakeLaunch(behave)
+
+    async def run() -> None:
+        async with gateway({"a": {}}, launch) as gate, gate.http.stream("POST", "/v1/x", json={"model": "a"}) as answer:
+            num_bytes = 0
+            async for piece in answer.aiter_raw():
+                num_bytes += len(piece)
+                has_begun.set()
+            assert num_bytes == len(body)
+
+    clock.run(run())
+
+
 def test_a_client_that_does_not_read_holds_no_replica(clock: Clock) -> None:
     async def behave(asked: Asked) -> None:
         asked.begin_stream()
