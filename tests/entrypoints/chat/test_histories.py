@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models
 
 from octavo.entrypoints.chat import chat_template
 from octavo.entrypoints.chat.answer_reader import AnswerFormat, AnswerReader, CallDelta
+from octavo.entrypoints.chat.chat_run import make_chat
 from octavo.entrypoints.chat.chat_template import _with_parts, _with_results_as_users, render_chat
-from octavo.entrypoints.chat.conversation import make_chat
 from octavo.entrypoints.chat.message_rendering import render_messages
 from octavo.entrypoints.chat.restatements import with_single_calls
 from octavo.entrypoints.chat.tools.call_ids import CallIdForm, CallIds
