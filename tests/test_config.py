@@ -251,7 +251,8 @@ def test_auto_keeps_float32_models_in_float32(tmp_path: Path, stored: str, dtype
         assert config(model=write_model(tmp_path, **{name: stored}), load_format="dummy").model.dtype == dtype
 
 
-def test_sampling_defaults_come_from_the_model_unless_refused(tmp_path: Path) -> None:
+def test_sampling_defaults_come_from_the_model_unless_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "octavo.config.creation")
     folder = write_model(tmp_path)
     (tmp_path / "generation_config.json").write_text(
         json.dumps({"temperature": 0.6, "top_k": 20, "do_sample": True, "top_p": None, "eos_token_id": [1, 2]})
@@ -259,7 +260,16 @@ def test_sampling_defaults_come_from_the_model_unless_refused(tmp_path: Path) ->
     found = config(model=folder, load_format="dummy").model
     assert found.default_sampling_params == {"temperature": 0.6, "top_k": 20}
     assert found.checkpoint.eos_token_ids == (1, 2)
+    assert not caplog.messages
     assert config(model=folder, load_format="dummy", generation_config="vllm").model.default_sampling_params == {}
+    assert not caplog.messages, "who asks for none knows"
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1}')
+    config(model=folder, load_format="dummy")
+    config(model=folder, load_format="dummy", override_generation_config={"max_new_tokens": 9})
+    with_context, with_limit = (line for line in caplog.messages if "has no sampling defaults" in line)
+    for said in ("temperature 1,", "--override-generation-config", "up to the end of the context"):
+        assert said in with_context
+    assert "context" not in with_limit
     (tmp_path / "generation_config.json").write_text('{"temperature": -1, "top_k": true}')
     with pytest.raises(
         ConfigError, match=r"the generation config of .*temperature .*--generation-config none leaves it out"

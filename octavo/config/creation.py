@@ -201,6 +201,8 @@ def _default_max_tokens(args: EngineArgs, checkpoint: Checkpoint) -> int | None:
 
 
 def _default_sampling_params(args: EngineArgs, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the sampling fields of requests that leave them out. Logs a line if the model has none: few expect its
+    answers at temperature 1, and as long as the context."""
     given = _generation_config(args, checkpoint)
     found = {name: given[name] for name in SAMPLING_DEFAULTS if type(given.get(name)) in (int, float)}
     try:
@@ -210,6 +212,13 @@ def _default_sampling_params(args: EngineArgs, checkpoint: Checkpoint) -> dict[s
             f"the generation config of {checkpoint.name}: {e} --override-generation-config can change it, and "
             "--generation-config none leaves it out."
         ) from None
+    if not found and args.generation_config == "auto":
+        logger.info(
+            "%s has no sampling defaults: a request that gives none is answered at temperature 1, as with vLLM%s; "
+            """--override-generation-config '{"temperature": 0.7, "max_new_tokens": 1024}' sets defaults""",
+            checkpoint.name,
+            "" if "max_new_tokens" in given else ", and up to the end of the context if it has no max_tokens",
+        )
     return found
 
 

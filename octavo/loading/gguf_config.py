@@ -23,6 +23,11 @@ _TURN_ENDS = (
 # Harmony's messages end with <|end|>, and its turns with these tokens.
 _HARMONY_ENDS = {"<|return|>", "<|call|>"}
 _MAX_LAYERS = 1 << 13
+# llama.cpp's keys below general.sampling. whose meaning is that of generation_config.json's.
+_SAMPLING_KEYS = {
+    "temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
 _CONTROL = 3  # the token type of control tokens
 _POOLING_TYPES = {0: None, 1: "MEAN", 2: "CLS", 3: "LAST"}
 
@@ -85,7 +90,7 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
     kind = metadata.number("pooling_type", 0)
     config |= _reranker(metadata) if kind == RANK else _pooling(metadata, kind)
     ids = _token_ids(file)
-    return config | ids, ids
+    return config | ids, ids | _sampling_defaults(file)
 
 
 def _pooling(metadata: Metadata, kind: int) -> dict[str, Any]:
@@ -153,6 +158,19 @@ def _token_ids(file: GGUFFile) -> dict[str, Any]:
         "pad_token_id": read["padding"],
     }
     return {key: value for key, value in ids.items() if value is not None}
+
+
+def _sampling_defaults(file: GGUFFile) -> dict[str, float]:
+    """Return the file's defaults of sampling, in the words of generation_config.json."""
+    given = {name: file.metadata.get(f"general.sampling.{name}") for name in (*_SAMPLING_KEYS, "penalty_last_n")}
+    if given.pop("penalty_last_n") not in (None, -1):
+        del given["penalty_repeat"]  # Octavo's penalty is for all tokens, and this one for the last few
+    # Files hold float32: 0.95 arrives as 0.949999988.
+    return {
+        _SAMPLING_KEYS[name]: value if isinstance(value, int) else float(f"{value:.7g}")
+        for name, value in given.items()
+        if type(value) in (int, float)
+    }
 
 
 def _turn_ends(file: GGUFFile) -> list[int]:

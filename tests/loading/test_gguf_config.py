@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint, resolve
-from octavo.loading.gguf_config import gguf_config
+from octavo.loading.gguf_config import _sampling_defaults, gguf_config
 from octavo.loading.gguf_file import read_gguf
 from octavo.loading.gguf_settings import each
 from octavo.loading.gguf_tensors import named_tensors
@@ -78,6 +79,22 @@ def test_end_of_turn_tokens_end_an_answer_too(tmp_path: Path, write_gguf: Write)
     checkpoint = resolve(str(path))
     assert checkpoint.generation_config["eos_token_id"] == [2, 9]
     assert checkpoint.eos_token_ids == (2, 9)
+
+
+def test_sampling_defaults_of_a_file_are_those_of_its_model(tmp_path: Path, write_gguf: Write) -> None:
+    given = {"temp": 0.7, "top_p": 0.95, "top_k": 20, "min_p": "0.1", "penalty_repeat": 1.1, "mirostat": 2}
+    metadata = {f"general.sampling.{name}": value for name, value in given.items()}
+    path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": np.ones((4, 64), np.float32)}, metadata)
+    found = resolve(str(path)).generation_config
+    expected = {"temperature": 0.7, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1}
+    assert {name: found.get(name) for name in expected} == expected and "min_p" not in found
+
+
+@pytest.mark.parametrize(("window", "defaults"), [(-1, {"repetition_penalty": 1.1}), (64, {})])
+def test_a_penalty_of_the_last_tokens_is_no_penalty_of_all(window: int, defaults: dict[str, float]) -> None:
+    metadata = {"general.sampling.penalty_repeat": 1.1, "general.sampling.penalty_last_n": window}
+    file: Any = SimpleNamespace(metadata=metadata)
+    assert _sampling_defaults(file) == defaults
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
