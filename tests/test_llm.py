@@ -302,7 +302,7 @@ def test_reasoning_ends_when_its_budget_is_used_up(llm: LLM, num_tokens: int) ->
         bias = {} if first is None else {first: 100.0}  # a thought is begun
         params = greedy(12, skip_special_tokens=False, logit_bias=bias)
         request = llm.inputs.process("Colours:", params, grammar=WantedGrammar(content, marks, budget=budget))
-        (output,) = llm._generated([request], [None], False)
+        (output,) = llm._run_generation([request], [None], False)
         (found,) = output.outputs
         thought = found.token_ids[first is not None :]
         assert thought[num_tokens] == end and end not in thought[:num_tokens]
@@ -313,7 +313,7 @@ def test_reasoning_ends_when_its_budget_is_used_up(llm: LLM, num_tokens: int) ->
     plain = WantedGrammar(None, budget=ThinkingBudget(num_tokens, start, end, (), len(llm.tokenizer)))
     request = llm.inputs.process("Colours:", greedy(8), grammar=plain)
     (free,) = llm.generate("Colours:", greedy(8), use_tqdm=False)
-    (found,) = llm._generated([request], [None], False)
+    (found,) = llm._run_generation([request], [None], False)
     assert found.outputs[0].text == free.outputs[0].text, "who does not think is free"
 
 

@@ -163,7 +163,7 @@ class LLM(PoolingMethods):
         for index, (prompt, one, its, adapter) in enumerate(asked):
             with naming_prompt("prompts", index, len(prompts)):
                 requests.append(self.inputs.process(prompt, one, priority=its, adapter=adapter))
-        return self._generated(requests, loras, use_tqdm)
+        return self._run_generation(requests, loras, use_tqdm)
 
     def chat(
         self,
@@ -229,7 +229,7 @@ class LLM(PoolingMethods):
         for index, (filled, one, adapter) in enumerate(asked):
             with naming_prompt("messages", index, len(prompts)):  # the template has added special tokens
                 requests.append(self.inputs.process(filled, one, add_special_tokens=False, adapter=adapter))
-        return self._generated(requests, loras, use_tqdm)
+        return self._run_generation(requests, loras, use_tqdm)
 
     def beam_search(
         self,
@@ -292,7 +292,7 @@ class LLM(PoolingMethods):
         found = {one: self.llm_engine.find_adapter(one) for one in asked if one is not None}
         return [None if one is None else found[one] for one in asked]
 
-    def _generated(
+    def _run_generation(
         self, requests: list[EngineRequest], loras: Sequence[LoRARequest | None], use_tqdm: UseTqdm
     ) -> list[RequestOutput]:
         for request in requests:

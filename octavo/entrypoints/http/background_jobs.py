@@ -90,7 +90,7 @@ class BackgroundJobs:
         while await is_under_way() and time.monotonic() < deadline:  # noqa: ASYNC110 - the file tells, when it is asked
             await asyncio.sleep(_CANCEL_POLL_S)
 
-    async def ended(self) -> None:
+    async def wait_ended(self) -> None:
         """Wait until all jobs have ended, for a few seconds at most."""
         if self._tasks:
             await asyncio.wait([*self._tasks.values()], timeout=_END_S)

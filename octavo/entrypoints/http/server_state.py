@@ -206,7 +206,7 @@ class ServerState:
     async def background_ended(self) -> None:
         """Wait until background jobs have stored their progress."""
         if "background" in self.__dict__:
-            await self.background.ended()
+            await self.background.wait_ended()
 
     def close(self) -> None:
         """Close the store and the process, if they were opened."""

@@ -80,7 +80,7 @@ class PoolingMethods:
                     texts.append(Text.of(prompt, prompt_name))
             requests += inputs.process(texts, its, sources=sources[begin:end])
             begin = end
-        return self._pooled(requests, use_tqdm)
+        return self._run_pooling(requests, use_tqdm)
 
     def embed(
         self, prompts: Prompts, pooling_params: ParamsOfTexts = None, use_tqdm: UseTqdm = True,
@@ -126,12 +126,14 @@ class PoolingMethods:
         scores = Scores(
             PoolingInput(self.inputs), queries, documents, params, fields=("data_1", "data_2"), instruction=instruction
         )
-        outputs = self._pooled(scores.requests, use_tqdm)
+        outputs = self._run_pooling(scores.requests, use_tqdm)
         found = scores.results([output.outputs.data for output in outputs])
         by_document = [outputs[place] for place in scores.places]
         return [output.giving(ScoringOutput(one)) for output, one in zip(by_document, found, strict=True)]
 
-    def _pooled(self, requests: list[EngineRequest], use_tqdm: UseTqdm) -> list[PoolingRequestOutput[PoolingOutput]]:
+    def _run_pooling(
+        self, requests: list[EngineRequest], use_tqdm: UseTqdm
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
         return [output for output in self.run(requests, use_tqdm) if isinstance(output, PoolingRequestOutput)]
 
     @staticmethod

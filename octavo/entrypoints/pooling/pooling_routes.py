@@ -264,7 +264,7 @@ class PoolingJob:
         self._state.log_pooling(self.response_id, requests)
 
         async def work() -> tuple[bytes, dict[str, str]]:
-            found = await _pooled(self._pool, requests)
+            found = await _pool_all(self._pool, requests)
             return await run_off_loop(lambda: write(found), length=sum(one.outputs.data.size for one in found))
 
         try:
@@ -290,7 +290,7 @@ class PoolingJob:
         return about | {"data": data, "usage": usage}
 
 
-async def _pooled(
+async def _pool_all(
     pool: Callable[[EngineRequest], Coroutine[Any, Any, _Output]], requests: Sequence[EngineRequest]
 ) -> list[_Output]:
     """Return the results of all requests, in order. The first failure ends the others."""

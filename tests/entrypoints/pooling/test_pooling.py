@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from octavo.entrypoints.http.streaming import STARTED_AT_ONCE, merge
-from octavo.entrypoints.pooling.pooling_routes import _pooled
+from octavo.entrypoints.pooling.pooling_routes import _pool_all
 from tests.entrypoints.fake_engine import FakeEngine
 
 
@@ -43,7 +43,7 @@ def test_many_requests_of_a_body_are_sent_to_the_engine_in_several_turns_of_the_
             return sorted([output async for _, output in merge([generate(number) for number in range(100)])])[::-1]
 
         numbers: Any = range(100)
-        task = asyncio.ensure_future(merged() if is_merged else _pooled(pool, numbers))
+        task = asyncio.ensure_future(merged() if is_merged else _pool_all(pool, numbers))
         while not task.done():
             before = len(started)
             await asyncio.sleep(0)
