@@ -46,7 +46,9 @@ def _num_unfilled_slots(running: list[Sequence], has_forks: bool, cache: KVCache
     draft tokens in flight."""
     size, unfilled = cache.block_size, 0
     for group in [attention.group for attention in cache.attention]:
-        unfilled += sum([len(seq.block_tables[group]) * size - seq.num_computed_tokens for seq in running])
+        # A step reads the numbers of slots, but few block tables: by now these are in no cache of the processor.
+        slots = [seq.num_ready_slots or len(seq.block_tables[group]) * size for seq in running]
+        unfilled += sum(slots) - sum([seq.num_computed_tokens for seq in running])
         if has_forks:  # they may still share the block that they write to next
             seen: set[int] = set()
             for seq in running:
