@@ -64,10 +64,13 @@ class Sequence:
     # Copies of values of the request that each step reads: by then the request is no longer in the processor's cache.
     has_prediction: bool = field(init=False)
     max_tokens: int = field(init=False)  # prompt and output together
+    num_result_positions: int = field(init=False)  # last tokens that have a result once all are computed
 
     def __post_init__(self) -> None:
         self.has_prediction = bool(self.request.prediction)
         self.max_tokens = len(self.request.prompt.token_ids) + self.request.max_tokens
+        pooling = self.request.pooling
+        self.num_result_positions = len(self.token_ids) if pooling is not None and pooling.is_by_token else 1
 
     @property
     def params(self) -> SamplingParams:
@@ -113,13 +116,6 @@ class Sequence:
         if self.beam_search is not None or self.num_pending_forks:
             return True
         return self.params.follows_output_tokens or self.params.grammar is not None
-
-    @property
-    def num_result_positions(self) -> int:
-        """Return how many of its last tokens have a result once all are computed: all tokens if each token has a
-        vector."""
-        pooling = self.request.pooling
-        return len(self.token_ids) if pooling is not None and pooling.is_by_token else 1
 
     @property
     def num_rows(self) -> int:

@@ -54,7 +54,7 @@ class Step:
             plan.admissions.append(_admission(seq, row))
         num_sampled_positions = 0
         if num_computed + num_tokens == len(seq.token_ids) + seq.num_awaited_tokens:
-            num_sampled_positions = 1 if seq.request.pooling is None else seq.num_result_positions
+            num_sampled_positions = seq.num_result_positions
         num_last_samples = 1 if seq.beam_search is not None else 1 + seq.num_pending_forks
         # As PlannedRow(...), in half the time: this happens for every token.
         plan.rows.append(
