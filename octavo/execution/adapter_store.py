@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -213,7 +214,7 @@ class AdapterStore:
         try:
             adapter = self._pack(source)
         except LoadError as e:
-            raise RequestError(f"adapter {source.name!r}: {e}", param="model") from None
+            raise adapter_identity.refusal(source.name, e, os.path.dirname(source.weights), "model") from None
         num_pages = -(-sum(len(page) for page in adapter.pages) // self.page_bytes)
         most = self.num_host_pages if self._arena is None else self.num_pages
         if num_pages > most:

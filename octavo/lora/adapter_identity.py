@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from octavo.errors import LoadError
+from octavo.errors import LoadError, RequestError
 from octavo.loading.mapped_file import ReadFile
 from octavo.request import AdapterSource
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -37,6 +40,14 @@ class AdapterFiles:
     @property
     def paths(self) -> list[str]:
         return [self.weights] if self.config is None else [self.config, self.weights]
+
+
+def refusal(name: str, error: LoadError, folder: str, param: str) -> RequestError:
+    """Return the refusal of a request for an adapter that cannot be read. The log has the server's own paths, and
+    clients get those below the adapter's `folder`."""
+    logger.warning("adapter %s: %s", name, error)
+    said = str(error).replace(f"{folder}/", "").replace(folder, "its folder")
+    return RequestError(f"adapter {name!r}: {said}", param=param)
 
 
 def find(path: str, download_dir: str | None = None, may_fetch: bool = False) -> AdapterFiles:

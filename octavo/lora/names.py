@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from octavo.config import LoRAConfig
 from octavo.errors import LoadError, RequestError
-from octavo.lora.adapter_identity import source
+from octavo.lora.adapter_identity import refusal, source
 from octavo.request import AdapterSource
 
 _MAX_NAME = 256
@@ -57,12 +57,12 @@ class AdapterNames:
         if named is not None:
             return named.source
         path = self._in_root(name)
+        if path is None:
+            raise RequestError(f"adapter {name!r}: there is no adapter {name!r}.", param="model")
         try:
-            if path is None:
-                raise LoadError(f"there is no adapter {name!r}.")
             return source(name, str(path))
         except LoadError as e:
-            raise RequestError(f"adapter {name!r}: {e}", param="model") from None
+            raise refusal(name, e, _folder(path), "model") from None
 
     def read(self, name: str, path: str, replaces: bool) -> NamedAdapter:
         """Return the adapter at `path` under the `name` that a client gives it. `replaces` allows a name that is in
@@ -85,7 +85,7 @@ class AdapterNames:
         try:
             return NamedAdapter(name, path, source(name, str(place)))
         except LoadError as e:
-            raise RequestError(f"adapter {name!r}: {e}", param="lora_path") from None
+            raise refusal(name, e, _folder(place), "lora_path") from None
 
     def unload(self, name: str) -> NamedAdapter:
         """Remove a name and return its adapter. Raises `RequestError` (404) if there is no such name."""
@@ -114,3 +114,7 @@ class AdapterNames:
             if place.is_relative_to(root):
                 return place
         return None
+
+
+def _folder(place: Path) -> str:
+    return str(place.parent if place.is_file() else place)
