@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, OctavoError
 from octavo.sse_reader import EventReader
 
 TIMEOUT_S = 60  # of requests that are not measured
@@ -94,13 +94,16 @@ class Target:
         return f"POST {self._path} HTTP/1.1\r\n{self._headers}{length}\r\n".encode() + data
 
     def get_json(self, path: str) -> Any:
-        """Return the JSON body of a GET. Blocks. Raises `OSError` for every failure."""
+        """Return the JSON body of a GET. Blocks. Raises `OctavoError` for a wrong key, and `OSError` for every other
+        failure."""
         kind = http.client.HTTPConnection if self.ssl is None else http.client.HTTPSConnection
         with closing(kind(self.host, self.port, timeout=TIMEOUT_S)) as connection:
             try:
                 connection.request("GET", path, headers=self.headers)
                 response = connection.getresponse()
                 body = response.read()
+                if response.status == 401:
+                    raise OctavoError(f"{self.url} wants an API key, or another one: --api-key, or OCTAVO_API_KEY.")
                 if response.status != 200:
                     raise OSError(f"{path} answered {response.status}: {_error_message(body)}")
                 return msgspec.json.decode(body)

@@ -322,6 +322,12 @@ def test_results_are_appended_and_a_server_is_waited_for(
     assert [line.get("ramp_up_end_rps") for line in lines] == [None, 100.0]
 
 
+def test_a_key_that_is_missing_is_asked_for(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(engine, api_key=["secret"]) as url:
+        assert main(["--base-url", url, "--disable-tqdm"]) == 1
+    assert "wants an API key, or another one: --api-key, or OCTAVO_API_KEY." in capsys.readouterr().err
+
+
 def test_figures_are_those_of_the_requests_that_were_answered() -> None:
     answers = [
         RequestResult(0.0, 0.1, [0.02, 0.02], 0.14, "a", 10, 3),

@@ -101,7 +101,7 @@ def _ask(args: argparse.Namespace, method: str, path: str, body: dict[str, Any] 
 def _is_served(args: argparse.Namespace) -> bool:
     """Return whether the model is served at --url."""
     try:
-        return args.model in ApiClient(args, needs_model=False).model_names()
+        return ApiClient(args, needs_model=False).has_model(args.model)
     except NoServerError:
         return False
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from octavo.api_keys import sent_by_default
 from octavo.entrypoints.cli import command, run_command, show_error
@@ -185,6 +185,14 @@ class NoServerError(OctavoError):
     """Nothing answers at an address."""
 
 
+class StatusError(OctavoError):
+    """A server answers with a status that is no success."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class ApiClient:
     """A client of the running server that the arguments of `add_server_flags` name. Every failure is an `OctavoError`.
     `model` is the arguments' model, or else the first that the server lists; empty if none is needed."""
@@ -232,6 +240,17 @@ class ApiClient:
         """Return the names of the models that the server lists."""
         return [one["id"] for one in self.ask("GET", "/models").get("data") or ()]
 
+    def has_model(self, name: str) -> bool:
+        """Return whether the server has a model. Raises `OctavoError` if it has one that this key may not use."""
+        if name in self.model_names():
+            return True
+        try:
+            self.request("GET", f"/models/{quote(name)}", None).close()
+        except StatusError as error:
+            if error.status == 403:
+                raise
+        return False
+
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None, *, from_root: bool = False) -> Any:
         """Return the object that answers a request."""
         with closing(self.request(method, path, body, from_root=from_root)) as response:
@@ -268,7 +287,7 @@ class ApiClient:
             said = _error_message(response.read())
             if response.status == 401:
                 said = f"{said} (It wants an API key, or another one: --api-key, or the variable OCTAVO_API_KEY.)"
-            raise OctavoError(f"{self._url} answered {response.status}: {said}")
+            raise StatusError(f"{self._url} answered {response.status}: {said}", response.status)
         return response
 
 
