@@ -390,7 +390,8 @@ class Worker:
         free = device.free_bytes() // size
         if wanted > free:
             raise ConfigError(
-                f"--kv-cache-memory-bytes {wanted} is more than the {free} bytes that are free beside the weights."
+                f"--kv-cache-memory-bytes asks for {wanted / _GIB:.2f} GiB, and {free / _GIB:.2f} GiB are free beside "
+                "the weights."
             )
         return Offer(wanted, f"--kv-cache-memory-bytes {wanted}")
 

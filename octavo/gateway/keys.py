@@ -63,7 +63,8 @@ def limit_error(name: str, limit_name: str, used: int, limit: int, now: float) -
     what, _, per = limit_name.partition("_per_")
     seconds = MINUTE_S if per == "minute" else DAY_S
     rest_s = max(1, int((now // seconds + 1) * seconds - now) + 1)
-    message = f"The API key {name} has used {used} of {limit} {what} ({limit_name}); more in {rest_s} s."
+    more = f"in {rest_s} s" if per == "minute" else "at 00:00 UTC"
+    message = f"The API key {name} has used {used} of {limit} {what} ({limit_name}); more {more}."
     return LimitError(message, limit_name, rest_s)
 
 

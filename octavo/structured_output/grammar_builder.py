@@ -680,11 +680,18 @@ def _validated(grammar: str) -> str:
         return "llguidance fails on it."
 
 
+_OF_REGEX = re.compile(r'(?:(?:at )?\d+\(\d+\): invalid regex (?P<regex>".*") \(in \w+\): )?regex parse error:')
+
+
 def _first_line(problem: object) -> str:
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     if not lines:
         return ""
     # For a regular expression, a drawing of the place comes before the reason.
     reasons = [line for line in lines[1:] if line.startswith(("error:", "while processing"))]
+    if reasons and (found := _OF_REGEX.fullmatch(lines[0])):
+        named = f"the regular expression {found['regex'] or '':.200}".rstrip()
+        lines[0] = f"{named} cannot be read:"
+        reasons[0] = reasons[0].removeprefix("error: ") + "."
     shown = " ".join([lines[0], *reasons[:1]])
     return shown if len(shown) <= 300 else shown[:300] + "..."

@@ -14,7 +14,9 @@ import httpx
 import ollama
 import pytest
 
-from octavo.errors import ConfigError, RequestError
+from octavo.entrypoints.cli.run import make_ps_parser
+from octavo.entrypoints.cli.terminal import ApiClient
+from octavo.errors import ConfigError, OctavoError, RequestError
 from octavo.gateway import key_store
 from octavo.gateway.key_store import KeyStore, LostError, open_keys
 from octavo.gateway.keys import DAY_S, KeySettings, day_number, day_text
@@ -66,7 +68,7 @@ def test_limits_hold_in_their_windows_and_after_a_crash(tmp_path: Path, place: C
         secrets.append(secret.encode())
         for _ in range(2):
             await store.admit(key, "m")
-        with pytest.raises(RequestError, match="2 of 2 requests") as caught:
+        with pytest.raises(RequestError, match=r"2 of 2 requests .*; more in 31 s\.") as caught:
             await store.admit(key, "m")
         assert caught.value.status == 429 and caught.value.retry_after_s == 31
         await store.admit(other, "m")
@@ -82,7 +84,7 @@ def test_limits_hold_in_their_windows_and_after_a_crash(tmp_path: Path, place: C
         now.time += 60
         await store.admit(other, "n")
         await store.admit(found, "m")
-        with pytest.raises(RequestError, match="requests_per_day") as caught:
+        with pytest.raises(RequestError, match=r"\(requests_per_day\); more at 00:00 UTC\.") as caught:
             await store.admit(found, "m")
         assert caught.value.retry_after_s == DAY_S - 89
         now.time += DAY_S
@@ -571,6 +573,21 @@ def test_a_key_is_for_its_models_and_sees_no_others(clock: Clock, tmp_path: Path
         assert (await gate.ask("b")).status_code == 401
         assert (await keys.http.delete(f"/keys/{key_id}")).json()["deleted"]
         assert "b" not in gate.launch.begun
+
+    with_keys(clock, tmp_path, test)
+
+
+def test_octavo_run_says_that_a_key_is_not_for_a_model_and_serves_what_is_not_there(
+    clock: Clock, tmp_path: Path
+) -> None:
+    async def test(gate: Gateway, keys: Keys) -> None:
+        _, headers = await keys.create(models=["a"])
+        key = headers["authorization"].removeprefix("Bearer ")
+        args = make_ps_parser("octavo ps").parse_args(["--url", f"{gate.http.base_url}/v1", "--api-key", key])
+        client = ApiClient(args, needs_model=False)
+        assert [await asyncio.to_thread(client.has_model, name) for name in ("a", "x", "none")] == [True, True, False]
+        with pytest.raises(OctavoError, match="answered 403: The API key is not for the model b"):
+            await asyncio.to_thread(client.has_model, "b")
 
     with_keys(clock, tmp_path, test)
 

@@ -350,6 +350,10 @@ def test_a_message_of_the_assistant_may_be_empty(
         ({"documents": [{"text": "a"}]}, 'chat_template_kwargs {"documents": [...]} gives them to the chat template'),
         ({"chat_template": "x"}, "this server takes no chat_template from requests: start it with --trust-request-"),
         ({"enable_thinking": False}, 'what is meant is perhaps chat_template_kwargs {"enable_thinking": ...}.'),
+        (
+            {"structured_outputs": {"regex": "(a"}},
+            'followed: the regular expression "(a" cannot be read: unclosed group.',
+        ),
         ({"structured_outputs": {"mood": 1}}, "supplied: structured_outputs.mood"),
         ({"structured_outputs": {}}, "structured_outputs needs exactly one of json, regex, choice"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "got regex and choice"),
