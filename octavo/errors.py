@@ -113,4 +113,6 @@ def similar(word: str, known: Collection[str]) -> str | None:
 
     if len(word) > _MAX_COMPARED:
         return None
-    return next(iter(difflib.get_close_matches(word, known, 1, 0.8)), None)
+    letters = sorted(word)
+    transposed = (name for name in known if sorted(name) == letters)  # in a short name this is far from similar
+    return next(iter(difflib.get_close_matches(word, known, 1, 0.8)), None) or next(transposed, None)

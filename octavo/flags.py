@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -255,9 +256,21 @@ def _add_flag(group: argparse._ArgumentGroup, f: dataclasses.Field[Any], kind: A
     elif typing.get_origin(kind) is dict:
         group.add_argument(*names, action=_AddKeys, type=_object, metavar="JSON", **options)
     elif f.metadata["parse"] is not None:
-        group.add_argument(*names, type=f.metadata["parse"], metavar=kind.__name__.upper(), **options)
+        group.add_argument(*names, type=_for_argparse(f.metadata["parse"]), metavar=kind.__name__.upper(), **options)
     else:
         group.add_argument(*names, type=kind, metavar=kind.__name__.upper(), **options)
+
+
+def _for_argparse(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return `parse` with errors that argparse shows; of a `ValueError` it would show the name of `parse` alone."""
+
+    def parse_or_refuse(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_or_refuse
 
 
 class _AddKeys(argparse.Action):
@@ -279,14 +292,15 @@ _object.__name__ = "JSON object"  # the name in argparse's errors
 _UNITS = {unit: 1000**i for i, unit in enumerate("kmgt", 1)} | {unit: 1024**i for i, unit in enumerate("KMGT", 1)}
 
 
-def number_with_unit(text: str) -> int:
-    """Parse a whole number, with or without a unit: 32k is 32,000, 32K is 32,768, 25.6k is 25,600. Raises
-    `ValueError`."""
+def number_with_unit(text: str, others: str = "") -> int:
+    """Parse a whole number, with or without a unit: 32k is 32,000, 32K is 32,768, 25.6k is 25,600. Raises `ValueError`,
+    which names `others` that the caller takes too."""
     number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
-    value = float(number) * unit if "." in number and text[-1:].islower() else int(number) * unit
-    if value != int(value):
-        raise ValueError(f"{text} is not a whole number")
-    return int(value)
+    with contextlib.suppress(ValueError):
+        value = float(number) * unit if "." in number and text[-1:].islower() else int(number) * unit
+        if value == int(value):
+            return int(value)
+    raise ValueError(f"must be {others}a whole number such as 32000, 32k (32,000) or 32K (32,768), got {text!r}")
 
 
 def read_yaml(path: str, where: str) -> Any:

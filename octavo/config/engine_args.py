@@ -23,12 +23,15 @@ AUTO_LENGTH = -1  # --max-model-len auto
 
 def num_tokens(text: str) -> int:
     """Parse the value of --max-model-len. Raises `ValueError`."""
-    return AUTO_LENGTH if text == "auto" else number_with_unit(text)
+    return AUTO_LENGTH if text == "auto" else number_with_unit(text, "auto or ")
 
 
 def milliseconds(text: str) -> float | None:
     """Parse the value of --target-step-time. Raises `ValueError`."""
-    return None if text == "auto" else float(text)
+    try:
+        return None if text == "auto" else float(text)
+    except ValueError:
+        raise ValueError(f"must be auto or a number of milliseconds, got {text!r}") from None
 
 
 @dataclass(kw_only=True)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from octavo.errors import similar
 from octavo.processes import import_path
 from octavo.version import __version__
 
@@ -119,6 +120,10 @@ def _run_named(commands: Commands, argv: Sequence[str], parser: argparse.Argumen
         run = getattr(importlib.import_module(command.module), command.run)
         code: int = run(list(argv[1:]), prog=f"{parser.prog} {argv[0]}")
         return code
+    if argv and not argv[0].startswith("-"):
+        meant = similar(argv[0], commands)
+        hint = f"perhaps {parser.prog} {meant} is meant" if meant else f"{parser.prog} --help lists them"
+        parser.error(f"there is no command {argv[0]!r}; {hint}")
     listed = commands is COMMANDS  # the description lists them by task
     names = parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS if listed else None)
     for name, command in commands.items():

@@ -121,6 +121,10 @@ def test_values_of_the_file_are_checked_as_flags_are(tmp_path: Path, capsys: pyt
     ("argv", "message"),
     [
         (["--colour", "red"], "unrecognized arguments: --colour"),
+        (["--prot", "1"], "prot: perhaps port is meant."),
+        (["--max-model-len", "abc"], "--max-model-len: must be auto or a whole number such as 32000, 32k (32,000)"),
+        (["--kv-cache-memory-bytes", "1.5K"], "must be a whole number such as 32000, 32k (32,000) or 32K (32,768)"),
+        (["--target-step-time", "fast"], "must be auto or a number of milliseconds, got 'fast'"),
         (["--max-model", "5"], "unrecognized arguments: --max-model"),
         (["--dtype", "int3"], "invalid choice: 'int3'"),
     ],
@@ -249,11 +253,22 @@ def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(monkeypa
     assert main.main(["serve"]) == 130
 
 
-def test_unknown_commands_end_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sing"], "octavo: error: there is no command 'sing'; octavo --help lists them\n"),
+        (["serv", "model"], "octavo: error: there is no command 'serv'; perhaps octavo serve is meant\n"),
+        (
+            ["bench", "latancy"],
+            "octavo bench: error: there is no command 'latancy'; perhaps octavo bench latency is meant\n",
+        ),
+    ],
+)
+def test_unknown_commands_end_with_code_2(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main.main(["sing"])
+        main.main(words)
     assert end.value.code == 2
-    assert "'sing'" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_chat_prints_the_answer(address: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
