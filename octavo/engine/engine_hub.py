@@ -289,7 +289,10 @@ class EngineHub:
             _LOAD: partial(self._change_adapter, _LOAD),
             _UNLOAD: partial(self._change_adapter, _UNLOAD),
             "metrics": self._render,
+            "named_adapters_loaded": self._note_named_adapters,
         }
+        self._named_adapters = asyncio.Event()  # set when a front end has loaded them, or one has failed
+        self._named_adapter_error: str | None = None
         ranks = config.served_ranks
         length = config.model.max_model_len
         metrics.of_engines += [EngineMetrics(metrics.model_name, length, rank) for rank in ranks[1:]]
@@ -329,6 +332,15 @@ class EngineHub:
     async def wait_failed(self) -> None:
         """Return when all engines have died."""
         await self._all_engines(lambda engine: engine.supervisor.wait_failed())
+
+    async def wait_named_adapters(self) -> str | None:
+        """Return when the adapters of --lora-modules are loaded, with the reason if one cannot be served."""
+        await self._named_adapters.wait()
+        return self._named_adapter_error
+
+    async def _note_named_adapters(self, error: str | None) -> None:
+        self._named_adapter_error = error
+        self._named_adapters.set()
 
     def stop_restarting(self) -> None:
         for engine in self._engines.values():

@@ -129,6 +129,8 @@ async def _serve(given: FrontEndArgs) -> None:
     async def watch() -> None:
         collect_rarely()
         await engine.wait_ready()
+        if given.place == 0:
+            await channels.call("named_adapters_loaded", error=await lora_adapters.load_named(state))
         lines = [LogLine(one, time.monotonic()) for one in metrics.of_engines]
         while True:
             await asyncio.sleep(INTERVAL_S)

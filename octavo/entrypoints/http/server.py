@@ -16,7 +16,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -236,13 +237,14 @@ def run_headless(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
 async def _serve(started: _Started) -> None:
     engine, metrics, args, sock, phases, display = started
     from octavo.entrypoints.http.uvicorn_server import HttpServer
+    from octavo.entrypoints.openai.lora_adapters import load_named
 
     server = HttpServer(engine, args)
     phases.end("HTTP server")
 
     async def watch() -> None:
         collect_rarely()
-        await _watch(engine, metrics, phases, display)
+        await _watch(engine, partial(load_named, server.state), metrics, phases, display)
 
     def end(_: asyncio.Task[None]) -> None:
         server.should_exit = True
@@ -258,23 +260,30 @@ async def _serve(started: _Started) -> None:
         watcher.cancel()
         await asyncio.wait((watcher,))
     error = None if watcher.cancelled() else watcher.exception()
-    if error is not None and (engine.has_died or not isinstance(error, OctavoError)):
+    if error is not None and (engine.has_died or isinstance(error, ConfigError) or not isinstance(error, OctavoError)):
         raise error
 
 
 async def _serve_by_several(started: _StartedHub) -> None:
     hub, front_ends, metrics, phases, display = started
     gc.enable()
-    await front_ends.run(lambda: _watch(hub, metrics, phases, display))
+    await front_ends.run(lambda: _watch(hub, hub.wait_named_adapters, metrics, phases, display))
 
 
 async def _watch(
-    engine: EngineClient | EngineHub, metrics: EngineMetrics, phases: Phases, display: StartDisplay
+    engine: EngineClient | EngineHub,
+    load_adapters: Callable[[], Awaitable[str | None]],
+    metrics: EngineMetrics,
+    phases: Phases,
+    display: StartDisplay,
 ) -> None:
     """Show what is served when the engine is ready, and log a line about it now and then. Raises the error that keeps
-    the engine from starting, and later the error that ends it for good."""
+    the engine from starting, `ConfigError` if `load_adapters` returns a reason, and later the error that ends the
+    engine for good."""
     ready = await engine.wait_ready()
     phases.end("wait for core")
+    if (reason := await load_adapters()) is not None:
+        raise ConfigError(reason)
     metrics.record_startup("server", phases.seconds)
     display.show_ready(engine.config, ready, phases.total)
     log_lines = [

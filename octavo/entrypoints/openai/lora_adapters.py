@@ -16,7 +16,7 @@ from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ServerState, state_of
 from octavo.entrypoints.openai.request_bodies import LoadAdapterRequest, UnloadAdapterRequest
-from octavo.errors import RequestError
+from octavo.errors import OctavoError, RequestError
 from octavo.lora.names import AdapterNames
 
 router = Router(tags=["vLLM"])
@@ -56,6 +56,19 @@ async def load(state: ServerState, body: LoadAdapterRequest) -> str:
     if before is not None and before.source.identity != found.source.identity:
         _drop(state, names, before.source.identity)
     return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+
+async def load_named(state: ServerState) -> str | None:
+    """Load the adapters of --lora-modules, so that the start finds one that cannot be served. Returns the reason why it
+    cannot, or None."""
+    for adapter in [] if state.adapters is None else list(state.adapters.named.values()):
+        try:
+            await state.engine.load_adapter(adapter.source)
+        except RequestError as error:
+            return f"--lora-modules {adapter.name}: {error}"
+        except OctavoError:  # the engine has ended, which others report
+            return None
+    return None
 
 
 async def unload(state: ServerState, body: UnloadAdapterRequest) -> str:
