@@ -100,8 +100,8 @@ def test_flags_that_cannot_be_honoured(flags: list[str], said: str) -> None:
 def test_an_adapter_that_does_not_fit_is_found_at_the_start(tmp_path: Path, num_front_ends: str) -> None:
     fits, fat = write_random_adapter(tmp_path / "fits", 0), write_random_adapter(tmp_path / "fat", 1, rank=32)
     status, error = serve(
-        "--num-gpu-blocks-override", "64", "--max-model-len", "256", "--enable-lora", "--api-server-count", num_front_ends,
-        "--lora-modules", f"fits={fits}", f"fat={fat}",
+        "--num-gpu-blocks-override", "64", "--max-model-len", "256", "--enable-lora",
+        "--api-server-count", num_front_ends, "--lora-modules", f"fits={fits}", f"fat={fat}",
     )  # fmt: skip
     assert status == 1
     assert "--lora-modules fat: " in error
