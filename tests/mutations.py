@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import compileall
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,16 +92,16 @@ def mutated(source: str, node: ast.AST) -> str:
 
 
 def tests_of(graph: ImportGraph, file: Path) -> list[str]:
-    """The test files that import a module: those of its package's folder first, then the nearest."""
+    """The test files that import a module: the nearest first, and its package's folder as if two imports nearer."""
     distances = graph.distances([str(file.relative_to(ROOT))])
     package = file.parent.name
     found = [
-        (package not in path.parts, distance, path)
+        (distance - 2 * (package in path.parts), path)
         for name, distance in distances.items()
         if (path := graph.paths.get(name)) is not None and path.name.startswith("test_")
         and "e2e" not in path.parts
     ]  # fmt: skip
-    return [str(path.relative_to(ROOT)) for *_, path in sorted(found)]
+    return [str(path.relative_to(ROOT)) for _, path in sorted(found)]
 
 
 def main() -> None:
@@ -118,6 +120,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "octavo"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", ".ci-venv", "build", "__pycache__"))
+        compileall.compile_dir(copy / "octavo", quiet=1)
+        compileall.compile_dir(copy / "tests", quiet=1)
         for number, (file, node, kind) in enumerate(chosen, 1):
             source = file.read_text()
             target = copy / file.relative_to(ROOT)
@@ -131,13 +135,28 @@ def main() -> None:
 
 
 def run_tests(copy: Path, tests: list[str], seconds: float) -> str:
-    """How a mutation in the copy ended: caught by a test, or survived."""
+    """How a mutation in the copy ended: caught by a test, or survived.
+
+    Files run in groups of 2, 4, 8 and so on: pytest imports all that it is given before it runs the first test.
+    """
+    end = time.monotonic() + seconds
+    begin, size = 0, 2
+    while begin < len(tests):
+        how = run_group(copy, tests[begin : begin + size], end - time.monotonic())
+        if how != "survived":
+            return how
+        begin, size = begin + size, size * 2
+    return "survived"
+
+
+def run_group(copy: Path, tests: list[str], seconds: float) -> str:
+    """How a mutation in the copy ended with some of its tests."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     environ = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     with subprocess.Popen(command, cwd=copy, env=environ, **pipes) as process:
         try:
-            output, _ = process.communicate(timeout=seconds)
+            output, _ = process.communicate(timeout=max(0.0, seconds))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             return "survived for want of time"
