@@ -1,8 +1,8 @@
 """Breaks the code in small ways and says whether the tests notice: `python -m tests.mutations octavo/scheduling`.
 
 Each mutation changes one operator, constant or condition of a module, in a copy of the checkout. The tests of the short
-tier that import the module run, nearest first, until one fails or `--seconds` are over. A mutation that survives
-changes nothing that anybody can see, or a test is missing.
+tier that import the module run, nearest first, until one fails or they have used `--seconds` of a processor. A mutation
+that survives changes nothing that anybody can see, or a test is missing.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import argparse
 import ast
 import compileall
+import math
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +111,7 @@ def main() -> None:
     parser.add_argument("paths", nargs="+", type=Path)
     parser.add_argument("--number", type=int, default=100, help="of mutations, drawn from all that are possible")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=120, help="of tests for each mutation")
+    parser.add_argument("--seconds", type=float, default=120, help="of a processor for the tests of each mutation")
     args = parser.parse_args()
 
     files = [file for path in args.paths for file in (sorted((ROOT / path).rglob("*.py")) or [ROOT / path])]
@@ -139,27 +141,40 @@ def run_tests(copy: Path, tests: list[str], seconds: float) -> str:
 
     Files run in groups of 2, 4, 8 and so on: pytest imports all that it is given before it runs the first test.
     """
-    end = time.monotonic() + seconds
     begin, size = 0, 2
     while begin < len(tests):
-        how = run_group(copy, tests[begin : begin + size], end - time.monotonic())
+        before = process_seconds()
+        how = run_group(copy, tests[begin : begin + size], seconds)
+        seconds -= process_seconds() - before
         if how != "survived":
             return how
+        if seconds <= 0:
+            return "survived for want of time"
         begin, size = begin + size, size * 2
     return "survived"
 
 
+def process_seconds() -> float:
+    """Seconds of a processor that children which have ended took."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def run_group(copy: Path, tests: list[str], seconds: float) -> str:
     """How a mutation in the copy ended with some of its tests."""
+    limit = math.ceil(seconds)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     environ = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-    with subprocess.Popen(command, cwd=copy, env=environ, **pipes) as process:
+    bound = partial(resource.setrlimit, resource.RLIMIT_CPU, (limit, limit))
+    with subprocess.Popen(command, cwd=copy, env=environ, preexec_fn=bound, **pipes) as process:
         try:
-            output, _ = process.communicate(timeout=max(0.0, seconds))
+            output, _ = process.communicate(timeout=20 * limit)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             return "survived for want of time"
+    if process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return "survived for want of time"
     if process.returncode in (0, 5):
         return "survived"
     failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
