@@ -62,11 +62,13 @@ class Sequence:
     num_rejected_prediction_tokens: int = 0  # and rejected ones
     has_reported: bool = False  # its first output is made, which has the results of its prompt
     # Copies of values of the request that each step reads: by then the request is no longer in the processor's cache.
+    request_id: str = field(init=False)
     has_prediction: bool = field(init=False)
     max_tokens: int = field(init=False)  # prompt and output together
     num_result_positions: int = field(init=False)  # last tokens that have a result once all are computed
 
     def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
         self.has_prediction = bool(self.request.prediction)
         self.max_tokens = len(self.request.prompt.token_ids) + self.request.max_tokens
         pooling = self.request.pooling
@@ -159,7 +161,7 @@ class Sequence:
         """Return the output of new tokens for its request; the first one includes results of the prompt."""
         # By position: msgspec takes twice as long to match names, and this happens for every token.
         output = SequenceOutput(
-            self.request.request_id, self.index, token_ids, finish_reason, stop_reason, logprobs, None, 0,
+            self.request_id, self.index, token_ids, finish_reason, stop_reason, logprobs, None, 0,
             self.num_preemptions, 0.0, error,
         )  # fmt: skip
         if not self.has_reported:

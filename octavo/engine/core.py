@@ -223,7 +223,7 @@ class EngineCore:
         tower_running = self.cost.tower_running = self._takes_media and self.executor.makes_media()
         plan = self.scheduler.schedule()
         if plan.admissions and self.on_admission is not None:
-            self.on_admission([*{seq.request.request_id: None for seq in self.scheduler.queues.running}])
+            self.on_admission([*{seq.request_id: None for seq in self.scheduler.queues.running}])
         # If nothing can be planned, wait for a step in flight.
         num_ahead = max(0, len(self._in_flight) - 1)
         if plan.rows:

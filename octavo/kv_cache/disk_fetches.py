@@ -137,7 +137,7 @@ class DiskFetches:
         into the pools what has been read. Returns what the sequence does now."""
         if seq.host_blocks or (seq.beam_search is not None and seq.num_preemptions):  # beams wait for each other
             return "starts"
-        request_id = seq.request.request_id
+        request_id = seq.request_id
         if request_id not in self._by_request:
             self._by_request[request_id] = self._plan(seq)
         fetch = self._by_request[request_id]
@@ -151,7 +151,7 @@ class DiskFetches:
 
     def forget(self, seq: TokenSequence) -> None:
         """Forget the fetch of a sequence that has started or ended."""
-        if (fetch := self._by_request.pop(seq.request.request_id, None)) is not None:
+        if (fetch := self._by_request.pop(seq.request_id, None)) is not None:
             self._end(fetch)
 
     def wait(self, timeout_s: float) -> None:

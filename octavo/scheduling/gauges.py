@@ -31,7 +31,7 @@ def set_gauges(stats: EngineStats, queues: SequenceQueues, cache: KVCacheManager
 def progress_of(seq: Sequence, num_step_tokens: int) -> SequenceProgress:
     """Return how far a sequence is, of which the last step computed `num_step_tokens`."""
     return SequenceProgress(
-        request_id=seq.request.request_id,
+        request_id=seq.request_id,
         is_running=seq.row is not None,
         num_prompt_tokens=seq.num_prompt_tokens,
         num_computed_tokens=min(seq.num_computed_tokens, seq.num_prompt_tokens),

@@ -73,7 +73,7 @@ class FairTurns(Policy):
     def place(self, seq: Sequence) -> float:
         waiting = self._turns.setdefault(seq.request.client, {})
         last = waiting[next(reversed(waiting))] if waiting else 0
-        waiting[seq.request.request_id] = turn = max(self._present, last) + 1
+        waiting[seq.request_id] = turn = max(self._present, last) + 1
         return turn
 
     def started(self, seq: Sequence) -> None:
@@ -84,7 +84,7 @@ class FairTurns(Policy):
         """Forget a request that waited, so that its client's next request need not come after it."""
         client = seq.request.client
         if (waiting := self._turns.get(client)) is not None:
-            waiting.pop(seq.request.request_id, None)
+            waiting.pop(seq.request_id, None)
             if not waiting:
                 del self._turns[client]
 

@@ -42,11 +42,11 @@ class SequenceQueues:
 
     def siblings(self, seq: Sequence) -> list[Sequence]:
         """Return the sequences of its request that have not ended, itself included."""
-        return list(self.requests.get(seq.request.request_id, ()))
+        return list(self.requests.get(seq.request_id, ()))
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
-        self.requests.setdefault(seq.request.request_id, []).append(seq)
+        self.requests.setdefault(seq.request_id, []).append(seq)
         self._wait(seq)
 
     def start(self, seq: Sequence) -> None:
@@ -89,10 +89,10 @@ class SequenceQueues:
             self._leave_waiting(seq)
         else:
             self._return_row(seq)
-        siblings = self.requests[seq.request.request_id]
+        siblings = self.requests[seq.request_id]
         siblings.remove(seq)
         if not siblings:
-            del self.requests[seq.request.request_id]
+            del self.requests[seq.request_id]
         for call in self.on_end:
             call(seq)
 

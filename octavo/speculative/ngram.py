@@ -187,7 +187,7 @@ class PredictionProposer:
         prediction = seq.request.prediction
         if not state.follow(seq.token_ids, prediction):
             if state.prediction is None:
-                state.prediction = self._indexes.setdefault(seq.request.request_id, PlacesIndex(prediction))
+                state.prediction = self._indexes.setdefault(seq.request_id, PlacesIndex(prediction))
             begin = max(state.place, 0)
             output = seq.token_ids[-min(_RETURN_LENGTHS[0], seq.num_output_tokens) :]
             state.place, state.length = state.prediction.find_next(output, begin) or (begin, 0)
