@@ -16,6 +16,7 @@ _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 _ENCODER = json.JSONEncoder(default=str)
 _current_format = TEXT
+UNKNOWN_ROUTE = "(unknown route)"  # instead of a path that no route has, which may be any text of a client
 LINES_PER_SECOND = 5  # of a kind that any client can cause
 
 

@@ -280,6 +280,7 @@ class Supervisor:
         self.failure = error
         self._ready_event.set()
         self._failure_event.set()
-        if not isinstance(error, EngineStoppingError):
+        # Whoever waits for the first start raises its error.
+        if self.ready is not None and not isinstance(error, EngineStoppingError):
             logger.error("%s", error)
         self._on_core_ended(error)

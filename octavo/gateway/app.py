@@ -26,7 +26,7 @@ from octavo.gateway.ollama_routes import OllamaRoutes
 from octavo.gateway.page import STATS_PATH, Page, is_of_page
 from octavo.gateway.proxy import Proxy, ProxyRequest, WaitLimits, route_of
 from octavo.gateway.request_body import RequestBody, read_body
-from octavo.logs import LineLimit
+from octavo.logs import UNKNOWN_ROUTE, LineLimit
 from octavo.messages_errors import MESSAGES_PREFIX, VERSION_HEADER
 from octavo.ollama import GREETING
 from octavo.ollama import PREFIX as OLLAMA_PREFIX
@@ -158,7 +158,7 @@ class GatewayApp:
         if limit is not None and not limit.admits(time.monotonic()):
             return
         said = ", ".join(filter(None, (str(status), *names, request_id and f"request {request_id}")))
-        logger.info("%s %s is refused: %s", method, route_of(path) or "none", said)
+        logger.info("%s %s is refused: %s", method, route_of(path) or UNKNOWN_ROUTE, said)
 
     async def _find_key(self, scope: Scope) -> Key | None:
         """Return the client's key if it is in the store, else None. Raises `RequestError` for a client without any

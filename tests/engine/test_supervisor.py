@@ -112,7 +112,7 @@ def test_a_core_that_hangs_is_killed_and_an_idle_one_is_not(
 
 
 def test_a_core_that_hangs_while_it_loads_is_the_end_of_the_first_start(
-    with_engine: Callable[..., EngineMetrics], hang: Path
+    with_engine: Callable[..., EngineMetrics], hang: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     let_hang(hang)
 
@@ -123,6 +123,7 @@ def test_a_core_that_hangs_while_it_loads_is_the_end_of_the_first_start(
         assert engine._supervisor.core.process.wait() == -signal.SIGKILL
 
     assert with_engine(use, max_restarts=3, ready_timeout_s=0.3).num_restarts == 0
+    assert not caplog.messages, "who waits for the start reports its error"
 
 
 def test_a_core_that_hangs_while_it_starts_again_has_died_once_more(

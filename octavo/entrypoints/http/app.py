@@ -32,7 +32,7 @@ from octavo.entrypoints.http.server_state import ServerState
 from octavo.entrypoints.http.shared_counts import SharedCounts
 from octavo.entrypoints.http.streaming import SERVER_SEND
 from octavo.entrypoints.openai import chat_completions, completions, generate_route, lora_adapters, model_list, tokenize
-from octavo.logs import LineLimit
+from octavo.logs import UNKNOWN_ROUTE, LineLimit
 from octavo.metrics.http_metrics import HttpMetrics
 from octavo.metrics.load_report import load_report
 
@@ -187,8 +187,9 @@ class _App(Starlette):
             if is_line and (status not in _ANYBODYS_STATUSES or self.lines.admits(time.monotonic())):
                 said = [str(status), *scope[REFUSED_NAMES]]
                 fields = {"request_id": scope[HEADERS].request_id, "status": status}
+                shown = UNKNOWN_ROUTE if route == "none" else route
                 text = "%s: %s %s is refused: %s"
-                logger.info(text, fields["request_id"], scope["method"], route, ", ".join(said), extra=fields)
+                logger.info(text, fields["request_id"], scope["method"], shown, ", ".join(said), extra=fields)
 
     def _route(self, path: str) -> str:
         """Return the declared path of the route that answers `path`; "none" if there is no such route."""

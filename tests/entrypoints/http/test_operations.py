@@ -322,8 +322,8 @@ def test_a_refused_request_is_one_line_without_what_the_client_wrote(
         "r: POST /v1/completions is refused: 400, temperature",
         "r: POST /v1/completions is refused: 400, unknown_parameter",
         "r: GET /v1/responses/{response_id} is refused: 404, not_found",
-        "r: GET none is refused: 404",
-        "r: POST /v1/messages is refused: 400, messages",
+        "r: GET (unknown route) is refused: 404",
+        "r: POST /v1/messages is refused: 400, prompt, unknown_parameter",
         "r: POST /v1/responses is refused: 400, metadata",
         "r: POST /v1/responses is refused: 400, unknown_parameter",
     ]
