@@ -358,7 +358,10 @@ class Deployment:
 
     def _on_idle_end(self) -> None:
         if self.is_idle:
-            logger.info("%s: stops, as its keep_alive of %g s is over", self.name, self.keep_alive or 0.0)
+            if self._asked_keep_alive == 0:
+                logger.info("%s: stops, as a client has asked for it", self.name)
+            else:
+                logger.info("%s: stops, as its keep_alive of %g s is over", self.name, self.keep_alive or 0.0)
             self.begin_stop()
 
     async def _stop(self) -> None:

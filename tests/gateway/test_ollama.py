@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
 
+from octavo.entrypoints.cli.run import ps, stop
 from octavo.errors import OctavoError
 from octavo.gateway import octavo_commands, ollama_routes
 from octavo.gateway.catalogue import Catalogue, ModelEntry
@@ -382,6 +383,25 @@ def test_a_server_that_answers_nonsense_is_an_error_in_ollamas_form(clock: Clock
                 assert answer.status_code == 400 and "utf-8" in answer.json()["error"]
 
     clock.run(run())
+
+
+def test_octavo_ps_and_stop_say_what_runs_and_what_stops(
+    clock: Clock, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with gateway({"a": {"aliases": ["x"]}, "b": {}}) as gate:
+            at = ["--url", f"{gate.http.base_url}/v1"]
+            await gate.ask("a")
+            assert await asyncio.to_thread(ps, at) == 0
+            rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+            assert [(row[0], row[-1]) for row in rows] == [("a", "s"), ("b", "stopped")]
+            assert await asyncio.to_thread(stop, ["x", *at]) == 0
+            assert capsys.readouterr().out == "x stops, once its requests have ended.\n"
+            await until(lambda: gate.deployment("a").state == "stopped")
+
+    with caplog.at_level("INFO", "octavo.gateway"):
+        clock.run(run())
+    assert "a: stops, as a client has asked for it" in caplog.messages
 
 
 def test_models_are_loaded_kept_and_unloaded_as_clients_say(clock: Clock) -> None:

@@ -35,7 +35,9 @@ def make_run_parser(prog: str) -> FlagParser:
 
 
 def make_ps_parser(prog: str) -> FlagParser:
-    return add_server_flags(FlagParser(prog=prog, description="List the models that a server has loaded."))
+    return add_server_flags(
+        FlagParser(prog=prog, description="List the models that a server has loaded, and a gateway's others.")
+    )
 
 
 def make_stop_parser(prog: str) -> FlagParser:
@@ -78,13 +80,16 @@ def run(argv: Sequence[str] | None = None, *, prog: str = "octavo run") -> int:
 
 @command(make_ps_parser, "octavo ps")
 def ps(args: argparse.Namespace) -> None:
-    """Print the loaded models."""
+    """Print the loaded models, and a gateway's others with their state."""
     rows = [("NAME", "SIZE", "CONTEXT", "UNTIL")]
     for one in _ask(args, "GET", "/api/ps")["models"]:
         until = datetime.fromisoformat(one["expires_at"])
         left_s = round((until - datetime.now(UTC)).total_seconds())
         left = "stays" if until.year == 9999 else f"{left_s} s"
         rows.append((one["name"], size_text(one["size"]), str(one["context_length"] or ""), left))
+    for one in ApiClient(args, needs_model=False).ask("GET", "/models").get("data") or ():
+        if one.get("state", "ready") != "ready" and one["id"] == one.get("root"):  # else it is another name
+            rows.append((one["id"], "", "", one["state"]))
     print_table(rows)
 
 
@@ -92,6 +97,7 @@ def ps(args: argparse.Namespace) -> None:
 def stop(args: argparse.Namespace) -> None:
     """Unload a model."""
     _ask(args, "POST", "/api/generate", {"model": args.asked, "keep_alive": 0})
+    print(f"{args.asked} stops, once its requests have ended.")
 
 
 def _ask(args: argparse.Namespace, method: str, path: str, body: dict[str, Any] | None = None) -> Any:

@@ -56,7 +56,7 @@ def talk(args: argparse.Namespace) -> None:
         print(f"{client.model}. Ctrl-C stops an answer, Ctrl-D ends, /help has more.", file=sys.stderr)
     messages = _first_messages(args)
     for text in _texts(args):
-        if is_typed and (command := _COMMAND.fullmatch(text.rstrip())):
+        if args.quick is None and (command := _COMMAND.fullmatch(text.rstrip())):
             _run_typed_command(command["name"], command["file"], messages, args)
             continue
         messages.append({"role": "user", "content": text})

@@ -79,6 +79,13 @@ def test_pipes_get_answers_and_nothing_else(address: str, engine: FakeEngine) ->
         assert (asked.stdout, asked.stderr) == ("Hello there\nHello there\n", "")
 
 
+def test_commands_of_a_chat_come_from_pipes_too(address: str, engine: FakeEngine) -> None:
+    command = [sys.executable, "-m", "octavo.entrypoints.cli.main", "chat", "--url", address + "/v1"]
+    asked = subprocess.run(command, input="/help\n/foo\n /foo\n", capture_output=True, text=True, check=True)
+    assert asked.stdout == "Hello there\n" and len(engine.seen) == 1
+    assert "forget the conversation" in asked.stderr and "/foo is no command" in asked.stderr
+
+
 def test_a_terminal_shows_markdown_unless_it_is_told_not_to(address: str, engine: FakeEngine) -> None:
     engine.answer = "**Hello**\n\n- there"
     question = ("chat", "--url", address + "/v1", "-q", "Hi")
