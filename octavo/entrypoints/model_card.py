@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections import Counter
 from contextlib import suppress
 from datetime import UTC, datetime
 from math import prod
@@ -86,11 +87,21 @@ def _num_parameters(config: EngineConfig) -> int:
 def _quantization(checkpoint: Checkpoint, dtype: str) -> str:
     """Return the format of the weights, such as Q4_K_M, AWQ or BF16."""
     if checkpoint.format == "gguf":
-        return quantization_in(os.path.basename(checkpoint.path)) or "unknown"
+        return quantization_in(os.path.basename(checkpoint.path)) or _commonest_type(checkpoint.path)
     settings = checkpoint.config.get("quantization_config")
     if isinstance(settings, dict):
         return str(settings.get("quant_method") or "unknown").upper()
     return re.sub("float", "F", re.sub("bfloat", "BF", dtype))
+
+
+def _commonest_type(path: str) -> str:
+    """Return the type of most bytes of a GGUF file's tensors."""
+    from octavo.loading.gguf_file import read_gguf
+
+    num_bytes = Counter[str]()
+    for tensor in read_gguf(path, texts=False).tensors.values():
+        num_bytes[tensor.type.name] += tensor.num_bytes
+    return max(num_bytes, key=num_bytes.__getitem__, default="unknown")
 
 
 def _files(paths: list[str]) -> dict[str, Any]:

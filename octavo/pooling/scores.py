@@ -14,4 +14,4 @@ def similarity(query: NDArray[np.float32], document: NDArray[np.float32]) -> flo
     if query.ndim == 2:
         return float((query @ document.T).max(1).sum())
     one, other = (activated(x[None], "normalize")[0] for x in (query, document))
-    return float(one @ other)
+    return min(1.0, max(-1.0, float(one @ other)))  # rounding may leave the range

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from octavo.entrypoints import model_card
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint, is_default_model, resolve
 
@@ -226,3 +227,12 @@ def test_finding_a_model_on_disk_imports_nothing_heavy(file_format: str, hf_fold
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_type_of_most_weights_is_that_of_a_gguf_file_without_one_in_its_name(
+    tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", EMBEDDINGS)
+    assert model_card._quantization(resolve(str(path)), "float32") == "F32"
+    named = path.rename(tmp_path / "m-Q4_K_M.gguf")
+    assert model_card._quantization(resolve(str(named)), "float32") == "Q4_K_M"

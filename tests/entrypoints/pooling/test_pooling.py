@@ -7,10 +7,12 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from octavo.entrypoints.http.streaming import STARTED_AT_ONCE, merge
 from octavo.entrypoints.pooling.pooling_routes import _pool_all
+from octavo.pooling.scores import similarity
 from tests.entrypoints.fake_engine import FakeEngine
 
 
@@ -51,3 +53,9 @@ def test_many_requests_of_a_body_are_sent_to_the_engine_in_several_turns_of_the_
         assert await task == [-number for number in numbers]
 
     asyncio.run(main())
+
+
+def test_a_text_is_as_similar_to_itself_as_can_be_and_no_more() -> None:
+    vectors = np.random.default_rng(0).standard_normal((200, 64), np.float32)
+    found = [similarity(one, one) for one in vectors]
+    assert max(found) == 1 and min(similarity(one, -one) for one in vectors) == -1 and min(found) > 0.999
