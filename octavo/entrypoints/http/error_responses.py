@@ -51,7 +51,7 @@ _SUGGESTED_FIELDS = {
     "max_tokens": ("max_output_tokens",),
     "messages": ("input", "prompt"),
     "output_config": ("response_format", "text.format"),
-    "prompt": ("messages", "input"),
+    "prompt": ("input", "messages"),
     "prompt_token_ids": ("prompt, which takes token ids too",),
     "reasoning": ("reasoning_effort", "thinking"),
     "reasoning_effort": ("reasoning.effort", "output_config.effort"),

@@ -338,7 +338,9 @@ class CompletionRequest(GenerationRequest):
         if data.get("prompt_embeds"):
             is_empty = "prompt" in data and data["prompt"] in (None, "", [])
             return {name: value for name, value in data.items() if name != "prompt"} if is_empty else data
-        if "prompt" not in data:
+        if (
+            "prompt" not in data and not {"messages", "input"} & data.keys()
+        ):  # else the error names the other API's field
             raise RequestError("prompt is required.", param="prompt")
         return data
 
