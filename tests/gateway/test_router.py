@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 
@@ -94,8 +95,8 @@ def test_only_those_are_chosen_that_take_requests(states: list[str], seed: int) 
     router, fleet = Router(random.Random(seed)), replicas(len(states))
     for one, state in zip(fleet, states, strict=True):
         one.num_failed_checks = FAILED_CHECKS if state == "sick" else FAILED_CHECKS - 1
-        for _ in range(FAILURES_TO_OPEN if state == "broken" else 0):
-            one.breaker.fail()
+        if state == "broken":
+            one.breaker.num_failures, one.breaker.open_until = FAILURES_TO_OPEN, math.inf
         router.remember(one, [b"1"])
     tried = {one for one, state in zip(fleet, states, strict=True) if state == "tried"}
     for prefixes in ({}, {b"1": 9_000}):
