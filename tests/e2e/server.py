@@ -139,3 +139,13 @@ def running_gateway(folder: Path, models: dict[str, Any], *flags: str) -> Iterat
     file.write_text(json.dumps({"models": models}))
     with running_server(folder, "--catalogue", str(file), *flags, command=GATEWAY) as server:
         yield server
+
+
+def serve(*flags: str, **environment: str) -> tuple[int, str]:
+    """Exit status and standard error of a server that should not start."""
+    done = subprocess.run(
+        [sys.executable, "-m", "octavo.entrypoints.cli.main", "serve", "--port", "0", *flags],
+        capture_output=True, text=True, timeout=120, env={**os.environ, **environment},
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr + done.stdout
+    return done.returncode, done.stderr

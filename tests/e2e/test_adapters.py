@@ -15,7 +15,7 @@ from anthropic import Anthropic, NotFoundError
 
 from octavo import LLM, SamplingParams
 from octavo.lora.request import LoRARequest
-from tests.e2e.server import MODEL, Server, running_server
+from tests.e2e.server import MODEL, Server, running_server, serve
 from tests.lora.random_adapters import write_random_adapter
 
 pytestmark = pytest.mark.slow
@@ -197,3 +197,15 @@ def test_a_server_that_was_not_told_so_loads_nothing(root: Path, tmp_path: Path)
         answer = post(server, "load", lora_name="x", lora_path="a1")
         assert answer.status_code == 404
         assert "--enable-runtime-lora-updating" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("num_front_ends", ["1", "2"])
+def test_an_adapter_that_does_not_fit_is_found_at_the_start(tmp_path: Path, num_front_ends: str) -> None:
+    fits, fat = write_random_adapter(tmp_path / "fits", 0), write_random_adapter(tmp_path / "fat", 1, rank=32)
+    status, error = serve(
+        "--num-gpu-blocks-override", "64", "--max-model-len", "256", "--enable-lora",
+        "--api-server-count", num_front_ends, "--lora-modules", f"fits={fits}", f"fat={fat}",
+    )  # fmt: skip
+    assert status == 1
+    assert "--lora-modules fat: " in error
+    assert "has rank 32, and --max-lora-rank is 16" in error

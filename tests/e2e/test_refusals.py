@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from octavo.loading.checkpoint import resolve
-from tests.lora.random_adapters import write_random_adapter
-
-
-def serve(*flags: str, **environment: str) -> tuple[int, str]:
-    """Exit status and standard error of a server that should not start."""
-    done = subprocess.run(
-        [sys.executable, "-m", "octavo.entrypoints.cli.main", "serve", "--port", "0", *flags],
-        capture_output=True, text=True, timeout=120, env={**os.environ, **environment},
-    )  # fmt: skip
-    assert "Traceback" not in done.stderr + done.stdout
-    return done.returncode, done.stderr
+from tests.e2e.server import serve
 
 
 def write_config(folder: Path, **changes: object) -> Path:
@@ -94,18 +81,6 @@ def test_flags_that_cannot_be_honoured(flags: list[str], said: str) -> None:
     status, error = serve(*flags, CUDA_VISIBLE_DEVICES="")
     assert status in (1, 2)
     assert said in error
-
-
-@pytest.mark.parametrize("num_front_ends", ["1", "2"])
-def test_an_adapter_that_does_not_fit_is_found_at_the_start(tmp_path: Path, num_front_ends: str) -> None:
-    fits, fat = write_random_adapter(tmp_path / "fits", 0), write_random_adapter(tmp_path / "fat", 1, rank=32)
-    status, error = serve(
-        "--num-gpu-blocks-override", "64", "--max-model-len", "256", "--enable-lora",
-        "--api-server-count", num_front_ends, "--lora-modules", f"fits={fits}", f"fat={fat}",
-    )  # fmt: skip
-    assert status == 1
-    assert "--lora-modules fat: " in error
-    assert "has rank 32, and --max-lora-rank is 16" in error
 
 
 @pytest.mark.parametrize("flags", [["--tensor-parallel-size", "2"], ["--max-queue-len", "-1"]])
