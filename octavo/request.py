@@ -166,7 +166,7 @@ class SequenceOutput(msgspec.Struct, omit_defaults=True, gc=False):
     prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt positions 1.., once, with the first token
     num_cached_tokens: int = 0  # like the next but one, with the first token
     num_preemptions: int = 0
-    first_scheduled_time: float = 0.0  # time.monotonic
+    first_scheduled_time: float | None = None  # time.monotonic; with the first token
     error: str | None = None  # one line, when finish_reason is "error"
     error_status: int = 400  # the HTTP status for `error`
     error_param: str | None = None  # the field that `error` is about

@@ -162,7 +162,7 @@ class Sequence:
         # By position: msgspec takes twice as long to match names, and this happens for every token.
         output = SequenceOutput(
             self.request_id, self.index, token_ids, finish_reason, stop_reason, logprobs, None, 0,
-            self.num_preemptions, 0.0, error,
+            self.num_preemptions, None, error,
         )  # fmt: skip
         if not self.has_reported:
             self.has_reported = True

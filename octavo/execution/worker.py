@@ -390,8 +390,8 @@ class Worker:
         free = device.free_bytes() // size
         if wanted > free:
             raise ConfigError(
-                f"--kv-cache-memory-bytes asks for {wanted / _GIB:.2f} GiB, and {free / _GIB:.2f} GiB are free beside "
-                "the weights."
+                f"--kv-cache-memory-bytes asks for {wanted / _GIB:.2f} GiB, and {free / _GIB:.2f} GiB ({free} bytes) "
+                "are free beside the weights."
             )
         return Offer(wanted, f"--kv-cache-memory-bytes {wanted}")
 

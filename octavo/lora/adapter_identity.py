@@ -54,7 +54,7 @@ def find(path: str, download_dir: str | None = None, may_fetch: bool = False) ->
     """Return the files of the adapter in a folder or .gguf file; with `may_fetch`, also of a hub id, whose files are
     downloaded. Raises `LoadError`."""
     try:
-        place = Path(path).expanduser()
+        place = Path(os.path.abspath(Path(path).expanduser()))  # links stay: one to a hub's blob has the file's name
         is_file = place.is_file()
     except (OSError, RuntimeError) as e:  # a name that is too long, or a user that does not exist
         raise LoadError(f"there is no adapter at {path[:200]}: {getattr(e, 'strerror', None) or e}.") from None

@@ -336,7 +336,7 @@ class Scheduler:
             has_blocks = self.cache.share_prefix(seq, prefix, max_step_tokens)
         if not has_blocks:
             return 0
-        if prefix is not None and seq.num_uncounted_tokens is None:
+        if prefix is not None:
             self._count_prompt(seq, prefix.num_tokens)
         # 4. Allocate the blocks of the chunk.
         changed = self.cache.grow(seq, num_computed + num_tokens)
@@ -345,7 +345,10 @@ class Scheduler:
 
     def _count_prompt(self, seq: Sequence, num_cached_tokens: int) -> None:
         """Count a prompt's look-up and its cached tokens in the statistics, at its first admission. Its other tokens
-        are counted with the steps that compute them."""
+        are counted with the steps that compute them, or when a later admission finds them in the cache."""
+        if seq.num_uncounted_tokens is not None:
+            self._count_computed(seq, seq.num_uncounted_tokens - (seq.num_tokens - num_cached_tokens))
+            return
         seq.num_uncounted_tokens = seq.num_tokens - num_cached_tokens
         seq.num_cached_tokens = num_cached_tokens
         self._stats.num_prompt_tokens += num_cached_tokens
@@ -356,7 +359,7 @@ class Scheduler:
     def _count_computed(self, seq: Sequence, num_tokens: int) -> None:
         """Count tokens of a prompt in the statistics, as a step computes them; not again after a preemption."""
         assert seq.num_uncounted_tokens is not None
-        num_counted = min(num_tokens, seq.num_uncounted_tokens)
+        num_counted = max(0, min(num_tokens, seq.num_uncounted_tokens))
         seq.num_uncounted_tokens -= num_counted
         self._stats.num_prompt_tokens += num_counted
 

@@ -286,8 +286,8 @@ def test_who_waits_for_one_adapter_is_asked_about_once(monkeypatch: pytest.Monke
     asked: list[str] = []
     can_start = AdapterPool.can_start
     monkeypatch.setattr(AdapterPool, "can_start", lambda pool, name: asked.append(name) or can_start(pool, name))
-    may_start, walked = AdapterTurn.may_start, list[Any]()
-    monkeypatch.setattr(AdapterTurn, "may_start", lambda turn, seq: walked.append(seq) or may_start(turn, seq))
+    consider, walked = AdapterTurn.consider, list[Any]()
+    monkeypatch.setattr(AdapterTurn, "consider", lambda turn, seq: walked.append(seq) or consider(turn, seq))
     core.step()
     assert asked == ["2"] and len(walked) == 1
     for seq in core.scheduler.queues.waiting[:1]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import LoadError
-from octavo.lora.adapter_identity import parse_config, read, source
+from octavo.lora.adapter_identity import parse_config, read, refusal, source
 
 
 def write(folder: Path, config: str = "{}", weights: bytes = b"weights") -> None:
@@ -60,3 +60,16 @@ def test_files_that_are_empty_or_gone_are_named(tmp_path: Path) -> None:
     (tmp_path / "a" / "adapter_model.safetensors").unlink()
     with pytest.raises(LoadError, match=r"cannot read .*adapter_model.safetensors: No such file"):
         read(asked)
+
+
+@pytest.mark.parametrize("path", ["lora", "lora.gguf"])
+def test_a_refusal_has_no_path_of_the_server_and_is_whole_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    write(tmp_path / "lora")
+    (tmp_path / "lora.gguf").write_bytes(b"GGUF")
+    monkeypatch.chdir(tmp_path)
+    found = source("a", path)
+    error = LoadError(f"{found.weights}: tensor q_proj.lora_A and/or another does not fit.")
+    said = str(refusal("a", error, os.path.dirname(found.weights), "model"))
+    assert said == f"adapter 'a': {Path(found.weights).name}: tensor q_proj.lora_A and/or another does not fit."

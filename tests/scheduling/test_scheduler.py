@@ -284,6 +284,20 @@ def test_prompt_tokens_are_counted_with_the_steps_that_compute_them() -> None:
     assert s.take_stats().num_prompt_tokens == 0, "a preempted prompt is computed again and not counted again"
 
 
+def test_a_part_of_a_prompt_that_another_request_has_computed_meanwhile_is_counted_once() -> None:
+    s = scheduler(budget=16)
+    prompt = list(range(100, 160))
+    s.add(request("first", prompt, max_tokens=20))
+    s.add(request("second", [*prompt, *range(20)], max_tokens=20))
+    counted = []
+    for number in range(8):
+        if number == 4:
+            s._preempt(s.queues.running[-1])  # after 52 tokens; then it finds 60
+        step(s)
+        counted.append(s.take_stats().num_prompt_tokens)
+    assert counted == [16, 16, 16, 12 + 48 + 4, 8 + 15, 5, 0, 0]
+
+
 def test_a_cached_prefix_costs_neither_budget_nor_blocks() -> None:
     s = scheduler(num_blocks=6, budget=16)
     prompt = list(range(100, 113))
@@ -293,11 +307,13 @@ def test_a_cached_prefix_costs_neither_budget_nor_blocks() -> None:
     plan = s.schedule()
     assert [planned.num_tokens for planned in plan.rows] == [1, 2]
     _, first = s.update(plan, result_of(plan))
-    assert (first.request_id, first.num_cached_tokens) == ("b", 12) and first.first_scheduled_time > 0
+    assert (first.request_id, first.num_cached_tokens) == ("b", 12) and (first.first_scheduled_time or 0) > 0
     assert s.cache.pools[0].num_used == 5
     stats = s.take_stats()
     assert (stats.num_prefix_queries, stats.num_prefix_hits, stats.num_prompt_tokens) == (27, 12, 27)
-    assert not any(output.num_cached_tokens or output.first_scheduled_time for output in step(s)), "only the first has"
+    later = step(s)
+    assert not any(output.num_cached_tokens or output.first_scheduled_time for output in later), "only the first has"
+    assert b"first_scheduled_time" not in msgspec.msgpack.encode(later)
 
 
 def test_requests_without_stop_tokens_of_their_own_share_what_ends_them() -> None:

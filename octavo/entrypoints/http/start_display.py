@@ -90,7 +90,9 @@ class StartDisplay:
     @property
     def _is_open(self) -> bool:
         """Whether any host that reaches this one may send requests."""
-        return self._args.uds is None and self._sock.getsockname()[0] in _LOOPBACKS and not self._args.api_keys
+        args = self._args
+        is_closed = args.uds is not None or args.api_keys or args.ssl_ca_certs is not None
+        return not is_closed and self._sock.getsockname()[0] in _LOOPBACKS
 
     @property
     def _api(self) -> str:

@@ -78,7 +78,7 @@ def test_the_example_fits_what_is_served(
 @pytest.mark.parametrize(
     ("host", "options", "is_open"),
     [("0.0.0.0", {}, True), ("::", {}, True), ("0.0.0.0", {"api_key": ["k"]}, False), ("127.0.0.1", {}, False),
-     ("0.0.0.0", {"uds": "/run/o"}, False)],
+     ("0.0.0.0", {"uds": "/run/o"}, False), ("0.0.0.0", {"ssl_ca_certs": "clients.pem"}, False)],
 )  # fmt: skip
 def test_a_server_that_is_open_to_the_network_says_so_and_how_to_close_it(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str], host: str, options: dict[str, Any], is_open: bool
