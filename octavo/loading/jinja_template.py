@@ -293,7 +293,8 @@ def render_template(
                     for key, value in message.items()
                     if value is not None or (key == "content" and keeps_null_content)
                 }
-            )
+            ),
+            template,
         )
         for message in messages
     ]
@@ -376,10 +377,20 @@ def _mark_end(template: str, message: dict[str, Any], field: str) -> str:
     raise ValueError("the final message has no text to continue.")
 
 
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+@lru_cache(64)
+def _reads_reasoning(template: str) -> bool:
+    return re.search(r"\breasoning\b", template) is not None
+
+
+def _with_reasoning(message: dict[str, Any], template: str) -> dict[str, Any]:
+    """Return a message with its reasoning under each name that a template may read: those of transformers, and
+    `reasoning` if the template has the word."""
     for name in REASONING:
         if (reasoning := message.get(name)) is not None:
-            return {"thinking": reasoning, "reasoning": reasoning, **message, "reasoning_content": reasoning}
+            filled = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+            if _reads_reasoning(template):
+                filled.setdefault("reasoning", reasoning)
+            return filled
     return message
 
 

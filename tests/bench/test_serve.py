@@ -149,7 +149,7 @@ def test_a_key_is_sent(tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.Capt
     with serving(engine, disable_log_requests=True, api_key=["secret"]) as address:
         assert run(address, tmp_path, tiny_tokenizer, *flags, "--api-key", "secret")["completed"] == 2
         assert main(["--base-url", address, *flags, "--api-key", "wrong"]) == 1
-    assert "answered 401: Incorrect or missing API key" in capsys.readouterr().err
+    assert "/v1/completions wants an API key, or another one: --api-key" in capsys.readouterr().err
 
 
 @pytest.mark.long

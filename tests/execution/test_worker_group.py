@@ -245,10 +245,11 @@ def test_several_workers_say_where_their_bits_are_not_those_of_one(
 ) -> None:
     """And do not, where nothing was asked for or that was given up."""
     caplog.set_level("INFO", "octavo")
-    config_of(model, tensor_parallel_size=2)
-    config_of(model, tensor_parallel_size=3, hf_overrides=TWELVE, reproducible_parallel=False)
+    config = partial(config_of, model, generation_config="none")
+    config(tensor_parallel_size=2)
+    config(tensor_parallel_size=3, hf_overrides=TWELVE, reproducible_parallel=False)
     assert not caplog.messages
-    config_of(model, tensor_parallel_size=3, hf_overrides=TWELVE)
+    config(tensor_parallel_size=3, hf_overrides=TWELVE)
     assert caplog.messages == [
         "Answers are not to the bit those of another --tensor-parallel-size: the sizes for which sums are cut alike "
         "are 1, 2, 4."
