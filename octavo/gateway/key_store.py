@@ -79,7 +79,7 @@ class KeyDatabase(ABC):
 
     @abstractmethod
     async def find(self, digest: bytes) -> KeyRow | None:
-        """Return the key with a digest."""
+        """Return the key with a digest. Its usage may be given as none."""
 
     @abstractmethod
     async def get(self, key_id: str) -> KeyRow | None:

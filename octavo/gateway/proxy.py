@@ -35,6 +35,8 @@ MODEL_HEADER = b"x-octavo-model"  # names the model of a request without one in 
 SESSION_HEADER = b"x-session-id"
 _ADDRESS_HEADERS = frozenset({
     b"x-forwarded-for", b"forwarded", b"x-real-ip", b"x-client-ip", b"true-client-ip", b"cf-connecting-ip",
+    b"cf-connecting-ipv6", b"fly-client-ip", b"x-cluster-client-ip", b"x-envoy-external-address",
+    b"x-original-forwarded-for",
 })  # fmt: skip
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 _NOT_PASSED_ON = HOP_BY_HOP | {
@@ -363,8 +365,8 @@ class Proxy:
             others = _others(deployment, tried)
             is_whole = request.path in _GENERATING_PATHS and not request.body.streams
             is_cut_off = answer.header(CUT_OFF) and (answer.status >= 500 or is_whole)
-            may_wait = answer.status in _BUSY and time.monotonic() < client.waits_until
-            if (answer.status in _BUSY or is_cut_off) and (others or may_wait) and not is_only:
+            may_wait = answer.status in (*_BUSY, 502, 504) and time.monotonic() < client.waits_until
+            if (answer.status in _BUSY or is_cut_off or may_wait) and (others or may_wait) and not is_only:
                 if may_wait:
                     client.busy.add(replica)
                 if answer.status == 500:  # its engine has died, maybe of this request
@@ -446,7 +448,8 @@ class Proxy:
     async def until_ready(self, deployment: Deployment, client: Client) -> None:
         """Wait for a model, with comments for a client that streams. Raises `RequestError`."""
         retry_after_s = max(1, round(deployment.start_s))
-        is_admitted = time.monotonic() < client.waits_until  # a stream that has lost its replica
+        left_s = client.waits_until - time.monotonic()
+        is_admitted = left_s > 0  # a stream that has lost its replica
         if self._num_waiting >= self._limits.max_waiting and not is_admitted:
             raise RequestError(
                 f"{self._num_waiting} requests wait for models that are not loaded (--max-waiting); try again in "
@@ -455,7 +458,7 @@ class Proxy:
         self._num_waiting += 1
         begin = time.monotonic()
         try:
-            async with asyncio.timeout(self._limits.max_wait_s):
+            async with asyncio.timeout(left_s if is_admitted else self._limits.max_wait_s):
                 await self._with_comments(deployment.ready(), f"{deployment.name} is being loaded", client)
         except TimeoutError:
             what = "memory, which other models are using" if deployment.state == "waiting" else "its start"

@@ -36,6 +36,7 @@ _KEY = """
 SELECT id, settings, ifnull(sum(requests), 0), ifnull(sum(prompt_tokens), 0), ifnull(sum(completion_tokens), 0)
 FROM keys LEFT JOIN usage ON usage.key = id WHERE {} GROUP BY id ORDER BY keys.rowid
 """
+_FIND = "SELECT id, settings, 0, 0, 0 FROM keys WHERE digest = ?"  # each second for each key that is in use
 _HAS_NAME = "SELECT 1 FROM keys WHERE json_extract(settings, '$.name') = ? AND id <> ?"
 _OF_MINUTE = "SELECT requests, tokens FROM minutes WHERE key = ? AND minute = ?"
 _OF_DAY = "SELECT ifnull(sum(requests), 0), ifnull(sum(prompt_tokens + completion_tokens), 0) FROM usage " \
@@ -91,7 +92,7 @@ class SqliteKeys(KeyDatabase):
         return answers
 
     async def find(self, digest: bytes) -> KeyRow | None:
-        return next(iter(await self._rows(_KEY.format("digest = ?"), digest)), None)
+        return next(iter(await self._rows(_FIND, digest)), None)
 
     async def get(self, key_id: str) -> KeyRow | None:
         return next(iter(await self._rows(_KEY.format("id = ?"), key_id)), None)

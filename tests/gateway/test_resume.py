@@ -168,7 +168,7 @@ def test_a_stream_that_has_lost_its_replica_waits_for_busy_ones_and_not_for_ever
 
     async def be_busy_at_first(asked: Asked) -> None:
         if "resume" in asked.json and (not ends or len(busy) < 3):
-            busy.append(429 if len(busy) % 2 else 503)
+            busy.append((503, 429, 502)[len(busy) % 3])  # 502: of a proxy before the replica
             asked.reply(b'{"error": {"message": "busy"}}', busy[-1])
         else:
             await replica()(asked)

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from octavo.entrypoints.chat.tools.python_calls import is_python_name
-from octavo.entrypoints.chat.tools.text_rules import WRITTEN, text_rules
+from octavo.entrypoints.chat.tools.text_rules import WRITTEN, some_text_matches, text_rules
 from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import ToolSchemas
 from octavo.structured_output.grammar_builder import CallText, ParameterText, Spelling, TextRule, describes_object
@@ -195,7 +195,7 @@ def _parameters(
             if any(value_after in text or text != text.strip("\n") for text in texts):
                 return None
             found[name] = texts
-        elif (rules := _rules(one, schema)) is None:
+        elif (rules := _rules(one, schema)) is None or not some_text_matches(rules):
             return None
         else:
             found[name] = TextRule(rules, "null" in kinds)
@@ -236,6 +236,8 @@ def _rules(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -
             if len(parts) < 2:
                 stack += parts
                 continue
+            if name == "oneOf":  # a text may match several
+                return None
             found = [_rules(part, root, depth + 1) for part in parts] if depth < _MAX_DEPTH else [None]
             if all(rule == () for rule in found):
                 continue

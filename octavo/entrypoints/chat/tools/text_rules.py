@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from octavo.structured_output.lark import escaped
@@ -52,7 +54,7 @@ def text_rules(schema: Mapping[str, Any]) -> tuple[str, ...] | None:
             return None
         rules.append(f"({'|'.join(map(escaped, texts))})")
     least, most = schema.get("minLength", 0), schema.get("maxLength", _MAX_LENGTH)
-    if type(least) is not int or type(most) is not int or least < 0 or max(least, most) > _MAX_LENGTH:
+    if type(least) is not int or type(most) is not int or not 0 <= least <= most <= _MAX_LENGTH:
         return None
     if "minLength" in schema or "maxLength" in schema:
         rules.append(f"(.|\\n){{{least},{most if 'maxLength' in schema else ''}}}")
@@ -68,3 +70,12 @@ def text_rules(schema: Mapping[str, Any]) -> tuple[str, ...] | None:
     if None in expressions:
         return None
     return (*rules, *(one.replace("/", r"\/") for one in expressions if one is not None))
+
+
+@lru_cache(maxsize=1024)
+def some_text_matches(rules: tuple[str, ...]) -> bool:
+    """Return whether a text matches all of some expressions. A single one is taken to match some text."""
+    from llguidance import LLMatcher
+
+    schema = {"type": "string", "allOf": [{"pattern": f"^({rule})$"} for rule in rules]}
+    return len(rules) < 2 or not LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": schema}]}))

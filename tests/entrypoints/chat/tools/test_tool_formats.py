@@ -370,6 +370,9 @@ def test_a_schema_that_texts_cannot_be_told_by_has_no_native_spelling() -> None:
         {**TEXT, "pattern": "a$b"}, {**TEXT, "not": {"const": "a"}}, {**TEXT, "format": "duration"},
         {**TEXT, "maxLength": 1 << 20}, {"allOf": [{"type": ["string", "null"], "enum": ["a"]}]},
         {"anyOf": [{**TEXT, "minLength": 2, "pattern": "a"}, {**TEXT, "const": "b"}]},
+        {**TEXT, "format": "date", "pattern": "^x"}, {**TEXT, "format": "uuid", "maxLength": 4},
+        {**TEXT, "pattern": "^[a-z]{5}$", "maxLength": 4}, {**TEXT, "minLength": 5, "maxLength": 3},
+        {"oneOf": [{**TEXT, "minLength": 1}, {**TEXT, "maxLength": 5}]},
     ):  # fmt: skip
         schema = {"type": "object", "properties": {"a": one}, "$defs": {"T": {"type": "string"}}}
         assert spelling(form, {"f": schema}) is None
