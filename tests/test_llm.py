@@ -16,7 +16,8 @@ from octavo import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS
 from octavo.errors import ConfigError, RequestError
 from octavo.sampling_params import GuidedDecodingParams
-from octavo.structured_output.grammar_builder import ReasoningMarks, ThinkingBudget, WantedGrammar
+from octavo.structured_output.answer_parts import ReasoningMarks, ThinkingBudget
+from octavo.structured_output.grammar_builder import WantedGrammar
 from octavo.v1.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
 
 

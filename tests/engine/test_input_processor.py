@@ -23,7 +23,8 @@ from octavo.kv_cache.block_hashes import HASH_BYTES, prompt_hashes
 from octavo.loading.checkpoint import Checkpoint
 from octavo.request import Prompt
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
-from octavo.structured_output.grammar_builder import CallText, Spelling, ToolCalls, WantedGrammar
+from octavo.structured_output.answer_parts import CallText, Spelling, ToolCalls
+from octavo.structured_output.grammar_builder import WantedGrammar
 
 MAX_LEN = 20
 VOCAB_SIZE = 49152

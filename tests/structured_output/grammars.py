@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.errors import RequestError
+from octavo.structured_output.answer_parts import ToolCalls
 from octavo.structured_output.grammar_builder import (
     StructuredOutputsParams,
-    ToolCalls,
     WantedGrammar,
     _problem,
     make_checked_grammar,

@@ -11,7 +11,7 @@ import pytest
 
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
-from octavo.structured_output.grammar_builder import CallText, ParameterText, ReasoningMarks, Spelling, ToolCalls
+from octavo.structured_output.answer_parts import CallText, ParameterText, ReasoningMarks, Spelling, ToolCalls
 from tests.structured_output.grammars import make_grammar
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

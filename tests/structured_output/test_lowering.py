@@ -21,7 +21,8 @@ from jsonschema.validators import validator_for
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output import grammar_builder, schema_keywords
-from octavo.structured_output.grammar_builder import ReasoningMarks, WantedGrammar, make_checked_grammar
+from octavo.structured_output.answer_parts import ReasoningMarks
+from octavo.structured_output.grammar_builder import WantedGrammar, make_checked_grammar
 from octavo.structured_output.schema_formats import has_format
 from octavo.structured_output.schema_keywords import SchemaError
 from octavo.structured_output.schema_lowering import lower

@@ -14,7 +14,8 @@ from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output import grammar_builder
 from octavo.structured_output import trial as trial_module
-from octavo.structured_output.grammar_builder import MAX_PIECE_CHARACTERS, CallText, Spelling, ToolCalls
+from octavo.structured_output.answer_parts import CallText, Spelling, ToolCalls
+from octavo.structured_output.grammar_builder import MAX_PIECE_CHARACTERS
 from octavo.structured_output.trial import GrammarTrial, TrialFailed
 from tests.schemas import chained_schema
 from tests.structured_output.grammars import check_grammar, make_grammar

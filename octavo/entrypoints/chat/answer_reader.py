@@ -24,7 +24,8 @@ from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.entrypoints.openai.tool_choice import NamedToolChoice
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.structured_output.grammar_builder import ReasoningMarks, Spelling, ThinkingBudget, ToolCalls, WantedGrammar
+from octavo.structured_output.answer_parts import ReasoningMarks, Spelling, ThinkingBudget, ToolCalls
+from octavo.structured_output.grammar_builder import WantedGrammar
 
 
 @dataclass(frozen=True, slots=True)

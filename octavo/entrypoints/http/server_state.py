@@ -33,7 +33,8 @@ from octavo.metrics.http_metrics import HttpMetrics
 from octavo.outputs import RequestOutput
 from octavo.request import MAX_CACHE_TTL_S, AdapterSource, EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
-from octavo.structured_output.grammar_builder import ThinkingBudget, WantedGrammar
+from octavo.structured_output.answer_parts import ThinkingBudget
+from octavo.structured_output.grammar_builder import WantedGrammar
 from octavo.tracing import Tracer
 from octavo.version import __version__
 

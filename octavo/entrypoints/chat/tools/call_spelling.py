@@ -12,7 +12,8 @@ from octavo.entrypoints.chat.tools.python_calls import is_python_name
 from octavo.entrypoints.chat.tools.text_rules import WRITTEN, some_text_matches, text_rules
 from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import ToolSchemas
-from octavo.structured_output.grammar_builder import CallText, ParameterText, Spelling, TextRule, describes_object
+from octavo.structured_output.answer_parts import CallText, ParameterText, Spelling, TextRule
+from octavo.structured_output.grammar_builder import describes_object
 from octavo.structured_output.schema_keywords import SILENT
 
 # Keywords that limit the texts of a schema; others are notes, or concern other types.

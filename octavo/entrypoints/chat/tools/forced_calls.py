@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from octavo.call_arguments import without_open_escape
 from octavo.entrypoints.chat.tools.tool_parser import Call, JsonScanner, Piece
-from octavo.structured_output.grammar_builder import Spelling
+from octavo.structured_output.answer_parts import Spelling
 
 
 class ForcedCallsReader:

@@ -27,7 +27,8 @@ from octavo.entrypoints.chat.tools.tool_parser import Call, ToolParser
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.structured_output.grammar_builder import ReasoningMarks, ToolCalls, WantedGrammar, make_checked_grammar
+from octavo.structured_output.answer_parts import ReasoningMarks, ToolCalls
+from octavo.structured_output.grammar_builder import WantedGrammar, make_checked_grammar
 from octavo.structured_output.schema_formats import has_format
 from tests.entrypoints.chat.tools.written import TOOLS, write
 from tests.structured_output.corpus import random_answer

@@ -1,0 +1,121 @@
+"""The texts around the calls and the reasoning of an answer. `grammar_builder` makes grammars from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterText:
+    """The texts around a parameter's key and its value, which is plain text or JSON. `{key}` in `after_value` is the
+    key again."""
+
+    before_key: str
+    after_key_of_text: str
+    after_key_of_json: str
+    after_value: str
+    separator: str = ""
+
+    @property
+    def says_types(self) -> bool:
+        """Return whether the text before a value says if it is a text."""
+        return self.after_key_of_text != self.after_key_of_json
+
+
+@dataclass(frozen=True, slots=True)
+class TextRule:
+    """Regular expressions that a whole text must match. With `or_null` the text may also be `null`."""
+
+    expressions: tuple[str, ...] = ()
+    or_null: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallText:
+    """The texts around a function's arguments. The arguments are one JSON object, or separate parameters (`parameter`),
+    or any text (`free`)."""
+
+    before: str
+    after: str
+    parameter: ParameterText | None = None
+    # By name the kind of value: a text that follows a rule, a list of allowed texts, or None for JSON.
+    parameters: Mapping[str, list[str] | TextRule | None] = field(default_factory=dict)
+    free: str | None = None  # a regular expression for free arguments; "" is any text up to `after`
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """How calls are written: `open call separator call close`, with the texts of each call by function name."""
+
+    open: str
+    close: str
+    separator: str
+    calls: Mapping[str, CallText]
+    # Only for calls that are plain JSON objects: the keys of the name and of the arguments.
+    keys: tuple[str, str] | None = None
+
+    @property
+    def has_json_arguments(self) -> bool:
+        return all(call.parameter is None and call.free is None for call in self.calls.values())
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return every text that may contain special tokens which must be shown."""
+        texts = [self.open, self.close, self.separator]
+        return (*texts, *(text for call in self.calls.values() for text in (call.before, call.after)))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCalls:
+    """An answer that calls functions, in one spelling. The model chooses the layout of argument values only."""
+
+    schemas: Mapping[str, Mapping[str, Any]]  # schemas of the functions' arguments, by name
+    spelling: Spelling
+    is_parallel: bool = True  # more than one call is allowed
+    # None: there must be calls. Otherwise calls are optional, and these are the marks that only calls begin with; () if
+    # calls make up the whole answer.
+    marks: tuple[str, ...] | None = None
+
+    @property
+    def heads(self) -> dict[str, str]:
+        """Return, by function, the beginning of an answer that calls this function first."""
+        return {name: self.spelling.open + call.before for name, call in self.spelling.calls.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """The texts around the reasoning at the beginning of an answer."""
+
+    start: str | None  # None if the answer begins inside of the reasoning
+    end: str
+    is_optional: bool
+    answer_start: str = ""  # texts around the content after the reasoning
+    answer_end: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """The most tokens of the reasoning at the beginning of an answer; after them only the token `end` is allowed."""
+
+    num_tokens: int
+    start: int | None  # None if the answer begins inside of the reasoning
+    end: int
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+
+    @property
+    def rule(self) -> str:
+        """Return the rule `thought`: the reasoning up to its end. It counts tokens, whatever their texts are."""
+        counted = f"token{{0,{self.num_tokens}}} " if self.num_tokens else ""
+        return f"thought: {counted}<[{self.end}]>\ntoken: {self.tokens_but(self.end)}"
+
+    def tokens_but(self, *others: int) -> str:
+        """Return an expression for every token except `others` and those that end an answer."""
+        ranges, begin = [], 0
+        for token in sorted({*others, *self.eos_token_ids, self.vocab_size}):
+            if begin < token <= self.vocab_size:
+                ranges.append(f"{begin}-{token - 1}")
+            begin = token + 1
+        return f"<[{','.join(ranges)}]>"
