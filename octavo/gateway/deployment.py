@@ -31,6 +31,7 @@ Launch = Callable[[str, ModelEntry], Awaitable[RunningServer]]
 State = Literal["stopped", "waiting", "starting", "ready", "stopping"]
 DISCOVERY_WAIT_S = 5.0  # for the first addresses of replicas
 HANG_TIMEOUT_S = 60.0  # without an answer to health checks: then a server is killed
+LAST_CHECK_S = 5.0  # at least, for the check after which it is killed
 SETTLE_S = 1.0  # a process that was killed hangs up before the system says that it has ended
 MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0  # between starts that fail
 

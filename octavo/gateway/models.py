@@ -10,7 +10,7 @@ import msgspec
 
 from octavo.errors import RequestError
 from octavo.gateway.catalogue import Catalogue, ModelEntry, check_memory
-from octavo.gateway.deployment import Deployment, Launch
+from octavo.gateway.deployment import HANG_TIMEOUT_S, LAST_CHECK_S, Deployment, Launch
 from octavo.gateway.memory_budget import MemoryBudget
 from octavo.gateway.replica import Replica
 
@@ -168,6 +168,8 @@ class Models:
 
     async def _check(self, replica: Replica, timeout_s: float) -> None:
         was_healthy = replica.is_healthy
+        if replica.is_silent(HANG_TIMEOUT_S - LAST_CHECK_S):  # a busy server may be too slow for a short interval
+            timeout_s = max(timeout_s, LAST_CHECK_S)
         await replica.check_health(timeout_s)
         if replica.is_healthy != was_healthy:
             state = "is healthy again" if replica.is_healthy else f"gets no requests: {replica.problem}"

@@ -77,6 +77,7 @@ class FakeServer:
     address: str = ""
     is_stopped: bool = False
     hangs: bool = False  # takes connections and answers none
+    health_after_s: float = 0.0
 
     async def start(self) -> FakeServer:
         """Listen at the address, or without one at any port."""
@@ -116,6 +117,7 @@ class FakeServer:
                     await reader.read()
                     return
                 if target == "/health":
+                    await waiting.virtual_sleep(self.health_after_s)
                     asked.reply(b"", self.health)
                     continue
                 self.asked.append(asked)

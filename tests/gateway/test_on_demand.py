@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from octavo.gateway.catalogue import ModelEntry
-from octavo.gateway.deployment import HANG_TIMEOUT_S
+from octavo.gateway.deployment import HANG_TIMEOUT_S, LAST_CHECK_S
 from tests.gateway.fakes import Asked, FakeLaunch, FakeServer, gateway, until
 from tests.waiting import Clock, virtual_sleep
 
@@ -249,6 +249,22 @@ def test_a_replica_that_hangs_is_ended_and_started_again(
 
     clock.run(run())
     assert "hangs and is killed: GET /health had no answer within 5 s" in caplog.text
+
+
+@pytest.mark.parametrize("answers_after_s", [2.0, 8.0])
+def test_a_server_that_is_slower_than_the_interval_is_killed_only_if_it_takes_too_long(
+    clock: Clock, answers_after_s: float
+) -> None:
+    async def run() -> None:
+        async with gateway({"a": {"keep_alive": None}}, health_interval=1.0) as gate:
+            await gate.ask()
+            slow = gate.launch.last("a")
+            slow.health_after_s = answers_after_s
+            begin = clock.now()
+            await until(lambda: slow.exited.done() or clock.now() - begin > 3 * HANG_TIMEOUT_S)
+            assert slow.exited.done() == (answers_after_s > LAST_CHECK_S)
+
+    clock.run(run())
 
 
 def test_a_replica_that_hangs_lets_a_model_that_has_left_the_catalogue_end(clock: Clock, tmp_path: Path) -> None:

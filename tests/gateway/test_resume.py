@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +23,27 @@ SCRIPT: list[tuple[bytes, list[int]]] = [
 WHOLE = b"".join(events + b"\n\n" for events, _ in SCRIPT if events)
 
 
+def begin(asked: Asked, data: bytes = b"") -> None:
+    """Begin a stream that may be continued elsewhere."""
+    asked.head(content_type="text/event-stream", transfer_encoding="chunked", x_octavo_resumable=json.dumps(ABOUT))
+    if data:
+        asked.piece(data)
+
+
+def lost_at(event: asyncio.Event, lose: Callable[[Asked], None]) -> Behave:
+    """A server that continues streams, and loses one that it has begun, by `lose`, when `event` is set."""
+
+    async def behave(asked: Asked) -> None:
+        if "resume" in asked.json:
+            await replica()(asked)
+            return
+        begin(asked, SCRIPT[0][0] + b"\n\n: tokens [1]\n\n")
+        await event.wait()
+        lose(asked)
+
+    return behave
+
+
 def replica(dies_after: int | None = None, cut: int = 0) -> Behave:
     """A server that dies after so many entries of the script, and `cut` bytes of the next one."""
 
@@ -30,7 +52,7 @@ def replica(dies_after: int | None = None, cut: int = 0) -> Behave:
             asked.reply(b'{"kept": true}')
             return
         assert asked.headers["x-octavo-resumable"] == "1"
-        asked.head(content_type="text/event-stream", transfer_encoding="chunked", x_octavo_resumable=json.dumps(ABOUT))
+        begin(asked)
         resume = asked.json.get("resume", {"tokens": []})
         data = b""
         for number, (events, tokens) in enumerate(SCRIPT):
@@ -78,7 +100,7 @@ def test_no_byte_is_lost_and_none_comes_twice(clock: Clock, dies_after: int, cut
 
 def test_a_prompt_whose_tokens_only_its_replica_knows_goes_with_the_stream(clock: Clock) -> None:
     async def behave(asked: Asked) -> None:
-        asked.head(content_type="text/event-stream", transfer_encoding="chunked", x_octavo_resumable=json.dumps(ABOUT))
+        begin(asked)
         if "resume" in asked.json:
             assert asked.json["resume"] == {**ABOUT, "tokens": [[1]], "prompt": [7, 8]}
             asked.piece(b'data: {"b": 2}\n\ndata: [DONE]\n\n')
@@ -110,8 +132,7 @@ def test_a_stream_that_a_replica_gives_up_goes_on_elsewhere_or_ends_as_it_says(c
     end = b'data: {"finish_reason": "abort"}\n\ndata: [DONE]\n\n'
 
     async def give_up(asked: Asked) -> None:
-        asked.head(content_type="text/event-stream", transfer_encoding="chunked", x_octavo_resumable=json.dumps(ABOUT))
-        asked.piece(SCRIPT[0][0] + b"\n\n: tokens [1]\n\n" + SCRIPT[1][0] + b"\n\n: given up\n\n" + end)
+        begin(asked, SCRIPT[0][0] + b"\n\n: tokens [1]\n\n" + SCRIPT[1][0] + b"\n\n: given up\n\n" + end)
         asked.piece(b"")
 
     async def run() -> None:
@@ -128,8 +149,7 @@ def test_a_stream_that_a_replica_gives_up_goes_on_elsewhere_or_ends_as_it_says(c
 
 def test_no_half_event_is_sent_of_a_replica_that_dies_after_it_has_given_a_stream_up(clock: Clock) -> None:
     async def give_up_and_die(asked: Asked) -> None:
-        asked.head(content_type="text/event-stream", transfer_encoding="chunked", x_octavo_resumable=json.dumps(ABOUT))
-        asked.piece(b'data: 1\n\n: tokens [1]\n\n: given up\n\ndata: {"half')
+        begin(asked, b'data: 1\n\n: tokens [1]\n\n: given up\n\ndata: {"half')
         await asked.writer.drain()
         asked.die()
 
@@ -225,19 +245,13 @@ def test_a_stream_whose_only_replica_dies_goes_on_there_when_it_is_back(clock: C
 
 
 def test_a_stream_whose_replicas_start_again_waits_for_them_though_a_start_fails(clock: Clock) -> None:
-    async def behave(asked: Asked) -> None:
-        if "resume" in asked.json:
-            await replica()(asked)
-            return
-        asked.head(content_type="text/event-stream", transfer_encoding="chunked", x_octavo_resumable=json.dumps(ABOUT))
-        asked.piece(SCRIPT[0][0] + b"\n\n: tokens [1]\n\n")
-        await has_begun.wait()
+    def lose(asked: Asked) -> None:
         launch.error = "the memory is not free yet"
         for server in launch.servers["a"]:
             server.die()
 
     has_begun = asyncio.Event()
-    launch = FakeLaunch(behave)
+    launch = FakeLaunch(lost_at(has_begun, lose))
 
     async def run() -> None:
         async with gateway({"a": {"replicas": 2}}, launch) as gate:
@@ -307,18 +321,12 @@ def test_a_model_whose_only_replica_dies_is_started_again_for_its_streams(clock:
 
 
 def test_streams_that_have_lost_their_replica_are_not_refused_as_too_many_wait(clock: Clock) -> None:
-    async def behave(asked: Asked) -> None:
-        if "resume" in asked.json:
-            await replica()(asked)
-            return
-        asked.head(content_type="text/event-stream", transfer_encoding="chunked", x_octavo_resumable=json.dumps(ABOUT))
-        asked.piece(SCRIPT[0][0] + b"\n\n: tokens [1]\n\n")
-        await lose.wait()
+    def lose(asked: Asked) -> None:
         asked.die()
         launch.last("a").die()
 
-    lose = asyncio.Event()
-    launch = FakeLaunch(behave)
+    are_lost = asyncio.Event()
+    launch = FakeLaunch(lost_at(are_lost, lose))
 
     async def run() -> None:
         async with gateway({"a": {}}, launch, max_waiting=1) as gate:
@@ -326,7 +334,7 @@ def test_streams_that_have_lost_their_replica_are_not_refused_as_too_many_wait(c
             await until(lambda: launch.servers and launch.last("a").asked)
             second = asyncio.ensure_future(gate.ask(stream=True))
             await until(lambda: len(launch.last("a").asked) == 2)
-            lose.set()
+            are_lost.set()
             for one in (first, second):
                 assert (await one).content == WHOLE
 
@@ -338,8 +346,7 @@ def test_a_stream_of_a_replica_that_hangs_goes_on_at_the_one_that_takes_its_plac
         if len(launch.begun) > 1:
             await replica()(asked)
             return
-        asked.head(content_type="text/event-stream", transfer_encoding="chunked", x_octavo_resumable=json.dumps(ABOUT))
-        asked.piece(SCRIPT[0][0] + b"\n\n: tokens [1]\n\n")
+        begin(asked, SCRIPT[0][0] + b"\n\n: tokens [1]\n\n")
         launch.last("a").hangs = True
         await asked.reader.read()
 
@@ -414,13 +421,12 @@ def test_a_replica_that_cannot_go_on_says_why(clock: Clock) -> None:
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_response_begins_before_its_first_token(clock: Clock, is_lost: bool) -> None:
-    begin = b'event: response.created\ndata: {"n": 0}\n\nevent: response.in_progress\ndata: {"n": 1}\n\n'
+    first = b'event: response.created\ndata: {"n": 0}\n\nevent: response.in_progress\ndata: {"n": 1}\n\n'
     end = b'event: response.completed\ndata: {"n": 3}\n\n'
     has_begun = asyncio.Event()
 
     async def behave(asked: Asked) -> None:
-        asked.head(content_type="text/event-stream", transfer_encoding="chunked", x_octavo_resumable=json.dumps(ABOUT))
-        asked.piece(begin)
+        begin(asked, first)
         await asked.writer.drain()
         if "resume" in asked.json:
             assert asked.json["resume"] == {**ABOUT, "tokens": []}
@@ -439,9 +445,9 @@ def test_a_response_begins_before_its_first_token(clock: Clock, is_lost: bool) -
                 found = b""
                 async for piece in answer.aiter_raw():
                     found += piece
-                    if found == begin:
+                    if found == first:
                         has_begun.set()
-            assert found == begin + b'event: response.delta\ndata: {"n": 2}\n\n' + end
+            assert found == first + b'event: response.delta\ndata: {"n": 2}\n\n' + end
 
     clock.run(run())
 

@@ -97,6 +97,7 @@ def _python_name(found: re.Match[str], names: dict[str, str]) -> str:
     name = found[0]
     parts = name.split(".") if found[1] == "(" else [name]  # only functions may have a path
     is_name = all(part.isidentifier() and not keyword.iskeyword(part) for part in parts)
+    is_name &= re.fullmatch(_STAND_IN.format(r"\d+"), name) is None  # else it would stand for another one
     return name if is_name else names.setdefault(name, _STAND_IN.format(len(names)))
 
 

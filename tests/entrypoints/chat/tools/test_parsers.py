@@ -153,9 +153,9 @@ GOOD: list[tuple[str, str, str | None, list[Any]]] = [
     # It does not have the names of many tools and arguments.
     (
         "lfm2",
-        "<|tool_call_start|>[read-file(file-path=\"a-b(c)\", $top=01), a.b-01(a.b='it's')]<|tool_call_end|>",
+        "<|tool_call_start|>[read-file(file-path=\"a-b(c)\", $top=01, name_0_=2), a.b-01(a.b='it's')]<|tool_call_end|>",
         None,
-        [("read-file", {"file-path": "a-b(c)", "$top": 1}), ("a.b-01", {"a.b": "it's"})],
+        [("read-file", {"file-path": "a-b(c)", "$top": 1, "name_0_": 2}), ("a.b-01", {"a.b": "it's"})],
     ),
     ("pythonic", '[resolve-library-id(q="a"), 21st_f()]', None, [("resolve-library-id", {"q": "a"}), ("21st_f", {})]),
     ("pythonic", "[now(a=1-b)]", "[now(a=1-b)]", []),
