@@ -50,6 +50,7 @@ class BatchJob:
         self._state = state
         self._store = state.store
         self.batch = batch
+        self._writing = asyncio.Lock()
 
     async def run(self) -> None:
         """Answer the remaining lines, and store the batch's final status."""
@@ -155,7 +156,7 @@ class BatchJob:
             return database.chunk_numbers(batch["output_file_id"]), database.chunk_numbers(batch["error_file_id"])
 
         completed, failed = await self._store.run(answered)
-        # An interrupted try may have counted answers that it did not store.
+        # An interrupted try may have stored an answer that it did not count.
         batch["request_counts"] |= {"completed": len(completed), "failed": len(failed)}
         return {*completed, *failed}
 
@@ -190,15 +191,17 @@ class BatchJob:
         if self._state.is_stopping and is_good:
             raise BatchStopped("the server is stopping")  # the answer may be incomplete
         batch, count = self.batch, "completed" if is_good else "failed"
-        batch["request_counts"][count] += 1
         file_id = batch["output_file_id" if is_good else "error_file_id"]
 
         def write(database: Database) -> None:
             stored_files.find(database, FILE, file_id)  # raises if the file was deleted; its lines would have no owner
             database.add_chunks(file_id, [(number, line)])
-            stored_files.write(database, BATCH, batch, is_owned=True)
+            stored_files.write(database, BATCH, {**batch, "request_counts": counts}, is_owned=True)
 
-        await self._store_surely(write)
+        async with self._writing:  # one at a time, so that clients see no answer counted that is not stored
+            counts = {**batch["request_counts"], count: batch["request_counts"][count] + 1}
+            await self._store_surely(write)
+            batch["request_counts"] = counts
 
     async def _end(self, status: str) -> None:
         batch = self.batch

@@ -49,11 +49,12 @@ def test_a_batch_that_the_engine_refuses_goes_on_later_and_can_be_cancelled(
 def test_a_batch_waits_for_a_store_that_fails(
     client: openai.OpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    """And no line is answered twice."""
-    waits, works, puts = list[float](), getattr(Database, failing), list[str]()
+    """And no line is answered twice, or counted before its answer is stored."""
+    waits, works, puts, counted = list[float](), getattr(Database, failing), list[str](), list[int]()
 
     async def wait(job: batch_job.BatchJob, seconds: float) -> None:
         waits.append(seconds)
+        counted.append(job.batch["request_counts"]["completed"])
 
     def work(database: Database, *args: Any, **options: Any) -> Any:
         if failing == "put":
@@ -70,6 +71,7 @@ def test_a_batch_waits_for_a_store_that_fails(
     counts = client.batches.retrieve(batch.id).request_counts
     assert counts is not None and (counts.total, counts.completed, counts.failed) == (1, 1, 0)
     assert waits == [batch_job.RETRY_S] * 3 and len(engine.seen) == 1
+    assert counted == [failing == "num_chunk_bytes"] * 3, "only at the end is the answer stored"
 
 
 def test_an_end_that_is_stored_at_the_second_try_leaves_no_empty_file(
