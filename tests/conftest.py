@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import os
+import signal
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -33,6 +34,11 @@ os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 # interpreter.
 if why_not_cuda():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell that starts the tests in the background has them ignore these signals, and so would all processes that they
+# start: PgBouncer would not end.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 # Hypothesis draws the same examples in every run, and no example has to be fast.
 with contextlib.suppress(ImportError):
