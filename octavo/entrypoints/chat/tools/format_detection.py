@@ -59,6 +59,8 @@ _OF_MODEL_TYPES = {"gpt_oss": "openai", "llama4": "llama4_pythonic", "llama": "l
 _INSTRUCTIONS = (
     ('{"name": function name, "parameters":', "llama3_json"), ("[func_name1(param", "pythonic"),
     ("<function_calls>", "olmo3"), ("```tool_code", "gemma3"), ("functools[", "phi4_mini_json"),
+    # LFM2's and LFM2.5's templates only list the tools.
+    ("<|tool_list_start|>", "lfm2"), ("List of tools: [", "lfm2"),
 )  # fmt: skip
 # Marks that end a turn without being special tokens.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>", "<|end|>",

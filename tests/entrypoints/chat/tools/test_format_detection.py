@@ -422,6 +422,10 @@ def test_templates_that_write_no_calls_are_known_by_words_tokens_or_the_kind_of_
     assert model_formats(Templated(words)).tools == FORMATS["pythonic"]  # type: ignore[arg-type]
     words = silent + '{# Respond in the format {"name": function name, "parameters": ... } #}'
     assert model_formats(Templated(words)).tools == FORMATS["llama3_json"]  # type: ignore[arg-type]
+    for marks in (("<|tool_list_start|>[", "]<|tool_list_end|>"), ("[", "]")):
+        listed = f"List of tools: {marks[0]}{{% for t in tools or [] %}}{{{{ t | tojson }}}}{{% endfor %}}{marks[1]}"
+        found = model_formats(Templated(f"{listed}{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}"))  # type: ignore[arg-type]
+        assert found.tools == FORMATS["lfm2"] and not found.why_no_choice
     # Tools are then described in words, in Hermes' format.
     assert model_formats(Templated("{{ messages }}")).tools == FORMATS["hermes"]  # type: ignore[arg-type]
     broken: Any = Templated("{{ tools }}{{ raise_exception('no') }}")
