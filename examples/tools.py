@@ -1,4 +1,4 @@
-"""A tool: the model says how to call it, we call it, and the model answers with what came of it."""
+"""A tool: the model fills in its arguments, we call it, and the model answers with its result."""
 
 import json
 import os
@@ -27,10 +27,16 @@ tools = [
         },
     }
 ]
-messages = [{"role": "user", "content": "How warm is it in Paris?"}]
-# "required" makes even a small model call one; "auto" leaves it the choice.
+messages = [{"role": "user", "content": "What is the temperature in Paris?"}]
+# "required" forces a call and "none" forces a text, so that even a small model does both; "auto" leaves it the choice.
 asked = client.chat.completions.create(
-    model=model, messages=messages, tools=tools, tool_choice="required", max_tokens=64, temperature=0
+    model=model,
+    messages=messages,
+    tools=tools,
+    tool_choice="required",
+    parallel_tool_calls=False,
+    max_tokens=64,
+    temperature=0,
 )
 message = asked.choices[0].message
 messages.append(message.model_dump(exclude_none=True))
@@ -39,5 +45,7 @@ for call in message.tool_calls:
     result = temperature_of(**arguments)
     print(f"{call.function.name}(city={arguments['city']!r}) = {result}")
     messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-answer = client.chat.completions.create(model=model, messages=messages, tools=tools, max_tokens=48, temperature=0)
+answer = client.chat.completions.create(
+    model=model, messages=messages, tools=tools, tool_choice="none", max_tokens=48, temperature=0
+)
 print("answer:", answer.choices[0].message.content)
