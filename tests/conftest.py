@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import LoadError
 from octavo.hardware import why_not_cuda
 from tests import watchdog
@@ -70,9 +72,20 @@ LONG_S = 300.0  # that a long test may take, if it does not say
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 DISTANCES = pytest.StashKey[dict[str, int] | None]()
 LONG_SPENT_S = pytest.StashKey[float]()
+DEFAULT_PORT = pytest.StashKey[socket.socket]()
+
+
+def hold_default_port() -> socket.socket:
+    """Take the default port of servers: a test that starts one there always fails, not only beside another server."""
+    held = socket.socket()
+    with contextlib.suppress(OSError):  # another server has it, which does as well
+        held.bind(("", ServerArgs.port))
+    return held
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.stash[DEFAULT_PORT] = hold_default_port()
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         gc.disable()  # what is collected stays: looking for garbage among it is a fifth of the time
     config.pluginmanager.register(watchdog, "watchdog")

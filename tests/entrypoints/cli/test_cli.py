@@ -141,8 +141,8 @@ def test_flags_that_are_unknown_or_of_a_wrong_type_end_with_code_2(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--num-scheduler-steps", "2", "--port", "0"], "--num-scheduler-steps 2 is not built yet"),
-        (["--speculative_model=x", "--port", "0"], "x is not a folder or file here"),
+        (["--num-scheduler-steps", "2"], "--num-scheduler-steps 2 is not built yet"),
+        (["--speculative_model=x"], "x is not a folder or file here"),
         (["--tool-call-parser", "x"], "--tool-call-parser must be one of"),
         (["--reasoning-parser", "x"], "--reasoning-parser must be one of"),
         (["--port", "70000"], "--port must be between 0 and 65535"),
@@ -155,13 +155,13 @@ def test_flags_that_are_unknown_or_of_a_wrong_type_end_with_code_2(
         (["--chat-template", "/nowhere"], "--chat-template /nowhere is neither a template"),
         (["--allowed-origins", "[1]"], "is not a JSON list of strings"),
         (["--max-log-len", "-1"], "--max-log-len must be 0 or more"),
-        (["--host", "256.1.1.1"], "cannot listen at 256.1.1.1:8000"),
+        (["--host", "256.1.1.1"], "cannot listen at 256.1.1.1:0"),
     ],
 )
 def test_flags_that_cannot_be_honoured_end_with_one_line_and_code_1(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert serve.main(argv) == 1
+    assert serve.main(["--port", "0", *argv]) == 1
     error = capsys.readouterr().err
     assert error.startswith("octavo: error: ")
     assert message in error
