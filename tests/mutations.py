@@ -1,8 +1,9 @@
 """Breaks the code in small ways and says whether the tests notice: `python -m tests.mutations octavo/scheduling`.
 
-Each mutation changes one operator, constant or condition of a module, in a copy of the checkout. The tests of the short
-tier that import the module run, nearest first, until one fails or they have used `--seconds` of a processor. A mutation
-that survives changes nothing that anybody can see, or a test is missing.
+Each mutation changes one operator, constant or condition of a module or of a C++ file, in a copy of the checkout. The
+tests of the short tier that import the module run, nearest first, until one fails or they have used `--seconds` of a
+processor. A mutation that survives changes nothing that anybody can see, or a test is missing. C++ is compiled for this
+machine's best instruction set; files of other sets are left out, and mutations that do not compile are drawn again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import compileall
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,64 @@ _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
 _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.Add,
 }  # fmt: skip
+_CPP_OPERATORS = {
+    "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "+": "-", "-": "+", "*": "+", "/": "*",
+    "%": "+", "+=": "-=", "-=": "+=", "&&": "||", "||": "&&", "&": "|", "|": "&", "<<": ">>", ">>": "<<",
+}  # fmt: skip
+# What is matched and not mutated: comments, texts, preprocessor lines, heads of templates, messages of assertions.
+_CPP_PLACES = re.compile(
+    r"""(?P<skipped> //[^\n]* | /\*.*?\*/ | "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*' | ^[ ]*\#(?:\\\n|[^\n])*
+        | \btemplate[ ]?<[^{;]*?>\s | \bstatic_assert\([^;]*;)
+        | (?<=[ ])(?P<operator>[<>=!]=|[-+]=|[<>&|]{1,2}|[-+*/%])(?=[ ])
+        | (?<![\w.])(?P<constant>[0-9]+)(?![\w.])""",
+    re.VERBOSE | re.DOTALL | re.MULTILINE,
+)
+_OTHER_SETS = re.compile(r"(^|_)(amx|avx2|neon|portable|i8mm)\.h$|arm_|topology|module\.cpp")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Bytes `begin` to `end` of a file become `text`."""
+
+    file: Path
+    begin: int
+    end: int
+    text: str
+    kind: str
+
+    def __str__(self) -> str:
+        source = self.file.read_bytes()
+        line = source.count(b"\n", 0, self.begin) + 1
+        was = source[self.begin : self.end].decode().splitlines()[0]
+        return f"{self.file.relative_to(ROOT)}:{line}: {self.kind}: {was}"
+
+    def applied(self) -> bytes:
+        source = self.file.read_bytes()
+        return source[: self.begin] + self.text.encode() + source[self.end :]
+
+
+def mutations(file: Path) -> Iterator[Mutation]:
+    """All that are possible in a file of Python or C++."""
+    if file.suffix != ".py":
+        yield from cpp_mutations(file)
+        return
+    source = file.read_text()
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line.encode()))
+    for node, kind in places(ast.parse(source)):
+        begin, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+        text = ast.unparse(mutate(node))
+        yield Mutation(file, begin, end, f"({text})" if isinstance(node, ast.expr) else text, kind)
+
+
+def cpp_mutations(file: Path) -> Iterator[Mutation]:
+    source = file.read_text()
+    for match in _CPP_PLACES.finditer(source):
+        if match["operator"] or match["constant"]:
+            new = _CPP_OPERATORS[match["operator"]] if match["operator"] else str(int(match["constant"]) + 1)
+            begin = len(source[: match.start()].encode())
+            yield Mutation(file, begin, begin + len(match[0]), new, match.lastgroup or "")
 
 
 def places(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
@@ -82,23 +143,12 @@ def mutate(node: ast.AST) -> ast.AST:
     return ast.Pass()
 
 
-def mutated(source: str, node: ast.AST) -> str:
-    """The module's text with the node replaced. `node` has positions in `source`."""
-    lines = [line.encode() for line in source.splitlines(keepends=True)]
-    begin = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
-    end = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
-    text = ast.unparse(mutate(node))
-    if isinstance(node, ast.expr):
-        text = f"({text})"
-    return (source.encode()[:begin] + text.encode() + source.encode()[end:]).decode()
-
-
 def tests_of(graph: ImportGraph, file: Path) -> list[str]:
     """The test files that import a module: the nearest first, and its package's folder as if two imports nearer."""
     distances = graph.distances([str(file.relative_to(ROOT))])
-    package = file.parent.name
+    package, words = file.parent.name, file.stem.split("_")
     found = [
-        (distance - 2 * (package in path.parts), path)
+        (distance - 2 * (package in path.parts) - any(word in path.stem for word in words), path)
         for name, distance in distances.items()
         if (path := graph.paths.get(name)) is not None and path.name.startswith("test_")
         and "e2e" not in path.parts
@@ -114,26 +164,46 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120, help="of a processor for the tests of each mutation")
     args = parser.parse_args()
 
-    files = [file for path in args.paths for file in (sorted((ROOT / path).rglob("*.py")) or [ROOT / path])]
-    every = [(file, node, kind) for file in files for node, kind in places(ast.parse(file.read_text()))]
-    chosen = random.Random(args.seed).sample(every, min(args.number, len(every)))
+    files = [file for path in args.paths for file in (sorted((ROOT / path).rglob("*.*")) or [ROOT / path])]
+    files = [each for each in files if each.suffix in (".py", ".h", ".cpp") and not _OTHER_SETS.search(each.name)]
+    every = [mutation for file in files for mutation in mutations(file)]
+    random.Random(args.seed).shuffle(every)
     graph = ImportGraph()
-    caught = 0
+    caught = tried = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "octavo"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", ".ci-venv", "build", "__pycache__"))
         compileall.compile_dir(copy / "octavo", quiet=1)
         compileall.compile_dir(copy / "tests", quiet=1)
-        for number, (file, node, kind) in enumerate(chosen, 1):
-            source = file.read_text()
-            target = copy / file.relative_to(ROOT)
-            target.write_text(mutated(source, node))
-            place = f"{file.relative_to(ROOT)}:{node.lineno}: {kind}: {ast.unparse(node).splitlines()[0]}"
-            how = run_tests(copy, tests_of(graph, file), args.seconds)
-            target.write_text(source)
-            caught += how.startswith("caught")
-            print(f"{number}/{len(chosen)} {how}: {place}", flush=True)
-    print(f"{caught} of {len(chosen)} caught")
+        for mutation in every:
+            source = mutation.file.read_bytes()
+            target = copy / mutation.file.relative_to(ROOT)
+            target.write_bytes(mutation.applied())
+            if mutation.file.suffix == ".py" or compiles(copy):
+                how = run_tests(copy, tests_of(graph, mutation.file), args.seconds)
+                caught += how.startswith("caught")
+                tried += 1
+                print(f"{tried}/{args.number} {how}: {mutation}", flush=True)
+            target.write_bytes(source)
+            if tried == args.number:
+                break
+    print(f"{caught} of {tried} caught")
+
+
+def compiles(copy: Path) -> bool:
+    """Compile the native module of the copy and put it beside the package. Say whether that was possible."""
+    build = copy / "build"
+    pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": copy}
+    options = ["-DOCTAVO_HOST_ONLY=ON", f"-DPython_EXECUTABLE={sys.executable}"]
+    if not build.exists():
+        lists = copy / "CMakeLists.txt"
+        lists.write_text(lists.read_text().replace("-O3", "-O1"))  # a third of the time
+        subprocess.run(["cmake", "-B", build, *options], check=True, **pipes)
+    if subprocess.run(["cmake", "--build", build], **pipes).returncode:
+        return False
+    for module in build.glob("_cpu*.so"):
+        shutil.copy(module, copy / "octavo")
+    return True
 
 
 def run_tests(copy: Path, tests: list[str], seconds: float) -> str:
