@@ -282,13 +282,18 @@ class _AddKeys(argparse.Action):
 
 def _object(text: str) -> dict[str, Any]:
     """Parse a JSON object, for argparse."""
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text[:60]!r} is not JSON ({error}); put names and texts in double quotes and the whole in single ones: "
+            """'{"key": "value"}'"""
+        ) from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"a JSON {type(value).__name__} is no object: {text[:60]}")
     return value
 
 
-_object.__name__ = "JSON object"  # the name in argparse's errors
 _UNITS = {unit: 1000**i for i, unit in enumerate("kmgt", 1)} | {unit: 1024**i for i, unit in enumerate("KMGT", 1)}
 
 
@@ -310,6 +315,7 @@ def read_yaml(path: str, where: str) -> Any:
     try:
         return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where} cannot be read: {error}.") from None
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{where} cannot be read: {why}.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}.") from None

@@ -157,6 +157,7 @@ def test_command_lines_refuse_what_no_field_takes(args: tuple[str, ...]) -> None
         ),
         ({"kv_cache_dtype": "float32", "dtype": "bfloat16"}, "floats of the cache must be the model's"),
         ({"quantization": "aqlm"}, "--quantization aqlm is not built yet on CPUs; int8, int4, gguf, gptq"),
+        ({"quantization": "q4_k_m"}, "Leave it out, and name a GGUF file of Q4_K_M: FILE.gguf or org/name:Q4_K_M."),
         ({"quantization": "awq"}, "--quantization awq is for checkpoints quantized with awq, but .* has dummy weights"),
         ({"quantization": "gguf"}, "--quantization gguf is for GGUF files, but .* has dummy weights"),
         ({"max_model_len": 513}, "--max-model-len 513 is more than the model's 512 positions"),

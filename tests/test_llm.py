@@ -285,7 +285,10 @@ def test_the_caches_bytes_may_be_given() -> None:
     assert llm.core.executor.num_blocks == [(10 << 20) // (30 * 3 * 64 * 2 * 2 * 16)]
     for num_bytes, message in (
         (1 << 50, "--kv-cache-memory-bytes asks for 1048576.00 GiB, and .* GiB .* are free beside the weights."),
-        (1 << 16, "--kv-cache-memory-bytes 65536 buys 0 .*; give more memory."),
+        (
+            1 << 16,
+            "--kv-cache-memory-bytes 65536 buys 0 blocks and holds .*, which needs 0.0055 GiB; give more memory.",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             LLM(max_model_len=256, kv_cache_memory_bytes=num_bytes)

@@ -58,27 +58,30 @@ def add_dataset_args(parser: argparse.ArgumentParser) -> None:
         "--random-range-ratio",
         type=float,
         default=0.0,
-        help="Lengths are even between (1 - ratio) and (1 + ratio) times those (default: %(default)s).",
+        help="Lengths are uniform between (1 - ratio) and (1 + ratio) times the given ones (default: %(default)s).",
     )
     group.add_argument(
-        "--random-prefix-len", "--prefix-len", type=int, default=0, help="Tokens that all prompts begin with, besides "
-        "(default: 0).",
+        "--random-prefix-len", "--prefix-len", type=int, default=0, help="Tokens that all prompts begin with, in "
+        "addition to --random-input-len (default: 0).",
     )  # fmt: skip
     group.add_argument("--sharegpt-output-len", type=positive_int, help="Default: the length of the file's answers.")
     group.add_argument(
-        "--custom-output-len", type=int, default=256, help="-1: each line's output_tokens (default: 256)."
+        "--custom-output-len",
+        type=int,
+        default=256,
+        help="Tokens of an answer; -1: each line's output_tokens (default: 256).",
     )
     group.add_argument(
         "--skip-chat-template", "--custom-skip-chat-template", action="store_true", help="Send texts of custom and "
         "sonnet as they are; chats are templated by the server.",
     )  # fmt: skip
     for name, default, what in (
-        ("sonnet-input-len", 550, "Tokens at most"), ("sonnet-output-len", 150, "Tokens"),
+        ("sonnet-input-len", 550, "The most tokens of a prompt"), ("sonnet-output-len", 150, "Tokens of an answer"),
         ("sonnet-prefix-len", 200, "Tokens that all prompts begin with"),
         ("prefix-repetition-prefix-len", 256, "Tokens of a prefix"),
-        ("prefix-repetition-suffix-len", 256, "Tokens behind it"),
-        ("prefix-repetition-num-prefixes", 10, "Prefixes, of which each prompt has one"),
-        ("prefix-repetition-output-len", 128, "Tokens"),
+        ("prefix-repetition-suffix-len", 256, "Tokens after the prefix"),
+        ("prefix-repetition-num-prefixes", 10, "Number of prefixes; each prompt has one"),
+        ("prefix-repetition-output-len", 128, "Tokens of an answer"),
     ):  # fmt: skip
         group.add_argument(f"--{name}", type=positive_int, default=default, help=f"{what} (default: %(default)s).")
     group.add_argument("--no-oversample", action="store_true", help="Use no prompt of a file twice.")

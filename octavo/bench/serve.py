@@ -59,7 +59,10 @@ def make_parser(prog: str) -> FlagParser:
         "as its model.",
     )  # fmt: skip
     server.add_argument(
-        "--lora-assignment", choices=("random", "round-robin"), default="random", help="Which (default: %(default)s)."
+        "--lora-assignment",
+        choices=("random", "round-robin"),
+        default="random",
+        help="How requests choose theirs (default: %(default)s).",
     )
     server.add_argument("--tokenizer", help="Folder, .gguf file or Hugging Face id; default: the model's.")
     server.add_argument("--api-key", default=sent_by_default(), help="Default: OCTAVO_API_KEY, or OPENAI_API_KEY.")
@@ -68,9 +71,11 @@ def make_parser(prog: str) -> FlagParser:
         "--ready-check-timeout-sec", type=float, default=0.0, help="Seconds to wait for a server that is not ready yet "
         "(default: 0).",
     )  # fmt: skip
-    server.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="Sent too; repeatable.")
+    server.add_argument(
+        "--header", action="append", default=[], metavar="NAME=VALUE", help="A further header of requests; repeatable."
+    )
     add_dataset_args(parser)
-    parser.add_argument("--seed", type=int, default=0, help="Of prompts and arrivals (default: %(default)s).")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of prompts and arrival times (default: %(default)s).")
     load = parser.add_argument_group("load")
     load.add_argument(
         "--request-rate", type=float, nargs="+", default=[math.inf], help="Requests a second, or several rates, one "
@@ -86,31 +91,33 @@ def make_parser(prog: str) -> FlagParser:
         "--ramp-up-strategy", choices=("linear", "exponential"), help="How the rate grows from --ramp-up-start-rps to "
         "--ramp-up-end-rps, in the place of --request-rate.",
     )  # fmt: skip
-    load.add_argument("--ramp-up-start-rps", type=float, help="Requests a second at the first of them.")
-    load.add_argument("--ramp-up-end-rps", type=float, help="Requests a second at the last of them.")
-    load.add_argument("--max-concurrency", type=positive_int, help="Requests under way at most; default: any number.")
+    load.add_argument("--ramp-up-start-rps", type=float, help="The first rate, in requests a second.")
+    load.add_argument("--ramp-up-end-rps", type=float, help="The last rate, in requests a second.")
+    load.add_argument("--max-concurrency", type=positive_int, help="The most requests at once; default: any number.")
     load.add_argument("--num-warmups", type=int, default=1, help="Requests before those that count (default: 1).")
     request = parser.add_argument_group("requests")
-    request.add_argument("--ignore-eos", action="store_true", help="Generate as many tokens as asked, always.")
+    request.add_argument("--ignore-eos", action="store_true", help="Do not stop before the asked number of tokens.")
     request.add_argument("--temperature", type=float, default=0.0, help="Default: greedy.")
     request.add_argument("--top-p", type=float)
     request.add_argument("--top-k", type=int)
     request.add_argument("--min-p", type=float)
     for name in _PENALTIES:
         request.add_argument(f"--{name.replace('_', '-')}", type=float)
-    request.add_argument("--logprobs", type=int, help="Ask for that many.")
+    request.add_argument("--logprobs", type=int, help="Number of log-probabilities to ask for.")
     request.add_argument("--extra-body", metavar="JSON", help="Further fields of every request.")
     figures = parser.add_argument_group("figures")
     figures.add_argument(
         "--goodput", nargs="+", default=[], metavar="METRIC:MS", help="Limits, as ttft:200 tpot:50 e2el:5000."
     )
-    figures.add_argument("--percentile-metrics", default="ttft,tpot,itl,e2el", help="Shown; default: %(default)s.")
-    figures.add_argument("--metric-percentiles", default="90,99", help="Default: %(default)s.")
+    figures.add_argument(
+        "--percentile-metrics", default="ttft,tpot,itl,e2el", help="Metrics to show; default: %(default)s."
+    )
+    figures.add_argument("--metric-percentiles", default="90,99", help="Percentiles to show; default: %(default)s.")
     figures.add_argument("--save-result", action="store_true", help="Write the figures as JSON.")
-    figures.add_argument("--save-detailed", action="store_true", help="With each request's times and text.")
-    figures.add_argument("--append-result", action="store_true", help="Keep what is in the file, and add a line.")
-    figures.add_argument("--result-dir", help="Default: here.")
-    figures.add_argument("--result-filename", help="Default: by backend, rate, model and time.")
+    figures.add_argument("--save-detailed", action="store_true", help="Include each request's times and text.")
+    figures.add_argument("--append-result", action="store_true", help="Add a line to the file instead of replacing it.")
+    figures.add_argument("--result-dir", help="Folder of the file; default: here.")
+    figures.add_argument("--result-filename", help="Default: made of backend, rate, model and time.")
     figures.add_argument("--json", metavar="FILE", help="Write the figures to this file.")
     figures.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="Added to the JSON.")
     figures.add_argument("--label", help="Name of the run in the JSON and its file name.")
@@ -209,7 +216,10 @@ class Plan:
                 self.tokenizer = self.tokenizer or self.model
                 return
             reason = getattr(error, "strerror", None) or error
-            raise OctavoError(f"no server names its model for {self.target.url} ({reason}); is it running?") from None
+            raise OctavoError(
+                f"no server names its model for {self.target.url} ({reason}); start one with 'octavo serve', or give "
+                "--base-url, or --host and --port."
+            ) from None
         self.tokenizer = self.tokenizer or (self.model if self.model and self.model != name else root)
         self.model = self.model or name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 from octavo.config.engine_args import EngineArgs
 from octavo.config.wording import listed, on_device
@@ -18,6 +19,7 @@ _QUANTIZATIONS = {"cpu": ("int8", "int4"), "cuda": ("int8", "int4", "fp8")}
 _FILE_METHODS = (
     "gguf", "gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "mxfp4", "bitsandbytes", "squeezellm",
 )  # fmt: skip
+_GGUF_TYPE = re.compile(r"(?i)(i|t)?q\d")
 # The number of layers for which one layer, the first, is precise by default. What the first layer turns on or off, such
 # as attention sinks, stays on or off in all others (docs/performance.md).
 _LAYERS_OF_ONE_PRECISE = 10
@@ -57,10 +59,12 @@ def cache_dtype(args: EngineArgs, dtype: str, device: str) -> str:
 def check_quantization(name: str, wanted: str | None, device: str) -> None:
     """Raise `ConfigError` for a method that is not built. `name` is the setting's."""
     methods = (*_QUANTIZATIONS[device], *_FILE_METHODS)
-    if wanted not in (None, *methods):
+    if wanted is not None and wanted not in methods:
+        advice = "Leave it out to serve the weights as they are."
+        if _GGUF_TYPE.match(wanted):
+            advice = f"Leave it out, and name a GGUF file of {wanted.upper()}: FILE.gguf or org/name:{wanted.upper()}."
         raise ConfigError(
-            f"{name} {wanted} is not built yet{on_device(device)}; {listed(methods, 'and')} are. Leave it out to serve "
-            "the weights as they are."
+            f"{name} {wanted} is not built yet{on_device(device)}; {listed(methods, 'and')} are. {advice}"
         )
 
 

@@ -59,18 +59,18 @@ def num_blocks(
         share = min((budget_bytes - num_states * state_bytes) / token_bytes, limits.max_num_seqs)
     found = [int(max(0.0, num_states if pool in state_pools else share) * count) for pool, count in enumerate(least)]
     if override is None:
-        source = f"{source} buys {found[counted]} blocks, which"
+        source, needed = f"{source} buys {found[counted]} blocks and", f"{sum(costs) / 2**30:.2g} GiB"
     else:
         found[counted] = override
-        source = f"--num-gpu-blocks-override {override}"
-    if any(count < needed for count, needed in zip(found, least, strict=True)):
+        source, needed = f"--num-gpu-blocks-override {override}", f"{least[counted]} blocks"
+    if any(count < minimum for count, minimum in zip(found, least, strict=True)):
         holds = int(share * max_model_len) // config.cache.block_size * config.cache.block_size
         has_cross = any(group.spec.kind == "cross" for group in groups)
         fewer = ", or --limit-mm-per-prompt" if config.media is not None and has_cross else ""
         lower = f"lower --max-model-len to at most {holds}{fewer}, or " if holds else ""
         raise ConfigError(
-            f"{source} holds {holds} tokens, less than one request of --max-model-len {max_model_len}; {lower}give "
-            "more memory."
+            f"{source} holds {holds} tokens, less than one request of --max-model-len {max_model_len}, which needs "
+            f"{needed}; {lower}give more memory."
         )
     return found
 

@@ -46,7 +46,7 @@ class GatewayArgs(Flags):
     """What a user can set about the gateway."""
 
     catalogue: str | None = flag(
-        None, "YAML file of the models, docs/gateway.md; read again when it changes, and on SIGHUP."
+        None, "YAML file of the models (docs/gateway.md); read again when it changes, and on SIGHUP."
     )
     models_dir: list[str] = flag(
         [], "Folders of GGUF files to serve, beside the hub's cache, if neither models nor a catalogue are given."
@@ -56,51 +56,49 @@ class GatewayArgs(Flags):
     )
     port: int = flag(8000, "Port to listen at; 0 is any free one.")
     api_key: list[str] = flag(
-        [], "Keys of which clients must send one as bearer token. Also OCTAVO_API_KEY or VLLM_API_KEY."
+        [], "Keys; a client must send one of them as bearer token. Also OCTAVO_API_KEY or VLLM_API_KEY."
     )
     keys: str | None = flag(
-        None, "Keys with limits, which the admin routes change; clients need one. An SQLite file, made if it is not "
-        "there, or where several gateways share them: postgresql://USER:PASSWORD@HOST/DATABASE, valkey://HOST/0.",
+        None, "Store of keys with limits; clients then need a key, and the admin routes change keys. An SQLite file, "
+        "made if it is not there; or a database that several gateways share: "
+        "postgresql://USER:PASSWORD@HOST/DATABASE, valkey://HOST/0.",
     )  # fmt: skip
     on_keys_lost: OnLoss = flag(
-        "refuse", "Requests that cannot be counted, as the store of --keys fails: refuse answers with 503, admit lets "
-        "those through whose key the gateway knows, whatever its limits, and counts them later.", needs="keys",
+        "refuse", "What happens to requests that cannot be counted because the store of --keys fails. refuse: they "
+        "get 503. admit: those with a known key pass, whatever its limits, and are counted later.",
+        needs="keys",
     )  # fmt: skip
     admin_port: int | None = flag(None, "Port of the admin routes for --keys; 0 is any free one.")
     admin_host: str = flag("127.0.0.1", "Address of the admin routes.", needs="admin_port")
-    admin_key: list[str] = flag(
-        [], "Keys of which the admin routes want one. Also OCTAVO_ADMIN_KEY.", needs="admin_port"
-    )
+    admin_key: list[str] = flag([], "Keys of the admin routes. Also OCTAVO_ADMIN_KEY.", needs="admin_port")
     memory_gib: float | None = flag(
-        None, "GiB that the models that run here may take together, by the memory_gib of the catalogue. Default: no "
-        "limit.", positive=True,
+        None, "GiB that all models that run here may take together, by their memory_gib in the catalogue. Default: "
+        "no limit.", positive=True,
     )  # fmt: skip
     max_wait: float = flag(
-        300.0, "Seconds that a request may wait for its model to be started, or a stream that has lost its replica for "
-        "another one; then it is answered with 503.", positive=True,
+        300.0, "Seconds that a request may wait until its model has started, or a stream that has lost its replica "
+        "for another one; then it fails with 503.", positive=True,
     )  # fmt: skip
     max_waiting: int = flag(
-        256, "Requests that may wait for models to be started; more are answered with 429.", positive=True
+        256, "The most requests that may wait for models to start; further ones get 429.", positive=True
     )
-    stream_keep_alive: float = flag(
-        5.0, "Seconds after which a stream that waits for a replica gets a comment, again and again; 0: never."
-    )
+    stream_keep_alive: float = flag(5.0, "Seconds between two comments in a stream that waits for a replica; 0: none.")
     health_interval: float = flag(
-        5.0, "Seconds between two health checks of a replica, and for one to be answered.", positive=True
+        5.0, "Seconds between two health checks of a replica, and within which it must answer one.", positive=True
     )
     replica_timeout: float = flag(
-        600.0, "Seconds without a byte after which a replica that answers a request counts as lost.", positive=True
+        600.0, "Seconds without a byte after which a replica that is answering counts as lost.", positive=True
     )
     several_gateways: bool = flag(
-        False, "Other gateways route to the same replicas: a conversation that this one does not know goes where all "
-        "of them would send it (rendezvous hashing), while the load allows it.",
+        False, "Other gateways route to the same replicas. All send a new conversation to the same replica "
+        "(rendezvous hashing) if the load allows it.",
     )  # fmt: skip
     max_body_bytes: int = flag(100 << 20, "The most bytes of a request's body.", positive=True)
     max_connections: int = flag(
-        MAX_CONNECTIONS, "The most connections of clients at once. When all are taken, one without a request gives way "
-        "to a new one, or the new one is refused.", positive=True,
+        MAX_CONNECTIONS, "The most connections of clients at once. A further one closes a connection without a "
+        "request, or is refused.", positive=True,
     )  # fmt: skip
-    shutdown_timeout: float = flag(20.0, "Seconds that requests under way may go on after SIGTERM.")
+    shutdown_timeout: float = flag(20.0, "Seconds that running requests may take after SIGTERM.")
     log_format: Literal["text", "json"] = flag("text", "Form of the log: text, or JSON objects, one a line.")
 
     def check(self) -> None:

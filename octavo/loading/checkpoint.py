@@ -188,7 +188,12 @@ def _from_hub(model: str, load_format: str, revision: str | None, download_dir: 
     """Return the folder of a fetched hub model, or the path of one GGUF file in it."""
     match = _HUB_ID.fullmatch(model)
     if match is None or (model.endswith(".gguf") and not match[2]):
-        raise LoadError(f"there is no file or folder {model}, and it is not a Hugging Face id (org/name) either.")
+        found = f"there is no file or folder {model}"
+        if not os.path.isabs(os.path.expanduser(model)):
+            found += f" in {os.getcwd()}"
+        raise LoadError(
+            f"{found}, and it is not a Hugging Face id (org/name) either; `octavo list` shows the models that are here."
+        )
     repo, wanted = match[1], match[2]
 
     def chosen_gguf(files: list[str]) -> str:

@@ -305,9 +305,10 @@ def _read_template(chat_template: str, names: Sequence[str]) -> str:
         with open(os.path.expanduser(chat_template), encoding="utf-8") as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as e:
+        why = getattr(e, "strerror", None) or e
         raise LoadError(
             f"--chat-template {chat_template} is neither a template (it has no {{{{ or {{%), nor one of the model's "
-            f"({', '.join(names) or 'it names none'}), nor a file that can be read: {e}."
+            f"({', '.join(names) or 'it names none'}), nor a file that can be read: {why}."
         ) from None
 
 

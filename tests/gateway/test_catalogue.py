@@ -135,7 +135,7 @@ def test_the_models_on_this_machine_are_a_catalogue(monkeypatch: pytest.MonkeyPa
         (["m", "--memory-gib", "4"], "memory_gib"),
         (["m", "--memory-gib", "0"], "greater than 0"),
         (["m", "--stream-keep-alive", "-1"], "0 or more"),
-        (["--catalogue", "/nowhere.yaml"], "cannot be read"),
+        (["--catalogue", "/nowhere.yaml"], "--catalogue /nowhere.yaml cannot be read: No such file or directory."),
         (["m", "--on-keys-lost", "admit"], "--on-keys-lost needs --keys."),
         (["m", "--keys", "k", "--admin-host", "::1"], "--admin-host needs --admin-port."),
         (["m", "--keys", "k", "--admin-key", "x"], "--admin-key needs --admin-port."),

@@ -39,22 +39,22 @@ class RequestLimits:
     """The limits of a request, as flags of the server."""
 
     max_json_nodes: int = flag(
-        1_000_000, f"Values in a JSON body at most; a list or an object counts for {CONTAINER_NODES}.", positive=True
+        1_000_000, f"The most values in a JSON body; a list or an object counts for {CONTAINER_NODES}.", positive=True
     )
-    max_json_depth: int = flag(128, "Lists and objects within each other in a JSON body at most.", positive=True)
-    max_stops: int = flag(64, "Stop strings of a request at most.", positive=True)
-    max_bad_words: int = flag(256, "Bad words of a request at most.", positive=True)
-    max_stop_chars: int = flag(1024, "Characters of a stop string or a bad word at most.", positive=True)
-    max_logit_biases: int = flag(4096, "Tokens in a request's logit_bias, or stop_token_ids, at most.", positive=True)
-    max_tools: int = flag(512, "Tools of a request at most.", positive=True)
+    max_json_depth: int = flag(128, "The deepest nesting of lists and objects in a JSON body.", positive=True)
+    max_stops: int = flag(64, "The most stop strings of a request.", positive=True)
+    max_bad_words: int = flag(256, "The most bad words of a request.", positive=True)
+    max_stop_chars: int = flag(1024, "The most characters of a stop string or a bad word.", positive=True)
+    max_logit_biases: int = flag(4096, "The most tokens in a request's logit_bias or stop_token_ids.", positive=True)
+    max_tools: int = flag(512, "The most tools of a request.", positive=True)
     max_schema_bytes: int = flag(
-        512 << 10, "Bytes of a request's tools, as JSON, and of its schema, grammar or choices at most.", positive=True
+        512 << 10, "The most bytes of a request's tools, as JSON, and of its schema, grammar or choices.", positive=True
     )
-    max_template_bytes: int = flag(256 << 10, "Bytes of a request's own chat_template at most.", positive=True)
-    max_parts: int = flag(16384, "Messages of a request, with the parts of their contents, at most.", positive=True)
+    max_template_bytes: int = flag(256 << 10, "The most bytes of a request's own chat_template.", positive=True)
+    max_parts: int = flag(16384, "The most messages of a request and parts of their contents, together.", positive=True)
     max_logprob_entries: int = flag(
-        2_000_000, "Log-probabilities in an answer at most: tokens times those of each token, of the prompt or of all "
-        "completions.", positive=True,
+        2_000_000, "The most log-probabilities in an answer: tokens of the prompt or of all completions, times those "
+        "of each token.", positive=True,
     )  # fmt: skip
 
     def refuse_json(self, body: bytes) -> None:

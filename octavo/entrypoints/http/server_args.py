@@ -45,20 +45,20 @@ class ServerArgs(RequestLimits, Flags):
     host: str = flag("0.0.0.0", "Address to listen at.")
     port: int = flag(8000, "Port to listen at; 0 is any free one.")
     api_key: list[str] = flag(
-        [], "Keys of which clients must send one as bearer token. Also OCTAVO_API_KEY or VLLM_API_KEY."
+        [], "Keys; a client must send one of them as bearer token. Also OCTAVO_API_KEY or VLLM_API_KEY."
     )
     ssl_keyfile: str | None = flag(None, "Private key file (PEM), for HTTPS.")
     ssl_certfile: str | None = flag(None, "Certificate file (PEM), for HTTPS.")
     ssl_ca_certs: str | None = flag(
-        None, "Certificates (PEM) of the authorities of clients, which must then show a certificate of theirs.",
+        None, "Certificates (PEM) of authorities; clients must show a certificate that one of them signed.",
         needs="ssl_certfile",
     )  # fmt: skip
     headless: bool = flag(
         False, "Run as a node of --nnodes other than node 0, or a host of --data-parallel-size-local, without HTTP."
     )
     api_server_count: int = flag(
-        1, "Processes that answer requests; all share the engines. More than one pays when one has not the processor "
-        "time for all streams.", positive=True, short="-asc",
+        1, "Processes that answer requests; all share the engines. Use several if one lacks the processor time for "
+        "all streams.", positive=True, short="-asc",
     )  # fmt: skip
     uds: str | None = flag(None, "Path of a Unix socket to listen at, instead of --host and --port.")
     middleware: list[str] = flag(
@@ -68,7 +68,7 @@ class ServerArgs(RequestLimits, Flags):
         None, "Variables of the chat template, as JSON, for requests whose chat_template_kwargs leave them out."
     )
     trust_request_chat_template: bool = flag(
-        False, "Let requests bring a chat_template: a program, in a sandbox, but of any duration."
+        False, "Let requests bring a chat_template: a program that runs in a sandbox, but without a time limit."
     )
     root_path: str = flag("", "Path under which a proxy offers this server, such as /llm.")
     allowed_origins: list[str] = flag([], "Web origins that browsers may call from; default: any.")
@@ -77,80 +77,89 @@ class ServerArgs(RequestLimits, Flags):
     allow_credentials: bool = flag(False, "Let browsers send credentials such as cookies from other origins.")
     chat_template_content_format: Literal["auto", "string", "openai"] = flag(
         "auto", "What chat templates get as a message's content: its text (string), or a list of parts of type text "
-        "(openai); auto is the list where the template only knows to go through one.",
+        "(openai); auto is openai if the template only reads lists.",
     )  # fmt: skip
     enable_request_id_headers: bool = flag(True, "Send X-Request-Id with every answer.")
     enable_prompt_tokens_details: bool = flag(True, "Say in the usage how many tokens of the prompt were cached.")
     enable_force_include_usage: bool = flag(
-        False,
-        "End every stream with the usage, and put the usage so far into its chunks, whether it was asked for or not.",
-    )
+        False, "End every stream with the usage, and put the usage so far into its chunks, even if a request does "
+        "not ask for it.",
+    )  # fmt: skip
     return_tokens_as_token_ids: bool = flag(
         False, "Write tokens as token_id:N in log-probabilities, unless a request says otherwise."
     )
     response_role: str = flag("assistant", "Role of the messages that chat completions return.")
     max_log_len: int | None = flag(100, "Characters of a prompt in the request log; 0: none.")
     enable_log_requests: bool = flag(True, "Log requests.")
-    disable_log_requests: bool = flag(False, "Do not log requests, by the older name.")
+    disable_log_requests: bool = flag(False, "Do not log requests: the older name of --no-enable-log-requests.")
     log_format: Literal["text", "json"] = flag("text", "Form of the log: text, or JSON objects, one a line.")
     otlp_traces_endpoint: str | None = flag(
-        None, "URL of an OpenTelemetry collector that gets a span a request; needs scripts/install otel."
+        None, "URL of an OpenTelemetry collector, which gets a span for each request; needs scripts/install otel."
     )
     uvicorn_log_level: LogLevel = flag("warning", "Log level of the HTTP server; info logs every HTTP request.")
     disable_uvicorn_access_log: bool = flag(False, "Do not log HTTP requests, whatever the level.")
     max_queue_len: int | None = flag(
-        None, "Requests that may wait to be scheduled; more are answered with 429 and Retry-After. Default: no limit."
-    )
+        None, "The most requests that may wait to be scheduled; further ones get 429 with Retry-After. Default: no "
+        "limit.",
+    )  # fmt: skip
     max_ttft: float | None = flag(
-        None, "Seconds in which a first token must come: a request for which it is predicted later, behind those that "
-        "are here, is answered with 429 and Retry-After. Default: no limit.", positive=True,
+        None, "Seconds within which the first token must come. A request whose first token is predicted to come "
+        "later, after those of the requests before it, gets 429 with Retry-After. Default: no limit.",
+        positive=True,
     )  # fmt: skip
     max_request_time: float | None = flag(
-        None, "Seconds from a request's arrival after which it ends with what it has. Default: no limit.", positive=True
-    )
+        None, "Seconds from its arrival after which a request ends with the text that it has. Default: no limit.",
+        positive=True,
+    )  # fmt: skip
     max_body_bytes: int = flag(16 << 20, "The most bytes of a request's body.", positive=True)
     max_file_bytes: int = flag(100 << 20, "The most bytes of an uploaded file.", positive=True)
-    body_timeout: float = flag(60.0, "Seconds in which a request's body must have come.", positive=True)
+    body_timeout: float = flag(60.0, "Seconds within which a request's body must arrive.", positive=True)
     unknown_fields: Literal["error", "warn", "ignore"] = flag(
-        "error", "What happens to fields of a request that this server does not know, and to hints that its model "
-        "cannot follow (reasoning_effort, verbosity): error refuses them, warn logs them and goes on without."
+        "error", "What happens to fields that the server does not know, and to hints that the model cannot follow "
+        "(reasoning_effort, verbosity): error refuses them, warn logs them and goes on without, ignore says nothing.",
     )  # fmt: skip
     stream_keep_alive: float = flag(
-        15.0, "Seconds without an event after which a stream gets a comment, so that proxies keep it open; 0: never."
+        15.0, "Seconds of silence after which a stream gets a comment, so that proxies keep it open; 0: never."
     )
     write_timeout: float = flag(
-        60.0, "Seconds in which a client must read some of what waits for it; then its connection is cut. 0: any."
+        60.0, "Seconds within which a client must read some of its answer, or its connection is cut; 0: no limit."
     )
-    max_connections: int = flag(4096, "The most connections at once; others are refused.", positive=True)
+    max_connections: int = flag(
+        4096, "The most connections at once. A further one closes the connection that has been idle longest, or is "
+        "refused.", positive=True,
+    )  # fmt: skip
     shutdown_timeout: float = flag(
-        20.0, "Seconds that requests under way may go on after SIGTERM; then they end with what they have."
+        20.0, "Seconds that running requests may take after SIGTERM; then they end with the text that they have."
     )
     response_store: str | None = flag(
-        None,
-        "SQLite file that keeps responses, stored chats, files and batches; servers may share it. Default: memory.",
-    )
+        None, "SQLite file that keeps responses, stored chats, files and batches; servers may share it. Default: in "
+        "memory.",
+    )  # fmt: skip
     response_store_bytes: int = flag(
-        256 << 20, "The most bytes that are kept; the oldest leave first, but no files or batches.", positive=True
-    )
+        256 << 20, "The most bytes that are kept; the oldest entries leave first, but no files or batches.",
+        positive=True,
+    )  # fmt: skip
     max_engine_restarts: int = flag(
-        3, "Deaths of the engine's process in a row, each within a minute, that are answered with a new start; after "
-        "one more the server exits."
+        3, "Restarts of an engine that dies again and again, each time within a minute of its start; the next death "
+        "ends the server.",
     )  # fmt: skip
     on_engine_death: Literal["continue", "fail"] = flag(
-        "continue", "What becomes of requests when their engine dies or hangs: the next engine goes on with them, and "
-        "streams only pause; or they get an error."
+        "continue", "What happens to requests if their engine dies or hangs. continue: the next engine continues "
+        "them, and streams only pause. fail: they get an error.",
     )  # fmt: skip
     engine_ready_timeout: float = flag(
-        600.0, "Seconds after which an engine process that still loads is killed, and its start has failed; 0: any."
+        600.0, "Seconds after which an engine process that still loads is killed and its start fails; 0: no limit."
     )
     engine_step_timeout: float = flag(
-        300.0, "Seconds without a finished step after which a busy engine process is killed and started again; 0: any."
+        300.0, "Seconds without a finished step after which a busy engine process is killed and restarted; 0: no limit."
     )
-    enable_prometheus: bool = flag(False, "Serve metrics; they are at /metrics in any case.")
+    enable_prometheus: bool = flag(False, "Allow --prometheus-port; /metrics has the metrics in any case.")
     prometheus_port: int | None = flag(
-        None, "Port of its own for metrics, with --enable-prometheus.", needs="enable_prometheus"
+        None, "A separate port for metrics, with --enable-prometheus.", needs="enable_prometheus"
     )
-    enable_server_load_tracking: bool = flag(False, "Count requests under way for /load; they are counted in any case.")
+    enable_server_load_tracking: bool = flag(
+        False, "Accepted without effect: running requests are always counted for /load."
+    )
     enable_tokenizer_info_endpoint: bool = flag(
         False, "Offer /tokenizer_info: the tokenizer's configuration and chat template."
     )
@@ -159,8 +168,8 @@ class ServerArgs(RequestLimits, Flags):
     )
     enable_auto_tool_choice: bool = flag(True, "Let the model choose whether to call tools.")
     answer_memory_bytes: int = flag(
-        64 << 20, "Memory for the tokens of answers, which stand in the prompt where a history has the answer again; "
-        "0: none, histories are as the chat template writes them."
+        64 << 20, "Bytes for the tokens of answers. If a history has an answer of this server, the prompt holds the "
+        "answer's original tokens. 0: none; the prompt is what the chat template writes.",
     )  # fmt: skip
     tool_call_parser: str = flag(
         AUTO, f"Format of the model's tool calls: auto (recognised), none, {', '.join(FORMATS)}."

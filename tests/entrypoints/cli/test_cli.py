@@ -127,6 +127,8 @@ def test_values_of_the_file_are_checked_as_flags_are(tmp_path: Path, capsys: pyt
         (["--target-step-time", "fast"], "must be auto or a number of milliseconds, got 'fast'"),
         (["--max-model", "5"], "unrecognized arguments: --max-model"),
         (["--dtype", "int3"], "invalid choice: 'int3'"),
+        (["--speculative-config", "{method: ngram}"], "is not JSON (Expecting property name"),
+        (["--speculative-config", "[1]"], "a JSON list is no object: [1]"),
     ],
 )
 def test_flags_that_are_unknown_or_of_a_wrong_type_end_with_code_2(
