@@ -13,6 +13,9 @@ from octavo.models.whisper import WHISPER
 _HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 
 
+_COMMON = "a common decoder"  # stands in docs/models.md for the list that most models with a tower have
+
+
 class Entry(NamedTuple):
     architecture: str
     runs: str
@@ -29,7 +32,7 @@ def entries() -> list[Entry]:
         if family.pooling is not None and name.endswith(_HEADS):
             continue
         formats = "safetensors, bin" + (", GGUF" if name in gguf_config.architectures() else "")
-        notes = [f"refused: {setting}" for setting in family.refuses]
+        notes = [f"refused: {', '.join(family.refuses)}"] if family.refuses else []
         notes += [f"contexts up to {setting}" for setting in family.longest]
         if others := [head for head in _HEADS if name.removesuffix("Model") + head in FAMILIES]:
             notes.append(f"also {', '.join(others)}")
@@ -53,5 +56,11 @@ def as_text() -> str:
 
 
 def as_markdown() -> str:
-    rows = ["| " + " | ".join(row) + " |" for row in (HEADER, Entry("---", "---", "---", "---"), *entries())]
-    return "\n".join(rows)
+    """Return the table without what all architectures have: they run natively, from safetensors and .bin files."""
+    decoders = f"its decoder is one of {', '.join(decoders_of('LlavaForConditionalGeneration'))}"
+    rows = [("architecture", "GGUF", "notes"), ("---", "---", "---")]
+    rows += [
+        (e.architecture, "yes" if "GGUF" in e.formats else "", e.notes.replace(decoders, _COMMON)) for e in entries()
+    ]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([*lines, "", f"{_COMMON.capitalize()}: {decoders.removeprefix('its decoder is ')}."])
