@@ -117,6 +117,16 @@ class AdapterSource(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int = 0  # of the file
 
 
+class BlockPeer(msgspec.Struct, frozen=True, array_like=True):
+    """Another server, which may have the blocks of a prompt on disk."""
+
+    address: str  # http://host:port
+    key: str  # API key
+
+    def __repr__(self) -> str:  # without the key
+        return f"BlockPeer({self.address})"
+
+
 class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True, weakref=True):
     """A tokenized, checked request on its way to the core."""
 
@@ -142,6 +152,7 @@ class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True, weakref=T
     session_id: str | None = None  # requests of one session go to the same engine, if its load allows it
     client: str | None = None  # its sender, for the policy `fair`
     saves_prompt: bool = False  # its output waits until the blocks of its prompt are on disk, for another server
+    blocks_from: BlockPeer | None = None  # the server that has computed its prompt
     block_hashes: bytes = b""  # of the prompt's full blocks, one after the other, as far as they are known
 
 

@@ -21,7 +21,7 @@ _LARGEST_SURPRISE = 1.5  # measured times are clipped to this factor around the 
 _FIRST_SURPRISE = 20.0  # the factor for the first step of a kind; half of it for the second, and so on
 _TRUST = 0.1  # weight of the start's proportions, in steps of a single feature
 _FIRST_STEPS = 50  # the first steps of a kind fit all coefficients; later steps fit one each, in a tenth of the time
-_READ_S_PER_BYTE = 1e-9  # assumed for a disk until a read is measured
+_READ_S_PER_BYTE = 1e-9  # assumed for a disk or a network until a read is measured
 _DOUBT = 0.9  # lowers the cost of reading after each prompt that was not read: a slow disk is tried again
 _BENDS = (8, 64)  # numbers of tokens at which the cost of a further token may change
 
@@ -124,7 +124,6 @@ class StepCostModel:
         self._num_steps = [0, 0]  # by kind
         self._mean_surprise = 1.0
         self._next = 0  # next share to fit
-        self._read_s_per_byte = _READ_S_PER_BYTE
 
     @classmethod
     def derived(cls, weight_bytes: int, key_bytes: int, bytes_per_s: float, operations_per_s: float) -> StepCostModel:
@@ -140,19 +139,6 @@ class StepCostModel:
         base: float = sum(map(mul, self._coefficients, work.features()))
         beside = median(self._ratios_with_tower) if self.tower_running and self._ratios_with_tower else 0.0
         return max(self.slowness, beside) * base
-
-    def read_s(self, num_bytes: int) -> float:
-        """Return the predicted seconds to read cached blocks from disk."""
-        return num_bytes * self._read_s_per_byte
-
-    def observe_read(self, num_bytes: int, seconds: float) -> None:
-        """Learn from a read of blocks."""
-        if num_bytes:
-            self._read_s_per_byte += (seconds / num_bytes - self._read_s_per_byte) / 4
-
-    def doubt_reads(self) -> None:
-        """Lower the predicted cost of reading a little: while it is too high nothing is read, so nothing is learned."""
-        self._read_s_per_byte *= _DOUBT
 
     def observe(self, work: StepWork, seconds: float, had_neighbour: bool = False) -> None:
         """Learn from a step that took `seconds`. `had_neighbour` says that a tower ran beside it."""
@@ -189,6 +175,25 @@ class StepCostModel:
         residual = target - float(moments @ self._shares) + _TRUST * (1 - share)
         self._shares[i] = share = max(0.0, share + residual / (float(moments[i]) + _TRUST))
         self._coefficients[i] = float(self._start[i]) * share
+
+
+class ReadCost:
+    """Predicts the time to read cached blocks, from a disk or from another server."""
+
+    def __init__(self) -> None:
+        self._s_per_byte = _READ_S_PER_BYTE
+
+    def seconds(self, num_bytes: int) -> float:
+        return num_bytes * self._s_per_byte
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        """Learn from a read."""
+        if num_bytes:
+            self._s_per_byte += (seconds / num_bytes - self._s_per_byte) / 4
+
+    def doubt(self) -> None:
+        """Lower the predicted cost a little: while it is too high nothing is read, so nothing is learned."""
+        self._s_per_byte *= _DOUBT
 
 
 def _clipped(ratio: float, largest: float) -> float:

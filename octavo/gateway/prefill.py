@@ -1,6 +1,6 @@
 """Prefill and decode apart: before a long prompt goes to a replica of its model, a replica of another entry of the
 catalogue computes it, so that no replica that streams has to. The blocks are in a folder that both share
-(`--kv-cache-disk`)."""
+(`--kv-cache-disk`), or the second replica is told where to copy them from."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ logger = logging.getLogger("octavo.gateway")
 
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 ONLY_PROMPT = b"x-octavo-only-prompt"
+BLOCKS_AT = b"x-octavo-blocks-at"  # the address of the server that has computed the prompt
 _BYTES_PER_TOKEN = 4  # of prompts, about
 _MAX_ERROR_BYTES = 4096
 
@@ -46,12 +47,13 @@ class Prefill:
         num_new = max(prefixes.values(), default=0) - deployment.router.num_known_bytes(prefixes)
         return num_new >= _BYTES_PER_TOKEN * entry.prefill_min_tokens
 
-    async def compute(self, deployment: Deployment, request: ProxyRequest, client: Client) -> None:
-        """Have the prompt computed. If that fails, the model's own replica computes it. A replica that is lost counts
-        as one that the request may have ended."""
+    async def compute(self, deployment: Deployment, request: ProxyRequest, client: Client) -> str | None:
+        """Have the prompt computed, and return the address of the server that has its blocks, if other hosts can reach
+        it. If that fails, the model's own replica computes the prompt. A replica that is lost counts as one that the
+        request may have ended."""
         other = self._models.names().get(deployment.entry.prefill_model or "")
         if other is None:  # the catalogue has changed since
-            return
+            return None
         if self._models.budget.has_room(other.entry.total_gib):  # it takes no other model's place
             self._models.start(other)  # if it has stopped; this request does not wait for it
         prefixes, _ = request.body.prefixes
@@ -59,7 +61,7 @@ class Prefill:
             replica = other.router.choose(other.replicas, prefixes, (), request.session)
             if replica is None:
                 logger.warning("%s: no replica of %s takes the prompt", deployment.name, other.name)
-                return
+                return None
             replica.num_in_flight += 1
             status, said = 503, b""
             try:
@@ -88,3 +90,5 @@ class Prefill:
                 "%s: replica %s of %s did not compute the prompt: %d %s",
                 deployment.name, replica.name, other.name, status, said[:200].decode("utf-8", "replace"),
             )  # fmt: skip
+            return None
+        return None if other.entry.is_local else replica.upstream.address

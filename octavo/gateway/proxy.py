@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Awaitable, Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from octavo.errors import RequestError, similar
 from octavo.gateway.client import Client
@@ -22,7 +23,7 @@ from octavo.gateway.gateway_metrics import GatewayMetrics
 from octavo.gateway.keys import Key
 from octavo.gateway.meter import Meter
 from octavo.gateway.models import Models
-from octavo.gateway.prefill import ONLY_PROMPT, Prefill
+from octavo.gateway.prefill import BLOCKS_AT, ONLY_PROMPT, Prefill
 from octavo.gateway.replica import Replica
 from octavo.gateway.request_body import RequestBody
 from octavo.gateway.router import CreatedIds
@@ -30,6 +31,8 @@ from octavo.gateway.stream_progress import CUT_OFF, RESUMABLE, RESUMABLE_PATHS
 from octavo.gateway.upstream import HOP_BY_HOP, Answer, Headers, UnreachableError, UpstreamError, end_to_end
 
 logger = logging.getLogger("octavo.gateway")
+
+T = TypeVar("T")
 
 MODEL_HEADER = b"x-octavo-model"  # names the model of a request without one in its body
 SESSION_HEADER = b"x-session-id"
@@ -40,7 +43,7 @@ _ADDRESS_HEADERS = frozenset({
 })  # fmt: skip
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 _NOT_PASSED_ON = HOP_BY_HOP | {
-    b"host", b"content-length", b"expect", b"accept-encoding", MODEL_HEADER, ONLY_PROMPT, RESUMABLE,
+    b"host", b"content-length", b"expect", b"accept-encoding", MODEL_HEADER, ONLY_PROMPT, BLOCKS_AT, RESUMABLE,
 }  # fmt: skip
 _KEEPS = re.compile(
     r"/v1/(?:responses|conversations|chat/completions|files|batches)(?:/(?!(?:input_tokens|compact|render|derender|batch)$)([^/]+))?"
@@ -49,6 +52,7 @@ _CREATED = re.compile(
     rb'"(?:id|output_file_id|error_file_id)"\s*:\s*"((?:resp|conv|chatcmpl|file|batch)[-_][\w-]{1,100})"'
 )
 _CACHE_SESSIONS = "/v1/cache/sessions/"
+_CACHE_BLOCKS = "/v1/cache/blocks/"  # for servers alone: blocks of all clients
 _EVERYWHERE_S = 30.0  # for all replicas to answer
 _MAX_ANSWER_BYTES = 1 << 16
 _GENERATING_PATHS = RESUMABLE_PATHS | {"/invocations", "/generate"}  # whose whole answers may be cut off
@@ -86,6 +90,7 @@ class ProxyRequest:
     body: RequestBody
     arrival: float  # time.monotonic
     meter: Meter | None = None  # if the client has a key of the store
+    blocks_at: str | None = None  # the address of a server that has computed the prompt
 
     @property
     def owner(self) -> str | None:
@@ -143,6 +148,8 @@ class Proxy:
         if request.method == "DELETE" and request.path.startswith(_CACHE_SESSIONS):
             await self._answer_everywhere(request, client)
             return
+        if _CACHE_BLOCKS in request.path:
+            raise RequestError(f"{request.path:.200} is no route for clients.", status=404, code="not_found")
         await self._models.look_for(request.model)
         deployment, keeper = self._place(request)
         if (meter := request.meter) is None:
@@ -300,7 +307,7 @@ class Proxy:
                     has_failed, why = True, str(refusal)
             if keeper is None and not tried and self._prefill.is_wanted(deployment, request):
                 work = self._prefill.compute(deployment, request, client)
-                await self._with_comments(work, "the prompt is computed", client)
+                request = replace(request, blocks_at=await self._with_comments(work, "the prompt is computed", client))
             if deployment.is_cut:  # meanwhile
                 raise _stopping()
             # Every try excludes one replica, so the loop ends.
@@ -442,6 +449,8 @@ class Proxy:
         # Of a stream that a client resumes, the gateway does not know the tokens before.
         if request.body.streams and request.path in RESUMABLE_PATHS and not request.body.is_resumed:
             own.append((RESUMABLE, b"1"))
+        if request.blocks_at is not None:
+            own.append((BLOCKS_AT, request.blocks_at.encode()))
         own.append((b"accept-encoding", b"identity"))  # the gateway reads events and usages in the answer
         return end_to_end(request.headers, dropped) + own
 
@@ -470,7 +479,8 @@ class Proxy:
             self._num_waiting -= 1
             client.loads_s.append(time.monotonic() - begin)
 
-    async def _with_comments(self, work: Awaitable[None], comment: str, client: Client) -> None:
+    async def _with_comments(self, work: Awaitable[T], comment: str, client: Client) -> T:
+        """Return the result of `work`. A client that streams gets a comment now and then."""
         interval_s = self._limits.stream_keep_alive_s
         task = asyncio.ensure_future(work)
         if client.silent_since is None:
@@ -481,7 +491,7 @@ class Proxy:
                 if (await asyncio.wait({task}, timeout=max(0.0, rest_s)))[0]:
                     break
                 await client.comment(comment)
-            await task
+            return await task
         finally:
             task.cancel()
             del task  # its error's traceback has this frame, so the variable would make a cycle

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import heapq
 import os
+import re
 import secrets
 import threading
 import time
@@ -31,7 +32,7 @@ from octavo.file_lock import lock
 Name = tuple[int, bytes]  # the pool of a block, and its key in the pool's index
 
 _FORMAT = "octavo-kv-1"
-_DIGEST_BYTES = 32
+DIGEST_BYTES = 32
 _PAGE = 4096  # file systems give whole pages
 _SESSION = ".session"
 _KEPT_SHARE = 0.5  # the share of the folder that sessions may keep
@@ -99,7 +100,7 @@ class BlockFiles:
 
     def has(self, name: Name) -> bool:
         """Return whether the folder has a block, even if another server has written it."""
-        return self._has(_file_name(name))
+        return self._has(block_file_name(name))
 
     def _has(self, file_name: str) -> bool:
         if (self._own, file_name) in self._files:
@@ -113,15 +114,15 @@ class BlockFiles:
 
     def knows(self, name: Name) -> bool:
         """Return whether the folder had a block when this process last wrote or scanned. No file is touched."""
-        return (self._own, _file_name(name)) in self._files
+        return (self._own, block_file_name(name)) in self._files
 
     def write(self, name: Name, contents: NDArray[np.uint8], keep_until: float = 0.0) -> bool:
         """Write a block, [num_bytes] uint8, and keep it until `time.time` is `keep_until`. Returns False if the block
         is larger than the folder's limit. Raises `OSError`, and leaves no part of the block."""
-        return self._write(_file_name(name), contents.data, keep_until)
+        return self._write(block_file_name(name), contents.data, keep_until)
 
     def _write(self, file_name: str, data: memoryview, keep_until: float) -> bool:
-        size = _on_disk(len(data) + _DIGEST_BYTES)
+        size = _on_disk(len(data) + DIGEST_BYTES)
         if size > self.limit_bytes:
             return False
         if self._unscanned_bytes > _RESCAN_SHARE * self.limit_bytes:
@@ -144,17 +145,25 @@ class BlockFiles:
         self._unscanned_bytes += size
         return True
 
+    @property
+    def fingerprint_hex(self) -> str:
+        return self._own
+
+    def is_intact(self, name: Name, contents: memoryview, digest: memoryview) -> bool:
+        """Return whether `digest` is the checksum of a block's name and contents."""
+        return self._digest(block_file_name(name), contents) == digest
+
     def read(self, name: Name, into: NDArray[np.uint8]) -> bool:
         """Fill `into`, [num_bytes], with a block. Returns False if it is gone, damaged (then it is removed) or
         unreadable (then it is not known any more, and written again when it is computed)."""
-        file_name, digest = _file_name(name), bytearray(_DIGEST_BYTES)
+        file_name, digest = block_file_name(name), bytearray(DIGEST_BYTES)
         try:
             file = os.open(self._path_of(self._own, file_name), os.O_RDONLY)
         except OSError:
             self._discount((self._own, file_name))
             return False
         try:
-            is_whole = os.fstat(file).st_size == into.nbytes + _DIGEST_BYTES
+            is_whole = os.fstat(file).st_size == into.nbytes + DIGEST_BYTES
             is_whole = is_whole and _read_all(file, [into.data, memoryview(digest)])
         except OSError:
             self._discount((self._own, file_name))
@@ -174,7 +183,7 @@ class BlockFiles:
         now = time.time_ns()
         before = now + 1
         for name in names:
-            key = self._own, _file_name(name)
+            key = self._own, block_file_name(name)
             if (found := self._files.get(key)) is None or found.used > now:
                 continue
             if found.used >= before or found.used <= now - _FRESH_NS:
@@ -187,7 +196,7 @@ class BlockFiles:
         """Keep blocks until `time.time` is `keep_until`. If sessions keep too much already, mark the blocks as used now
         instead."""
         for name in names:
-            key = self._own, _file_name(name)
+            key = self._own, block_file_name(name)
             if (found := self._files.get(key)) is not None:
                 used = self._time(0 if key in self._kept else found.size, keep_until)
                 self._mark(key, found.size, max(found.used, used))
@@ -213,12 +222,12 @@ class BlockFiles:
         """Add blocks to a session's file, for `drop_session`, and keep those that are in the folder. Blocks of the
         session that are gone are removed from its file."""
         self.keep(names, keep_until)
-        lines = {line for line in self._lines(session) if self._has(line)} | {_file_name(name) for name in names}
+        lines = {line for line in self._lines(session) if self._has(line)} | {block_file_name(name) for name in names}
         self._write(session + _SESSION, memoryview("\n".join(sorted(lines)).encode()), keep_until)
 
     def drop_session(self, session: str, names: Iterable[Name] = ()) -> None:
         """Remove a session, and those of its blocks and of `names` that no other session has."""
-        own = self._lines(session) | {_file_name(name) for name in names}
+        own = self._lines(session) | {block_file_name(name) for name in names}
         for other in self.sessions():
             if own and other != session:
                 own -= self._lines(other)
@@ -246,8 +255,8 @@ class BlockFiles:
             data = Path(self._path_of(*key)).read_bytes()
         except OSError:
             return set()
-        content = memoryview(data)[:-_DIGEST_BYTES]
-        if data[-_DIGEST_BYTES:] == self._digest(key[1], content):
+        content = memoryview(data)[:-DIGEST_BYTES]
+        if data[-DIGEST_BYTES:] == self._digest(key[1], content):
             return set(bytes(content).decode().split())
         self._remove(key)
         self.num_damaged += 1
@@ -255,7 +264,7 @@ class BlockFiles:
 
     def remove(self, names: Iterable[Name]) -> None:
         for name in names:
-            self._remove((self._own, _file_name(name)))
+            self._remove((self._own, block_file_name(name)))
 
     def remove_all(self) -> None:
         """Remove all blocks of the own fingerprint."""
@@ -345,7 +354,7 @@ class BlockFiles:
         return key[0] == self._own and key[1].endswith(_SESSION)
 
     def _path_of(self, fingerprint: str, file_name: str) -> str:
-        return f"{self._root}/{fingerprint}/{file_name[:2]}/{file_name}"
+        return _path(self._root, fingerprint, file_name)
 
     def _digest(self, file_name: str, contents: memoryview) -> bytes:
         digest = hashlib.sha256(self._fingerprint + file_name.encode())
@@ -353,9 +362,20 @@ class BlockFiles:
         return digest.digest()
 
 
-def _file_name(name: Name) -> str:
+def block_file_name(name: Name) -> str:
     pool, key = name
     return f"{key.hex()}-{pool}"
+
+
+def block_path(folder: str, fingerprint: str, file_name: str) -> str | None:
+    """Return the path of a block's file; None if these are not the names of a fingerprint and a block."""
+    if not (re.fullmatch("[0-9a-f]{1,128}", fingerprint) and re.fullmatch("[0-9a-f]{1,128}-[0-9]{1,4}", file_name)):
+        return None
+    return _path(Path(folder, _FORMAT), fingerprint, file_name)
+
+
+def _path(root: Path, fingerprint: str, file_name: str) -> str:
+    return f"{root}/{fingerprint}/{file_name[:2]}/{file_name}"
 
 
 def _on_disk(num_bytes: int) -> int:

@@ -1,21 +1,18 @@
 """Blocks on disk that waiting sequences need: they are read before a prompt is computed.
 
 When it is a waiting sequence's turn, threads read the blocks of its prefix that the pools lack, if reading is predicted
-to be faster than computing them. The scheduler and `EngineCore` call everything here, from one thread. `DiskTier` saves
-the blocks.
+to be faster than computing them. `peer_blocks` brings blocks of another server into the folder first. The scheduler and
+`EngineCore` call everything here, from one thread. `DiskTier` saves the blocks.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -24,14 +21,15 @@ from numpy.typing import NDArray
 from octavo.kv_cache.block_files import BlockFiles, Name
 from octavo.kv_cache.block_hashes import extend_block_hashes
 from octavo.kv_cache.manager import KVCacheManager
+from octavo.kv_cache.peer_blocks import Copy, PeerBlocks
+from octavo.kv_cache.reader_threads import ReaderThreads
+from octavo.request import BlockPeer
 from octavo.sequence import Sequence as TokenSequence
 from octavo.stats import EngineStats
-from octavo.step_cost import StepCostModel, StepWork
+from octavo.step_cost import ReadCost, StepCostModel, StepWork
 
 if TYPE_CHECKING:
     from octavo.kv_cache.disk_tier import BlockMemory, DiskTier
-
-logger = logging.getLogger(__name__)
 
 _READING_BYTES = 64 << 20  # of blocks on their way from the folder
 _CHUNK_BYTES = 4 << 20  # of blocks that are read together: a few milliseconds
@@ -47,7 +45,6 @@ _LOOKUP_S = 0.01  # for all lookups of a prompt; if the disk takes longer, only 
 Readiness = Literal["starts", "waits", "reads"]
 
 _Part = tuple[list[bytes], NDArray[np.uint8]]  # keys of one pool, and the contents of their blocks
-_Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 class _DiskLookups(Container[bytes]):
@@ -107,14 +104,13 @@ class DiskFetches:
         self._tier, self._memory, self._cache, self._cost, self._clock = tier, memory, cache, cost, clock
         self._fetches: list[Fetch] = []  # under way
         self._reading_bytes: dict[Future[_Chunk], int] = {}  # of chunks that are being read
+        self._peers = PeerBlocks(tier, memory, cache, clock)
+        self._copies: dict[str, Copy | None] = {}  # of blocks from other servers, by request; None: nothing to copy
         self._by_request: dict[str, Fetch | None] = {}  # from a request's turn until it starts; None: nothing to read
-        self._to_read: _Jobs = SimpleQueue()
-        self._to_look_up: _Jobs = SimpleQueue()
+        self._read_cost = ReadCost()
+        self._readers, self._lookup_thread = ReaderThreads(_NUM_READERS), ReaderThreads(1)
         self._last_lookup: Future[int] | None = None
         self._abandoned: list[Future[_Chunk]] = []  # chunks that are being read for fetches that have ended
-        for jobs in (*[self._to_read] * _NUM_READERS, self._to_look_up):
-            # Daemon threads, so that the process can end even if the disk hangs.
-            threading.Thread(target=_do_jobs, args=(jobs,), name="block-reader", daemon=True).start()
         self._num_hits = self._read_bytes = 0  # since `take_stats`
 
     def take_stats(self, stats: EngineStats) -> None:
@@ -124,11 +120,13 @@ class DiskFetches:
 
     def close(self) -> None:
         """End the threads."""
-        for _ in range(_NUM_READERS):
-            self._to_read.put(None)
-        self._to_look_up.put(None)
+        self._readers.close()
+        self._lookup_thread.close()
+        self._peers.close()
 
     def end_all(self) -> None:
+        for copy in filter(None, self._copies.values()):
+            copy.is_cancelled = True
         for fetch in list(self._fetches):
             self._end(fetch)
 
@@ -139,6 +137,8 @@ class DiskFetches:
             return "starts"
         request_id = seq.request_id
         if request_id not in self._by_request:
+            if seq.request.blocks_from is not None and self._copies_blocks(seq, seq.request.blocks_from):
+                return "reads"
             self._by_request[request_id] = self._plan(seq)
         fetch = self._by_request[request_id]
         if fetch is None:
@@ -151,22 +151,25 @@ class DiskFetches:
 
     def forget(self, seq: TokenSequence) -> None:
         """Forget the fetch of a sequence that has started or ended."""
+        if (copy := self._copies.pop(seq.request_id, None)) is not None:
+            copy.is_cancelled = True
         if (fetch := self._by_request.pop(seq.request_id, None)) is not None:
             self._end(fetch)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a chunk has been read, if a fetch is under way."""
-        if reading := [fetch.reading[0] for fetch in self._fetches if fetch.reading]:
-            wait(reading, timeout_s, FIRST_COMPLETED)
+        """Wait until a chunk has been read, or blocks have been copied, if any are under way."""
+        working: list[Future[Any]] = [fetch.reading[0] for fetch in self._fetches if fetch.reading]
+        working += [copy.done for copy in self._copies.values() if copy is not None and not copy.done.done()]
+        if working:
+            wait(working, timeout_s, FIRST_COMPLETED)
 
     def _plan(self, seq: TokenSequence) -> Fetch | None:
         """Return the blocks to read for a sequence's prefix. Returns None if the pools have as much of the prefix, or
         if computing the tokens is faster; then the files of the prefix count as used now. In the latter case the
-        predicted cost of reading is lowered a little (`StepCostModel.doubt_reads`)."""
-        extend_block_hashes(seq, self._cache.block_size)
+        predicted cost of reading is lowered a little (`ReadCost.doubt`)."""
         keys, pools = seq.block_hashes, self._cache.pools
-        limit = min(len(keys), (seq.num_tokens - 1) // self._cache.block_size)
-        if limit <= 0 or seq.params.prompt_logprobs is not None:
+        limit = self._most_blocks(seq)
+        if limit <= 0:
             return None
         self._drop_done_abandoned()
         if self._tier.is_emptying or self._abandoned:  # an abandoned chunk is still being read: the disk hangs
@@ -180,10 +183,32 @@ class DiskFetches:
             return None
         compute_s = self._compute_s(num_cached, num_found)
         if self._read_s(missing) >= compute_s:
-            self._cost.doubt_reads()
+            self._read_cost.doubt()
             self._touch(used)
             return None
-        return Fetch(keys, num_cached, num_found, used, missing, max(_LEAST_PATIENCE_S, _PATIENCE * compute_s))
+        return Fetch(keys, num_cached, num_found, used, missing, _patience_s(compute_s))
+
+    def _most_blocks(self, seq: TokenSequence) -> int:
+        """Return the number of a sequence's first blocks that need not be computed, and hash them."""
+        if seq.params.prompt_logprobs is not None:
+            return 0
+        extend_block_hashes(seq, self._cache.block_size)
+        return min(len(seq.block_hashes), (seq.num_tokens - 1) // self._cache.block_size)
+
+    def _copies_blocks(self, seq: TokenSequence, peer: BlockPeer) -> bool:
+        """Return whether blocks of a sequence are being copied from another server. The first call begins that."""
+        if seq.request_id not in self._copies:
+            self._copies[seq.request_id] = self._begin_copy(seq, peer)
+        copy = self._copies[seq.request_id]
+        return copy is not None and not self._peers.has_ended(copy)
+
+    def _begin_copy(self, seq: TokenSequence, peer: BlockPeer) -> Copy | None:
+        limit = self._most_blocks(seq)
+        num_known = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._tier.watches)
+        if num_known >= limit or self._tier.is_emptying:
+            return None
+        compute_s = self._compute_s(num_known, limit)
+        return self._peers.begin(peer, seq.block_hashes[:limit], num_known, compute_s, _patience_s(compute_s))
 
     def _begin(self, fetch: Fetch) -> None:
         for pool, key in fetch.used:  # count cached blocks as used now, so that the blocks being read do not evict them
@@ -201,8 +226,8 @@ class DiskFetches:
         if num_known == limit or (self._last_lookup is not None and not self._last_lookup.done()):
             return num_known
         lookups = [_DiskLookups(self._tier.files, pool) for pool in range(len(self._cache.pools))]
-        self._last_lookup = lookup = Future[int]()
-        self._to_look_up.put((lookup, partial(self._cache.num_prefix_blocks, keys, limit, lookups)))
+        lookup = self._lookup_thread.run(partial(self._cache.num_prefix_blocks, keys, limit, lookups))
+        self._last_lookup = lookup
         wait([lookup], _LOOKUP_S)
         return lookup.result() if lookup.done() and lookup.exception() is None else num_known
 
@@ -218,7 +243,7 @@ class DiskFetches:
             chunk = future.result()
             num_bytes = sum(contents.nbytes for _, contents in chunk.parts.values())
             self._read_bytes += num_bytes
-            self._cost.observe_read(num_bytes, chunk.seconds)
+            self._read_cost.observe(num_bytes, chunk.seconds)
             if not self._take_in(chunk) or not chunk.is_whole:
                 self._end(fetch)
             self._read_ahead(fetch)
@@ -254,7 +279,7 @@ class DiskFetches:
 
     def _read_s(self, names: Sequence[Name]) -> float:
         """Return the predicted seconds to read blocks, behind all reads that are under way."""
-        return self._cost.read_s(self._num_bytes(names) + sum(self._reading_bytes.values()))
+        return self._read_cost.seconds(self._num_bytes(names) + sum(self._reading_bytes.values()))
 
     def _num_bytes(self, names: Sequence[Name]) -> int:
         return sum(self._memory.block_bytes[pool] for pool, _ in names)
@@ -291,10 +316,10 @@ class DiskFetches:
     def _read_ahead(self, fetch: Fetch) -> None:
         """Have the next chunks read: at least one, and as many as `_READING_BYTES` allow for all fetches."""
         while fetch.unread and (not fetch.reading or sum(self._reading_bytes.values()) < _READING_BYTES):
-            names, future = fetch.unread.popleft(), Future[_Chunk]()
+            names = fetch.unread.popleft()
+            future = self._readers.run(partial(self._read_chunk, names))
             fetch.reading.append(future)
             self._reading_bytes[future] = self._num_bytes(names)
-            self._to_read.put((future, partial(self._read_chunk, names)))
 
     def _read_chunk(self, names: Sequence[Name]) -> _Chunk:
         """Read blocks, in each pool up to the first one that is missing or damaged."""
@@ -325,14 +350,6 @@ class DiskFetches:
         return True
 
 
-def _do_jobs(jobs: _Jobs) -> None:
-    """A reader's thread: run jobs, and complete their futures, until it gets None."""
-    while (job := jobs.get()) is not None:
-        future, work = job
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(work())
-            except Exception as e:
-                logger.exception("the cache on disk could not be read")
-                future.set_exception(e)
-        del job, future, work  # otherwise they would keep the engine alive while the thread waits
+def _patience_s(compute_s: float) -> float:
+    """Return the seconds after which the rest of a prompt that takes `compute_s` to compute is computed after all."""
+    return max(_LEAST_PATIENCE_S, _PATIENCE * compute_s)

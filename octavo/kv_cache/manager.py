@@ -161,6 +161,12 @@ class KVCacheManager:
             if len(of_group) >= -place
         ]
 
+    def all_names(self, keys: list[bytes]) -> list[tuple[int, bytes]]:
+        """Return the pool and the key of every block that tokens after any prefix may need."""
+        groups = [(self._pool_of[blocks.group], blocks.key_suffix) for blocks in self.attention]
+        groups += [(self._pool_of[blocks.group], b"") for blocks in self.states]
+        return [(pool, key + suffix) for key in keys for pool, suffix in groups]
+
     def share_prefix(self, seq: Sequence, prefix: Prefix, num_step_tokens: int) -> bool:
         """Give `seq`, which has no blocks, the result of `find_prefix`, if all its other tokens fit too."""
         assert not seq.block_tables

@@ -69,3 +69,27 @@ def test_a_server_goes_on_from_a_prompt_that_another_one_has_computed(tmp_path: 
         headers = {"X-Octavo-Only-Prompt": "1"}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=within(60))
         assert answer.status_code == 400 and "--kv-cache-disk" in answer.json()["error"]["message"]
+
+
+@pytest.mark.long
+def test_a_server_copies_the_blocks_of_a_prompt_from_another_one(tmp_path: Path) -> None:
+    flags = ("--max-model-len", "512", "--kv-cache-disk-gib", "1", "--api-key", "k", "--kv-cache-disk")
+    asked = {"prompt": PROMPT, "temperature": 0.0, "max_tokens": 8, "logprobs": 2}
+    key = {"Authorization": "Bearer k"}
+
+    def ask(server: Server, **headers: str) -> httpx.Response:
+        return httpx.post(f"{server.url}/v1/completions", json=asked, headers=key | headers, timeout=within(60))
+
+    with running_server(tmp_path, *flags, str(tmp_path / "first")) as first:
+        peers = ("--kv-cache-peers", first.url)
+        with running_server(tmp_path, *flags, str(tmp_path / "second"), *peers) as second:
+            assert ask(first, **{"X-Octavo-Only-Prompt": "1"}).status_code == 204
+            copied = ask(second, **{"X-Octavo-Blocks-At": first.url}).json()
+            assert copied["usage"]["prompt_tokens_details"]["cached_tokens"] >= 11 * 16
+            assert second.count("octavo:disk_cache_hits_total") >= 11 * 16
+            first.stop()
+        with running_server(tmp_path, *flags, str(tmp_path / "third"), *peers) as third:
+            computed = ask(third, **{"X-Octavo-Blocks-At": first.url}).json()
+            assert computed["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            assert computed["choices"] == copied["choices"], "the same bits"
+            assert f"{first.url} gives no blocks" in third.log.read_text()

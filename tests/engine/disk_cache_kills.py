@@ -19,7 +19,7 @@ import numpy as np
 from octavo import LLM, SamplingParams
 from octavo.kv_cache import disk_fetches
 from octavo.kv_cache.block_files import BlockFiles, _on_disk
-from octavo.step_cost import StepCostModel
+from octavo.step_cost import ReadCost
 from tests.seeds import seed_of
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def engine(model: str, tokenizer: str, **settings: Any) -> LLM:
 
 def serve(model: str, tokenizer: str, disk: str, seed: int) -> None:
     """Answer prompts in an order of the seed for ever, and print how many tokens of each were cached."""
-    StepCostModel.read_s = lambda self, num_bytes: 0.0  # type: ignore[method-assign]  # small models compute faster
+    ReadCost.seconds = lambda self, num_bytes: 0.0  # type: ignore[method-assign]  # small models compute faster
     disk_fetches._PATIENCE = 1e9
     llm = engine(
         model, tokenizer, kv_cache_disk=disk, kv_cache_disk_gib=LIMIT_BYTES / 2**30, num_gpu_blocks_override=24

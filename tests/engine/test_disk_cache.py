@@ -19,7 +19,7 @@ from octavo.errors import ConfigError
 from octavo.kv_cache import disk_fetches
 from octavo.lora.request import LoRARequest
 from octavo.request import EngineRequest, Prompt
-from octavo.step_cost import StepCostModel
+from octavo.step_cost import ReadCost
 from tests.engine.disk_cache_kills import LIMIT_BYTES, kill_engines
 from tests.lora.random_adapters import write_adapter_of
 from tests.models.small_latent import LATENT_MODELS
@@ -37,7 +37,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=
 @pytest.fixture(autouse=True)
 def reads_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models compute faster than a disk answers, and a busy machine's lookups may be late."""
-    monkeypatch.setattr(StepCostModel, "read_s", lambda self, num_bytes: 0.0)
+    monkeypatch.setattr(ReadCost, "seconds", lambda self, num_bytes: 0.0)
     monkeypatch.setattr(disk_fetches, "_PATIENCE", 1e9)
     monkeypatch.setattr(disk_fetches, "_LOOKUP_S", 60.0)
 

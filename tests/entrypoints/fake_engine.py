@@ -101,6 +101,7 @@ class FakeEngine:
         others = {
             "priority": request.priority, "salt": request.prompt.cache_salt, "rank": request.data_parallel_rank,
             "session": request.session_id, "cache_session": request.cache_session, "cache_ttl_s": request.cache_ttl_s,
+            "blocks_from": request.blocks_from,
         }  # fmt: skip
         self.seen.append((request.prompt.token_ids, params, others))
         self.deadlines.append(request.deadline)

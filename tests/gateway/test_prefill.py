@@ -54,6 +54,9 @@ def test_a_long_prompt_is_computed_first_and_its_next_turn_is_not(clock: Clock, 
             [first], [then] = prefill.asked, decode.asked
             assert first.headers["x-octavo-only-prompt"] == "1" and first.target == path
             assert "x-octavo-only-prompt" not in then.headers and first.body == then.body
+            assert (first.headers.get("x-octavo-blocks-at"), then.headers["x-octavo-blocks-at"]) == (
+                None, prefill.address,
+            )  # fmt: skip
             await gate.ask("a", path, **{said: LONG + REPLY})
             await gate.ask("a", path, **{said: REPLY})
             await gate.ask("a", "/v1/embeddings", **{said: LONG})
@@ -71,6 +74,7 @@ def test_a_prompt_that_is_not_computed_is_the_replicas_own(clock: Clock, behave:
             async with gateway(entries(decode.address, prefill.address)) as gate:
                 assert (await gate.ask("a", messages=LONG)).status_code == 200
                 assert len(prefill.asked) == len(decode.asked) == 1
+                assert "x-octavo-blocks-at" not in decode.asked[0].headers
             prefill.die()
             async with gateway(entries(decode.address, prefill.address)) as gate:
                 assert (await gate.ask("a", messages=LONG)).status_code == 200
@@ -166,6 +170,7 @@ def test_the_entry_that_computes_starts_again_and_no_request_waits_for_it(clock:
             other = [{"role": "user", "content": "z" * 400}]
             assert (await gate.ask("a", messages=other)).status_code == 200
             assert len(launch.last("p").asked) == 1
+            assert "x-octavo-blocks-at" not in launch.last("a").asked[-1].headers, "only this host can reach it"
 
     clock.run(run())
 
@@ -177,10 +182,12 @@ def test_a_name_that_the_body_hides_and_a_clients_own_header_change_nothing(cloc
             models["a"]["served_model_name"] = "a"
             async with gateway(models) as gate:
                 hidden = json.dumps({"messages": LONG, "x": [{"model": "a"}] * 17, "model": "a"})
-                headers = {"x-octavo-only-prompt": "1"}
+                headers = {"x-octavo-only-prompt": "1", "x-octavo-blocks-at": "http://elsewhere"}
                 answer = await gate.http.post("/v1/chat/completions", content=hidden, headers=headers)
                 assert answer.status_code == 200 and not prefill.asked
-                assert "x-octavo-only-prompt" not in decode.asked[0].headers
+                assert not headers.keys() & decode.asked[0].headers.keys()
+                answer = await gate.http.post("/v1/cache/blocks/f0/read", json={"model": "a"})
+                assert answer.status_code == 404 and len(decode.asked) == 1
 
     clock.run(run())
 

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from octavo.kv_cache import cache_sessions, disk_fetches, disk_tier
-from octavo.kv_cache.block_files import BlockFiles, Name, _file_name
+from octavo.kv_cache.block_files import BlockFiles, Name, block_file_name
 from octavo.kv_cache.disk_fetches import Fetch
 from octavo.kv_cache.disk_tier import DiskTier
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
@@ -307,9 +307,9 @@ def test_a_prompt_is_computed_where_that_is_faster(engines: Any) -> None:
     first.compute(list(range(22)))
     first.save()
     second = engines()
-    second.cost.observe_read(1, 100.0)  # such a disk takes a day
+    second.tier.fetches._read_cost.observe(1, 100.0)  # such a disk takes a day
     assert second.fetched(list(range(22))) is None
-    second.cost._read_s_per_byte = 0.0
+    second.tier.fetches._read_cost._s_per_byte = 0.0
     assert second.fetched(list(range(22)), prompt_logprobs=1) is None, "the whole prompt is computed"
     assert second.fetched(list(range(4))) is None, "one token is computed in any case"
     assert second.fetched(list(range(22))) is not None
@@ -319,7 +319,7 @@ def test_a_damaged_block_ends_the_prefix(engines: Any, tmp_path: Path) -> None:
     first = engines()
     seq = first.compute(list(range(22)))
     first.save()
-    path = tmp_path.joinpath(first.files._path_of("66" * 16, _file_name((0, seq.block_hashes[3]))))
+    path = tmp_path.joinpath(first.files._path_of("66" * 16, block_file_name((0, seq.block_hashes[3]))))
     path.write_bytes(path.read_bytes()[:-40])
     second = engines()
     second.fetched(list(range(22)))

@@ -58,6 +58,10 @@ ROUTERS = [
 ]
 # Modules that are imported with the first request for one of their routes, and not at the start.
 LAZY_ROUTES = {
+    "octavo.entrypoints.http.block_routes": (
+        "POST /v1/cache/blocks/{fingerprint}/find",
+        "POST /v1/cache/blocks/{fingerprint}/read",
+    ),
     "octavo.entrypoints.batch.batch_routes": (
         "GET /v1/files",
         "POST /v1/files",

@@ -38,7 +38,9 @@ from octavo.ollama import ollama_error
 
 OPEN_PATHS = ui.OPEN_PATHS | {"/", "/health", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs"}
 OPEN_PATHS |= {f"/docs/{name}" for name in PAGE_FILES}
-_UNQUEUED_PREFIXES = ("/v1/chat/completions/", "/v1/conversations", "/v1/files", "/v1/batches")
+_UNQUEUED_PREFIXES = (
+    "/v1/chat/completions/", "/v1/conversations", "/v1/files", "/v1/batches", "/v1/cache/blocks/",
+)  # fmt: skip
 UPLOAD_PATH = "/v1/files"
 FORM_TYPE = "application/x-www-form-urlencoded"
 AUDIO_PATHS = {"/v1/audio/transcriptions", "/v1/audio/translations"}

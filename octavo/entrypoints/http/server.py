@@ -120,6 +120,8 @@ def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started 
         phases.end("core process")
         try:
             config = engine_args.create_engine_config()
+            if args.kv_cache_peers and config.cache.disk is None:
+                raise ConfigError("--kv-cache-peers copies blocks into the folder of --kv-cache-disk; name one.")
         except BaseException:
             core.close()
             raise

@@ -11,6 +11,7 @@ import inspect
 import json
 import math
 import os
+import re
 import runpy
 import sys
 from dataclasses import dataclass
@@ -47,6 +48,11 @@ class ServerArgs(RequestLimits, Flags):
     api_key: list[str] = flag(
         [], "Keys; a client must send one of them as bearer token. Also OCTAVO_API_KEY or VLLM_API_KEY."
     )
+    kv_cache_peers: list[str] = flag(
+        [], "Addresses (http://HOST:PORT) of servers whose blocks are copied into the folder of --kv-cache-disk where "
+        "a gateway says that such a server has computed the prompt. They get OCTAVO_KV_CACHE_PEER_KEY, or this "
+        "server's API key."
+    )  # fmt: skip
     ssl_keyfile: str | None = flag(None, "Private key file (PEM), for HTTPS.")
     ssl_certfile: str | None = flag(None, "Certificate file (PEM), for HTTPS.")
     ssl_ca_certs: str | None = flag(
@@ -192,6 +198,16 @@ class ServerArgs(RequestLimits, Flags):
         return with_environment(self.api_key)
 
     @property
+    def peer_addresses(self) -> set[str]:
+        """Return --kv-cache-peers in the form that addresses are compared in."""
+        return {address.rstrip("/").lower() for address in self.kv_cache_peers}
+
+    @property
+    def peer_key(self) -> str | None:
+        """Return the API key for the servers of --kv-cache-peers."""
+        return os.environ.get("OCTAVO_KV_CACHE_PEER_KEY") or next(iter(self.api_keys), None)
+
+    @property
     def logs_requests(self) -> bool:
         return self.enable_log_requests and not self.disable_log_requests
 
@@ -216,6 +232,11 @@ class ServerArgs(RequestLimits, Flags):
                 raise ConfigError(f"--{name.replace('_', '-')} must be between 0 and 65535, got {port}.")
         if any(not key for key in self.api_key):
             raise ConfigError("--api-key must not be empty.")
+        for address in self.kv_cache_peers:
+            if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", address):
+                raise ConfigError(f"--kv-cache-peers takes addresses such as http://10.0.0.7:8000, got {address}.")
+        if self.kv_cache_peers and self.peer_key is None:
+            raise ConfigError("--kv-cache-peers needs the servers' API key: set --api-key or OCTAVO_KV_CACHE_PEER_KEY.")
         if self.max_log_len is not None and self.max_log_len < 0:
             raise ConfigError(f"--max-log-len must be 0 or more, got {self.max_log_len}.")
         for name in ("max_queue_len", "max_engine_restarts", "answer_memory_bytes", *_SECONDS):

@@ -29,9 +29,10 @@ from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.shared_counts import ENGINE_REQUESTS, SharedCounts
 from octavo.entrypoints.openai.request_bodies import SamplingRequest, TokenRequest
 from octavo.errors import RETRY_AFTER_S, EngineRestartingError, OctavoError, RequestError
+from octavo.logs import LineLimit
 from octavo.metrics.http_metrics import HttpMetrics
 from octavo.outputs import RequestOutput
-from octavo.request import MAX_CACHE_TTL_S, AdapterSource, EngineRequest, Prompt
+from octavo.request import MAX_CACHE_TTL_S, AdapterSource, BlockPeer, EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.structured_output.answer_parts import ThinkingBudget
 from octavo.structured_output.grammar_builder import WantedGrammar
@@ -56,7 +57,8 @@ MAX_TRANSCRIPTIONS = 16  # transcribed at once; other sounds wait as files
 MAX_MEDIA_FETCHES = 32  # requests with fetched media in memory; others wait before they fetch
 RANK_HEADER = "X-data-parallel-rank"
 SESSION_HEADER = "X-Session-ID"
-ONLY_PROMPT_HEADER = "X-Octavo-Only-Prompt"  # compute the prompt for another server that shares the cache on disk
+ONLY_PROMPT_HEADER = "X-Octavo-Only-Prompt"  # compute the prompt for another server, which gets its blocks from disk
+BLOCKS_AT_HEADER = "X-Octavo-Blocks-At"  # the address of a server that has computed the prompt so
 CACHE_SESSION_HEADER, CACHE_TTL_HEADER = "X-Cache-Session", "X-Cache-TTL"
 _CACHE_TTL_S = 3600.0
 _TOKENIZING_RETRY_S = 1
@@ -151,6 +153,7 @@ class ServerState:
         self.has_cut_off = False  # the requests under way, as the time to stop is over
         self.num_in_flight = 0  # requests whose answers are not complete
         self._num_engine_requests = 0
+        self._ignored_peers = LineLimit()
         self.num_tokenizing = 0  # complete requests that only need this front end's tokenizer
 
     @property
@@ -472,11 +475,23 @@ class ServerState:
         request.deadline, request.max_ttft_s, request.session_id = deadline, body.max_ttft, session_id or None
         request.cache_session, request.cache_ttl_s = cache_session, cache_ttl_s
         request.client = None if arrival is None else arrival.client
+        request.blocks_from = self._peer(headers.get(BLOCKS_AT_HEADER))
         if (resume := getattr(body, "resume", None)) is not None:
             request = self._resumed(request, resume.tokens)
         if headers.get(ONLY_PROMPT_HEADER) and not only_renders:
             await self._save_prompt(request, name, num_prompts)
         return request.prompt, self.outputs_of(request, name, sink)
+
+    def _peer(self, address: str | None) -> BlockPeer | None:
+        """Return the server at an address, if the operator allows to copy blocks from it: a client could name any."""
+        key = self.args.peer_key
+        if address is None or key is None:
+            return None
+        if (address := address.rstrip("/").lower()) in self.args.peer_addresses:
+            return BlockPeer(address, key)
+        if self._ignored_peers.admits(time.monotonic()):
+            logger.info("no blocks are copied from %s: it is not in --kv-cache-peers", brief(address))
+        return None
 
     async def _save_prompt(self, request: EngineRequest, name: str, num_prompts: int) -> NoReturn:
         """Compute the prompt, for another server that goes on from its blocks on disk. Raises `PromptSavedError` when

@@ -1,0 +1,253 @@
+"""Blocks that another server has on disk, its peer: they are copied into the own folder before a prompt is computed.
+
+When it is the turn of a waiting sequence whose request names a peer (`EngineRequest.blocks_from`), a thread asks which
+blocks the peer has, and copies those that are missing here, if that is predicted to be faster than computing them.
+`DiskFetches` calls everything here, and then reads the blocks like all others of the folder. A peer that fails, or
+takes too long, is not asked again for a while. `block_routes` is the peer's side.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Container, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.kv_cache.block_files import DIGEST_BYTES, BlockFiles, Name, block_file_name
+from octavo.kv_cache.manager import KVCacheManager
+from octavo.kv_cache.reader_threads import ReaderThreads
+from octavo.request import BlockPeer
+from octavo.step_cost import ReadCost
+
+if TYPE_CHECKING:
+    from octavo.kv_cache.disk_tier import BlockMemory, DiskTier
+
+logger = logging.getLogger(__name__)
+
+BLOCKS_PATH = "/v1/cache/blocks"
+MAX_NAMES = 16384  # blocks that one request names
+_CHUNK_BYTES = 4 << 20  # of blocks that one answer has
+_PIECE_BYTES = 1 << 18
+_NUM_THREADS = 2  # copies at once from a peer
+_TIMEOUT_S = 5.0  # to connect, and until the next bytes
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0  # until a peer that has failed is asked again
+
+_Contents = NDArray[np.uint8]
+
+
+class _PeerError(Exception):
+    """A peer's answer is not what it must be."""
+
+
+class _Found(Container[bytes]):
+    """The keys of a pool's blocks that the folder or the peer has."""
+
+    def __init__(self, files: BlockFiles, pool: int, at_peer: Collection[Name]) -> None:
+        self._files, self._pool, self._at_peer = files, pool, at_peer
+
+    def __contains__(self, key: object) -> bool:
+        assert isinstance(key, bytes)
+        return (self._pool, key) in self._at_peer or self._files.knows((self._pool, key))
+
+
+class _Peer:
+    """A server, and what is known of it."""
+
+    def __init__(self, address: str) -> None:
+        self.address, self.cost, self.threads = address, ReadCost(), ReaderThreads(_NUM_THREADS)
+        self.retry_at = 0.0  # on the tier's clock
+        self._pause_s = _LEAST_PAUSE_S
+
+    def fail(self, why: object, now: float) -> None:
+        """Do not ask it again for a while."""
+        if now >= self.retry_at:  # several copies may fail at once
+            logger.warning(
+                "%s gives no blocks: %s; it is asked again after %g s, and prompts are computed meanwhile",
+                self.address, why, self._pause_s,
+            )  # fmt: skip
+            self.retry_at = now + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
+
+    def succeed(self) -> None:
+        self._pause_s = _LEAST_PAUSE_S
+
+
+@dataclass(slots=True)
+class Copy:
+    """The blocks of a prompt that are being copied."""
+
+    peer: _Peer
+    key: str
+    keys: list[bytes]  # hashes of the blocks that may be used
+    num_known_blocks: int  # of the prefix, in the pools and the folder
+    compute_s: float  # predicted seconds to compute the others
+    until: float  # on the tier's clock: then the rest is computed
+    is_cancelled: bool = False
+    done: Future[None] = field(default_factory=Future)
+
+
+class PeerBlocks:
+    """Copies blocks of other servers into the `tier`'s folder."""
+
+    def __init__(self, tier: DiskTier, memory: BlockMemory, cache: KVCacheManager, clock: Callable[[], float]) -> None:
+        self._tier, self._cache, self._clock = tier, cache, clock
+        self._files, self._block_bytes = tier.files, memory.block_bytes
+        self._peers: dict[str, _Peer] = {}  # by address, of which the operator allows a few
+
+    def close(self) -> None:
+        """End the threads."""
+        for peer in self._peers.values():
+            peer.threads.close()
+
+    def begin(
+        self, source: BlockPeer, keys: list[bytes], num_known_blocks: int, compute_s: float, patience_s: float
+    ) -> Copy | None:
+        """Begin to copy the blocks of `keys` behind the first `num_known_blocks`, which take `compute_s` to compute.
+        Returns None if the peer has failed lately."""
+        if (peer := self._peers.get(source.address)) is None:
+            peer = self._peers[source.address] = _Peer(source.address)
+        now = self._clock()
+        if now < peer.retry_at:
+            return None
+        copy = Copy(peer, source.key, keys, num_known_blocks, compute_s, now + patience_s)
+        copy.done = peer.threads.run(partial(self._run, copy))
+        return copy
+
+    def has_ended(self, copy: Copy) -> bool:
+        """Return whether a copy has ended. One that takes too long is cancelled."""
+        if not copy.done.done() and (now := self._clock()) >= copy.until:
+            copy.is_cancelled = True
+            copy.peer.fail("it takes longer than to compute the prompt", now)
+        return copy.is_cancelled or copy.done.done()
+
+    def _run(self, copy: Copy) -> None:
+        """Copy blocks, in a thread."""
+        if copy.is_cancelled or self._clock() < copy.peer.retry_at:  # it has failed since
+            return
+        connection = _connect(copy.peer.address)
+        try:
+            self._copy(copy, connection)
+            copy.peer.succeed()
+        except (_PeerError, http.client.HTTPException, OSError) as error:
+            if not copy.is_cancelled:
+                copy.peer.fail(str(error) or type(error).__name__, self._clock())
+        finally:
+            connection.close()
+
+    def _copy(self, copy: Copy, connection: http.client.HTTPConnection) -> None:
+        # 1. Find the longest prefix that the pools, the folder and the peer have together.
+        unknown = [name for name in self._cache.all_names(copy.keys) if not self._files.knows(name)]
+        at_peer = self._find(copy, connection, unknown)
+        tiers = [_Found(self._files, pool, at_peer) for pool in range(len(self._cache.pools))]
+        num_found = self._cache.num_prefix_blocks(copy.keys, len(copy.keys), tiers)
+        missing = [
+            name
+            for name in self._cache.prefix_names(copy.keys, num_found)
+            if name in at_peer and self._cache.pools[name[0]].lookup(name[1]) is None and not self._files.has(name)
+        ]
+        # 2. Compare the predicted times.
+        share = (num_found - copy.num_known_blocks) / (len(copy.keys) - copy.num_known_blocks)
+        copy_s = copy.peer.cost.seconds(sum(self._block_bytes[pool] for pool, _ in missing))
+        if num_found <= copy.num_known_blocks or copy_s >= copy.compute_s * share:
+            copy.peer.cost.doubt()
+            return
+        # 3. Copy chunk by chunk: a chunk is written while the next one is read.
+        per_chunk = max(1, _CHUNK_BYTES // max(self._block_bytes))
+        written: threading.Event | None = None
+        for first in range(0, len(missing), per_chunk):
+            asked, begin = missing[first : first + per_chunk], time.monotonic()
+            blocks = self._read(copy, connection, asked)
+            copy.peer.cost.observe(sum(contents.nbytes for _, contents in blocks), time.monotonic() - begin)
+            _wait(written)
+            written = self._write(copy, blocks)
+            if len(blocks) < len(asked):  # the peer has lost the next one since
+                break
+        _wait(written)
+
+    def _find(self, copy: Copy, connection: http.client.HTTPConnection, names: Sequence[Name]) -> set[Name]:
+        """Return those of `names` that the peer has."""
+        found = set[Name]()
+        for first in range(0, len(names), MAX_NAMES):
+            asked = names[first : first + MAX_NAMES]
+            answer = self._ask(copy, connection, "find", asked, len(asked))
+            if len(answer) != len(asked):
+                raise _PeerError(f"it answered {len(answer)} bytes about {len(asked)} blocks")
+            found |= {name for name, is_there in zip(asked, answer, strict=True) if is_there == ord("1")}
+        return found
+
+    def _read(
+        self, copy: Copy, connection: http.client.HTTPConnection, names: Sequence[Name]
+    ) -> list[tuple[Name, _Contents]]:
+        """Return the names and contents of blocks up to the first one that the peer lacks. Raises `_PeerError` if one
+        is damaged."""
+        sizes = [self._block_bytes[pool] + DIGEST_BYTES for pool, _ in names]
+        answer = memoryview(self._ask(copy, connection, "read", names, sum(sizes)))
+        blocks = []
+        for name, size in zip(names, sizes, strict=True):
+            if not answer:
+                break
+            contents, digest, answer = answer[: size - DIGEST_BYTES], answer[size - DIGEST_BYTES : size], answer[size:]
+            if not self._files.is_intact(name, contents, digest):
+                raise _PeerError("it sent a damaged block, or one of other contents")
+            blocks.append((name, np.frombuffer(contents, np.uint8)))
+        return blocks
+
+    def _ask(
+        self, copy: Copy, connection: http.client.HTTPConnection, what: str, names: Sequence[Name], max_bytes: int
+    ) -> bytearray:
+        """Return the body of the peer's answer. Raises `_PeerError` and errors of `http.client`."""
+        path = f"{urlsplit(copy.peer.address).path}{BLOCKS_PATH}/{self._files.fingerprint_hex}/{what}"
+        body = msgspec.json.encode([block_file_name(name) for name in names])
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {copy.key}"}
+        connection.request("POST", path, body, headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise _PeerError(f"it answered {response.status}")
+        if response.length is None or response.length > max_bytes:
+            raise _PeerError(f"it answered {response.length} bytes, and {max_bytes} were asked for at most")
+        data, num_bytes = bytearray(), response.length
+        while len(data) < num_bytes:
+            piece = response.read1(_PIECE_BYTES)  # returns what has come: a slow answer can be cancelled
+            if not piece or copy.is_cancelled:
+                raise _PeerError("it hung up")
+            data += piece
+        response.read()
+        return data
+
+    def _write(self, copy: Copy, blocks: Sequence[tuple[Name, _Contents]]) -> threading.Event:
+        """Have the tier's writer write blocks. Returns the event that it has."""
+        written = threading.Event()
+
+        def write() -> None:
+            try:
+                for name, contents in blocks:
+                    if not copy.is_cancelled and not self._files.knows(name):
+                        self._files.write(name, contents)
+            finally:
+                written.set()
+
+        self._tier.do_in_turn(write)
+        return written
+
+
+def _connect(address: str) -> http.client.HTTPConnection:
+    """Return a connection, which is made with the first request. It follows neither redirects nor proxies."""
+    parts = urlsplit(address)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    return kind(parts.netloc, timeout=_TIMEOUT_S)
+
+
+def _wait(written: threading.Event | None) -> None:
+    """Wait for the writer, unless the disk hangs."""
+    if written is not None:
+        written.wait(_TIMEOUT_S)

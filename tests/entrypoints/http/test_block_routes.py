@@ -1,0 +1,102 @@
+"""Servers with a key give blocks of their folder to other servers; a header names the server to copy blocks from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from octavo.config import DiskCacheConfig
+from octavo.entrypoints.http import block_routes
+from octavo.entrypoints.http.server_args import ServerArgs
+from octavo.errors import ConfigError
+from octavo.kv_cache.block_files import block_path
+from octavo.request import BlockPeer
+from tests.entrypoints.fake_engine import FakeEngine, serving
+from tests.waiting import within
+
+PRINT = "f0" * 16
+NAMES = [f"{number:032x}-0" for number in range(4)]
+
+
+@pytest.fixture
+def disk(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """An engine whose folder has the first three blocks."""
+    cache = replace(engine.config.cache, disk=DiskCacheConfig(str(tmp_path), 1 << 30))
+    monkeypatch.setattr(engine, "config", replace(engine.config, cache=cache))
+    for name in NAMES[:3]:
+        path = Path(block_path(str(tmp_path), PRINT, name) or "")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name[-3:].encode())
+    return engine
+
+
+def test_files_are_found_and_read_up_to_the_first_that_is_missing(
+    disk: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(disk, disable_log_requests=True, api_key=["a"]) as url:
+        http = httpx.Client(base_url=f"{url}/v1/cache/blocks", headers={"x-api-key": "a"}, timeout=within(60))
+        with http:
+            order = [NAMES[3], *NAMES[:3]]
+            assert http.post(f"/{PRINT}/find", json=order).content == b"0111"
+            assert http.post(f"/{PRINT}/read", json=NAMES).content == b"0-01-02-0"
+            assert http.post(f"/{PRINT}/read", json=order).content == b""
+            monkeypatch.setattr(block_routes, "_MAX_ANSWER_BYTES", 6)
+            assert http.post(f"/{PRINT}/read", json=NAMES).content == b"0-01-0"
+            for said in ({}, [], ["../x-0"], [NAMES[0] + "/.."], [7], ["0" * 32]):
+                assert http.post(f"/{PRINT}/read", json=said).status_code == 400, said
+            assert http.post("/..%2f..%2fx/read", json=NAMES).status_code in (400, 404)
+            assert http.post("/nothing/find", json=NAMES).status_code == 400
+            monkeypatch.setattr(block_routes, "MAX_NAMES", 3)
+            assert http.post(f"/{PRINT}/find", json=NAMES).status_code == 400
+            for key in ("", "b"):
+                answer = http.post(f"/{PRINT}/find", json=NAMES, headers={"x-api-key": key})
+                assert answer.status_code == 401
+
+
+def test_a_server_without_a_key_or_a_folder_gives_nothing(
+    http: httpx.Client, disk: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert http.post(f"/v1/cache/blocks/{PRINT}/find", json=NAMES).status_code == 404
+    monkeypatch.undo()
+    with serving(disk, disable_log_requests=True, api_key=["a"]) as url:
+        asked = {"json": NAMES, "headers": {"x-api-key": "a"}, "timeout": within(60)}
+        assert httpx.post(f"{url}/v1/cache/blocks/{PRINT}/find", **asked).status_code == 404
+
+
+def test_blocks_are_copied_from_servers_that_the_operator_names(
+    disk: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(url: str, at: str) -> Any:
+        headers = {"x-octavo-blocks-at": at, "x-api-key": "a"}
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, headers=headers).status_code == 200
+        return disk.seen[-1][2]["blocks_from"]
+
+    with serving(disk, api_key=["a", "b"], kv_cache_peers=["http://Host:1/", "https://other/llm"]) as url:
+        assert asked(url, "http://host:1") == BlockPeer("http://host:1", "a")
+        assert asked(url, "https://OTHER/llm/") == BlockPeer("https://other/llm", "a")
+        for at in ("http://host:2", "http://host", "https://host:1", "http://host:1/x", "http://x@host:1", ""):
+            assert asked(url, at) is None
+        monkeypatch.setenv("OCTAVO_KV_CACHE_PEER_KEY", "c")
+        assert asked(url, "http://host:1") == BlockPeer("http://host:1", "c")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"kv_cache_peers": ["host:1"], "api_key": ["a"]}, "takes addresses such as"),
+        ({"kv_cache_peers": ["http://me@host:1"], "api_key": ["a"]}, "takes addresses such as"),
+        ({"kv_cache_peers": ["http://host:1?x"], "api_key": ["a"]}, "takes addresses such as"),
+        ({"kv_cache_peers": ["http://host:1"]}, "needs the servers' API key"),
+    ],
+)
+def test_addresses_without_a_key_or_a_form_are_refused(
+    given: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OCTAVO_API_KEY", "VLLM_API_KEY", "OCTAVO_KV_CACHE_PEER_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=said):
+        ServerArgs(**given).check()

@@ -1,0 +1,234 @@
+"""Blocks that another server has on disk are copied; a server that fails or hangs keeps nobody from computing."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.kv_cache.block_files import block_path
+from octavo.kv_cache.groups import LayerCacheSpec
+from octavo.kv_cache.peer_blocks import BLOCKS_PATH
+from octavo.request import BlockPeer
+from octavo.sequence import Sequence as TokenSequence
+from tests.kv_cache.test_disk_tier import FULL, STATE, WINDOW, Engine, request
+from tests.waiting import wait_until
+
+PROMPT = list(range(100, 122))
+KEY = "secret"
+_Answer = tuple[int, bytes, int | None]  # status, body and its stated length; None: no length is stated
+
+
+class Peer(ThreadingHTTPServer):
+    """A server that has blocks in a folder."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder, self.asked = str(folder), list[str]()
+        self.spoil: Callable[[str, bytes], _Answer] = lambda _, body: (200, body, len(body))
+        self.address = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Peer
+
+    def do_POST(self) -> None:
+        names = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        fingerprint, what = self.path.removeprefix(BLOCKS_PATH + "/").split("/")
+        paths = [Path(block_path(self.server.folder, fingerprint, name) or "") for name in names]
+        self.server.asked.append(what)
+        assert self.headers["authorization"] == f"Bearer {KEY}"
+        if what == "find":
+            body = b"".join(b"1" if path.is_file() else b"0" for path in paths)
+        else:
+            body = b"".join(path.read_bytes() for path in paths)
+        status, body, length = self.server.spoil(what, body)
+        self.send_response(status)
+        if length is not None:
+            self.send_header("content-length", str(length))
+        self.end_headers()
+        self.wfile.write(body)
+        self.close_connection = length != len(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    """Makes engines, each with a folder of its own."""
+    made: list[Engine] = []
+
+    def make(layers: Sequence[LayerCacheSpec] = (FULL,)) -> Engine:
+        made.append(Engine(tmp_path / str(len(made)), layers))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.tier.close()
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Peer]:
+    """Has what the first engine saves."""
+    with Peer(tmp_path / "0") as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def saved(engine: Engine) -> Engine:
+    """Return an engine that has computed and saved the prompt."""
+    engine.compute(PROMPT)
+    engine.save()
+    return engine
+
+
+def begin(engine: Engine, address: str, tokens: list[int] = PROMPT) -> TokenSequence:
+    """Let it be the turn of a prompt whose blocks are said to be at an address."""
+    asked = request(tokens)
+    asked.blocks_from = BlockPeer(address, KEY)
+    return TokenSequence(request=asked, key=(0, 0), seed=0, token_ids=list(tokens))  # type: ignore[arg-type]
+
+
+def num_hits(engine: Engine, address: str, tokens: list[int] = PROMPT) -> int:
+    """Let it be the turn of such a prompt until it starts; return how many of its tokens were found."""
+    seq, fetches = begin(engine, address, tokens), engine.tier.fetches
+    wait_until(lambda: fetches.prepare(seq) == "starts" or fetches.wait(1.0))
+    fetches.forget(seq)
+    return engine.stats().num_disk_hits
+
+
+@pytest.mark.parametrize("layers", [(FULL,), (FULL, WINDOW), (FULL, STATE), (STATE,), (FULL, WINDOW, STATE)], ids=str)
+def test_blocks_of_another_server_have_the_same_contents(
+    layers: Sequence[LayerCacheSpec], engines: Any, peer: Peer
+) -> None:
+    first, second = saved(engines(layers)), engines(layers)
+    hits = num_hits(second, peer.address)
+    assert (hits, peer.asked) == (20, ["find", "read"])
+    assert second.contents().items() <= first.contents().items()
+    assert num_hits(second, peer.address) == 0 and len(peer.asked) == 2, "all of them are here"
+    second.tier.forget_pools(removes_files=False)
+    second.cache.forget_prefixes()
+    assert num_hits(second, peer.address) == 20 and len(peer.asked) == 2, "they are in the own folder too"
+
+
+def test_only_blocks_that_are_missing_are_copied_chunk_by_chunk(
+    engines: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.kv_cache.peer_blocks._CHUNK_BYTES", 128)
+    monkeypatch.setattr("octavo.kv_cache.peer_blocks.MAX_NAMES", 2)
+    saved(engines())
+    second = engines()
+    second.compute(PROMPT[:9])
+    assert num_hits(second, peer.address) == 12
+    assert peer.asked == ["find"] * 3 + ["read"] * 2
+
+
+def damaged(what: str, body: bytes) -> _Answer:
+    return 200, body if what == "find" else b"?" + body[1:], len(body)
+
+
+def swapped(what: str, body: bytes) -> _Answer:
+    return 200, body if what == "find" else body[96:] + body[:96], len(body)
+
+
+BROKEN: dict[str, Callable[[str, bytes], _Answer]] = {
+    "refused": lambda _, __: (401, b"", 0),
+    "damaged": damaged,
+    "other blocks": swapped,
+    "too long": lambda _, body: (200, body + body, 2 * len(body)),
+    "too long about a block": lambda what, body: (200, body + b"1" * (what == "read"), len(body) + (what == "read")),
+    "no length": lambda _, body: (200, body, None),
+    "cut off": lambda what, body: (200, body[:-1] if what == "read" else body, len(body)),
+    "too short": lambda _, body: (200, body[:-1], len(body) - 1),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_server_that_answers_wrongly_gives_no_blocks_and_is_left_alone(
+    how: str, engines: Any, peer: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = saved(engines()), engines()
+    well, peer.spoil = peer.spoil, BROKEN[how]
+    assert num_hits(second, peer.address) == 0 and second.contents() == {}
+    assert f"{peer.address} gives no blocks" in caplog.text and KEY not in caplog.text
+    peer.spoil, peer.asked = well, []
+    assert num_hits(second, peer.address) == 0 and peer.asked == []
+    second.now += 2.0
+    assert num_hits(second, peer.address) == 20 and second.contents() == first.contents()
+
+
+def test_a_server_that_is_not_there_costs_nothing(engines: Any, peer: Peer) -> None:
+    saved(engines())
+    peer.shutdown()
+    peer.server_close()
+    assert num_hits(engines(), peer.address) == 0
+
+
+def test_a_server_that_hangs_is_waited_for_no_longer_than_computing_takes(engines: Any, peer: Peer) -> None:
+    saved(engines())
+    second, may_go = engines(), threading.Event()
+
+    def hang(_: str, body: bytes) -> _Answer:
+        may_go.wait()
+        return 200, body, len(body)
+
+    peer.spoil = hang
+    seq, fetches = begin(second, peer.address), second.tier.fetches
+    assert fetches.prepare(seq) == "reads" and fetches.prepare(seq) == "reads"
+    wait_until(lambda: peer.asked)
+    copy = fetches._copies["r"]
+    assert copy is not None
+    second.now = copy.until
+    assert fetches.prepare(seq) == "starts"
+    fetches.forget(seq)
+    assert num_hits(second, peer.address) == 0 and peer.asked == ["find"], "the next request does not wait at all"
+    may_go.set()
+    wait_until(copy.done.done)
+    assert peer.asked == ["find"] and second.contents() == {}
+
+
+def test_nothing_is_copied_for_a_request_that_has_ended_or_while_the_folder_is_emptied(
+    engines: Any, peer: Peer
+) -> None:
+    saved(engines())
+    second, may_go = engines(), threading.Event()
+
+    def hang(_: str, body: bytes) -> _Answer:
+        may_go.wait()
+        return 200, body, len(body)
+
+    peer.spoil = hang
+    seqs = [begin(second, peer.address), begin(second, peer.address)]
+    seqs[1].request.request_id = "other"
+    for seq in seqs:
+        assert second.tier.fetches.prepare(seq) == "reads"
+    copies = list(second.tier.fetches._copies.values())
+    second.tier.fetches.forget(seqs[0])
+    second.tier.forget_pools(removes_files=True)
+    may_go.set()
+    wait_until(lambda: all(copy is not None and copy.done.done() for copy in copies))
+    wait_until(lambda: not second.tier.is_emptying)
+    assert second.files.num_bytes == 0 and "read" not in peer.asked
+
+
+def test_blocks_that_take_longer_to_copy_are_computed(engines: Any, peer: Peer) -> None:
+    saved(engines())
+    second = engines()
+    second.compute(PROMPT[:5])
+    assert num_hits(second, peer.address, PROMPT[:9]) == 4
+    second.tier.fetches._peers._peers[peer.address].cost._s_per_byte = 1.0
+    assert num_hits(second, peer.address) == 0 and peer.asked == ["find", "read", "find"]
+
+
+def test_a_peers_key_is_in_no_text() -> None:
+    assert KEY not in repr(BlockPeer("http://host", KEY))
