@@ -234,10 +234,10 @@ def test_promtool_agrees(tmp_path: Path) -> None:
 
 def test_every_alert_has_a_case_and_a_section_that_says_what_to_do() -> None:
     assert CASES.keys() == ALERTS.keys()
-    headings = re.findall(r"^#+ (.+)$", (ROOT / "docs" / "operating.md").read_text(), re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", (ROOT / "docs" / "alerts.md").read_text(), re.MULTILINE)
     for name, rule in ALERTS.items():
         assert name in headings
-        assert rule["annotations"]["runbook"] == f"docs/operating.md#{name.lower()}"
+        assert rule["annotations"]["runbook"] == f"docs/alerts.md#{name.lower()}"
 
 
 def test_rules_ask_for_series_that_a_server_has() -> None:
