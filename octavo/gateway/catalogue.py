@@ -41,6 +41,9 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     memory_gib: _Positive | None = None  # of one replica
     keep_alive: Annotated[float, Meta(ge=0)] | None = 300.0  # seconds without a request; None: for ever
     preload: bool = False
+    start_timeout: Annotated[float, Meta(gt=0, le=1e8)] | None = (
+        900.0  # seconds that a start may make no progress; None: any
+    )
     addresses: list[str] = []
     discover: str | None = None  # discovery.DnsName or discovery.KubernetesService
     served_model_name: str | None = None  # at the addresses; the entry's name by default
@@ -194,7 +197,7 @@ def _check_local(name: str, entry: ModelEntry, at: str) -> None:
 
 def _check_addresses(entry: ModelEntry, at: str) -> None:
     unset = ModelEntry()
-    for key in ("model", "flags", "replicas", "memory_gib", "preload", "keep_alive"):
+    for key in ("model", "flags", "replicas", "memory_gib", "preload", "keep_alive", "start_timeout"):
         if getattr(entry, key) != getattr(unset, key):
             raise ConfigError(f"{at}.{key} is for models that the gateway starts; this one has addresses.")
     if entry.api_key_env is not None and not os.environ.get(entry.api_key_env):

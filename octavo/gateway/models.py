@@ -179,5 +179,6 @@ class Models:
 def _what_runs(entry: ModelEntry) -> ModelEntry:
     """Return an entry without the fields that may change while its replicas run."""
     return msgspec.structs.replace(
-        entry, aliases=[], fallbacks=[], keep_alive=None, preload=False, prefill_model=None, prefill_min_tokens=1
-    )
+        entry, aliases=[], fallbacks=[], keep_alive=None, preload=False, start_timeout=None, prefill_model=None,
+        prefill_min_tokens=1,
+    )  # fmt: skip

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import signal
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
@@ -22,6 +23,8 @@ logger = logging.getLogger("octavo.gateway")
 
 STOP_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL: longer than a server may drain
 _MAX_LINE_BYTES = 1 << 20
+_SIGN_S = 1.0  # processor time that shows progress: less is what timers of a server that hangs take
+_NUM_LOOKS = 20  # at the processor time, in the time that a start may take without progress
 _OWN_KEYS = ("OCTAVO_API_KEY", "VLLM_API_KEY", "OCTAVO_ADMIN_KEY")  # variables that servers do not get
 
 
@@ -55,6 +58,7 @@ class ServeProcess:
         self._name, self._process = name, process
         self._ready = asyncio.Event()
         self._error_line = ""
+        self._heard_at = time.monotonic()  # when the last line came
         self._has_refused = False  # with a reason that its user can mend
         self._reading = asyncio.ensure_future(self._read_log())
 
@@ -80,19 +84,40 @@ class ServeProcess:
         except OSError as error:
             raise StartError(f"octavo serve cannot be run: {error}") from None
         server = cls(name, process, api_key)
-        is_ready = asyncio.ensure_future(server._ready.wait())
         try:
-            events: set[asyncio.Future[Any]] = {is_ready, server.exited}
-            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+            await server._until_ready(entry.start_timeout)
         except asyncio.CancelledError:
             await server.stop()
             raise
-        finally:
-            is_ready.cancel()
         if not server.address:
             why = server._error_line or f"octavo serve ended with exit code {process.returncode}"
             raise StartError(why, may_pass=not server._has_refused)
         return server
+
+    async def _until_ready(self, timeout_s: float | None) -> None:
+        """Return when the server is ready or has ended. Raises `StartError`, and ends it, if it makes no progress for
+        `timeout_s`: it writes no line, and its processes compute nothing."""
+        is_ready = asyncio.ensure_future(self._ready.wait())
+        events: set[asyncio.Future[Any]] = {is_ready, self.exited}
+        work_s, progress_at = 0.0, time.monotonic()
+        try:
+            while True:
+                look_s = None if timeout_s is None else timeout_s / _NUM_LOOKS
+                done, _ = await asyncio.wait(events, timeout=look_s, return_when=asyncio.FIRST_COMPLETED)
+                if done or timeout_s is None:
+                    return
+                before, work_s = work_s, await asyncio.to_thread(_work_s, self._process.pid)
+                if abs(work_s - before) >= _SIGN_S:  # less if a process has ended
+                    progress_at = time.monotonic()
+                else:
+                    work_s = before
+                if time.monotonic() - max(progress_at, self._heard_at) >= timeout_s:
+                    break
+        finally:
+            is_ready.cancel()
+        self.kill()
+        await asyncio.wait({self.exited})
+        raise StartError(f"octavo serve made no progress for {timeout_s:g} s (start_timeout) and was killed.")
 
     async def stop(self) -> None:
         """Have the server drain, and return when its process has ended."""
@@ -124,6 +149,7 @@ class ServeProcess:
 
     def _note(self, line: str) -> None:
         """Log a line of the child's. Note the address if it says that the server is ready, or the error."""
+        self._heard_at = time.monotonic()
         try:
             record: Any = msgspec.json.decode(line)
             message, level = str(record["message"]), logging.getLevelNamesMapping().get(record["level"], logging.INFO)
@@ -139,3 +165,17 @@ class ServeProcess:
         if "ready" in record:
             self.address = str(record["ready"]["API"]).removesuffix("/v1")
             self._ready.set()
+
+
+def _work_s(pid: int) -> float:
+    """Return the processor time that a process and those that it has started have taken."""
+    import psutil
+
+    work_s = 0.0
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process(pid)
+        for process in (parent, *parent.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it has ended since
+                times = process.cpu_times()
+                work_s += times.user + times.system
+    return work_s

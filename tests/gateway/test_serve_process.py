@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
+from collections.abc import Callable
 
 import pytest
 
+from octavo.gateway import serve_process
 from octavo.gateway.catalogue import ModelEntry
 from octavo.gateway.serve_process import ServeProcess, StartError
+from tests.waiting import Clock, wait_until
 
 REASON = "octavo: error: there is no such model."
 
@@ -72,3 +76,53 @@ signal.pause()
         await server.exited
 
     asyncio.run(run())
+
+
+def silent_start(program: str, monkeypatch: pytest.MonkeyPatch, work_s: Callable[[int], float], clock: Clock) -> None:
+    """Start a program that never gets ready, until it is killed."""
+    monkeypatch.setattr(serve_process, "server_command", lambda *_: [sys.executable, "-c", program])
+    monkeypatch.setattr(serve_process, "_work_s", work_s)
+    with pytest.raises(StartError, match=r"no progress for 60 s \(start_timeout\)") as caught:
+        clock.run(ServeProcess.start("m", ModelEntry(start_timeout=60.0)))
+    assert caught.value.may_pass
+
+
+def test_a_start_that_hangs_is_killed_with_its_processes(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """`exited` waits for the end of the output, which the child has too."""
+    child = "import signal; signal.pause()"
+    program = f"import signal, subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]); signal.pause()"
+    looks = iter([0.5 + number / 100 for number in range(1000)])  # timers
+    silent_start(program, monkeypatch, lambda _: next(looks), clock)
+
+
+def test_a_start_that_computes_or_writes_lines_does_not_hang(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = """
+import signal
+signal.signal(signal.SIGUSR1, lambda *_: print("a part is loaded", flush=True))
+print("it begins", flush=True)
+while True:
+    signal.pause()
+"""
+    num_looks = 0
+
+    def look(pid: int) -> float:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks <= 50:
+            return float(num_looks % 2)  # a process that has computed for a second comes or goes
+        if num_looks <= 100:
+            wait_until(lambda: "it begins" in caplog.text)
+            num_lines = caplog.text.count("a part")
+            os.kill(pid, signal.SIGUSR1)
+            wait_until(lambda: caplog.text.count("a part") > num_lines)
+        return 0.0
+
+    with caplog.at_level("INFO", "octavo.gateway"):
+        silent_start(program, monkeypatch, look, clock)
+    assert num_looks >= 110
+
+
+def test_the_work_of_a_process_and_its_children_is_seen() -> None:
+    assert serve_process._work_s(os.getpid()) > 0 and serve_process._work_s(2**22 + 1) == 0
