@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+CUSTOM_INPUT = "input"  # the one argument of custom tools: the text that they get
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterText:
@@ -77,6 +79,7 @@ class ToolCalls:
     # None: there must be calls. Otherwise calls are optional, and these are the marks that only calls begin with; () if
     # calls make up the whole answer.
     marks: tuple[str, ...] | None = None
+    inputs: Mapping[str, str] = field(default_factory=dict)  # Lark grammars of the texts that custom tools get, by name
 
     @property
     def heads(self) -> dict[str, str]:

@@ -20,9 +20,18 @@ import msgspec
 from octavo.errors import RequestError
 from octavo.sampling_params import STRUCTURES, StructuredOutputsParams
 from octavo.structured_output import context_free, lark, structural_tag
-from octavo.structured_output.answer_parts import CallText, ReasoningMarks, TextRule, ThinkingBudget, ToolCalls
+from octavo.structured_output.answer_parts import (
+    CUSTOM_INPUT,
+    CallText,
+    ParameterText,
+    ReasoningMarks,
+    TextRule,
+    ThinkingBudget,
+    ToolCalls,
+)
 from octavo.structured_output.final_check import FinalCheck
 from octavo.structured_output.lark import escaped, pieces
+from octavo.structured_output.lark_in_calls import lark_without, quoted_lark
 from octavo.structured_output.schema_keywords import SILENT
 from octavo.structured_output.schema_lowering import lower
 from octavo.structured_output.trial import GrammarTrial, TrialFailed, TrialsBusy, limits
@@ -204,9 +213,7 @@ class _Maker:
         if wanted.grammar is not None:
             if len(wanted.grammar) > MAX_CHARACTERS or wanted.grammar.lstrip().startswith("{"):
                 return wanted.grammar  # is refused for its length, or is in llguidance's own form
-            for piece in _PIECES.finditer(wanted.grammar):
-                _check_length(piece[0])
-            return _of_lark(context_free.to_lark(wanted.grammar))
+            return _of_lark(_checked_lark(wanted.grammar))
         schema: Any = {"type": "object"} if wanted.json is None else wanted.json
         if isinstance(schema, str):
             schema = json.loads(schema)
@@ -285,10 +292,19 @@ class _Maker:
         for name, call in spelling.calls.items():
             i, schema = indices[name], calls.schemas[name]
             if is_beside_json and spelling.keys is not None:
+                if name in calls.inputs:
+                    raise RequestError(
+                        f"This model's calls have no marks, so a structure of the answer excludes {name}, whose input "
+                        "has a grammar.", param="tools",
+                    )  # fmt: skip
                 grammars.append({**self._of_whole_call(name, spelling.keys, schema, i), "name": f"whole{i}"})
                 lines += [f"call{i}: @whole{i}", f"next{i}: {literal(spelling.separator)} @whole{i}"]
                 continue
-            if call.free is not None:
+            if name in calls.inputs:
+                line, grammar = self._of_input(call, calls.inputs[name], i, literal)
+                lines.append(line)
+                grammars.append(grammar)
+            elif call.free is not None:
                 lines += self._of_free_arguments(call, i, literal)
             elif call.parameter is None:
                 lines.append(f"rest{i}: @arguments{i} {literal(call.after)}")
@@ -313,6 +329,29 @@ class _Maker:
             self.is_simple = False
             start = _after_free_text(calls, ending, literal, special_tokens, indices)
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(start + lines)}, *grammars]})
+
+    def _of_input(
+        self, call: CallText, text: str, index: int, literal: Callable[[str], str]
+    ) -> tuple[str, dict[str, Any]]:
+        """Return the rule for the one argument of a custom tool, a text that follows the Lark grammar `text`, and the
+        grammar that the rule names."""
+        form, name, field = call.parameter, f"input{index}", f"tools[{index}].custom.format.grammar"
+        self.is_simple, ends = False, set[str]()
+        if form is None:
+            before, after = f'{{"{CUSTOM_INPUT}": "', '"}'
+        elif form.after_value:
+            before, after = form.before_key + CUSTOM_INPUT + form.after_key_of_text, form.after_value
+            after = after.replace("{key}", CUSTOM_INPUT)
+            ends = _ends_of_text(form, call, after) - self._special_tokens.keys()
+        else:
+            before, after = f'{form.before_key}{CUSTOM_INPUT}{form.after_key_of_json}"', '"'
+        after += call.after
+        try:
+            grammar = _checked_lark(text)
+            grammar = quoted_lark(grammar) if before.endswith('"') else lark_without(grammar, sorted(ends))
+        except ValueError as e:
+            raise RequestError(f"{field} cannot be read: {e}.", param=field) from None
+        return f"rest{index}: {literal(before)} @{name} {literal(after)}", {"lark_grammar": grammar, "name": name}
 
     def _of_whole_call(self, name: str, keys: tuple[str, str], schema: Mapping[str, Any], index: int) -> dict[str, Any]:
         """Return the grammar of a call that is a JSON object."""
@@ -383,8 +422,7 @@ class _Maker:
             if mark in self._special_tokens:
                 return [], f"/(.|\\n)*/ {literal(mark)} {literal(after)}"
             return [f"value{here}[lazy]: /(.|\\n)*{escaped(mark)}/"], f"value{here} {literal(after)}"
-        # Readers end a text at each of these marks.
-        ends = {mark, form.before_key.strip(), call.after.strip().partition("\n")[0]} - {""}
+        ends = _ends_of_text(form, call, after_value)
         out = "".join(f" & ~/(.|\\n)*{escaped(end)}(.|\\n)*/" for end in sorted(ends))
         null = ' | "null"' if rule.or_null and not form.says_types else ""
         lines = [f"TEXT{here}: {' & '.join(f'/{one}/' for one in rule.expressions)}{out}"]
@@ -403,6 +441,11 @@ class _Maker:
         if schema.keys() <= {"type", "properties", *SILENT} and not schema.get("properties"):
             schema["additionalProperties"] = False  # a function without parameters: any argument would be made up
         return self._of_schema(schema, field, closes=True, wanted=_PLAIN)
+
+
+def _ends_of_text(form: ParameterText, call: CallText, after_value: str) -> set[str]:
+    """Return the marks at which readers end a text without quotes."""
+    return {after_value.strip(), form.before_key.strip(), call.after.strip().partition("\n")[0]} - {""}
 
 
 def describes_object(schema: Mapping[str, Any]) -> bool:
@@ -495,6 +538,14 @@ def _joined(rules: str, grammar: str, or_calls: str | None, field: str) -> str:
         first, *others = json.loads(or_calls)["grammars"]
         parts += [{**first, "name": "calls"}, *others]
     return json.dumps({**whole, "grammars": [{"lark_grammar": rules}, *parts]})
+
+
+def _checked_lark(text: str) -> str:
+    """Return a request's grammar in llguidance's Lark. Raises `ValueError` if it cannot be read or a piece is too
+    long."""
+    for piece in _PIECES.finditer(text):
+        _check_length(piece[0])
+    return context_free.to_lark(text)
 
 
 def _of_lark(text: str) -> str:

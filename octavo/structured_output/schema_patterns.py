@@ -149,6 +149,11 @@ def _place_of_last_look_behind(pattern: str) -> int | None:
     return places[-1] if _end_of_group(pattern[places[-1] :]) == len(pattern) - 2 - places[-1] else None
 
 
+def matches_character(expression: str, character: str) -> bool:
+    """Return whether a class, an escape or a character in Rust's syntax matches `character`."""
+    return _found(rf"\A(?:{expression})\z", character)
+
+
 def _found(pattern: str, text: str) -> bool:
     return bool(_matcher(pattern).isinstance_python(text))
 

@@ -7,7 +7,7 @@ own form.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +20,7 @@ from octavo.entrypoints.chat.tools.format_detection import ModelFormats
 from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
 from octavo.entrypoints.chat.tools.tool_formats import HARMONY, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import Call, Piece, ToolParser
+from octavo.entrypoints.openai.custom_tools import CustomInput, whole_input
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.entrypoints.openai.tool_choice import NamedToolChoice
 from octavo.errors import RequestError
@@ -44,12 +45,15 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A new call (`id` and `name`), or more of the arguments of the last one."""
+    """A new call (`id` and `name`), or more of the arguments of the last one. With `is_custom` it calls a custom tool,
+    and the arguments are its input."""
 
     index: int
     arguments: str = ""
     id: str = ""
     name: str = ""
+    is_custom: bool = False
+    is_whole: bool = False  # nothing of an input is left to come
 
 
 Delta = ReasoningDelta | TextDelta | CallDelta
@@ -67,6 +71,7 @@ class AnswerFormat:
     call_marks: tuple[str, ...] = ()  # begin only calls: such a mark ends open reasoning
     call_ids: CallIdForm = CallIdForm.LONG
     used_ids: tuple[str, ...] = ()  # ids of earlier calls in the conversation
+    custom_tools: frozenset[str] = frozenset()  # names of tools whose calls have an input instead of arguments
 
     @property
     def is_plain(self) -> bool:
@@ -96,7 +101,8 @@ def answer_format(body: ChatCompletionRequest, formats: ModelFormats, prompt: st
     include = body.include_reasoning is not False
     if not body.tools:
         return AnswerFormat(reasoning, include, None, marks)
-    tools, form, ids = body.chosen_tools, formats.tools, (formats.call_ids, _used_ids(body))
+    tools, form = body.chosen_tools, formats.tools
+    ids = (formats.call_ids, _used_ids(body), frozenset(body.custom_inputs))
     new_parser: Callable[[], ToolParser]
     if body.forces_calls:
         spelled = forced_spelling(body, form)
@@ -107,6 +113,11 @@ def answer_format(body: ChatCompletionRequest, formats: ModelFormats, prompt: st
         has_one, new_parser = body.parallel_tool_calls is False, partial(FormatParser, form, tools)
         return AnswerFormat(reasoning, include, new_parser, (*marks, *form.marks), has_one, trigger_marks(form), *ids)
     return AnswerFormat(reasoning, include, None, marks)
+
+
+def _grammars(body: ChatCompletionRequest, names: Iterable[str]) -> dict[str, str]:
+    """Return the Lark grammars of the custom tools in `names`."""
+    return {name: text for name in names if (text := body.custom_inputs.get(name)) is not None}
 
 
 def _used_ids(body: ChatCompletionRequest) -> tuple[str, ...]:
@@ -141,7 +152,10 @@ def wanted_grammar(
     is_parallel = body.parallel_tool_calls is not False
     if body.forces_calls:
         is_named = isinstance(body.tool_choice, NamedToolChoice)
-        content = ToolCalls(body.chosen_tools, forced_spelling(body, formats.tools), is_parallel and not is_named)
+        spelled = forced_spelling(body, formats.tools)
+        content = ToolCalls(
+            body.chosen_tools, spelled, is_parallel and not is_named, inputs=_grammars(body, spelled.calls)
+        )
     elif _may_call_instead(body) and formats.tools is not None:
         or_calls = _optional_calls(body, formats.tools, is_parallel, is_whole=True)
     elif content is None and formats.tools is not None and formats.tools is not HARMONY and _has_strict_tools(body):
@@ -203,7 +217,8 @@ def _optional_calls(
     spelled = spelling(form, schemas, num_earlier, tools.keys() - held)
     if spelled is None or (is_whole and not trigger_marks(form) and spelled.keys is None and not _is_object(body)):
         return None
-    return ToolCalls(schemas, spelled, is_parallel, None if is_whole else trigger_marks(form))
+    marks = None if is_whole else trigger_marks(form)
+    return ToolCalls(schemas, spelled, is_parallel, marks, _grammars(body, held))
 
 
 class AnswerReader:
@@ -216,6 +231,8 @@ class AnswerReader:
         self._ids = CallIds(form.call_ids, form.used_ids, name)
         self._splitter = form.new_splitter()
         self._parser = None if form.new_tool_parser is None else form.new_tool_parser()
+        self._custom_tools = form.custom_tools
+        self._input: CustomInput | None = None  # of the call of a custom tool that is read in pieces
 
     def add(self, text: str, is_end: bool) -> list[Delta]:
         """Return the deltas that `text` completes; at the end, also those held back."""
@@ -254,7 +271,17 @@ class AnswerReader:
                 continue
             if piece.name is not None:
                 self.num_calls += 1
-                deltas.append(CallDelta(self.num_calls - 1, id=self._ids.next(piece.name, piece.id), name=piece.name))
-            if piece.arguments:
+                id, is_custom = self._ids.next(piece.name, piece.id), piece.name in self._custom_tools
+                deltas.append(CallDelta(self.num_calls - 1, id=id, name=piece.name, is_custom=is_custom))
+                self._input = CustomInput() if is_custom and not piece.arguments else None
+                if is_custom and piece.arguments:
+                    text = whole_input(piece.arguments)
+                    deltas.append(CallDelta(self.num_calls - 1, text, is_custom=True, is_whole=True))
+                    continue
+            if self._input is not None:
+                was_whole, text = self._input.is_whole, self._input.add(piece.arguments)
+                if text or self._input.is_whole > was_whole:
+                    deltas.append(CallDelta(self.num_calls - 1, text, is_custom=True, is_whole=self._input.is_whole))
+            elif piece.arguments:
                 deltas.append(CallDelta(self.num_calls - 1, with_whole_pairs(piece.arguments)))
         return deltas

@@ -62,7 +62,7 @@ def render_messages(
         add_generation_prompt=adds_prompt,
         continue_final_message=continues,
         template_options={**(options or {}), **(body.chat_template_kwargs or {})},
-        tools=[tool.model_dump(exclude_none=True) for tool in tools or ()],
+        tools=[tool.for_template() for tool in tools or ()],
         content_format=content_format,
         placeholders=placeholders,
         tool_format=tool_format,

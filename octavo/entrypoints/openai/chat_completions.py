@@ -23,10 +23,12 @@ from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.entrypoints.openai.response_bodies import (
     AssistantMessage,
     CalledFunction,
+    CalledTool,
     ChatChoice,
     ChatCompletionResponse,
     ChatLogprobs,
     ChatTokenLogprob,
+    CustomToolCall,
     ToolCall,
 )
 from octavo.entrypoints.openai.stored_chats import keep_chat
@@ -238,25 +240,31 @@ def _fields(delta: Delta) -> dict[str, Any]:
         return {"content": delta.text}
     if isinstance(delta, ReasoningDelta):
         return {"reasoning_content": delta.text, "reasoning": delta.text}
-    function = {"arguments": delta.arguments}
+    kind = "custom" if delta.is_custom else "function"
+    called = {"input" if delta.is_custom else "arguments": delta.arguments}
     if not delta.name:
-        return {"tool_calls": [{"index": delta.index, "function": function}]}
-    call = {"index": delta.index, "id": delta.id, "type": "function", "function": {"name": delta.name, **function}}
+        return {"tool_calls": [{"index": delta.index, kind: called}]}
+    call = {"index": delta.index, "id": delta.id, "type": kind, kind: {"name": delta.name, **called}}
     return {"tool_calls": [call]}
 
 
 def assistant_message(role: str, deltas: Iterable[Delta]) -> AssistantMessage:
     """Return the message that is the sum of `deltas`."""
-    reasoning, content, calls = list[str](), list[str](), list[ToolCall]()
+    reasoning, content, calls = list[str](), list[str](), list[ToolCall | CustomToolCall]()
     for delta in deltas:
         if isinstance(delta, ReasoningDelta):
             reasoning.append(delta.text)
         elif isinstance(delta, TextDelta):
             content.append(delta.text)
         else:
-            if delta.name:
+            if delta.is_custom and delta.name:
+                calls.append(CustomToolCall(id=delta.id, custom=CalledTool(name=delta.name, input="")))
+            elif delta.name:
                 calls.append(ToolCall(id=delta.id, function=CalledFunction(name=delta.name, arguments="")))
-            calls[-1].function.arguments += delta.arguments
+            if isinstance(last := calls[-1], CustomToolCall):
+                last.custom.input += delta.arguments
+            else:
+                last.function.arguments += delta.arguments
     thought = "".join(reasoning) or None
     return AssistantMessage(
         role=role,

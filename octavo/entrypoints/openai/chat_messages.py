@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticKnownError
 
 from octavo.entrypoints.chat.media_parts import check_role, media_of
 from octavo.entrypoints.http.body_fields import JsonObject, MessageContent, RequestBody, Text, check_text
+from octavo.entrypoints.openai.custom_tools import CustomDefinition, as_arguments
 from octavo.errors import RequestError
 
 
@@ -25,8 +27,32 @@ class FunctionDefinition(RequestBody):
 
 
 class Tool(RequestBody):
-    type: Literal["function"]
-    function: FunctionDefinition
+    """A function, or a custom tool and the function that the model sees."""
+
+    type: Literal["function", "custom"]
+    custom: CustomDefinition | None = Field(None, validate_default=True)
+    function: FunctionDefinition = Field(default=None, validate_default=True)
+
+    @field_validator("custom", "function", mode="before")
+    @classmethod
+    def _check_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        is_of_kind = info.data.get("type", "function") == info.field_name
+        if is_of_kind and value is None:
+            raise PydanticKnownError("missing")
+        if not is_of_kind and value is not None:
+            raise ValueError(f"goes with type {info.field_name}, and only with it")
+        if is_of_kind or info.field_name == "custom":
+            return value
+        if (custom := info.data.get("custom")) is None:  # its own error is reported
+            return {"name": "custom"}
+        # Inputs are held to a grammar as arguments to a strict schema.
+        strict = True if custom.grammar is not None else None
+        return {
+            "name": custom.name, "description": custom.description, "parameters": custom.parameters, "strict": strict
+        }  # fmt: skip
+
+    def for_template(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
 
 
 class _SentBack(RequestBody):
@@ -53,6 +79,19 @@ class SentToolCall(_SentBack):
     type: Literal["function"] = "function"
     function: SentFunctionCall
     index: int | None = None  # of a stream's deltas
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_function(cls, data: Any) -> Any:
+        """Turn the call of a custom tool into that of the function that the model sees."""
+        if not isinstance(data, dict) or data.get("type") != "custom":
+            return data
+        call = data.get("custom")
+        if not isinstance(call, dict) or not isinstance(text := call.get("input"), str):
+            raise ValueError('should have "custom": {"name": ..., "input": ...}')
+        function = {"name": call.get("name"), "arguments": as_arguments(text)}
+        rest = {name: one for name, one in data.items() if name != "custom"}
+        return {**rest, "type": "function", "function": function}
 
 
 # Fields of answers that tell the model no more than the content does. The openai package's `parse` adds `parsed`.

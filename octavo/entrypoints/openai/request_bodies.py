@@ -384,7 +384,7 @@ class TemplateRequest(PromptRequest):
         "Replaces the model's template: Jinja, or the name of one of the model's. Needs --trust-request-chat-template."
     )
     chat_template_kwargs: dict[str, Any] | None = described("Variables for the chat template.")
-    tools: list[Tool] | None = described("Functions that the answer may call.")
+    tools: list[Tool] | None = described("Functions and custom tools that the answer may call.")
 
     def refuse_template_fields(self, instead: str) -> None:
         """Raise `RequestError` for a field that only applies to messages, if the request has `instead` of messages."""
@@ -461,6 +461,11 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
             return {}
         return {tool.function.name: tool.function.schema_of_arguments for tool in self.tools or ()}
 
+    @cached_property
+    def custom_inputs(self) -> dict[str, str | None]:
+        """Return the custom tools by name, with the Lark grammar of their inputs if they have one."""
+        return {tool.custom.name: tool.custom.grammar for tool in self.tools or () if tool.custom is not None}
+
     @model_validator(mode="after")
     def _check_store(self) -> ChatCompletionRequest:
         if self.store and self.num_choices > 1:
@@ -491,9 +496,18 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
         chosen = [choice] if isinstance(choice, NamedToolChoice) else []
         if isinstance(choice, AllowedToolsChoice):
             chosen = choice.allowed_tools.tools
-        allowed = {one.function.name for one in chosen}
-        if unknown := allowed - set(names):
-            raise RequestError(f"tool_choice names {min(unknown)!r}, which is not in tools.", param="tool_choice")
+        allowed, kinds = (
+            {one.function.name for one in chosen},
+            {one.function.name: one.type for one in self.tools or ()},
+        )
+        for one in chosen:
+            if kinds.get(name := one.function.name) != one.type:
+                said = (
+                    f"{name!r}, which is not in tools"
+                    if name not in kinds
+                    else f"{name!r} as {one.type}, which it is not"
+                )
+                raise RequestError(f"tool_choice names {said}.", param="tool_choice")
         if isinstance(choice, AllowedToolsChoice):
             self.tools = [tool for tool in self.tools or () if tool.function.name in allowed]
             self.tool_choice = choice = choice.allowed_tools.mode

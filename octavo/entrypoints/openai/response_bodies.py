@@ -115,6 +115,17 @@ class ToolCall(ResponseModel):
     function: CalledFunction
 
 
+class CalledTool(ResponseModel):
+    name: str
+    input: str
+
+
+class CustomToolCall(ResponseModel):
+    id: str
+    type: Literal["custom"] = "custom"
+    custom: CalledTool
+
+
 class AssistantMessage(ResponseModel):
     """`reasoning` is a newer name of `reasoning_content`. Empty fields are left out."""
 
@@ -123,7 +134,7 @@ class AssistantMessage(ResponseModel):
     refusal: None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall | CustomToolCall] | None = None
 
     @model_serializer(mode="wrap")
     def _leave_out_what_is_not(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -19,9 +19,9 @@ class FunctionName(RequestBody):
 
 
 class NamedToolChoice(RequestBody):
-    """The function that must be called."""
+    """The function or custom tool that must be called. A custom tool is named as a function, as the model sees it."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     function: FunctionName
 
 
@@ -49,18 +49,25 @@ def _read(value: Any) -> Any:
         return value
     kind = value.get("type") if isinstance(value, dict) else None
     try:
-        if kind == "function":
-            return NamedToolChoice.model_validate(_nested(value, "function"))
+        if kind in ("function", "custom"):
+            return NamedToolChoice.model_validate(_named(value))
         if kind == "allowed_tools":
             nested = _nested(value, "allowed_tools")
             allowed = nested["allowed_tools"]
             if isinstance(allowed, dict) and isinstance(tools := allowed.get("tools"), list):
-                nested["allowed_tools"] = {**allowed, "tools": [_nested(tool, "function") for tool in tools]}
+                nested["allowed_tools"] = {**allowed, "tools": [_named(tool) for tool in tools]}
             return AllowedToolsChoice.model_validate(nested)
     except ValidationError as error:
         if all(one["type"] == "extra_forbidden" for one in error.errors(include_url=False)):
             raise  # unknown fields are reported, or ignored by --unknown-fields
     raise ValueError(_CHOICES)
+
+
+def _named(value: Any) -> Any:
+    """Return the object that names a tool with the name in its field `function`."""
+    if isinstance(value, dict) and value.get("type") == "custom" and "custom" in value:
+        return {"function" if key == "custom" else key: one for key, one in value.items()}
+    return _nested(value, "function")
 
 
 def _nested(value: Any, name: str) -> Any:
@@ -74,7 +81,7 @@ def _nested(value: Any, name: str) -> Any:
 def flat(choice: ToolChoice) -> Any:
     """Return a choice in the form of Responses, "auto" if there is none."""
     if isinstance(choice, NamedToolChoice):
-        return {"type": "function", "name": choice.function.name}
+        return {"type": choice.type, "name": choice.function.name}
     if isinstance(choice, AllowedToolsChoice):
         allowed = choice.allowed_tools
         return {"type": "allowed_tools", "mode": allowed.mode, "tools": [flat(tool) for tool in allowed.tools]}
@@ -82,9 +89,9 @@ def flat(choice: ToolChoice) -> Any:
 
 
 class FlatFunction(TypedDict):
-    """The function that must be called."""
+    """The function or custom tool that must be called."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 

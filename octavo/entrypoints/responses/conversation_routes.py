@@ -15,7 +15,7 @@ from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import num_body_bytes, state_of
 from octavo.entrypoints.http.store import Database
 from octavo.entrypoints.responses import stored_conversations
-from octavo.entrypoints.responses.items import Item, read_items
+from octavo.entrypoints.responses.items import KINDS, Item, read_items
 from octavo.entrypoints.responses.stored_responses import resolved
 from octavo.errors import RequestError
 
@@ -29,7 +29,7 @@ def _check_items(value: Any) -> Any:
 
 
 Items = Annotated[list[Any], PlainValidator(_check_items, json_schema_input_type=list[dict[str, Any]])]
-_ITEMS = "Messages, function_call, function_call_output, reasoning, item_reference, as in /v1/responses."
+_ITEMS = f"{', '.join(KINDS)}, as in /v1/responses."
 
 
 class ConversationRequest(RequestBody):

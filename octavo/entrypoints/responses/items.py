@@ -19,8 +19,12 @@ _ROLES = ("user", "assistant", "system", "developer")
 _MEDIA = ("input_image", "input_audio")  # parts of the user's messages, and of results of functions
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 # Prefixes of items' ids, by kind; a reference has another item's id.
-ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fc", "reasoning": "rs"}
-_KINDS = (*ID_PREFIXES, "item_reference")
+ID_PREFIXES = {
+    "message": "msg", "function_call": "fc", "function_call_output": "fc", "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctc", "reasoning": "rs",
+}  # fmt: skip
+TEXT_OF_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}  # by kind, the field with a call's text
+KINDS = (*ID_PREFIXES, "item_reference")
 
 
 def item_id(prefix: str, response_id: str, index: int) -> str:
@@ -63,8 +67,8 @@ def _read_item(item: Mapping[str, Any], where: str, owner_id: str, index: int) -
     kind = item.get("type")
     if kind is None:
         kind = "message" if "role" in item else "item_reference" if "id" in item else None
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise _wrong(f"{where}.type", f"is {kind!r:.60}, which is not built; {', '.join(_KINDS)} are")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise _wrong(f"{where}.type", f"is {kind!r:.60}, which is not built; {', '.join(KINDS)} are")
     if kind == "item_reference":
         return {"type": kind, "id": _text(item, "id", where)}
     id = item.get("id") or item_id(ID_PREFIXES[kind], owner_id, index)
@@ -76,10 +80,10 @@ def _read_item(item: Mapping[str, Any], where: str, owner_id: str, index: int) -
         kind_of_part = "output_text" if role == "assistant" else "input_text"
         parts = _parts(item.get("content"), f"{where}.content", kind_of_part, takes_media=role == "user")
         return {"type": kind, "id": id, "role": role, "status": "completed", "content": parts}
-    if kind == "function_call":
-        fields = {name: _text(item, name, where) for name in ("call_id", "name", "arguments")}
+    if kind in TEXT_OF_CALLS:
+        fields = {name: _text(item, name, where) for name in ("call_id", "name", TEXT_OF_CALLS[kind])}
         return {"type": kind, "id": id, **fields, "status": "completed"}
-    if kind == "function_call_output":
+    if kind in ("function_call_output", "custom_tool_call_output"):
         found = _parts(item.get("output"), f"{where}.output", "input_text", takes_media=True)
         output = found if _has_media(found) else "\n".join(part["text"] for part in found)
         call_id = _text(item, "call_id", where)
@@ -208,11 +212,12 @@ def to_messages(items: Sequence[Item], instructions: str | None) -> list[dict[st
                 if not text:  # it was encrypted elsewhere, or there was none
                     continue
                 add_to_answer("reasoning_content", text, item["id"])
-            case "function_call":
-                function = {"name": item["name"], "arguments": item["arguments"]}
-                call = {"id": item["call_id"], "type": "function", "function": function}
+            case "function_call" | "custom_tool_call" as kind:
+                of_chat = "function" if kind == "function_call" else "custom"
+                called = {name: item[name] for name in ("name", TEXT_OF_CALLS[kind])}
+                call = {"id": item["call_id"], "type": of_chat, of_chat: called}
                 _answer(messages).setdefault("tool_calls", []).append(call)
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 found = item["output"]
                 content = found if isinstance(found, str) else [_for_chat(part) for part in found]
                 messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})

@@ -21,6 +21,7 @@ NAMES = FieldNames({
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",
 })  # fmt: skip
+_OF_TOOLS = {"name", "description", "parameters", "strict", "format"}
 
 
 def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompletionRequest:
@@ -60,6 +61,5 @@ def _add_tools(fields: dict[str, Any], body: ResponsesRequest) -> None:
     fields["tool_choice"] = None if is_idle else choice if isinstance(choice, str) else choice and choice.model_dump()
     if tools:
         fields["tools"] = [
-            {"type": "function", "function": tool.model_dump(include={"name", "description", "parameters", "strict"})}
-            for tool in tools
+            {"type": tool.type, tool.type: tool.model_dump(include=_OF_TOOLS, exclude_none=True)} for tool in tools
         ]

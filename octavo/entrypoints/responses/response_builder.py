@@ -19,11 +19,12 @@ from octavo.entrypoints.chat.tools.tool_parser import JsonScanner
 from octavo.entrypoints.http.streaming import named_event
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.openai.tool_choice import flat
-from octavo.entrypoints.responses.items import ID_PREFIXES, item_id
-from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
+from octavo.entrypoints.responses.items import ID_PREFIXES, TEXT_OF_CALLS, item_id
+from octavo.entrypoints.responses.responses_protocol import ResponsesRequest, ResponsesTool
 from octavo.sampling_params import SamplingParams
 
 Event = dict[str, Any]
+_EVENTS_OF_CALLS = {"function_call": "function_call_arguments", "custom_tool_call": "custom_tool_call_input"}
 _MAX_HELD_TOKENS = 64  # whose text may still come: marks, or a part of a character
 
 
@@ -40,6 +41,7 @@ class ResponseBuilder:
         self._packs_reasoning = "reasoning.encrypted_content" in (body.include or ())
         self._number = -1  # number of the last event
         self._is_open = False  # whether the last item is open
+        self._is_input_whole = False  # whether the input of the last custom tool's call is whole
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not come
         self.response = _empty_response(body, response_id, model)
 
@@ -123,6 +125,8 @@ class ResponseBuilder:
         something after it is cut, and a stop string may end an answer within a call."""
         if self._is_open and self._item["type"] == "function_call":
             return JsonScanner().end(self._item["arguments"]) is None
+        if self._is_open and self._item["type"] == "custom_tool_call":
+            return not self._is_input_whole
         return is_cut
 
     def _add(self, delta: ReasoningDelta | CallDelta) -> list[Event]:
@@ -145,10 +149,13 @@ class ResponseBuilder:
         events = []
         if delta.name:
             events = self._close("completed")
-            events += self._open("function_call", call_id=delta.id, name=delta.name)
+            kind = "custom_tool_call" if delta.is_custom else "function_call"
+            events += self._open(kind, call_id=delta.id, name=delta.name)
+        self._is_input_whole = delta.is_whole
         if delta.arguments:
-            self._item["arguments"] += delta.arguments
-            events.append(self._of_item("response.function_call_arguments.delta", delta=delta.arguments))
+            kind = self._item["type"]
+            self._item[TEXT_OF_CALLS[kind]] += delta.arguments
+            events.append(self._of_item(f"response.{_EVENTS_OF_CALLS[kind]}.delta", delta=delta.arguments))
         return events
 
     @property
@@ -177,7 +184,7 @@ class ResponseBuilder:
             text = {"type": "summary_text" if self._summarizes else "reasoning_text", "text": ""}
             output.append({**shown, "summary" if self._summarizes else "content": [text]})
         else:
-            shown = {**item, "arguments": "", **fields}
+            shown = {**item, TEXT_OF_CALLS[kind]: "", **fields}
             output.append(dict(shown))
         self._is_open = True
         events.append(self._event("response.output_item.added", output_index=self._index, item=shown))
@@ -201,9 +208,10 @@ class ResponseBuilder:
             text, logprobs = part["text"], part["logprobs"]
             events.append(self._of_part("response.output_text.done", text=text, logprobs=logprobs))
             events.append(self._of_part("response.content_part.done", part=part))
-        elif item["type"] == "function_call":
-            done = self._of_item("response.function_call_arguments.done", arguments=item["arguments"])
-            events.append({**done, "name": item["name"]})
+        elif (kind := item["type"]) in TEXT_OF_CALLS:
+            field = TEXT_OF_CALLS[kind]
+            done = self._of_item(f"response.{_EVENTS_OF_CALLS[kind]}.done", **{field: item[field]})
+            events.append({**done, "name": item["name"]} if kind == "function_call" else done)
         else:
             part = (item["summary"] or item["content"])[0]
             if self._packs_reasoning:
@@ -305,13 +313,21 @@ def _empty_response(body: ResponsesRequest, response_id: str, model: str) -> dic
         "temperature": body.temperature,
         "text": {"format": wanted, "verbosity": (text and text.verbosity) or "medium"},
         "tool_choice": flat(body.tool_choice),
-        "tools": [{"strict": False, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()],
+        "tools": [_shown_tool(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
         "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
     }
+
+
+def _shown_tool(tool: ResponsesTool) -> dict[str, Any]:
+    """Return a tool as requests have it, with the fields that a client expects."""
+    fields = tool.model_dump(exclude_none=True)
+    if tool.type == "function":
+        return {"strict": False, **fields}
+    return {**fields, "format": {"type": "text"} if tool.format is None else tool.format.flat()}
 
 
 def _usage(progress: Progress) -> dict[str, Any]:

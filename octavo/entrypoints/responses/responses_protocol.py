@@ -12,8 +12,10 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_v
 
 from octavo.entrypoints.http.body_fields import Int, JsonObject, Metadata, RequestBody, Text, described, refuse_unbuilt
 from octavo.entrypoints.openai.answer_structure import StructuredOutputs
+from octavo.entrypoints.openai.custom_tools import InputFormat
 from octavo.entrypoints.openai.request_bodies import Effort, Resume, TokenRequest, Verbosity
 from octavo.entrypoints.openai.tool_choice import FlatToolChoice
+from octavo.entrypoints.responses.items import KINDS
 from octavo.errors import RequestError
 
 _NOTE = "Accepted, and does not change the answer (as with OpenAI)."
@@ -33,10 +35,10 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
 _INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
 
 
-class FunctionTool(RequestBody):
-    """A function that the model may call."""
+class ResponsesTool(RequestBody):
+    """A function or a custom tool that the model may call."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: Text | None = None
     parameters: JsonObject | None = None
@@ -44,6 +46,15 @@ class FunctionTool(RequestBody):
     allowed_callers: list[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
     output_schema: JsonObject | None = None
+    format: InputFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> ResponsesTool:
+        others = ("parameters", "strict", "output_schema") if self.type == "custom" else ("format",)
+        for name in others:
+            if getattr(self, name) is not None:
+                raise ValueError(f"should have no {name} with type {self.type}")
+        return self
 
 
 class NamedConversation(RequestBody):
@@ -92,15 +103,16 @@ class ResponseStreamOptions(RequestBody):
 def _check_tools(value: Any) -> Any:
     for tool in value if isinstance(value, list) else ():
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise ValueError(f"has a tool of type {kind!r:.60}, which is not built; only functions are")
+        if isinstance(kind, str) and kind not in ("function", "custom"):
+            raise ValueError(f"has a tool of type {kind!r:.60}, which is not built; functions and custom tools are")
     return [_flat_tool(tool) for tool in value] if isinstance(value, list) else value
 
 
 def _flat_tool(tool: Any) -> Any:
     """Return a tool in the form of chat completions, which many clients send, in the form of Responses."""
-    if isinstance(tool, dict) and tool.keys() == {"type", "function"} and isinstance(tool["function"], dict):
-        return {**tool["function"], "type": tool["type"]}
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind in ("function", "custom") and tool.keys() == {"type", kind} and isinstance(tool[kind], dict):
+        return {**tool[kind], "type": kind}
     return tool
 
 
@@ -125,9 +137,7 @@ class ResponsesRequest(TokenRequest):
     """Body of POST /v1/responses."""
 
     model: Text | None = described("One of the names of GET /v1/models; may be left out.")
-    input: Input = Field(
-        description="Text, or items: messages, function_call, function_call_output, reasoning, item_reference."
-    )
+    input: Input = Field(description=f"Text, or items: {', '.join(KINDS)}.")
     instructions: Text | None = described("The system's first message. It is not carried over to the next response.")
     previous_response_id: Text | None = described("The stored response that this request continues.")
     conversation: Text | NamedConversation | None = described(
@@ -138,8 +148,8 @@ class ResponsesRequest(TokenRequest):
     metadata: Metadata | None = described("Comes back with the response.")
     max_output_tokens: Annotated[Int, Field(ge=1)] | None = described("The most tokens, including reasoning.")
     text: TextOptions | None = described("The form and the length of the answer's text.")
-    tools: Annotated[list[FunctionTool], BeforeValidator(_check_tools)] | None = described(
-        "Functions that the answer may call."
+    tools: Annotated[list[ResponsesTool], BeforeValidator(_check_tools)] | None = described(
+        "Functions and custom tools that the answer may call."
     )
     tool_choice: FlatToolChoice = described(
         'Whether to call tools: "auto", "none", "required", the one to call, or some of them.'

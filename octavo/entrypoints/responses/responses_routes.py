@@ -35,7 +35,7 @@ _ACTIVE_STATUSES = ("queued", "in_progress")
 
 
 class ResponseObject(ResponseModel):
-    """A response. `output` has items of type message, reasoning and function_call."""
+    """A response. `output` has items of type message, reasoning, function_call and custom_tool_call."""
 
     id: str
     object: Literal["response"] = "response"

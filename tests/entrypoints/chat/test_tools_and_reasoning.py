@@ -392,6 +392,61 @@ def test_required_calls_are_read_as_they_are_spelled(client: openai.OpenAI, chat
     assert "{0,31}" not in grammar_of(chatty)
 
 
+PATCH: dict[str, Any] = {"type": "custom", "custom": {"name": "patch", "description": "Edits files."}}
+PATCHED = '<tool_call>\n{"name": "patch", "arguments": {"input": "+a\\n-\\"ü\\""}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "custom", "custom": {"name": "patch"}}])
+@pytest.mark.parametrize("definition", [None, "start: /(.|\\n)+/"])
+def test_a_custom_tool_is_called_with_a_text_and_the_call_can_be_sent_back(
+    client: openai.OpenAI, chatty: FakeEngine, choice: Any, definition: str | None
+) -> None:
+    tool, chatty.answer = {**PATCH, "custom": dict(PATCH["custom"])}, PATCHED
+    if definition:
+        grammar = {"syntax": "lark", "definition": definition}
+        tool["custom"]["format"] = {"type": "grammar", "grammar": grammar}
+    asked: Any = {"model": MODEL, "messages": [USER], "tools": [tool, WEATHER], "tool_choice": choice}
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.message.tool_calls is not None
+    (call,) = whole.message.tool_calls
+    assert call.type == "custom" and (call.custom.name, call.custom.input) == ("patch", '+a\n-"ü"')
+    assert whole.finish_reason == ("stop" if isinstance(choice, dict) else "tool_calls")
+    assert (chatty.seen[-1][1].grammar is None) is (choice == "auto" and definition is None)
+    deltas: list[Any] = []
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        deltas += chunk.choices[0].delta.tool_calls or ()
+    first = deltas[0].to_dict()
+    assert first.pop("id").startswith("call_")
+    assert first == {"index": 0, "type": "custom", "custom": {"name": "patch", "input": ""}}
+    assert all(delta.to_dict().keys() == {"index", "custom"} for delta in deltas[1:])
+    assert "".join(delta.custom["input"] for delta in deltas) == '+a\n-"ü"'
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+    client.chat.completions.create(**{**asked, "messages": [USER, whole.message.to_dict(), result]})
+    told = chatty.tokenizer.decode(chatty.seen[-1][0])
+    assert told == 'patch;get_weather;user: Hiassistant: patch({"input": "+a\\n-\\"ü\\""})tool: done'
+
+
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        ({"type": "custom"}, "tools[0].custom"),
+        ({"type": "custom", "custom": {}}, "tools[0].custom.name"),
+        ({"type": "custom", "custom": {"name": "f"}, "function": {"name": "f"}}, "tools[0].function"),
+        ({"type": "function"}, "tools[0].function"),
+        ({**WEATHER, "custom": {"name": "f"}}, "tools[0].custom"),
+        ({"type": "custom", "custom": {"name": "f", "format": {"type": "json"}}}, "tools[0].custom.format.type"),
+        ({"type": "web"}, "tools[0].type"),
+    ],
+)  # fmt: skip
+def test_what_a_tool_lacks_is_named(client: openai.OpenAI, tool: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=MODEL, messages=[USER], tools=[tool])  # type: ignore[list-item]
+    assert refused.value.param == param
+    call: Any = {"id": "c", "type": "custom", "custom": {"name": "f"}}
+    with pytest.raises(openai.BadRequestError, match="input"):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "assistant", "tool_calls": [call]}])
+
+
 def test_the_templates_that_know_tools_get_them_and_others_a_description(chatty: FakeEngine) -> None:
     messages: list[dict[str, Any]] = [
         USER,

@@ -184,6 +184,48 @@ def test_events_come_in_the_order_of_the_api(http: httpx.Client, engine: FakeEng
     assert http.get(f"/v1/responses/{response['id']}").json() == response
 
 
+PATCH: Any = {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "regex", "definition": ".+"}}
+PATCHED = '<tool_call>\n{"name": "patch", "arguments": {"input": "\\"a\\""}}\n</tool_call>'
+
+
+def test_custom_tools_are_called_with_a_text_and_their_calls_are_sent_again(
+    http: httpx.Client, client: openai.OpenAI, engine: FakeEngine
+) -> None:
+    engine.answer = PATCHED
+    choice = {"type": "custom", "name": "patch"}
+    for asked in ({}, {"tool_choice": "required"}, {"tool_choice": choice}):
+        body = {"input": "Hi", "tools": [PATCH, WEATHER], "stream": True, **asked}
+        events = read_events(http.post("/v1/responses", json=body))
+        of_call = [event for event in events if "custom_tool_call" in event["type"]]
+        assert "".join(event.get("delta", "") for event in of_call) == of_call[-1]["input"] == '"a"'
+        assert {event["type"].rpartition(".")[2] for event in of_call[:-1]} == {"delta"}
+        (item,) = events[-1]["response"]["output"]
+        assert item["id"].startswith("ctc_") and item["call_id"].startswith("call_")
+        assert {**item, "id": "", "call_id": ""} == {
+            "id": "", "type": "custom_tool_call", "status": "completed", "call_id": "", "name": "patch", "input": '"a"',
+        }  # fmt: skip
+        assert events[-1]["response"]["tools"][0] == PATCH
+        assert events[-1]["response"]["tool_choice"] == asked.get("tool_choice", "auto")
+    assert engine.seen[0][1].grammar is not None
+    output: Any = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "Done"}
+    made = client.responses.create(model=MODEL, input=[{"role": "user", "content": "Hi"}, item, output])
+    assert '"input": "\\"a\\""' in prompt(engine) and "Done" in prompt(engine)
+    kept = client.responses.input_items.list(made.id, order="asc").data
+    assert [one.type for one in kept] == ["message", "custom_tool_call", "custom_tool_call_output"]
+    free = {"type": "custom", "name": "patch"}
+    assert post(http, tools=[free])["tools"] == [{**free, "format": {"type": "text"}}]
+    assert post(http, tools=[{"type": "custom", "custom": {"name": "patch"}}])["tools"][0]["name"] == "patch"
+
+
+@pytest.mark.parametrize(("length", "status"), [(-22, "incomplete"), (-4, "completed")])
+def test_a_custom_call_is_complete_if_its_input_is(
+    http: httpx.Client, engine: FakeEngine, length: int, status: str
+) -> None:
+    engine.answer = PATCHED
+    made = post(http, tools=[PATCH], tool_choice="required", max_output_tokens=len(PATCHED) + length)
+    assert [(item["type"], item["status"]) for item in made["output"]] == [("custom_tool_call", status)]
+
+
 def test_the_stream_helper_and_parse_work(client: openai.OpenAI, engine: FakeEngine) -> None:
     class Weather(pydantic.BaseModel):
         city: str
@@ -487,6 +529,12 @@ def test_pages_of_input_items(http: httpx.Client) -> None:
             "input[0].content[0].detail",
         ),
         ({"tools": [{**WEATHER, "parameters": {"title": "\ud800"}}]}, "tools[0].parameters"),
+        ({"tools": [{**WEATHER, "format": {"type": "text"}}]}, "tools[0]"),
+        ({"tools": [{**WEATHER, "type": "custom"}]}, "tools[0]"),
+        (
+            {"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar"}}]},
+            "tools[0].format.grammar.definition",
+        ),
         ({"metadata": {"\ud800": "x"}}, "metadata.\ufffd\ufffd\ufffd"),
     ],
 )
