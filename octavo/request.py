@@ -151,6 +151,7 @@ class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True, weakref=T
     cache_ttl_s: float = 0.0  # seconds for which its blocks are kept
     session_id: str | None = None  # requests of one session go to the same engine, if its load allows it
     client: str | None = None  # its sender, for the policy `fair`
+    response_id: str = ""  # of the answer that it is for, if this is not the request's id; not sent to the core
     saves_prompt: bool = False  # its output waits until the blocks of its prompt are on disk, for another server
     blocks_from: BlockPeer | None = None  # the server that has computed its prompt
     block_hashes: bytes = b""  # of the prompt's full blocks, one after the other, as far as they are known

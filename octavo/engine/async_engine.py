@@ -109,7 +109,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         `core`: a process that was started earlier, instead of a new one.
         `max_restarts`, `step_timeout_s`, `ready_timeout_s`: see `Supervisor`. A timeout of None is no limit.
         `on_engine_death`: with "fail" running requests fail when the core dies.
-        `logs_requests`, `max_log_len`: log requests, and their ends, with so many characters of the prompt; None: all.
+        `logs_requests`, `max_log_len`: log requests when they end, with so many characters of the prompt; None: all.
         `inputs`: engines of one server share one; None: make one, with a tokenizer.
         `on_loading(place, share)`: called when the core of engine `place` has loaded `share` (0 to 1) of its weights.
         `on_loss()`: called when the core has died, and its cache with it.
@@ -124,7 +124,6 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             metrics.max_loras = config.lora.max_loras
         log_prefix = f"engine {config.data_parallel_rank}: " if len(config.served_ranks) > 1 else ""
         self._log_line = None if metrics is None else LogLine(metrics, time.monotonic(), log_prefix)
-        self._logs_requests, self._max_log_len = logs_requests, max_log_len
         self._supervisor = Supervisor(
             config, core, handle=self._handle, on_core_ended=self._core_ended, is_busy=self._is_busy,
             max_restarts=max_restarts, step_timeout_s=step_timeout_s, ready_timeout_s=ready_timeout_s,
@@ -139,7 +138,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         self.inputs, self.tokenizer = inputs, inputs.tokenizer
         self._output_processor = OutputProcessor(
             self.tokenizer, metrics, makes_logprobs_later=True, stream_interval=config.scheduler.stream_interval,
-            logs_ends=logs_requests,
+            log_end=partial(log_request, max_length=max_log_len) if logs_requests else None,
         )  # fmt: skip
         # `tell`, not `send`: a message to a dying core is lost, and `core_is_ready` sends the request to the next core.
         self._resubmission = Resubmission(self._output_processor, self._supervisor.tell)
@@ -272,12 +271,9 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             data_parallel_rank=data_parallel_rank,
         )  # fmt: skip
         has_grammar = getattr(sampling_params, "structured_outputs", None) is not None
-        request = await run_off_loop(
+        return await run_off_loop(
             process, length=length_of(prompt), has_grammar=has_grammar, media=_media_kinds(prompt)
         )
-        if self._logs_requests:
-            log_request(logger, request_id, request, self._max_log_len)
-        return request
 
     def generate_from(
         self, request: EngineRequest, external_id: str | None = None, sink: Sink | None = None,
@@ -418,7 +414,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             try:
                 self._add_state(stream)
             except RequestError as error:
-                self._output_processor.drop(request_id)
+                self._output_processor.drop(request_id, error)
                 stream.fail(error)
                 return None
             return self._output_processor.abort(request_id, stop_reason)
@@ -551,7 +547,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                     continue
                 if failure is None:
                     continue  # this engine's next core gets it
-            self._output_processor.drop(request_id)
+            self._output_processor.drop(request_id, refusal or error)
             stream.fail(refusal or error)
 
     def _hand_over(self, stream: RequestStream, state: RequestState) -> bool:

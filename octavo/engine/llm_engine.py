@@ -99,7 +99,7 @@ class LLMEngine(StepCalls):
                 self._arrived = [output for output in self._arrived if output.request_id != one]
                 self._lora_requests.pop(one, None)
                 if (own_id := self._ids.pop(one, None)) is not None:
-                    self._output_processor.drop(own_id)
+                    self._output_processor.drop(own_id, RequestError("aborted."))
                     self.core.abort(own_id)
 
     def get_num_unfinished_requests(self) -> int:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo.engine.detokenizer import Detokenizer, StopStrings, make_detokenizer
-from octavo.engine.request_log import log_end
 from octavo.engine.wire import Abort
-from octavo.errors import RequestError
+from octavo.errors import OctavoError, RequestError
 from octavo.loading.token_texts import decode
 from octavo.outputs import (
     CompletionOutput,
@@ -224,7 +223,7 @@ class RequestState:
         self.last_token_time: float | None = None  # for `metrics`
         self.stream: RequestStream | None = None  # of an asynchronous engine
         self.num_cached_tokens = 0
-        self.error: RequestError | None = None
+        self.error: OctavoError | None = None
         self.pooled: PoolingRequestOutput[PoolingOutput] | None = None
         self.has_new_output = False  # for `take`
         self.is_over = False
@@ -322,7 +321,7 @@ class RequestState:
 class RequestFailed:
     """Takes the place of a `RequestOutput` if the core has refused the request or could not go on with it."""
 
-    def __init__(self, request_id: str, error: RequestError) -> None:
+    def __init__(self, request_id: str, error: OctavoError) -> None:
         self.request_id, self.error = request_id, error
 
 
@@ -339,15 +338,15 @@ class OutputProcessor:
         *,
         makes_logprobs_later: bool = False,
         stream_interval: int = 1,
-        logs_ends: bool = False,
+        log_end: Callable[[RequestState], None] | None = None,
     ) -> None:
         """`makes_logprobs_later`: log-probabilities stay as the core sent them until they are read, and callers make
         the vectors of tokens, by calling `outputs` of their result. Each output of a request has at least
-        `stream_interval` new tokens, except the first and the last one. `logs_ends`: the end of a request for text is
-        logged."""
+        `stream_interval` new tokens, except the first and the last one. `log_end` is called with each request for
+        text that has ended."""
         self.tokenizer = tokenizer
         self.makes_logprobs_later = makes_logprobs_later
-        self._interval, self._logs_ends = stream_interval, logs_ends
+        self._interval, self._log_end = stream_interval, log_end
         self.metrics = metrics
         self.requests: dict[str, RequestState] = {}
 
@@ -382,10 +381,10 @@ class OutputProcessor:
         self._end(state, time.monotonic())
         return state
 
-    def drop(self, request_id: str) -> None:
-        """Remove a request as failed, if it is running."""
+    def drop(self, request_id: str, error: OctavoError) -> None:
+        """Remove a request that has failed with `error`, if it is running."""
         if (state := self.requests.get(request_id)) is not None:
-            state.error = RequestError("lost")
+            state.error = error
             self._end(state, time.monotonic())
 
     def process(self, outputs: list[SequenceOutput]) -> tuple[list[Result], list[Abort]]:
@@ -470,8 +469,8 @@ class OutputProcessor:
         state.is_over = True
         del self.requests[state.request.request_id]
         self._record_finished(state)
-        if self._logs_ends and state.request.pooling is None:
-            log_end(state)
+        if self._log_end is not None and state.request.pooling is None:
+            self._log_end(state)
 
     def _take_vectors(self, state: RequestState, output: SequenceOutput, now: float) -> None:
         """Make the result of a pooling request."""

@@ -1,4 +1,4 @@
-"""The log lines of a request as it begins and as it ends, for the server and `AsyncLLMEngine`."""
+"""The line in the log of each request for text, written when it ends, for the server and `AsyncLLMEngine`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-
-from octavo.request import EngineRequest
 
 if TYPE_CHECKING:
     from octavo.engine.output_processor import RequestState
@@ -23,42 +21,36 @@ def shown_id(external_id: str, engine_id: str) -> str:
     return external_id.removesuffix(f"-{engine_id}")
 
 
-def log_request(
-    logger: logging.Logger, external_id: str, request: EngineRequest, max_length: int | None, response_id: str = ""
-) -> None:
-    """Log a request. `max_length` limits the prompt's shown characters or token ids; 0 shows none. The text can
-    be searched for both the request's id and the `response_id`."""
-    prompt = request.prompt
+def log_request(state: RequestState, max_length: int | None) -> None:
+    """Log a request that has ended: its times, tokens, finish reason, prompt and parameters. A time that it never
+    reached is None. `max_length` limits the prompt's shown characters or token ids; 0 shows none. The line can be
+    searched for the request's id and for its `response_id`."""
+    request = state.request
+    prompt, response_id = request.prompt, request.response_id
+    request_id = name = shown_id(state.external_id, request.request_id)
+    fields: dict[str, Any] = {"request_id": request_id, "engine_request_id": request.request_id}
+    if response_id:
+        fields["response_id"] = response_id
+        name = response_id if response_id.endswith(request_id) else f"{request_id} ({response_id})"
     said = prompt.token_ids if prompt.text is None else prompt.text
     shown = "" if max_length == 0 else f": {said[:max_length]!r}{'...' if len(said[:max_length]) < len(said) else ''}"
     options = brief(msgspec.to_builtins(request.params))
     options.pop("output_kind", None)  # the front end's choice, not the client's
-    fields = _ids(external_id, request)
-    name = fields["request_id"]
-    if response_id:
-        fields["response_id"] = response_id
-        name = response_id if response_id.endswith(name) else f"{name} ({response_id})"
-    fields |= {"num_prompt_tokens": len(prompt.token_ids), "sampling_params": options}
-    logger.info("%s: %d prompt tokens%s %s", name, len(prompt.token_ids), shown, options, extra=fields)
-
-
-def log_end(state: RequestState) -> None:
-    """Log a request that has ended: its times, tokens and finish reason. A time that it never reached is None."""
     times = state.metrics.intervals()
     seconds = [times.get(name) for name in ("e2e", "time_in_queue", "time_to_first_token")]
-    tokens = len(state.request.prompt.token_ids), state.num_cached_tokens, state.num_tokens
-    fields = _ids(state.external_id, state.request) | {"finish_reason": state.finish_reason}
+    tokens = len(prompt.token_ids), state.num_cached_tokens, state.num_tokens
+    fields |= {"finish_reason": state.finish_reason, "sampling_params": options}
     fields |= zip(("total_s", "queue_s", "ttft_s"), seconds, strict=True)
     fields |= zip(("num_prompt_tokens", "num_cached_tokens", "num_output_tokens"), tokens, strict=True)
+    error = ""
+    if state.error is not None:
+        fields["error"] = str(state.error)
+        error = f": {state.error}"
     _logger.info(
-        "%s: %s after %s (queue %s, first token %s), %d prompt tokens (%d cached), %d output tokens",
-        fields["request_id"], state.finish_reason, *("none" if one is None else f"{one:.3f} s" for one in seconds),
-        *tokens, extra=fields,
+        "%s: %s after %s (queue %s, first token %s), %d prompt tokens (%d cached), %d output tokens%s %s%s",
+        name, state.finish_reason, *("none" if one is None else f"{one:.3f} s" for one in seconds), *tokens, shown,
+        options, error, extra=fields,
     )  # fmt: skip
-
-
-def _ids(external_id: str, request: EngineRequest) -> dict[str, Any]:
-    return {"request_id": shown_id(external_id, request.request_id), "engine_request_id": request.request_id}
 
 
 def brief(value: Any) -> Any:

@@ -164,12 +164,12 @@ decode_core_message = msgspec.msgpack.Decoder(CoreMessage).decode
 
 
 def encode_message(message: FrontendMessage | CoreMessage) -> bytes:
-    """Return a message as bytes. The tokens of a request's prompt are packed: as a list they would hold the core. Its
-    text is left out: the core does not need it."""
+    """Return a message as bytes. The tokens of a request's prompt are packed: as a list they would hold the core. What
+    the core does not need is left out: the text, and the answer's id."""
     if isinstance(message, EngineRequest):
         prompt = message.prompt
         packed = msgspec.structs.replace(prompt, token_ids=[], text=None, packed=pack_tokens(prompt.token_ids))
-        message = msgspec.structs.replace(message, prompt=packed)
+        message = msgspec.structs.replace(message, prompt=packed, response_id="")
     return _encode(message)
 
 

@@ -186,7 +186,7 @@ def test_an_engine_that_keeps_dying_ends_the_server_with_status_1(tmp_path: Path
 @pytest.mark.long
 def test_sigterm_lets_requests_end_while_new_ones_are_refused(tmp_path: Path) -> None:
     with running_server(
-        tmp_path, "--max-model-len", "1024", "--shutdown-timeout", "1000", "--log-format", "json"
+        tmp_path, "--max-model-len", "1024", "--shutdown-timeout", "1000", "--log-format", "json", "--max-log-len", "1"
     ) as server:
         core = server.core_process()
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=within(120))
@@ -212,7 +212,9 @@ def test_sigterm_lets_requests_end_while_new_ones_are_refused(tmp_path: Path) ->
         lines = [json.loads(line) for line in server.log.read_text().splitlines()]
         assert {line["process"] for line in lines} >= {"server"}
         assert next(line["message"] for line in lines if "ready" in line).startswith("Octavo")
-        assert sorted(line["num_output_tokens"] for line in lines if "ttft_s" in line) == [200, 300]
+        ended = [line for line in lines if "ttft_s" in line]
+        assert sorted(line["num_output_tokens"] for line in ended) == [200, 300]
+        assert all(f" output tokens: {LONG['prompt'][:1]!r}... {{" in line["message"] for line in ended)
 
 
 @pytest.mark.long

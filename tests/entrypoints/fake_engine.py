@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from octavo.engine.forecast import FirstTokenForecast
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.request_log import log_request
 from octavo.engine.request_stream import Sink
 from octavo.engine.wire import LiveView
 from octavo.entrypoints.http.server_args import ServerArgs
@@ -66,6 +68,7 @@ class FakeEngine:
         self.may_begin: Callable[[], bool] = lambda: True  # asked before the first token, until it says yes
         self.is_paused = False  # after the first token
         self.is_cut_off = False  # by the server's end
+        self.max_log_len: int | None = None
         self.active: set[str] = set()
         self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.deadlines: list[float | None] = []
@@ -106,7 +109,8 @@ class FakeEngine:
         self.seen.append((request.prompt.token_ids, params, others))
         self.deadlines.append(request.deadline)
         self.clients.append(request.client)
-        outputs = OutputProcessor(self.tokenizer, self.metrics, makes_logprobs_later=True)
+        log_end = partial(log_request, max_length=self.max_log_len)
+        outputs = OutputProcessor(self.tokenizer, self.metrics, makes_logprobs_later=True, log_end=log_end)
         state = outputs.add(request, external_id)
         for group in request.begun:
             replayed = outputs.replay(state, group)

@@ -29,8 +29,6 @@ from octavo.errors import RequestError
 from octavo.media_kinds import AUDIO
 from octavo.multimodal.audio_features import AudioFeatureExtractor, Spectrum
 from octavo.multimodal.transcript import as_srt, as_vtt
-from octavo.outputs import RequestOutput
-from octavo.request import EngineRequest
 
 router = Router(tags=["OpenAI"])
 
@@ -248,7 +246,7 @@ class TranscriptionJob:
         arrival, limit_s = ARRIVAL.get(), state.args.max_request_time
         deadline = None if arrival is None or limit_s is None else arrival.at + limit_s
         client = None if arrival is None else arrival.client
-        self._transcriber = Transcriber(state.engine, requested_rank(), deadline, client, self._outputs)
+        self._transcriber = Transcriber(state.engine, requested_rank(), deadline, client, state.outputs_of)
         is_verbose = body.response_format == "verbose_json"
         has_times = is_verbose or body.response_format in ("srt", "vtt")
         language = None if body.language is None else self._transcriber.language_of(body.language)
@@ -258,10 +256,6 @@ class TranscriptionJob:
             task, language, body.prompt, body.temperature, body.seed, has_times, is_verbose, has_words, body.sampling
         )
         state.check_ttft(self._transcriber.check(self._options))
-
-    def _outputs(self, request: EngineRequest, name: str) -> AsyncGenerator[RequestOutput, None]:
-        self._state.log(request, name)
-        return self._state.outputs_of(request, name)
 
     async def whole(self, upload: UploadFile) -> Response:
         """Return the whole answer."""

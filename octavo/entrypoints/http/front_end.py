@@ -94,7 +94,7 @@ async def _serve(given: FrontEndArgs) -> None:
     channels = link.channels
     engine = make_engine(
         config, metrics=metrics, make_core=link.make_core, on_engine_death=args.on_engine_death,
-        logs_requests=args.logs_requests,
+        logs_requests=args.logs_requests, max_log_len=args.max_log_len,
     )  # fmt: skip
     for place, forecast in enumerate(engine.forecasts):
         forecast.share = counts.sharing(WAITING_TOKENS + place)

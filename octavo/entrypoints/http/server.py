@@ -146,6 +146,7 @@ def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started 
             on_engine_death=args.on_engine_death,
             on_loading=display.show_loading,
             logs_requests=args.logs_requests,
+            max_log_len=args.max_log_len,
             **_supervision(args),
         )
         compile_chat_template(engine.tokenizer)

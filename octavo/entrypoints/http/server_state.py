@@ -18,7 +18,7 @@ import msgspec
 from starlette.requests import Request
 
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, NUM_TEXT_THREADS, run_off_loop
-from octavo.engine.request_log import brief, log_request, shown_id
+from octavo.engine.request_log import brief, shown_id
 from octavo.entrypoints.chat.reasoning import Reasoning
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats, model_formats
 from octavo.entrypoints.http.body_fields import MAX_SESSION_LENGTH, SESSION_PATTERN
@@ -460,7 +460,6 @@ class ServerState:
         request = self._with_few_logprobs(request)
         name = external_id(request, response_id)
         if not only_renders:
-            self.log(request, name, response_id)
             self.check_ttft(len(request.prompt.token_ids), body.max_ttft)
         limits_s = [limit for limit in (body.timeout, self.args.max_request_time) if limit is not None]
         deadline = request.arrival_time + min(limits_s) if limits_s else None
@@ -474,6 +473,7 @@ class ServerState:
         cache_session, cache_ttl_s = self._cache_session(body, headers)
         request.deadline, request.max_ttft_s, request.session_id = deadline, body.max_ttft, session_id or None
         request.cache_session, request.cache_ttl_s = cache_session, cache_ttl_s
+        request.response_id = response_id
         request.client = None if arrival is None else arrival.client
         request.blocks_from = self._peer(headers.get(BLOCKS_AT_HEADER))
         if (resume := getattr(body, "resume", None)) is not None:
@@ -510,11 +510,6 @@ class ServerState:
         if reason not in ("length", "stop"):
             raise RequestError("The prompt was not computed to its end.", status=503)
         raise PromptSavedError
-
-    def log(self, request: EngineRequest, name: str, response_id: str = "") -> None:
-        """Log a checked request, unless no requests are logged."""
-        if self.args.logs_requests:
-            log_request(logger, name, request, self.args.max_log_len, response_id)
 
     def outputs_of(
         self, request: EngineRequest, name: str, sink: Sink | None = None

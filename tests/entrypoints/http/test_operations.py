@@ -235,10 +235,12 @@ def test_a_client_who_leaves_in_mid_stream_ends_the_request_and_no_other(
 def test_requests_are_logged_with_as_much_of_the_prompt_as_allowed(
     tiny_tokenizer: Path, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", logger="octavo.server")
-    with serving(engine, max_log_len=3) as url:
+    caplog.set_level("INFO", logger="octavo")
+    engine.max_log_len = 3
+    with serving(engine) as url:
         httpx.post(url + "/v1/completions", json={"prompt": "abcdef", "request_id": "r", "seed": 7})
-    assert "cmpl-r: 6 prompt tokens: 'abc'... {'seed': 7" in caplog.text
+    assert "6 prompt tokens (3 cached), 12 output tokens: 'abc'... {'seed': 7" in caplog.text
+    assert "cmpl-r: stop after" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -255,7 +257,7 @@ def test_requests_are_logged_with_as_much_of_the_prompt_as_allowed(
 def test_every_line_of_a_request_has_the_id_that_its_client_sees(
     engine: FakeEngine, caplog: pytest.LogCaptureFixture, path: str, body: dict[str, Any], given: dict[str, str]
 ) -> None:
-    caplog.set_level("INFO", logger="octavo.server")
+    caplog.set_level("INFO", logger="octavo")
     with serving(engine) as url:
         answered = httpx.post(url + path, json=body, headers=given)
         engine.fails_after = (0, RequestError("no", param="model"))
