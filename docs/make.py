@@ -134,7 +134,7 @@ def variables() -> str:
 
 def metrics() -> str:
     text = (
-        "What `/metrics` of a server exposes, by its own descriptions; [the server's page](../docs/server.md#metrics) "
+        "What `/metrics` of a server exposes, by its own descriptions; [another page](../docs/metrics.md#metrics) "
         "says what they count from and to. A histogram `x` has the series `x_bucket`, `x_sum` and `x_count`."
     )
     parts = ["# Metrics", text]
