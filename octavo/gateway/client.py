@@ -87,6 +87,7 @@ class Client:
         self._has_head = False
         self._is_events = self._is_lines = False
         self._rest = b""  # the part of an event that has come
+        self._is_amid_event = False  # the client has part of an event that was too long to be held back
         self._unsent = b""  # bytes that `flush` sends
         self._failed_status = 0  # the status of an error that came after comments had been sent
         self.has_answer = False  # a replica's answer has begun
@@ -111,8 +112,8 @@ class Client:
 
     @property
     def takes_comments(self) -> bool:
-        # A resumable stream is between two events whenever it waits.
-        return self.streams and (not self.has_answer or self.progress.is_resumable)
+        """Whether a comment may be sent now: before the answer, or between two events of a stream."""
+        return self.streams and (not self._has_head or (self._is_events and not self._is_amid_event))
 
     async def comment(self, text: str) -> None:
         """Send a comment of a stream, which begins the stream."""
@@ -121,6 +122,11 @@ class Client:
             self._is_events = True
         await self._write(f": {text}\n\n".encode())
         self.silent_since = time.monotonic()
+
+    def comment_at_once(self, text: str) -> None:
+        """Send a comment, if the client has begun to get a stream, is between two events, and need not read first."""
+        if self.takes_comments and self._send_at_once is not None:
+            self._send_at_once(f": {text}\n\n".encode())
 
     def can_take(self, answer: Answer, is_last: bool) -> bool:
         """Return whether an answer continues the stream that the client has, if it has one: other servers than Octavo
@@ -184,7 +190,9 @@ class Client:
         data = self._rest + data if self._rest else data
         end = len(data) if data.endswith(b"\n\n") else max(_after(data, b"\n\n"), _after(data, b"\r\n\r\n"))
         if len(data) - end > _MAX_EVENT_BYTES:
-            end = len(data)
+            end, self._is_amid_event = len(data), True
+        elif end:
+            self._is_amid_event = False
         self._rest = data[end:]
         return self._seen(data[:end])
 

@@ -12,14 +12,14 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Awaitable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from octavo.errors import RequestError, similar
 from octavo.gateway.client import Client
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.gateway_metrics import GatewayMetrics
+from octavo.gateway.keep_alive import KeepAlive
 from octavo.gateway.keys import Key
 from octavo.gateway.meter import Meter
 from octavo.gateway.models import Models
@@ -31,8 +31,6 @@ from octavo.gateway.stream_progress import CUT_OFF, RESUMABLE, RESUMABLE_PATHS
 from octavo.gateway.upstream import HOP_BY_HOP, Answer, Headers, UnreachableError, UpstreamError, end_to_end
 
 logger = logging.getLogger("octavo.gateway")
-
-T = TypeVar("T")
 
 MODEL_HEADER = b"x-octavo-model"  # names the model of a request without one in its body
 SESSION_HEADER = b"x-session-id"
@@ -140,6 +138,7 @@ class Proxy:
         self._keeps_keys, self._several_gateways = keeps_keys, several_gateways
         self._created = CreatedIds()
         self._prefill = Prefill(models, metrics, self._headers_for)
+        self._keep_alive = KeepAlive(limits.stream_keep_alive_s)
         self._num_waiting = 0
         self.is_stopping = False
 
@@ -307,7 +306,9 @@ class Proxy:
                     has_failed, why = True, str(refusal)
             if keeper is None and not tried and self._prefill.is_wanted(deployment, request):
                 work = self._prefill.compute(deployment, request, client)
-                request = replace(request, blocks_at=await self._with_comments(work, "the prompt is computed", client))
+                request = replace(
+                    request, blocks_at=await self._keep_alive.during(work, "the prompt is computed", client)
+                )
             if deployment.is_cut:  # meanwhile
                 raise _stopping()
             # Every try excludes one replica, so the loop ends.
@@ -327,7 +328,7 @@ class Proxy:
             await deployment.settle(tried)
             if _may_wait(deployment, client):
                 if has_failed or deployment.state == "ready":
-                    await self._with_comments(asyncio.sleep(_PAUSE_S), "no replica can go on yet", client)
+                    await self._keep_alive.during(asyncio.sleep(_PAUSE_S), "no replica can go on yet", client)
                 back = {one for one in tried - client.unable if one in client.busy or one.well_at > client.failed_at}
                 tried -= back
                 client.busy.clear()
@@ -357,10 +358,12 @@ class Proxy:
         body = client.progress.resumed(request.body.naming(replica.served_name))
         replica.num_in_flight += 1
         answer: Answer | None = None
+        silence = self._keep_alive.in_silence(client, replica)
         try:
             try:
                 headers = self._headers_for(replica, request)
                 answer = await replica.upstream.send(request.method, request.target, headers, body)
+                silence.answer = answer
                 data = await answer.read()
             except UpstreamError as error:
                 replica.breaker.fail()
@@ -403,6 +406,7 @@ class Proxy:
             if answer is not None:
                 answer.close()
             deployment.close_if_gone(replica)
+            await silence.end()
 
     async def _pass_on(
         self, deployment: Deployment, replica: Replica, answer: Answer, data: bytes, client: Client,
@@ -468,7 +472,7 @@ class Proxy:
         begin = time.monotonic()
         try:
             async with asyncio.timeout(left_s if is_admitted else self._limits.max_wait_s):
-                await self._with_comments(deployment.ready(), f"{deployment.name} is being loaded", client)
+                await self._keep_alive.during(deployment.ready(), f"{deployment.name} is being loaded", client)
         except TimeoutError:
             what = "memory, which other models are using" if deployment.state == "waiting" else "its start"
             raise RequestError(
@@ -478,23 +482,6 @@ class Proxy:
         finally:
             self._num_waiting -= 1
             client.loads_s.append(time.monotonic() - begin)
-
-    async def _with_comments(self, work: Awaitable[T], comment: str, client: Client) -> T:
-        """Return the result of `work`. A client that streams gets a comment now and then."""
-        interval_s = self._limits.stream_keep_alive_s
-        task = asyncio.ensure_future(work)
-        if client.silent_since is None:
-            client.silent_since = time.monotonic()
-        try:
-            while client.takes_comments and interval_s:
-                rest_s = client.silent_since + interval_s - time.monotonic()
-                if (await asyncio.wait({task}, timeout=max(0.0, rest_s)))[0]:
-                    break
-                await client.comment(comment)
-            return await task
-        finally:
-            task.cancel()
-            del task  # its error's traceback has this frame, so the variable would make a cycle
 
 
 def _stopping() -> RequestError:

@@ -82,7 +82,7 @@ class GatewayArgs(Flags):
     max_waiting: int = flag(
         256, "The most requests that may wait for models to start; further ones get 429.", positive=True
     )
-    stream_keep_alive: float = flag(5.0, "Seconds between two comments in a stream that waits for a replica; 0: none.")
+    stream_keep_alive: float = flag(5.0, "Seconds between two comments in a stream that is silent; 0: none.")
     health_interval: float = flag(
         5.0, "Seconds between two health checks of a replica, and within which it must answer one.", positive=True
     )

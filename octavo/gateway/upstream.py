@@ -142,8 +142,13 @@ class Answer:
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timeout_s = timeout_s
-        self._heard_at = 0.0  # when bytes came last, or the reader began to wait
+        self._heard_at = 0.0
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._look)
+
+    @property
+    def heard_at(self) -> float:
+        """When bytes came last, or the reader began to wait; `time.monotonic`."""
+        return self._heard_at
 
     def header(self, name: bytes) -> bytes:
         """Return the value of a header, whose name is in small letters; empty if there is none."""

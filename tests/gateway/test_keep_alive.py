@@ -1,0 +1,98 @@
+"""Comments in streams whose replica is silent: between events only, and before the head only if it hangs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from octavo.gateway import client
+from tests.gateway.fakes import Asked, FakeServer, gateway
+from tests.waiting import Clock, virtual_sleep
+
+SILENT = b": the replica is silent\n\n"
+
+
+def answer_of(clock: Clock, behave: Callable[[Asked], Any], *, streams: bool = True, **args: Any) -> httpx.Response:
+    """Ask a server with this behaviour through a gateway."""
+
+    async def run() -> httpx.Response:
+        server = await FakeServer(behave).start()
+        try:
+            async with gateway({"a": {"addresses": [server.address]}}, **args) as gate:
+                return await gate.ask(stream=streams)
+        finally:
+            server.die()
+
+    return clock.run(run())
+
+
+def stream_with_pauses(*pieces: bytes) -> Callable[[Asked], Any]:
+    async def behave(asked: Asked) -> None:
+        asked.begin_stream()
+        for piece in pieces[:-1]:
+            asked.piece(piece)
+            await virtual_sleep(12.0)
+        asked.piece(pieces[-1])
+        asked.piece(b"")
+
+    return behave
+
+
+def test_comments_come_between_events(clock: Clock) -> None:
+    behave = stream_with_pauses(b"data: 1\n\ndata: ", b"2\n\n", b"data: 3\n\n")
+    answer = answer_of(clock, behave)
+    assert answer.content == b"data: 1\n\n" + 2 * SILENT + b"data: 2\n\n" + 2 * SILENT + b"data: 3\n\n"
+    assert answer_of(clock, behave, stream_keep_alive=0.0).content == b"data: 1\n\ndata: 2\n\ndata: 3\n\n"
+
+
+def test_an_event_that_is_too_long_to_be_held_back_has_no_comment_in_it(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_MAX_EVENT_BYTES", 8)
+    answer = answer_of(clock, stream_with_pauses(b"data: 1\n\ndata: long long ", b"long", b" end\n\n", b"data: 2\n\n"))
+    assert answer.content == b"data: 1\n\ndata: long long long end\n\n" + 2 * SILENT + b"data: 2\n\n"
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_an_answer_that_is_no_stream_gets_none(clock: Clock, streams: bool) -> None:
+    async def behave(asked: Asked) -> None:
+        asked.head(content_type="application/json", transfer_encoding="chunked")
+        asked.piece(b'{"a": ')
+        await virtual_sleep(12.0)
+        asked.piece(b"1}")
+        asked.piece(b"")
+
+    assert answer_of(clock, behave, streams=streams).json() == {"a": 1}
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_before_the_head_only_a_server_without_health_is_silent(clock: Clock, hangs: bool, is_refused: bool) -> None:
+    async def run() -> None:
+        async def behave(asked: Asked) -> None:
+            server.hangs = hangs
+            await virtual_sleep(30.0)
+            if is_refused:
+                asked.reply(b'{"error": {"code": "no"}}', 400)
+            else:
+                await stream_with_pauses(b"data: 1\n\n")(asked)
+
+        server = await FakeServer(behave).start()
+        try:
+            async with gateway({"a": {"addresses": [server.address]}}) as gate:
+                answer = await gate.ask(stream=True)
+        finally:
+            server.die()
+        assert answer.status_code == (400 if is_refused and not hangs else 200)
+        assert (answer.content.count(SILENT) >= 3) == hangs == answer.content.startswith(SILENT)
+        events = answer.content.replace(SILENT, b"")
+        if is_refused:
+            assert json.loads(events.removeprefix(b"data: "))["error"]["code"] == "no"
+        else:
+            assert events == b"data: 1\n\n"
+
+    clock.run(run())
