@@ -4,13 +4,26 @@ a `FinalCheck` if one is needed; `octavo.engine.output_processor` runs it.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\u")
 MISMATCH = "schema_mismatch"  # the `stop_reason` of an answer that the check finds wrong
 UNCHECKED = "schema_unchecked"  # the `stop_reason` of an answer that could not be checked
+
+
+def verdict(text: str, schema: Mapping[str, Any]) -> str | None:
+    """Return the `stop_reason` for a JSON text that does not satisfy `schema` or cannot be checked, else None."""
+    from octavo.structured_output.schema_validation import problem_of  # imported late: few answers need it
+
+    try:
+        return None if problem_of(text, json.dumps(schema)) is None else MISMATCH
+    except Exception:  # an unreadable part of a schema, or too much work
+        return UNCHECKED
 
 
 class FinalCheck(msgspec.Struct, frozen=True, array_like=True):

@@ -8,8 +8,9 @@ own form.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from octavo.call_arguments import with_whole_pairs
 from octavo.entrypoints.chat.reasoning import Reasoning, Splitter, new_splitter
@@ -26,6 +27,7 @@ from octavo.entrypoints.openai.tool_choice import NamedToolChoice
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output.answer_parts import ReasoningMarks, Spelling, ThinkingBudget, ToolCalls
+from octavo.structured_output.final_check import verdict
 from octavo.structured_output.grammar_builder import WantedGrammar
 
 
@@ -72,6 +74,8 @@ class AnswerFormat:
     call_ids: CallIdForm = CallIdForm.LONG
     used_ids: tuple[str, ...] = ()  # ids of earlier calls in the conversation
     custom_tools: frozenset[str] = frozenset()  # names of tools whose calls have an input instead of arguments
+    # By function the schema that arguments are compared with, as a grammar may hold it only in part.
+    checked: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def is_plain(self) -> bool:
@@ -102,7 +106,7 @@ def answer_format(body: ChatCompletionRequest, formats: ModelFormats, prompt: st
     if not body.tools:
         return AnswerFormat(reasoning, include, None, marks)
     tools, form = body.chosen_tools, formats.tools
-    ids = (formats.call_ids, _used_ids(body), frozenset(body.custom_inputs))
+    ids = (formats.call_ids, _used_ids(body), frozenset(body.custom_inputs), _checked_schemas(body))
     new_parser: Callable[[], ToolParser]
     if body.forces_calls:
         spelled = forced_spelling(body, form)
@@ -113,6 +117,12 @@ def answer_format(body: ChatCompletionRequest, formats: ModelFormats, prompt: st
         has_one, new_parser = body.parallel_tool_calls is False, partial(FormatParser, form, tools)
         return AnswerFormat(reasoning, include, new_parser, (*marks, *form.marks), has_one, trigger_marks(form), *ids)
     return AnswerFormat(reasoning, include, None, marks)
+
+
+def _checked_schemas(body: ChatCompletionRequest) -> dict[str, dict[str, Any]]:
+    """Return the schemas of the functions whose arguments the request wants to be valid."""
+    wanted = {tool.function.name for tool in body.tools or () if body.forces_calls or tool.function.strict}
+    return {name: one for name, one in body.chosen_tools.items() if name in wanted - body.custom_inputs.keys()}
 
 
 def _grammars(body: ChatCompletionRequest, names: Iterable[str]) -> dict[str, str]:
@@ -233,6 +243,8 @@ class AnswerReader:
         self._parser = None if form.new_tool_parser is None else form.new_tool_parser()
         self._custom_tools = form.custom_tools
         self._input: CustomInput | None = None  # of the call of a custom tool that is read in pieces
+        self._schemas = form.checked
+        self._to_check: list[tuple[str, list[str]]] = []  # functions that were called, with pieces of their arguments
 
     def add(self, text: str, is_end: bool) -> list[Delta]:
         """Return the deltas that `text` completes; at the end, also those held back."""
@@ -246,8 +258,21 @@ class AnswerReader:
 
     def finish_reason(self, reason: str | None) -> str | None:
         """Return the finish reason in the API's words. A call that a stop string cuts off is not to be made."""
-        is_cut = isinstance(self._parser, ForcedCallsReader) and self._parser.is_within_call
-        return "tool_calls" if reason == "stop" and self.num_calls and not is_cut else reason
+        return "tool_calls" if reason == "stop" and self.num_calls and not self._is_cut else reason
+
+    @property
+    def _is_cut(self) -> bool:
+        """Return whether the text so far ends within a call."""
+        return isinstance(self._parser, ForcedCallsReader) and self._parser.is_within_call
+
+    def stop_reason(self, finish_reason: str | None, stop_reason: int | str | None) -> int | str | None:
+        """Return the stop reason of an answer with this reason of the engine, or at its end that arguments of a call do
+        not satisfy their schema."""
+        if finish_reason == "stop" and not self._is_cut:
+            for name, arguments in self._to_check:
+                if (found := verdict("".join(arguments), self._schemas[name])) is not None:
+                    return found
+        return stop_reason
 
     def _split(self, parts: tuple[str, str]) -> list[Delta]:
         reasoning, content = parts
@@ -278,6 +303,10 @@ class AnswerReader:
                     text = whole_input(piece.arguments)
                     deltas.append(CallDelta(self.num_calls - 1, text, is_custom=True, is_whole=True))
                     continue
+                if piece.name in self._schemas:
+                    self._to_check.append((piece.name, [piece.arguments]))
+            elif self._to_check:
+                self._to_check[-1][1].append(piece.arguments)
             if self._input is not None:
                 was_whole, text = self._input.is_whole, self._input.add(piece.arguments)
                 if text or self._input.is_whole > was_whole:

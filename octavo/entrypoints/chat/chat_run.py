@@ -272,29 +272,30 @@ class ChatRun:
     def _progress_of(self, output: RequestOutput) -> Iterator[Progress]:
         """Yield what an output adds."""
         for completion in output.outputs:
-            deltas, finish_reason = self.parse(completion)
+            deltas, finish_reason, stop_reason = self.parse(completion)
             self._num_tokens += len(completion.token_ids)
             yield Progress(
                 deltas=deltas,
                 token_ids=completion.token_ids,
                 logprobs=completion.logprobs,
                 finish_reason=finish_reason,
-                stop_reason=completion.stop_reason,
+                stop_reason=stop_reason,
                 num_prompt_tokens=len(output.prompt_token_ids),
                 num_cached_tokens=output.num_cached_tokens,
                 num_tokens=self._num_tokens,
                 num_reasoning_tokens=self.num_reasoning_tokens,
             )
 
-    def parse(self, completion: CompletionOutput) -> tuple[list[Delta], str | None]:
-        """Return the new deltas of a choice and its finish reason. `completion` is the choice's next output, or its
-        only one; each may be given once."""
+    def parse(self, completion: CompletionOutput) -> tuple[list[Delta], str | None, int | str | None]:
+        """Return the new deltas of a choice, its finish reason and its stop reason. `completion` is the choice's next
+        output, or its only one; each may be given once."""
         index, is_end = completion.index, completion.finish_reason is not None
         if index not in self._readers:
             self._readers[index] = AnswerReader(self._format, f"{self._response_id} {index}")
         self._count_reasoning(completion)
         reader = self._readers[index]
-        return reader.add(completion.text, is_end=is_end), reader.finish_reason(completion.finish_reason)
+        deltas, reason = reader.add(completion.text, is_end=is_end), completion.finish_reason
+        return deltas, reader.finish_reason(reason), reader.stop_reason(reason, completion.stop_reason)
 
     def _count_reasoning(self, completion: CompletionOutput) -> None:
         """Count the reasoning tokens of a choice's next output, once."""

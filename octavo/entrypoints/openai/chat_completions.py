@@ -135,14 +135,14 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
 
     def _choice(self, prompt_index: int, completion: CompletionOutput) -> ChatChoice:
         self._num_completion += len(completion.token_ids)
-        deltas, finish_reason = self._chat_run.parse(completion)
+        deltas, finish_reason, stop_reason = self._chat_run.parse(completion)
         self._num_reasoning = self._chat_run.num_reasoning_tokens
         return ChatChoice(
             index=completion.index,
             message=assistant_message(self._role, [TextDelta(self._echo), *deltas]),
             logprobs=self._logprobs(completion),
             finish_reason=self._end(finish_reason) or "abort",
-            stop_reason=completion.stop_reason,
+            stop_reason=stop_reason,
             token_ids=completion.token_ids if self._body.return_token_ids else None,
         )
 
@@ -193,14 +193,14 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         is nothing new."""
         logprobs = self._logprobs(completion)
         token_ids = b',"token_ids":' + encode_json(completion.token_ids) if self._body.return_token_ids else b""
-        read, finish_reason = self._chat_run.parse(completion)
+        read, finish_reason, stop_reason = self._chat_run.parse(completion)
         finish_reason = self._end(finish_reason)
         self._num_reasoning = self._chat_run.num_reasoning_tokens
         if self._kept is not None:
             self._kept += read
             self._kept_logprobs += logprobs.content if logprobs is not None else ()
             self._kept_token_ids += completion.token_ids
-            self._finish_reason, self._stop_reason = finish_reason or "abort", completion.stop_reason
+            self._finish_reason, self._stop_reason = finish_reason or "abort", stop_reason
         deltas = [_fields(delta) for delta in read]
         if not deltas:
             if completion.finish_reason is None and not token_ids and (logprobs is None or not logprobs.content):
@@ -214,7 +214,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
                 completion.index,
                 b'"delta":' + encode_json(last) + token_ids,
                 finish_reason=finish_reason,
-                stop_reason=completion.stop_reason,
+                stop_reason=stop_reason,
                 logprobs=None if logprobs is None else logprobs.model_dump_json().encode(),
                 usage=usage,
             )

@@ -392,6 +392,28 @@ def test_required_calls_are_read_as_they_are_spelled(client: openai.OpenAI, chat
     assert "{0,31}" not in grammar_of(chatty)
 
 
+@pytest.mark.parametrize("city", ["ab", "ba"])
+@pytest.mark.parametrize("is_strict", [True, False])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_call_that_its_grammar_holds_in_part_is_compared_with_its_schema(
+    client: openai.OpenAI, chatty: FakeEngine, choice: str, is_strict: bool, city: str
+) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string", "pattern": "^(?!b)[ab]*$"}}}
+    tool = {"type": "function", "function": {"name": "go", "parameters": schema, "strict": is_strict}}
+    chatty.answer = f'<tool_call>\n{{"name": "go", "arguments": {{"city": "{city}"}}}}\n</tool_call>'
+    asked: Any = {"model": MODEL, "messages": [USER], "tools": [tool], "tool_choice": choice}
+    is_wrong = city == "ba" and (is_strict or choice == "required")
+    expected = ("tool_calls", "schema_mismatch" if is_wrong else None)
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert (whole.finish_reason, whole.stop_reason) == expected  # type: ignore[attr-defined]
+    last = list(client.chat.completions.create(**asked, stream=True))[-1].choices[0]
+    assert (last.finish_reason, last.stop_reason) == expected  # type: ignore[attr-defined]
+    cut = client.chat.completions.create(**asked, max_tokens=len(chatty.answer) - 2).choices[0]
+    assert (cut.finish_reason, cut.stop_reason) == ("length", None)  # type: ignore[attr-defined]
+    cut = client.chat.completions.create(**asked, stop=[f'{city}"']).choices[0]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", f'{city}"')  # type: ignore[attr-defined]
+
+
 PATCH: dict[str, Any] = {"type": "custom", "custom": {"name": "patch", "description": "Edits files."}}
 PATCHED = '<tool_call>\n{"name": "patch", "arguments": {"input": "+a\\n-\\"ü\\""}}\n</tool_call>'
 
