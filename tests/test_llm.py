@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from octavo import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
+from octavo.entrypoints.chat.tools.format_detection import ModelFormats
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS
 from octavo.errors import ConfigError, RequestError
 from octavo.sampling_params import GuidedDecodingParams
@@ -83,12 +86,33 @@ def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
 
 
 def test_calls_in_a_conversation_have_the_models_format(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LLM, "_tool_format", FORMATS["kimi_k2"])
+    monkeypatch.setattr(LLM, "_formats", ModelFormats(FORMATS["kimi_k2"]))
     call = {"id": "a", "type": "function", "function": {"name": "greet", "arguments": "{}"}}
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
     conversation = [{"role": "user", "content": "Hi"}, answer, {"role": "tool", "tool_call_id": "a", "content": "."}]
     (output,) = llm.chat(conversation, greedy(1), use_tqdm=False)
     assert "functions.greet:0" in output.prompt
+
+
+def test_chat_has_a_choice_of_tools(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"polite": {"type": "boolean"}}, "required": ["polite"]}
+    named = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("greet", "leave")]
+    ask = partial(llm.chat, [{"role": "user", "content": "Hi"}], greedy(60), use_tqdm=False, tools=named)
+    for choice, names in (
+        ("required", ("greet", "leave")),
+        ({"type": "function", "function": {"name": "leave"}}, ("leave",)),
+    ):
+        (output,) = ask(tool_choice=choice)
+        text = output.outputs[0].text
+        found = re.match(r'<tool_call>\n{"name": "(\w+)", "arguments": ([^}]*})}\n</tool_call>', text)
+        assert found is not None and found[1] in names and isinstance(json.loads(found[2])["polite"], bool)
+    told = {choice: ask(tool_choice=choice)[0].prompt for choice in ("auto", "none", None)}
+    assert told["auto"] == told[None] and "greet" in told["auto"] and "greet" not in told["none"]
+    with pytest.raises(RequestError, match="names 'x', which is not in tools"):
+        ask(tool_choice={"type": "function", "function": {"name": "x"}})
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    with pytest.raises(RequestError, match="structured_outputs and tool_choice exclude"):
+        llm.chat([{"role": "user", "content": "Hi"}], params, tools=named, tool_choice="required")
 
 
 @pytest.mark.parametrize("messages", ["What is it?", [["What is it?"]], [7]])

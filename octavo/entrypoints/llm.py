@@ -35,7 +35,9 @@ from octavo.sampling_params import BeamSearchParams, RequestOutputKind, Sampling
 from octavo.unknown_flags import known_arguments
 
 if TYPE_CHECKING:
-    from octavo.entrypoints.chat.tools.tool_formats import ToolFormat
+    from octavo.entrypoints.chat.tools.format_detection import ModelFormats
+    from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
+    from octavo.structured_output.grammar_builder import WantedGrammar
 
 
 class LLM(PoolingMethods):
@@ -105,15 +107,15 @@ class LLM(PoolingMethods):
         return self.config.model
 
     @cached_property
-    def _tool_format(self) -> ToolFormat | None:
-        """The format of the model's tool calls, as its server recognises it."""
+    def _formats(self) -> ModelFormats:
+        """The formats of the model's calls and reasoning, as its server recognises them."""
         from octavo.entrypoints.chat.tools.format_detection import model_formats  # not needed by chats without calls
 
         return model_formats(
             self.tokenizer,
             model_type=self.config.model.checkpoint.config.get("model_type"),
             response_template=getattr(self.tokenizer, "response_template", None),
-        ).tools
+        )
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
@@ -179,9 +181,13 @@ class LLM(PoolingMethods):
         chat_template_kwargs: dict[str, Any] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
+        *,
+        tool_choice: str | dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: lists of `{"role": …, "content": …}`. The template describes `tools` to
-        the model.
+        the model. `tool_choice` is as in OpenAI's API: with "required" or a function the answers are calls, with "auto"
+        calls of strict functions follow their schemas, with "none" there are no tools. The text is as the model writes
+        it; marks of calls may be special tokens, which `skip_special_tokens=False` shows.
 
         A message's content is text, or a list of parts: `{"type": "text", "text": …}`, and for models that see
         `{"type": "image_pil", "image_pil": PIL.Image}` and `{"type": "image_url", "image_url": {"url": …}}`, for those
@@ -202,6 +208,9 @@ class LLM(PoolingMethods):
         media = [media_of([message.get("content") for message in conversation]) for conversation in taken]
         all_embeds = [embeds_of([message.get("content") for message in conversation]) for conversation in taken]
         processors = [self.inputs.media_processor_of(given) if given else None for given in media]
+        if tool_choice is not None:
+            chosen = self._request_of_calls(tools, tool_choice, []).chosen_tools
+            tools = [tool for tool in tools or () if tool["function"]["name"] in chosen]
         texts = [
             render_chat(
                 self.tokenizer,
@@ -213,7 +222,9 @@ class LLM(PoolingMethods):
                 tools=tools,
                 content_format=chat_template_content_format,
                 placeholders=processor.placeholders if processor else None,
-                tool_format=self._tool_format if tools or any(one.get("tool_calls") for one in conversation) else None,
+                tool_format=self._formats.tools
+                if tools or any(one.get("tool_calls") for one in conversation)
+                else None,
             )
             for conversation, processor in zip(taken, processors, strict=True)
         ]
@@ -228,8 +239,45 @@ class LLM(PoolingMethods):
         asked = zip(prompts, params, self._adapters_for(loras), strict=True)
         for index, (filled, one, adapter) in enumerate(asked):
             with naming_prompt("messages", index, len(prompts)):  # the template has added special tokens
-                requests.append(self.inputs.process(filled, one, add_special_tokens=False, adapter=adapter))
+                calls = None
+                if tools and tool_choice is not None:
+                    calls = self._grammar_of_calls(tools, tool_choice, taken[index], texts[index], one)
+                requests.append(
+                    self.inputs.process(filled, one, add_special_tokens=False, adapter=adapter, grammar=calls)
+                )
         return self._run_generation(requests, loras, use_tqdm)
+
+    def _request_of_calls(
+        self,
+        tools: list[dict[str, Any]] | None,
+        tool_choice: str | dict[str, Any],
+        messages: Sequence[Mapping[str, Any]],
+    ) -> ChatCompletionRequest:
+        """Return the part of a server's request that decides on calls."""
+        from octavo.entrypoints.chat.chat_run import make_chat
+
+        calls = [{"role": "assistant", "tool_calls": one["tool_calls"]} for one in messages if one.get("tool_calls")]
+        asked = [{"role": "user", "content": ""}, *calls]
+        return make_chat({"messages": asked, "tools": tools, "tool_choice": tool_choice})
+
+    def _grammar_of_calls(
+        self,
+        tools: list[dict[str, Any]],
+        tool_choice: str | dict[str, Any],
+        messages: Sequence[Mapping[str, Any]],
+        prompt: str,
+        params: SamplingParams,
+    ) -> WantedGrammar | None:
+        """Return the grammar of the answers to `prompt`, as a server makes it."""
+        from octavo.entrypoints.chat.answer_reader import answer_format, check_tool_choice, wanted_grammar
+
+        body, formats = self._request_of_calls(tools, tool_choice, messages), self._formats
+        check_tool_choice(body, formats)
+        structure = params.structured_outputs
+        if body.forces_calls and structure is not None:
+            raise RequestError("structured_outputs and tool_choice exclude each other.", param="structured_outputs")
+        form = answer_format(body, formats, prompt)
+        return wanted_grammar(body, form, formats, structure, self.inputs.special_tokens, None)
 
     def beam_search(
         self,
