@@ -24,7 +24,8 @@ from octavo.gateway.meter import Meter
 from octavo.gateway.models import Models
 from octavo.gateway.ollama_routes import OllamaRoutes
 from octavo.gateway.page import STATS_PATH, Page, is_of_page
-from octavo.gateway.proxy import Proxy, ProxyRequest, WaitLimits, route_of
+from octavo.gateway.proxy import Proxy, WaitLimits
+from octavo.gateway.proxy_request import ProxyRequest, route_of
 from octavo.gateway.request_body import RequestBody, read_body
 from octavo.logs import UNKNOWN_ROUTE, LineLimit
 from octavo.messages_errors import MESSAGES_PREFIX, VERSION_HEADER

@@ -95,7 +95,9 @@ class Client:
         self.progress = StreamProgress()
         self.meter: Meter | None = None  # for a client whose tokens are counted
         self.hides_usage = False  # drops the usage that only the gateway asked the stream for
-        self.num_lost = 0  # replicas that were lost before they answered it
+        self.num_lost = (
+            0  # replicas that were lost with the request, or answered 500 with a dead engine, since its last token
+        )
         # A stream that has lost its replica waits until `waits_until` for a replica that continues it. All times are of
         # `time.monotonic`.
         self.waits_until = 0.0

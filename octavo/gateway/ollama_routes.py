@@ -20,7 +20,8 @@ from octavo.gateway.keys import Key
 from octavo.gateway.meter import Meter
 from octavo.gateway.models import Models
 from octavo.gateway.octavo_commands import ModelCards, run_octavo
-from octavo.gateway.proxy import Proxy, ProxyRequest, check_use
+from octavo.gateway.proxy import Proxy
+from octavo.gateway.proxy_request import ProxyRequest, check_use
 from octavo.gateway.request_body import RequestBody, parse
 from octavo.gateway.upstream import UpstreamError
 from octavo.ollama import API_VERSION, UNBUILT, plain_name, refuse_unbuilt

@@ -5,38 +5,28 @@ catalogue computes it, so that no replica that streams has to. The blocks are in
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from octavo.errors import RequestError
 from octavo.gateway.client import Client
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.gateway_metrics import GatewayMetrics
 from octavo.gateway.models import Models
-from octavo.gateway.replica import Replica
+from octavo.gateway.proxy_request import ONLY_PROMPT, ProxyRequest
 from octavo.gateway.stream_progress import CUT_OFF
-from octavo.gateway.upstream import Headers, UnreachableError, UpstreamError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from octavo.gateway.proxy import ProxyRequest
+from octavo.gateway.upstream import UnreachableError, UpstreamError
 
 logger = logging.getLogger("octavo.gateway")
 
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
-ONLY_PROMPT = b"x-octavo-only-prompt"
-BLOCKS_AT = b"x-octavo-blocks-at"  # the address of the server that has computed the prompt
 _BYTES_PER_TOKEN = 4  # of prompts, about
 _MAX_ERROR_BYTES = 4096
 
 
 class Prefill:
-    """Has prompts computed. `headers_for` returns the headers of a request to a replica."""
+    """Has prompts computed. With `keeps_keys` replicas do not get the clients' keys."""
 
-    def __init__(
-        self, models: Models, metrics: GatewayMetrics, headers_for: Callable[[Replica, ProxyRequest], Headers]
-    ) -> None:
-        self._models, self._metrics, self._headers_for = models, metrics, headers_for
+    def __init__(self, models: Models, metrics: GatewayMetrics, *, keeps_keys: bool) -> None:
+        self._models, self._metrics, self._keeps_keys = models, metrics, keeps_keys
 
     def is_wanted(self, deployment: Deployment, request: ProxyRequest) -> bool:
         """Return whether another entry is to compute the prompt: it is long, and no replica of the model has had it."""
@@ -65,7 +55,7 @@ class Prefill:
             replica.num_in_flight += 1
             status, said = 503, b""
             try:
-                headers = [*self._headers_for(replica, request), (ONLY_PROMPT, b"1")]
+                headers = [*request.headers_for(replica, keeps_keys=self._keeps_keys), (ONLY_PROMPT, b"1")]
                 body = request.body.naming(replica.served_name)
                 answer = await replica.upstream.send(request.method, request.target, headers, body)
                 try:

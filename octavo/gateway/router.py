@@ -9,6 +9,7 @@ import math
 import random
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from octavo.gateway.replica import Replica
 
@@ -156,22 +157,30 @@ def _score(key: bytes, replica: Replica) -> bytes:
     return hashlib.blake2b(key + b"\0" + replica.name.encode(), digest_size=8).digest()
 
 
+class Home(NamedTuple):
+    """Who keeps a thing, and for which client's key."""
+
+    model: str
+    replica: Replica
+    owner: str | None
+
+
 class CreatedIds:
     """Which model's replica keeps a response, a conversation, a stored chat, a file or a batch, and for whose key. The
     oldest are forgotten first."""
 
     def __init__(self) -> None:
-        self._homes: OrderedDict[str, tuple[str, Replica, str | None]] = OrderedDict()
+        self._homes: OrderedDict[str, Home] = OrderedDict()
 
     def add(self, created: str, model: str, replica: Replica, owner: str | None = None) -> None:
         """Note an id in an answer to `owner`. An id that is another one's stays so: answers repeat what clients
         write."""
-        if created in self._homes and self._homes[created][2] != owner:
+        if created in self._homes and self._homes[created].owner != owner:
             return
-        self._homes[created] = model, replica, owner
+        self._homes[created] = Home(model, replica, owner)
         self._homes.move_to_end(created)
         if len(self._homes) > MAX_IDS:
             self._homes.popitem(last=False)
 
-    def find(self, created: str) -> tuple[str, Replica, str | None] | None:
+    def find(self, created: str) -> Home | None:
         return self._homes.get(created)

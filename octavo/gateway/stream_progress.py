@@ -40,7 +40,7 @@ class StreamProgress:
         self._begun: set[bytes] = set()  # the events of `_BEGINS` that the client has
         self._waiting: list[bytes] = []  # events without their tokens
         self._rest = b""  # the part of an event that has come
-        self._num_at_loss = -1
+        self._num_seen = 0  # entries of `_tokens` at the last `has_grown`
         self.num_tokens = 0
         self.is_given_up = False  # by its replica; the events after that wait for `flush`
         self.has_ended = False  # the client has the last event
@@ -92,12 +92,10 @@ class StreamProgress:
         self._waiting, self._rest = [], b""
         return rest
 
-    def lose(self) -> bool:
-        """Note that the replica was lost. Returns whether another one is to go on: not if the stream is lost twice
-        without a token in between, as it may be what ends replicas."""
-        may_go_on = self.is_resumable and len(self._tokens) > self._num_at_loss
-        self._num_at_loss = len(self._tokens)
-        return may_go_on
+    def has_grown(self) -> bool:
+        """Return whether tokens have come since the last call."""
+        before, self._num_seen = self._num_seen, len(self._tokens)
+        return self._num_seen > before
 
     def resumed(self, body: bytes) -> bytes:
         """Return a request's body that asks to go on with the stream."""

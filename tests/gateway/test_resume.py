@@ -300,6 +300,25 @@ def test_a_stream_that_ends_replicas_ends_two_at_most(clock: Clock) -> None:
     clock.run(run())
 
 
+@pytest.mark.parametrize("dies_after", [0, 3])
+def test_a_stream_whose_next_replica_is_lost_before_its_first_byte_has_lost_two(clock: Clock, dies_after: int) -> None:
+    async def hang_up(asked: Asked) -> None:
+        asked.die()
+
+    async def run() -> None:
+        async def lose(asked: Asked) -> None:
+            for one in servers:
+                one.behave = hang_up
+            await replica(dies_after)(asked)
+
+        async with fake_servers(lose, lose, lose) as servers, gateway(at(servers)) as gate:
+            answer = await gate.ask(stream=True)
+            assert sum(len(server.asked) for server in servers) == 2
+            assert b"request_kills_replicas" in answer.content
+
+    clock.run(run())
+
+
 def test_a_model_whose_only_replica_dies_is_started_again_for_its_streams(clock: Clock) -> None:
     behaves = [replica(3), replica()]
 

@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from octavo.gateway.proxy import _ROUTES
+from octavo.gateway.proxy_request import ROUTES
 from tests.entrypoints.fake_engine import FakeEngine, serving
 from tests.waiting import within
 
@@ -199,5 +199,5 @@ def test_the_gateway_gives_a_keys_priority_to_the_routes_that_take_one(http: htt
         name = body.get("schema", {}).get("$ref", "").rpartition("/")[2]
         if "priority" in schemas.get(name, {}).get("properties", ()):
             takers.add(path)
-    forwarded = {path for path, traits in _ROUTES.items() if "priority" in traits}
+    forwarded = {path for path, traits in ROUTES.items() if "priority" in traits}
     assert takers | {"/invocations"} == forwarded | {"/v1/responses/input_tokens"}

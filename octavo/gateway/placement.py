@@ -1,0 +1,78 @@
+"""Finds the model of a request, and the replica that alone can answer because it keeps what the request is about."""
+
+from __future__ import annotations
+
+import re
+
+from octavo.errors import RequestError
+from octavo.gateway.deployment import Deployment
+from octavo.gateway.models import Models
+from octavo.gateway.proxy_request import MODEL_HEADER, ProxyRequest
+from octavo.gateway.replica import Replica
+from octavo.gateway.router import CreatedIds
+
+# Ids of things that a replica keeps, in an answer.
+_CREATED = re.compile(
+    rb'"(?:id|output_file_id|error_file_id)"\s*:\s*"((?:resp|conv|chatcmpl|file|batch)[-_][\w-]{1,100})"'
+)
+_HEAD_BYTES = 8192  # of an answer, which has the ids
+
+
+class Placement:
+    """Remembers which replica has made what."""
+
+    def __init__(self, models: Models) -> None:
+        self._models, self._created = models, CreatedIds()
+
+    def note_created(
+        self, request: ProxyRequest, deployment: Deployment, replica: Replica, data: bytes, stream_id: str | None
+    ) -> None:
+        """Note what a replica keeps since its answer: the ids in `data`, the answer's beginning, or that of the stream
+        which it goes on with."""
+        if request.is_of_kept:
+            ids = [one.decode() for one in _CREATED.findall(data[:_HEAD_BYTES])] if stream_id is None else [stream_id]
+            for one in ids:
+                self._created.add(one, deployment.name, replica, request.owner)
+
+    def place(self, request: ProxyRequest) -> tuple[Deployment, Replica | None]:
+        """Return the model, and the replica if only one can answer because it keeps what the request is about. Raises
+        `RequestError`."""
+        named, kept_id = request.model, request.kept_id or request.body.refers_to
+        home = self._created.find(kept_id or "")
+        if home is not None and home.owner != request.owner:
+            raise RequestError(f"{kept_id} is not known here.", status=404, code="not_found")
+        if home is not None and (named is None or self._models.find(named).name == home.model):
+            deployment = self._models.find(home.model)
+            # By name: a server whose address left and came back is another `Replica`.
+            name = None if deployment.entry.is_local else home.replica.name
+            keepers = [one for one in deployment.replicas if one is home.replica or one.name == name]
+            if not keepers:
+                raise RequestError(
+                    f"{kept_id} was kept by a replica of {home.model} that has stopped.", status=404, code="not_found"
+                )
+            return deployment, keepers[0]
+        if named is not None:
+            deployment = self._models.find(named)
+        elif len(self._models) == 1:
+            deployment = next(iter(self._models))
+        elif request.kept_id is not None:
+            raise RequestError(
+                f"{request.kept_id:.200} is not known here: the gateway remembers what was made through it since it "
+                f"started. Name the model that keeps it in the header {MODEL_HEADER.decode()}.",
+                status=404, code="not_found",
+            )  # fmt: skip
+        else:
+            raise RequestError(
+                f"{request.path:.200} names no model, and there are {len(self._models)}: give it as `model` in the "
+                f"body, or in the header {MODEL_HEADER.decode()}.",
+                param="model",
+            )
+        lists = request.method == "GET" and "lists" in request.traits
+        if lists and request.meter is not None:
+            raise RequestError(f"{request.path} lists what other clients keep, too.", status=403, code="not_allowed")
+        if lists and deployment.entry.may_be_several:
+            raise RequestError(
+                f"{request.path} lists what one server keeps, and {deployment.name} has several replicas: ask for one "
+                "thing by its id."
+            )
+        return deployment, None

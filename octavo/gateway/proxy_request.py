@@ -1,0 +1,171 @@
+"""A request as the proxy has it: what it says about its model and session, and the form in which a replica gets it.
+
+The known routes and their traits are here too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from octavo.errors import RequestError, similar
+from octavo.gateway.client import Client
+from octavo.gateway.deployment import Deployment
+from octavo.gateway.keys import Key
+from octavo.gateway.meter import Meter
+from octavo.gateway.replica import Replica
+from octavo.gateway.request_body import RequestBody
+from octavo.gateway.stream_progress import RESUMABLE, RESUMABLE_PATHS
+from octavo.gateway.upstream import HOP_BY_HOP, Headers, end_to_end
+
+MODEL_HEADER = b"x-octavo-model"  # names the model of a request without one in its body
+ONLY_PROMPT = b"x-octavo-only-prompt"
+BLOCKS_AT = b"x-octavo-blocks-at"  # the address of the server that has computed the prompt
+SESSION_HEADER = b"x-session-id"
+_ADDRESS_HEADERS = frozenset({
+    b"x-forwarded-for", b"forwarded", b"x-real-ip", b"x-client-ip", b"true-client-ip", b"cf-connecting-ip",
+    b"cf-connecting-ipv6", b"fly-client-ip", b"x-cluster-client-ip", b"x-envoy-external-address",
+    b"x-original-forwarded-for",
+})  # fmt: skip
+_KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
+_NOT_PASSED_ON = HOP_BY_HOP | {
+    b"host", b"content-length", b"expect", b"accept-encoding", MODEL_HEADER, ONLY_PROMPT, BLOCKS_AT, RESUMABLE,
+}  # fmt: skip
+# Paths of things that one replica keeps; group 1 is the id, absent for new ones and lists.
+_KEPT_PATH = re.compile(
+    r"/v1/(?:responses|conversations|chat/completions|files|batches)(?:/(?!(?:input_tokens|compact|render|derender|batch)$)([^/]+))?"
+)
+# Known routes, and their traits. `priority`: the body has that field. `usage`: a stream has a usage only if asked.
+# `uncounted`: answers have no usage. `lists`: GET lists what one server keeps.
+ROUTES: dict[str, tuple[str, ...]] = {
+    "/v1/chat/completions": ("priority", "usage", "lists"),
+    **dict.fromkeys(("/v1/completions", "/invocations"), ("priority", "usage")),
+    **dict.fromkeys((
+        "/v1/responses", "/v1/messages", "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score",
+        "/rerank", "/v1/rerank", "/v2/rerank", "/v1/chat/completions/render", "/v1/completions/render",
+    ), ("priority",)),
+    "/generate": ("priority", "uncounted"),
+    "/v1/files": ("lists",),
+    "/v1/batches": ("uncounted", "lists"),
+    **dict.fromkeys((
+        "/v1/conversations", "/v1/models", "/v1/audio", "/v1/cache/sessions", "/tokenize", "/detokenize", "/api/chat",
+        "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/ps", "/api/show", "/api/pull",
+        "/api/delete", "/api/version",
+    ), ()),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ProxyRequest:
+    """A request with its whole body. `target` is the path and query as the client wrote them."""
+
+    method: str
+    path: str
+    target: bytes
+    headers: Headers
+    body: RequestBody
+    arrival: float  # time.monotonic
+    meter: Meter | None = None  # if the client has a key of the store
+    blocks_at: str | None = None  # the address of a server that has computed the prompt
+
+    @property
+    def owner(self) -> str | None:
+        """The id of the client's key."""
+        return None if self.meter is None else self.meter.key.id
+
+    @property
+    def model(self) -> str | None:
+        """The model that the body or else a header names."""
+        header = self.header(MODEL_HEADER)
+        return self.body.model if self.body.model is not None or header is None else header.decode("latin-1")
+
+    @property
+    def session(self) -> bytes | None:
+        """A digest of the client's session, which is used like a prefix's hash."""
+        said = self.body.session_id
+        given = self.header(SESSION_HEADER) if said is None else said.encode()
+        return None if not given else hashlib.blake2b(b"session " + given, digest_size=16).digest()
+
+    @property
+    def is_of_kept(self) -> bool:
+        """Whether the path is of things that one replica keeps."""
+        return _KEPT_PATH.match(self.path) is not None
+
+    @property
+    def kept_id(self) -> str | None:
+        """The id of such a thing in the path; None for new ones and lists."""
+        found = _KEPT_PATH.match(self.path)
+        return None if found is None else found[1]
+
+    @property
+    def traits(self) -> Collection[str]:
+        """The traits of the path."""
+        return ROUTES.get(self.path, ())
+
+    def headers_for(self, replica: Replica, *, keeps_keys: bool) -> list[tuple[bytes, bytes]]:
+        """Return the headers for a replica. With `keeps_keys` it does not get the client's key."""
+        own = replica.auth_headers()
+        dropped = _NOT_PASSED_ON | _KEY_HEADERS if own or keeps_keys else _NOT_PASSED_ON
+        if not replica.upstream.is_near:  # a foreign API is not told the client's address
+            dropped |= _ADDRESS_HEADERS
+        # If the client itself resumes a stream, the gateway lacks the tokens before, so it could not resume it again.
+        if self.body.streams and self.path in RESUMABLE_PATHS and not self.body.is_resumed:
+            own.append((RESUMABLE, b"1"))
+        if self.blocks_at is not None:
+            own.append((BLOCKS_AT, self.blocks_at.encode()))
+        own.append((b"accept-encoding", b"identity"))  # the gateway reads events and usages in the answer
+        return end_to_end(self.headers, dropped) + own
+
+    def header(self, name: bytes) -> bytes | None:
+        return next((value for own, value in self.headers if own == name), None)
+
+
+def route_of(path: str) -> str | None:
+    """Return the known route of a path, without ids."""
+    if path in ROUTES:
+        return path
+    return next((route for route in ROUTES if path.startswith(route + "/")), None)
+
+
+def check_use(key: Key, deployment: Deployment) -> None:
+    """Raise `RequestError` if a key is not for a model."""
+    if not deployment.may_be_used_by(key):
+        raise RequestError(
+            f"The API key {key.settings.name} is not for the model {deployment.name}.", param="model", status=403,
+            code="model_not_allowed",
+        )  # fmt: skip
+
+
+def metered(request: ProxyRequest, key: Key, client: Client) -> ProxyRequest:
+    """Return the request as a replica is to get it: with the key's priority, and asking for a usage. Side effects: the
+    client gets no usage that only the gateway asks for, and no `meter` if the tokens were counted before. Raises
+    `RequestError` for requests that the key may not send, such as those whose tokens are limited but not counted."""
+    body, settings = request.body, key.settings
+    if request.method != "POST" or request.kept_id is not None:
+        client.meter = None  # the usage in a kept answer was counted when it was made
+    has_budget = settings.tokens_per_day is not None or settings.tokens_per_minute is not None
+    # A server in front of a replica may read `/v1/audio/../../generate` as `/generate`.
+    has_plain_path = not {"", ".", ".."} & set(request.path.split("/")[1:])
+    is_uncounted = not has_plain_path or "uncounted" in request.traits
+    if has_budget and request.method == "POST" and has_plain_path and route_of(request.path) is None:
+        meant = similar(request.path, ROUTES)
+        perhaps = f"; what is meant is perhaps {meant}." if meant else "."
+        raise RequestError(
+            f"{request.path:.200} is no route that the gateway knows, and others are not for the API key "
+            f"{settings.name}, which has a limit of tokens{perhaps}", status=404, code="not_found",
+        )  # fmt: skip
+    if has_budget and (body.is_background or (request.method == "POST" and is_uncounted)):
+        raise RequestError(
+            f"The API key {settings.name} has a limit of tokens, and those of batches, background responses and "
+            "/generate are not counted.", status=403, code="not_allowed",
+        )  # fmt: skip
+    if body.is_resumed and request.path == "/v1/responses":
+        raise RequestError("resume would give a response an id of another key's.", param="resume", status=403)
+    if body.is_json and settings.priority is not None and "priority" in request.traits:
+        body = body.having(priority=settings.priority)
+    if body.streams and not body.wants_usage and "usage" in request.traits:
+        body = body.having(stream_options={"include_usage": True})
+        client.hides_usage = True
+    return replace(request, body=body)
