@@ -6,6 +6,7 @@ validation errors, unknown routes, and any unforeseen exception, for which the c
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -198,7 +199,9 @@ def validation_error(errors: Sequence[Mapping[str, Any]], fields: Collection[str
     location = error["loc"]
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, RequestError):
-        return cause
+        # A copy: raised beside pydantic's error, which holds the cause outside of the collector's sight, the cause
+        # itself would never be freed, nor the body in its traceback.
+        return copy.copy(cause)
     if not location:
         return RequestError("The body must be a JSON object.")
     param = _field_name(location)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from contextlib import suppress
 from typing import Any
 
 import httpx
+import pytest
 
+from octavo.entrypoints.http.router import validate_body
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
+from octavo.errors import RequestError
 from tests.entrypoints.fake_engine import Address, FakeEngine
 from tests.garbage import counted_garbage
 from tests.waiting import wait_until, within
@@ -36,3 +43,20 @@ def test_requests_and_their_connections_leave_no_cycles(address: Address, engine
         ask()
         wait_until(lambda: address.num_connections <= num_connections and not address.num_in_flight)
     assert not left
+
+
+@pytest.mark.parametrize("wrong", [{"tool_choice": "required"}, {"temperature": "x"}])
+def test_a_body_that_is_refused_is_freed(wrong: dict[str, Any]) -> None:
+    class Body(dict[str, Any]):
+        pass
+
+    def refused() -> weakref.ref[Body]:
+        body = Body({**CHAT, **wrong})
+        with suppress(RequestError):
+            validate_body(body, ChatCompletionRequest, "error")
+            pytest.fail("the body was taken")
+        return weakref.ref(body)
+
+    left = refused()
+    gc.collect()
+    assert left() is None
