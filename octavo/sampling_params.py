@@ -312,18 +312,22 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     @property
     def follows_output(self) -> bool:
         """Return whether the output so far changes the logits, apart from a grammar's masks."""
-        return bool(self.min_tokens) or self.follows_output_tokens
+        return bool(
+            self.min_tokens or self.has_penalties or self.bad_words_token_ids or self.needs_output_tokens_on_host
+        )
 
     @property
-    def follows_output_tokens(self) -> bool:
-        """Return whether the tokens of the output change the logits, and not only their number."""
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def needs_output_tokens_on_host(self) -> bool:
+        """Return whether the host must know all tokens of the output to change the logits of the next one. The device
+        counts for penalties what the host does not know yet."""
         return bool(
-            self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1.0
-            or self.bad_words_token_ids
-            or self.logits_processors
+            self.logits_processors
             or self.speech is not None
+            or (self.bad_words_token_ids and any(len(word) > 1 for word in self.bad_words_token_ids))
         )
 
     @property

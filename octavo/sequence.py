@@ -117,7 +117,7 @@ class Sequence:
         decide which sequences there are."""
         if self.beam_search is not None or self.num_pending_forks:
             return True
-        return self.params.follows_output_tokens or self.params.grammar is not None
+        return self.params.needs_output_tokens_on_host or self.params.grammar is not None
 
     @property
     def num_rows(self) -> int:

@@ -79,6 +79,11 @@ class DeviceTables:
             inputs.token_ids, inputs.seq_table_rows,
         )  # fmt: skip
 
+    def last_tokens_of(self, table_rows: Array) -> Array:
+        """In the stream: return the last tokens of table rows [N]: [N] int32."""
+        last_tokens: Any = self._last_tokens
+        return cast(Array, last_tokens[table_rows])
+
     def store_last_tokens(self, ops: Ops, table_rows: Array, tokens: Array) -> None:
         """In the stream: store sampled `tokens` [N] as the last tokens of their table rows [N]."""
         cast(DeviceOps, ops).keep_tokens(self._last_tokens, table_rows, tokens)

@@ -102,7 +102,7 @@ class DummySteps:
 
     def _compute(self, inputs: StepArrays[Array], num_samples: int) -> None:
         """In the stream: compute a step with draft features, alignment, log-probabilities, penalties and masks."""
-        runner, ops = self._runner, self._runner.ops
+        runner, ops = self._runner, self._ops
         with self._with_alignment():
             hidden, features = runner.computation.hidden(inputs)
         logits, argmax_tokens = runner.computation.logits(inputs, hidden)
@@ -115,7 +115,9 @@ class DummySteps:
         raw = ops.rows_of(logits, np.arange(num_with_logprobs))
         measure(ops, raw, argmax_tokens[:num_with_logprobs], np.full(num_with_logprobs, MAX_LOGPROBS))
         zero, ones, zeros = np.zeros(1, np.int64), np.ones(num_samples, np.float32), np.zeros(num_samples, np.float32)
-        ops.penalize(logits, zero, zero, zero.astype(np.float32), ones, zeros, zeros)  # sample 0 saw token 0
+        # Sample 0 saw token 0 in its prompt, and then a token that only the device knows.
+        counts, last_tokens = np.array([0, 1], np.float32), ops.place(np.zeros(num_samples, np.int32))
+        ops.penalize(logits, np.zeros(2, np.int64), np.array([0, -1]), counts, ones, zeros, zeros, last_tokens)
         ops.mask_tokens(logits, np.full((1, -(-runner.model.vocab_size // 32)), -1, np.int32), zero)
         settings = inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.uniforms
         runner.to_target_token_ids(ops.sample(logits, *settings))

@@ -348,7 +348,10 @@ class Runner:
         if self.pooling_table is not None:
             self.pooling_table.gather(plan, arrays)
             return self.table.samples, None
-        batch = self.sampling_table.build(self.table.samples, self.table.tokens) if shape.samples else None
+        if not shape.samples:
+            return self.table.samples, None
+        num_known = None if self._device_tables is None else self.table.num_known
+        batch = self.sampling_table.build(self.table.samples, self.table.tokens, num_known)
         if batch is not None:
             write_settings(arrays, batch)
         return self.table.samples, batch
@@ -408,18 +411,21 @@ class Runner:
 
     def _sample(self, work: _StreamWork, outputs: StepOutputs) -> None:
         """In the stream: sample on the leader. A device with its own memory stores the tokens for its next step."""
-        step, inputs, num_samples = work.step, work.inputs, work.shape.samples
-        tokens = outputs.argmax_tokens[:num_samples]
+        step, inputs, batch, num_samples = work.step, work.inputs, work.sampling_batch, work.shape.samples
+        tokens, table_rows = outputs.argmax_tokens[:num_samples], inputs.sample_table_rows[:num_samples]
         if self.worker_group.is_leader:
+            last_tokens = None
+            if self._device_tables is not None and batch is not None and batch.penalizes_awaited:
+                last_tokens = self._device_tables.last_tokens_of(table_rows)
             step.sampled = sample_tokens(
-                self.ops, outputs.logits[:num_samples], tokens, inputs, work.sampling_batch, self.device.shares_memory
+                self.ops, outputs.logits[:num_samples], tokens, inputs, batch, self.device.shares_memory, last_tokens
             )
             step.sampled.tokens = tokens = self.to_target_token_ids(step.sampled.tokens)
         if self._device_tables is not None:
             if not self.worker_group.shard.is_whole:
                 # Overwrite each follower's argmax by the leader's tokens, which its device needs before its host does.
                 cast(ParallelDeviceOps, self.ops).from_first(tokens)
-            self._device_tables.store_last_tokens(self.ops, inputs.sample_table_rows[:num_samples], tokens)
+            self._device_tables.store_last_tokens(self.ops, table_rows, tokens)
 
     def to_target_token_ids(self, tokens: Array) -> Array:
         """In the stream: return tokens [N] int64 of a draft model as the target model's ids."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from octavo.ops.arrays import ExpertsWeight, LayerKVCache, LinearWeight
+from octavo.ops.arrays import ExpertsWeight, HostArray, LayerKVCache, LinearWeight
 from octavo.ops.factors import AdapterTable, Expand, ExpandExperts, ExpertsAdapterTable, FactorShape, Lookup
 from octavo.ops.operations import A, OpsOver
 
@@ -156,6 +156,14 @@ class DeviceOpsOver(OpsOver[A], Protocol[A]):
 
     def keep_tokens(self, last_tokens: A, owners: A, tokens: A) -> None:
         """Set last_tokens[owners [N] int64] = tokens [N] int64, as int32; negative tokens become 0."""
+
+    def penalize(
+        self, logits: A, samples: HostArray, tokens: HostArray, counts: HostArray, repetition: HostArray,
+        frequency: HostArray, presence: HostArray, last_tokens: A | None = None,
+    ) -> None:  # fmt: skip
+        """As `Ops.penalize`. Besides, the last entry of a sample may have the token -1, with the count 1: it stands for
+        the sample's entry of `last_tokens` [N] int32, which only the device knows. The sample's other entries may have
+        this token too, and the count is then one more than theirs. `samples` ascend."""
 
 
 class ParallelDeviceOpsOver(ParallelOpsOver[A], DeviceOpsOver[A], Protocol[A]):

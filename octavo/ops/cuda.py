@@ -83,9 +83,16 @@ def mask_tokens(logits: Tensor, words: NDArray[Any], samples: NDArray[Any]) -> N
 
 def penalize(
     logits: Tensor, samples: NDArray[Any], tokens: NDArray[Any], counts: NDArray[Any], repetition: NDArray[Any],
-    frequency: NDArray[Any], presence: NDArray[Any],
+    frequency: NDArray[Any], presence: NDArray[Any], last_tokens: Tensor | None = None,
 ) -> None:  # fmt: skip
     device = logits.device
-    lists = (upload(part.astype(np.int32), device) for part in (samples, tokens, counts))
+    lists = (
+        upload(samples.astype(np.int32), device), upload(tokens.astype(np.int32), device),
+        upload(counts.astype(np.int32), device),
+    )  # fmt: skip
     penalties = (upload(part.astype(np.float32), device) for part in (repetition, frequency, presence))
+    if last_tokens is not None:
+        ends = np.flatnonzero(tokens < 0)
+        bounds = np.stack([np.searchsorted(samples, samples[ends]), ends], 1)
+        logits_kernels.add_last_tokens(*lists, upload(bounds.astype(np.int32), device), last_tokens)
     logits_kernels.penalize(logits, *lists, *penalties)

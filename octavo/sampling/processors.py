@@ -7,35 +7,40 @@ A step costs in proportion to the tokens that it touches. Values that need compu
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.ops import Array, Ops
-from octavo.sampling.sampling_table import RowSettings, SpecialSample
+from octavo.ops import Array, DeviceOps, Ops
+from octavo.sampling.sampling_table import SpecialSample
 
 _MASKED = float("-inf")
 
 
-def process_logits(ops: Ops, logits: Array, special: list[SpecialSample]) -> dict[int, str]:
-    """Apply everything that `special` samples ask for to logits [N, V] float32, in place.
+def process_logits(
+    ops: Ops, logits: Array, special: list[SpecialSample], last_tokens: Array | None = None
+) -> dict[int, str]:
+    """Apply everything that `special` samples ask for to logits [N, V] float32, in place. `last_tokens` [N] int32, on
+    the device, are the tokens before the samples: penalties read those of samples that await theirs.
 
     Order: biases and allowed tokens, bad words, minimum length, penalties, then the request's own processors. Returns
     the errors of callers' processors, by sample.
     """
     _add_biases(ops, logits, special)
-    masked = [(one.sample, _forbidden(one.settings, one.tokens)) for one in special]
+    masked = [(one.sample, _forbidden(one)) for one in special]
     samples, tokens = _flatten(masked)
     if len(samples):
         ops.add_bias(logits, samples, tokens, np.full(len(samples), _MASKED, np.float32))
-    _penalize(ops, logits, [one for one in special if one.settings.has_penalties])
+    _penalize(ops, logits, [one for one in special if one.settings.params.has_penalties], last_tokens)
     return _run_callers_processors(ops, logits, special)
 
 
-def _forbidden(settings: RowSettings, tokens: NDArray[np.int32]) -> list[int]:
+def _forbidden(one: SpecialSample) -> list[int]:
     """Return the tokens that would complete a bad word, and the tokens that would end an output before its minimum
     length."""
-    output = tokens[settings.num_prompt_tokens :]
+    settings = one.settings
+    output = one.tokens[settings.num_prompt_tokens :]
     found = [
         word[-1]
         for word in settings.params.bad_words_token_ids or ()
@@ -43,7 +48,7 @@ def _forbidden(settings: RowSettings, tokens: NDArray[np.int32]) -> list[int]:
     ]
     # A grammar's masks enforce the minimum length themselves, but let a sequence end if the grammar allows nothing
     # else.
-    if len(output) < settings.params.min_tokens and settings.params.grammar is None:
+    if one.num_output_tokens < settings.params.min_tokens and settings.params.grammar is None:
         found += settings.stop_token_ids
     return found
 
@@ -59,16 +64,29 @@ def _add_biases(ops: Ops, logits: Array, special: list[SpecialSample]) -> None:
         ops.add_bias(logits, samples, tokens, np.concatenate([values for _, (_, values) in biased]))
 
 
-def _penalize(ops: Ops, logits: Array, penalized: list[SpecialSample]) -> None:
+def _penalize(ops: Ops, logits: Array, penalized: list[SpecialSample], last_tokens: Array | None) -> None:
     if not penalized:
         return
-    seen = [one.settings.seen.of(one.tokens, one.num_settled) for one in penalized]
+    seen = [_seen(one) for one in penalized]
     samples, tokens = _flatten((one.sample, distinct) for one, (distinct, _) in zip(penalized, seen, strict=True))
     penalties = np.zeros((3, len(logits)), np.float32)
     for one in penalized:
         params = one.settings.params
         penalties[:, one.sample] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-    ops.penalize(logits, samples, tokens, np.concatenate([count for _, count in seen]), *penalties)
+    given = samples, tokens, np.concatenate([count for _, count in seen]), penalties[0], penalties[1], penalties[2]
+    if last_tokens is None:
+        ops.penalize(logits, *given)
+    else:
+        cast(DeviceOps, ops).penalize(logits, *given, last_tokens)
+
+
+def _seen(one: SpecialSample) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return the distinct tokens before a sample, and how often each occurs in the output. An awaited token is the last
+    entry, as -1."""
+    tokens, counts = one.settings.seen.of(one.tokens, one.num_settled)
+    if one.awaits_token:
+        return np.append(tokens, -1), np.append(counts, np.float32(1))
+    return tokens, counts
 
 
 def _run_callers_processors(ops: Ops, logits: Array, special: list[SpecialSample]) -> dict[int, str]:

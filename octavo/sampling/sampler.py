@@ -80,10 +80,12 @@ def write_settings(arrays: Any, batch: SamplingBatch) -> None:
 
 
 def sample_tokens(
-    ops: Ops, logits: Array, best: Array, arrays: Any, batch: SamplingBatch | None, is_known: bool
-) -> SampledTokens:
+    ops: Ops, logits: Array, best: Array, arrays: Any, batch: SamplingBatch | None, is_known: bool,
+    last_tokens: Array | None = None,
+) -> SampledTokens:  # fmt: skip
     """Return the step's samples. `logits` [N, V] float32 may be overwritten; `best` [N] int64 is their argmax. Without
-    a batch the samples are the most likely tokens. `is_known` says that the host can read `best`."""
+    a batch the samples are the most likely tokens. `is_known` says that the host can read `best`. `last_tokens`: as for
+    `process_logits`."""
     if batch is None:
         return SampledTokens(best)
     masks, mask_errors = batch.masks()
@@ -101,7 +103,7 @@ def sample_tokens(
         words = np.stack([mask.words for _, mask in masks]).view(np.int32)
         ops.mask_tokens(logits, words, np.array([n for n, _ in masks], np.int64))
     if batch.special:
-        sampled.errors = process_logits(ops, logits, batch.special) | sampled.errors
+        sampled.errors = process_logits(ops, logits, batch.special, last_tokens) | sampled.errors
     if masks or batch.special:
         best = ops.argmax(logits)
     if batch.beams:

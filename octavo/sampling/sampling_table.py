@@ -67,11 +67,6 @@ class RowSettings:
         self._allowed_words: NDArray[np.int32] | None = None
         self.seen = SeenTokens(num_prompt_tokens, is_embedded)
 
-    @property
-    def has_penalties(self) -> bool:
-        params = self.params
-        return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
-
     @cached_property
     def bias(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
         """Return the biased tokens, and the values to add to their logits; None without biases."""
@@ -157,8 +152,13 @@ class SpecialSample(NamedTuple):
 
     sample: int
     settings: RowSettings
-    tokens: NDArray[np.int32]  # tokens of its row before the sample
+    tokens: NDArray[np.int32]  # tokens of its row before the sample, without an awaited one
     num_settled: int  # number of `tokens` before the draft tokens
+    awaits_token: bool = False  # only the device knows the last token before the sample
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) + self.awaits_token - self.settings.num_prompt_tokens
 
 
 Masks = tuple[list[tuple[int, TokenMask]], dict[int, str]]
@@ -181,6 +181,11 @@ class SamplingBatch:
     # Samples with wanted tokens (`logprob_token_ids`), and these tokens.
     logprob_tokens: list[tuple[int, list[int]]] = field(default_factory=list)
     beams: Beams = field(default_factory=list)
+
+    @property
+    def penalizes_awaited(self) -> bool:
+        """Whether penalties count a token that only the device knows."""
+        return any(one.awaits_token and one.settings.params.has_penalties for one in self.special)
 
 
 class SamplingTable:
@@ -225,9 +230,12 @@ class SamplingTable:
         needs_settings = params.temperature > 0 or params.wants_logprobs or is_special or params.grammar is not None
         (self._needs_settings.add if needs_settings else self._needs_settings.discard)(row)
 
-    def build(self, samples: Samples, tokens: NDArray[np.int32]) -> SamplingBatch | None:
+    def build(
+        self, samples: Samples, tokens: NDArray[np.int32], num_known: NDArray[np.int64] | None = None
+    ) -> SamplingBatch | None:
         """Gather the settings of `samples`. `tokens` [max_num_seqs, max_model_len + 1] is the table of all rows'
-        tokens. Return None if all samples ask only for the most likely token."""
+        tokens, of which the host knows the first `num_known` [max_num_seqs]; None: all. Return None if all samples ask
+        only for the most likely token."""
         rows, lengths = samples.rows, samples.lengths
         if not self._needs_settings or self._needs_settings.isdisjoint(rows.tolist()):
             return None
@@ -243,7 +251,7 @@ class SamplingTable:
         return SamplingBatch(
             settings=settings,
             position=(lengths - settings["num_prompt_tokens"]).astype(np.uint64),
-            special=self._special(samples, tokens),
+            special=self._special(samples, tokens, num_known),
             masks=masks,
             logprob_tokens=[
                 (n, self._logprob_tokens[row]) for n, row in enumerate(rows.tolist()) if row in self._logprob_tokens
@@ -261,12 +269,16 @@ class SamplingTable:
             rows, tokens = rows[continues], tokens[continues]
         self._grammars.advance(rows, tokens)
 
-    def _special(self, samples: Samples, tokens: NDArray[np.int32]) -> list[SpecialSample]:
+    def _special(
+        self, samples: Samples, tokens: NDArray[np.int32], num_known: NDArray[np.int64] | None
+    ) -> list[SpecialSample]:
         found = []
         for n in np.flatnonzero(self._is_special[samples.rows]).tolist():
             row, length = int(samples.rows[n]), int(samples.lengths[n])
             first, _ = samples.drafted.get(row, (n, ()))
             settings = self.settings[row]
             assert settings is not None
-            found.append(SpecialSample(n, settings, tokens[row, :length], int(samples.lengths[first])))
+            known = length if num_known is None else min(length, int(num_known[row]))
+            num_settled = min(known, int(samples.lengths[first]))
+            found.append(SpecialSample(n, settings, tokens[row, :known], num_settled, known < length))
         return found

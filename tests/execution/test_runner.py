@@ -204,8 +204,10 @@ def test_plain_requests_are_computed_one_step_ahead(model: Path) -> None:
     ("settings", "tokens_of_it"),
     [
         ({"min_tokens": 9}, 10),  # needs the number of tokens alone
-        ({"repetition_penalty": 1.2}, 5),  # sits out every other step
-        ({"bad_words_token_ids": [[7, 8]]}, 5),
+        ({"repetition_penalty": 1.2}, 10),  # the device counts the last token
+        ({"presence_penalty": 0.2, "frequency_penalty": 0.1}, 10),
+        ({"bad_words_token_ids": [[7], [8]]}, 10),
+        ({"bad_words_token_ids": [[7, 8]]}, 5),  # sits out every other step
     ],
 )
 def test_a_request_that_follows_its_output_does_not_stop_the_others(
@@ -224,11 +226,33 @@ def test_a_request_that_follows_its_output_does_not_stop_the_others(
     assert num_tokens == {"r0": tokens_of_it, "r1": 10, "r2": 10, "r3": 10}
 
 
+@pytest.mark.parametrize("flags", ["graphs", "few blocks"])
+def test_penalties_and_min_tokens_count_every_token_of_requests_that_run_ahead(model: Path, flags: str) -> None:
+    often = {"frequency_penalty": -0.4, "presence_penalty": 1.0}  # has tokens come again and again
+    settings: list[dict[str, Any]] = [
+        {"presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_penalty": 1.3}, often, {},
+        {"repetition_penalty": 1.5, "temperature": 1.0, "seed": 5}, {"min_tokens": 12}, often | {"min_tokens": 9},
+    ]  # fmt: skip
+    rng, asked = random.Random(3), []
+    for i in range(18):
+        prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 40))]
+        stops = list(range(200, VOCAB)) if i % 6 > 3 else []
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, "stop_token_ids": stops} | settings[i % 6])
+        asked.append(EngineRequest(f"r{i}", Prompt(prompt), params, [EOS], 24, 0.0))
+    config = config_of(model, **FLAGS[flags])
+    core = device_core(config, LateDevice(2))
+    found = {key: told(outputs) for key, outputs in run(core, asked).items()}
+    assert found == {key: told(outputs) for key, outputs in run(EngineCore(config), asked).items()}
+    num_different = {len({*one["tokens"]}) for one in found.values() if len(one["tokens"]) == 24}
+    assert min(num_different) < 20 and max(num_different) == 24, "tokens come again, and new ones come"
+
+
 def test_where_half_follow_their_output_steps_wait(model: Path) -> None:
     """Each would lose half of its steps, for less than the others would gain."""
     core = device_core(config_of(model), LateDevice(0))
     for i in range(2):
-        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, repetition_penalty=1.0 + i)
+        words = [[7, 8]] if i else None
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, bad_words_token_ids=words)
         core.add(EngineRequest(f"r{i}", Prompt([5, 6, 7 + i]), params, [EOS], 6, 0.0))
     num_steps = 0
     while core.has_work:

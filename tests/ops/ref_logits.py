@@ -20,9 +20,15 @@ def argmax(logits: Tensor) -> Tensor:
 
 def penalize(
     logits: Tensor, samples: NDArray[Any], tokens: NDArray[Any], counts: NDArray[Any], repetition: NDArray[Any],
-    frequency: NDArray[Any], presence: NDArray[Any],
+    frequency: NDArray[Any], presence: NDArray[Any], last_tokens: Tensor | None = None,
 ) -> None:  # fmt: skip
+    seen: dict[tuple[int, int], float] = {}
     for s, t, count in zip(samples.tolist(), tokens.tolist(), counts.tolist(), strict=True):
+        if t < 0:
+            assert last_tokens is not None
+            t = int(last_tokens[s])
+        seen[s, t] = seen.get((s, t), 0.0) + count
+    for (s, t), count in seen.items():
         logit = logits[s, t]
         logits[s, t] = logit / repetition[s] if logit > 0 else logit * repetition[s]
         logits[s, t] -= frequency[s] * count + presence[s] * (count > 0)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 256  # number of entries that a program handles
+_SEEN_BLOCK = 1024  # number of entries that a program compares at once
 _MASK_BLOCK = 2048  # number of logits that a program masks
 
 
@@ -45,6 +46,34 @@ def penalize(
             logits, logits.stride(0), samples, tokens, counts, repetition, frequency, presence, length, BLOCK=_BLOCK,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
+
+
+@triton.jit
+def _add_last_tokens(samples, tokens, counts, bounds, last_tokens, BLOCK: tl.constexpr):
+    """Program m completes the entries bounds[m] of a sample: the last one is for its last token. If an entry before it
+    has this token, that entry counts it, and the last one is ignored."""
+    m = tl.program_id(0)
+    begin, end = tl.load(bounds + 2 * m), tl.load(bounds + 2 * m + 1)
+    token = tl.load(last_tokens + tl.load(samples + end))
+    was_seen = tl.full((), 0, tl.int32)
+    for first in range(begin, end, BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        is_it = tl.load(tokens + entry, mask=entry < end, other=-1) == token
+        tl.store(counts + entry, tl.load(counts + entry, mask=is_it, other=0) + 1, mask=is_it)
+        was_seen = tl.maximum(was_seen, tl.max(is_it.to(tl.int32), 0))
+    tl.store(tokens + end, token)
+    if was_seen > 0:
+        tl.store(samples + end, -1)
+
+
+def add_last_tokens(samples: Tensor, tokens: Tensor, counts: Tensor, bounds: Tensor, last_tokens: Tensor) -> None:
+    """Complete `penalize`'s lists, in place. `bounds` [M, 2] int32: the first and last entry of each sample whose last
+    entry is for its token of `last_tokens` [N] int32, at least 0."""
+    assert bounds.dtype is last_tokens.dtype is torch.int32 and bounds.is_contiguous() and last_tokens.is_contiguous()
+    if len(bounds):
+        _add_last_tokens[(len(bounds),)](
+            samples, tokens, counts, bounds, last_tokens, BLOCK=_SEEN_BLOCK, num_warps=4, enable_fp_fusion=False
+        )
 
 
 @triton.jit

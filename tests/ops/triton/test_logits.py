@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.ops import cuda
 from octavo.ops.triton.logits import apply_masks, penalize
 from tests.ops.kernel_cases import assert_same_bits, random
 from tests.ops.triton.conftest import DEVICE
@@ -39,6 +40,28 @@ def test_penalties_follow_their_definition() -> None:
     torch.testing.assert_close(out.cpu(), expected)
     untouched = torch.ones(ROWS, VOCAB, dtype=torch.bool).scatter(1, seen, False)
     assert torch.equal(out.cpu()[untouched], logits[untouched])
+
+
+def test_a_token_that_only_the_device_knows_is_penalized_like_those_of_the_host() -> None:
+    """The last token of each sample: one of its prompt, one of its output, a new one behind a list of several pieces,
+    and one without other tokens. One sample has none."""
+    vocab = 3000
+    logits = (random(0, ROWS, vocab) * 5).to(DEVICE)
+    seen = [{4: 0, 9: 2}, {5: 3, 4: 1, 7: 0}, {token: token % 3 for token in range(1500)}, {}, {6: 1}]
+    last = [4, 4, 2999, 8, None]
+    penalties = random(1, ROWS).abs().numpy() + 0.5, random(2, ROWS).numpy(), random(3, ROWS).numpy()
+
+    def penalized(known: list[dict[int, int]], *last_tokens: Tensor) -> Tensor:
+        entries = np.array([(n, token, count) for n, own in enumerate(known) for token, count in own.items()])
+        out = logits.clone()
+        cuda.penalize(out, *entries[:, :2].T, entries[:, 2].astype(np.float32), *penalties, *last_tokens)
+        return out.cpu()
+
+    pairs = [*zip(seen, last, strict=True)]
+    complete = [own if token is None else own | {token: own.get(token, 0) + 1} for own, token in pairs]
+    awaiting = [own if token is None else own | {-1: 1} for own, token in pairs]
+    assert_same_bits(penalized(awaiting, ints(*(token or 0 for token in last))), penalized(complete))
+    assert_same_bits(penalized(complete, ints(*(token or 0 for token in last))), penalized(complete))
 
 
 def test_masks_hide_what_a_grammar_does_not_allow() -> None:

@@ -46,6 +46,6 @@ def test_the_start_meets_every_kernel_that_a_step_can_launch(
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["late"] == []
     always = {"_copy_kernel"} | (set() if "_latent_kernel" in kernels else {"_attention_kernel", "_plan_kernel"})
-    always |= set() if "_pool" in kernels else {"_draw", "_penalize"}
+    always |= set() if "_pool" in kernels else {"_draw", "_penalize", "_add_last_tokens"}
     assert kernels | always <= {*found["kernels"]}
     assert found["variants"] > len(found["kernels"]) + 10  # several tiles of products

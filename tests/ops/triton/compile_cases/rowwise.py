@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.ops import ACTIVATIONS, PARAMETRIC_ACTIVATIONS, POOLINGS
-from octavo.ops.triton.logits import apply_masks, penalize
+from octavo.ops.triton.logits import add_last_tokens, apply_masks, penalize
 from octavo.ops.triton.norm_kernels import layer_norm, rms_norm
 from octavo.ops.triton.pool_rows import pool
 from octavo.ops.triton.quantize import quantize_rows
@@ -71,6 +71,7 @@ def add_up(count: int) -> None:
 
 def change_logits() -> None:
     logits, settings, entries = empty(64, 128256, dtype=F32), empty(64, dtype=F32), empty(900, dtype=torch.int32)
+    add_last_tokens(entries, entries, entries, empty(8, 2, dtype=torch.int32), empty(64, dtype=torch.int32))
     penalize(logits, entries, entries, entries, settings, settings, settings)
     apply_masks(logits, empty(8, 4008, dtype=torch.int32), empty(8, dtype=torch.int32))
 
