@@ -52,6 +52,7 @@ def flag(
 
 
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
+_MANY_FLAGS = 16  # more of them make a usage that nobody reads
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -90,8 +91,27 @@ class FlagParser(argparse.ArgumentParser):
             self.error("\n  ".join([f"unrecognized arguments: {' '.join(unknown)}", *advice_on(names, known)]))
         return found
 
+    def format_usage(self) -> str:
+        """Return the usage, which errors begin with. Of many flags it has only those that are required."""
+        self._shorten_usage()
+        return super().format_usage()
+
+    def _shorten_usage(self) -> None:
+        if self.usage is not None or len(self._actions) <= _MANY_FLAGS:
+            return
+        formatter, words = self._get_formatter(), [self.prog]
+        for action in self._actions:  # argparse has no other way to ask
+            if not action.option_strings:
+                metavar = formatter._get_default_metavar_for_positional(action)
+                words.append(formatter._format_args(action, metavar))
+            elif action.required:
+                metavar = formatter._get_default_metavar_for_optional(action)
+                words.append(f"{max(action.option_strings, key=len)} {formatter._format_args(action, metavar)}")
+        self.usage = " ".join([*words, "[--flags]"]).replace("%", "%%")
+
     def format_help(self) -> str:
         """Return the text of `--help`."""
+        self._shorten_usage()
         if not self.common_flags:
             return super().format_help()
         groups = [(t, [self._option_string_actions[n] for n in names]) for t, names in self.common_flags.items()]

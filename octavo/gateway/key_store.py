@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -155,7 +156,9 @@ class KeyStore:
                 self._counted = {row[0]: _key(row) for row in await self._database.keys()}
         except (LostError, msgspec.DecodeError) as error:
             await self._database.close()
-            raise ConfigError(f"--keys {self._database.address} cannot be used: {str(error).rstrip('.')}.") from None
+            raise ConfigError(
+                f"--keys {self._database.address} cannot be used: {_why(self._database, error)}."
+            ) from None
         self._next = _Batch()
         self._is_idle.set()
         self._writing = asyncio.ensure_future(self._write())
@@ -440,6 +443,14 @@ class KeyStore:
     def _refusal(self, error: LostError) -> RequestError:
         logger.debug("%s: %s", self._database.address, error)
         return RequestError("The gateway cannot count requests now; try again.", status=503, code="keys_unavailable")
+
+
+def _why(database: KeyDatabase, error: Exception) -> str:
+    """Return the reason for which a database cannot be opened. SQLite's own does not name a missing folder."""
+    folder = Path(database.address).absolute().parent
+    if not database.is_shared and not folder.is_dir():
+        return f"there is no folder {folder}"
+    return str(error).rstrip(".")
 
 
 def open_keys(address: str, on_loss: OnLoss = "refuse", now: Callable[[], float] | None = None) -> KeyStore:

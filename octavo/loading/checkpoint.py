@@ -174,7 +174,8 @@ def _choose_in_folder(name: str, folder: str, load_format: str) -> str:
     if weight_format == "gguf":
         return os.path.join(folder, _one_gguf(name, files, f"pass one of them by its path in {folder}"))
     raise LoadError(
-        f"{name} has no config.json and no .gguf file among its {len(names)} files in {folder}: not a model."
+        f"{name} has no config.json and no .gguf file among its {len(names)} files in {folder}; name a model's folder "
+        "or a .gguf file."
     )
 
 

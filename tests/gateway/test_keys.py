@@ -160,6 +160,12 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
         asyncio.run(opened(str(tmp_path / "other"), Now()))
 
 
+def test_a_file_in_a_folder_that_is_not_there_is_refused_with_the_folder(tmp_path: Path) -> None:
+    file = tmp_path / "none" / "keys.db"
+    with pytest.raises(ConfigError, match=f"--keys {file} cannot be used: there is no folder {tmp_path / 'none'}"):
+        asyncio.run(opened(str(file), Now()))
+
+
 @pytest.mark.parametrize("on_loss", ["refuse", "admit"])
 def test_a_file_that_cannot_be_written_loses_nothing(
     tmp_path: Path, on_loss: Any, monkeypatch: pytest.MonkeyPatch

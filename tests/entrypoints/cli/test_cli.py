@@ -16,13 +16,15 @@ from types import ModuleType
 import httpx
 import pytest
 
+from octavo.bench import offline
 from octavo.bench import serve as bench_serve
-from octavo.entrypoints.cli import local, main, serve
+from octavo.entrypoints.cli import kernels, local, main, plan, run_batch, serve
 from octavo.entrypoints.cli.run import make_ps_parser, make_run_parser, ps, run
 from octavo.entrypoints.cli.serve import parse_args
 from octavo.entrypoints.cli.terminal import chat, complete, make_chat_parser
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError
+from octavo.flags import FlagParser
 from octavo.loading.default_model import DEFAULT_MODEL_NAME
 from tests.entrypoints.fake_engine import FakeEngine
 
@@ -91,6 +93,26 @@ def test_a_model_on_the_command_line_wins_over_that_of_the_file(tmp_path: Path, 
     for argv in ([*words, "--config", path], ["--config", path, *words]):
         engine, server = parse_args(argv, "octavo serve")
         assert (engine.model, server.port) == ("my/model", 9000)
+
+
+@pytest.mark.parametrize(
+    ("make", "usage"),
+    [
+        (kernels.make_parser, "octavo x MODEL --output FILE [--flags]"),
+        (run_batch.make_parser, "octavo x --input-file INPUT_FILE --output-file OUTPUT_FILE [--flags]"),
+        (plan.make_parser, "octavo x [MODEL] [--flags]"),
+        (offline.make_throughput_parser, "octavo x [MODEL] [--flags]"),
+        (bench_serve.make_parser, "octavo x [--flags]"),
+    ],
+)
+def test_the_usage_of_many_flags_is_one_line_with_those_that_are_required(
+    make: Callable[[str], FlagParser], usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = make("octavo x")
+    with pytest.raises(SystemExit):
+        parser.error("wrong")
+    assert capsys.readouterr().err == f"usage: {usage}\noctavo x: error: wrong\n"
+    assert parser.format_help().startswith(f"usage: {usage}\n")
 
 
 @pytest.mark.parametrize(
