@@ -1,16 +1,18 @@
-"""The KV cache on disk: `python benchmarks/cache_tiers.py restart|kills|overhead [--model M] [--tokens 2700]
+"""The KV cache on disk: `python benchmarks/cache_tiers.py restart|copy|kills|overhead [--model M] [--tokens 2700]
 [--kills 200] [--rounds 10]`.
 
 `restart`: seconds to the first token behind a prompt of `--tokens` words that a server computes, and that the next
-server, after `kill -9`, reads from disk. `kills`: engines are killed while they write, one after the other in one
-folder; each block left must be as computed, and room must be neither lost nor exceeded (exit code 1). `overhead`:
-throughput of prompts that nothing is read for, with the disk over without, in turns in one process each; the system's
-processors should be idle otherwise.
+server, after `kill -9`, reads from disk. `copy`: seconds to the first token behind prompts that another server has
+computed, and behind prompts that the server itself computes, in turns; processor time is that of both servers. `kills`:
+engines are killed while they write, one after the other in one folder; each block left must be as computed, and room
+must be neither lost nor exceeded (exit code 1). `overhead`: throughput of prompts that nothing is read for, with the
+disk over without, in turns in one process each; the system's processors should be idle otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -22,6 +24,8 @@ import time
 import urllib.request
 from pathlib import Path
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.e2e.server import Server, running_server
@@ -29,10 +33,10 @@ from tests.engine.disk_cache_kills import LIMIT_BYTES, kill_engines
 from tests.waiting import wait_until
 
 
-def first_token_s(server: Server, prompt: list[int]) -> tuple[float, int]:
+def first_token_s(server: Server, prompt: list[int], **more_headers: str) -> tuple[float, int]:
     """Return the seconds to the first token, and how many tokens were cached."""
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", **more_headers}
     begin = time.perf_counter()
     with urllib.request.urlopen(
         urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), headers)
@@ -63,6 +67,35 @@ def restart(folder: Path, flags: list[str], num_tokens: int) -> None:
         f"after kill -9 and a start: from disk in {read_s:.3f} s ({num_cached} tokens), another one in {other_s:.2f} s"
     )
     print(f"computing over reading: {other_s / read_s:.1f}")
+
+
+def copy(folder: Path, flags: list[str], num_tokens: int, num_rounds: int) -> None:
+    rng, key = random.Random(1), {"x-api-key": "k"}
+    flags = ["--max-model-len", str(num_tokens + 64), *flags, "--api-key", "k", "--kv-cache-disk"]
+    with running_server(folder, *flags, str(folder / "first")) as first:
+        peers = ["--kv-cache-peers", first.url]
+        with running_server(folder, *flags, str(folder / "second"), *peers) as second:
+            for _ in range(num_rounds):
+                prompts = [[rng.randrange(300, 40_000) for _ in range(num_tokens)] for _ in range(2)]
+                with contextlib.suppress(json.JSONDecodeError):  # the answer has no body
+                    first_token_s(first, prompts[0], **key, **{"x-octavo-only-prompt": "1"})
+                before = _work_s(first, second)
+                copied_s, num_copied = first_token_s(second, prompts[0], **key, **{"x-octavo-blocks-at": first.url})
+                between = _work_s(first, second)
+                computed_s, _ = first_token_s(second, prompts[1], **key)
+                after = _work_s(first, second)
+                print(
+                    f"first token behind {num_tokens} tokens: copied in {copied_s:.3f} s ({num_copied} tokens, "
+                    f"processor {between - before:.2f} s), computed in {computed_s:.2f} s (processor "
+                    f"{after - between:.2f} s)", flush=True,
+                )  # fmt: skip
+
+
+def _work_s(*servers: Server) -> float:
+    """Return the processor time of servers and their processes."""
+    parents = [psutil.Process(server.process.pid) for server in servers]
+    times = [one.cpu_times() for parent in parents for one in (parent, *parent.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
 
 
 def kills(folder: Path, num_kills: int) -> int:
@@ -138,7 +171,7 @@ def overhead(folder: Path, model: str, num_rounds: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("restart", "kills", "overhead"))
+    parser.add_argument("what", choices=("restart", "copy", "kills", "overhead"))
     parser.add_argument("--model", default="")
     parser.add_argument("--tokens", type=int, default=2700)
     parser.add_argument("--kills", type=int, default=200)
@@ -149,8 +182,11 @@ def main() -> int:
         folder = Path(name)
         if args.what == "kills":
             return kills(folder, args.kills)
+        flags = [*(["--model", args.model] if args.model else []), *args.flags]
         if args.what == "restart":
-            restart(folder, [*(["--model", args.model] if args.model else []), *args.flags], args.tokens)
+            restart(folder, flags, args.tokens)
+        elif args.what == "copy":
+            copy(folder, flags, args.tokens, args.rounds)
         else:
             overhead(folder, args.model, args.rounds)
     return 0

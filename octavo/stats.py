@@ -58,6 +58,7 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     tower_s: float = 0.0  # seconds of the tower for the other media
     num_disk_hits: int = 0  # prompt tokens whose blocks were read from disk; `num_prefix_hits` includes them
     disk_read_bytes: int = 0  # bytes of blocks
+    disk_copied_bytes: int = 0  # of blocks that other servers gave
     num_disk_written: int = 0  # blocks
     disk_written_bytes: int = 0
     num_disk_dropped: int = 0  # blocks that were not kept on disk: the writer was behind, or the disk refused

@@ -204,7 +204,8 @@ def engine() -> Dashboard:
             panel("octavo:disk_cache_hits", "Prompt tokens read from disk"),
             together("Cache on disk: traffic", "Bps", {
                 "read": rate("octavo:disk_cache_read_bytes"), "written": rate("octavo:disk_cache_written_bytes"),
-            }, "octavo:disk_cache_read_bytes", "octavo:disk_cache_written_bytes"),
+                "copied": rate("octavo:disk_cache_copied_bytes"),
+            }, "octavo:disk_cache_read_bytes", "octavo:disk_cache_written_bytes", "octavo:disk_cache_copied_bytes"),
             together("Cache on disk: blocks", "cps", {
                 word: rate(f"octavo:disk_cache_blocks_{word}") for word in ("written", "dropped", "damaged")
             }, *(f"octavo:disk_cache_blocks_{word}" for word in ("written", "dropped", "damaged"))),

@@ -117,6 +117,7 @@ class DiskFetches:
         """Add the increments of the counters since the last call."""
         stats.num_disk_hits, self._num_hits = self._num_hits, 0
         stats.disk_read_bytes, self._read_bytes = self._read_bytes, 0
+        stats.disk_copied_bytes = self._peers.take_copied_bytes()
 
     def close(self) -> None:
         """End the threads."""

@@ -103,11 +103,19 @@ class PeerBlocks:
         self._tier, self._cache, self._clock = tier, cache, clock
         self._files, self._block_bytes = tier.files, memory.block_bytes
         self._peers: dict[str, _Peer] = {}  # by address, of which the operator allows a few
+        self._lock = threading.Lock()  # for `_copied_bytes`
+        self._copied_bytes = 0  # since `take_copied_bytes`
 
     def close(self) -> None:
         """End the threads."""
         for peer in self._peers.values():
             peer.threads.close()
+
+    def take_copied_bytes(self) -> int:
+        """Return the bytes of blocks that were copied since the last call."""
+        with self._lock:
+            copied, self._copied_bytes = self._copied_bytes, 0
+        return copied
 
     def begin(
         self, source: BlockPeer, keys: list[bytes], num_known_blocks: int, compute_s: float, patience_s: float
@@ -231,8 +239,9 @@ class PeerBlocks:
         def write() -> None:
             try:
                 for name, contents in blocks:
-                    if not copy.is_cancelled and not self._files.knows(name):
-                        self._files.write(name, contents)
+                    if not copy.is_cancelled and not self._files.knows(name) and self._files.write(name, contents):
+                        with self._lock:
+                            self._copied_bytes += contents.nbytes
             finally:
                 written.set()
 

@@ -60,6 +60,7 @@ _COUNTERS = {
     "tower_s": ("octavo:tower_seconds", "Seconds that towers took to make rows of media."),
     "num_disk_hits": ("octavo:disk_cache_hits", "Prompt tokens whose blocks were read from disk."),
     "disk_read_bytes": ("octavo:disk_cache_read_bytes", "Bytes of these blocks."),
+    "disk_copied_bytes": ("octavo:disk_cache_copied_bytes", "Bytes of blocks that other servers gave."),
     "num_disk_written": ("octavo:disk_cache_blocks_written", "Blocks of the KV cache that were written to disk."),
     "disk_written_bytes": ("octavo:disk_cache_written_bytes", "Bytes of these blocks."),
     "num_disk_dropped": (

@@ -16,7 +16,8 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.kv_cache.peer_blocks import BLOCKS_PATH
 from octavo.request import BlockPeer
 from octavo.sequence import Sequence as TokenSequence
-from tests.kv_cache.test_disk_tier import FULL, STATE, WINDOW, Engine, request
+from octavo.stats import EngineStats
+from tests.kv_cache.test_disk_tier import BLOCK_BYTES, FULL, STATE, WINDOW, Engine, request
 from tests.waiting import wait_until
 
 PROMPT = list(range(100, 122))
@@ -101,10 +102,14 @@ def begin(engine: Engine, address: str, tokens: list[int] = PROMPT) -> TokenSequ
 
 def num_hits(engine: Engine, address: str, tokens: list[int] = PROMPT) -> int:
     """Let it be the turn of such a prompt until it starts; return how many of its tokens were found."""
+    return found(engine, address, tokens).num_disk_hits
+
+
+def found(engine: Engine, address: str, tokens: list[int] = PROMPT) -> EngineStats:
     seq, fetches = begin(engine, address, tokens), engine.tier.fetches
     wait_until(lambda: fetches.prepare(seq) == "starts" or fetches.wait(1.0))
     fetches.forget(seq)
-    return engine.stats().num_disk_hits
+    return engine.stats()
 
 
 @pytest.mark.parametrize("layers", [(FULL,), (FULL, WINDOW), (FULL, STATE), (STATE,), (FULL, WINDOW, STATE)], ids=str)
@@ -112,8 +117,9 @@ def test_blocks_of_another_server_have_the_same_contents(
     layers: Sequence[LayerCacheSpec], engines: Any, peer: Peer
 ) -> None:
     first, second = saved(engines(layers)), engines(layers)
-    hits = num_hits(second, peer.address)
-    assert (hits, peer.asked) == (20, ["find", "read"])
+    stats = found(second, peer.address)
+    assert (stats.num_disk_hits, peer.asked) == (20, ["find", "read"])
+    assert stats.disk_copied_bytes == BLOCK_BYTES * len(second.contents())
     assert second.contents().items() <= first.contents().items()
     assert num_hits(second, peer.address) == 0 and len(peer.asked) == 2, "all of them are here"
     second.tier.forget_pools(removes_files=False)
