@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.server import Server, running_server
+from tests.e2e.server import Server, running_gateway, running_server
 from tests.waiting import wait_until, within
 
 PROMPT = "The history of the port is long. Ships came from the north and from the south. " * 10
@@ -72,24 +73,35 @@ def test_a_server_goes_on_from_a_prompt_that_another_one_has_computed(tmp_path: 
 
 
 @pytest.mark.long
-def test_a_server_copies_the_blocks_of_a_prompt_from_another_one(tmp_path: Path) -> None:
-    flags = ("--max-model-len", "512", "--kv-cache-disk-gib", "1", "--api-key", "k", "--kv-cache-disk")
-    asked = {"prompt": PROMPT, "temperature": 0.0, "max_tokens": 8, "logprobs": 2}
-    key = {"Authorization": "Bearer k"}
+def test_a_server_copies_the_blocks_of_a_prompt_from_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVERS_KEY", "k")
+    flags = ("--max-model-len", "512", "--kv-cache-disk-gib", "1", "--api-key", "k", "--served-model-name", "m")
+    asked = {"model": "m", "prompt": PROMPT, "temperature": 0.0, "max_tokens": 8, "logprobs": 2}
 
-    def ask(server: Server, **headers: str) -> httpx.Response:
-        return httpx.post(f"{server.url}/v1/completions", json=asked, headers=key | headers, timeout=within(60))
+    def ask(server: Server, **headers: str) -> dict[str, Any]:
+        headers["Authorization"] = "Bearer k"
+        answer = httpx.post(f"{server.url}/v1/completions", json=asked, headers=headers, timeout=within(60))
+        assert answer.status_code == 200, answer.text
+        body: dict[str, Any] = answer.json()
+        return body
 
-    with running_server(tmp_path, *flags, str(tmp_path / "first")) as first:
-        peers = ("--kv-cache-peers", first.url)
-        with running_server(tmp_path, *flags, str(tmp_path / "second"), *peers) as second:
-            assert ask(first, **{"X-Octavo-Only-Prompt": "1"}).status_code == 204
-            copied = ask(second, **{"X-Octavo-Blocks-At": first.url}).json()
+    with running_server(tmp_path, *flags, "--kv-cache-disk", str(tmp_path / "first")) as first:
+        peers = ("--kv-cache-peers", first.url, "--kv-cache-disk")
+        with running_server(tmp_path, *flags, *peers, str(tmp_path / "second")) as second:
+            entry = {"served_model_name": "m", "api_key_env": "SERVERS_KEY"}
+            models = {
+                "m": {"addresses": [second.url], "prefill_model": "p", "prefill_min_tokens": 100, **entry},
+                "p": {"addresses": [first.url], **entry},
+            }
+            with running_gateway(tmp_path, models) as gateway:
+                copied = ask(gateway)
             assert copied["usage"]["prompt_tokens_details"]["cached_tokens"] >= 11 * 16
-            assert second.count("octavo:disk_cache_hits_total") >= 11 * 16
+            assert second.count("octavo:disk_cache_copied_bytes_total") > 0
             first.stop()
-        with running_server(tmp_path, *flags, str(tmp_path / "third"), *peers) as third:
-            computed = ask(third, **{"X-Octavo-Blocks-At": first.url}).json()
+        with running_server(tmp_path, *flags, *peers, str(tmp_path / "third")) as third:
+            computed = ask(third, **{"X-Octavo-Blocks-At": first.url})
             assert computed["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
             assert computed["choices"] == copied["choices"], "the same bits"
             assert f"{first.url} gives no blocks" in third.log.read_text()
