@@ -20,7 +20,7 @@ for await (const chunk of stream) {
 
 const called = await client.chat.completions.create({
   model,
-  messages: [{ role: "user", content: "How warm is it in Paris?" }],
+  messages: [{ role: "user", content: "What is the temperature in Paris?" }],
   max_tokens: 64,
   temperature: 0,
   tools: [
@@ -37,6 +37,7 @@ const called = await client.chat.completions.create({
     },
   ],
   tool_choice: "required",
+  parallel_tool_calls: false,
 });
 const { name, arguments: given } = called.choices[0].message.tool_calls[0].function;
 console.log(`\n${name}(${JSON.parse(given).city})`);

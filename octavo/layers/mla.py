@@ -5,7 +5,7 @@ cache and some of the heads.
 Keys and values are never computed here ("absorbed" form). A query is multiplied by its head's matrix of keys, so its
 scores are products with the compressed vectors. A head's weighted sum of compressed vectors is multiplied by its matrix
 of values. Prompts and decodes both use this form. The form that computes keys and values has another order of sums, so
-an answer would depend on where its prompt is cut. docs/kernels.md compares the costs of both forms.
+an answer would depend on where its prompt is cut. docs/layer_kernels.md compares the costs of both forms.
 """
 
 from __future__ import annotations

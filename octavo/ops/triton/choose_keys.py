@@ -1,8 +1,8 @@
 """The index that chooses the keys of latent attention (DeepSeek-AI 2025): it scores all keys that a token sees and
 chooses the best.
 
-Three kernels run on as many rows at a time as have room for their scores in `_SCRATCH_BYTES`. docs/kernels.md describes
-the index.
+Three kernels run on as many rows at a time as have room for their scores in `_SCRATCH_BYTES`. docs/layer_kernels.md
+describes the index.
 
 1. `_score_kernel`, programs (row, part): scores of tiles of keys for all heads of a token. The sum over heads is stored
    as an integer with the same order as the score.
