@@ -41,6 +41,7 @@ _PIECE_BYTES = 1 << 18
 _NUM_THREADS = 2  # copies at once from a peer
 _TIMEOUT_S = 5.0  # to connect, and until the next bytes
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0  # until a peer that has failed is asked again
+_WARNING_S = 60.0  # between two warnings of damaged blocks
 
 _Contents = NDArray[np.uint8]
 
@@ -66,7 +67,7 @@ class _Peer:
     def __init__(self, address: str) -> None:
         self.address, self.cost, self.threads = address, ReadCost(), ReaderThreads(_NUM_THREADS)
         self.retry_at = 0.0  # on the tier's clock
-        self._pause_s = _LEAST_PAUSE_S
+        self._pause_s, self._next_warning = _LEAST_PAUSE_S, 0.0
 
     def fail(self, why: object, now: float) -> None:
         """Do not ask it again for a while."""
@@ -77,6 +78,12 @@ class _Peer:
             )  # fmt: skip
             self.retry_at = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
+
+    def warn_of_damage(self, now: float) -> None:
+        """Tell that it sent a block whose checksum is wrong. It is asked again: the others on its disk may be well."""
+        if now >= self._next_warning:
+            logger.warning("%s sent a damaged block, and the prompt is computed from there on", self.address)
+            self._next_warning = now + _WARNING_S
 
     def succeed(self) -> None:
         self._pause_s = _LEAST_PAUSE_S
@@ -178,7 +185,7 @@ class PeerBlocks:
             copy.peer.cost.observe(sum(contents.nbytes for _, contents in blocks), time.monotonic() - begin)
             _wait(written)
             written = self._write(copy, blocks)
-            if len(blocks) < len(asked):  # the peer has lost the next one since
+            if len(blocks) < len(asked):
                 break
         _wait(written)
 
@@ -196,8 +203,7 @@ class PeerBlocks:
     def _read(
         self, copy: Copy, connection: http.client.HTTPConnection, names: Sequence[Name]
     ) -> list[tuple[Name, _Contents]]:
-        """Return the names and contents of blocks up to the first one that the peer lacks. Raises `_PeerError` if one
-        is damaged."""
+        """Return the names and contents of blocks up to the first one that the peer lacks, or that is damaged."""
         sizes = [self._block_bytes[pool] + DIGEST_BYTES for pool, _ in names]
         answer = memoryview(self._ask(copy, connection, "read", names, sum(sizes)))
         blocks = []
@@ -206,7 +212,8 @@ class PeerBlocks:
                 break
             contents, digest, answer = answer[: size - DIGEST_BYTES], answer[size - DIGEST_BYTES : size], answer[size:]
             if not self._files.is_intact(name, contents, digest):
-                raise _PeerError("it sent a damaged block, or one of other contents")
+                copy.peer.warn_of_damage(self._clock())
+                break
             blocks.append((name, np.frombuffer(contents, np.uint8)))
         return blocks
 

@@ -139,18 +139,30 @@ def test_only_blocks_that_are_missing_are_copied_chunk_by_chunk(
     assert peer.asked == ["find"] * 3 + ["read"] * 2
 
 
-def damaged(what: str, body: bytes) -> _Answer:
-    return 200, body if what == "find" else b"?" + body[1:], len(body)
+@pytest.mark.parametrize("how", ["damaged", "another block", "another digest"])
+def test_a_damaged_block_ends_what_is_copied(
+    how: str, engines: Any, peer: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = saved(engines()), engines()
+    size = BLOCK_BYTES + 32
 
+    def spoil(what: str, body: bytes) -> _Answer:
+        blocks = [body[at : at + size] for at in range(0, len(body), size)]
+        if what == "read" and how == "damaged":
+            blocks[2] = b"?" + blocks[2][1:]
+        elif what == "read":
+            blocks[2] = blocks[3] if how == "another block" else blocks[2][:BLOCK_BYTES] + blocks[3][BLOCK_BYTES:]
+        return 200, b"".join(blocks), len(body)
 
-def swapped(what: str, body: bytes) -> _Answer:
-    return 200, body if what == "find" else body[96:] + body[:96], len(body)
+    well, peer.spoil = peer.spoil, spoil
+    assert num_hits(second, peer.address) == 8 and second.contents().items() <= first.contents().items()
+    assert "sent a damaged block" in caplog.text
+    peer.spoil = well
+    assert num_hits(second, peer.address) == 12 and second.contents() == first.contents(), "it is asked again at once"
 
 
 BROKEN: dict[str, Callable[[str, bytes], _Answer]] = {
     "refused": lambda _, __: (401, b"", 0),
-    "damaged": damaged,
-    "other blocks": swapped,
     "too long": lambda _, body: (200, body + body, 2 * len(body)),
     "too long about a block": lambda what, body: (200, body + b"1" * (what == "read"), len(body) + (what == "read")),
     "no length": lambda _, body: (200, body, None),
