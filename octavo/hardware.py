@@ -34,9 +34,13 @@ _expected: list[bool] = []
 
 
 def expect_cuda() -> None:
-    """Assume a CUDA device in this process, which compiles kernels for one and launches nothing."""
+    """Assume as many CUDA devices as flags ask for, in this process, which compiles kernels and launches nothing."""
     _expected.append(True)
     why_not_cuda.cache_clear()
+
+
+def expects_cuda() -> bool:
+    return bool(_expected)
 
 
 @cache

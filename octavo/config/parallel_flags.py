@@ -17,7 +17,7 @@ from octavo.config.engine_args import EngineArgs
 from octavo.config.engine_config import NodesConfig
 from octavo.config.speculation_flags import speculative_config
 from octavo.errors import ConfigError
-from octavo.hardware import num_cuda_devices
+from octavo.hardware import expects_cuda, num_cuda_devices
 from octavo.node_token import check_token
 from octavo.speculative_config import DRAFT_METHODS, HEAD_METHODS
 
@@ -77,7 +77,7 @@ def _check_devices(args: EngineArgs, num_workers: int) -> None:
         raise ConfigError("several hosts (--nnodes, ray) are not built yet with GPUs; leave them out.")
     if size > MAX_GPUS:
         raise ConfigError(f"--tensor-parallel-size {size} is more than the {MAX_GPUS} GPUs that may share a layer.")
-    if num_workers > max(1, found):
+    if num_workers > max(1, found) and not expects_cuda():
         engines = len(local_engines(args))
         times = f" times {engines} engines of --data-parallel-size" if engines > 1 else ""
         raise ConfigError(

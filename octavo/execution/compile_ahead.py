@@ -31,6 +31,7 @@ from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import StepArrays, StepShape
 from octavo.execution.worker_group import ALONE, WorkerGroup
 from octavo.kv_cache.groups import group_layers
+from octavo.layers.tensor_parallel import Shard
 from octavo.loading.file_weights import open_weights
 from octavo.loading.recording import RecordingWeights
 from octavo.loading.weights import Weights
@@ -38,6 +39,7 @@ from octavo.lora.ops import AdaptedOps
 from octavo.models.description import ModelDescription
 from octavo.models.inventory import adaptable_modules
 from octavo.models.registry import build, describe
+from octavo.models.sharding import with_shard
 from octavo.multimodal.tower import ReceivedRows
 from octavo.ops import AdapterOps, Array, Ops
 
@@ -82,8 +84,10 @@ def compile_ahead(
 
 
 def compile_model(config: EngineConfig) -> None:
-    """Compile the kernels that a start with `config` would launch, for Triton's current device."""
+    """Compile the kernels that a start with `config` would launch, for Triton's current device. Of several workers that
+    share each layer these are the first one's, which the others launch too."""
     from octavo.ops import load_cuda
+    from octavo.ops.cuda_collectives import absent_group
     from octavo.ops.triton.outline import compiling
 
     model = config.model
@@ -91,12 +95,16 @@ def compile_model(config: EngineConfig) -> None:
     description = describe(checkpoint.config, model.impl, model.code_folder, model.pooling)
     if description.impl != "octavo":
         raise ConfigError(f"{checkpoint.name} runs through transformers: none of its kernels can be compiled before.")
-    description = replace(description, num_precise_layers=model.num_precise_layers)
+    size = config.tensor_parallel_size
+    description = with_shard(
+        replace(description, num_precise_layers=model.num_precise_layers), Shard(0, size),
+        config.enable_expert_parallel, config.reproducible_parallel,
+    )  # fmt: skip
     weights = open_weights(
         checkpoint, model.dtype, model.seed, model.quantization, description.tie_word_embeddings
     )  # fmt: skip
     try:
-        with compiling(len(os.sched_getaffinity(0))):
+        with compiling(len(os.sched_getaffinity(0))), absent_group(size):
             DummySteps(outline_runner(config, description, weights, load_cuda())).warm_up()
     finally:
         weights.close()

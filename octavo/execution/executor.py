@@ -260,13 +260,13 @@ def _open_cuda(worker_group: WorkerGroup) -> tuple[Device, Ops]:
     from octavo.execution.cuda_device import CudaDevice
 
     device, shard = CudaDevice(worker_group.worker_rank.on_host.rank), worker_group.shard
+    if archive := os.environ.get("OCTAVO_KERNELS"):
+        from octavo.ops.triton.kernel_archive import use_archive
+
+        use_archive(archive, cache_dir() / "kernels")
     worker_group.largest(0)  # waits for all workers: one without a device has failed by now
     if not shard.is_whole:
         from octavo.ops.cuda_collectives import join_group
 
         join_group(shard.rank, shard.size, worker_group.memory, worker_group.connections)
-    if archive := os.environ.get("OCTAVO_KERNELS"):
-        from octavo.ops.triton.kernel_archive import use_archive
-
-        use_archive(archive, cache_dir() / "kernels")
     return device, load_cuda()

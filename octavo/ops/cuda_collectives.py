@@ -11,7 +11,8 @@ import atexit
 import os
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -66,14 +67,33 @@ def join_group(rank: int, size: int, file: int, connections: list[int]) -> None:
     except RuntimeError as e:
         raise ConfigError(f"worker {rank} of {size} has not found the others: {str(e).splitlines()[0]}") from None
     _size = size
-    x = torch.zeros((size, 1), device=device)
-    for is_small in (True, False):  # NCCL allocates for both kinds of exchange now, before memory is divided
-        _add_up(x, None, is_small)
-    from_first(x[:, 0].contiguous())
+    _exchange_once(device)
     if is_cuda:
         torch.cuda.synchronize(device)
     assert dist.group.WORLD is not None
     _watch = _Watch(dist.group.WORLD, connections)
+
+
+@contextmanager
+def absent_group(size: int) -> Iterator[None]:
+    """Inside this context, this process counts as the first of `size` workers, whose exchanges are outlined only. The
+    first ones are those of `join_group`."""
+    global _size
+    _size = size
+    try:
+        if size > 1:
+            _exchange_once(launch.device())
+        yield
+    finally:
+        _size = 0
+
+
+def _exchange_once(device: torch.device) -> None:
+    """Exchange rows in each way: NCCL allocates for all kinds of exchange now, before memory is divided."""
+    x = torch.zeros((_size, 1), device=device)
+    for is_small in (True, False):
+        _add_up(x, None, is_small)
+    from_first(x[:, 0].contiguous())
 
 
 @atexit.register  # threads of torch that still run at exit may end the process with an error

@@ -9,10 +9,15 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from octavo.errors import ConfigError
+from octavo.execution import cuda_device, executor
+from octavo.layers.tensor_parallel import Shard
+from octavo.ops import cuda_collectives
 from octavo.ops.triton import kernel_archive
 
 _CONFIG = {
@@ -33,7 +38,7 @@ _START = """if True:
     from octavo.execution.compile_ahead import compile_model
     from octavo.ops.triton import kernel_archive
 
-    model, archive, folder = sys.argv[1:]
+    model, archive, folder, size = sys.argv[1:]
     found = []
     knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
     kernel_archive.build._load_module_from_path = lambda name, path: kernel_archive._Anything()
@@ -42,7 +47,8 @@ _START = """if True:
     kernel_archive._become_absent((9, 0))
     compile_model(
         EngineArgs(
-            model=model, tokenizer=model, load_format="dummy", device="cuda", max_num_seqs=16, max_num_batched_tokens=64
+            model=model, tokenizer=model, load_format="dummy", device="cuda", max_num_seqs=16,
+            max_num_batched_tokens=64, tensor_parallel_size=int(size),
         ).create_engine_config()
     )
     print(json.dumps([is_used, found]))
@@ -52,20 +58,25 @@ _START = """if True:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_start_with_an_archive_compiles_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_start_with_an_archive_compiles_nothing(tmp_path: Path, size: int) -> None:
     model, archive = tmp_path / "model", tmp_path / "kernels.tar.gz"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(_CONFIG))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     command = [sys.executable, "-m", "octavo.entrypoints.cli.main", "kernels", str(model), "--tokenizer", str(model)]
     done = subprocess.run(
-        [*command, *_FLAGS, "--output", str(archive)], env=environment, capture_output=True, text=True, check=False
+        [*command, *_FLAGS, "-tp", str(size), "--output", str(archive)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "compiled for 9.0" in done.stdout
     (tmp_path / "libcuda.so.1").touch()  # Triton looks for the driver's before it asks for what is built
     started = subprocess.run(
-        [sys.executable, "-c", _START, str(model), str(archive), str(tmp_path / "cache")],
+        [sys.executable, "-c", _START, str(model), str(archive), str(tmp_path / "cache"), str(size)],
         env=environment | {"CC": "/bin/false", "TRITON_LIBCUDA_PATH": str(tmp_path)}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
@@ -74,6 +85,24 @@ def test_a_start_with_an_archive_compiles_nothing(tmp_path: Path) -> None:
     assert is_used
     assert len(found) > 20, "every kernel of a step is asked for"
     assert all(found), "and all of them are there"
+    with tarfile.open(archive) as made:
+        assert any(name.endswith("/_sum_in_tree.cubin") for name in made.getnames()) == (size > 1)
+
+
+def test_workers_have_the_archive_before_they_exchange_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their first exchange launches a kernel."""
+    order: list[str] = []
+    half = Shard(0, 2)
+    monkeypatch.setenv("OCTAVO_KERNELS", "kernels.tar.gz")
+    monkeypatch.setattr(cuda_device, "CudaDevice", lambda rank: None)
+    monkeypatch.setattr(kernel_archive, "use_archive", lambda path, folder: order.append(path))
+    monkeypatch.setattr(cuda_collectives, "join_group", lambda *args: order.append("exchange"))
+    group = SimpleNamespace(
+        worker_rank=SimpleNamespace(on_host=half), shard=half, memory=-1, connections=[],
+        largest=lambda own: order.append("all are here"),
+    )  # fmt: skip
+    executor._open_cuda(cast(Any, group))
+    assert order == ["kernels.tar.gz", "all are here", "exchange"]
 
 
 def _archive(path: Path, **manifest: object) -> Path:
