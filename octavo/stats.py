@@ -56,6 +56,9 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_media_queries: int = 0  # media of requests looked up in the cache of rows
     num_media_hits: int = 0  # media whose rows were in the cache
     tower_s: float = 0.0  # seconds of the tower for the other media
+    num_host_hits: int = 0  # prompt tokens whose blocks were copied back from the host; `num_prefix_hits` includes them
+    num_host_copied: int = 0  # blocks copied to the host
+    num_host_dropped: int = 0  # blocks not kept on the host: too many in one plan, or no room
     num_disk_hits: int = 0  # prompt tokens whose blocks were read from disk; `num_prefix_hits` includes them
     disk_read_bytes: int = 0  # bytes of blocks
     disk_copied_bytes: int = 0  # of blocks that other servers gave

@@ -148,6 +148,8 @@ def test_command_lines_refuse_what_no_field_takes(args: tuple[str, ...]) -> None
         ({"swap_space": -1.0}, "--swap-space must be 0 or more GiB"),
         ({"swap_space": float("nan")}, "--swap-space must be 0 or more GiB"),
         ({"swap_space": float("inf")}, "--swap-space must be 0 or more GiB"),
+        ({"kv_cache_host_gib": -1.0}, "--kv-cache-host-gib must be 0 or more GiB"),
+        ({"kv_cache_host_gib": 1.0}, "on CPUs the KV cache is in host memory already"),
         ({"preemption_mode": "swap", "swap_space": 0.0}, "--preemption-mode swap needs --swap-space above 0"),
         ({"device": "cuda"}, "--device cuda: no CUDA device was found.* Or use --device cpu"),
         ({"dtype": "float16"}, "--dtype float16 is not built for CPUs"),

@@ -7,9 +7,9 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from octavo.config.cache_tier_flags import disk_cache_config, host_cache_bytes
 from octavo.config.checks import SAMPLING_DEFAULTS, check
 from octavo.config.data_parallel_flags import engine_hosts_config
-from octavo.config.disk_cache_flags import disk_cache_config
 from octavo.config.engine_args import AUTO_LENGTH, EngineArgs
 from octavo.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from octavo.config.kv_events_flag import kv_events_config
@@ -108,6 +108,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
             memory_bytes=args.kv_cache_memory_bytes,
             swap_space_bytes=int(args.swap_space * GIB),
             enable_prefix_caching=shares_prefixes,
+            host_bytes=host_cache_bytes(args, device, shares_prefixes=shares_prefixes),
             disk=disk_cache_config(args, device, shares_prefixes=shares_prefixes),
             events=kv_events_config(args, shares_prefixes=shares_prefixes),
             is_scratch=pooling is not None and pooling.whole_prompts,

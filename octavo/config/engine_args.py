@@ -112,6 +112,10 @@ class EngineArgs(Flags):
     num_gpu_blocks_override: int | None = flag(None, "KV blocks to allocate, whatever the memory.", positive=True)
     block_size: int = flag(16, "Tokens in a KV block: 8, 16 or 32; on GPUs up to 256.")
     swap_space: float = flag(4.0, "GiB of host memory for swapped requests, with --preemption-mode swap.")
+    kv_cache_host_gib: float = flag(
+        0.0, "GiB of host memory, of all workers together, for copies of the KV cache's blocks, on GPUs: prompts that "
+        "begin like earlier ones get them back when the GPU has no room for them any more.",
+    )  # fmt: skip
     kv_cache_disk: str | None = flag(
         None, "Folder that keeps blocks of the KV cache, also after a restart; on CPUs. Prompts that begin like "
         "earlier ones are read from it if reading is faster than computing.",

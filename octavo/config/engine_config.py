@@ -132,6 +132,7 @@ class CacheConfig:
     enable_prefix_caching: bool
     dtype: str  # the model's type, int8 or an eight-bit float
     memory_bytes: int | None = None  # on each device; replaces the share of memory
+    host_bytes: int = 0  # of host memory, of all workers together, for blocks that leave GPUs
     disk: DiskCacheConfig | None = None  # None: blocks are in memory only
     events: KVEventsConfig | None = None  # None: no events are published
     is_scratch: bool = False  # no KV is kept between steps; the cache holds one step, one layer at a time
@@ -412,6 +413,7 @@ class EngineConfig:
             cpu_memory_utilization=cache.cpu_memory_utilization / size,
             memory_bytes=num_bytes if num_bytes is None or self.device != "cpu" else num_bytes // size,
             swap_space_bytes=cache.swap_space_bytes // size,
+            host_bytes=cache.host_bytes // size,
         )
         return replace(self, data_parallel_rank=rank, cache=own)
 

@@ -24,6 +24,7 @@ from octavo.engine.pending_requests import LoadingAdapter, PendingRequest
 from octavo.engine.wire import AdapterLoaded, LiveView, StepOutputs
 from octavo.errors import DeviceMemoryError, RequestError
 from octavo.kv_cache.disk_tier import DiskTier
+from octavo.kv_cache.host_tier import HostTier
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.loading.memory import GIB
 from octavo.lora.pool import AdapterPool
@@ -98,6 +99,8 @@ class EngineCore:
             config.scheduler, cache, executor.runs_ahead, speculation, self.cost,
             None if self.adapters is None else self.adapters.pool, executor.num_stages,
         )  # fmt: skip
+        if config.cache.host_bytes:
+            self.scheduler.host_tier = HostTier(cache, executor.block_bytes, self.cost)
         self.disk: DiskTier | None = None
         if config.cache.disk is not None and weights is not None:
             self.disk = _open_disk(config, config.cache.disk, weights.result(), executor, cache, self.cost)
@@ -256,6 +259,8 @@ class EngineCore:
         stats.num_waiting += stats.num_deferred
         if self.adapters is not None:
             self._add_adapter_stats(stats, self.adapters)
+        if self.scheduler.host_tier is not None:
+            self.scheduler.host_tier.take_stats(stats)
         if self.disk is not None:
             self.disk.save_while_busy(step_s)
             self.disk.saved_prompts.save()

@@ -123,23 +123,28 @@ def request_blocks(config: EngineConfig, groups: Sequence[CacheGroup], num_token
 
 
 def num_host_blocks(config: EngineConfig, num_blocks: Sequence[int], block_bytes: Sequence[int]) -> list[int]:
-    """Return the host blocks of the swap tier, by pool, in the proportion of the device's."""
-    if config.scheduler.preemption_mode != "swap":
-        return [0] * len(num_blocks)
+    """Return the blocks of a worker's host memory, by pool, in the proportion of the device's: for swapped sequences
+    and for the host tier."""
+    cache, num_workers = config.cache, config.tensor_parallel_size * config.pipeline_parallel_size
+    num_bytes = cache.host_bytes // num_workers
+    if config.scheduler.preemption_mode == "swap":
+        num_bytes += cache.swap_space_bytes
     total = sum(count * size for count, size in zip(num_blocks, block_bytes, strict=True))
-    return [count * config.cache.swap_space_bytes // total for count in num_blocks]
+    return [count * num_bytes // total for count in num_blocks]
 
 
-def check_swap_space(swap_bytes: int, cache_bytes_on_host: int, num_workers: int) -> None:
-    """Raise `ConfigError` if a worker's swap tier does not fit in the free RAM, for `num_workers` on its host. On CPUs
+def check_host_memory(config: EngineConfig, host_bytes: int, cache_bytes_on_host: int, num_workers: int) -> None:
+    """Raise `ConfigError` if a worker's host blocks do not fit in the free RAM, for `num_workers` on its host. On CPUs
     the KV cache takes RAM too."""
     available = available_memory_bytes() // num_workers
-    if swap_bytes and swap_bytes + cache_bytes_on_host > available:
+    if host_bytes and host_bytes + cache_bytes_on_host > available:
+        flags = ["--swap-space"] * (config.scheduler.preemption_mode == "swap")
+        flags += ["--kv-cache-host-gib"] * (config.cache.host_bytes > 0)
         beside = f" and {cache_bytes_on_host / _GIB:.2f} GiB of KV cache are" if cache_bytes_on_host else " is"
         each = f" for each of {num_workers} workers" if num_workers > 1 else ""
         raise ConfigError(
-            f"--swap-space {swap_bytes / _GIB:g} GiB{beside} more than the {available / _GIB:.2f} GiB of free RAM"
-            f"{each}; lower one of them."
+            f"{' and '.join(flags)} {host_bytes / _GIB:g} GiB{beside} more than the {available / _GIB:.2f} GiB of free "
+            f"RAM{each}; lower one of them."
         )
 
 
@@ -153,7 +158,7 @@ def log_capacity(
     """Log the size of the cache."""
     num_states = min((num_blocks[group.pool] for group in groups if group.spec.kind == "state"), default=0)
     states = f"; states of {num_states} sequences" if num_states else ""
-    swapped = f"; {sum(num_host_blocks)} more blocks to swap to" if any(num_host_blocks) else ""
+    swapped = f"; {sum(num_host_blocks)} more blocks on the host" if any(num_host_blocks) else ""
     if all(group.spec.kind == "state" for group in groups):
         logger.info("cache: %.2f GiB%s%s", cache_bytes / _GIB, states, swapped)
         return

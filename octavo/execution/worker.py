@@ -361,8 +361,8 @@ class Worker:
         self.block_bytes = list(own_sizes)  # of a block that is read or written
         if self._draft is not None:
             self.block_bytes[self._draft.pool] += self._draft.num_note_bytes
-        swap_bytes, on_host = sum(map(mul, self.num_host_blocks, own_sizes)), self._worker_group.worker_rank.on_host
-        capacity.check_swap_space(swap_bytes, self.cache_bytes if device.shares_memory else 0, on_host.size)
+        host_bytes, on_host = sum(map(mul, self.num_host_blocks, own_sizes)), self._worker_group.worker_rank.on_host
+        capacity.check_host_memory(config, host_bytes, self.cache_bytes if device.shares_memory else 0, on_host.size)
         config = config.with_max_model_len(self.max_model_len)
         self._use(self._caches(self.num_blocks), self.num_host_blocks)
         phases.end("KV cache")

@@ -83,6 +83,12 @@ class BlockPool:
         """Return the block with this content, referenced or free; None if there is none."""
         return self._index.get(key)
 
+    def touch(self, key: bytes) -> None:
+        """Count the block with this content, if there is one, as used now."""
+        if (block := self._index.get(key)) is not None and not self.ref_counts[block]:
+            self.share(block)
+            self.release(block)
+
     def register(self, block: int, key: bytes) -> None:
         """Index a full, referenced block by its content. If another block with the same content is referenced, that one
         stays in the index; if it is free, the new block replaces it, because a free block would be evicted sooner."""

@@ -213,9 +213,7 @@ class DiskFetches:
 
     def _begin(self, fetch: Fetch) -> None:
         for pool, key in fetch.used:  # count cached blocks as used now, so that the blocks being read do not evict them
-            if (block := self._cache.pools[pool].lookup(key)) is not None:
-                self._cache.pools[pool].share(block)
-                self._cache.pools[pool].release(block)
+            self._cache.pools[pool].touch(key)
         fetch.has_begun, fetch.began, fetch.unread = True, self._clock(), self._chunks(fetch.missing)
         self._fetches.append(fetch)
         self._read_ahead(fetch)

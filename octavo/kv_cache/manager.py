@@ -79,6 +79,8 @@ class KVCacheManager:
         self._remembered: tuple[Sequence, int, Prefix] | None = None
         self._whole = next((blocks for blocks in self.attention if not blocks.window), None)
         self._returning: list[tuple[int, int]] = []  # (pool, host block): becomes free with the next plan
+        # By pool: blocks that get the contents of a host block with the next plan, on behalf of `HostTier`.
+        self._loads: list[dict[int, int]] = [{} for _ in self.pools]
         self.events: BlockEvents | None = None
 
     def collect_events(self) -> BlockEvents | None:
@@ -167,10 +169,17 @@ class KVCacheManager:
         groups += [(self._pool_of[blocks.group], b"") for blocks in self.states]
         return [(pool, key + suffix) for key in keys for pool, suffix in groups]
 
+    def has_room(self, seq: Sequence, prefix_tables: list[list[int]], num_step_tokens: int) -> bool:
+        """Return whether the free blocks are enough for all tokens of `seq` after a prefix."""
+        num_free = [pool.num_free for pool in self.pools]
+        for blocks, table, pool in zip(self._groups, prefix_tables, self._pool_of, strict=True):
+            num_free[pool] -= blocks.num_free_needed(table, _extent(blocks, seq, seq.num_tokens), num_step_tokens)
+        return min(num_free) >= 0
+
     def share_prefix(self, seq: Sequence, prefix: Prefix, num_step_tokens: int) -> bool:
         """Give `seq`, which has no blocks, the result of `find_prefix`, if all its other tokens fit too."""
         assert not seq.block_tables
-        if not self._has_room(seq, prefix.tables, num_step_tokens):
+        if not self.has_room(seq, prefix.tables, num_step_tokens):
             self._remember(seq, prefix)
             return False
         self._remembered = None
@@ -211,7 +220,7 @@ class KVCacheManager:
         absent = [
             [blocks.null] * table.count(_NOT_KEPT) for blocks, table in zip(self._groups, seq.host_blocks, strict=True)
         ]
-        if not self._has_room(seq, absent, num_step_tokens):
+        if not self.has_room(seq, absent, num_step_tokens):
             return False
         for blocks, table, pool in zip(self._groups, seq.host_blocks, self._pool_of, strict=True):
             on_device = []
@@ -256,8 +265,13 @@ class KVCacheManager:
         if self.states and self.enable_prefix_caching and seq.num_ready_slots <= num_computed:  # not yet for this step
             self._take_snapshots(seq)
         for blocks, table, pool in zip(self._groups, tables, self._pool_of, strict=True):
-            extent = _extent(blocks, seq, num_tokens)
-            blocks.allocate(table, num_computed, extent, self._moves[pool].copy, changed)
+            extent, copies = _extent(blocks, seq, num_tokens), self._moves[pool].copy
+            num_copies = len(copies)
+            blocks.allocate(table, num_computed, extent, copies, changed)
+            if loads := self._loads[pool]:  # copies are made before loads: load such a copy too
+                for pair in [pair for pair in copies[num_copies:] if pair[0] in loads]:
+                    copies.remove(pair)
+                    loads[pair[1]] = loads[pair[0]]
         seq.num_ready_slots = -(-num_tokens // self.block_size) * self.block_size
         return changed
 
@@ -353,11 +367,49 @@ class KVCacheManager:
         seq.num_registered_blocks = seq.num_ready_slots = 0
         return True
 
+    # For `HostTier`.
+
+    def copy_to_host(self, pool: int, key: bytes, block: int) -> bool:
+        """Have the next plan copy an indexed block to the host, before its other moves. Returns False if no host block
+        is free."""
+        host_pool = self.host_pools[pool]
+        if not host_pool.num_free:
+            return False
+        host_block = host_pool.allocate()
+        self._moves[pool].swap_out.append((block, host_block))
+        host_pool.register(host_block, key)
+        host_pool.release(host_block)
+        return True
+
+    def load_from_host(self, pool: int, key: bytes) -> None:
+        """Index a free block, and have the next plan copy the host's block with this key to it, after its other
+        moves."""
+        host_block = self.host_pools[pool].lookup(key)
+        assert host_block is not None, "the host has the block"
+        self.host_pools[pool].share(host_block)  # until the plan is made, as it would be overwritten before it is read
+        self._returning.append((pool, host_block))
+        block = self.pools[pool].allocate()
+        self._loads[pool][block] = host_block
+        self.pools[pool].register(block, key)
+        self.pools[pool].release(block)
+
+    def cancel_load(self, pool: int, block: int) -> None:
+        """Load nothing to a block that leaves the index, unless a sequence has it: the block gets other contents."""
+        if not self.pools[pool].ref_counts[block]:
+            self._loads[pool].pop(block, None)
+
+    def is_loaded_later(self, pool: int, block: int) -> bool:
+        """Return whether a block gets its contents with the next plan."""
+        return block in self._loads[pool]
+
     # For the plan, and checks.
 
     def take_moves(self) -> list[BlockMoves]:
         """Return the moves collected since the last call, by pool."""
         moves, self._moves = self._moves, self._no_moves()
+        for of_pool, loads in zip(moves, self._loads, strict=True):
+            of_pool.swap_in += [(host_block, block) for block, host_block in loads.items()]
+            loads.clear()
         for pool, block in self._returning:
             self.host_pools[pool].release(block)
         self._returning.clear()
@@ -368,7 +420,7 @@ class KVCacheManager:
         references: list[dict[int, int]] = [{} for _ in self.pools]
         host_references: list[dict[int, int]] = [{} for _ in self.pools]
         for pool, block in self._returning:
-            host_references[pool][block] = 1
+            host_references[pool][block] = host_references[pool].get(block, 0) + 1
         for seq in sequences:
             assert not (seq.block_tables and seq.host_blocks), "a sequence is both on the device and on the host"
             assert seq.block_tables or seq.host_blocks or not seq.num_computed_tokens, "computed tokens have no blocks"
@@ -392,13 +444,6 @@ class KVCacheManager:
 
     def _no_moves(self) -> list[BlockMoves]:
         return [BlockMoves() for _ in self.pools]
-
-    def _has_room(self, seq: Sequence, prefix_tables: list[list[int]], num_step_tokens: int) -> bool:
-        """Return whether the free blocks are enough for all tokens of `seq` after a prefix."""
-        num_free = [pool.num_free for pool in self.pools]
-        for blocks, table, pool in zip(self._groups, prefix_tables, self._pool_of, strict=True):
-            num_free[pool] -= blocks.num_free_needed(table, _extent(blocks, seq, seq.num_tokens), num_step_tokens)
-        return min(num_free) >= 0
 
     def _leave_windows(self, seq: Sequence, changed: TableChanges) -> None:
         """Release the blocks of `seq` that are out of the window, after adding them to the prefix index."""

@@ -38,6 +38,7 @@ from octavo.errors import RequestError
 from octavo.kv_cache.block_hashes import split_hashes
 from octavo.kv_cache.block_pool import TableChanges
 from octavo.kv_cache.disk_fetches import DiskFetches
+from octavo.kv_cache.host_tier import HostTier
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.lora.pool import AdapterPool
 from octavo.request import EngineRequest, SequenceOutput
@@ -104,6 +105,7 @@ class Scheduler:
         if self._speculation is not None:
             self.queues.on_end.append(self._speculation.end)
         self.fetches: DiskFetches | None = None  # of blocks of waiting sequences, from the disk
+        self.host_tier: HostTier | None = None  # of blocks on the host
         self._cost = cost
         self._policy = make_policy(config.policy, cache, cost)
         self.queues.on_end.append(self._policy.ended)
@@ -152,6 +154,8 @@ class Scheduler:
         self._num_steps += 1
         step = Step(self.config.max_num_batched_tokens, self._num_steps, self._make_time_limit, self._max_sequences())
         plan = step.plan
+        if self.host_tier is not None:
+            self.host_tier.begin_plan()
         # 1. Schedule running sequences.
         if self._schedule_running(step):
             # 2. Add draft tokens to decodes.
@@ -290,6 +294,9 @@ class Scheduler:
                     break
                 i += 1
                 continue
+            max_step_tokens, is_alone = self.config.max_num_batched_tokens, not step.sequences
+            if self.host_tier is not None and not self.host_tier.load(seq, max_step_tokens, is_alone):
+                break
             # 2. Get rows and blocks. A sequence that gets none is not overtaken: a long prompt would starve.
             num_tokens = 0
             if seq.num_rows <= self.queues.num_rows_left:
@@ -372,7 +379,10 @@ class Scheduler:
     def _add_memory_changes(self, step: Step) -> None:
         """Add the copies of blocks and the loads of adapters that come before the step's rows."""
         plan = step.plan
-        plan.moves = self.cache.take_moves()
+        if plan.rows or self.host_tier is None:  # copies from and to the host tier wait for a plan with rows
+            plan.moves = self.cache.take_moves()
+            if self.host_tier is not None:
+                self.host_tier.end_plan()
         if self.queues.adapters is not None:
             plan.adapters = self.queues.adapters.take_loads()
             step.group_by_adapter()

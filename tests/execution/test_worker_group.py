@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from octavo.config import EngineArgs
+from octavo.config import EngineArgs, EngineConfig
 from octavo.config.parallel_flags import check_parallel
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
@@ -392,14 +393,27 @@ def told_exactly(outputs: list[SequenceOutput]) -> tuple[list[int], list[list[fl
     return tokens, [list(entry.logprobs) for entry in entries if entry is not None]
 
 
-def test_swap_space_must_fit_the_memory_of_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_host_tier(config: EngineConfig, num_bytes: int) -> EngineConfig:
+    return replace(config, cache=replace(config.cache, host_bytes=num_bytes))
+
+
+def test_blocks_on_the_host_must_fit_its_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 4 << 30)
-    capacity.check_swap_space(1 << 30, 1 << 30, 2)
-    capacity.check_swap_space(0, 8 << 30, 1)
+    config = config_of(model, preemption_mode="swap")
+    capacity.check_host_memory(config, 1 << 30, 1 << 30, 2)
+    capacity.check_host_memory(config, 0, 8 << 30, 1)
     with pytest.raises(
-        ConfigError, match=r"1 GiB and 1.50 GiB of KV cache are more than the 2.00 GiB .* each of 2 workers"
+        ConfigError,
+        match=r"--swap-space 1 GiB and 1.50 GiB of KV cache are more than the 2.00 GiB .* each of 2 workers",
     ):
-        capacity.check_swap_space(1 << 30, 3 << 29, 2)
+        capacity.check_host_memory(config, 1 << 30, 3 << 29, 2)
+    with pytest.raises(ConfigError, match=r"--kv-cache-host-gib 5 GiB is more than the 4.00 GiB of free RAM"):
+        capacity.check_host_memory(with_host_tier(config_of(model), 5 << 30), 5 << 30, 0, 1)
+
+
+def test_workers_share_the_memory_of_the_host_tier(model: Path) -> None:
+    config = with_host_tier(config_of(model, tensor_parallel_size=2, pipeline_parallel_size=2), 1 << 30)
+    assert capacity.num_host_blocks(config, [1000, 100], [1 << 16, 1 << 16]) == [3723, 372]
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,13 @@ def run(
     model: str = "full",
     draft_tokens: str = "none",
     staged: bool = False,
+    keeps_on_host: bool = False,
 ) -> None:
     rng = random.Random(f"{policy} {preemption_mode} {chunked} {caching}")
     num_operations = 0
     seen: dict[str, int] = {}
     wanted = wanted_of(policy, preemption_mode, chunked, caching, ahead, model, draft_tokens)
+    wanted |= {"host hit"} if keeps_on_host else set()
     while num_operations < num_wanted or (num_operations < MOST_OPERATIONS and unseen(seen, wanted)):
         max_num_seqs = rng.choice([1, 3, 5, 8, 12])
         num_stages = rng.choice([2, 3, 4]) if staged else 1
@@ -40,6 +42,7 @@ def run(
             preemption_mode=preemption_mode,
             enable_chunked_prefill=chunked,
             enable_prefix_caching=caching,
+            keeps_on_host=keeps_on_host,
             runs_ahead=ahead and num_stages == 1,
             num_stages=num_stages,
             memory_failures=rng.choice([0, 0, 2]),

@@ -17,7 +17,9 @@ import random
 from collections import Counter, deque
 
 from octavo.config import SchedulerConfig
+from octavo.kv_cache.block_pool import BlockPool
 from octavo.kv_cache.groups import NULL_BLOCK
+from octavo.kv_cache.host_tier import HostTier
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.sampling_params import SamplingParams
@@ -52,6 +54,8 @@ class Simulation:
         self.scheduler = Scheduler(
             config, self.cache, setup.runs_ahead, speculation, STEP_COST, num_stages=setup.num_stages
         )
+        if setup.keeps_on_host:
+            self.scheduler.host_tier = HostTier(self.cache, [1] * len(sizes), STEP_COST, copy_bytes=3, load_bytes=2)
         self.device = Device(self)
         self.under_way: deque[tuple[StepPlan, StepResult]] = deque()
         self._failures = random.Random(5)
@@ -182,6 +186,9 @@ class Simulation:
             for output in self.scheduler.update(*self.under_way.popleft()):
                 self._take(output)
         stats = self.scheduler.take_stats()
+        if self.scheduler.host_tier is not None:
+            self.scheduler.host_tier.take_stats(stats)
+        self.seen["host hit"] += stats.num_host_hits
         assert stats.num_preemptions or not passed_over, "a running sequence got no token though none was preempted"
         self.seen["preemption"] += stats.num_preemptions
         self.seen["swap"] += any(moves.swap_out for moves in plan.moves)
@@ -323,15 +330,20 @@ class Simulation:
             assert planned.num_last_samples == (1 if seq.beam_search is not None else seq.num_rows)
 
     def _check_index(self) -> None:
-        """A block of the prefix index holds the same as when it was indexed; equal keys mean equal contents."""
+        """A block of the prefix index holds the same as when it was indexed; equal keys mean equal contents, on the
+        device and on the host. Blocks that are copied with the next plan are not there yet."""
+        coming = [{block for _, block in moves.swap_out} for moves in self.cache._moves]
+        for number, pool in enumerate(self.cache.pools):
+            later = {block for block in range(pool.num_blocks) if self.cache.is_loaded_later(number, block)}
+            self._check_contents(number, pool, self.device.memory[number], later)
+            self._check_contents(number, self.cache.host_pools[number], self.device.host_memory[number], coming[number])
+
+    def _check_contents(self, number: int, pool: BlockPool, memory: list[int], coming: set[int]) -> None:
         size = self.setup.block_size
-        for number, (pool, memory) in enumerate(zip(self.cache.pools, self.device.memory, strict=True)):
-            for block, key in enumerate(pool.hashes):
-                if key is not None:
-                    content = memory[block * size : (block + 1) * size]
-                    assert self._contents.setdefault((number, key), content) == content, (
-                        "an indexed block was overwritten"
-                    )
+        for block, key in enumerate(pool.hashes):
+            if key is not None and block not in coming:
+                content = memory[block * size : (block + 1) * size]
+                assert self._contents.setdefault((number, key), content) == content, "an indexed block was overwritten"
 
     def _sequences(self, watched: Watched) -> list[Sequence]:
         request_id = watched.request.request_id

@@ -41,3 +41,9 @@ def test_every_answer_is_that_of_a_standalone_run(
 ) -> None:
     run("fcfs", preemption_mode, True, True, ahead, NUM_OPERATIONS, model, draft_tokens)
     run("priority", preemption_mode, True, False, ahead, NUM_OPERATIONS // 2, model, draft_tokens)
+
+
+@pytest.mark.parametrize("model", [pytest.param(model, marks=pytest.mark.long) for model in MODELS if model != "full"])
+@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+def test_blocks_that_come_back_from_the_host_change_no_answer(model: str, preemption_mode: str) -> None:
+    run("fcfs", preemption_mode, True, True, True, 2 * NUM_OPERATIONS, model, keeps_on_host=True)

@@ -72,6 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             preemption_mode=st.sampled_from(["recompute", "swap"]),
             enable_chunked_prefill=st.booleans(),
             enable_prefix_caching=st.booleans(),
+            keeps_on_host=st.booleans(),
             runs_ahead=st.booleans(),
             num_stages=st.sampled_from([1, 1, 2, 4]),
             memory_failures=st.sampled_from([0, 0, 10]),

@@ -49,6 +49,7 @@ class Setup:
     preemption_mode: str = "recompute"
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
+    keeps_on_host: bool = False  # blocks that leave the pools, so that they come back
     runs_ahead: bool = False  # steps are planned before the results of the last one are known
     num_stages: int = 1  # so many steps are under way, each of other sequences
     memory_failures: int = 0  # percent of the steps that the device has no memory for

@@ -1,0 +1,152 @@
+"""The tier between a device with memory of its own and the disk: copies of indexed blocks in pinned host memory.
+
+Computed blocks are copied to the host with later plans, a bounded number with each, and otherwise when they leave their
+pool. They come back when a waiting sequence begins with their tokens. The copies are moves of the plan, as for swapped
+sequences: `execution.block_mover` orders them after the steps that compute the blocks and before the steps that read
+them. The copies are free, indexed blocks of the cache's host pools, the block used longest ago is evicted first, and
+swapped sequences evict them too. The scheduler calls everything here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Sequence
+
+from octavo.kv_cache.manager import KVCacheManager
+from octavo.sequence import Sequence as TokenSequence
+from octavo.stats import EngineStats
+from octavo.step_cost import StepCost, StepWork
+
+# To the host, with one plan: as much as `block_mover` has staging buffers for, so that no step waits for the bus.
+_COPY_BYTES = 128 << 20
+# Back to the device, with a plan that computes other sequences too: 5 to 20 ms of the bus, which the step waits for.
+_LOAD_BYTES = 256 << 20
+_LOAD_S_PER_BYTE = 1e-10  # 10 GB/s: PCIe 3.0 with 16 lanes; computing tokens of any model but the smallest takes longer
+
+_Name = tuple[int, bytes]  # the pool of a block, and its key in the pool's index
+
+
+class _PoolWatch(Container[bytes]):
+    """Tells the tier when blocks of one pool are indexed or lost. As a container it has the keys of the pool's blocks
+    on the host."""
+
+    def __init__(self, tier: HostTier, cache: KVCacheManager, pool: int) -> None:
+        self._tier, self._host_pool, self._pool = tier, cache.host_pools[pool], pool
+
+    def entered(self, block: int, key: bytes) -> None:
+        self._tier.note_indexed((self._pool, key), block)
+
+    def leaves(self, block: int, key: bytes) -> None:
+        self._tier.save_before_loss((self._pool, key), block)
+
+    def __contains__(self, key: object) -> bool:
+        assert isinstance(key, bytes)
+        return self._host_pool.lookup(key) is not None
+
+
+class HostTier:
+    """Keeps copies of the indexed blocks of `cache` in its host pools."""
+
+    def __init__(
+        self,
+        cache: KVCacheManager,
+        block_bytes: Sequence[int],
+        cost: StepCost,
+        copy_bytes: int = _COPY_BYTES,
+        load_bytes: int = _LOAD_BYTES,
+    ) -> None:
+        """`block_bytes` are by pool. A plan copies about `copy_bytes` to the host and `load_bytes` back."""
+        self._cache, self._block_bytes, self._cost = cache, block_bytes, cost
+        self._copy_bytes, self._load_bytes = copy_bytes, load_bytes
+        self._watches = [_PoolWatch(self, cache, pool) for pool in range(len(cache.pools))]
+        for pool, watch in zip(cache.pools, self._watches, strict=True):
+            pool.watchers.append(watch)
+        # Blocks that the host lacks, the oldest first: those indexed before this plan, and those indexed since, whose
+        # contents may come only with this plan's moves.
+        self._uncopied: dict[_Name, int] = {}
+        self._fresh: dict[_Name, int] = {}
+        self.end_plan()
+        self._num_hits = self._num_copied = self._num_dropped = 0  # since `take_stats`
+
+    def take_stats(self, stats: EngineStats) -> None:
+        """Add the increments of the counters since the last call."""
+        stats.num_host_hits, self._num_hits = self._num_hits, 0
+        stats.num_host_copied, self._num_copied = self._num_copied, 0
+        stats.num_host_dropped, self._num_dropped = self._num_dropped, 0
+
+    def begin_plan(self) -> None:
+        """Copy blocks that the host lacks. Nothing may be planned yet: the copies come before the plan's other
+        moves."""
+        self._uncopied |= self._fresh
+        self._fresh = {}
+        while self._uncopied and self._copy_left > 0:
+            name = next(iter(self._uncopied))
+            self._copy(name, self._uncopied.pop(name))
+
+    def end_plan(self) -> None:
+        """The plan's moves are made, and the next plan may have as many."""
+        self._copy_left, self._load_left = self._copy_bytes, self._load_bytes
+
+    def note_indexed(self, name: _Name, block: int) -> None:
+        if not self._has(name):
+            self._fresh[name] = block
+
+    def save_before_loss(self, name: _Name, block: int) -> None:
+        """Copy a block that is about to be overwritten, if the host lacks it and the plan has not too many copies."""
+        self._cache.cancel_load(name[0], block)
+        if self._fresh.pop(name, None) is None:
+            self._uncopied.pop(name, None)
+            self._copy(name, block)
+
+    def load(self, seq: TokenSequence, num_step_tokens: int, is_alone: bool) -> bool:
+        """Have the plan bring back the blocks of a waiting sequence's prefix that only the host has, if all its tokens
+        fit and if that is predicted to be faster than computing them. Returns False if later plans have to bring more,
+        as this one has enough to bring and computes other sequences (not `is_alone`)."""
+        cache = self._cache
+        if seq.host_blocks or not cache.looks_up(seq):
+            return True
+        prefix = cache.find_prefix(seq)
+        num_cached, limit = prefix.num_tokens // cache.block_size, (seq.num_tokens - 1) // cache.block_size
+        if num_cached >= limit or not cache.has_room(seq, prefix.tables, num_step_tokens):
+            return True
+        num_found = cache.num_prefix_blocks(seq.block_hashes, limit, self._watches)
+        used = cache.prefix_names(seq.block_hashes, num_found)
+        missing = [(pool, key) for pool, key in used if cache.pools[pool].lookup(key) is None]
+        if num_found <= num_cached or not self._is_worth_it(missing, num_cached, num_found):
+            return True
+        # The loads evict none of these blocks: the blocks used longest ago leave first.
+        for pool, key in used:
+            for block_pool in (cache.pools[pool], cache.host_pools[pool]):
+                block_pool.touch(key)
+        num_left = len(missing)
+        for name in missing:
+            if not self._has(name) or (self._load_left <= 0 and not is_alone):
+                break
+            cache.load_from_host(*name)
+            self._load_left -= self._block_bytes[name[0]]
+            num_left -= 1
+        self._num_hits += cache.num_prefix_blocks(seq.block_hashes, num_found) * cache.block_size - prefix.num_tokens
+        return num_left == 0 or self._load_left > 0 or is_alone
+
+    def _is_worth_it(self, missing: Sequence[_Name], num_cached_blocks: int, num_found_blocks: int) -> bool:
+        """Return whether the pools have room for the `missing` blocks, and loading them is faster than computing."""
+        counts = Counter(pool for pool, _ in missing)
+        if any(count > self._cache.pools[pool].num_free for pool, count in counts.items()):
+            return False
+        first, end = num_cached_blocks * self._cache.block_size, num_found_blocks * self._cache.block_size
+        compute_s = self._cost.seconds(StepWork().plus(first, end - first, 1))
+        return sum(self._block_bytes[pool] for pool, _ in missing) * _LOAD_S_PER_BYTE < compute_s
+
+    def _has(self, name: _Name) -> bool:
+        pool, key = name
+        return self._cache.host_pools[pool].lookup(key) is not None
+
+    def _copy(self, name: _Name, block: int) -> None:
+        """Copy a block to the host, if the host lacks it and has room and the plan has not too many copies."""
+        if self._has(name):
+            return
+        if self._copy_left <= 0 or not self._cache.copy_to_host(*name, block):
+            self._num_dropped += 1
+            return
+        self._copy_left -= self._block_bytes[name[0]]
+        self._num_copied += 1
