@@ -53,7 +53,9 @@ def make_latency_parser(prog: str) -> FlagParser:
     group.add_argument("--output-len", type=positive_int, default=128, help="Default: %(default)s tokens.")
     group.add_argument("--batch-size", type=positive_int, default=8, help="Requests (default: %(default)s).")
     group.add_argument("--num-iters", type=positive_int, default=30, help="Batches (default: %(default)s).")
-    group.add_argument("--num-iters-warmup", type=int, default=10, help="Batches before (default: %(default)s).")
+    group.add_argument(
+        "--num-iters-warmup", type=int, default=10, help="Batches before those that count (default: %(default)s)."
+    )
     _add_engine_args(parser)
     # Otherwise every batch would find the previous batch's prompts in the cache.
     parser.set_defaults(enable_prefix_caching=False)

@@ -13,10 +13,10 @@ from octavo.flags import FlagParser
 def make_parser(prog: str) -> FlagParser:
     parser = FlagParser(prog=prog, description="Say what this machine can do, what would be slow and why.")
     parser.add_argument("--host", default="127.0.0.1", help="Address for a server (default: %(default)s).")
-    parser.add_argument("--port", type=int, default=8000, help="Its port (default: %(default)s).")
+    parser.add_argument("--port", type=int, default=8000, help="Port for a server (default: %(default)s).")
     parser.add_argument("--no-measure", action="store_true", help="Do not measure memory and products (a second).")
     parser.add_argument("--offline", action="store_true", help="Do not check whether index and hub can be reached.")
-    parser.add_argument("--json", action="store_true", help="As JSON.")
+    parser.add_argument("--json", action="store_true", help="Print the findings as JSON.")
     return parser
 
 

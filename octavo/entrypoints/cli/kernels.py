@@ -20,8 +20,8 @@ _CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0")
 def make_parser(prog: str) -> FlagParser:
     parser = FlagParser(
         prog=prog,
-        description="Compile a model's kernels into an archive. With OCTAVO_KERNELS=FILE servers of these flags start "
-        "from it, without a C compiler, where Octavo, Triton and Python have the same versions.",
+        description="Compile a model's kernels into an archive. A server with these flags and OCTAVO_KERNELS=FILE then "
+        "starts without compiling, and without a C compiler, if its Octavo, Triton and Python have the same versions.",
     )  # fmt: skip
     parser.add_argument("model_tag", metavar="MODEL", help="Hugging Face id, folder or .gguf file.")
     parser.add_argument("--output", "-o", required=True, metavar="FILE", help="The archive, such as kernels.tar.gz.")

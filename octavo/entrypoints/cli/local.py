@@ -43,7 +43,7 @@ def make_show_parser(prog: str) -> FlagParser:
 def make_rm_parser(prog: str) -> FlagParser:
     parser = _parser(prog, "Delete models from this machine.", folders=True)
     parser.add_argument("models", metavar="MODEL", nargs="+", help="Names of `octavo list`.")
-    parser.add_argument("--json", action="store_true", help="Print nothing for people.")
+    parser.add_argument("--json", action="store_true", help="Print nothing; the exit status says whether it is done.")
     return parser
 
 

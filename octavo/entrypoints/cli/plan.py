@@ -25,7 +25,7 @@ def make_parser(prog: str) -> FlagParser:
     parser = FlagParser(prog=prog, description="Predict memory and speed of a model. Of weights only headers are read.")
     parser.add_argument(
         "model", metavar="MODEL", nargs="?", default="",
-        help="Hugging Face id, of which no weights are fetched, folder or .gguf file; default: the default model.",
+        help="Folder, .gguf file, or Hugging Face id, whose weights are not fetched; default: the default model.",
     )  # fmt: skip
     device = parser.add_mutually_exclusive_group()
     device.add_argument("--cpu", action="store_true", help="This machine's processors, which are measured (default).")

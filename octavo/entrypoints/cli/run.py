@@ -28,8 +28,9 @@ def make_run_parser(prog: str) -> FlagParser:
     parser.usage = "%(prog)s [MODEL [MESSAGE]] [--flags]"
     parser.description = (
         "Talk to MODEL: a name of `octavo list`, a hub id, a folder or a .gguf file; by default the default model. "
-        "MESSAGE is that of --quick. The model answers at --url if it is served there, else it is fetched if it is not "
-        "here, and served while you talk. Other flags are those of octavo serve. Ctrl-C stops an answer, Ctrl-D ends."
+        "MESSAGE asks one question, as --quick does. If the server at --url has the model, it answers. Otherwise the "
+        "model is fetched if it is not here, and served while you talk, with flags of octavo serve. Ctrl-C stops an "
+        "answer, Ctrl-D ends the chat."
     )
     return parser
 
