@@ -35,15 +35,50 @@ class TextRule:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyedScalar:
+    """A number, a truth value or null, by its schema."""
+
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedList:
+    """`[item,item]`, with at least `least` and at most `most` items."""
+
+    item: KeyedValue
+    least: int = 0
+    most: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedObject:
+    """`{key:value,key:value}`: for each key its value, and whether it must be there. None: any keys and values."""
+
+    fields: Mapping[str, tuple[KeyedValue, bool]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedChoice:
+    """One of several values; without any, every value."""
+
+    options: tuple[KeyedValue, ...] = ()
+
+
+# A value of `KeyedValues`; a tuple is of texts, one of which it is.
+KeyedValue = TextRule | tuple[str, ...] | KeyedScalar | KeyedList | KeyedObject | KeyedChoice
+
+
+@dataclass(frozen=True, slots=True)
 class CallText:
     """The texts around a function's arguments. The arguments are one JSON object, or separate parameters (`parameter`),
-    or any text (`free`)."""
+    or any text (`free`). Those of `keyed` are between braces, with the marks of `parameter` around texts."""
 
     before: str
     after: str
     parameter: ParameterText | None = None
     # By name the kind of value: a text that follows a rule, a list of allowed texts, or None for JSON.
     parameters: Mapping[str, list[str] | TextRule | None] = field(default_factory=dict)
+    keyed: KeyedObject | None = None
     free: str | None = None  # a regular expression for free arguments; "" is any text up to `after`
 
 

@@ -23,6 +23,11 @@ from octavo.structured_output import context_free, lark, structural_tag
 from octavo.structured_output.answer_parts import (
     CUSTOM_INPUT,
     CallText,
+    KeyedChoice,
+    KeyedList,
+    KeyedObject,
+    KeyedScalar,
+    KeyedValue,
     ParameterText,
     ReasoningMarks,
     TextRule,
@@ -304,6 +309,10 @@ class _Maker:
                 line, grammar = self._of_input(call, calls.inputs[name], i, literal)
                 lines.append(line)
                 grammars.append(grammar)
+            elif call.keyed is not None:
+                lines.append(
+                    f"rest{i}: {self._of_keyed(call.keyed, call, str(i), lines, grammars)} {literal(call.after)}"
+                )
             elif call.free is not None:
                 lines += self._of_free_arguments(call, i, literal)
             elif call.parameter is None:
@@ -342,6 +351,8 @@ class _Maker:
         elif form.after_value:
             before, after = form.before_key + CUSTOM_INPUT + form.after_key_of_text, form.after_value
             after = after.replace("{key}", CUSTOM_INPUT)
+            if call.keyed is not None:
+                before, after = f"{{{before}", f"{after}}}"
             ends = _ends_of_text(form, call, after) - self._special_tokens.keys()
         else:
             before, after = f'{form.before_key}{CUSTOM_INPUT}{form.after_key_of_json}"', '"'
@@ -411,6 +422,54 @@ class _Maker:
         last = len(call.parameters)
         lines += [f'first{index}_{last}: ""', f'more{index}_{last}: ""']
         return lines, grammars
+
+    def _of_keyed(
+        self, value: KeyedValue, call: CallText, here: str, lines: list[str], grammars: list[dict[str, Any]]
+    ) -> str:
+        """Add the rules for a value, `here` being their place, to `lines`, and the grammars that they name. Return the
+        name of the value's rule."""
+        literal, form, rule = partial(lark.literal, special_tokens=self._special_tokens), call.parameter, f"keyed{here}"
+        assert form is not None
+        quote = form.after_value
+        if isinstance(value, TextRule):
+            more, text = self._of_text(call, value, here, quote)
+            lines += [*more, f"{rule}: {literal(quote)} {text}"]
+        elif isinstance(value, tuple):
+            lines.append(f"{rule}: {' | '.join(literal(quote + text + quote) for text in value)}")
+        elif isinstance(value, KeyedScalar):
+            grammar = self._of_schema(dict(value.schema), "tools", closes=True, wanted=_PLAIN)
+            grammars.append({**grammar, "name": f"scalar{here}"})
+            lines.append(f"{rule}: @scalar{here}")
+        elif isinstance(value, KeyedList):
+            item = self._of_keyed(value.item, call, f"{here}_0", lines, grammars)
+            least, most = max(0, value.least - 1), "" if value.most is None else max(0, value.most - 1)
+            items = "" if value.most == 0 else f'{item} ("," {item}){{{least},{most}}}'
+            lines.append(f'{rule}: "[" {items if value.least or not items else f"({items})?"} "]"')
+        elif isinstance(value, KeyedObject) and value.fields is not None:
+            lines.append(f'{rule}: "{{" first{here}_0 "}}"')
+            for j, (name, (one, is_required)) in enumerate(value.fields.items()):
+                pair = f"{literal(name + ':')} {self._of_keyed(one, call, f'{here}_{j}', lines, grammars)}"
+                following = f"{here}_{j + 1}"
+                lines.append(f"first{here}_{j}: {pair} more{following}{'' if is_required else f' | first{following}'}")
+                lines.append(
+                    f'more{here}_{j}: "," {pair} more{following}{"" if is_required else f" | more{following}"}'
+                )
+            last = len(value.fields)
+            lines += [f'first{here}_{last}: ""', f'more{here}_{last}: ""']
+        elif isinstance(value, KeyedChoice) and value.options:
+            options = (self._of_keyed(one, call, f"{here}_{j}", lines, grammars) for j, one in enumerate(value.options))
+            lines.append(f"{rule}: {' | '.join(options)}")
+        else:
+            text = self._of_keyed(TextRule(), call, f"{here}_0", lines, grammars)
+            scalar = self._of_keyed(KeyedScalar(_ANY_SCALAR), call, f"{here}_1", lines, grammars)
+            lines += [
+                f"{rule}: {'object' if isinstance(value, KeyedObject) else 'any'}{here}",
+                f"any{here}: {text} | {scalar} | list{here} | object{here}",
+                f'list{here}: "[" (any{here} ("," any{here})*)? "]"',
+                f'object{here}: "{{" (pair{here} ("," pair{here})*)? "}}"',
+                f"pair{here}: /[A-Za-z_][A-Za-z0-9_-]{{0,63}}:/ any{here}",
+            ]
+        return rule
 
     def _of_text(self, call: CallText, rule: TextRule, here: str, after_value: str) -> tuple[list[str], str]:
         """Return the rules for a parameter's text, and the expression for the text and `after_value`."""
@@ -577,6 +636,7 @@ def _check_parts(schema: Any, passed_over: Collection[str] = _COMMENTS) -> None:
         level = children
 
 
+_ANY_SCALAR = {"type": ["number", "boolean", "null"]}
 _PLAIN = StructuredOutputsParams(json={})  # options of JSON in calls
 _verdicts: OrderedDict[bytes, str] = OrderedDict()  # by a grammar's hash: why it cannot be followed, or ""
 _verdicts_lock = threading.Lock()

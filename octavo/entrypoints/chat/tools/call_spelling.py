@@ -4,7 +4,9 @@ template writes no calls."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -12,7 +14,17 @@ from octavo.entrypoints.chat.tools.python_calls import is_python_name
 from octavo.entrypoints.chat.tools.text_rules import WRITTEN, some_text_matches, text_rules
 from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import ToolSchemas
-from octavo.structured_output.answer_parts import CallText, ParameterText, Spelling, TextRule
+from octavo.structured_output.answer_parts import (
+    CallText,
+    KeyedChoice,
+    KeyedList,
+    KeyedObject,
+    KeyedScalar,
+    KeyedValue,
+    ParameterText,
+    Spelling,
+    TextRule,
+)
 from octavo.structured_output.grammar_builder import describes_object
 from octavo.structured_output.schema_keywords import SILENT
 
@@ -21,6 +33,12 @@ _OF_TEXTS = {"not", "if", "$ref", "$dynamicRef", "$recursiveRef", *WRITTEN}
 _BESIDE_REFS = {"type", "allOf", "anyOf", "oneOf", *_OF_TEXTS} - {"$ref"}
 _SCALARS = {"string", "number", "integer", "boolean", "null"}
 _MAX_DEPTH = 8  # of nested references and choices
+_OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_OF_KEYED = {
+    "type", "anyOf", "items", "minItems", "maxItems", "properties", "required", "additionalProperties", "strict",
+    *WRITTEN, *_OF_NUMBERS, *SILENT,
+}  # fmt: skip
+_MAX_ITEMS = 1000
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "strict", *SILENT}
 # Without brackets outside of texts, as they would end a call.
 _PYTHON_ARGUMENTS = r"""([^"'()]|"(\\[^\n]|[^"\\])*"|'(\\[^\n]|[^'\\])*')*"""
@@ -90,14 +108,20 @@ def spelling(
         if body.is_list:
             return Spelling(f"{opened}{start}[", f"]{end}", ", ", calls)
         return Spelling(f"{opened}{start}", f"{end}{closed}", "\n", calls)
-    elif all(name in free for name in tools):
-        calls = {name: CallText(f"{body.before}{name}{{", "", free="") for name in tools}
     else:
-        return None
-    wrapped = {
-        name: CallText(start + call.before, call.after + end, call.parameter, call.parameters, call.free)
-        for name, call in calls.items()
-    }
+        calls = {}
+        parameter = ParameterText("", f":{body.quote}", ":", body.quote, ",")
+        for name, schema in tools.items():
+            if name in free:
+                calls[name] = CallText(f"{body.before}{name}{{", "", free="")
+                continue
+            keyed = None
+            if describes_object(schema):
+                keyed = keyed_value({**schema, "type": "object"}, schema, sorts_keys=body.sorts_keys)
+            if not isinstance(keyed, KeyedObject):
+                return None
+            calls[name] = CallText(f"{body.before}{name}", "", parameter, keyed=keyed)
+    wrapped = {name: replace(call, before=start + call.before, after=call.after + end) for name, call in calls.items()}
     is_json = isinstance(body, JsonCalls) and bool(body.name) and not (body.first or opened or start or end)
     keys = (body.name, body.arguments) if isinstance(body, JsonCalls) and is_json else None
     return Spelling(opened, closed, separator, wrapped, keys)
@@ -214,6 +238,83 @@ def _takes_any_text(schema: Mapping[str, Any], kinds: set[str]) -> bool:
             return False
         stack += one["anyOf"] if isinstance(one.get("anyOf"), list) else ()
     return True
+
+
+def keyed_value(schema: Any, root: Mapping[str, Any], depth: int = 0, *, sorts_keys: bool = False) -> KeyedValue | None:
+    """Return the form of the values of `schema` in a notation that marks texts; None if it cannot express the
+    schema."""
+    inner = partial(keyed_value, root=root, depth=depth + 1, sorts_keys=sorts_keys)
+    while isinstance(schema, Mapping) and (target := _referred(schema, root)) is not None:
+        depth += 1
+        if schema.keys() & _BESIDE_REFS or depth > _MAX_DEPTH:
+            return None
+        schema = target
+    if schema is True or schema == {}:
+        return KeyedChoice()
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or schema.keys() - _OF_KEYED:
+        return None
+    if (values := schema.get("enum", [schema["const"]] if "const" in schema else None)) is not None:
+        if not isinstance(values, list) or not values or schema.keys() - {"enum", "const", "type", *SILENT}:
+            return None
+        texts = tuple(value for value in values if isinstance(value, str))
+        others = [value for value in values if not isinstance(value, str)]
+        kinds = schema_types(schema, root)
+        kinds |= {"integer"} if "number" in kinds else set()
+        if any(json_type(value) not in kinds & _SCALARS for value in values):
+            return None
+        parts: list[KeyedValue | None] = [texts] if texts else []
+        return _choice([*parts, KeyedScalar({"enum": others})] if others else parts)
+    if "anyOf" in schema:
+        given = schema["anyOf"]
+        is_alone = isinstance(given, list) and given and schema.keys() <= {"anyOf", *SILENT}
+        return _choice([inner(one) for one in given]) if is_alone else None
+    kinds = schema_types(schema, root)
+    if not kinds:
+        return None if schema.keys() - SILENT else KeyedChoice()
+    found = list[KeyedValue | None]()
+    if scalars := sorted(kinds & (_SCALARS - {"string"})):
+        found.append(KeyedScalar({"type": scalars, **{key: schema[key] for key in _OF_NUMBERS & schema.keys()}}))
+    if "string" in kinds:
+        rules = text_rules({key: schema[key] for key in WRITTEN & schema.keys()})
+        found.append(None if rules is None or not some_text_matches(rules) else TextRule(rules))
+    if "array" in kinds:
+        item = inner(schema.get("items", True))
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        is_bounded = type(least) is int and (most is None or (type(most) is int and least <= most <= _MAX_ITEMS))
+        is_bounded = is_bounded and 0 <= least <= _MAX_ITEMS
+        found.append(KeyedList(item, least, most) if item is not None and is_bounded else None)
+    if "object" in kinds:
+        found.append(_keyed_object(schema, inner, is_top=depth == 0, sorts_keys=sorts_keys))
+    return _choice(found) if kinds <= {*_SCALARS, "array", "object"} else None
+
+
+def _choice(options: Sequence[KeyedValue | None]) -> KeyedValue | None:
+    known = tuple(one for one in options if one is not None)
+    if not known or len(known) < len(options):
+        return None
+    return known[0] if len(known) == 1 else KeyedChoice(known)
+
+
+def _keyed_object(
+    schema: Mapping[str, Any], inner: Callable[[Any], KeyedValue | None], *, is_top: bool, sorts_keys: bool
+) -> KeyedValue | None:
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if (
+        not isinstance(properties, Mapping)
+        or not isinstance(required, list)
+        or set(map(str, required)) - set(properties)
+    ):
+        return None
+    if not properties:
+        others = schema.get("additionalProperties", not is_top)
+        return KeyedObject({}) if others is False else KeyedObject(None) if others is True and not is_top else None
+    fields = {}
+    for name in sorted(properties, key=str.lower) if sorts_keys else properties:
+        value = inner(properties[name])
+        if value is None or name != name.strip() or not name or set(name) & set('{}[],:"<>\n'):
+            return None
+        fields[name] = value, name in required
+    return KeyedObject(fields)
 
 
 def _enumerated(schema: Mapping[str, Any]) -> list[str] | None:

@@ -73,6 +73,7 @@ class KeyedValues:
 
     before: str
     quote: str
+    sorts_keys: bool = False  # the template writes keys in alphabetical order
 
 
 CallSyntax = JsonCalls | NamedJson | Tags | PythonCalls | KeyedValues
@@ -191,7 +192,9 @@ FORMATS: dict[str, ToolFormat] = {
         KeyedValues("call:", "<escape>"), start="<start_function_call>", end="<end_function_call>", separator=""
     ),
     "gemma3": ToolFormat(PythonCalls(is_list=False), start="```tool_code\n", end="\n```"),
-    "gemma4": ToolFormat(KeyedValues("call:", '<|"|>'), start="<|tool_call>", end="<tool_call|>", separator=""),
+    "gemma4": ToolFormat(
+        KeyedValues("call:", '<|"|>', sorts_keys=True), start="<|tool_call>", end="<tool_call|>", separator=""
+    ),
     "glm45": _GLM,
     "glm47": _GLM,
     "granite": ToolFormat(JsonCalls(is_list=True), start="<|tool_call|>"),

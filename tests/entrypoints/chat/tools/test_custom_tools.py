@@ -10,7 +10,7 @@ import pytest
 
 from octavo.entrypoints.chat.answer_reader import AnswerReader, CallDelta, answer_format, wanted_grammar
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats
-from octavo.entrypoints.chat.tools.tool_formats import FORMATS, HARMONY, KeyedValues, ToolFormat
+from octavo.entrypoints.chat.tools.tool_formats import FORMATS, HARMONY, ToolFormat
 from octavo.entrypoints.openai.custom_tools import CustomInput, regex_as_lark, whole_input
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
@@ -56,11 +56,11 @@ def read(body: ChatCompletionRequest, form: ToolFormat, text: str) -> list[CallD
     return [delta for delta in deltas if isinstance(delta, CallDelta)]
 
 
-SPELLED = {form: name for name, form in FORMATS.items() if not isinstance(form.body, KeyedValues)}
+SPELLED = {form: name for name, form in FORMATS.items()}
 CASES = [pytest.param(form, "required", id=name) for form, name in SPELLED.items()]
 CASES += [
     pytest.param(FORMATS[name], "auto", id=f"auto-{name}")
-    for name in ("hermes", "qwen3_coder", "llama3_json", "lfm2", "deepseek_v32", "openai")
+    for name in ("hermes", "qwen3_coder", "llama3_json", "lfm2", "deepseek_v32", "openai", "gemma4")
 ]
 
 
@@ -87,13 +87,6 @@ def test_without_marks_a_grammar_and_a_structure_exclude_each_other() -> None:
     with pytest.raises(RequestError, match="excludes patch"):
         grammar_of(body, FORMATS["llama3_json"])
     assert grammar_of(body, FORMATS["hermes"]) is not None
-
-
-def test_gemmas_forced_calls_are_written_as_the_arguments_alone() -> None:
-    body = asked(custom(PATCH), tool_choice={"type": "custom", "custom": {"name": "patch"}})
-    grammar, text = grammar_of(body, FORMATS["gemma4"]), json.dumps({"input": RIGHT}, ensure_ascii=False)
-    assert grammar is not None and follows(grammar, text) and not follows(grammar, '{"input": "x"}')
-    assert "".join(delta.arguments for delta in read(body, FORMATS["gemma4"], text)) == RIGHT
 
 
 TEXTS = [

@@ -119,9 +119,6 @@ FORCED: list[tuple[str, dict[str, Any]]] = [
 @BY_FORMAT
 def test_forced_calls_are_written_and_read_in_the_format(form: ToolFormat) -> None:
     spelled, forced = spelling(form, TOOLS), partial(write, as_forced=True)
-    if isinstance(form.body, KeyedValues):
-        assert spelled is None  # its texts have no end that a grammar could know
-        return
     assert spelled is not None
     grammar = make_grammar(ToolCalls(TOOLS, spelled))
     text = forced(form, FORCED).replace("'", '"')
@@ -137,6 +134,52 @@ def test_forced_calls_are_written_and_read_in_the_format(form: ToolFormat) -> No
     for new_reader in readers:
         for cuts in ([], list(range(len(text))), [7, 20, 21]):
             assert read(new_reader, text, cuts) == ("", FORCED)
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "string", "pattern": "^a+$"}, ['<|"|>aa<|"|>'], ['<|"|>ab<|"|>', "aa", '"aa"']),
+        ({"type": ["string", "integer"], "minimum": 3}, ['<|"|>2<|"|>', "3"], ["2", "null"]),
+        ({"enum": ["b c", 5, None]}, ['<|"|>b c<|"|>', "5", "null"], ['<|"|>5<|"|>', "6"]),
+        (
+            {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2},
+            ["[1]", "[1,2]"],
+            ["[]", "[1,2,3]", "[,]"],
+        ),
+        ({"type": "array", "maxItems": 0}, ["[]"], ["[1]"]),
+        (
+            {"anyOf": [{"type": "boolean"}, {"$ref": "#/$defs/D"}]},
+            ["true", "{k:1}", "{}"],
+            ["{j:1}", '{k:<|"|>1<|"|>}', "1"],
+        ),
+        ({"type": "object"}, ["{}", '{a:1,b-c:[{d:<|"|>x<|"|>},null]}'], ["[]", '{"a":1}', "{a:}"]),
+        ({}, ["1", "[]", "{a:{}}", '<|"|><|"|>'], ["a", "[1"]),
+        ({"allOf": [{"type": "string"}, {"minLength": 1}]}, None, None),
+        ({"type": "array", "uniqueItems": True}, None, None),
+    ],
+)  # fmt: skip
+def test_gemmas_calls_hold_the_schemas_that_their_notation_can_express(
+    schema: dict[str, Any], right: list[str] | None, wrong: list[str] | None
+) -> None:
+    defined = {"D": {"type": "object", "properties": {"k": {"type": "integer"}}}}
+    tools = {
+        "f": {"type": "object", "properties": {"b": schema, "a": {"type": "null"}}, "required": ["b"], "$defs": defined}
+    }
+    spelled = spelling(FORMATS["gemma4"], tools)
+    assert (spelled is None) is (right is None)
+    if spelled is None or right is None or wrong is None:
+        return
+    grammar = make_grammar(ToolCalls(tools, spelled))
+    for before in ("", "a:null,"):
+        for values, is_right in ((right, True), (wrong, False)):
+            for value in values:
+                call = f"<|tool_call>call:f{{{before}b:{value}}}<tool_call|>"
+                assert follows(grammar, call) is is_right, value
+                read_back = read(lambda: FormatParser(FORMATS["gemma4"], tools), call, [])[1]
+                assert not is_right or Draft202012Validator(tools["f"]).is_valid(read_back[0][1]), value
+    assert not follows(grammar, "<|tool_call>call:f{a:null}<tool_call|>")
+    assert not follows(grammar, "<|tool_call>call:f{b:1,a:null}<tool_call|>")  # keys are in the order of the template
 
 
 LEAVES: list[dict[str, Any]] = [
@@ -216,7 +259,7 @@ def test_beside_a_structure_an_answer_is_calls_or_the_structure(form: ToolFormat
         for wrong in ("There is no call.", '{"town": "A"}', "[]", ""):
             assert not follows(grammar, thought + wrong)
         invalid = write(form, [("get_weather", {"city": "A", "unit": "K"})], as_forced=True).replace("'", '"')
-        is_held = is_strict and not isinstance(form.body, KeyedValues)
+        is_held = is_strict
         assert follows(grammar, thought + invalid) is not is_held
 
 

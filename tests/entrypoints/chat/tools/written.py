@@ -44,6 +44,7 @@ def one(body: Any, name: str, arguments: Mapping[str, Any], *, as_forced: bool =
     if isinstance(body, PythonCalls):
         return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
     if isinstance(body, KeyedValues):
+        arguments = dict(sorted(arguments.items())) if as_forced and body.sorts_keys else arguments
         return f"{body.before}{name}{_keyed(arguments, body.quote)}"
     assert isinstance(body, Tags)
     text = f"{body.name_before}{name}{body.index.replace(chr(92) + 'd', '1')}{body.name_after}"
