@@ -116,7 +116,7 @@ def _formats(
     else:
         tools = _stated_tools(fields) or _recognised_tools(tokenizer, template, model_type)
         if tools is None:
-            why = "how the model writes calls was not recognised; name the format with --tool-call-parser."
+            why = f"{_unread(tokenizer, template)}; name the format with --tool-call-parser."
     if reasoning_parser == NONE:
         reasoning = None
     elif reasoning_parser != AUTO:
@@ -129,6 +129,13 @@ def _formats(
         calls = reasoning.blocks.calls
         tools, why = next(form for form in _known() if calls in (form.open, form.start)), ""
     return ModelFormats(tools, reasoning, why, _call_ids(tokenizer, template, tools))
+
+
+def _unread(tokenizer: ModelTokenizer, template: str) -> str:
+    """Return why no format of calls was recognised."""
+    if not (rendered := _cut_calls(tokenizer, template)):
+        return "how the model writes calls was not recognised, as its chat template writes none"
+    return f"no known format reads calls as the chat template writes them, such as {rendered[0].text.strip()!r:.300}"
 
 
 def _call_ids(tokenizer: ModelTokenizer, template: str | None, tools: ToolFormat | None) -> CallIdForm:

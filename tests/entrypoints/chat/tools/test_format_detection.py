@@ -363,7 +363,9 @@ def test_formats_that_nobody_knows_are_read_off_with_what_stands_around_and_betw
 def test_marks_that_differ_between_calls_are_no_format() -> None:
     """A counter within the marks is read neither as a part of them nor as anything else."""
     call = "<call-{{ c.id }}>{{ f.name }}<with>{{ f.arguments | tojson }}</call-{{ c.id }}>"
-    assert model_formats(Templated(chat(each(call)))).tools is None  # type: ignore[arg-type]
+    found = model_formats(Templated(chat(each(call))))  # type: ignore[arg-type]
+    assert found.tools is None
+    assert "as the chat template writes them, such as '<call-abcdefgh1>probe_name<with>{" in found.why_no_choice
 
 
 @pytest.mark.parametrize(
