@@ -13,7 +13,7 @@ import os
 import stat
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from socket import SOCK_STREAM
 from threading import Lock, Thread
@@ -139,7 +139,10 @@ class MediaConnector:
             except (httpx.ConnectError, httpx.ConnectTimeout) as e:
                 last = e
         assert last is not None, "names resolve to an address at least"
-        raise last
+        try:
+            raise last
+        finally:
+            del last  # its traceback has this function's variables: a cycle
 
     async def _resolve(self, host: str, port: int) -> list[str]:
         entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=SOCK_STREAM)
@@ -167,19 +170,19 @@ class MediaConnector:
         """Return the content of a file: URL. A missing file and a forbidden file get the same error."""
         if self._config.allowed_folder is None:
             raise self._refusal("its url is of a file, and none are allowed here (--allowed-local-media-path).")
-        refused = self._refusal("its url is of no readable file below --allowed-local-media-path.")
+        refused = partial(self._refusal, "its url is of no readable file below --allowed-local-media-path.")
         try:
             parts = urlsplit(url)
             path = Path(unquote(parts.path)).resolve(strict=True)
             if parts.netloc not in ("", "localhost") or not path.is_relative_to(self._config.allowed_folder):
-                raise refused
+                raise refused()
             # Opening a pipe would wait for its writer. A link that was put there after `resolve` would lead elsewhere.
             with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise refused
+                    raise refused()
                 data = file.read(self._config.max_bytes + 1)
         except (OSError, ValueError, RuntimeError):
-            raise refused from None
+            raise refused() from None
         if len(data) > self._config.max_bytes:
             raise self._kind.too_many_bytes(self._config.max_bytes)
         return data
@@ -196,7 +199,8 @@ async def fetch_all(connector: MediaConnector, urls: Sequence[str]) -> dict[str,
     futures = {url: connector.fetch(url) for url in dict.fromkeys(urls) if needs_fetching(url)}
     try:
         found = await asyncio.gather(*map(asyncio.wrap_future, futures.values()))
-    finally:
-        for future in futures.values():
-            future.cancel()
+    except BaseException:
+        while futures:  # emptied: a future has the error, whose traceback has this function's variables: a cycle
+            futures.popitem()[1].cancel()
+        raise
     return dict(zip(futures, found, strict=True))

@@ -31,7 +31,9 @@ from octavo.multimodal import connector
 from octavo.multimodal.connector import MediaConnector, fetch_all, is_public
 from octavo.request import Prompt
 from octavo.sampling_params import SamplingParams
+from tests.garbage import counted_garbage
 from tests.multimodal.conftest import encoded, picture
+from tests.ports import held_port
 from tests.waiting import within
 
 PICTURE = encoded(picture(0))
@@ -370,3 +372,25 @@ def test_pictures_of_a_prompt_are_fetched_at_once_and_left_when_one_is_refused(s
     assert len(Pictures.seen) == 1
     with pytest.raises(RequestError, match="status 404"):  # long before the other one's 20 s
         asyncio.run(asyncio.wait_for(fetched(server + "/drip", server + "/status/404"), within(15)))
+
+
+def test_refused_files_leave_no_cycles(server: str, tmp_path: Path) -> None:
+    """In which they would be held, with their requests, until a collection."""
+    config = replace(CONFIG, allowed_folder=tmp_path)
+
+    async def refused(*urls: str) -> None:
+        with pytest.raises(RequestError):
+            await fetch_all(MediaConnector(config), urls)
+
+    urls = [f"{server}/{path}" for path in ("loop/a", "endless", "declared", "status/404")]
+    urls += [f"http://127.0.0.1:{held_port()}/a.png", f"file://{tmp_path}/a.png"]
+
+    async def all_refused() -> None:
+        for url in urls:
+            await refused(url)
+        await refused(*urls)
+
+    asyncio.run(all_refused())  # the first imports modules
+    with counted_garbage("octavo", "httpx") as left:
+        asyncio.run(all_refused())
+    assert not left
