@@ -21,6 +21,7 @@ from octavo.step_cost import StepCost, StepWork
 _COPY_BYTES = 128 << 20
 # Back to the device, with a plan that computes other sequences too: 5 to 20 ms of the bus, which the step waits for.
 _LOAD_BYTES = 256 << 20
+_MOST_COPIES = 256  # to the host, with one plan: each takes the scheduler some microseconds, however small it is
 _LOAD_S_PER_BYTE = 1e-10  # 10 GB/s: PCIe 3.0 with 16 lanes; computing tokens of any model but the smallest takes longer
 
 _Name = tuple[int, bytes]  # the pool of a block, and its key in the pool's index
@@ -58,6 +59,7 @@ class HostTier:
         """`block_bytes` are by pool. A plan copies about `copy_bytes` to the host and `load_bytes` back."""
         self._cache, self._block_bytes, self._cost = cache, block_bytes, cost
         self._copy_bytes, self._load_bytes = copy_bytes, load_bytes
+        self._counted_bytes = [max(num_bytes, copy_bytes // _MOST_COPIES) for num_bytes in block_bytes]
         self._watches = [_PoolWatch(self, cache, pool) for pool in range(len(cache.pools))]
         for pool, watch in zip(cache.pools, self._watches, strict=True):
             pool.watchers.append(watch)
@@ -148,5 +150,5 @@ class HostTier:
         if self._copy_left <= 0 or not self._cache.copy_to_host(*name, block):
             self._num_dropped += 1
             return
-        self._copy_left -= self._block_bytes[name[0]]
+        self._copy_left -= self._counted_bytes[name[0]]
         self._num_copied += 1

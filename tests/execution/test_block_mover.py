@@ -88,3 +88,21 @@ def test_a_device_that_has_none_at_all_fails() -> None:
     device.release_memory = lambda: None  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
         moved(device)
+
+
+def test_consecutive_host_blocks_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some thousand small copies would take the host longer than the bus."""
+    device, copied = CpuDevice(), list[int]()
+    copy = device.copy
+    monkeypatch.setattr(device, "copy", lambda source, target: (copied.append(len(target)), copy(source, target)))
+    keys = np.arange(NUM_BLOCKS * 8, dtype=np.uint8).reshape(NUM_BLOCKS, 8)
+    cache, before = LayerKVCache(keys, np.zeros((NUM_BLOCKS, 4))), keys.copy()
+    mover = BlockMover(cast(Ops, cpu_cache), device, [[cache]], [NUM_BLOCKS])
+    host_blocks = [3, 4, 5, 9, 10, 2, 2]
+    mover.move([BlockMoves(swap_out=list(enumerate(host_blocks)))])
+    assert copied == [7, 3, 2, 1, 1]  # the first one gathers them
+    copied.clear()
+    mover.move([BlockMoves(swap_in=[(host, 15 - i) for i, host in enumerate(host_blocks)])])
+    assert copied == [3, 2, 1, 1]
+    expected = [*before[:5], before[6], before[6]]  # what came to block 2 last
+    assert (keys[[15 - i for i in range(7)]] == np.array(expected)).all()

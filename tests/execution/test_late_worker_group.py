@@ -16,6 +16,7 @@ from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError, LoadError
 from octavo.execution.executor import MultiprocExecutor
+from octavo.kv_cache import host_tier
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from tests.execution.late_worker_group import late_followers
@@ -72,8 +73,6 @@ def of_one_on_cpu(model: Path, **flags: Any) -> EngineCore:
         ((2, 1), {}),
         ((1, 2), {"num_gpu_blocks_override": 16, "preemption_mode": "swap"}),
         ((2, 1), {"num_gpu_blocks_override": 16, "preemption_mode": "swap"}),
-        ((2, 1), {"num_gpu_blocks_override": 13, "kv_cache_host_gib": 0.01}),
-        ((1, 2), {"num_gpu_blocks_override": 13, "kv_cache_host_gib": 0.01}),
         ((2, 1), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
         ((4, 1), {"enforce_eager": True}),
         ((2, 1), {"hf_overrides": CUT | DEEPSEEK, "enable_expert_parallel": True}),
@@ -89,12 +88,27 @@ def test_answers_are_those_of_one_worker(
     model: Path, start: Callable[..., EngineCore], sizes: tuple[int, int], flags: dict[str, Any]
 ) -> None:
     """One step ahead of the tokens where layers are shared, a step a stage where they are shared out."""
-    alone = {k: value for k, value in flags.items() if k not in ("enable_expert_parallel", "kv_cache_host_gib")}
+    alone = {name: value for name, value in flags.items() if name != "enable_expert_parallel"}
     expected = run(of_one_on_cpu(model, **alone), guessed_requests(1), 1)
     size, num_stages = sizes
     core = start(tensor_parallel_size=size, pipeline_parallel_size=num_stages, **flags)
-    for _ in range(2 if "kv_cache_host_gib" in flags else 1):  # the second time from the host
-        assert_near(run(core, guessed_requests(1), 1), expected)
+    assert_near(run(core, guessed_requests(1), 1), expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_each_worker_keeps_its_part_of_a_block_on_its_host(
+    model: Path, start: Callable[..., EngineCore], sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_tier, "_LOAD_S_PER_BYTE", 0.0)
+    few, loaded = {"num_gpu_blocks_override": 13}, list[bytes]()
+    core = start(tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1], kv_cache_host_gib=0.01, **few)
+    load = core.scheduler.cache.load_from_host
+    monkeypatch.setattr(core.scheduler.cache, "load_from_host", lambda pool, key: (loaded.append(key), load(pool, key)))
+    expected = run(of_one_on_cpu(model, **few), requests(1), 1)
+    for _ in range(2):
+        assert_near(run(core, requests(1), 1), expected)
+    assert loaded
 
 
 @pytest.mark.long

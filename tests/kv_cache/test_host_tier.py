@@ -66,6 +66,14 @@ def test_computed_blocks_are_copied_with_the_next_plans_a_few_with_each() -> Non
     assert stats_of(host).num_host_copied == 3
 
 
+def test_small_blocks_are_no_more_than_a_plan_has_time_for() -> None:
+    cache = manager(num_blocks=400, num_host_blocks=400)
+    host = tier(cache, copies=1 << 20)
+    computed(cache, prompt(0, 300))
+    planned(cache, host)
+    assert len(planned(cache, host).swap_out) == 256
+
+
 def test_a_block_that_leaves_before_its_copy_is_copied_then_and_no_more_than_a_plan_may() -> None:
     cache = manager(num_blocks=4, num_host_blocks=8)
     host = tier(cache, copies=0)
