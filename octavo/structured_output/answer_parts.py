@@ -28,10 +28,12 @@ class ParameterText:
 
 @dataclass(frozen=True, slots=True)
 class TextRule:
-    """Regular expressions that a whole text must match. With `or_null` the text may also be `null`."""
+    """Regular expressions that a whole text must match. With `or_null` the text may also be `null`, with `or_json` JSON
+    of this schema."""
 
     expressions: tuple[str, ...] = ()
     or_null: bool = False
+    or_json: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

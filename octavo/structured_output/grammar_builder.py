@@ -411,10 +411,17 @@ class _Maker:
             else:
                 more, parameter = self._of_text(call, kind, here, after_value)
                 lines += more
-                null = ""
+                other, of_json = "", literal(form.before_key + name + form.after_key_of_json)
                 if kind.or_null and form.says_types:
-                    null = f' | {literal(form.before_key + name + form.after_key_of_json)} "null" {end}'
-                lines.append(f"parameter{here}: {head} {parameter}{null}")
+                    other = f' | {of_json} "null" {end}'
+                if kind.or_json is not None:
+                    grammar = self._of_schema(
+                        dict(schema), f"tools[{index}].function.parameters", start=dict(kind.or_json), closes=True,
+                        wanted=_PLAIN,
+                    )  # fmt: skip
+                    grammars.append({**grammar, "name": f"json{here}"})
+                    other += f" | {of_json} @json{here} {end}"
+                lines.append(f"parameter{here}: {head} {parameter}{other}")
             nothing_first = f" | first{index}_{j + 1}" if name not in required else ""
             nothing_more = f" | more{index}_{j + 1}" if name not in required else ""
             lines.append(f"first{here}: parameter{here} more{index}_{j + 1}{nothing_first}")

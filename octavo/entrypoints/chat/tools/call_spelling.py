@@ -212,6 +212,11 @@ def _parameters(
         if not says_types and _takes_any_text(one, kinds):
             found[name] = TextRule()
             continue
+        if {"string"} < kinds <= {"string", "null", "array", "object"} and kinds & {"array", "object"}:
+            if (rule := _text_or_json(one, schema, kinds, says_types=says_types)) is None:
+                return None
+            found[name] = rule
+            continue
         if not kinds or ("string" in kinds and not kinds <= {"string", "null"}) or "unknown" in kinds:
             return None  # a text would look like JSON
         if "string" not in kinds:
@@ -225,6 +230,31 @@ def _parameters(
         else:
             found[name] = TextRule(rules, "null" in kinds)
     return found
+
+
+def _text_or_json(
+    schema: Mapping[str, Any], root: Mapping[str, Any], kinds: set[str], *, says_types: bool
+) -> TextRule | None:
+    """Return the form of a text in whose place a list or an object may stand. Where the format does not say which it
+    is, no text begins like one, nor like a text in quotes if it must follow a rule."""
+    if schema.keys() <= {"anyOf", *SILENT}:
+        parts = {id(one): schema_types(one, root) for one in schema["anyOf"]}
+        texts = [one for one in schema["anyOf"] if parts[id(one)] == {"string"}]
+        others = [one for one in schema["anyOf"] if "string" not in parts[id(one)]]
+        of_json: dict[str, Any] = {"anyOf": others}
+        if len(texts) != 1 or len(others) + 1 < len(schema["anyOf"]):
+            return None
+        rules = _rules(texts[0], root)
+    elif schema.keys() & (_BESIDE_REFS - {"type", *WRITTEN} | {"enum", "const"}):
+        return None
+    else:
+        rules = text_rules({key: schema[key] for key in WRITTEN & schema.keys()})
+        of_json = {**schema, "type": sorted(kinds - {"string"})}
+    if rules is None or not some_text_matches(rules):
+        return None
+    if not says_types:
+        rules = (*rules, r"(\s*[^\s\[({\"'](.|\n)*)?" if rules else r"(\s*[^\s\[({](.|\n)*)?")
+    return TextRule(rules, or_json=of_json)
 
 
 def _takes_any_text(schema: Mapping[str, Any], kinds: set[str]) -> bool:

@@ -182,7 +182,34 @@ def test_gemmas_calls_hold_the_schemas_that_their_notation_can_express(
     assert not follows(grammar, "<|tool_call>call:f{b:1,a:null}<tool_call|>")  # keys are in the order of the template
 
 
+UNIONS: list[dict[str, Any]] = [
+    {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+    {"type": ["string", "array"], "items": {"type": "string"}, "pattern": "^[a-z'1, ]*$"},
+    {"anyOf": [{"$ref": "#/$defs/D"}, {"type": "string", "minLength": 2}, {"type": "null"}]},
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "minimax_m3", "deepseek_v32", "step3"])
+def test_a_text_or_a_list_stands_between_tags_as_the_model_writes_it(name: str) -> None:
+    form = FORMATS[name]
+    defined = {"D": {"type": "object", "properties": {"k": {"type": "integer"}}, "required": ["k"]}}
+    tools = {"f": {"type": "object", "properties": dict(zip("abc", UNIONS, strict=True)), "$defs": defined}}
+    spelled = spelling(form, tools)
+    assert spelled is not None
+    grammar = make_grammar(ToolCalls(tools, spelled))
+    for arguments in (
+        {"a": "x"}, {"a": ["x", "y"]}, {"a": []}, {"a": "1, 2"}, {"b": "ab 1"}, {"b": ["A"]}, {"c": "ab"},
+        {"c": {"k": 1}}, {"c": "nul l"}, {"a": "x [1]", "b": "a", "c": {"k": 5}},
+    ):  # fmt: skip
+        text = write(form, [("f", arguments)], as_forced=True)
+        assert follows(grammar, text), text
+        assert read(lambda: FormatParser(form, tools), text, [])[1] == [("f", arguments)]
+    for arguments in ({"a": [1]}, {"b": "AB"}, {"b": [1]}, {"c": "a"}, {"c": {"k": "1"}}, {"c": [1]}, {"c": {}}):
+        assert not follows(grammar, write(form, [("f", arguments)], as_forced=True)), arguments
+
+
 LEAVES: list[dict[str, Any]] = [
+    *UNIONS[:2],
     {"type": "string"}, {"type": "integer"}, {"type": ["string", "null"]}, {"enum": ["a", "b c", "</x>"]},
     {"enum": [1, 2]}, {"type": "array", "items": {"type": "string"}, "maxItems": 2}, {"$ref": "#/$defs/D"},
     {"const": "x"}, {"type": "boolean"},
@@ -408,7 +435,8 @@ def test_a_schema_that_texts_cannot_be_told_by_has_no_native_spelling() -> None:
     form = FORMATS["qwen3_coder"]
     assert isinstance(form.body, Tags)
     for one in (
-        {"anyOf": [TEXT, {"type": "array", "items": TEXT}]}, {"anyOf": [TEXT, {"type": "integer", "minimum": 1}]},
+        {"anyOf": [{"type": ["string", "array"]}, {"type": "array"}]},
+        {"anyOf": [TEXT, {"type": "integer", "minimum": 1}]},
         {"oneOf": [TEXT, {"type": "integer"}]}, {"anyOf": [TEXT, {}]}, {"enum": ["</parameter>"]},
         {"$ref": "#/$defs/T", "pattern": "a+"}, {**TEXT, "pattern": r"a\b"}, {**TEXT, "pattern": "^a|b$"},
         {**TEXT, "pattern": "a$b"}, {**TEXT, "not": {"const": "a"}}, {**TEXT, "format": "duration"},
