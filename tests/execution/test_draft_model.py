@@ -21,6 +21,7 @@ from octavo.errors import ConfigError, DeviceMemoryError
 from octavo.execution.draft_model import group_for
 from octavo.execution.drafting_runner import DraftingRunner
 from octavo.execution.executor import PendingStep
+from octavo.kv_cache import host_tier
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.sampling.draft_verification import count_valid_tokens
@@ -31,6 +32,7 @@ from octavo.step_plan import DRAFT_PLACEHOLDER, PlannedRow, StepPlan
 from tests.execution.late_device import LateDevice
 from tests.execution.small_overrides import BAMBA, CUT
 from tests.execution.test_draft_tokens import guessed_requests
+from tests.execution.test_host_tier import kept
 from tests.execution.test_runner import EOS, FLAGS, VOCAB, config_of, late_executor, model, requests, run, told
 from tests.speculation import guessing
 
@@ -107,6 +109,17 @@ def test_a_draft_that_lags_catches_up_whatever_became_of_its_blocks(model: Path,
     assert num_drafted > 50
     num_preemptions = sum(outputs[-1].num_preemptions for outputs in found.values())
     assert num_preemptions or "num_gpu_blocks_override" not in flags
+
+
+def test_blocks_that_come_back_from_the_host_have_the_drafts_part(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_tier, "_LOAD_S_PER_BYTE", 0.0)
+    flags = FLAGS["few blocks"] | {"speculative_config": {"model": str(model), "num_speculative_tokens": 3}}
+    config, rng, loaded = kept(config_of(model, **flags)), random.Random(0), list[bytes]()
+    core = EngineCore(config, late_executor(config, LateDevice(1)), sometimes(rng))
+    load = core.scheduler.cache.load_from_host
+    monkeypatch.setattr(core.scheduler.cache, "load_from_host", lambda pool, key: (loaded.append(key), load(pool, key)))
+    _, num_drafted = run_with_right_guesses(core, rng)
+    assert loaded and num_drafted > 30
 
 
 def test_a_draft_that_finds_no_memory_loses_no_block(model: Path) -> None:

@@ -89,13 +89,16 @@ def test_an_aborted_request_leaves_what_is_being_copied_right(model: Path) -> No
     core = device_core(kept(config_of(model, num_gpu_blocks_override=13)), device)
     plain = device_core(config_of(model, num_gpu_blocks_override=13), LateDevice(1))
     expected = {key: told(one) for key, one in run(plain, requests(1), 1).items()}
+    num_copied = num_hits = 0
     for _ in range(3):
         for request in requests(1):
             core.add(request)
-            core.step()
-            core.step()
+            for _ in range(2):
+                stats = core.step().stats
+                num_copied, num_hits = num_copied + stats.num_host_copied, num_hits + stats.num_host_hits
             core.abort(request.request_id)
         assert {key: told(one) for key, one in run(core, requests(1), 1).items()} == expected
+    assert num_copied > 0 and num_hits > 0
 
 
 def test_the_memory_of_the_host_is_bounded_and_shared_out(model: Path) -> None:
