@@ -18,6 +18,7 @@ _IMPORT = re.compile(
 _NESTED = re.compile(r"%(json|lark|regex)\b|<\[|@")
 _HEAD = re.compile(r"^[ \t]*(\w+)[ \t]*:", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_ALIAS = re.compile(r"^(?![ \t]*%).*?(->[ \t]*\w+)", re.MULTILINE)
 # Terminals of Lark's library that have line breaks, tabs, quotes or backslashes.
 _COMMON = {
     "C_COMMENT": r"\/\*([^*]|\*+[^*\/])*\*+\/",
@@ -71,6 +72,8 @@ def _as_terminals(grammar: str) -> str:
     reads the longest text of a terminal: in JSON a backslash may go on with it or begin the next one, so the whole text
     must be one terminal."""
     masked = _PIECES.sub(lambda found: " " * len(found[0]), grammar)  # same places, without strings and expressions
+    while (found := _ALIAS.search(masked)) is not None:  # names of branches in a parse tree, which terminals lack
+        masked, grammar = (text[: found.start(1)] + text[found.end(1) :] for text in (masked, grammar))
     heads = list(_HEAD.finditer(masked))
     names = {found[1] for found in heads}
     bodies = {
@@ -82,7 +85,7 @@ def _as_terminals(grammar: str) -> str:
         for name in ended:
             del references[name]
     is_regular = not references and len(bodies) == len(heads) and "start" in names
-    if not is_regular or any(mark in masked for mark in ("%ignore", "[", "->")):
+    if not is_regular or any(mark in masked for mark in ("%ignore", "[")):
         return grammar
     out, end = list[str](), 0
     for found in _NAME.finditer(masked):

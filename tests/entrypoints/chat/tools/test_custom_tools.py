@@ -25,7 +25,8 @@ begin: "*** Begin Patch" LF
 end: "*** End Patch" LF?
 hunk: "*** Update File: " name LF line+  // a file
 name: /(.+)/
-line: ("+" | "-" | " ") /(.*)/ LF
+line: "+" /(.*)/ LF -> added | "-" /(.*)/ LF -> removed
+    | " " /(.*)/ LF
 %import common.LF
 """
 RIGHT = '*** Begin Patch\n*** Update File: a.py\n-print("a\\n")\n+\tprint("ü😀 </x> \'\')")\n*** End Patch'
