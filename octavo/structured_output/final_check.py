@@ -4,26 +4,60 @@ a `FinalCheck` if one is needed; `octavo.engine.output_processor` runs it.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+if TYPE_CHECKING:
+    from octavo.structured_output.schema_validation import Validator
 
 _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\u")
 MISMATCH = "schema_mismatch"  # the `stop_reason` of an answer that the check finds wrong
 UNCHECKED = "schema_unchecked"  # the `stop_reason` of an answer that could not be checked
 
 
-def verdict(text: str, schema: Mapping[str, Any]) -> str | None:
-    """Return the `stop_reason` for a JSON text that does not satisfy `schema` or cannot be checked, else None."""
-    from octavo.structured_output.schema_validation import problem_of  # imported late: few answers need it
+class CallChecks:
+    """Compares the calls of one request's answers with the schemas of their functions. The event loop waits for it: all
+    calls share the steps of one check."""
 
-    try:
-        return None if problem_of(text, json.dumps(schema)) is None else MISMATCH
-    except Exception:  # an unreadable part of a schema, or too much work
-        return UNCHECKED
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        self._schemas = dict(schemas)
+        self._validators: dict[str, Validator] = {}
+        self._num_steps = 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._schemas
+
+    def leave_out(self, held: Mapping[str, Mapping[str, Any]]) -> None:
+        """Check no more calls of functions that have these schemas, because a grammar holds their arguments
+        completely."""
+        for name, schema in held.items():
+            if name in self._schemas and self._schemas[name] == schema:
+                del self._schemas[name]
+
+    def verdict(self, calls: Iterable[tuple[str, str]]) -> str | None:
+        """Return the `stop_reason` of an answer with `calls`, functions with their arguments: `MISMATCH` if one does
+        not satisfy its schema, otherwise `UNCHECKED` if one could not be checked, else None."""
+        found = None
+        for name, arguments in calls:
+            try:
+                if self._problem(name, arguments) is not None:
+                    return MISMATCH
+            except Exception:  # an unreadable part of a schema, or too much work
+                found = UNCHECKED
+        return found
+
+    def _problem(self, name: str, arguments: str) -> str | None:
+        from octavo.structured_output.schema_validation import Validator  # imported late: few answers need it
+
+        if (validator := self._validators.get(name)) is None:
+            validator = self._validators[name] = Validator(self._schemas[name])
+        try:
+            return validator.check_text(arguments, self._num_steps)
+        finally:
+            self._num_steps = validator.num_steps
 
 
 class FinalCheck(msgspec.Struct, frozen=True, array_like=True):

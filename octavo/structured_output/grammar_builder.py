@@ -34,7 +34,7 @@ from octavo.structured_output.answer_parts import (
     ThinkingBudget,
     ToolCalls,
 )
-from octavo.structured_output.final_check import FinalCheck
+from octavo.structured_output.final_check import CallChecks, FinalCheck
 from octavo.structured_output.lark import escaped, pieces
 from octavo.structured_output.lark_in_calls import lark_without, quoted_lark
 from octavo.structured_output.schema_keywords import SILENT
@@ -75,6 +75,7 @@ class WantedGrammar(NamedTuple):
     special_tokens: Mapping[str, int] | None = None  # ids by text: grammars name these tokens by id
     budget: ThinkingBudget | None = None
     calls: ToolCalls | None = None
+    checks: CallChecks | None = None  # functions whose arguments the grammar holds completely are left out of these
 
 
 class MadeGrammar(NamedTuple):
@@ -91,7 +92,7 @@ def make_checked_grammar(wanted: WantedGrammar, *, closes_objects: bool = False)
     otherwise. Raises `RequestError` with the reason if the grammar cannot be followed. The largest grammars take some
     seconds.
     """
-    content, reasoning, field, special_tokens, budget, calls = wanted
+    content, reasoning, field, special_tokens, budget, calls, checks = wanted
     is_call = isinstance(content, ToolCalls)
     if content is None:
         assert budget is not None
@@ -128,6 +129,8 @@ def make_checked_grammar(wanted: WantedGrammar, *, closes_objects: bool = False)
             is_checked = bool(maker.unheld) or maker.has_open_objects
             if isinstance(content, StructuredOutputsParams) and content.json is not None and is_checked:
                 check = _final_check(content, reasoning, field, maker.unheld, calls)
+            if checks is not None:
+                checks.leave_out(maker.held)
             return MadeGrammar(grammar, check)
         if not maker.has_schemas:
             break
@@ -164,12 +167,14 @@ class _Maker:
     def __init__(self, special_tokens: Mapping[str, int], closes_objects: bool, tries_each: bool) -> None:
         self.unheld = set[str]()  # keywords of schemas that the grammar does not enforce
         self.has_open_objects = False  # some object allows other names: a known name may be written with escapes
+        self.held: dict[str, Mapping[str, Any]] = {}  # functions whose arguments the grammar holds completely
         self.is_simple = True  # llguidance's work on the grammar is bounded by its size
         self.is_certain = True  # and llguidance never refuses such a grammar
         self.has_schemas = False
         self._special_tokens = special_tokens
         self._closes_objects = closes_objects
         self._tries_each = tries_each
+        self._fields_held_in_part = set[str]()
 
     def of_structure(self, wanted: StructuredOutputsParams, field: str) -> str:
         try:
@@ -280,6 +285,8 @@ class _Maker:
             # If no value satisfies a part of the schema, none satisfies the whole.
             if not levels or problem.startswith("Unsatisfiable"):
                 raise RequestError(f"{field} cannot be followed: {_WHERE.sub('', problem)}", param=field)
+        if lowered.unheld or lowered.has_open_objects:
+            self._fields_held_in_part.add(field)
         self.unheld |= lowered.unheld
         self.has_open_objects |= lowered.has_open_objects
         self.is_simple &= lowered.is_simple and wanted.whitespace_pattern is None
@@ -327,6 +334,11 @@ class _Maker:
             # Separator and the text before a call are one lexeme, because the lexer cannot go back to the end of a
             # shorter one.
             lines.append(f"next{i}: {literal(spelling.separator + call.before)} rest{i}")
+        self.held |= {
+            name: calls.schemas[name]
+            for name, call in spelling.calls.items()
+            if call.free is None and _field_of_arguments(indices[name]) not in self._fields_held_in_part
+        }
         names = " | ".join(f"call{indices[name]}" for name in spelling.calls)
         limit = MAX_CALLS - 1 if calls.is_parallel else 0
         more_calls = f"next_call{{0,{limit}}}" if limit else ""
@@ -401,9 +413,12 @@ class _Maker:
             if kind is None:
                 # References are to the whole schema.
                 grammar = self._of_schema(
-                    dict(schema), f"tools[{index}].function.parameters", start=schema["properties"][name], closes=True,
+                    dict(schema),
+                    _field_of_arguments(index),
+                    start=schema["properties"][name],
+                    closes=True,
                     wanted=_PLAIN,
-                )  # fmt: skip
+                )
                 grammars.append({**grammar, "name": f"value{here}"})
                 lines.append(f"parameter{here}: {head} @value{here} {end}")
             elif isinstance(kind, list):
@@ -444,7 +459,9 @@ class _Maker:
         elif isinstance(value, tuple):
             lines.append(f"{rule}: {' | '.join(literal(quote + text + quote) for text in value)}")
         elif isinstance(value, KeyedScalar):
-            grammar = self._of_schema(dict(value.schema), "tools", closes=True, wanted=_PLAIN)
+            grammar = self._of_schema(
+                dict(value.schema), _field_of_arguments(here.partition("_")[0]), closes=True, wanted=_PLAIN
+            )
             grammars.append({**grammar, "name": f"scalar{here}"})
             lines.append(f"{rule}: @scalar{here}")
         elif isinstance(value, KeyedList):
@@ -500,13 +517,17 @@ class _Maker:
 
     def _of_arguments(self, schema: Mapping[str, Any], index: int) -> dict[str, Any]:
         """Return the grammar of a function's arguments: an object without properties that the schema does not name."""
-        field = f"tools[{index}].function.parameters"
+        field = _field_of_arguments(index)
         if not describes_object(schema):
             raise RequestError(f"{field} must describe an object, not {schema['type']!r:.100}.", param=field)
         schema = {**schema, "type": "object"}
         if schema.keys() <= {"type", "properties", *SILENT} and not schema.get("properties"):
             schema["additionalProperties"] = False  # a function without parameters: any argument would be made up
         return self._of_schema(schema, field, closes=True, wanted=_PLAIN)
+
+
+def _field_of_arguments(index: int | str) -> str:
+    return f"tools[{index}].function.parameters"
 
 
 def _ends_of_text(form: ParameterText, call: CallText, after_value: str) -> set[str]:

@@ -54,17 +54,14 @@ class NotChecked(SchemaError):
 
 def problem_of(text: str, schema: str) -> str | None:
     """Return why a text is not JSON that satisfies `schema`, also JSON text; None if it is. Raises `NotChecked`."""
-    num_steps = sum(len(one) // _CHARACTERS_PER_STEP + sum(map(one.count, "[{,")) // _PARSED_PER_STEP
-                    for one in (text, schema))  # fmt: skip
+    num_steps = _steps_to_parse(schema)
     if num_steps > _MAX_STEPS:
         raise NotChecked(_TOO_MANY_STEPS)
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as e:
-        return f"it is no JSON: {e}"
-    except (RecursionError, ValueError) as e:  # nested too deep, or a number with thousands of digits
-        raise NotChecked(str(e)) from None
-    return Validator(json.loads(schema)).check(value, num_steps)
+    return Validator(json.loads(schema)).check_text(text, num_steps)
+
+
+def _steps_to_parse(text: str) -> int:
+    return len(text) // _CHARACTERS_PER_STEP + sum(map(text.count, "[{,")) // _PARSED_PER_STEP
 
 
 class Validator:
@@ -73,16 +70,32 @@ class Validator:
     def __init__(self, schema: Schema) -> None:
         self._document = Document(schema)
         self._draft = self._document.draft
-        self._num_steps = self._num_format_steps = 0
+        self.num_steps = self._num_format_steps = 0  # taken by the last check, with those before it
         self._has_dependencies = self._document.has_dependencies
         self._asserts_formats = False
         self._enums: dict[int, tuple[list[Any], set[str]]] = {}  # by id() of the lists, which the schema keeps alive
         self._patterns: dict[str, Pattern] = {}  # patterns that have been used
 
+    def check_text(self, text: str, num_steps: int = 0) -> str | None:
+        """Return why a text is not JSON that satisfies the schema, or None if it is. `num_steps` were already taken.
+        Raises `NotChecked`."""
+        self.num_steps = num_steps
+        num_steps += _steps_to_parse(text)
+        if num_steps > _MAX_STEPS:
+            raise NotChecked(_TOO_MANY_STEPS)
+        self.num_steps = num_steps
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as e:
+            return f"it is no JSON: {e}"
+        except (RecursionError, ValueError) as e:  # nested too deep, or a number with thousands of digits
+            raise NotChecked(str(e)) from None
+        return self.check(value, num_steps)
+
     def check(self, value: Any, num_steps: int = 0) -> str | None:
         """Return why a value does not satisfy the schema, or None if it does. `num_steps` were already taken. Raises
         `NotChecked`."""
-        self._num_steps, self._num_format_steps = num_steps, 0
+        self.num_steps, self._num_format_steps = num_steps, 0
         self._document.spend = self._spend
         try:
             try:
@@ -97,12 +110,12 @@ class Validator:
 
     def satisfies(self, schema: Schema, base: str, value: Any, *, asserts_formats: bool = False) -> bool:
         """Return whether a value satisfies a schema of the document, whose references are relative to `base`."""
-        self._num_steps = 0
+        self.num_steps = 0
         return self._satisfies(schema, base, value, 0, asserts_formats=asserts_formats)
 
     def _spend(self, num_steps: int = 1) -> None:
-        self._num_steps += num_steps
-        if self._num_steps > _MAX_STEPS:
+        self.num_steps += num_steps
+        if self.num_steps > _MAX_STEPS:
             raise NotChecked(_TOO_MANY_STEPS)
 
     def _satisfies(self, schema: Schema, base: str, value: Any, depth: int, *, asserts_formats: bool = False) -> bool:
@@ -116,8 +129,8 @@ class Validator:
         return True
 
     def _apply(self, schema: Schema, base: str, value: Any, at: str, depth: int) -> None:
-        self._num_steps += 1
-        if self._num_steps > _MAX_STEPS:
+        self.num_steps += 1
+        if self.num_steps > _MAX_STEPS:
             raise NotChecked(_TOO_MANY_STEPS)
         if depth > _MAX_DEPTH:
             raise SchemaError("the schema is too deep for this value")

@@ -22,6 +22,7 @@ from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output import grammar_builder, schema_keywords
 from octavo.structured_output.answer_parts import ReasoningMarks
+from octavo.structured_output.final_check import CallChecks
 from octavo.structured_output.grammar_builder import WantedGrammar, make_checked_grammar
 from octavo.structured_output.schema_formats import has_format
 from octavo.structured_output.schema_keywords import SchemaError
@@ -860,3 +861,13 @@ def test_formats_tell_evaluated_properties_apart() -> None:
     validator = Validator({"oneOf": parts, "unevaluatedProperties": False})
     assert validator.check({"k": "1.2.3.4", "a": 1}) is None
     assert validator.check({"k": "1.2.3.4", "b": 1}) is not None
+
+
+def test_the_calls_of_a_request_share_the_steps_of_one_check() -> None:
+    odd = {"type": "array", "items": {"not": {"const": 0}}}
+    checks = CallChecks({"f": odd, "g": {"$ref": "https://example.com/other"}})
+    long = json.dumps([1] * 2500)
+    assert checks.verdict([("f", long)]) is None
+    assert checks.verdict([("g", "1"), ("f", "[0]")]) == "schema_mismatch"  # whatever cannot be checked before it
+    assert checks.verdict([("g", "1"), ("f", "[1]")]) == "schema_unchecked"
+    assert checks.verdict([("f", long)] * 10) == "schema_unchecked"

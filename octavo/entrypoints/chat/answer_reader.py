@@ -27,7 +27,7 @@ from octavo.entrypoints.openai.tool_choice import NamedToolChoice
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output.answer_parts import ReasoningMarks, Spelling, ThinkingBudget, ToolCalls
-from octavo.structured_output.final_check import verdict
+from octavo.structured_output.final_check import CallChecks
 from octavo.structured_output.grammar_builder import WantedGrammar
 
 
@@ -74,8 +74,7 @@ class AnswerFormat:
     call_ids: CallIdForm = CallIdForm.LONG
     used_ids: tuple[str, ...] = ()  # ids of earlier calls in the conversation
     custom_tools: frozenset[str] = frozenset()  # names of tools whose calls have an input instead of arguments
-    # By function the schema that arguments are compared with, as a grammar may hold it only in part.
-    checked: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    checks: CallChecks = field(default_factory=partial(CallChecks, {}))  # of calls that a grammar may hold only in part
 
     @property
     def is_plain(self) -> bool:
@@ -96,8 +95,10 @@ def check_tool_choice(body: ChatCompletionRequest, formats: ModelFormats) -> Non
         )
 
 
-def answer_format(body: ChatCompletionRequest, formats: ModelFormats, prompt: str) -> AnswerFormat:
-    """Return how to read the answers to `prompt`."""
+def answer_format(
+    body: ChatCompletionRequest, formats: ModelFormats, prompt: str, *, checks_calls: bool = True
+) -> AnswerFormat:
+    """Return how to read the answers to `prompt`. With `checks_calls` they have the result in their `stop_reason`."""
     style = formats.reasoning
     begun = body.messages[-1].text if body.continue_final_message else None
     reasoning = None if style is None else Reasoning.after(prompt, style, begun)
@@ -106,7 +107,8 @@ def answer_format(body: ChatCompletionRequest, formats: ModelFormats, prompt: st
     if not body.tools:
         return AnswerFormat(reasoning, include, None, marks)
     tools, form = body.chosen_tools, formats.tools
-    ids = (formats.call_ids, _used_ids(body), frozenset(body.custom_inputs), _checked_schemas(body))
+    checks = CallChecks(_checked_schemas(body) if checks_calls else {})
+    ids = (formats.call_ids, _used_ids(body), frozenset(body.custom_inputs), checks)
     new_parser: Callable[[], ToolParser]
     if body.forces_calls:
         spelled = forced_spelling(body, form)
@@ -180,7 +182,7 @@ def wanted_grammar(
             None if reasoning.is_open else style.start, style.end, reasoning.is_optional, style.answer_start,
             style.answer_end,
         )  # fmt: skip
-    return WantedGrammar(content, marks, body.structure_field, special_tokens, budget, or_calls)
+    return WantedGrammar(content, marks, body.structure_field, special_tokens, budget, or_calls, form.checks)
 
 
 def may_want_grammar(body: ChatCompletionRequest) -> bool:
@@ -243,8 +245,9 @@ class AnswerReader:
         self._parser = None if form.new_tool_parser is None else form.new_tool_parser()
         self._custom_tools = form.custom_tools
         self._input: CustomInput | None = None  # of the call of a custom tool that is read in pieces
-        self._schemas = form.checked
+        self._checks = form.checks
         self._to_check: list[tuple[str, list[str]]] = []  # functions that were called, with pieces of their arguments
+        self._arguments: list[str] | None = None  # the pieces of the call that is read, if it is checked
 
     def add(self, text: str, is_end: bool) -> list[Delta]:
         """Return the deltas that `text` completes; at the end, also those held back."""
@@ -269,9 +272,8 @@ class AnswerReader:
         """Return the stop reason of an answer with this reason of the engine, or at its end that arguments of a call do
         not satisfy their schema."""
         if finish_reason == "stop" and not self._is_cut:
-            for name, arguments in self._to_check:
-                if (found := verdict("".join(arguments), self._schemas[name])) is not None:
-                    return found
+            found = self._checks.verdict((name, "".join(arguments)) for name, arguments in self._to_check)
+            return stop_reason if found is None else found
         return stop_reason
 
     def _split(self, parts: tuple[str, str]) -> list[Delta]:
@@ -299,14 +301,15 @@ class AnswerReader:
                 id, is_custom = self._ids.next(piece.name, piece.id), piece.name in self._custom_tools
                 deltas.append(CallDelta(self.num_calls - 1, id=id, name=piece.name, is_custom=is_custom))
                 self._input = CustomInput() if is_custom and not piece.arguments else None
+                self._arguments = [] if piece.name in self._checks else None
+                if self._arguments is not None:
+                    self._to_check.append((piece.name, self._arguments))
                 if is_custom and piece.arguments:
                     text = whole_input(piece.arguments)
                     deltas.append(CallDelta(self.num_calls - 1, text, is_custom=True, is_whole=True))
                     continue
-                if piece.name in self._schemas:
-                    self._to_check.append((piece.name, [piece.arguments]))
-            elif self._to_check:
-                self._to_check[-1][1].append(piece.arguments)
+            if self._arguments is not None:
+                self._arguments.append(piece.arguments)
             if self._input is not None:
                 was_whole, text = self._input.is_whole, self._input.add(piece.arguments)
                 if text or self._input.is_whole > was_whole:

@@ -81,12 +81,14 @@ class ChatRun:
         clamps_max_tokens: bool = False,
         ignores_unknown_effort: bool = False,
         only_renders: bool = False,
+        checks_calls: bool = False,
     ) -> None:
         """Raises `RequestError` for a template that is not trusted, and for a tool choice that is not possible.
         `clamps_max_tokens`: lower a `max_tokens` that does not fit; without it, that is an error. `reasoning_effort`
         and `verbosity` have no effect if the template has no variable for them. They are an error instead if the
         server's `unknown_fields` is "error", unless `ignores_unknown_effort` is set. `only_renders`: the prompt is
-        wanted, the generator is not used (`ServerState.submit`)."""
+        wanted, the generator is not used (`ServerState.submit`). `checks_calls`: stop reasons say whether calls satisfy
+        their schemas."""
         check_template_is_trusted(body, state.args.trust_request_chat_template)
         check_tool_choice(body, state.formats)
         self._body = body
@@ -94,6 +96,7 @@ class ChatRun:
         self._params = params
         self._clamps_max_tokens = clamps_max_tokens
         self._only_renders = only_renders
+        self._checks_calls = checks_calls
         self._refuses_unknown_effort = state.args.unknown_fields == "error" and not ignores_unknown_effort
         self._sent_media = media_of([message.content for message in body.messages])
         answers = state.answers if not self._sent_media and can_recall(body) else None
@@ -192,7 +195,7 @@ class ChatRun:
         # 2. Render the prompt.
         prompt = self._render(placeholders)
         # 3. Choose the format of the answers. The reader must see its marks, even if they are special tokens.
-        self._answer_format = answer_format(body, state.formats, prompt)
+        self._answer_format = answer_format(body, state.formats, prompt, checks_calls=self._checks_calls)
         if any(map(state.engine.inputs.has_special_token, self._format.marks)):
             params.skip_special_tokens = False
         # 4. Choose the grammar of the answers.

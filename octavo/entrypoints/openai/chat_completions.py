@@ -73,7 +73,14 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
 
     def _make_chat_run(self, body: ChatCompletionRequest) -> ChatRun:
         clamps = self._truncation is not None
-        return ChatRun(body, self._state, self._params, clamps_max_tokens=clamps, only_renders=self._only_renders)
+        return ChatRun(
+            body,
+            self._state,
+            self._params,
+            clamps_max_tokens=clamps,
+            only_renders=self._only_renders,
+            checks_calls=True,
+        )
 
     async def submit(self) -> None:
         messages: Sequence[ChatMessage] = self._body.messages

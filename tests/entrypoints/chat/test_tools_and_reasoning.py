@@ -414,6 +414,24 @@ def test_a_call_that_its_grammar_holds_in_part_is_compared_with_its_schema(
     assert (cut.finish_reason, cut.stop_reason) == ("stop", f'{city}"')  # type: ignore[attr-defined]
 
 
+def test_a_checked_call_ends_where_another_begins(client: openai.OpenAI, chatty: FakeEngine) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string", "pattern": "^(?!b)[ab]*$"}}}
+    tool: Any = {"type": "function", "function": {"name": "go", "parameters": schema}}
+    chatty.answer = '<tool_call>\n{"name": "go", "arguments": {"city": "ab"}}\n</tool_call>\n' + PATCHED
+    asked: Any = {"model": MODEL, "messages": [USER], "tools": [tool, PATCH], "tool_choice": "required"}
+    choice: Any = client.chat.completions.create(**asked).choices[0]
+    assert len(choice.message.tool_calls) == 2 and choice.stop_reason is None
+
+
+def test_a_call_that_its_grammar_holds_completely_is_not_checked(client: openai.OpenAI, chatty: FakeEngine) -> None:
+    schema = {"type": "object", "properties": {"all": {"type": "array", "items": {"type": "integer"}}}}
+    tool: Any = {"type": "function", "function": {"name": "go", "parameters": schema, "strict": True}}
+    arguments = json.dumps({"all": [1] * 10_500})
+    chatty.answer = f'<tool_call>\n{{"name": "go", "arguments": {arguments}}}\n</tool_call>'
+    for asked in ("auto", "required"):
+        assert both(client, tools=[tool], tool_choice=asked).stop_reason is None
+
+
 PATCH: dict[str, Any] = {"type": "custom", "custom": {"name": "patch", "description": "Edits files."}}
 PATCHED = '<tool_call>\n{"name": "patch", "arguments": {"input": "+a\\n-\\"ü\\""}}\n</tool_call>'
 

@@ -29,6 +29,7 @@ from octavo.entrypoints.responses.items import read_items, to_messages
 from octavo.entrypoints.responses.response_builder import ResponseBuilder
 from octavo.entrypoints.responses.response_run import BackgroundRun
 from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
+from octavo.structured_output.final_check import CallChecks
 from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
 from tests.waiting import wait_until, within
 
@@ -215,6 +216,18 @@ def test_custom_tools_are_called_with_a_text_and_their_calls_are_sent_again(
     free = {"type": "custom", "name": "patch"}
     assert post(http, tools=[free])["tools"] == [{**free, "format": {"type": "text"}}]
     assert post(http, tools=[{"type": "custom", "custom": {"name": "patch"}}])["tools"][0]["name"] == "patch"
+
+
+def test_calls_are_not_compared_with_their_schemas(
+    http: httpx.Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+    monkeypatch.setattr(CallChecks, "verdict", lambda _, calls: checked.extend(calls))
+    city = {"type": "string", "pattern": "^(?!b)[ab]*$"}
+    tool = {**WEATHER, "parameters": {"type": "object", "properties": {"city": city}}}
+    engine.answer = CALL
+    assert post(http, tools=[tool], tool_choice="required")["output"][0]["type"] == "function_call"
+    assert not checked
 
 
 @pytest.mark.parametrize(("length", "status"), [(-22, "incomplete"), (-4, "completed")])
