@@ -108,7 +108,8 @@ class DiskFetches:
         self._copies: dict[str, Copy | None] = {}  # of blocks from other servers, by request; None: nothing to copy
         self._by_request: dict[str, Fetch | None] = {}  # from a request's turn until it starts; None: nothing to read
         self._read_cost = ReadCost()
-        self._readers, self._lookup_thread = ReaderThreads(_NUM_READERS), ReaderThreads(1)
+        self._readers = ReaderThreads(_NUM_READERS, "read blocks of the disk")
+        self._lookup_thread = ReaderThreads(1, "look for blocks on disk")
         self._last_lookup: Future[int] | None = None
         self._abandoned: list[Future[_Chunk]] = []  # chunks that are being read for fetches that have ended
         self._num_hits = self._read_bytes = 0  # since `take_stats`

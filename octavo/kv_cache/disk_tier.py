@@ -315,15 +315,8 @@ class DiskTier:
                 logger.exception("the cache on disk could not be changed")
 
     def _write_block(self, name: Name, contents: NDArray[np.uint8]) -> None:
-        begin, error, is_written = time.thread_time(), "", False
-        try:
-            is_written = self.files.write(name, contents, self.keep_until.get(name, 0.0))
-        except Exception as e:
-            error = (isinstance(e, OSError) and e.strerror) or repr(e)
-        now = self._clock()
-        if error and (error != self._last_error or now >= self._next_warning):
-            logger.warning("blocks of the KV cache are not kept on disk: %s", error)
-            self._last_error, self._next_warning = error, now + _WARNING_S
+        begin = time.thread_time()
+        is_written = self.write_file(name, contents, self.keep_until.get(name, 0.0))
         with self._lock:
             self._write_s += (time.thread_time() - begin - self._write_s) / 8
             if name in self._queued:  # it was not forgotten
@@ -331,5 +324,20 @@ class DiskTier:
                 self._queued_bytes -= contents.nbytes
                 self.keep_until.pop(name, None)
             self._stats.num_disk_written += is_written
-            self._stats.num_disk_dropped += not is_written
             self._stats.disk_written_bytes += contents.nbytes * is_written
+
+    def write_file(self, name: Name, contents: NDArray[np.uint8], keep_until: float = 0.0) -> bool:
+        """Write a block, in the writer's thread. Returns False, and counts the block as dropped, if the folder does not
+        take it."""
+        error, is_written = "", False
+        try:
+            is_written = self.files.write(name, contents, keep_until)
+        except Exception as e:
+            error = (isinstance(e, OSError) and e.strerror) or repr(e)
+        now = self._clock()
+        if error and (error != self._last_error or now >= self._next_warning):
+            logger.warning("blocks of the KV cache are not kept on disk: %s", error)
+            self._last_error, self._next_warning = error, now + _WARNING_S
+        with self._lock:
+            self._stats.num_disk_dropped += not is_written
+        return is_written

@@ -8,11 +8,12 @@ takes too long, is not asked again for a while. `block_routes` is the peer's sid
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,10 +39,11 @@ BLOCKS_PATH = "/v1/cache/blocks"
 MAX_NAMES = 16384  # blocks that one request names
 _CHUNK_BYTES = 4 << 20  # of blocks that one answer has
 _PIECE_BYTES = 1 << 18
-_NUM_THREADS = 2  # copies at once from a peer
+_COPIES_AT_ONCE = 2  # from a peer
 _TIMEOUT_S = 5.0  # to connect, and until the next bytes
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0  # until a peer that has failed is asked again
 _WARNING_S = 60.0  # between two warnings of damaged blocks
+_FOLDER_PAUSE_S = 60.0  # until blocks are copied again after one could not be written
 
 _Contents = NDArray[np.uint8]
 
@@ -65,8 +67,10 @@ class _Peer:
     """A server, and what is known of it."""
 
     def __init__(self, address: str) -> None:
-        self.address, self.cost, self.threads = address, ReadCost(), ReaderThreads(_NUM_THREADS)
+        self.address, self.cost = address, ReadCost()
+        self.threads = ReaderThreads(_COPIES_AT_ONCE, "copy blocks of another server")
         self.retry_at = 0.0  # on the tier's clock
+        self.awaited_bytes = 0  # of blocks that copies under way will still ask for; guarded by `PeerBlocks._lock`
         self._pause_s, self._next_warning = _LEAST_PAUSE_S, 0.0
 
     def fail(self, why: object, now: float) -> None:
@@ -100,6 +104,7 @@ class Copy:
     compute_s: float  # predicted seconds to compute the others
     until: float  # on the tier's clock: then the rest is computed
     is_cancelled: bool = False
+    is_refused: bool = False  # the own folder does not take the blocks
     done: Future[None] = field(default_factory=Future)
 
 
@@ -110,8 +115,9 @@ class PeerBlocks:
         self._tier, self._cache, self._clock = tier, cache, clock
         self._files, self._block_bytes = tier.files, memory.block_bytes
         self._peers: dict[str, _Peer] = {}  # by address, of which the operator allows a few
-        self._lock = threading.Lock()  # for `_copied_bytes`
+        self._lock = threading.Lock()  # for `_copied_bytes` and `_Peer.awaited_bytes`
         self._copied_bytes = 0  # since `take_copied_bytes`
+        self._retry_at = 0.0  # when the own folder may take blocks again
 
     def close(self) -> None:
         """End the threads."""
@@ -128,11 +134,11 @@ class PeerBlocks:
         self, source: BlockPeer, keys: list[bytes], num_known_blocks: int, compute_s: float, patience_s: float
     ) -> Copy | None:
         """Begin to copy the blocks of `keys` behind the first `num_known_blocks`, which take `compute_s` to compute.
-        Returns None if the peer has failed lately."""
+        Returns None if the peer or the own folder has failed lately."""
         if (peer := self._peers.get(source.address)) is None:
             peer = self._peers[source.address] = _Peer(source.address)
         now = self._clock()
-        if now < peer.retry_at:
+        if now < max(peer.retry_at, self._retry_at):
             return None
         copy = Copy(peer, source.key, keys, num_known_blocks, compute_s, now + patience_s)
         copy.done = peer.threads.run(partial(self._run, copy))
@@ -142,22 +148,26 @@ class PeerBlocks:
         """Return whether a copy has ended. One that takes too long is cancelled."""
         if not copy.done.done() and (now := self._clock()) >= copy.until:
             copy.is_cancelled = True
-            copy.peer.fail("it takes longer than to compute the prompt", now)
+            has_begun = not copy.done.cancel()  # the peer is not to blame for the copies before this one
+            if has_begun and not copy.done.done():
+                copy.peer.fail("it takes longer than to compute the prompt", now)
         return copy.is_cancelled or copy.done.done()
 
     def _run(self, copy: Copy) -> None:
         """Copy blocks, in a thread."""
         if copy.is_cancelled or self._clock() < copy.peer.retry_at:  # it has failed since
             return
-        connection = _connect(copy.peer.address)
+        why = ""
         try:
-            self._copy(copy, connection)
+            with contextlib.closing(_connect(copy.peer.address)) as connection:
+                self._copy(copy, connection)
             copy.peer.succeed()
         except (_PeerError, http.client.HTTPException, OSError) as error:
-            if not copy.is_cancelled:
-                copy.peer.fail(str(error) or type(error).__name__, self._clock())
-        finally:
-            connection.close()
+            why = str(error) or type(error).__name__
+        except Exception as error:  # its text may have the key
+            why = type(error).__name__
+        if why and not copy.is_cancelled:
+            copy.peer.fail(why, self._clock())
 
     def _copy(self, copy: Copy, connection: http.client.HTTPConnection) -> None:
         # 1. Find the longest prefix that the pools, the folder and the peer have together.
@@ -172,22 +182,45 @@ class PeerBlocks:
         ]
         # 2. Compare the predicted times.
         share = (num_found - copy.num_known_blocks) / (len(copy.keys) - copy.num_known_blocks)
-        copy_s = copy.peer.cost.seconds(sum(self._block_bytes[pool] for pool, _ in missing))
+        num_bytes = self._num_bytes(missing)
+        copy_s = copy.peer.cost.seconds(num_bytes + copy.peer.awaited_bytes)
         if num_found <= copy.num_known_blocks or copy_s >= copy.compute_s * share:
             copy.peer.cost.doubt()
             return
-        # 3. Copy chunk by chunk: a chunk is written while the next one is read.
+        # 3. Copy.
+        self._await(copy.peer, num_bytes)
+        try:
+            for names in self._copy_chunks(copy, connection, missing):
+                chunk_bytes = self._num_bytes(names)
+                self._await(copy.peer, -chunk_bytes)
+                num_bytes -= chunk_bytes
+        finally:
+            self._await(copy.peer, -num_bytes)
+
+    def _copy_chunks(
+        self, copy: Copy, connection: http.client.HTTPConnection, names: Sequence[Name]
+    ) -> Iterator[Sequence[Name]]:
+        """Copy blocks chunk by chunk, up to the first one that the peer does not give or the own folder does not take.
+        A chunk is written while the next one is read. Yields the names of each chunk that has been read."""
         per_chunk = max(1, _CHUNK_BYTES // max(self._block_bytes))
         written: threading.Event | None = None
-        for first in range(0, len(missing), per_chunk):
-            asked, begin = missing[first : first + per_chunk], time.monotonic()
+        for first in range(0, len(names), per_chunk):
+            asked = names[first : first + per_chunk]
             blocks = self._read(copy, connection, asked)
-            copy.peer.cost.observe(sum(contents.nbytes for _, contents in blocks), time.monotonic() - begin)
-            _wait(written)
+            yield asked
+            if not _wait(written) or copy.is_refused:
+                return
             written = self._write(copy, blocks)
             if len(blocks) < len(asked):
                 break
         _wait(written)
+
+    def _num_bytes(self, names: Sequence[Name]) -> int:
+        return sum(self._block_bytes[pool] for pool, _ in names)
+
+    def _await(self, peer: _Peer, num_bytes: int) -> None:
+        with self._lock:
+            peer.awaited_bytes += num_bytes
 
     def _find(self, copy: Copy, connection: http.client.HTTPConnection, names: Sequence[Name]) -> set[Name]:
         """Return those of `names` that the peer has."""
@@ -205,7 +238,9 @@ class PeerBlocks:
     ) -> list[tuple[Name, _Contents]]:
         """Return the names and contents of blocks up to the first one that the peer lacks, or that is damaged."""
         sizes = [self._block_bytes[pool] + DIGEST_BYTES for pool, _ in names]
+        begin = time.monotonic()
         answer = memoryview(self._ask(copy, connection, "read", names, sum(sizes)))
+        num_bytes = len(answer)
         blocks = []
         for name, size in zip(names, sizes, strict=True):
             if not answer:
@@ -215,6 +250,7 @@ class PeerBlocks:
                 copy.peer.warn_of_damage(self._clock())
                 break
             blocks.append((name, np.frombuffer(contents, np.uint8)))
+        copy.peer.cost.observe(num_bytes, time.monotonic() - begin)  # damaged ones take time too
         return blocks
 
     def _ask(
@@ -240,15 +276,20 @@ class PeerBlocks:
         return data
 
     def _write(self, copy: Copy, blocks: Sequence[tuple[Name, _Contents]]) -> threading.Event:
-        """Have the tier's writer write blocks. Returns the event that it has."""
+        """Have the tier's writer write blocks, up to the first one that the folder does not take. Returns the event
+        that the writer is done."""
         written = threading.Event()
 
         def write() -> None:
             try:
                 for name, contents in blocks:
-                    if not copy.is_cancelled and not self._files.knows(name) and self._files.write(name, contents):
+                    if copy.is_cancelled or copy.is_refused or self._files.knows(name):
+                        continue
+                    if self._tier.write_file(name, contents):
                         with self._lock:
                             self._copied_bytes += contents.nbytes
+                    else:
+                        copy.is_refused, self._retry_at = True, self._clock() + _FOLDER_PAUSE_S
             finally:
                 written.set()
 
@@ -263,7 +304,6 @@ def _connect(address: str) -> http.client.HTTPConnection:
     return kind(parts.netloc, timeout=_TIMEOUT_S)
 
 
-def _wait(written: threading.Event | None) -> None:
-    """Wait for the writer, unless the disk hangs."""
-    if written is not None:
-        written.wait(_TIMEOUT_S)
+def _wait(written: threading.Event | None) -> bool:
+    """Wait for the writer. Returns False if the disk hangs."""
+    return written is None or written.wait(_TIMEOUT_S)

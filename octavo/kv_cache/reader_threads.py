@@ -18,11 +18,12 @@ _Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 class ReaderThreads:
     """Daemon threads, so that the process can end even if the disk hangs."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, task: str) -> None:
+        """`task` says in the log what they do, such as "read blocks"."""
         self._jobs: _Jobs = SimpleQueue()
         self._num_threads = num_threads
         for _ in range(num_threads):
-            threading.Thread(target=_do_jobs, args=(self._jobs,), name="block-reader", daemon=True).start()
+            threading.Thread(target=_do_jobs, args=(self._jobs, task), name="block-reader", daemon=True).start()
 
     def run(self, work: Callable[[], T]) -> Future[T]:
         """Have a thread do `work`, after all work before it."""
@@ -36,7 +37,7 @@ class ReaderThreads:
             self._jobs.put(None)
 
 
-def _do_jobs(jobs: _Jobs) -> None:
+def _do_jobs(jobs: _Jobs, task: str) -> None:
     """Run jobs, and complete their futures, until there is a None."""
     while (job := jobs.get()) is not None:
         future, work = job
@@ -44,6 +45,6 @@ def _do_jobs(jobs: _Jobs) -> None:
             try:
                 future.set_result(work())
             except Exception as e:
-                logger.exception("cached blocks could not be read")
+                logger.exception("a thread could not %s", task)
                 future.set_exception(e)
         del job, future, work  # otherwise they would keep the engine alive while the thread waits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +14,11 @@ import pytest
 
 from octavo.kv_cache.block_files import block_path
 from octavo.kv_cache.groups import LayerCacheSpec
-from octavo.kv_cache.peer_blocks import BLOCKS_PATH
+from octavo.kv_cache.peer_blocks import _COPIES_AT_ONCE, BLOCKS_PATH, _Peer
 from octavo.request import BlockPeer
 from octavo.sequence import Sequence as TokenSequence
 from octavo.stats import EngineStats
+from octavo.step_cost import ReadCost
 from tests.kv_cache.test_disk_tier import BLOCK_BYTES, FULL, STATE, WINDOW, Engine, request
 from tests.waiting import wait_until
 
@@ -64,8 +66,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     """Makes engines, each with a folder of its own."""
+    monkeypatch.setattr("octavo.kv_cache.peer_blocks._TIMEOUT_S", 600.0)
     made: list[Engine] = []
 
     def make(layers: Sequence[LayerCacheSpec] = (FULL,)) -> Engine:
@@ -93,9 +96,10 @@ def saved(engine: Engine) -> Engine:
     return engine
 
 
-def begin(engine: Engine, address: str, tokens: list[int] = PROMPT) -> TokenSequence:
+def begin(engine: Engine, address: str, tokens: list[int] = PROMPT, name: str = "r") -> TokenSequence:
     """Let it be the turn of a prompt whose blocks are said to be at an address."""
     asked = request(tokens)
+    asked.request_id = name
     asked.blocks_from = BlockPeer(address, KEY)
     return TokenSequence(request=asked, key=(0, 0), seed=0, token_ids=list(tokens))  # type: ignore[arg-type]
 
@@ -106,10 +110,19 @@ def num_hits(engine: Engine, address: str, tokens: list[int] = PROMPT) -> int:
 
 
 def found(engine: Engine, address: str, tokens: list[int] = PROMPT) -> EngineStats:
-    seq, fetches = begin(engine, address, tokens), engine.tier.fetches
+    run_until_it_starts(engine, begin(engine, address, tokens))
+    return engine.stats()
+
+
+def run_until_it_starts(engine: Engine, seq: TokenSequence) -> None:
+    fetches = engine.tier.fetches
     wait_until(lambda: fetches.prepare(seq) == "starts" or fetches.wait(1.0))
     fetches.forget(seq)
-    return engine.stats()
+
+
+def known(engine: Engine, peer: Peer) -> _Peer:
+    """Return what an engine knows of a server."""
+    return engine.tier.fetches._peers._peers[peer.address]
 
 
 @pytest.mark.parametrize("layers", [(FULL,), (FULL, WINDOW), (FULL, STATE), (STATE,), (FULL, WINDOW, STATE)], ids=str)
@@ -141,10 +154,11 @@ def test_only_blocks_that_are_missing_are_copied_chunk_by_chunk(
 
 @pytest.mark.parametrize("how", ["damaged", "another block", "another digest"])
 def test_a_damaged_block_ends_what_is_copied(
-    how: str, engines: Any, peer: Peer, caplog: pytest.LogCaptureFixture
+    how: str, engines: Any, peer: Peer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = saved(engines()), engines()
-    size = BLOCK_BYTES + 32
+    size, observed = BLOCK_BYTES + 32, list[int]()
+    monkeypatch.setattr(ReadCost, "observe", lambda _, num_bytes, __: observed.append(num_bytes))
 
     def spoil(what: str, body: bytes) -> _Answer:
         blocks = [body[at : at + size] for at in range(0, len(body), size)]
@@ -157,6 +171,7 @@ def test_a_damaged_block_ends_what_is_copied(
     well, peer.spoil = peer.spoil, spoil
     assert num_hits(second, peer.address) == 8 and second.contents().items() <= first.contents().items()
     assert "sent a damaged block" in caplog.text
+    assert observed[0] == 5 * size, "the intact ones alone would make the server look slow"
     peer.spoil = well
     assert num_hits(second, peer.address) == 12 and second.contents() == first.contents(), "it is asked again at once"
 
@@ -187,9 +202,93 @@ def test_a_server_that_answers_wrongly_gives_no_blocks_and_is_left_alone(
 
 def test_a_server_that_is_not_there_costs_nothing(engines: Any, peer: Peer) -> None:
     saved(engines())
+    second = engines()
     peer.shutdown()
     peer.server_close()
-    assert num_hits(engines(), peer.address) == 0
+    assert num_hits(second, peer.address) == 0
+    assert known(second, peer).retry_at > second.now
+
+
+def test_an_unforeseen_error_pauses_the_server_and_shows_no_key(
+    engines: Any, peer: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
+    second = engines()
+    seq = begin(second, peer.address)
+    seq.request.blocks_from = BlockPeer(peer.address, KEY + "\n")  # http.client's error has the header
+    run_until_it_starts(second, seq)
+    assert known(second, peer).retry_at > second.now
+    assert "gives no blocks: ValueError" in caplog.text and KEY not in caplog.text
+
+
+def test_a_copy_behind_others_is_no_failure_of_its_server(engines: Any, peer: Peer) -> None:
+    saved(engines())
+    second, may_go = engines(), threading.Event()
+
+    def hang(_: str, body: bytes) -> _Answer:
+        may_go.wait()
+        return 200, body, len(body)
+
+    peer.spoil = hang
+    fetches = second.tier.fetches
+    seqs = [begin(second, peer.address, name=str(number)) for number in range(_COPIES_AT_ONCE + 1)]
+    for seq in seqs:
+        assert fetches.prepare(seq) == "reads"
+    wait_until(lambda: len(peer.asked) == _COPIES_AT_ONCE)
+    copies = list(fetches._copies.values())
+    second.now = max(copy.until for copy in copies if copy is not None)
+    assert fetches.prepare(seqs[-1]) == "starts"
+    assert known(second, peer).retry_at == 0.0
+    assert fetches.prepare(seqs[0]) == "starts"
+    assert known(second, peer).retry_at > second.now
+    may_go.set()
+    wait_until(lambda: all(copy is not None and copy.done.done() for copy in copies))
+
+
+def test_copies_under_way_make_another_one_slower(engines: Any, peer: Peer) -> None:
+    saved(engines())
+    second, may_go = engines(), threading.Event()
+
+    def hang(what: str, body: bytes) -> _Answer:
+        if what == "read":
+            may_go.wait()
+        return 200, body, len(body)
+
+    peer.spoil = hang
+    fetches, seqs = second.tier.fetches, [begin(second, peer.address, name=name) for name in "ab"]
+    fetches._peers._peers[peer.address] = known_peer = _Peer(peer.address)
+    known_peer.cost._s_per_byte = 0.6 * fetches._compute_s(0, 5) / (5 * BLOCK_BYTES)
+    assert fetches.prepare(seqs[0]) == "reads"
+    wait_until(lambda: peer.asked == ["find", "read"])
+    run_until_it_starts(second, seqs[1])
+    assert peer.asked == ["find", "read", "find"] and second.stats().num_disk_hits == 0
+    may_go.set()
+    run_until_it_starts(second, seqs[0])
+    assert second.stats().num_disk_hits == 20 and known_peer.awaited_bytes == 0
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "the disk is full"), None], ids=["full", "too small"])
+def test_a_folder_that_takes_no_blocks_ends_what_is_copied(
+    error: OSError | None, engines: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(engines())
+    second = engines()
+
+    def write(*_: Any) -> bool:
+        if error is not None:
+            raise error
+        return False
+
+    monkeypatch.setattr("octavo.kv_cache.peer_blocks._CHUNK_BYTES", 2 * BLOCK_BYTES)
+    well = second.files.write
+    monkeypatch.setattr(second.files, "write", write)
+    stats = found(second, peer.address)
+    assert (stats.num_disk_hits, stats.num_disk_dropped, stats.disk_copied_bytes) == (0, 1, 0)
+    assert peer.asked == ["find", "read", "read"], "the second chunk was under way"
+    assert ("the disk is full" in caplog.text) == (error is not None)
+    assert num_hits(second, peer.address) == 0 and len(peer.asked) == 3, "nothing is copied for a while"
+    monkeypatch.setattr(second.files, "write", well)
+    second.now += 61.0
+    assert num_hits(second, peer.address) == 20
 
 
 def test_a_server_that_hangs_is_waited_for_no_longer_than_computing_takes(engines: Any, peer: Peer) -> None:
@@ -226,8 +325,7 @@ def test_nothing_is_copied_for_a_request_that_has_ended_or_while_the_folder_is_e
         return 200, body, len(body)
 
     peer.spoil = hang
-    seqs = [begin(second, peer.address), begin(second, peer.address)]
-    seqs[1].request.request_id = "other"
+    seqs = [begin(second, peer.address, name=name) for name in "ab"]
     for seq in seqs:
         assert second.tier.fetches.prepare(seq) == "reads"
     copies = list(second.tier.fetches._copies.values())
