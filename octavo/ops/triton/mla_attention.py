@@ -30,7 +30,7 @@ from octavo.ops.triton.attention_math import (
 from octavo.ops.triton.attention_plan import LENGTHS, SEQS_AT_ONCE, keys_seen
 from octavo.ops.triton.expert_kernels import StackedWeight
 from octavo.ops.triton.packed_weights import FloatWeight
-from octavo.ops.triton.tiles import dot
+from octavo.ops.triton.tiles import LARGE_SHARED, dot
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -164,7 +164,10 @@ def latent_attention(
     if key.dtype is torch.float8_e4m3fn and launch.capability(query.device) < (8, 9):
         key, value = key.view(torch.uint8), value.view(torch.uint8)
     # The sums of more than 32 heads, of 512 values each, do not fit into registers beside a tile that is being loaded.
-    block_h = min(16 if query.dtype is torch.float32 else 32, max(16, triton.next_power_of_2(num_heads)))
+    # Multiprocessors of 8.6 and 8.9 have shared memory for 16 heads.
+    fits_32 = launch.capability(query.device)[0] in LARGE_SHARED or launch.capability(query.device) == (8, 0)
+    most = 32 if fits_32 and query.dtype is not torch.float32 else 16
+    block_h = min(most, max(16, triton.next_power_of_2(num_heads)))
     _latent_kernel[(num_tokens, triton.cdiv(num_heads, block_h))](
         query, rotated, key, value, key if cache.scales is None else cache.scales.view(torch.int32), block_tables,
         query_start_loc, seq_lens, out if chosen is None else chosen, out, num_seqs, rotated.stride(0),

@@ -1,11 +1,16 @@
-"""Every kernel is compiled for both compute capabilities, spills nothing in loops and leaves room for enough warps."""
+"""Every kernel is compiled for an A100 and an H100, spills nothing in loops and leaves room for enough warps. It also
+fits into the smaller shared memory of an L40S."""
 
 from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 
 from tests.ops.triton.compiling import (
     MAX_SHARED_BYTES,
+    OTHER_CAPABILITIES,
     Case,
     Compiled,
     Failed,
@@ -27,8 +32,10 @@ Results = tuple[list[Compiled], list[Failed]]
 def results(request: pytest.FixtureRequest) -> Results:
     """All the cases that this run has chosen, compiled side by side."""
     items = [item for item in request.session.items if item.path == request.path and "results" in item.fixturenames]
-    chosen = {item.callspec.params["name"] for item in items}
-    return compile_all({name: case for name, case in CASES.items() if name in chosen})
+    chosen: dict[str, list[int]] = defaultdict(list)
+    for item in items:
+        chosen[item.callspec.params["name"]].append(item.callspec.params["capability"])
+    return compile_all({name: replace(CASES[name], capabilities=tuple(wanted)) for name, wanted in chosen.items()})
 
 
 @pytest.mark.parametrize(
@@ -55,6 +62,15 @@ def test_kernels_compile_and_fit(name: str, capability: int, results: Results) -
     elif case.overlaps:
         # A warp waits for its products; those of another program compute meanwhile.
         assert kernels[0].programs_per_multiprocessor >= 2, kernels[0]
+
+
+@pytest.mark.parametrize("capability", OTHER_CAPABILITIES)
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_fit_other_devices(name: str, capability: int, results: Results) -> None:
+    compiled, failed = results
+    assert [f.error for f in failed if (f.case, f.capability) == (name, capability)] == []
+    kernels = [c for c in compiled if (c.case, c.capability) == (name, capability)]
+    assert kernels and all(kernel.shared_bytes <= MAX_SHARED_BYTES[capability] for kernel in kernels), kernels
 
 
 def test_products_that_nothing_has_waited_for() -> None:
