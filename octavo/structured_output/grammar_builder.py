@@ -357,7 +357,10 @@ class _Maker:
         """Return the rule for the one argument of a custom tool, a text that follows the Lark grammar `text`, and the
         grammar that the rule names."""
         form, name, field = call.parameter, f"input{index}", f"tools[{index}].custom.format.grammar"
+        if len(text) > MAX_CHARACTERS:
+            raise RequestError(f"{field} has {len(text)} characters; {MAX_CHARACTERS} is the most.", param=field)
         self.is_simple, ends = False, set[str]()
+        self.has_schemas = True  # if the grammar is too much as terminals, it is tried again as it is
         if form is None:
             before, after = f'{{"{CUSTOM_INPUT}": "', '"}'
         elif form.after_value:
@@ -371,7 +374,10 @@ class _Maker:
         after += call.after
         try:
             grammar = _checked_lark(text)
-            grammar = quoted_lark(grammar) if before.endswith('"') else lark_without(grammar, sorted(ends))
+            if before.endswith('"'):
+                grammar = quoted_lark(grammar, as_terminals=not self._tries_each)
+            else:
+                grammar = lark_without(grammar, sorted(ends))
         except ValueError as e:
             raise RequestError(f"{field} cannot be read: {e}.", param=field) from None
         return f"rest{index}: {literal(before)} @{name} {literal(after)}", {"lark_grammar": grammar, "name": name}

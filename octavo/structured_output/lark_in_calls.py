@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from graphlib import CycleError, TopologicalSorter
 
 from octavo.structured_output.lark import escaped
 from octavo.structured_output.schema_patterns import matches_character
@@ -18,7 +19,7 @@ _IMPORT = re.compile(
 _NESTED = re.compile(r"%(json|lark|regex)\b|<\[|@")
 _HEAD = re.compile(r"^[ \t]*(\w+)[ \t]*:", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_ALIAS = re.compile(r"^(?![ \t]*%).*?(->[ \t]*\w+)", re.MULTILINE)
+_NAME_OR_ALIAS = re.compile(r"%import[^\n]*|(->[ \t]*\w+)|[A-Za-z_]\w*")
 # Terminals of Lark's library that have line breaks, tabs, quotes or backslashes.
 _COMMON = {
     "C_COMMENT": r"\/\*([^*]|\*+[^*\/])*\*+\/",
@@ -45,9 +46,9 @@ _QUOTED = {chr(code): json.dumps(chr(code))[1:-1] for code in (*range(32), ord('
 _PLAIN = r'[^"\\\x00-\x1f]'
 
 
-def quoted_lark(grammar: str) -> str:
-    """Return the grammar of the same texts as JSON writes them, without the quotes around them. Raises `ValueError` for
-    what cannot be written so."""
+def quoted_lark(grammar: str, *, as_terminals: bool = True) -> str:
+    """Return the grammar of the same texts as JSON writes them, without the quotes around them. It has terminals in the
+    place of rules where it can, `as_terminals`. Raises `ValueError` for what cannot be written so."""
 
     def of_string(text: str) -> str:
         quoted = json.dumps(json.loads(text, strict=False), ensure_ascii=False)[1:-1]
@@ -58,7 +59,7 @@ def quoted_lark(grammar: str) -> str:
     grammar = _IMPORT.sub(_imported, grammar)
     grammar = _RANGE.sub(lambda found: f"/[{_in_class(found[1])}-{_in_class(found[2])}]/", grammar)
     quoted = _rewritten(grammar, of_string, lambda text, flags: f"/{_quoted_regex(text[1:-1], flags)}/{flags}")
-    return _as_terminals(quoted)
+    return _as_terminals(quoted) if as_terminals else quoted
 
 
 def lark_without(grammar: str, ends: Sequence[str]) -> str:
@@ -72,8 +73,6 @@ def _as_terminals(grammar: str) -> str:
     reads the longest text of a terminal: in JSON a backslash may go on with it or begin the next one, so the whole text
     must be one terminal."""
     masked = _PIECES.sub(lambda found: " " * len(found[0]), grammar)  # same places, without strings and expressions
-    while (found := _ALIAS.search(masked)) is not None:  # names of branches in a parse tree, which terminals lack
-        masked, grammar = (text[: found.start(1)] + text[found.end(1) :] for text in (masked, grammar))
     heads = list(_HEAD.finditer(masked))
     names = {found[1] for found in heads}
     bodies = {
@@ -81,15 +80,18 @@ def _as_terminals(grammar: str) -> str:
         for found, following in zip(heads, [*heads[1:], None], strict=True)
     }
     references = {name: names & set(_NAME.findall(masked[begin:end])) for name, (begin, end) in bodies.items()}
-    while ended := [name for name, others in references.items() if not others & references.keys()]:
-        for name in ended:
-            del references[name]
-    is_regular = not references and len(bodies) == len(heads) and "start" in names
-    if not is_regular or any(mark in masked for mark in ("%ignore", "[")):
+    if len(bodies) < len(heads) or "start" not in names or any(mark in masked for mark in ("%ignore", "[")):
+        return grammar
+    try:
+        TopologicalSorter(references).prepare()
+    except CycleError:
         return grammar
     out, end = list[str](), 0
-    for found in _NAME.finditer(masked):
-        if (name := found[0]) in names:
+    for found in _NAME_OR_ALIAS.finditer(masked):
+        if found[1] is not None:  # the name of a branch in a parse tree, which terminals lack
+            out.append(grammar[end : found.start(1)])
+            end = found.end()
+        elif (name := found[0]) in names:
             out += [grammar[end : found.start()], f"{name.upper()}__" if name.islower() else name]
             end = found.end()
     return f"start: START__\n{''.join(out)}{grammar[end:]}"

@@ -136,6 +136,13 @@ def test_a_quoted_grammar_has_the_texts_of_the_grammar_as_json_writes_them(gramm
     assert [text for text in TEXTS if follows(quoted, json.dumps(text, ensure_ascii=False)[1:-1])] == taken
 
 
+def test_long_grammars_are_rewritten_and_longer_ones_refused() -> None:
+    long = "start: r0\n" + "".join(f"r{i}: r{i + 1} -> x | r{i + 1} -> y\n" for i in range(20_000)) + "r20000: /a/"
+    assert "->" not in quoted_lark(long) and "->" in quoted_lark(f"{long} r0"), "the last one refers to the first"
+    with pytest.raises(RequestError, match="is the most"):
+        grammar_of(asked(custom("a" * (1 << 21)), tool_choice="required"), FORMATS["hermes"])
+
+
 @pytest.mark.parametrize(
     "grammar", ['start: %json {"type": "object"}', "start: /a b/x", "start: /[a/", "start: <[5]>", 'start: "\\q"']
 )
