@@ -333,6 +333,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             if timer is not None:
                 timer.cancel()
             stream.engine.forget(stream)  # not `self`: another engine may have taken the request over
+            del stream  # it may have an error, whose traceback has this function's variables: a cycle
 
     def _open_stream(self, request: EngineRequest, external_id: str, sink: Sink | None) -> RequestStream:
         """Return the stream of a new request. Raises `RequestError` for an id in use and for Python callables."""

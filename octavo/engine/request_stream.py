@@ -107,4 +107,7 @@ class RequestStream:
             if self.state is not None and self.state.has_new_output:
                 return self.state.take()
             if self._error is not None:
-                raise self._error
+                try:
+                    raise self._error
+                finally:
+                    del self  # which has the error, whose traceback has this function's variables: a cycle

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 
+from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.request_stream import RequestStream
-from octavo.errors import OctavoError
+from octavo.engine.wire import StepOutputs
+from octavo.entrypoints.http.streaming import merge
+from octavo.errors import OctavoError, RequestError
 from octavo.outputs import RequestOutput
 from octavo.request import EngineRequest, Prompt, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.stats import EngineStats
+from tests.engine.stub_engine import HANG
+from tests.garbage import counted_garbage
+from tests.waiting import until
 
 TOKENS = 60  # of each completion
 
@@ -164,3 +173,30 @@ def test_outputs_have_the_interval_of_new_tokens_but_for_the_first_and_the_last(
             new = sum(len(part.token_ids) for part in result.outputs)
             numbers.append(new + (numbers[-1] if numbers and kind is RequestOutputKind.DELTA else 0))
     assert numbers == [1, 9, 17, 25, 31]
+
+
+def test_failed_requests_leave_no_cycles(with_engine: Callable[..., Any]) -> None:
+    """In which they would be held until a collection."""
+
+    async def fail(engine: AsyncLLMEngine, number: int) -> None:
+        async def collect() -> None:
+            requests = [engine.inputs.process({"prompt_token_ids": HANG}, SamplingParams()) for _ in range(number)]
+            with contextlib.suppress(RequestError):  # pytest's `raises` is in a cycle with the error
+                async for _ in merge([engine.generate_from(one) for one in requests]):
+                    raise AssertionError("they fail")
+
+        asked = asyncio.ensure_future(collect())
+        await until(lambda: len(engine._output_processor.requests) == number)
+        outputs = [SequenceOutput(one, 0, [], "error", error="it broke") for one in engine._output_processor.requests]
+        engine._handle(StepOutputs(outputs, EngineStats()))
+        await asked
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        for number in (1, 2):
+            await fail(engine, number)  # the first ones import modules
+            with counted_garbage("octavo") as left:
+                await fail(engine, number)
+                await asyncio.sleep(0)  # the loop lets go of the tasks
+            assert not left
+
+    with_engine(use)

@@ -333,10 +333,15 @@ async def merge(
             if item is None:
                 running -= 1
             elif isinstance(item, BaseException):
-                raise item
+                try:
+                    raise item
+                finally:
+                    del item  # its traceback has this function's variables: a cycle
             else:
                 yield index, item
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        while not queue.empty():  # an error's traceback has the queue
+            queue.get_nowait()
