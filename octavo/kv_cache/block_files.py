@@ -19,7 +19,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -367,14 +367,15 @@ def block_file_name(name: Name) -> str:
     return f"{key.hex()}-{pool}"
 
 
-def block_path(folder: str, fingerprint: str, file_name: str) -> str | None:
-    """Return the path of a block's file; None if these are not the names of a fingerprint and a block."""
-    if not (re.fullmatch("[0-9a-f]{1,128}", fingerprint) and re.fullmatch("[0-9a-f]{1,128}-[0-9]{1,4}", file_name)):
+def block_paths(folder: str, fingerprint: str, file_names: Sequence[str]) -> list[str] | None:
+    """Return the paths of blocks' files; None if these are not the names of a fingerprint and of blocks."""
+    root, is_block = str(Path(folder, _FORMAT)), re.compile("[0-9a-f]{1,128}-[0-9]{1,4}").fullmatch
+    if not re.fullmatch("[0-9a-f]{1,128}", fingerprint) or not all(map(is_block, file_names)):
         return None
-    return _path(Path(folder, _FORMAT), fingerprint, file_name)
+    return [_path(root, fingerprint, file_name) for file_name in file_names]
 
 
-def _path(root: Path, fingerprint: str, file_name: str) -> str:
+def _path(root: str | Path, fingerprint: str, file_name: str) -> str:
     return f"{root}/{fingerprint}/{file_name[:2]}/{file_name}"
 
 

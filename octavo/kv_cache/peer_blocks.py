@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 BLOCKS_PATH = "/v1/cache/blocks"
 MAX_NAMES = 16384  # blocks that one request names
-_CHUNK_BYTES = 4 << 20  # of blocks that one answer has
-_PIECE_BYTES = 1 << 18
+CHUNK_BYTES = 4 << 20  # of blocks that one answer has
+PIECE_BYTES = 1 << 18
 _COPIES_AT_ONCE = 2  # from a peer
 _TIMEOUT_S = 5.0  # to connect, and until the next bytes
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0  # until a peer that has failed is asked again
@@ -202,7 +202,7 @@ class PeerBlocks:
     ) -> Iterator[Sequence[Name]]:
         """Copy blocks chunk by chunk, up to the first one that the peer does not give or the own folder does not take.
         A chunk is written while the next one is read. Yields the names of each chunk that has been read."""
-        per_chunk = max(1, _CHUNK_BYTES // max(self._block_bytes))
+        per_chunk = max(1, CHUNK_BYTES // max(self._block_bytes))
         written: threading.Event | None = None
         for first in range(0, len(names), per_chunk):
             asked = names[first : first + per_chunk]
@@ -268,7 +268,7 @@ class PeerBlocks:
             raise _PeerError(f"it answered {response.length} bytes, and {max_bytes} were asked for at most")
         data, num_bytes = bytearray(), response.length
         while len(data) < num_bytes:
-            piece = response.read1(_PIECE_BYTES)  # returns what has come: a slow answer can be cancelled
+            piece = response.read1(PIECE_BYTES)  # returns what has come: a slow answer can be cancelled
             if not piece or copy.is_cancelled:
                 raise _PeerError("it hung up")
             data += piece

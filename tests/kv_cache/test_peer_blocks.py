@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from octavo.kv_cache.block_files import block_path
+from octavo.kv_cache.block_files import block_paths
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.kv_cache.peer_blocks import _COPIES_AT_ONCE, BLOCKS_PATH, _Peer
 from octavo.request import BlockPeer
@@ -46,7 +46,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         names = json.loads(self.rfile.read(int(self.headers["content-length"])))
         fingerprint, what = self.path.removeprefix(BLOCKS_PATH + "/").split("/")
-        paths = [Path(block_path(self.server.folder, fingerprint, name) or "") for name in names]
+        paths = [Path(path) for path in block_paths(self.server.folder, fingerprint, names) or ()]
         self.server.asked.append(what)
         assert self.headers["authorization"] == f"Bearer {KEY}"
         if what == "find":
@@ -143,7 +143,7 @@ def test_blocks_of_another_server_have_the_same_contents(
 def test_only_blocks_that_are_missing_are_copied_chunk_by_chunk(
     engines: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octavo.kv_cache.peer_blocks._CHUNK_BYTES", 128)
+    monkeypatch.setattr("octavo.kv_cache.peer_blocks.CHUNK_BYTES", 128)
     monkeypatch.setattr("octavo.kv_cache.peer_blocks.MAX_NAMES", 2)
     saved(engines())
     second = engines()
@@ -278,7 +278,7 @@ def test_a_folder_that_takes_no_blocks_ends_what_is_copied(
             raise error
         return False
 
-    monkeypatch.setattr("octavo.kv_cache.peer_blocks._CHUNK_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr("octavo.kv_cache.peer_blocks.CHUNK_BYTES", 2 * BLOCK_BYTES)
     well = second.files.write
     monkeypatch.setattr(second.files, "write", write)
     stats = found(second, peer.address)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from octavo.config import DiskCacheConfig
 from octavo.entrypoints.http import block_routes
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError
-from octavo.kv_cache.block_files import block_path
+from octavo.kv_cache.block_files import block_paths
 from octavo.request import BlockPeer
 from tests.entrypoints.fake_engine import FakeEngine, serving
 from tests.waiting import within
@@ -27,8 +30,8 @@ def disk(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """An engine whose folder has the first three blocks."""
     cache = replace(engine.config.cache, disk=DiskCacheConfig(str(tmp_path), 1 << 30))
     monkeypatch.setattr(engine, "config", replace(engine.config, cache=cache))
-    for name in NAMES[:3]:
-        path = Path(block_path(str(tmp_path), PRINT, name) or "")
+    for name, at in zip(NAMES[:3], block_paths(str(tmp_path), PRINT, NAMES) or (), strict=False):
+        path = Path(at)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(name[-3:].encode())
     return engine
@@ -46,15 +49,52 @@ def test_files_are_found_and_read_up_to_the_first_that_is_missing(
             assert http.post(f"/{PRINT}/read", json=order).content == b""
             monkeypatch.setattr(block_routes, "_MAX_ANSWER_BYTES", 6)
             assert http.post(f"/{PRINT}/read", json=NAMES).content == b"0-01-0"
-            for said in ({}, [], ["../x-0"], [NAMES[0] + "/.."], [7], ["0" * 32]):
+            monkeypatch.setattr(block_routes, "_MAX_ANSWER_BYTES", 2)
+            assert http.post(f"/{PRINT}/read", json=NAMES).content == b"0-0", "one block, however large"
+            for said in ({}, [], ["../x-0"], [NAMES[0] + "/.."], [7], ["0" * 32], NAMES[:1] * 2):
                 assert http.post(f"/{PRINT}/read", json=said).status_code == 400, said
             assert http.post("/..%2f..%2fx/read", json=NAMES).status_code in (400, 404)
             assert http.post("/nothing/find", json=NAMES).status_code == 400
+            with monkeypatch.context() as patch:
+                patch.setattr(block_routes, "_MAX_BODY_BYTES", 8)
+                assert http.post(f"/{PRINT}/find", json=NAMES).status_code == 400
             monkeypatch.setattr(block_routes, "MAX_NAMES", 3)
             assert http.post(f"/{PRINT}/find", json=NAMES).status_code == 400
             for key in ("", "b"):
                 answer = http.post(f"/{PRINT}/find", json=NAMES, headers={"x-api-key": key})
                 assert answer.status_code == 401
+
+
+def test_an_answer_counts_as_one_in_memory_until_it_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "block").write_bytes(b"0123456789")
+    monkeypatch.setattr(block_routes, "_answers", answers := asyncio.Semaphore(1))
+    monkeypatch.setattr(block_routes, "PIECE_BYTES", 4)
+    sent: list[Any] = []
+
+    async def send(message: Message) -> None:
+        assert answers.locked()
+        sent.append(message.get("body"))
+
+    async def receive() -> Message:
+        raise NotImplementedError
+
+    asyncio.run(block_routes._FilesResponse([str(tmp_path / "block")])({"type": "http"}, receive, send))
+    assert sent == [None, b"0123", b"4567", b"89", b""] and not answers.locked()
+
+
+def test_the_event_loop_does_not_read_names(disk: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    loops: list[Any] = []
+
+    def paths_of(*_: Any) -> list[str]:
+        loops.append(asyncio._get_running_loop())
+        return NAMES
+
+    monkeypatch.setattr(block_routes, "_paths_of", paths_of)
+    request = SimpleNamespace(body=lambda: asyncio.sleep(0, b"[]"))
+    config = SimpleNamespace(engine=disk, args=SimpleNamespace(api_keys=["a"]))
+    request.app = SimpleNamespace(state=SimpleNamespace(octavo=config))
+    assert asyncio.run(block_routes._paths(PRINT, request)) == NAMES  # type: ignore[arg-type]
+    assert loops == [None]
 
 
 def test_a_server_without_a_key_or_a_folder_gives_nothing(
