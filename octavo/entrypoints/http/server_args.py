@@ -17,6 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from octavo import tracing
 from octavo.api_keys import with_environment
@@ -36,6 +37,7 @@ _SECONDS = (
     "engine_step_timeout",
     "stream_keep_alive",
 )
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 
@@ -49,9 +51,8 @@ class ServerArgs(RequestLimits, Flags):
         [], "Keys; a client must send one of them as bearer token. Also OCTAVO_API_KEY or VLLM_API_KEY."
     )
     kv_cache_peers: list[str] = flag(
-        [], "Addresses (http://HOST:PORT) of servers whose blocks are copied into the folder of --kv-cache-disk where "
-        "a gateway says that such a server has computed the prompt. They get OCTAVO_KV_CACHE_PEER_KEY, or this "
-        "server's API key."
+        [], "Addresses of servers that compute prompts for this one (docs/gateway.md). Their blocks are copied into "
+        "--kv-cache-disk. They are sent OCTAVO_KV_CACHE_PEER_KEY, or else this server's first API key."
     )  # fmt: skip
     ssl_keyfile: str | None = flag(None, "Private key file (PEM), for HTTPS.")
     ssl_certfile: str | None = flag(None, "Certificate file (PEM), for HTTPS.")
@@ -198,14 +199,15 @@ class ServerArgs(RequestLimits, Flags):
         return with_environment(self.api_key)
 
     @property
-    def peer_addresses(self) -> set[str]:
-        """Return --kv-cache-peers in the form that addresses are compared in."""
-        return {address.rstrip("/").lower() for address in self.kv_cache_peers}
+    def peers(self) -> dict[str | None, str]:
+        """Return --kv-cache-peers by the form that addresses are compared in."""
+        return {normal_address(address): address.rstrip("/") for address in self.kv_cache_peers}
 
     @property
     def peer_key(self) -> str | None:
         """Return the API key for the servers of --kv-cache-peers."""
-        return os.environ.get("OCTAVO_KV_CACHE_PEER_KEY") or next(iter(self.api_keys), None)
+        keys = [os.environ.get("OCTAVO_KV_CACHE_PEER_KEY", ""), *self.api_keys]
+        return next(filter(None, map(str.strip, keys)), None)  # files often end their keys with a new line
 
     @property
     def logs_requests(self) -> bool:
@@ -233,10 +235,12 @@ class ServerArgs(RequestLimits, Flags):
         if any(not key for key in self.api_key):
             raise ConfigError("--api-key must not be empty.")
         for address in self.kv_cache_peers:
-            if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", address):
+            if normal_address(address) is None:
                 raise ConfigError(f"--kv-cache-peers takes addresses such as http://10.0.0.7:8000, got {address}.")
         if self.kv_cache_peers and self.peer_key is None:
             raise ConfigError("--kv-cache-peers needs the servers' API key: set --api-key or OCTAVO_KV_CACHE_PEER_KEY.")
+        if self.kv_cache_peers and not _is_header_value(self.peer_key or ""):
+            raise ConfigError("The API key for --kv-cache-peers has characters other than printable ASCII; change it.")
         if self.max_log_len is not None and self.max_log_len < 0:
             raise ConfigError(f"--max-log-len must be 0 or more, got {self.max_log_len}.")
         for name in ("max_queue_len", "max_engine_restarts", "answer_memory_bytes", *_SECONDS):
@@ -308,6 +312,25 @@ class ServerArgs(RequestLimits, Flags):
                 f"--ssl-certfile {certfile} and --ssl-keyfile {self.ssl_keyfile} are not a certificate and its key in "
                 f"PEM form: {error}."
             ) from None
+
+
+def normal_address(address: str) -> str | None:
+    """Return the form in which two addresses of a server are compared. Returns None if it is not of the form
+    http://HOST:PORT/PATH."""
+    if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", address, re.IGNORECASE):
+        return None
+    try:
+        parts = urlsplit(address)
+        port = parts.port  # raises for one that is no number
+    except ValueError:
+        return None
+    if not parts.hostname or port == 0:
+        return None
+    return f"{parts.scheme}://{parts.hostname} {port or _DEFAULT_PORTS[parts.scheme]} {parts.path.rstrip('/')}"
+
+
+def _is_header_value(text: str) -> bool:
+    return text.isascii() and text.isprintable()
 
 
 def _words(name: str, given: list[str]) -> list[str]:

@@ -25,7 +25,7 @@ from octavo.entrypoints.http.body_fields import MAX_SESSION_LENGTH, SESSION_PATT
 from octavo.entrypoints.http.error_responses import PromptSavedError
 from octavo.entrypoints.http.json_worker import JsonWorker
 from octavo.entrypoints.http.request_headers import HEADERS, ID_HEADER, RequestHeaders
-from octavo.entrypoints.http.server_args import ServerArgs
+from octavo.entrypoints.http.server_args import ServerArgs, normal_address
 from octavo.entrypoints.http.shared_counts import ENGINE_REQUESTS, SharedCounts
 from octavo.entrypoints.openai.request_bodies import SamplingRequest, TokenRequest
 from octavo.errors import RETRY_AFTER_S, EngineRestartingError, OctavoError, RequestError
@@ -153,6 +153,7 @@ class ServerState:
         self.has_cut_off = False  # the requests under way, as the time to stop is over
         self.num_in_flight = 0  # requests whose answers are not complete
         self._num_engine_requests = 0
+        self._peers = {name: BlockPeer(address, args.peer_key or "") for name, address in args.peers.items()}
         self._ignored_peers = LineLimit()
         self.num_tokenizing = 0  # complete requests that only need this front end's tokenizer
 
@@ -484,13 +485,12 @@ class ServerState:
 
     def _peer(self, address: str | None) -> BlockPeer | None:
         """Return the server at an address, if the operator allows to copy blocks from it: a client could name any."""
-        key = self.args.peer_key
-        if address is None or key is None:
+        if address is None or not self._peers:
             return None
-        if (address := address.rstrip("/").lower()) in self.args.peer_addresses:
-            return BlockPeer(address, key)
+        if (peer := self._peers.get(normal_address(address))) is not None:
+            return peer
         if self._ignored_peers.admits(time.monotonic()):
-            logger.info("no blocks are copied from %s: it is not in --kv-cache-peers", brief(address))
+            logger.warning("no blocks are copied from %s: it is not in --kv-cache-peers", brief(address))
         return None
 
     async def _save_prompt(self, request: EngineRequest, name: str, num_prompts: int) -> NoReturn:

@@ -108,20 +108,34 @@ def test_a_server_without_a_key_or_a_folder_gives_nothing(
 
 
 def test_blocks_are_copied_from_servers_that_the_operator_names(
-    disk: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    disk: FakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def asked(url: str, at: str) -> Any:
         headers = {"x-octavo-blocks-at": at, "x-api-key": "a"}
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, headers=headers).status_code == 200
         return disk.seen[-1][2]["blocks_from"]
 
-    with serving(disk, api_key=["a", "b"], kv_cache_peers=["http://Host:1/", "https://other/llm"]) as url:
-        assert asked(url, "http://host:1") == BlockPeer("http://host:1", "a")
-        assert asked(url, "https://OTHER/llm/") == BlockPeer("https://other/llm", "a")
+    peers = ["http://Host:1/", "https://other/LLM", "http://plain"]
+    with serving(disk, api_key=["a", "b"], kv_cache_peers=peers) as url:
+        assert asked(url, "http://host:1") == BlockPeer("http://Host:1", "a")
+        assert asked(url, "https://OTHER:443/LLM/") == BlockPeer("https://other/LLM", "a")
+        assert asked(url, "HTTP://plain:80") == BlockPeer("http://plain", "a")
         for at in ("http://host:2", "http://host", "https://host:1", "http://host:1/x", "http://x@host:1", ""):
             assert asked(url, at) is None
-        monkeypatch.setenv("OCTAVO_KV_CACHE_PEER_KEY", "c")
+        assert asked(url, "https://other/llm") is None and asked(url, "http://host:x") is None
+        assert "no blocks are copied from http://host:2: it is not in" in caplog.text
+    monkeypatch.setenv("OCTAVO_KV_CACHE_PEER_KEY", "c\n")
+    with serving(disk, api_key=["a"], kv_cache_peers=["http://host:1"]) as url:
         assert asked(url, "http://host:1") == BlockPeer("http://host:1", "c")
+    caplog.clear()
+    with serving(disk, api_key=["a"]) as url:
+        assert asked(url, "http://host:1") is None and "no blocks" not in caplog.text, "no fault of the operator"
+
+
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError, match="printable ASCII") as error:
+        ServerArgs(kv_cache_peers=["http://host:1"], api_key=["hunter\n2"]).check()
+    assert "hunter" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +144,8 @@ def test_blocks_are_copied_from_servers_that_the_operator_names(
         ({"kv_cache_peers": ["host:1"], "api_key": ["a"]}, "takes addresses such as"),
         ({"kv_cache_peers": ["http://me@host:1"], "api_key": ["a"]}, "takes addresses such as"),
         ({"kv_cache_peers": ["http://host:1?x"], "api_key": ["a"]}, "takes addresses such as"),
+        ({"kv_cache_peers": ["http://host:80a0"], "api_key": ["a"]}, "takes addresses such as"),
+        ({"kv_cache_peers": ["http://host:70000"], "api_key": ["a"]}, "takes addresses such as"),
         ({"kv_cache_peers": ["http://host:1"]}, "needs the servers' API key"),
     ],
 )
