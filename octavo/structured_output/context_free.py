@@ -26,6 +26,8 @@ def to_lark(text: str) -> str:
 
 
 def _of_lark(text: str) -> str:
+    if ":" not in _LARK_PIECES.sub("", text):
+        raise ValueError("it has no rules")
     out, at = list[str](), 0
     for found in _LARK_PIECES.finditer(text):
         out += [_lark_outside(text[at : found.start()]), _lark_piece(found[0])]

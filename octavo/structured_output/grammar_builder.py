@@ -36,7 +36,7 @@ from octavo.structured_output.answer_parts import (
 )
 from octavo.structured_output.final_check import CallChecks, FinalCheck
 from octavo.structured_output.lark import escaped, pieces
-from octavo.structured_output.lark_in_calls import lark_without, quoted_lark
+from octavo.structured_output.lark_in_calls import lark_before, lark_without, quoted_lark
 from octavo.structured_output.schema_keywords import SILENT
 from octavo.structured_output.schema_lowering import lower
 from octavo.structured_output.trial import GrammarTrial, TrialFailed, TrialsBusy, limits
@@ -102,8 +102,8 @@ def make_checked_grammar(wanted: WantedGrammar, *, closes_objects: bool = False)
     elif field is None:
         field = "structured_outputs." + next(n for n in STRUCTURES if getattr(content, n) not in (None, False))
     problem = ""
-    # A grammar is tried as a whole. If this fails, its schemas are tried one by one, to name the wrong one, or to leave
-    # out parts that are too much for llguidance.
+    # A grammar is tried as a whole. If this fails, its schemas and inputs are tried one by one, to name the wrong
+    # one, or to leave out parts that are too much for llguidance.
     for tries_each in (False, True):
         maker = _Maker(special_tokens or {}, closes_objects, tries_each)
         if content is None:
@@ -132,7 +132,7 @@ def make_checked_grammar(wanted: WantedGrammar, *, closes_objects: bool = False)
             if checks is not None:
                 checks.leave_out(maker.held)
             return MadeGrammar(grammar, check)
-        if not maker.has_schemas:
+        if not maker.has_parts:
             break
     raise RequestError(f"{field} cannot be followed: {_WHERE.sub('', problem)}", param=field)
 
@@ -170,7 +170,7 @@ class _Maker:
         self.held: dict[str, Mapping[str, Any]] = {}  # functions whose arguments the grammar holds completely
         self.is_simple = True  # llguidance's work on the grammar is bounded by its size
         self.is_certain = True  # and llguidance never refuses such a grammar
-        self.has_schemas = False
+        self.has_parts = False  # schemas or grammars, which may be tried one by one
         self._special_tokens = special_tokens
         self._closes_objects = closes_objects
         self._tries_each = tries_each
@@ -249,7 +249,7 @@ class _Maker:
         options: dict[str, Any] = {"whitespace_pattern": wanted.whitespace_pattern or DEFAULT_WHITESPACE}
         if wanted.disable_any_whitespace:
             options = {"whitespace_flexible": False}
-        self.has_schemas = True
+        self.has_parts = True
         merges_references, levels = True, [{"is_coarse": True}, {"is_picky": True}, {}]
         empty, num_rounds = frozenset[str](), 0
         while True:
@@ -359,28 +359,41 @@ class _Maker:
         form, name, field = call.parameter, f"input{index}", f"tools[{index}].custom.format.grammar"
         if len(text) > MAX_CHARACTERS:
             raise RequestError(f"{field} has {len(text)} characters; {MAX_CHARACTERS} is the most.", param=field)
-        self.is_simple, ends = False, set[str]()
-        self.has_schemas = True  # if the grammar is too much as terminals, it is tried again as it is
+        self.is_simple, self.has_parts, end = False, True, ""
         if form is None:
             before, after = f'{{"{CUSTOM_INPUT}": "', '"}'
         elif form.after_value:
-            before, after = form.before_key + CUSTOM_INPUT + form.after_key_of_text, form.after_value
-            after = after.replace("{key}", CUSTOM_INPUT)
+            before, after = form.before_key + CUSTOM_INPUT + form.after_key_of_text, ""
+            end = form.after_value.replace("{key}", CUSTOM_INPUT)
             if call.keyed is not None:
-                before, after = f"{{{before}", f"{after}}}"
-            ends = _ends_of_text(form, call, after) - self._special_tokens.keys()
+                before, after = f"{{{before}", "}"
         else:
             before, after = f'{form.before_key}{CUSTOM_INPUT}{form.after_key_of_json}"', '"'
-        after += call.after
         try:
-            grammar = _checked_lark(text)
-            if before.endswith('"'):
-                grammar = quoted_lark(grammar, as_terminals=not self._tries_each)
+            given = _checked_lark(text)
+            # A grammar that is too much as terminals is tried again as it is.
+            if self._tries_each and (problem := _problem(_of_lark(given), field)):
+                raise ValueError(problem.rstrip("."))
+            if form is not None and end:
+                grammar, end = self._of_text_before(given, end, _ends_of_text(form, call, end))
             else:
-                grammar = lark_without(grammar, sorted(ends))
+                grammar = quoted_lark(given, as_terminals=not self._tries_each)
         except ValueError as e:
             raise RequestError(f"{field} cannot be read: {e}.", param=field) from None
+        after = end + after + call.after
         return f"rest{index}: {literal(before)} @{name} {literal(after)}", {"lark_grammar": grammar, "name": name}
+
+    def _of_text_before(self, grammar: str, end: str, ends: set[str]) -> tuple[str, str]:
+        """Return the grammar without texts that have one of `ends`, and what it leaves of the text `end` behind it."""
+        mark = end.strip()
+        lead, _, rest = end.partition(mark)
+        is_token, kept_out = mark in self._special_tokens, sorted(ends - self._special_tokens.keys())
+        whole = None
+        if not self._tries_each:
+            whole = lark_before(grammar, kept_out, lead if is_token else lead + mark, is_end=not is_token)
+        if whole is None:
+            return lark_without(grammar, kept_out), end
+        return whole, mark + rest if is_token else rest
 
     def _of_whole_call(self, name: str, keys: tuple[str, str], schema: Mapping[str, Any], index: int) -> dict[str, Any]:
         """Return the grammar of a call that is a JSON object."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
+from itertools import count
 
 from octavo.structured_output.lark import escaped
 from octavo.structured_output.schema_patterns import matches_character
@@ -19,7 +21,11 @@ _IMPORT = re.compile(
 _NESTED = re.compile(r"%(json|lark|regex)\b|<\[|@")
 _HEAD = re.compile(r"^[ \t]*(\w+)[ \t]*:", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_NAME_OR_ALIAS = re.compile(r"%import[^\n]*|(->[ \t]*\w+)|[A-Za-z_]\w*")
+_ATTRIBUTES = re.compile(r"^[ \t]*\w+[ \t]*\[[^\]\n]*\][ \t]*:", re.MULTILINE)  # llguidance's, of a rule
+_ALIAS = re.compile(r"->[ \t]*\w+")
+# What is otherwise in terminals, and lines that stay: rules have new names, `[x]` is `(x)?`, and aliases are left out.
+_CHANGED = re.compile(r"%import[^\n]*|->[ \t]*\w+|[\[\]]|[A-Za-z_]\w*")
+_CHANGES = {"->": "", "[": "(", "]": ")?"}
 # Terminals of Lark's library that have line breaks, tabs, quotes or backslashes.
 _COMMON = {
     "C_COMMENT": r"\/\*([^*]|\*+[^*\/])*\*+\/",
@@ -44,35 +50,61 @@ _SYNTAX = frozenset("()|*+?^$")
 _ASSERTIONS = frozenset((r"\b", r"\B", r"\A", r"\z"))
 _QUOTED = {chr(code): json.dumps(chr(code))[1:-1] for code in (*range(32), ord('"'), ord("\\"))}
 _PLAIN = r'[^"\\\x00-\x1f]'
+_CONTROLS = frozenset(_QUOTED[chr(code)] for code in range(32))
+_ALL_CONTROLS = r"\\([bfnrt]|u00(0[0-7bef]|1[0-9a-f]))"  # the same as an expression
 
 
 def quoted_lark(grammar: str, *, as_terminals: bool = True) -> str:
     """Return the grammar of the same texts as JSON writes them, without the quotes around them. It has terminals in the
     place of rules where it can, `as_terminals`. Raises `ValueError` for what cannot be written so."""
 
-    def of_string(text: str) -> str:
-        quoted = json.dumps(json.loads(text, strict=False), ensure_ascii=False)[1:-1]
-        return json.dumps(quoted, ensure_ascii=False)
+    def of_string(text: str, flags: str) -> str:
+        given = json.loads(text, strict=False)
+        quoted = json.dumps(given, ensure_ascii=False)[1:-1]
+        if "i" in flags and quoted != given:
+            return of_regex(f"/{escaped(given)}/", flags)
+        return json.dumps(quoted, ensure_ascii=False) + flags
+
+    def of_regex(text: str, flags: str) -> str:
+        return f"/{_quoted_regex(text[1:-1], flags)}/{flags}"
 
     if found := _NESTED.search(_PIECES.sub("", grammar)):
         raise ValueError(f"{found[0]} cannot be within a text in JSON")
     grammar = _IMPORT.sub(_imported, grammar)
     grammar = _RANGE.sub(lambda found: f"/[{_in_class(found[1])}-{_in_class(found[2])}]/", grammar)
-    quoted = _rewritten(grammar, of_string, lambda text, flags: f"/{_quoted_regex(text[1:-1], flags)}/{flags}")
-    return _as_terminals(quoted) if as_terminals else quoted
+    quoted = _rewritten(grammar, of_string, of_regex)
+    terminals = _as_terminals(quoted) if as_terminals else None
+    return quoted if terminals is None else f"start: {terminals[0]}\n{terminals[1]}"
 
 
 def lark_without(grammar: str, ends: Sequence[str]) -> str:
     """Return the grammar, in which no regular expression matches a text that has one of `ends`."""
-    out = "".join(f" & ~/(.|\\n)*{escaped(end)}(.|\\n)*/" for end in ends)
-    return _rewritten(grammar, lambda text: text, lambda text, flags: f"{text}{flags}", out)
+    return _rewritten(grammar, lambda text, flags: text + flags, lambda text, flags: text + flags, _without(ends))
 
 
-def _as_terminals(grammar: str) -> str:
-    """Return the grammar with its rules as terminals, unless one refers back to itself or needs to be a rule. A lexer
-    reads the longest text of a terminal: in JSON a backslash may go on with it or begin the next one, so the whole text
-    must be one terminal."""
-    masked = _PIECES.sub(lambda found: " " * len(found[0]), grammar)  # same places, without strings and expressions
+def lark_before(grammar: str, ends: Sequence[str], after: str, *, is_end: bool) -> str | None:
+    """Return the grammar of the same texts without those that have one of `ends`, each with `after` behind it; None if
+    the grammar is not regular. With `is_end` the text is over where `after` is first read."""
+    if _NESTED.search(_PIECES.sub("", grammar)) or (found := _as_terminals(grammar)) is None:
+        return None
+    whole, lines = found
+    text = f"TEXT{whole.removeprefix('RULE')}"
+    head = f"value{'[lazy]' if is_end else ''}" if after else "value"
+    return (
+        f"start: {head.partition('[')[0]}\n{head}: {text} {json.dumps(after)}\n{text}: {whole}{_without(ends)}\n{lines}"
+    )
+
+
+def _without(ends: Sequence[str]) -> str:
+    return "".join(f" & ~/(.|\\n)*{escaped(end)}(.|\\n)*/" for end in ends)
+
+
+def _as_terminals(grammar: str) -> tuple[str, str] | None:
+    """Return the grammar with its rules as terminals, and before it the name of the first one; None if a rule refers
+    back to itself or cannot be a terminal. A lexer reads the longest text of a terminal: in JSON a backslash may go on
+    with it or begin the next one, so the whole text must be one terminal."""
+    outside = _PIECES.sub(_blank, grammar)  # same places, without strings and expressions
+    masked = _ALIAS.sub(_blank, outside)
     heads = list(_HEAD.finditer(masked))
     names = {found[1] for found in heads}
     bodies = {
@@ -80,21 +112,30 @@ def _as_terminals(grammar: str) -> str:
         for found, following in zip(heads, [*heads[1:], None], strict=True)
     }
     references = {name: names & set(_NAME.findall(masked[begin:end])) for name, (begin, end) in bodies.items()}
-    if len(bodies) < len(heads) or "start" not in names or any(mark in masked for mark in ("%ignore", "[")):
-        return grammar
+    is_plain = "%ignore" not in masked and _ATTRIBUTES.search(masked) is None
+    if len(bodies) < len(heads) or "start" not in names or not is_plain:
+        return None
     try:
         TopologicalSorter(references).prepare()
     except CycleError:
-        return grammar
+        return None
+    suffix = _unused(grammar)
+    terminals = {name: f"RULE_{i}{suffix}" for i, name in enumerate(bodies) if not name.lstrip("_")[:1].isupper()}
     out, end = list[str](), 0
-    for found in _NAME_OR_ALIAS.finditer(masked):
-        if found[1] is not None:  # the name of a branch in a parse tree, which terminals lack
-            out.append(grammar[end : found.start(1)])
-            end = found.end()
-        elif (name := found[0]) in names:
-            out += [grammar[end : found.start()], f"{name.upper()}__" if name.islower() else name]
-            end = found.end()
-    return f"start: START__\n{''.join(out)}{grammar[end:]}"
+    for found in _CHANGED.finditer(outside):
+        out += [grammar[end : found.start()], _CHANGES.get(found[0][:2], terminals.get(found[0], found[0]))]
+        end = found.end()
+    return terminals["start"], f"{''.join(out)}{grammar[end:]}"
+
+
+def _blank(found: re.Match[str]) -> str:
+    return " " * len(found[0])
+
+
+def _unused(grammar: str) -> str:
+    """Return an end of names that no name in the grammar has."""
+    used = set(re.findall(r"__(\d+)", grammar))
+    return next(f"__{i}" for i in count() if str(i) not in used)
 
 
 def regex_as_lark(regex: str) -> str:
@@ -106,22 +147,22 @@ _IN_LARK = {"/": r"\/", "\n": r"\n"}
 
 
 def _rewritten(
-    grammar: str, of_string: Callable[[str], str], of_regex: Callable[[str, str], str], beside: str = ""
+    grammar: str, of_string: Callable[[str, str], str], of_regex: Callable[[str, str], str], beside: str = ""
 ) -> str:
     """Return the grammar with other strings and regular expressions, without comments. With `beside` each regular
     expression becomes a terminal, with this text after it."""
-    terminals = list[str]()
+    terminals, suffix = list[str](), _unused(grammar)
 
     def rewrite(found: re.Match[str]) -> str:
         piece, flags = found[1], found[2]
         if piece is None:
             return ""
         if piece.startswith('"'):
-            return of_string(piece) + flags
+            return of_string(piece, flags)
         written = of_regex(piece, flags)
         if not beside:
             return written
-        terminals.append(f"PIECE_{len(terminals)}__: {written}{beside}")
+        terminals.append(f"PIECE_{len(terminals)}{suffix}: {written}{beside}")
         return terminals[-1].partition(":")[0]
 
     return "\n".join([_PIECES.sub(rewrite, grammar), *terminals])
@@ -180,12 +221,17 @@ def _class_end(regex: str, begin: int) -> int | None:
     raise ValueError(f"/{regex:.80}/ has a class that does not end")
 
 
+@lru_cache(maxsize=4096)
 def _quoted_atom(atom: str) -> str:
     """Return an expression for the character or class `atom` as JSON writes it."""
     if len(atom) == 1:
-        return escaped(_QUOTED[atom]) if atom in _QUOTED else atom
+        return f"(?-i:{escaped(_QUOTED[atom])})" if atom in _QUOTED else atom
     special = [written for character, written in _QUOTED.items() if matches_character(atom, character)]
     if not special:
         return atom
-    texts = "|".join(escaped(written) for written in special)
-    return f"([{atom}&&{_PLAIN}]|{texts})"
+    if set(special) >= _CONTROLS:
+        special = [written for written in special if written not in _CONTROLS]
+        texts = "|".join([_ALL_CONTROLS, *map(escaped, special)])
+    else:
+        texts = "|".join(map(escaped, special))
+    return f"([{atom}&&{_PLAIN}]|(?-i:{texts}))"

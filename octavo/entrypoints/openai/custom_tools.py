@@ -114,4 +114,7 @@ class CustomInput:
         assert inner is not None
         self._held = self._held[inner.end() :]
         self.is_whole = self._held.startswith('"')
-        return str(json.loads(f'"{with_whole_pairs(inner[0])}"', strict=False))
+        try:
+            return str(json.loads(f'"{with_whole_pairs(inner[0])}"', strict=False))
+        except ValueError:  # an escape that JSON has not
+            return inner[0]

@@ -127,6 +127,12 @@ TEXTS = [
         "start: WS | LF\n%import common (LF, WS)",
         "start: X\n%import common.ESCAPED_STRING -> X",
         "start: NEWLINE WORD?\n%import common.NEWLINE\n%import common.WORD",
+        r"start: /a|\n/i",
+        r"start: /(?i)[a\n]+/",
+        r'start: "a\nb"i "\""i?',
+        "start: /[^x]/i",
+        "start: RULE_0__0 b\nb: /[^a]/\nRULE_0__0: /a?/",
+        'start: all -> one\nall: /.*/ [LF] -> all\n  | "b" LF -> b\nb: "x"\n%import common.LF',
     ],
 )
 def test_a_quoted_grammar_has_the_texts_of_the_grammar_as_json_writes_them(grammar: str) -> None:
@@ -159,6 +165,46 @@ def test_a_regular_expression_holds_for_the_whole_input() -> None:
     )]  # fmt: skip
     assert taken == ["a/\n", '"']
     assert regex_as_lark("a/\\/\n") == "start: TEXT\nTEXT: /a\\/\\/\\n/"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "taken"),
+    [
+        (r"start: /[\s\S]+/", ["a", "a\nb", "a</b>\n", "</b"]),
+        ("start: C+\nC: /[\\s\\S]/", ["a", "a\nb", "a</b>\n", "</b"]),
+        ('start: "</" "parameter>"? /.*/', ["</b"]),
+        ("start: start2\nstart2: /a/ start2 | /a/", ["a"]),  # not regular
+    ],
+)
+def test_no_text_between_tags_has_the_mark_that_ends_it(grammar: str, taken: list[str]) -> None:
+    form, texts = FORMATS["qwen3_coder"], ["a", "a\nb", "a</b>\n", "</b", "a</parameter>b", "</parameter>b"]
+    made = grammar_of(asked(custom(grammar), tool_choice="required"), form)
+    assert made is not None
+    assert [text for text in texts if follows(made, write(form, [("patch", {"input": text})]))] == taken
+
+
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        ("", "it has no rules"),
+        ("// a: b", "it has no rules"),
+        ('start: "a" b', '1\\(8\\): unknown name: "b"'),
+        ("start: /(/", 'the regular expression "\\(" cannot'),
+    ],
+)
+def test_an_error_is_about_the_grammar_of_the_request(grammar: str, why: str) -> None:
+    for name in ("hermes", "qwen3_coder"):
+        with pytest.raises(RequestError, match=why) as refused:
+            grammar_of(asked(custom(grammar), tool_choice="required"), FORMATS[name])
+        assert refused.value.param == "tools[0].custom.format.grammar"
+
+
+def test_a_class_of_all_control_characters_stays_short() -> None:
+    assert len(quoted_lark("start: /[^x]/")) < 120
+
+
+def test_an_input_with_an_unknown_escape_is_returned_as_it_is() -> None:
+    assert CustomInput().add('{"input": "a\\Nb"}') == "a\\Nb"
 
 
 def test_texts_of_a_grammar_have_no_mark_that_ends_them() -> None:
