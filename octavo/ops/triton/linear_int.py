@@ -254,6 +254,8 @@ def launch(
     tiles_n = triton.cdiv(num_out, block_n)
     most = tiles_n * triton.cdiv(size, block_t)
     split = chunks > 1 and size <= _MAX_SPLIT_ROWS and most < 2 * num_multiprocessors(x.device)
+    if chunks > 1 and not split and capability(x.device)[0] == 10:
+        stages = 1  # Triton 3.9 fails to overlap sums in chunks for 10.0
     tiles = tiles_n * triton.cdiv(num_rows, block_t)
     workspace = weight.workspace
     assert workspace is not None or not split

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octavo.ops import AdapterTable, Expand, ExpandExperts, LinearWeight, Lookup
 from octavo.ops.triton.adapter_tables import BIAS, PANEL, RANK_UNIT, RANKS, TritonAdapterTable
-from octavo.ops.triton.launch import by_pieces
+from octavo.ops.triton.launch import by_pieces, capability
 from octavo.ops.triton.packed_weights import PackedWeight
 from octavo.ops.triton.quantize import codes_of, scales_of
 from octavo.ops.triton.schedule import row_class
@@ -264,7 +264,8 @@ def shrink(x: Tensor, table: AdapterTable, slots: AdaptedRows, weight: LinearWei
             num_blocks, chunk_blocks, table.entry_size, x.stride(0), 0 if x_scales is None else x_scales.stride(0),
             table.stride_a, PROJECTIONS=projections, MAX_RANK=table.max_rank, SCALED=x_scales is not None, SPLIT=split,
             DTYPE=_TYPES[table.dtype], BLOCK_R=block_r, BLOCK_T=slots.block_t, BLOCK_K=block_k, num_warps=4,
-            num_stages=3, enable_fp_fusion=False,
+            num_stages=1 if capability(x.device)[0] == 10 and not split else 3,  # as in `linear_int`
+            enable_fp_fusion=False,
         )  # fmt: skip
     return Shrunk(sums, x, x_scales)
 

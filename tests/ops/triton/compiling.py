@@ -35,8 +35,8 @@ OTHER_CAPABILITIES = (89,)  # kernels are only compiled for these, and must fit
 _ROOT = Path(__file__).parents[3]
 
 # What one multiprocessor has ("Compute Capabilities" of the CUDA programming guide).
-MULTIPROCESSORS = {80: 108, 89: 142, 90: 132}  # of an A100, an L40S and an H100
-MAX_SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # of one block
+MULTIPROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}  # of an A100, an L40S, an H100 and a B200
+MAX_SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # of one block
 _SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}  # of all, of which each block takes 1 KiB more than it asks for
 _REGISTERS, _MAX_WARPS, _MAX_BLOCKS = 65536, 64, 32
 

@@ -64,8 +64,12 @@ def test_kernels_compile_and_fit(name: str, capability: int, results: Results) -
         assert kernels[0].programs_per_multiprocessor >= 2, kernels[0]
 
 
-@pytest.mark.parametrize("capability", OTHER_CAPABILITIES)
-@pytest.mark.parametrize("name", CASES)
+# Sums in chunks need care for 10.0: `linear_int.launch`.
+_FITTING = [(name, capability) for name in CASES for capability in OTHER_CAPABILITIES]
+_FITTING += [("products.add_int4_2048", 100), ("adapters.add_int4_2048", 100), ("adapters.rank_512", 100)]
+
+
+@pytest.mark.parametrize(("name", "capability"), _FITTING)
 def test_kernels_fit_other_devices(name: str, capability: int, results: Results) -> None:
     compiled, failed = results
     assert [f.error for f in failed if (f.case, f.capability) == (name, capability)] == []
