@@ -41,9 +41,8 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     memory_gib: _Positive | None = None  # of one replica
     keep_alive: Annotated[float, Meta(ge=0)] | None = 300.0  # seconds without a request; None: for ever
     preload: bool = False
-    start_timeout: Annotated[float, Meta(gt=0, le=1e8)] | None = (
-        900.0  # seconds that a start may make no progress; None: any
-    )
+    # Seconds that a start may make no progress; None: any.
+    start_timeout: Annotated[float, Meta(gt=0, le=1e8)] | None = 900.0
     addresses: list[str] = []
     discover: str | None = None  # discovery.DnsName or discovery.KubernetesService
     served_model_name: str | None = None  # at the addresses; the entry's name by default

@@ -61,6 +61,11 @@ class ClientSend:
             if isinstance(connection, ResponseCycle):
                 connection.attach(self)
 
+    @property
+    def has_writer(self) -> bool:
+        """Whether `at_once` can write whenever the client keeps up."""
+        return self._connection is not None
+
     def open(self, write: Callable[[bytes], None]) -> None:
         self._write = self._connection = write
 
@@ -82,6 +87,7 @@ class Client:
         gateway's own errors repeat it."""
         self.send, self._path = send, path
         self._send_at_once = send.at_once if isinstance(send, ClientSend | AnswerTranslator) else None
+        self._num_sends = 0  # calls of `send` under way
         self.request_id = request_id or uuid.uuid4().hex
         self.streams = False  # the client asked for events
         self._has_head = False
@@ -95,9 +101,8 @@ class Client:
         self.progress = StreamProgress()
         self.meter: Meter | None = None  # for a client whose tokens are counted
         self.hides_usage = False  # drops the usage that only the gateway asked the stream for
-        self.num_lost = (
-            0  # replicas that were lost with the request, or answered 500 with a dead engine, since its last token
-        )
+        # Replicas that were lost with the request, or answered 500 with a dead engine, since its last token.
+        self.num_lost = 0
         # A stream that has lost its replica waits until `waits_until` for a replica that continues it. All times are of
         # `time.monotonic`.
         self.waits_until = 0.0
@@ -120,15 +125,20 @@ class Client:
     async def comment(self, text: str) -> None:
         """Send a comment of a stream, which begins the stream."""
         if not self._has_head:
+            self._is_events = True  # at once: the answer may begin while the head is being sent
             await self._begin(200, [(b"content-type", _EVENTS), (b"cache-control", b"no-cache")])
-            self._is_events = True
         await self._write(f": {text}\n\n".encode())
         self.silent_since = time.monotonic()
 
-    def comment_at_once(self, text: str) -> None:
-        """Send a comment, if the client has begun to get a stream, is between two events, and need not read first."""
-        if self.takes_comments and self._send_at_once is not None:
-            self._send_at_once(f": {text}\n\n".encode())
+    def comment_at_once(self, text: str) -> bool:
+        """Send a comment, if the client has begun to get a stream, is between two events, and need not read first.
+        Returns False if only `comment` can send it now, as over HTTP/1.0."""
+        if not self.takes_comments or self._num_sends:
+            return True
+        if self._send_at_once is None or (isinstance(self.send, ClientSend) and not self.send.has_writer):
+            return False
+        self._send_at_once(f": {text}\n\n".encode())
+        return True
 
     def can_take(self, answer: Answer, is_last: bool) -> bool:
         """Return whether an answer continues the stream that the client has, if it has one: other servers than Octavo
@@ -280,10 +290,17 @@ class Client:
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._has_head = True
-        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _write(self, data: bytes, *, is_last: bool = False) -> None:
-        await self.send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+    async def _send(self, message: Message) -> None:
+        self._num_sends += 1
+        try:
+            await self.send(message)
+        finally:
+            self._num_sends -= 1
 
     async def _finish(self, data: bytes) -> None:
         await self._write(data, is_last=True)

@@ -26,13 +26,15 @@ class Silence:
         self._client, self._replica, self._interval_s = client, replica, interval_s
         self._since = time.monotonic()  # when the client last got something, as far as known
         self._timer = asyncio.get_running_loop().call_later(interval_s, self._look) if interval_s else None
-        self._beginning: asyncio.Task[None] | None = None  # sends the stream's head
+        self._sending: asyncio.Task[None] | None = None  # sends a comment, and the stream's head before the first one
+        self._has_ended = False
 
     async def end(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._beginning is not None:  # not cancelled: it would leave half a head
-            await asyncio.wait({self._beginning})
+        self._has_ended = True
+        if self._sending is not None:  # not cancelled: it would leave half a head
+            await asyncio.wait({self._sending})
 
     def _look(self) -> None:
         if self.answer is not None:
@@ -46,13 +48,13 @@ class Silence:
     def _comment(self) -> None:
         """Send a comment, unless the client must read first. Before the answer's head the status is still open, so the
         stream begins only if the replica's health checks have no answer either."""
-        if self._client.has_begun:
-            self._client.comment_at_once(_SILENT)
-        elif self._replica.silent_since is not None:
-            self._beginning = asyncio.ensure_future(self._begin())
+        has_begun = self._client.has_begun
+        is_sent = self._client.comment_at_once(_SILENT) if has_begun else self._replica.silent_since is None
+        if not is_sent and (self._sending is None or self._sending.done()):
+            self._sending = asyncio.ensure_future(self._send(has_begun))
 
-    async def _begin(self) -> None:
-        if not self._client.has_begun:  # the head may have come since
+    async def _send(self, has_begun: bool) -> None:
+        if not self._has_ended and self._client.has_begun == has_begun:  # the head may have come since
             await self._client.comment(_SILENT)
 
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import posixpath
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from urllib.parse import unquote
 
 from octavo.errors import RequestError
 from octavo.gateway.broadcast import Broadcast
@@ -107,7 +109,7 @@ class Proxy:
         if request.method == "DELETE" and request.path.startswith(_CACHE_SESSIONS):
             await self._broadcast.answer(request, client)
             return
-        if _CACHE_BLOCKS in request.path:
+        if _CACHE_BLOCKS in posixpath.normpath(unquote(request.path)) + "/":  # as a server in front of it may read it
             raise RequestError(f"{request.path:.200} is no route for clients.", status=404, code="not_found")
         await self._models.look_for(request.model)
         deployment, keeper = self._placement.place(request)

@@ -23,8 +23,11 @@ logger = logging.getLogger("octavo.gateway")
 
 STOP_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL: longer than a server may drain
 _MAX_LINE_BYTES = 1 << 20
-_SIGN_S = 1.0  # processor time that shows progress: less is what timers of a server that hangs take
+# Processor time that shows progress, in seconds or as a share of the time that a start may take without progress: less
+# is what timers of a server that hangs take.
+_SIGN_S, _SIGN_SHARE = 1.0, 0.01
 _NUM_LOOKS = 20  # at the processor time, in the time that a start may take without progress
+_LOOK_S = 0.5  # between two looks, at least
 _OWN_KEYS = ("OCTAVO_API_KEY", "VLLM_API_KEY", "OCTAVO_ADMIN_KEY")  # variables that servers do not get
 
 
@@ -102,12 +105,12 @@ class ServeProcess:
         work_s, progress_at = 0.0, time.monotonic()
         try:
             while True:
-                look_s = None if timeout_s is None else timeout_s / _NUM_LOOKS
+                look_s = None if timeout_s is None else max(_LOOK_S, timeout_s / _NUM_LOOKS)
                 done, _ = await asyncio.wait(events, timeout=look_s, return_when=asyncio.FIRST_COMPLETED)
                 if done or timeout_s is None:
                     return
                 before, work_s = work_s, await asyncio.to_thread(_work_s, self._process.pid)
-                if abs(work_s - before) >= _SIGN_S:  # less if a process has ended
+                if abs(work_s - before) >= max(_SIGN_S, _SIGN_SHARE * timeout_s):  # less if a process has ended
                     progress_at = time.monotonic()
                 else:
                     work_s = before

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from octavo.gateway import client
+from octavo.gateway.keep_alive import KeepAlive
 from tests.gateway.fakes import Asked, FakeServer, gateway
 from tests.waiting import Clock, virtual_sleep
 
@@ -96,3 +100,61 @@ def test_before_the_head_only_a_server_without_health_is_silent(clock: Clock, ha
             assert events == b"data: 1\n\n"
 
     clock.run(run())
+
+
+def events_answer() -> Any:
+    """An answer whose head says that it is a stream."""
+    headers = {b"content-type": b"text/event-stream"}
+    return SimpleNamespace(
+        status=200, headers=list(headers.items()), header=lambda name: headers.get(name, b""), heard_at=0.0
+    )
+
+
+def sent_in_silence(clock: Clock, prepare: Callable[[Any], Any]) -> list[bytes]:
+    """Return the pieces that a client gets whose replica is silent for 12 s. `prepare` makes the client's `send`."""
+    pieces: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        await asyncio.sleep(0)
+        if "body" in message:
+            pieces.append(message["body"])
+
+    async def run() -> None:
+        one = client.Client(prepare(send), "/v1/chat/completions")
+        one.streams = True
+        silence = KeepAlive(5.0).in_silence(one, SimpleNamespace(silent_since=None))  # type: ignore[arg-type]
+        await one.begin(events_answer())
+        await virtual_sleep(12.0)
+        await silence.end()
+
+    clock.run(run())
+    return pieces
+
+
+def test_a_stream_without_chunks_gets_comments(clock: Clock) -> None:
+    assert sent_in_silence(clock, lambda send: send) == [SILENT] * 2, "a `send` that something wraps"
+    assert sent_in_silence(clock, client.ClientSend) == [SILENT] * 2, "HTTP/1.0"
+
+
+def test_a_client_that_must_read_first_gets_none(clock: Clock) -> None:
+    def paused(send: Any) -> client.ClientSend:
+        one = client.ClientSend(send)
+        one.open(lambda _: None)
+        one.pause()
+        return one
+
+    assert sent_in_silence(clock, paused) == []
+
+
+def test_a_stream_that_a_comment_begins_is_one_of_events_before_its_head_is_sent() -> None:
+    seen: list[bool] = []
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await one.begin(events_answer())
+            seen.append(one.add(b"data: half"))
+
+    one = client.Client(send, "/v1/chat/completions")
+    one.streams = True
+    asyncio.run(one.comment("x"))
+    assert seen == [True], "half an event is held back"

@@ -78,12 +78,14 @@ signal.pause()
     asyncio.run(run())
 
 
-def silent_start(program: str, monkeypatch: pytest.MonkeyPatch, work_s: Callable[[int], float], clock: Clock) -> None:
+def silent_start(
+    program: str, monkeypatch: pytest.MonkeyPatch, work_s: Callable[[int], float], clock: Clock, timeout_s: float = 60.0
+) -> None:
     """Start a program that never gets ready, until it is killed."""
     monkeypatch.setattr(serve_process, "server_command", lambda *_: [sys.executable, "-c", program])
     monkeypatch.setattr(serve_process, "_work_s", work_s)
-    with pytest.raises(StartError, match=r"no progress for 60 s \(start_timeout\)") as caught:
-        clock.run(ServeProcess.start("m", ModelEntry(start_timeout=60.0)))
+    with pytest.raises(StartError, match=rf"no progress for {timeout_s:g} s \(start_timeout\)") as caught:
+        clock.run(ServeProcess.start("m", ModelEntry(start_timeout=timeout_s)))
     assert caught.value.may_pass
 
 
@@ -93,6 +95,17 @@ def test_a_start_that_hangs_is_killed_with_its_processes(monkeypatch: pytest.Mon
     program = f"import signal, subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]); signal.pause()"
     looks = iter([0.5 + number / 100 for number in range(1000)])  # timers
     silent_start(program, monkeypatch, lambda _: next(looks), clock)
+
+
+def test_timers_are_no_progress_however_long_a_start_may_take(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    looks = iter([0.2 * number for number in range(100)])
+    silent_start("import signal; signal.pause()", monkeypatch, lambda _: next(looks), clock, 900.0)
+
+
+def test_a_short_start_timeout_does_not_look_all_the_time(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    looks: list[int] = []
+    silent_start("import signal; signal.pause()", monkeypatch, lambda pid: looks.append(pid) or 0.0, clock, 1.0)
+    assert len(looks) <= 2
 
 
 def test_a_start_that_computes_or_writes_lines_does_not_hang(
