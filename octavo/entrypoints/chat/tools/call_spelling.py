@@ -33,6 +33,7 @@ _OF_TEXTS = {"not", "if", "$ref", "$dynamicRef", "$recursiveRef", *WRITTEN}
 _BESIDE_REFS = {"type", "allOf", "anyOf", "oneOf", *_OF_TEXTS} - {"$ref"}
 _SCALARS = {"string", "number", "integer", "boolean", "null"}
 _MAX_DEPTH = 8  # of nested references and choices
+_MAX_KEYED = 2000  # values of all functions together: references can name one value in many places
 _OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _OF_KEYED = {
     "type", "anyOf", "items", "minItems", "maxItems", "properties", "required", "additionalProperties", "strict",
@@ -109,7 +110,7 @@ def spelling(
             return Spelling(f"{opened}{start}[", f"]{end}", ", ", calls)
         return Spelling(f"{opened}{start}", f"{end}{closed}", "\n", calls)
     else:
-        calls = {}
+        calls, notation = {}, _Keyed(body.sorts_keys, (body.quote, start, end))
         parameter = ParameterText("", f":{body.quote}", ":", body.quote, ",")
         for name, schema in tools.items():
             if name in free:
@@ -117,7 +118,7 @@ def spelling(
                 continue
             keyed = None
             if describes_object(schema):
-                keyed = keyed_value({**schema, "type": "object"}, schema, sorts_keys=body.sorts_keys)
+                keyed = notation.value({**schema, "type": "object"}, schema)
             if not isinstance(keyed, KeyedObject):
                 return None
             calls[name] = CallText(f"{body.before}{name}", "", parameter, keyed=keyed)
@@ -270,52 +271,84 @@ def _takes_any_text(schema: Mapping[str, Any], kinds: set[str]) -> bool:
     return True
 
 
-def keyed_value(schema: Any, root: Mapping[str, Any], depth: int = 0, *, sorts_keys: bool = False) -> KeyedValue | None:
-    """Return the form of the values of `schema` in a notation that marks texts; None if it cannot express the
-    schema."""
-    inner = partial(keyed_value, root=root, depth=depth + 1, sorts_keys=sorts_keys)
-    while isinstance(schema, Mapping) and (target := _referred(schema, root)) is not None:
-        depth += 1
-        if schema.keys() & _BESIDE_REFS or depth > _MAX_DEPTH:
+class _Keyed:
+    """The forms of values in a notation that marks texts, for the functions of one request."""
+
+    def __init__(self, sorts_keys: bool, marks: Sequence[str]) -> None:
+        """No text may contain one of `marks`: it would end the text or the call."""
+        self._sorts_keys, self._marks, self._num_left = sorts_keys, [mark for mark in marks if mark], _MAX_KEYED
+
+    def value(self, schema: Any, root: Mapping[str, Any], depth: int = 0) -> KeyedValue | None:
+        """Return the form of the values of `schema`; None if the notation cannot express them or they are too many."""
+        self._num_left -= 1
+        if self._num_left < 0:
             return None
-        schema = target
-    if schema is True or schema == {}:
-        return KeyedChoice()
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or schema.keys() - _OF_KEYED:
-        return None
-    if (values := schema.get("enum", [schema["const"]] if "const" in schema else None)) is not None:
-        if not isinstance(values, list) or not values or schema.keys() - {"enum", "const", "type", *SILENT}:
+        inner = partial(self.value, root=root, depth=depth + 1)
+        while isinstance(schema, Mapping) and (target := _referred(schema, root)) is not None:
+            depth += 1
+            if schema.keys() & _BESIDE_REFS or depth > _MAX_DEPTH:
+                return None
+            schema = target
+        if schema is True or schema == {}:
+            return KeyedChoice()
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or schema.keys() - _OF_KEYED:
             return None
-        texts = tuple(value for value in values if isinstance(value, str))
-        others = [value for value in values if not isinstance(value, str)]
+        if (values := schema.get("enum", [schema["const"]] if "const" in schema else None)) is not None:
+            if not isinstance(values, list) or not values or schema.keys() - {"enum", "const", "type", *SILENT}:
+                return None
+            texts = tuple(value for value in values if isinstance(value, str))
+            if any(mark in text for mark in self._marks for text in texts):
+                return None
+            others = [value for value in values if not isinstance(value, str)]
+            kinds = schema_types(schema, root)
+            kinds |= {"integer"} if "number" in kinds else set()
+            if any(json_type(value) not in kinds & _SCALARS for value in values):
+                return None
+            parts: list[KeyedValue | None] = [texts] if texts else []
+            return _choice([*parts, KeyedScalar({"enum": others})] if others else parts)
+        if "anyOf" in schema:
+            given = schema["anyOf"]
+            is_alone = isinstance(given, list) and given and schema.keys() <= {"anyOf", *SILENT}
+            return _choice([inner(one) for one in given]) if is_alone else None
         kinds = schema_types(schema, root)
-        kinds |= {"integer"} if "number" in kinds else set()
-        if any(json_type(value) not in kinds & _SCALARS for value in values):
+        if not kinds:
+            return None if schema.keys() - SILENT else KeyedChoice()
+        found = list[KeyedValue | None]()
+        if scalars := sorted(kinds & (_SCALARS - {"string"})):
+            found.append(KeyedScalar({"type": scalars, **{key: schema[key] for key in _OF_NUMBERS & schema.keys()}}))
+        if "string" in kinds:
+            rules = text_rules({key: schema[key] for key in WRITTEN & schema.keys()})
+            found.append(None if rules is None or not some_text_matches(rules) else TextRule(rules))
+        if "array" in kinds:
+            item = inner(schema.get("items", True))
+            least, most = schema.get("minItems", 0), schema.get("maxItems")
+            is_bounded = type(least) is int and (most is None or (type(most) is int and least <= most <= _MAX_ITEMS))
+            is_bounded = is_bounded and 0 <= least <= _MAX_ITEMS
+            found.append(KeyedList(item, least, most) if item is not None and is_bounded else None)
+        if "object" in kinds:
+            found.append(self._object(schema, inner, is_top=depth == 0))
+        return _choice(found) if kinds <= {*_SCALARS, "array", "object"} else None
+
+    def _object(
+        self, schema: Mapping[str, Any], inner: Callable[[Any], KeyedValue | None], *, is_top: bool
+    ) -> KeyedValue | None:
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if (
+            not isinstance(properties, Mapping)
+            or not isinstance(required, list)
+            or set(map(str, required)) - set(properties)
+        ):
             return None
-        parts: list[KeyedValue | None] = [texts] if texts else []
-        return _choice([*parts, KeyedScalar({"enum": others})] if others else parts)
-    if "anyOf" in schema:
-        given = schema["anyOf"]
-        is_alone = isinstance(given, list) and given and schema.keys() <= {"anyOf", *SILENT}
-        return _choice([inner(one) for one in given]) if is_alone else None
-    kinds = schema_types(schema, root)
-    if not kinds:
-        return None if schema.keys() - SILENT else KeyedChoice()
-    found = list[KeyedValue | None]()
-    if scalars := sorted(kinds & (_SCALARS - {"string"})):
-        found.append(KeyedScalar({"type": scalars, **{key: schema[key] for key in _OF_NUMBERS & schema.keys()}}))
-    if "string" in kinds:
-        rules = text_rules({key: schema[key] for key in WRITTEN & schema.keys()})
-        found.append(None if rules is None or not some_text_matches(rules) else TextRule(rules))
-    if "array" in kinds:
-        item = inner(schema.get("items", True))
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
-        is_bounded = type(least) is int and (most is None or (type(most) is int and least <= most <= _MAX_ITEMS))
-        is_bounded = is_bounded and 0 <= least <= _MAX_ITEMS
-        found.append(KeyedList(item, least, most) if item is not None and is_bounded else None)
-    if "object" in kinds:
-        found.append(_keyed_object(schema, inner, is_top=depth == 0, sorts_keys=sorts_keys))
-    return _choice(found) if kinds <= {*_SCALARS, "array", "object"} else None
+        if not properties:
+            others = schema.get("additionalProperties", not is_top)
+            return KeyedObject({}) if others is False else KeyedObject(None) if others is True and not is_top else None
+        fields = {}
+        for name in sorted(properties, key=str.lower) if self._sorts_keys else properties:
+            value = inner(properties[name])
+            if value is None or name != name.strip() or not name or set(name) & set('{}[],:"<>\n'):
+                return None
+            fields[name] = value, name in required
+        return KeyedObject(fields)
 
 
 def _choice(options: Sequence[KeyedValue | None]) -> KeyedValue | None:
@@ -323,28 +356,6 @@ def _choice(options: Sequence[KeyedValue | None]) -> KeyedValue | None:
     if not known or len(known) < len(options):
         return None
     return known[0] if len(known) == 1 else KeyedChoice(known)
-
-
-def _keyed_object(
-    schema: Mapping[str, Any], inner: Callable[[Any], KeyedValue | None], *, is_top: bool, sorts_keys: bool
-) -> KeyedValue | None:
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    if (
-        not isinstance(properties, Mapping)
-        or not isinstance(required, list)
-        or set(map(str, required)) - set(properties)
-    ):
-        return None
-    if not properties:
-        others = schema.get("additionalProperties", not is_top)
-        return KeyedObject({}) if others is False else KeyedObject(None) if others is True and not is_top else None
-    fields = {}
-    for name in sorted(properties, key=str.lower) if sorts_keys else properties:
-        value = inner(properties[name])
-        if value is None or name != name.strip() or not name or set(name) & set('{}[],:"<>\n'):
-            return None
-        fields[name] = value, name in required
-    return KeyedObject(fields)
 
 
 def _enumerated(schema: Mapping[str, Any]) -> list[str] | None:

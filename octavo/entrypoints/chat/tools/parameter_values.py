@@ -55,9 +55,9 @@ def _literal(text: str, kinds: set[str]) -> Any:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return _NOTHING
+    if "string" in kinds and isinstance(value, str | tuple):  # u"a" and "1, 2" may be meant as texts
+        return _NOTHING
     if isinstance(value, tuple):
-        if "string" in kinds:  # "1, 2" may be meant as a text
-            return _NOTHING
         value = list(value)
     return value if _fits(value, kinds or {"array", "object"}) and _is_json(value) else _NOTHING
 

@@ -157,6 +157,9 @@ def test_forced_calls_are_written_and_read_in_the_format(form: ToolFormat) -> No
         ({}, ["1", "[]", "{a:{}}", '<|"|><|"|>'], ["a", "[1"]),
         ({"allOf": [{"type": "string"}, {"minLength": 1}]}, None, None),
         ({"type": "array", "uniqueItems": True}, None, None),
+        # A mark would end the text or the call.
+        ({"enum": ['x<|"|>y', "k"]}, None, None),
+        ({"enum": ["x<tool_call|>y"]}, None, None),
     ],
 )  # fmt: skip
 def test_gemmas_calls_hold_the_schemas_that_their_notation_can_express(
@@ -204,8 +207,20 @@ def test_a_text_or_a_list_stands_between_tags_as_the_model_writes_it(name: str) 
         text = write(form, [("f", arguments)], as_forced=True)
         assert follows(grammar, text), text
         assert read(lambda: FormatParser(form, tools), text, [])[1] == [("f", arguments)]
+    for value in ('u"ab"', "r'ab'"):  # texts, and no values of Python
+        text = write(form, [("f", {"a": value})], as_forced=True)
+        assert read(lambda: FormatParser(form, tools), text, [])[1] == [("f", {"a": value})]
     for arguments in ({"a": [1]}, {"b": "AB"}, {"b": [1]}, {"c": "a"}, {"c": {"k": "1"}}, {"c": [1]}, {"c": {}}):
         assert not follows(grammar, write(form, [("f", arguments)], as_forced=True)), arguments
+
+
+def test_a_schema_whose_references_name_too_many_values_is_not_written_out_in_gemmas_notation() -> None:
+    tools: dict[str, Any] = {"f": {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": {}}}
+    for i in range(8):
+        fields = {name: {"$ref": f"#/$defs/d{i + 1}"} for name in "abcdefghij"}
+        tools["f"]["$defs"][f"d{i}"] = {"type": "object", "properties": fields}
+    tools["f"]["$defs"]["d8"] = {"type": "null"}
+    assert spelling(FORMATS["gemma4"], tools) is None
 
 
 LEAVES: list[dict[str, Any]] = [
