@@ -107,6 +107,14 @@ def test_chat_has_a_choice_of_tools(llm: LLM) -> None:
         found = re.match(r'<tool_call>\n{"name": "(\w+)", "arguments": ([^}]*})}\n</tool_call>', text)
         assert found is not None and found[1] in names and isinstance(json.loads(found[2])["polite"], bool)
     told = {choice: ask(tool_choice=choice)[0].prompt for choice in ("auto", "none", None)}
+    custom = {"type": "custom", "custom": {"name": "patch", "format": {"type": "text"}}}
+    for choice in ("auto", None):
+        assert (
+            '"parameters": {"type": "object", "properties": {"input"'
+            in ask(tools=[custom], tool_choice=choice)[0].prompt
+        )
+    (output,) = ask(tools=[custom], tool_choice="required")
+    assert output.outputs[0].text.startswith('<tool_call>\n{"name": "patch", "arguments": {')
     assert told["auto"] == told[None] and "greet" in told["auto"] and "greet" not in told["none"]
     with pytest.raises(RequestError, match="names 'x', which is not in tools"):
         ask(tool_choice={"type": "function", "function": {"name": "x"}})

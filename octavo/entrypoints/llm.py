@@ -208,9 +208,14 @@ class LLM(PoolingMethods):
         media = [media_of([message.get("content") for message in conversation]) for conversation in taken]
         all_embeds = [embeds_of([message.get("content") for message in conversation]) for conversation in taken]
         processors = [self.inputs.media_processor_of(given) if given else None for given in media]
-        if tool_choice is not None:
-            chosen = self._request_of_calls(tools, tool_choice, []).chosen_tools
-            tools = [tool for tool in tools or () if tool["function"]["name"] in chosen]
+        shown = tools
+        if tool_choice is not None or any(tool.get("type") == "custom" for tool in tools or ()):
+            body = self._request_of_calls(tools, tool_choice, [])
+            known = {tool.function.name: tool for tool in body.tools or ()}
+            tools = [tool for tool in tools or () if tool[tool["type"]]["name"] in body.chosen_tools]
+            shown = [
+                known[tool["custom"]["name"]].for_template() if tool["type"] == "custom" else tool for tool in tools
+            ]
         texts = [
             render_chat(
                 self.tokenizer,
@@ -219,7 +224,7 @@ class LLM(PoolingMethods):
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 template_options=chat_template_kwargs,
-                tools=tools,
+                tools=shown,
                 content_format=chat_template_content_format,
                 placeholders=processor.placeholders if processor else None,
                 tool_format=self._formats.tools
@@ -250,7 +255,7 @@ class LLM(PoolingMethods):
     def _request_of_calls(
         self,
         tools: list[dict[str, Any]] | None,
-        tool_choice: str | dict[str, Any],
+        tool_choice: str | dict[str, Any] | None,
         messages: Sequence[Mapping[str, Any]],
     ) -> ChatCompletionRequest:
         """Return the part of a server's request that decides on calls."""

@@ -189,6 +189,8 @@ def test_reasoning_and_calls_are_shown_and_results_sent(page: sync_api.Page) -> 
             {"reasoning_content": "city?"},
             {"tool_calls": [call]},
             {"tool_calls": [rest]},
+            {"tool_calls": [{"index": 1, "id": "call_2", "type": "custom", "custom": {"name": "patch", "input": ""}}]},
+            {"tool_calls": [{"index": 1, "custom": {"input": "+a"}}]},
         ),
         stream_of({"content": "It **rains**."}),
     ]
@@ -202,17 +204,20 @@ def test_reasoning_and_calls_are_shown_and_results_sent(page: sync_api.Page) -> 
     page.click("#settings summary")
     page.fill("#functions", '[{"name": "get_weather", "parameters": {}}]')
     say(page, "Weather?")
-    page.fill(".calls textarea", "rain")
-    assert page.inner_text(".calls label") == 'get_weather({"city": "Paris"})'
+    for i, text in enumerate(("rain", "done")):
+        page.locator(".calls textarea").nth(i).fill(text)
+    assert page.locator(".calls label").all_inner_texts() == ['get_weather({"city": "Paris"})', "patch(+a)"]
     assert page.locator(".reasoning .text").text_content() == "Which city?"
     page.click(".calls button")
     assert finish(page, 2) == "It rains."
     assert bodies[0]["tools"] == [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]
-    [asked, called, result] = bodies[1]["messages"]
+    [asked, called, result, other] = bodies[1]["messages"]
     assert asked == {"role": "user", "content": "Weather?"}
     assert called["reasoning_content"] == "Which city?"
     assert called["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    assert called["tool_calls"][1] == {"id": "call_2", "type": "custom", "custom": {"name": "patch", "input": "+a"}}
     assert result == {"role": "tool", "tool_call_id": "call_1", "content": "rain"}
+    assert other == {"role": "tool", "tool_call_id": "call_2", "content": "done"}
 
 
 @pytest.mark.long

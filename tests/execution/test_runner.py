@@ -241,7 +241,10 @@ def test_penalties_and_min_tokens_count_every_token_of_requests_that_run_ahead(m
         asked.append(EngineRequest(f"r{i}", Prompt(prompt), params, [EOS], 24, 0.0))
     config = config_of(model, **FLAGS[flags])
     core = device_core(config, LateDevice(2))
-    found = {key: told(outputs) for key, outputs in run(core, asked).items()}
+    made = run(core, asked)
+    num_preemptions = sum(outputs[-1].num_preemptions for outputs in made.values())
+    assert num_preemptions or flags != "few blocks"
+    found = {key: told(outputs) for key, outputs in made.items()}
     assert found == {key: told(outputs) for key, outputs in run(EngineCore(config), asked).items()}
     num_different = {len({*one["tokens"]}) for one in found.values() if len(one["tokens"]) == 24}
     assert min(num_different) < 20 and max(num_different) == 24, "tokens come again, and new ones come"

@@ -87,9 +87,14 @@ class SentToolCall(_SentBack):
         if not isinstance(data, dict) or data.get("type") != "custom":
             return data
         call = data.get("custom")
-        if not isinstance(call, dict) or not isinstance(text := call.get("input"), str):
+        if not isinstance(call, dict) or not all(isinstance(call.get(name), str) for name in ("name", "input")):
             raise ValueError('should have "custom": {"name": ..., "input": ...}')
-        function = {"name": call.get("name"), "arguments": as_arguments(text)}
+        for name in ("name", "input"):
+            try:
+                check_text(call[name])
+            except ValueError as e:
+                raise ValueError(f"has a custom.{name} that {e}") from None
+        function = {"name": call["name"], "arguments": as_arguments(call["input"])}
         rest = {name: one for name, one in data.items() if name != "custom"}
         return {**rest, "type": "function", "function": function}
 

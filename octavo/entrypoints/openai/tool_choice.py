@@ -38,7 +38,8 @@ class AllowedToolsChoice(RequestBody):
 
 
 _CHOICES = (
-    'should be "auto", "none", "required", {"type": "function", "function": {"name": ...}} or '
+    'should be "auto", "none", "required", {"type": "function", "function": {"name": ...}}, '
+    '{"type": "custom", "custom": {"name": ...}} or '
     '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}'
 )
 
@@ -66,6 +67,8 @@ def _read(value: Any) -> Any:
 def _named(value: Any) -> Any:
     """Return the object that names a tool with the name in its field `function`."""
     if isinstance(value, dict) and value.get("type") == "custom" and "custom" in value:
+        if "function" in value:
+            raise ValueError(_CHOICES)
         return {"function" if key == "custom" else key: one for key, one in value.items()}
     return _nested(value, "function")
 

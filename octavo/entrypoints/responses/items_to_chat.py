@@ -20,6 +20,8 @@ NAMES = FieldNames({
     "response_format.json_schema.schema": "text.format.schema",
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",
+    "tools[].custom.format.grammar": "tools[].format",
+    "tools[].function.parameters": "tools[].parameters",
 })  # fmt: skip
 _OF_TOOLS = {"name", "description", "parameters", "strict", "format"}
 

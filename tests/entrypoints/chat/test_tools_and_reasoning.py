@@ -23,6 +23,7 @@ from octavo.entrypoints.chat.reasoning_count import ReasoningCounter
 from octavo.entrypoints.chat.tools.format_parser import FormatParser
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS
 from octavo.entrypoints.http.server_args import ServerArgs
+from octavo.entrypoints.openai.chat_messages import SentToolCall
 from octavo.errors import ConfigError
 from octavo.structured_output.grammar_builder import make_checked_grammar
 from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
@@ -482,9 +483,13 @@ def test_what_a_tool_lacks_is_named(client: openai.OpenAI, tool: Any, param: str
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model=MODEL, messages=[USER], tools=[tool])  # type: ignore[list-item]
     assert refused.value.param == param
-    call: Any = {"id": "c", "type": "custom", "custom": {"name": "f"}}
-    with pytest.raises(openai.BadRequestError, match="input"):
-        client.chat.completions.create(model=MODEL, messages=[{"role": "assistant", "tool_calls": [call]}])
+    for custom in ({"name": "f"}, {"input": "x"}):
+        call: Any = {"id": "c", "type": "custom", "custom": custom}
+        with pytest.raises(openai.BadRequestError, match='should have "custom"'):
+            client.chat.completions.create(model=MODEL, messages=[{"role": "assistant", "tool_calls": [call]}])
+    half: Any = {"type": "custom", "custom": {"name": "f", "input": "\ud800"}}
+    with pytest.raises(ValueError, match=r"has a custom\.input that should be valid Unicode"):
+        SentToolCall.model_validate(half)
 
 
 def test_the_templates_that_know_tools_get_them_and_others_a_description(chatty: FakeEngine) -> None:

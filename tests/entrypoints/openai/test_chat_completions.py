@@ -288,12 +288,13 @@ def test_a_message_of_the_assistant_may_be_empty(
         ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "names 'g', which is not in"),
         ({"tools": [F], "tool_choice": {"type": "custom", "name": "f"}}, "names 'f' as custom, which it is not"),
         *(
-            ({"tools": [F], "tool_choice": wrong}, '"required", {"type": "function", "function": {"name": ...}} or')
+            ({"tools": [F], "tool_choice": wrong}, '{"name": ...}}, {"type": "custom", "custom": {"name": ...}} or')
             for wrong in (
                 "any",
                 3,
                 {"type": "function"},
                 {"type": "custom"},
+                {"type": "custom", "custom": {"name": "f"}, "function": {"name": "f"}},
                 {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}},
                 {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
             )

@@ -199,7 +199,12 @@ def test_custom_tools_are_called_with_a_text_and_their_calls_are_sent_again(
         events = read_events(http.post("/v1/responses", json=body))
         of_call = [event for event in events if "custom_tool_call" in event["type"]]
         assert "".join(event.get("delta", "") for event in of_call) == of_call[-1]["input"] == '"a"'
-        assert {event["type"].rpartition(".")[2] for event in of_call[:-1]} == {"delta"}
+        types = [event["type"].removeprefix("response.") for event in events]
+        deltas = ["custom_tool_call_input.delta"] * (len(of_call) - 1)
+        assert types == [
+            "created", "in_progress", "output_item.added", *deltas, "custom_tool_call_input.done", "output_item.done",
+            "completed",
+        ]  # fmt: skip
         (item,) = events[-1]["response"]["output"]
         assert item["id"].startswith("ctc_") and item["call_id"].startswith("call_")
         assert {**item, "id": "", "call_id": ""} == {
@@ -548,6 +553,11 @@ def test_pages_of_input_items(http: httpx.Client) -> None:
             {"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar"}}]},
             "tools[0].format.grammar.definition",
         ),
+        (
+            {"tools": [{**PATCH, "format": {**PATCH["format"], "definition": "("}}], "tool_choice": "required"},
+            "tools[0].format",
+        ),
+        ({"tools": [{**WEATHER, "parameters": {"not": {}}}], "tool_choice": "required"}, "tools[0].parameters"),
         ({"metadata": {"\ud800": "x"}}, "metadata.\ufffd\ufffd\ufffd"),
     ],
 )

@@ -160,17 +160,25 @@ async function answerTo(asked, fields, restore) {
   return came;
 }
 
-function addToCall(calls, { index, id, function: part }) {
-  const call = calls[index] ??= { id: "", type: "function", function: { name: "", arguments: "" } };
+function addToCall(calls, { index, id, function: part, custom }) {
+  const call = calls[index] ??= custom
+    ? { id: "", type: "custom", custom: { name: "", input: "" } }
+    : { id: "", type: "function", function: { name: "", arguments: "" } };
   if (id) call.id = id;
-  call.function.name += part?.name ?? "";
-  call.function.arguments += part?.arguments ?? "";
+  if (call.custom) {
+    call.custom.name += custom?.name ?? "";
+    call.custom.input += custom?.input ?? "";
+  } else {
+    call.function.name += part?.name ?? "";
+    call.function.arguments += part?.arguments ?? "";
+  }
 }
 
 // The calls of an answer, with a field for the result of each: the reader is the tool.
 function formOfCalls(calls) {
   const form = make("form", "calls"), send = make("button", "primary", "Send the results");
-  const fields = calls.map(({ function: { name, arguments: written } }) => {
+  const fields = calls.map(({ function: called, custom }) => {
+    const { name, arguments: written } = called ?? { name: custom.name, arguments: custom.input };
     const label = make("label", "", `${name}(${written})`), field = document.createElement("textarea");
     field.rows = 1;
     field.placeholder = "What the tool answers";
