@@ -100,7 +100,7 @@ class EngineCore:
             None if self.adapters is None else self.adapters.pool, executor.num_stages,
         )  # fmt: skip
         if config.cache.host_bytes:
-            self.scheduler.host_tier = HostTier(cache, executor.block_bytes, self.cost)
+            self.scheduler.host_tier = HostTier(cache, executor.part_bytes, self.cost)
         self.disk: DiskTier | None = None
         if config.cache.disk is not None and weights is not None:
             self.disk = _open_disk(config, config.cache.disk, weights.result(), executor, cache, self.cost)

@@ -64,6 +64,7 @@ class LocalExecutor:
         self.num_blocks, self.num_host_blocks = worker.num_blocks, worker.num_host_blocks  # by pool
         self.weight_bytes, self.cache_bytes = worker.weight_bytes, worker.cache_bytes  # packed; used or not
         self.block_bytes: Sequence[int] = worker.block_bytes  # of a block of the cache, by pool
+        self.part_bytes = self.block_bytes  # of the largest part of a block that one worker has, by pool
         self.startup = phases.seconds  # by phase
         adapters = worker.adapters
         self.adapter_memory = AdapterMemory(0, 0, 0, 1) if adapters is None else adapters.memory
@@ -144,6 +145,7 @@ class MultiprocExecutor(LocalExecutor):
         self._last_steps = deque[PendingStep](maxlen=self.num_stages)
         self._parts = list(zip(self.worker.block_bytes, *self.worker_group.block_bytes, strict=True))  # by pool
         self.block_bytes = [sum(of_pool) for of_pool in self._parts]
+        self.part_bytes = [max(of_pool) for of_pool in self._parts]
 
     def submit(self, plan: StepPlan) -> PendingStep:
         media, rows = self.worker.media, dict[bytes, NDArray[np.float32]]()

@@ -9,7 +9,7 @@ swapped sequences evict them too. The scheduler calls everything here.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Container, Sequence
 
 from octavo.kv_cache.manager import KVCacheManager
@@ -19,7 +19,7 @@ from octavo.step_cost import StepCost, StepWork
 
 # To the host, with one plan: as much as `block_mover` has staging buffers for, so that no step waits for the bus.
 _COPY_BYTES = 128 << 20
-# Back to the device, with a plan that computes other sequences too: 5 to 20 ms of the bus, which the step waits for.
+# Back to the device, with a plan that computes other sequences too. The step waits for the bus: 27 ms at 10 GB/s.
 _LOAD_BYTES = 256 << 20
 _MOST_COPIES = 256  # to the host, with one plan: each takes the scheduler some microseconds, however small it is
 _LOAD_S_PER_BYTE = 1e-10  # 10 GB/s: PCIe 3.0 with 16 lanes; computing tokens of any model but the smallest takes longer
@@ -56,17 +56,20 @@ class HostTier:
         copy_bytes: int = _COPY_BYTES,
         load_bytes: int = _LOAD_BYTES,
     ) -> None:
-        """`block_bytes` are by pool. A plan copies about `copy_bytes` to the host and `load_bytes` back."""
+        """`block_bytes` are by pool: of the part of a block that one device has, as each has a bus of its own. A plan
+        copies about `copy_bytes` to the host and `load_bytes` back, for each device."""
         self._cache, self._block_bytes, self._cost = cache, block_bytes, cost
         self._copy_bytes, self._load_bytes = copy_bytes, load_bytes
         self._counted_bytes = [max(num_bytes, copy_bytes // _MOST_COPIES) for num_bytes in block_bytes]
         self._watches = [_PoolWatch(self, cache, pool) for pool in range(len(cache.pools))]
         for pool, watch in zip(cache.pools, self._watches, strict=True):
             pool.watchers.append(watch)
+        cache.on_release.append(self.note_released)
         # Blocks that the host lacks, the oldest first: those indexed before this plan, and those indexed since, whose
         # contents may come only with this plan's moves.
         self._uncopied: dict[_Name, int] = {}
         self._fresh: dict[_Name, int] = {}
+        self._released = deque[Sequence[_Name]]()  # blocks that sequences had, still to be counted as used
         self.end_plan()
         self._num_hits = self._num_copied = self._num_dropped = 0  # since `take_stats`
 
@@ -84,6 +87,10 @@ class HostTier:
         while self._uncopied and self._copy_left > 0:
             name = next(iter(self._uncopied))
             self._copy(name, self._uncopied.pop(name))
+        # A prefix without its first blocks is never found: the last block is evicted first. It is copied last.
+        while self._released and self._released[0][-1] not in self._uncopied:
+            for pool, key in reversed(self._released.popleft()):
+                self._cache.host_pools[pool].touch(key)
 
     def end_plan(self) -> None:
         """The plan's moves are made, and the next plan may have as many."""
@@ -92,6 +99,10 @@ class HostTier:
     def note_indexed(self, name: _Name, block: int) -> None:
         if not self._has(name):
             self._fresh[name] = block
+
+    def note_released(self, names: Sequence[_Name]) -> None:
+        """Count the copies of a prefix that a sequence had as used, once all are made."""
+        self._released.append(names)
 
     def save_before_loss(self, name: _Name, block: int) -> None:
         """Copy a block that is about to be overwritten, if the host lacks it and the plan has not too many copies."""
@@ -116,8 +127,9 @@ class HostTier:
         missing = [(pool, key) for pool, key in used if cache.pools[pool].lookup(key) is None]
         if num_found <= num_cached or not self._is_worth_it(missing, num_cached, num_found):
             return True
-        # The loads evict none of these blocks: the blocks used longest ago leave first.
-        for pool, key in used:
+        # The loads evict none of these blocks: the blocks used longest ago leave first, and the last of these before
+        # the others.
+        for pool, key in reversed(used):
             for block_pool in (cache.pools[pool], cache.host_pools[pool]):
                 block_pool.touch(key)
         num_left = len(missing)

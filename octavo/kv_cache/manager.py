@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections.abc
 from bisect import bisect
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 from octavo.kv_cache.attention_blocks import AttentionBlocks
@@ -81,6 +81,8 @@ class KVCacheManager:
         self._returning: list[tuple[int, int]] = []  # (pool, host block): becomes free with the next plan
         # By pool: blocks that get the contents of a host block with the next plan, on behalf of `HostTier`.
         self._loads: list[dict[int, int]] = [{} for _ in self.pools]
+        # Are called with the pools and keys of a sequence's indexed blocks when it loses its blocks.
+        self.on_release: list[Callable[[list[tuple[int, bytes]]], None]] = []
         self.events: BlockEvents | None = None
 
     def collect_events(self) -> BlockEvents | None:
@@ -332,6 +334,7 @@ class KVCacheManager:
 
     def release(self, seq: Sequence) -> None:
         """Release all blocks of `seq`, on the device and on the host. Its last ones are evicted first."""
+        self._tell_release(seq)
         for blocks, table in zip(self._groups, seq.block_tables, strict=False):
             for block in reversed(table):
                 if block != blocks.null:
@@ -353,6 +356,7 @@ class KVCacheManager:
             num_free[pool] -= len(table) - table.count(blocks.null)
         if min(num_free) < 0:
             return False
+        self._tell_release(seq)
         for blocks, table, pool in zip(self._groups, seq.block_tables, self._pool_of, strict=True):
             on_host = []
             for block in reversed(table):
@@ -410,7 +414,7 @@ class KVCacheManager:
         for of_pool, loads in zip(moves, self._loads, strict=True):
             of_pool.swap_in += [(host_block, block) for block, host_block in loads.items()]
             loads.clear()
-        for pool, block in self._returning:
+        for pool, block in reversed(self._returning):  # a prefix's last block is evicted first
             self.host_pools[pool].release(block)
         self._returning.clear()
         return moves
@@ -475,6 +479,11 @@ class KVCacheManager:
         """Return whether a snapshot after `num_computed` tokens is worth it: anywhere in the prompt, and after every
         `_SNAPSHOT_BLOCKS` blocks of the answer."""
         return num_computed <= seq.num_prompt_tokens or num_computed % (_SNAPSHOT_BLOCKS * self.block_size) == 0
+
+    def _tell_release(self, seq: Sequence) -> None:
+        if self.on_release and (names := self.prefix_names(seq.block_hashes, seq.num_registered_blocks)):
+            for tell in self.on_release:
+                tell(names)
 
     def _share(self, seq: Sequence) -> None:
         for blocks, table in zip(self._groups, seq.block_tables, strict=False):

@@ -26,6 +26,7 @@ from tests.execution.test_runner import EOS, config_of, model, requests, run
 from tests.execution.test_stages import GEMMAS, ZAMBAS
 from tests.execution.test_worker_group import EXPERTS, FEW_ADAPTERS, adapted, assert_near, told_exactly, write_adapters
 from tests.execution.test_worker_group_ends import kill_amid_steps
+from tests.kv_cache.test_host_tier import Cost
 from tests.lora.random_adapters import TINY_SIZES, write_adapter_of
 from tests.open_files import open_files
 from tests.waiting import within
@@ -100,9 +101,16 @@ def test_answers_are_those_of_one_worker(
 def test_each_worker_keeps_its_part_of_a_block_on_its_host(
     model: Path, start: Callable[..., EngineCore], sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_tier, "_LOAD_S_PER_BYTE", 0.0)
+    monkeypatch.setattr(host_tier, "_LOAD_S_PER_BYTE", 1.0)
     few, loaded = {"num_gpu_blocks_override": 13}, list[bytes]()
     core = start(tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1], kv_cache_host_gib=0.01, **few)
+    # Each part has a bus of its own: a block comes as fast as the largest part.
+    tier, executor = core.scheduler.host_tier, core.executor
+    assert tier is not None and executor.part_bytes[0] < executor.block_bytes[0]
+    with monkeypatch.context() as changed:
+        changed.setattr(tier, "_cost", Cost((executor.part_bytes[0] + executor.block_bytes[0]) / 2))
+        assert tier._is_worth_it([(0, b"")], 0, 1)
+    monkeypatch.setattr(host_tier, "_LOAD_S_PER_BYTE", 0.0)
     load = core.scheduler.cache.load_from_host
     monkeypatch.setattr(core.scheduler.cache, "load_from_host", lambda pool, key: (loaded.append(key), load(pool, key)))
     expected = run(of_one_on_cpu(model, **few), requests(1), 1)

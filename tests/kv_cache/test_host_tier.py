@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from octavo.kv_cache.host_tier import HostTier
 from octavo.kv_cache.manager import KVCacheManager
@@ -212,3 +214,33 @@ def test_the_block_used_longest_ago_leaves_the_host_first() -> None:
         seq = sequence([*prompt(first, 2), 7])
         loaded(cache, host, seq)
         assert cache.find_prefix(seq).num_tokens == num_blocks * SIZE
+
+
+@pytest.mark.parametrize("copies", [2, 100])
+def test_the_end_of_a_prompt_leaves_the_host_before_its_beginning(copies: int) -> None:
+    """Whether its sequence ends before or after all its copies are made."""
+    cache = manager(num_blocks=16, num_host_blocks=8)
+    host = tier(cache, copies=copies)
+    for first, num_blocks in ((0, 4), (100, 4), (200, 1)):
+        compute(cache, seq := sequence(prompt(first, num_blocks)))
+        for _ in range(2):
+            planned(cache, host)
+        cache.release(seq)
+        for _ in range(2):
+            planned(cache, host)
+    host._copy_left = 0
+    cache.pools[0].forget_all()
+    loaded(cache, host, seq := sequence([*prompt(0, 4), 7]))
+    assert cache.find_prefix(seq).num_tokens == 3 * SIZE
+
+
+def test_the_end_of_a_prompt_that_was_loaded_leaves_the_host_first() -> None:
+    cache, host = evicted(num_host_blocks=4)
+    loaded(cache, host, sequence([*prompt(0, 4), 7]))
+    cache.take_moves()
+    cache.pools[0].forget_all()
+    computed(cache, prompt(100, 1))
+    for _ in range(2):
+        planned(cache, host)
+    loaded(cache, host, seq := sequence([*prompt(0, 4), 7]))
+    assert cache.find_prefix(seq).num_tokens == 3 * SIZE
