@@ -138,13 +138,16 @@ def check_host_memory(config: EngineConfig, host_bytes: int, cache_bytes_on_host
     the KV cache takes RAM too."""
     available = available_memory_bytes() // num_workers
     if host_bytes and host_bytes + cache_bytes_on_host > available:
-        flags = ["--swap-space"] * (config.scheduler.preemption_mode == "swap")
-        flags += ["--kv-cache-host-gib"] * (config.cache.host_bytes > 0)
-        beside = f" and {cache_bytes_on_host / _GIB:.2f} GiB of KV cache are" if cache_bytes_on_host else " is"
-        each = f" for each of {num_workers} workers" if num_workers > 1 else ""
+        cache, num_engines, flags = config.cache, len(config.local_ranks), []
+        if config.scheduler.preemption_mode == "swap":
+            flags.append(f"--swap-space {cache.swap_space_bytes * num_engines / _GIB:g}")
+        if cache.host_bytes:
+            flags.append(f"--kv-cache-host-gib {cache.host_bytes * num_engines / _GIB:g}")
+        beside = f" beside {cache_bytes_on_host / _GIB:.2f} GiB of KV cache" if cache_bytes_on_host else ""
+        each = f" in each of {num_workers} workers" if num_workers > 1 else ""
         raise ConfigError(
-            f"{' and '.join(flags)} {host_bytes / _GIB:g} GiB{beside} more than the {available / _GIB:.2f} GiB of free "
-            f"RAM{each}; lower one of them."
+            f"{' and '.join(flags)} {'take' if len(flags) > 1 else 'takes'} {host_bytes / _GIB:.2f} GiB{beside}{each}, "
+            f"more than the {available / _GIB:.2f} GiB of free RAM{' for it' if num_workers > 1 else ''}; lower it."
         )
 
 

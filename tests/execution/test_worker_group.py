@@ -399,16 +399,19 @@ def with_host_tier(config: EngineConfig, num_bytes: int) -> EngineConfig:
 
 def test_blocks_on_the_host_must_fit_its_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 4 << 30)
-    config = config_of(model, preemption_mode="swap")
+    config = config_of(model, preemption_mode="swap", swap_space=4.0)
     capacity.check_host_memory(config, 1 << 30, 1 << 30, 2)
     capacity.check_host_memory(config, 0, 8 << 30, 1)
     with pytest.raises(
         ConfigError,
-        match=r"--swap-space 1 GiB and 1.50 GiB of KV cache are more than the 2.00 GiB .* each of 2 workers",
+        match=r"--swap-space 4 takes 1.00 GiB beside 1.50 GiB of KV cache in each of 2 workers, more than the 2.00 GiB",
     ):
         capacity.check_host_memory(config, 1 << 30, 3 << 29, 2)
-    with pytest.raises(ConfigError, match=r"--kv-cache-host-gib 5 GiB is more than the 4.00 GiB of free RAM"):
+    with pytest.raises(ConfigError, match=r"--kv-cache-host-gib 5 takes 5.00 GiB, more than the 4.00 GiB of free RAM;"):
         capacity.check_host_memory(with_host_tier(config_of(model), 5 << 30), 5 << 30, 0, 1)
+    engine = with_host_tier(config_of(model, data_parallel_size=2), 10 << 30).replica(0)
+    with pytest.raises(ConfigError, match=r"--kv-cache-host-gib 10 takes 5.00 GiB, more"):
+        capacity.check_host_memory(engine, 5 << 30, 0, 1)
 
 
 def test_workers_share_the_memory_of_the_host_tier(model: Path) -> None:
