@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
@@ -12,7 +13,9 @@ from typing import Any, cast
 
 import pytest
 
-from octavo.entrypoints.http.front_end import _end_with_hub, _sample
+from octavo.engine import async_engine
+from octavo.entrypoints.http import front_end
+from octavo.entrypoints.http.front_end import FrontEndArgs, _end_with_hub, _sample
 from octavo.entrypoints.http.front_ends import check_engines, one_store, share_port
 from octavo.entrypoints.http.server import _bind
 from octavo.entrypoints.http.server_args import ServerArgs
@@ -49,6 +52,29 @@ def test_the_rate_of_requests_is_of_all_front_ends() -> None:
         _sample(metrics, [line], counts, 10.0)
         seen.append(metrics)
     assert [one.all_requests_per_s for one in seen] == [2.1, 2.1]
+
+
+@pytest.mark.parametrize(
+    ("args", "wanted"),
+    [
+        (ServerArgs(max_log_len=3), {"logs_requests": True, "max_log_len": 3}),
+        (ServerArgs(disable_log_requests=True), {"logs_requests": False, "max_log_len": 100}),
+    ],
+)
+def test_a_front_end_logs_requests_as_its_flags_say(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, args: ServerArgs, wanted: dict[str, Any]
+) -> None:
+    class Made(Exception):
+        pass
+
+    def make(*_: Any, **options: Any) -> None:
+        raise Made({name: options[name] for name in wanted})
+
+    monkeypatch.setattr(async_engine, "AsyncLLMEngine", make)
+    monkeypatch.setattr(front_end, "_counts", lambda _: SharedCounts(bytearray(num_bytes(1, 1)), 0, 1))
+    with pytest.raises(Made) as made:
+        asyncio.run(front_end._serve(FrontEndArgs(engine.config, args, 0, 0, os.getpid(), -1, -1, -1, [])))
+    assert made.value.args == (wanted,)
 
 
 def test_requests_of_all_front_ends_fill_the_queue(engine: FakeEngine) -> None:
