@@ -259,7 +259,7 @@ def test_copies_under_way_make_another_one_slower(engines: Any, peer: Peer) -> N
     known_peer.cost._s_per_byte = 0.6 * fetches._compute_s(0, 5) / (5 * BLOCK_BYTES)
     assert fetches.prepare(seqs[0]) == "reads"
     wait_until(lambda: peer.asked == ["find", "read"])
-    run_until_it_starts(second, seqs[1])
+    wait_until(lambda: fetches.prepare(seqs[1]) == "starts" or len(peer.asked) > 3)
     assert peer.asked == ["find", "read", "find"] and second.stats().num_disk_hits == 0
     may_go.set()
     run_until_it_starts(second, seqs[0])
