@@ -7,6 +7,7 @@ blocks of the prompt; each is scheduled, preempted and aborted on its own.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +22,16 @@ class Chooser(Protocol):
         """Take the most likely next tokens of `seq`, which is held until its next token is chosen, in this call or a
         later one. `found` starts with any token; the most likely ones follow, best first. Returns the new outputs."""
         ...
+
+
+@dataclass(slots=True)
+class HostLoad:
+    """The blocks of a waiting sequence's prefix that the host tier brings back."""
+
+    num_tokens: int  # of the sequence when its prefix was looked up
+    num_cached_tokens: int  # that the device had then
+    missing: deque[tuple[int, bytes]]  # pools and keys of those still to be planned; empty too if computing is faster
+    planned: tuple[tuple[int, bytes], ...] = ()  # the first and the last of those planned
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +52,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
     num_registered_blocks: int = 0  # leading blocks that are in the prefix index
     host_blocks: list[list[int]] = field(default_factory=list)  # by cache group: its blocks while it is swapped out
+    host_load: HostLoad | None = None  # while it waits, once looked up
     row: int | None = None  # row of the runner's tables, while it runs
     is_admitted_to_runner: bool = False  # the runner's row holds its tokens and blocks
     admission_step: int = 0  # number of its last admission's step; results of older steps are not in its blocks

@@ -162,7 +162,7 @@ class EngineCore:
             if frees_memory:
                 self.disk.save_all()
             self.disk.forget_pools(removes_files=not frees_memory)
-        self.scheduler.cache.forget_prefixes()
+        (self.scheduler.host_tier or self.scheduler.cache).forget_prefixes()
         if self._publisher is not None:
             self._publisher.publish()
         if frees_memory:

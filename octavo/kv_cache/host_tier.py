@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Container, Sequence
 
 from octavo.kv_cache.manager import KVCacheManager
+from octavo.sequence import HostLoad
 from octavo.sequence import Sequence as TokenSequence
 from octavo.stats import EngineStats
 from octavo.step_cost import StepCost, StepWork
@@ -70,6 +71,7 @@ class HostTier:
         self._uncopied: dict[_Name, int] = {}
         self._fresh: dict[_Name, int] = {}
         self._released = deque[Sequence[_Name]]()  # blocks that sequences had, still to be counted as used
+        self._is_forgetting = False
         self.end_plan()
         self._num_hits = self._num_copied = self._num_dropped = 0  # since `take_stats`
 
@@ -96,6 +98,14 @@ class HostTier:
         """The plan's moves are made, and the next plan may have as many."""
         self._copy_left, self._load_left = self._copy_bytes, self._load_bytes
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix index of the device and of the host; nothing is copied."""
+        for blocks in (self._uncopied, self._fresh, self._released):
+            blocks.clear()
+        self._is_forgetting = True
+        self._cache.forget_prefixes()
+        self._is_forgetting = False
+
     def note_indexed(self, name: _Name, block: int) -> None:
         if not self._has(name):
             self._fresh[name] = block
@@ -107,6 +117,8 @@ class HostTier:
     def save_before_loss(self, name: _Name, block: int) -> None:
         """Copy a block that is about to be overwritten, if the host lacks it and the plan has not too many copies."""
         self._cache.cancel_load(name[0], block)
+        if self._is_forgetting:
+            return
         if self._fresh.pop(name, None) is None:
             self._uncopied.pop(name, None)
             self._copy(name, block)
@@ -115,32 +127,62 @@ class HostTier:
         """Have the plan bring back the blocks of a waiting sequence's prefix that only the host has, if all its tokens
         fit and if that is predicted to be faster than computing them. Returns False if later plans have to bring more,
         as this one has enough to bring and computes other sequences (not `is_alone`)."""
-        cache = self._cache
+        cache, load = self._cache, seq.host_load
         if seq.host_blocks or not cache.looks_up(seq):
             return True
+        if load is None or load.num_tokens != seq.num_tokens or self._has_lost(load):
+            load = seq.host_load = self._look_up(seq, num_step_tokens)
+            if load is None:
+                return True
+        missing = load.missing
+        while missing:
+            name = pool, key = missing[0]
+            if cache.pools[pool].lookup(key) is not None:  # another sequence has computed it since
+                missing.popleft()
+                continue
+            if not self._has(name):
+                missing.clear()
+                break
+            if not cache.pools[pool].num_free:
+                break
+            if self._load_left <= 0 and not is_alone:
+                return False
+            missing.popleft()
+            cache.load_from_host(*name)
+            self._load_left -= self._block_bytes[pool]
+            load.planned = (*load.planned[:1], name)
+        return True
+
+    def count_hits(self, seq: TokenSequence, num_cached_tokens: int) -> None:
+        """Count the prompt tokens that the host brought back, of the cached ones that a sequence starts with."""
+        if (load := seq.host_load) is not None and load.planned:
+            self._num_hits += max(0, num_cached_tokens - load.num_cached_tokens)
+
+    def _look_up(self, seq: TokenSequence, num_step_tokens: int) -> HostLoad | None:
+        """Return what to bring back for a sequence; None if its tokens do not fit, or the device has its prefix. A
+        look-up takes milliseconds for 100,000 tokens."""
+        cache = self._cache
         prefix = cache.find_prefix(seq)
         num_cached, limit = prefix.num_tokens // cache.block_size, (seq.num_tokens - 1) // cache.block_size
         if num_cached >= limit or not cache.has_room(seq, prefix.tables, num_step_tokens):
-            return True
+            return None
+        load = HostLoad(seq.num_tokens, prefix.num_tokens, deque())
         num_found = cache.num_prefix_blocks(seq.block_hashes, limit, self._watches)
         used = cache.prefix_names(seq.block_hashes, num_found)
         missing = [(pool, key) for pool, key in used if cache.pools[pool].lookup(key) is None]
         if num_found <= num_cached or not self._is_worth_it(missing, num_cached, num_found):
-            return True
+            return load
         # The loads evict none of these blocks: the blocks used longest ago leave first, and the last of these before
         # the others.
         for pool, key in reversed(used):
             for block_pool in (cache.pools[pool], cache.host_pools[pool]):
                 block_pool.touch(key)
-        num_left = len(missing)
-        for name in missing:
-            if not self._has(name) or (self._load_left <= 0 and not is_alone):
-                break
-            cache.load_from_host(*name)
-            self._load_left -= self._block_bytes[name[0]]
-            num_left -= 1
-        self._num_hits += cache.num_prefix_blocks(seq.block_hashes, num_found) * cache.block_size - prefix.num_tokens
-        return num_left == 0 or self._load_left > 0 or is_alone
+        load.missing.extend(missing)
+        return load
+
+    def _has_lost(self, load: HostLoad) -> bool:
+        """Return whether the device has lost the first or the last of the blocks that were planned."""
+        return any(self._cache.pools[pool].lookup(key) is None for pool, key in load.planned)
 
     def _is_worth_it(self, missing: Sequence[_Name], num_cached_blocks: int, num_found_blocks: int) -> bool:
         """Return whether the pools have room for the `missing` blocks, and loading them is faster than computing."""

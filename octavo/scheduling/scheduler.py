@@ -294,17 +294,19 @@ class Scheduler:
                     break
                 i += 1
                 continue
+            # 2. Get rows and blocks. A sequence that gets none is not overtaken: a long prompt would starve. A step in
+            #    flight may sample its next token, if it was preempted meanwhile.
+            if seq.num_rows > self.queues.num_rows_left or seq.num_awaited_tokens:
+                break
             max_step_tokens, is_alone = self.config.max_num_batched_tokens, not step.sequences
             if self.host_tier is not None and not self.host_tier.load(seq, max_step_tokens, is_alone):
                 break
-            # 2. Get rows and blocks. A sequence that gets none is not overtaken: a long prompt would starve.
-            num_tokens = 0
-            if seq.num_rows <= self.queues.num_rows_left:
-                num_tokens = self._allocate_for_start(seq, step.token_budget - num_reserved_tokens, step.time_limit)
+            num_tokens = self._allocate_for_start(seq, step.token_budget - num_reserved_tokens, step.time_limit)
             if num_tokens == 0:
                 break
             # 3. Start it. This removes it from `waiting`, so that the next one is at i.
             self.queues.start(seq)
+            seq.host_load = None
             adapter_turn.started(seq)
             self._policy.started(seq)
             if self.fetches is not None:
@@ -323,8 +325,6 @@ class Scheduler:
         Blocks for all its tokens must be free, not only for the chunk: otherwise the prompt would later preempt other
         sequences.
         """
-        if seq.num_awaited_tokens:  # a step in flight samples its next token; it was preempted meanwhile
-            return 0
         # 1. Find its computed tokens: swapped out to the host, or in the prefix cache.
         prefix = None if seq.host_blocks else self.cache.find_prefix(seq)
         num_computed = seq.num_computed_tokens if prefix is None else prefix.num_tokens
@@ -362,6 +362,8 @@ class Scheduler:
         if self.cache.looks_up(seq):
             self._stats.num_prefix_queries += seq.num_tokens
         self._stats.num_prefix_hits += num_cached_tokens
+        if self.host_tier is not None:
+            self.host_tier.count_hits(seq, num_cached_tokens)
 
     def _count_computed(self, seq: Sequence, num_tokens: int) -> None:
         """Count tokens of a prompt in the statistics, as a step computes them; not again after a preemption."""

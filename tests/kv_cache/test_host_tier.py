@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
@@ -117,6 +119,8 @@ def test_a_prefix_comes_back_in_one_plan_with_the_sequence_that_begins_with_it()
     prefix = cache.find_prefix(seq)
     assert prefix.num_tokens == 4 * SIZE and cache.share_prefix(seq, prefix, 64)
     assert [block for _, block in planned(cache, host).swap_in] == prefix.tables[0]
+    assert not stats_of(host).num_host_hits, "its prompt is not counted yet"
+    host.count_hits(seq, prefix.num_tokens)
     assert stats_of(host).num_host_hits == 4 * SIZE
     cache.release(seq)
     cache.check([])
@@ -129,6 +133,7 @@ def test_a_long_prefix_comes_back_over_several_plans_while_others_are_computed()
     assert len(planned(cache, host).swap_in) == 3
     assert loaded(cache, host, seq, is_alone=False)
     assert len(planned(cache, host).swap_in) == 1
+    host.count_hits(seq, 4 * SIZE)
     assert stats_of(host).num_host_hits == 4 * SIZE
 
 
@@ -141,6 +146,52 @@ def test_what_is_faster_computed_or_does_not_fit_is_not_loaded() -> None:
     planned(cache, host)
     assert loaded(cache, host, sequence([*prompt(0, 4), 7]))  # it is the fifth block that does not fit
     assert not cache.take_moves()[0].swap_in and not stats_of(host).num_host_hits
+
+
+def test_a_prefix_is_looked_up_once_while_its_sequence_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_lookups = 0
+    search = KVCacheManager.num_prefix_blocks
+
+    def counted(*args: Any) -> int:
+        nonlocal num_lookups
+        num_lookups += 1
+        return search(*args)
+
+    cache, host = evicted(loads=1)
+    slow_cache, slow = evicted(block_bytes=10**9, copies=10**12, cost=0.1)
+    monkeypatch.setattr(KVCacheManager, "num_prefix_blocks", counted)
+    seq = sequence([*prompt(0, 4), 7])
+    for _ in range(5):
+        loaded(cache, host, seq, is_alone=False)
+        planned(cache, host)
+    assert cache.find_prefix(seq).num_tokens == 4 * SIZE
+    assert num_lookups == 2 + 1, "on the device and in both, and once more here"
+    other = sequence([*prompt(0, 4), 7])
+    for _ in range(5):
+        assert loaded(slow_cache, slow, other)
+    assert num_lookups == 3 + 2, "computing is faster"
+    other.token_ids.append(9)
+    assert loaded(slow_cache, slow, other)
+    assert num_lookups == 5 + 2
+
+
+def test_blocks_that_the_device_lost_while_their_sequence_waited_are_loaded_again() -> None:
+    cache, host = evicted()
+    seq = sequence([*prompt(0, 4), 7])
+    for _ in range(2):
+        assert loaded(cache, host, seq)
+        assert len(planned(cache, host).swap_in) == 4
+        cache.pools[0].forget_all()
+
+
+def test_a_block_that_another_sequence_has_computed_meanwhile_is_not_loaded() -> None:
+    cache, host = evicted(loads=2)
+    seq = sequence([*prompt(0, 4), 7])
+    assert not loaded(cache, host, seq, is_alone=False)
+    assert len(planned(cache, host).swap_in) == 2
+    compute(cache, sequence(prompt(0, 4)))
+    assert loaded(cache, host, seq, is_alone=False)
+    assert not planned(cache, host).swap_in
 
 
 def test_a_load_evicts_no_block_of_its_own_prefix() -> None:
@@ -200,6 +251,25 @@ def test_forgotten_prefixes_are_found_nowhere() -> None:
     cache.forget_prefixes()
     assert loaded(cache, host, sequence([*prompt(0, 4), 7]))
     assert not cache.take_moves()[0].swap_in
+
+
+def test_prefixes_that_are_forgotten_are_not_copied() -> None:
+    cache = manager(num_blocks=8, num_host_blocks=8)
+    host = tier(cache, copies=1)
+    computed(cache, prompt(0, 4))
+    planned(cache, host)
+    planned(cache, host)
+    cache.take_moves()
+    computed(cache, prompt(100, 2))
+    stats_of(host)
+    host.forget_prefixes()
+    for _ in range(4):
+        assert planned(cache, host) == BlockMoves()
+    found = stats_of(host)
+    assert (found.num_host_copied, found.num_host_dropped) == (0, 0)
+    computed(cache, prompt(200, 1))
+    planned(cache, host)
+    assert len(planned(cache, host).swap_out) == 1, "it goes on afterwards"
 
 
 def test_the_block_used_longest_ago_leaves_the_host_first() -> None:

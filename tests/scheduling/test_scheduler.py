@@ -12,6 +12,7 @@ import pytest
 from octavo.config import SchedulerConfig
 from octavo.errors import RequestError
 from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec
+from octavo.kv_cache.host_tier import HostTier
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.request import EngineRequest, MediaItem, Prompt, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -22,6 +23,7 @@ from octavo.sequence import Sequence
 from octavo.speculative.speculation import Speculation
 from octavo.step_cost import StepWork
 from octavo.step_plan import StepPlan, StepResult
+from tests.scheduling.truth import STEP_COST
 
 EOS = 0
 SIZE = 4
@@ -713,3 +715,14 @@ def test_a_chunk_starts_at_each_picture_that_layers_attend_to(chunked: bool) -> 
     pictures = tuple(MediaItem(place, 0, b"%d" % place, num_rows=3) for place in (0, 4, 5, 9))
     s.add(msgspec.structs.replace(seen, prompt=msgspec.structs.replace(seen.prompt, media=pictures)))
     assert [computed(s) for _ in range(5)] == [{"seen": count} for count in (4, 1, 4, 1, 1)]
+
+
+def test_the_host_is_not_asked_for_a_prompt_that_gets_no_row() -> None:
+    s, asked = scheduler(max_num_seqs=1), list[str]()
+    s.host_tier = HostTier(s.cache, [1], STEP_COST)
+    s.host_tier.load = lambda seq, *_: (asked.append(seq.request_id), True)[1]  # type: ignore[method-assign]
+    s.add(request("a", 4))
+    s.add(request("b", 4))
+    for _ in range(3):
+        step(s)
+    assert asked == ["a"]
