@@ -134,6 +134,8 @@ class CudaDevice:
         torch.cuda.set_stream(compute)  # so that entering `compute` again changes nothing
         self.compute = CudaStream(compute)
         self.copies = CudaStream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+        # Results do not wait for copies of blocks, which may be hundreds of MB.
+        self._results = CudaStream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
         self._graph_memory = torch.cuda.graph_pool_handle()
         # By model: the results of its largest captured step. Smaller steps use the beginnings of these arrays; results
         # of their own would take memory for each graph.
@@ -148,7 +150,7 @@ class CudaDevice:
         share = config.gpu_memory_utilization
         source = (
             f"--gpu-memory-utilization {share} of {total / _GIB:.2f} GiB, less {(total - free) / _GIB:.2f} GiB in use "
-            f"and {(step_bytes + other_bytes) / _GIB:.2f} GiB for the largest step, graphs and towers,"
+            f"and {(step_bytes + other_bytes) / _GIB:.2f} GiB for the largest step, graphs, towers and copies to the host,"
         )
         return int(total * share) - (total - free) - step_bytes - other_bytes, source
 
@@ -239,9 +241,9 @@ class CudaDevice:
         return CapturedGraph(graph, StepOutputs(hidden, other[0] if other else hidden, logits, argmax_tokens))
 
     def fetch(self, arrays: Sequence[Array], after: Event) -> list[NDArray[Any]]:
-        self.copies.wait(after)
+        self._results.wait(after)
         tensors: Any = arrays
-        with torch.cuda.stream(self.copies.stream):
+        with torch.cuda.stream(self._results.stream):
             return [tensor.cpu().numpy() for tensor in tensors]
 
     def _memory_bytes(self) -> tuple[int, int]:

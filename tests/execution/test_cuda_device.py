@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.execution.cuda_device import CudaDevice
+from octavo.execution.cuda_device import CudaDevice, CudaEvent
 
 
 class Driver:
@@ -73,3 +73,24 @@ def test_memory_that_cannot_be_pinned_is_an_error_that_says_how_much(driver: Dri
     driver.pinned[0] = 1 << 62
     with pytest.raises(ConfigError, match=r"1\.00 GiB of host memory could not be pinned \(CUDA error 712\)"):
         new_device().pinned([1 << 30], "uint8")
+
+
+def test_results_do_not_wait_for_copies_of_blocks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, waited = [], []
+
+    class Stream:
+        def __init__(self, device: torch.device, priority: int = 0) -> None: ...
+
+        def wait_event(self, event: object) -> None:
+            waited.append(self)
+
+    for name, value in {
+        "Stream": Stream, "Event": lambda blocking: object(), "set_device": lambda device: None,
+        "set_stream": lambda stream: None, "get_device_name": lambda device: "", "graph_pool_handle": lambda: None,
+        "stream": lambda stream: entered.append(stream) or nullcontext(),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value, raising=False)
+    device = CudaDevice()
+    [found] = device.fetch([torch.ones(2)], CudaEvent())
+    assert found.tolist() == [1, 1] and entered == waited
+    assert entered[0] not in (device.compute.stream, device.copies.stream)
