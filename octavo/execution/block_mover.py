@@ -28,6 +28,12 @@ def block_bytes(cache: LayerKVCache) -> int:
     return sum(int(part.nbytes) for part in cache.arrays) // cache.num_blocks
 
 
+def staging_bytes(block_bytes: int, host_bytes: int) -> int:
+    """Return the most device memory that a pool takes to move blocks to and from up to `host_bytes` of host memory: two
+    staging buffers, and the blocks that are gathered for one of them."""
+    return 3 * max(block_bytes, min(_STAGE_BYTES, host_bytes)) if block_bytes and host_bytes else 0
+
+
 def layer_cache(config: CacheConfig, device: Device, ops: Ops, spec: LayerCacheSpec, num_blocks: int) -> LayerKVCache:
     """Allocate the memory of a layer's cache."""
     if spec.kind == "state":

@@ -122,13 +122,17 @@ def request_blocks(config: EngineConfig, groups: Sequence[CacheGroup], num_token
     return cache.most_blocks(num_tokens, config.scheduler.max_num_batched_tokens)
 
 
+def host_bytes(config: EngineConfig) -> int:
+    """Return the bytes of a worker's host memory for blocks."""
+    cache, num_workers = config.cache, config.tensor_parallel_size * config.pipeline_parallel_size
+    of_swapped = cache.swap_space_bytes if config.scheduler.preemption_mode == "swap" else 0
+    return cache.host_bytes // num_workers + of_swapped
+
+
 def num_host_blocks(config: EngineConfig, num_blocks: Sequence[int], block_bytes: Sequence[int]) -> list[int]:
     """Return the blocks of a worker's host memory, by pool, in the proportion of the device's: for swapped sequences
     and for the host tier."""
-    cache, num_workers = config.cache, config.tensor_parallel_size * config.pipeline_parallel_size
-    num_bytes = cache.host_bytes // num_workers
-    if config.scheduler.preemption_mode == "swap":
-        num_bytes += cache.swap_space_bytes
+    num_bytes = host_bytes(config)
     total = sum(count * size for count, size in zip(num_blocks, block_bytes, strict=True))
     return [count * num_bytes // total for count in num_blocks]
 

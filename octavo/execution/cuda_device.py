@@ -150,7 +150,7 @@ class CudaDevice:
         share = config.gpu_memory_utilization
         source = (
             f"--gpu-memory-utilization {share} of {total / _GIB:.2f} GiB, less {(total - free) / _GIB:.2f} GiB in use "
-            f"and {(step_bytes + other_bytes) / _GIB:.2f} GiB for the largest step, graphs, towers and copies to the host,"
+            f"and {(step_bytes + other_bytes) / _GIB:.2f} GiB for the largest step, graphs, towers and copies,"
         )
         return int(total * share) - (total - free) - step_bytes - other_bytes, source
 

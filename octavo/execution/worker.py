@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from octavo.config import EngineArgs, EngineConfig, ModelConfig
 from octavo.errors import ConfigError
 from octavo.execution import capacity
-from octavo.execution.block_mover import BlockMover, block_bytes, layer_cache
+from octavo.execution.block_mover import BlockMover, block_bytes, layer_cache, staging_bytes
 from octavo.execution.cross_outputs import CrossOutputs
 from octavo.execution.device import Device
 from octavo.execution.dummy_steps import DummySteps
@@ -345,6 +345,8 @@ class Worker:
         self._use(small, [0] * len(small))
         other_bytes = sum(runner.capture_memory_bytes for runner in self._runners if self._captures(runner))
         other_bytes += self._tower_bytes()
+        if not device.shares_memory:
+            other_bytes += sum(staging_bytes(size, capacity.host_bytes(config)) for size in own_sizes)
         if self._draft is not None and device.shares_memory:
             other_bytes += self._draft.state_bytes  # the draft's states count as in use before they are first written
         del small

@@ -3,6 +3,7 @@ and answers are those of an engine that keeps none on the host."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo.config import EngineConfig
+from octavo.config import CacheConfig, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.kv_cache import host_tier
 from tests.execution.late_device import LateDevice
@@ -106,3 +107,20 @@ def test_the_memory_of_the_host_is_bounded_and_shared_out(model: Path) -> None:
     [num_blocks], [block_bytes] = core.executor.num_host_blocks, core.executor.block_bytes
     assert num_blocks * block_bytes <= 1 << 20 < (num_blocks + 1) * block_bytes
     assert core.scheduler.cache.host_pools[0].num_blocks == num_blocks
+
+
+def test_buffers_for_copies_are_counted_before_the_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = list[int]()
+    offer = LateDevice.cache_bytes
+
+    def noted(device: LateDevice, config: CacheConfig, step: Callable[[], None], other_bytes: int) -> tuple[int, str]:
+        counted.append(other_bytes)
+        return offer(device, config, step, other_bytes)
+
+    monkeypatch.setattr(LateDevice, "cache_bytes", noted)
+    for config in (config_of(model), kept(config_of(model), 1 << 20), config_of(model, preemption_mode="swap")):
+        core = device_core(config, LateDevice(0))
+        [pool] = core.executor.worker._mover._pools
+        taken = sum(buffer.blocks.nbytes for buffer in pool._staging_buffers)
+        assert counted[-1] - counted[0] >= taken * 3 // 2
+    assert taken > 0
