@@ -90,7 +90,9 @@ class Replica:
         )  # fmt: skip
         config = SimpleNamespace(
             scheduler=scheduler,
-            cache=SimpleNamespace(block_size=BLOCK_SIZE, enable_prefix_caching=True, disk=None, events=None),
+            cache=SimpleNamespace(
+                block_size=BLOCK_SIZE, enable_prefix_caching=True, disk=None, host_bytes=0, events=None
+            ),
             model=SimpleNamespace(seed=0), device="cpu", speculative=None, draft=None, lora=None, media=None,
             sound=None, prompt_embeds=None,
         )  # fmt: skip

@@ -108,7 +108,7 @@ def make_core(deployment: Deployment, max_num_seqs: int, num_tokens: int) -> Eng
     )  # fmt: skip
     config = SimpleNamespace(
         scheduler=scheduler,
-        cache=SimpleNamespace(block_size=BLOCK_SIZE, enable_prefix_caching=True, disk=None, events=None),
+        cache=SimpleNamespace(block_size=BLOCK_SIZE, enable_prefix_caching=True, disk=None, host_bytes=0, events=None),
         model=SimpleNamespace(seed=0), device="cuda", speculative=None, draft=None, lora=None, media=None, sound=None,
         prompt_embeds=None,
     )  # fmt: skip

@@ -307,7 +307,7 @@ def test_logits_processors_may_take_the_prompt_or_leave_it(llm: LLM) -> None:
 
 
 def test_swap_space_must_fit_the_memory() -> None:
-    with pytest.raises(ConfigError, match=r"--swap-space 100000 GiB .* free RAM"):
+    with pytest.raises(ConfigError, match=r"--swap-space 100000 takes .* free RAM"):
         LLM(preemption_mode="swap", swap_space=100000.0, max_model_len=512, num_gpu_blocks_override=64)
 
 

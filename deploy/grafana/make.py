@@ -202,6 +202,10 @@ def engine() -> Dashboard:
             panel("vllm:request_num_preemptions", "Preemptions of a request"),
             panel("vllm:cpu_cache_usage_perc", "Host cache usage"),
             panel("octavo:disk_cache_hits", "Prompt tokens read from disk"),
+            panel("octavo:host_cache_hits", "Prompt tokens copied from host memory"),
+            together("Cache in host memory: blocks", "cps", {
+                word: rate(f"octavo:host_cache_blocks_{word}") for word in ("copied", "dropped")
+            }, *(f"octavo:host_cache_blocks_{word}" for word in ("copied", "dropped"))),
             together("Cache on disk: traffic", "Bps", {
                 "read": rate("octavo:disk_cache_read_bytes"), "written": rate("octavo:disk_cache_written_bytes"),
                 "copied": rate("octavo:disk_cache_copied_bytes"),

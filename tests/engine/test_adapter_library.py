@@ -109,7 +109,7 @@ def make_core(
         max_num_seqs=6, max_num_batched_tokens=32, enable_chunked_prefill=True, policy="fcfs",
         preemption_mode="recompute", check_invariants=True,
     )  # fmt: skip
-    cache = SimpleNamespace(block_size=4, enable_prefix_caching=True, disk=None, events=None)
+    cache = SimpleNamespace(block_size=4, enable_prefix_caching=True, disk=None, host_bytes=0, events=None)
     lora = SimpleNamespace(max_loras=max_loras, max_cpu_loras=max_cpu_loras)
     config = SimpleNamespace(
         scheduler=scheduler, cache=cache, model=SimpleNamespace(seed=0), device="cpu", lora=lora, speculative=None,

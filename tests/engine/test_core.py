@@ -42,7 +42,7 @@ def core() -> tuple[EngineCore, dict[str, Future[None]]]:
         max_num_seqs=4, max_num_batched_tokens=64, enable_chunked_prefill=True, policy="fcfs",
         preemption_mode="recompute", check_invariants=True,
     )  # fmt: skip
-    cache = SimpleNamespace(block_size=4, enable_prefix_caching=True, disk=None, events=None)
+    cache = SimpleNamespace(block_size=4, enable_prefix_caching=True, disk=None, host_bytes=0, events=None)
     config = SimpleNamespace(
         scheduler=scheduler,
         cache=cache,

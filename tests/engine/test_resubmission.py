@@ -14,6 +14,7 @@ from octavo import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.resubmission import Resubmission
 from octavo.engine.wire import FrontendMessage, Trials
+from octavo.errors import RequestError
 from octavo.lora.request import LoRARequest
 from octavo.request import AdapterSource, EngineRequest, Prompt, SequenceOutput
 from tests.execution.test_runner import save_model
@@ -152,7 +153,7 @@ class Engine:
         self.resubmission.step_begins([*running])
         refused = list(self.resubmission.core_ended())
         for name in refused:
-            self.outputs.drop(name)
+            self.outputs.drop(name, RequestError("It ends the engine."))
         self.sent.clear()
         if is_ready_again:
             self.resubmission.core_is_ready()

@@ -234,9 +234,6 @@ def test_transcriptions_are_logged_traced_and_refused_as_other_requests() -> Non
         def check_ttft(self, num_tokens: int) -> None:
             seen.append(num_tokens)
 
-        def log(self, request: EngineRequest, name: str) -> None:
-            seen.append(name)
-
         async def outputs_of(self, request: EngineRequest, name: str) -> AsyncIterator[Any]:
             seen.append(name)
             yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1], finish_reason="length")])
@@ -246,7 +243,7 @@ def test_transcriptions_are_logged_traced_and_refused_as_other_requests() -> Non
     job = TranscriptionJob(state, nothing, AudioRequest(), nothing, "transcribe")
     answer = asyncio.run(job._transcriber._answer([0], nothing, SamplingParams(), job._name))
     assert answer.outputs[0].token_ids == [1]
-    assert seen == [4, "r-1", "r-1"]
+    assert seen == [4, "r-1"]
 
 
 def test_models_of_english_alone_are_told_of_no_language() -> None:

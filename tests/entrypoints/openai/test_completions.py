@@ -250,7 +250,7 @@ def test_sampling_fields_reach_the_engine(http: httpx.Client, engine: FakeEngine
     assert response.status_code == 200, response.text
     prompt, params, others = engine.seen[0]
     assert prompt == engine.inputs.encode("def")
-    cache = {"cache_session": None, "cache_ttl_s": 0.0}
+    cache = {"cache_session": None, "cache_ttl_s": 0.0, "blocks_from": None}
     assert others == {"priority": 0, "salt": "s", "rank": None, "session": None, **cache}
     for name, value in {**fields, "stop": ["zz"], "logit_bias": {5: -100.0}}.items():
         assert getattr(params, name) == value, name
