@@ -281,7 +281,7 @@ class LLM(PoolingMethods):
         structure = params.structured_outputs
         if body.forces_calls and structure is not None:
             raise RequestError("structured_outputs and tool_choice exclude each other.", param="structured_outputs")
-        form = answer_format(body, formats, prompt)
+        form = answer_format(body, formats, prompt, checks_calls=False)
         return wanted_grammar(body, form, formats, structure, self.inputs.special_tokens, None)
 
     def beam_search(

@@ -450,7 +450,7 @@ class _Maker:
                     other = f' | {of_json} "null" {end}'
                 if kind.or_json is not None:
                     grammar = self._of_schema(
-                        dict(schema), f"tools[{index}].function.parameters", start=dict(kind.or_json), closes=True,
+                        dict(schema), _field_of_arguments(index), start=dict(kind.or_json), closes=True,
                         wanted=_PLAIN,
                     )  # fmt: skip
                     grammars.append({**grammar, "name": f"json{here}"})

@@ -120,6 +120,19 @@ def run_until_it_starts(engine: Engine, seq: TokenSequence) -> None:
     fetches.forget(seq)
 
 
+def hang(peer: Peer, *questions: str) -> threading.Event:
+    """Have the peer answer none of `questions`, all by default, until the event is set."""
+    may_go = threading.Event()
+
+    def wait(question: str, body: bytes) -> _Answer:
+        if question in (questions or ("find", "read")):
+            may_go.wait()
+        return 200, body, len(body)
+
+    peer.spoil = wait
+    return may_go
+
+
 def known(engine: Engine, peer: Peer) -> _Peer:
     """Return what an engine knows of a server."""
     return engine.tier.fetches._peers._peers[peer.address]
@@ -222,13 +235,7 @@ def test_an_unforeseen_error_pauses_the_server_and_shows_no_key(
 
 def test_a_copy_behind_others_is_no_failure_of_its_server(engines: Any, peer: Peer) -> None:
     saved(engines())
-    second, may_go = engines(), threading.Event()
-
-    def hang(_: str, body: bytes) -> _Answer:
-        may_go.wait()
-        return 200, body, len(body)
-
-    peer.spoil = hang
+    second, may_go = engines(), hang(peer)
     fetches = second.tier.fetches
     seqs = [begin(second, peer.address, name=str(number)) for number in range(_COPIES_AT_ONCE + 1)]
     for seq in seqs:
@@ -246,14 +253,7 @@ def test_a_copy_behind_others_is_no_failure_of_its_server(engines: Any, peer: Pe
 
 def test_copies_under_way_make_another_one_slower(engines: Any, peer: Peer) -> None:
     saved(engines())
-    second, may_go = engines(), threading.Event()
-
-    def hang(what: str, body: bytes) -> _Answer:
-        if what == "read":
-            may_go.wait()
-        return 200, body, len(body)
-
-    peer.spoil = hang
+    second, may_go = engines(), hang(peer, "read")
     fetches, seqs = second.tier.fetches, [begin(second, peer.address, name=name) for name in "ab"]
     fetches._peers._peers[peer.address] = known_peer = _Peer(peer.address)
     known_peer.cost._s_per_byte = 0.6 * fetches._compute_s(0, 5) / (5 * BLOCK_BYTES)
@@ -293,13 +293,7 @@ def test_a_folder_that_takes_no_blocks_ends_what_is_copied(
 
 def test_a_server_that_hangs_is_waited_for_no_longer_than_computing_takes(engines: Any, peer: Peer) -> None:
     saved(engines())
-    second, may_go = engines(), threading.Event()
-
-    def hang(_: str, body: bytes) -> _Answer:
-        may_go.wait()
-        return 200, body, len(body)
-
-    peer.spoil = hang
+    second, may_go = engines(), hang(peer)
     seq, fetches = begin(second, peer.address), second.tier.fetches
     assert fetches.prepare(seq) == "reads" and fetches.prepare(seq) == "reads"
     wait_until(lambda: peer.asked)
@@ -318,13 +312,7 @@ def test_nothing_is_copied_for_a_request_that_has_ended_or_while_the_folder_is_e
     engines: Any, peer: Peer
 ) -> None:
     saved(engines())
-    second, may_go = engines(), threading.Event()
-
-    def hang(_: str, body: bytes) -> _Answer:
-        may_go.wait()
-        return 200, body, len(body)
-
-    peer.spoil = hang
+    second, may_go = engines(), hang(peer)
     seqs = [begin(second, peer.address, name=name) for name in "ab"]
     for seq in seqs:
         assert second.tier.fetches.prepare(seq) == "reads"

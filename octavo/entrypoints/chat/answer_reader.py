@@ -312,7 +312,7 @@ class AnswerReader:
                 self._arguments.append(piece.arguments)
             if self._input is not None:
                 was_whole, text = self._input.is_whole, self._input.add(piece.arguments)
-                if text or self._input.is_whole > was_whole:
+                if text or (self._input.is_whole and not was_whole):
                     deltas.append(CallDelta(self.num_calls - 1, text, is_custom=True, is_whole=self._input.is_whole))
             elif piece.arguments:
                 deltas.append(CallDelta(self.num_calls - 1, with_whole_pairs(piece.arguments)))
