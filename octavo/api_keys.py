@@ -9,16 +9,28 @@ import ipaddress
 import os
 from collections.abc import Sequence
 
+from octavo.errors import ConfigError
+
 
 def with_environment(keys: Sequence[str]) -> list[str]:
-    """Return the keys of a flag and of the environment."""
-    from_env = [os.environ.get(name) for name in ("OCTAVO_API_KEY", "VLLM_API_KEY")]
-    return [*keys, *filter(None, from_env)]
+    """Return the keys of a flag and of the environment. Raises `ConfigError`."""
+    return [*keys, *filter(None, map(key_of, ("OCTAVO_API_KEY", "VLLM_API_KEY")))]
+
+
+def key_of(variable: str) -> str | None:
+    """Return the key in a variable, None if it is unset or empty. Raises `ConfigError` for a key that no header can
+    have; its value is not shown."""
+    value = os.environ.get(variable, "")
+    key = value.strip()  # files often end their keys with a new line
+    if value and not (key and key.isascii() and key.isprintable()):
+        raise ConfigError(f"The variable {variable} must have a key of printable ASCII characters, and has others.")
+    return key or None
 
 
 def sent_by_default() -> str | None:
     """Return the key that a client sends which is given none."""
-    return os.environ.get("OCTAVO_API_KEY") or os.environ.get("OPENAI_API_KEY") or None
+    found = (os.environ.get(name, "").strip() for name in ("OCTAVO_API_KEY", "OPENAI_API_KEY"))
+    return next(filter(None, found), None)
 
 
 class ApiKeys:

@@ -22,7 +22,8 @@ VARIABLES = {
     "OCTAVO_ALLOW_RUNTIME_LORA_UPDATING": "Anything but empty is `--enable-runtime-lora-updating`.",
     "OCTAVO_SERVER_DEV_MODE": "`1` is `--enable-server-dev-mode`.",
     "OCTAVO_NODES_TOKEN": "Secret that the hosts of `--nnodes` and of `-dp` show each other, the same on all of them.",
-    "OCTAVO_KV_CACHE_PEER_KEY": "The API key of the servers of `--kv-cache-peers`, if it is not this server's own.",
+    "OCTAVO_KV_CACHE_PEER_KEY": "The API key of the servers of `--kv-cache-peers`, if it is not this server's own. "
+    "For a network it must be none of this server's.",
     "RAY_ADDRESS": "Cluster of Ray, for stages and engines, host:port, if not the one that was started here.",
     "HF_HUB_OFFLINE": "`1` keeps `octavo doctor`, and the hub's library, from asking the hub.",
     "TRANSFORMERS_CACHE": "Folder of the hub's models, unless `--download-dir` says so; the former `HF_HUB_CACHE`.",

@@ -112,6 +112,7 @@ def test_the_gateway_imports_nothing_of_the_engine() -> None:
         "messages_errors",
         "ollama",
         "page_files",
+        "peer_addresses",
         "processes",
         "sse_reader",
         "version",

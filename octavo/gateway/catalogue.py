@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from octavo.api_keys import key_of
 from octavo.errors import ConfigError
 from octavo.flags import read_yaml
 from octavo.gateway.discovery import read_source
@@ -199,8 +200,13 @@ def _check_addresses(entry: ModelEntry, at: str) -> None:
     for key in ("model", "flags", "replicas", "memory_gib", "preload", "keep_alive", "start_timeout"):
         if getattr(entry, key) != getattr(unset, key):
             raise ConfigError(f"{at}.{key} is for models that the gateway starts; this one has addresses.")
-    if entry.api_key_env is not None and not os.environ.get(entry.api_key_env):
-        raise ConfigError(f"{at}.api_key_env: the variable {entry.api_key_env} is not set.")
+    if entry.api_key_env is not None:
+        try:
+            has_key = key_of(entry.api_key_env) is not None
+        except ConfigError as error:
+            raise ConfigError(f"{at}.api_key_env: {error}") from None
+        if not has_key:
+            raise ConfigError(f"{at}.api_key_env: the variable {entry.api_key_env} is not set.")
     if not entry.health.startswith("/"):
         raise ConfigError(f"{at}.health must be a path such as /health, got {entry.health}.")
     if len(set(entry.addresses)) < len(entry.addresses):

@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, Literal
 
+from octavo.api_keys import key_of
 from octavo.errors import RequestError
 from octavo.gateway.catalogue import ModelEntry
 from octavo.gateway.discovery import follow, read_source
@@ -228,7 +228,7 @@ class Deployment:
             replica.upstream.close()
 
     def _replica_at(self, address: str) -> Replica:
-        key = None if self.entry.api_key_env is None else os.environ.get(self.entry.api_key_env)
+        key = None if self.entry.api_key_env is None else key_of(self.entry.api_key_env)
         upstream = Upstream(address, timeout_s=self._timeout_s)
         return Replica(address, upstream, self.entry.served_model_name or self.name, key, self.entry.health)
 

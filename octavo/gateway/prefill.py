@@ -12,8 +12,10 @@ from octavo.gateway.deployment import Deployment
 from octavo.gateway.gateway_metrics import GatewayMetrics
 from octavo.gateway.models import Models
 from octavo.gateway.proxy_request import ONLY_PROMPT, ProxyRequest
+from octavo.gateway.replica import Replica
 from octavo.gateway.stream_progress import CUT_OFF
-from octavo.gateway.upstream import UnreachableError, UpstreamError
+from octavo.gateway.upstream import Headers, UnreachableError, UpstreamError
+from octavo.peer_addresses import BLOCKS_AT, BLOCKS_PROOF, address_proof
 
 logger = logging.getLogger("octavo.gateway")
 
@@ -37,13 +39,13 @@ class Prefill:
         num_new = max(prefixes.values(), default=0) - deployment.router.num_known_bytes(prefixes)
         return num_new >= _BYTES_PER_TOKEN * entry.prefill_min_tokens
 
-    async def compute(self, deployment: Deployment, request: ProxyRequest, client: Client) -> str | None:
-        """Have the prompt computed, and return the address of the server that has its blocks, if other hosts can reach
-        it. If that fails, the model's own replica computes the prompt. A replica that is lost counts as one that the
-        request may have ended."""
+    async def compute(self, deployment: Deployment, request: ProxyRequest, client: Client) -> Headers:
+        """Have the prompt computed, and return headers that name the server with its blocks, if other hosts can reach
+        the server. If that fails, the model's own replica computes the prompt. A replica that is lost counts as one
+        that the request may have ended."""
         other = self._models.names().get(deployment.entry.prefill_model or "")
         if other is None:  # the catalogue has changed since
-            return None
+            return ()
         if self._models.budget.has_room(other.entry.total_gib):  # it takes no other model's place
             self._models.start(other)  # if it has stopped; this request does not wait for it
         prefixes, _ = request.body.prefixes
@@ -51,7 +53,7 @@ class Prefill:
             replica = other.router.choose(other.replicas, prefixes, (), request.session)
             if replica is None:
                 logger.warning("%s: no replica of %s takes the prompt", deployment.name, other.name)
-                return None
+                return ()
             replica.num_in_flight += 1
             status, said = 503, b""
             try:
@@ -80,5 +82,12 @@ class Prefill:
                 "%s: replica %s of %s did not compute the prompt: %d %s",
                 deployment.name, replica.name, other.name, status, said[:200].decode("utf-8", "replace"),
             )  # fmt: skip
-            return None
-        return None if other.entry.is_local else replica.upstream.address
+            return ()
+        return () if other.entry.is_local else _blocks_at(replica)
+
+
+def _blocks_at(replica: Replica) -> Headers:
+    """Return headers that name a replica, and prove that the gateway has its key."""
+    address, key = replica.upstream.address, replica.api_key
+    proof = () if key is None else ((BLOCKS_PROOF.encode(), address_proof(key, address).encode()),)
+    return ((BLOCKS_AT.encode(), address.encode()), *proof)

@@ -19,10 +19,10 @@ from octavo.gateway.replica import Replica
 from octavo.gateway.request_body import RequestBody
 from octavo.gateway.stream_progress import RESUMABLE, RESUMABLE_PATHS
 from octavo.gateway.upstream import HOP_BY_HOP, Headers, end_to_end
+from octavo.peer_addresses import BLOCKS_AT, BLOCKS_PROOF
 
 MODEL_HEADER = b"x-octavo-model"  # names the model of a request without one in its body
 ONLY_PROMPT = b"x-octavo-only-prompt"
-BLOCKS_AT = b"x-octavo-blocks-at"  # the address of the server that has computed the prompt
 SESSION_HEADER = b"x-session-id"
 _ADDRESS_HEADERS = frozenset({
     b"x-forwarded-for", b"forwarded", b"x-real-ip", b"x-client-ip", b"true-client-ip", b"cf-connecting-ip",
@@ -31,7 +31,8 @@ _ADDRESS_HEADERS = frozenset({
 })  # fmt: skip
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 _NOT_PASSED_ON = HOP_BY_HOP | {
-    b"host", b"content-length", b"expect", b"accept-encoding", MODEL_HEADER, ONLY_PROMPT, BLOCKS_AT, RESUMABLE,
+    b"host", b"content-length", b"expect", b"accept-encoding", MODEL_HEADER, ONLY_PROMPT, RESUMABLE,
+    BLOCKS_AT.encode(), BLOCKS_PROOF.encode(),
 }  # fmt: skip
 # Paths of things that one replica keeps; group 1 is the id, absent for new ones and lists.
 _KEPT_PATH = re.compile(
@@ -68,7 +69,7 @@ class ProxyRequest:
     body: RequestBody
     arrival: float  # time.monotonic
     meter: Meter | None = None  # if the client has a key of the store
-    blocks_at: str | None = None  # the address of a server that has computed the prompt
+    blocks_at: Headers = ()  # name the server that has computed the prompt
 
     @property
     def owner(self) -> str | None:
@@ -113,8 +114,7 @@ class ProxyRequest:
         # If the client itself resumes a stream, the gateway lacks the tokens before, so it could not resume it again.
         if self.body.streams and self.path in RESUMABLE_PATHS and not self.body.is_resumed:
             own.append((RESUMABLE, b"1"))
-        if self.blocks_at is not None:
-            own.append((BLOCKS_AT, self.blocks_at.encode()))
+        own += self.blocks_at
         own.append((b"accept-encoding", b"identity"))  # the gateway reads events and usages in the answer
         return end_to_end(self.headers, dropped) + own
 

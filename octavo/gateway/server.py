@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from octavo.api_keys import ApiKeys, with_environment
+from octavo.api_keys import ApiKeys, key_of, with_environment
 from octavo.errors import ConfigError, RequestError
 from octavo.flags import Flags, flag
 from octavo.gateway.admin import AdminApp
@@ -115,7 +115,7 @@ class GatewayArgs(Flags):
 
     @property
     def admin_keys(self) -> list[str]:
-        return [*self.admin_key, *filter(None, [os.environ.get("OCTAVO_ADMIN_KEY")])]
+        return [*self.admin_key, *filter(None, [key_of("OCTAVO_ADMIN_KEY")])]
 
 
 def run_gateway(args: GatewayArgs, models: list[str], find_local: FindLocal) -> None:

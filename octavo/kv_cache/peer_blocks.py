@@ -40,6 +40,7 @@ MAX_NAMES = 16384  # blocks that one request names
 CHUNK_BYTES = 4 << 20  # of blocks that one answer has
 PIECE_BYTES = 1 << 18
 _COPIES_AT_ONCE = 2  # from a peer
+_MAX_PEERS = 64  # that are known
 _TIMEOUT_S = 5.0  # to connect, and until the next bytes
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0  # until a peer that has failed is asked again
 _WARNING_S = 60.0  # between two warnings of damaged blocks
@@ -114,7 +115,7 @@ class PeerBlocks:
     def __init__(self, tier: DiskTier, memory: BlockMemory, cache: KVCacheManager, clock: Callable[[], float]) -> None:
         self._tier, self._cache, self._clock = tier, cache, clock
         self._files, self._block_bytes = tier.files, memory.block_bytes
-        self._peers: dict[str, _Peer] = {}  # by address, of which the operator allows a few
+        self._peers: dict[str, _Peer] = {}  # by address; the one last used is last
         self._lock = threading.Lock()  # for `_copied_bytes` and `_Peer.awaited_bytes`
         self._copied_bytes = 0  # since `take_copied_bytes`
         self._retry_at = 0.0  # when the own folder may take blocks again
@@ -135,8 +136,10 @@ class PeerBlocks:
     ) -> Copy | None:
         """Begin to copy the blocks of `keys` behind the first `num_known_blocks`, which take `compute_s` to compute.
         Returns None if the peer or the own folder has failed lately."""
-        if (peer := self._peers.get(source.address)) is None:
-            peer = self._peers[source.address] = _Peer(source.address)
+        peer = self._peers.pop(source.address, None) or _Peer(source.address)
+        self._peers[source.address] = peer
+        if len(self._peers) > _MAX_PEERS:  # servers of a network come and go
+            self._peers.pop(next(iter(self._peers))).threads.close()  # after the copies that they have
         now = self._clock()
         if now < max(peer.retry_at, self._retry_at):
             return None

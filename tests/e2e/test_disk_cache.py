@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -77,7 +78,9 @@ def test_a_server_copies_the_blocks_of_a_prompt_from_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVERS_KEY", "k")
-    flags = ("--max-model-len", "512", "--kv-cache-disk-gib", "1", "--api-key", "k", "--served-model-name", "m")
+    monkeypatch.setenv("PROMPTS_KEY", "p")
+    monkeypatch.setenv("OCTAVO_KV_CACHE_PEER_KEY", "p")
+    flags = ("--max-model-len", "512", "--kv-cache-disk-gib", "1", "--served-model-name", "m", "--api-key")
     asked = {"model": "m", "prompt": PROMPT, "temperature": 0.0, "max_tokens": 8, "logprobs": 2}
 
     def ask(server: Server, **headers: str) -> dict[str, Any]:
@@ -87,20 +90,26 @@ def test_a_server_copies_the_blocks_of_a_prompt_from_another_one(
         body: dict[str, Any] = answer.json()
         return body
 
-    with running_server(tmp_path, *flags, "--kv-cache-disk", str(tmp_path / "first")) as first:
-        peers = ("--kv-cache-peers", first.url, "--kv-cache-disk")
-        with running_server(tmp_path, *flags, *peers, str(tmp_path / "second")) as second:
-            entry = {"served_model_name": "m", "api_key_env": "SERVERS_KEY"}
+    with running_server(tmp_path, *flags, "p", "--kv-cache-disk", str(tmp_path / "first")) as first:
+        port = urlsplit(first.url).port
+        network = ("k", "--kv-cache-peers", f"127.0.0.0/8:{port}", "--kv-cache-disk")
+        with running_server(tmp_path, *flags, *network, str(tmp_path / "second")) as second:
+            chats = {"served_model_name": "m", "api_key_env": "SERVERS_KEY", "prefill_model": "p"}
             models = {
-                "m": {"addresses": [second.url], "prefill_model": "p", "prefill_min_tokens": 100, **entry},
-                "p": {"addresses": [first.url], **entry},
+                "m": {"addresses": [second.url], "prefill_min_tokens": 100, **chats},
+                "p": {
+                    "discover": f"dns+http://127.0.0.1:{port}",
+                    "served_model_name": "m",
+                    "api_key_env": "PROMPTS_KEY",
+                },
             }
             with running_gateway(tmp_path, models) as gateway:
                 copied = ask(gateway)
             assert copied["usage"]["prompt_tokens_details"]["cached_tokens"] >= 11 * 16
             assert second.count("octavo:disk_cache_copied_bytes_total") > 0
             first.stop()
-        with running_server(tmp_path, *flags, *peers, str(tmp_path / "third")) as third:
+        address = ("k", "--kv-cache-peers", first.url, "--kv-cache-disk")
+        with running_server(tmp_path, *flags, *address, str(tmp_path / "third")) as third:
             computed = ask(third, **{"X-Octavo-Blocks-At": first.url})
             assert computed["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
             assert computed["choices"] == copied["choices"], "the same bits"

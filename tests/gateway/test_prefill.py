@@ -11,6 +11,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.gateway.catalogue import read_catalogue
+from octavo.peer_addresses import address_proof
 from tests.gateway.fakes import Asked, FakeLaunch, answer_plainly, fake_servers, gateway, until
 from tests.waiting import Clock
 
@@ -63,6 +64,27 @@ def test_a_long_prompt_is_computed_first_and_its_next_turn_is_not(clock: Clock, 
             assert len(prefill.asked) == 1 and len(decode.asked) == 4
             name = gate.deployment("p").replicas[0].name
             assert await gate.metric(f'octavo_gateway_requests_total{{model="p",replica="{name}",status="204"}}') == 1
+
+    clock.run(run())
+
+
+def test_a_replica_that_was_discovered_is_named_with_a_proof_of_its_key(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROMPTS_KEY", "p\n")
+
+    async def run() -> None:
+        async with fake_servers(answer_plainly, save_prompt) as (decode, prefill):
+            models = entries(decode.address, prefill.address)
+            source = prefill.address.replace("http:", "dns+http:")
+            models["p"] = {"discover": source, "served_model_name": "m", "api_key_env": "PROMPTS_KEY"}
+            async with gateway(models) as gate:
+                await gate.deployment("p").discovered()
+                assert (await gate.ask("a", messages=LONG)).status_code == 200
+            assert prefill.asked[0].headers["authorization"] == "Bearer p"
+            sent = decode.asked[0].headers
+            assert sent["x-octavo-blocks-at"] == prefill.address
+            assert sent["x-octavo-blocks-proof"] == address_proof("p", prefill.address)
 
     clock.run(run())
 
@@ -183,6 +205,7 @@ def test_a_name_that_the_body_hides_and_a_clients_own_header_change_nothing(cloc
             async with gateway(models) as gate:
                 hidden = json.dumps({"messages": LONG, "x": [{"model": "a"}] * 17, "model": "a"})
                 headers = {"x-octavo-only-prompt": "1", "x-octavo-blocks-at": "http://elsewhere"}
+                headers["x-octavo-blocks-proof"] = "aa"
                 answer = await gate.http.post("/v1/chat/completions", content=hidden, headers=headers)
                 assert answer.status_code == 200 and not prefill.asked
                 assert not headers.keys() & decode.asked[0].headers.keys()

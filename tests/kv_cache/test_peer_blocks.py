@@ -334,5 +334,19 @@ def test_blocks_that_take_longer_to_copy_are_computed(engines: Any, peer: Peer) 
     assert num_hits(second, peer.address) == 0 and peer.asked == ["find", "read", "find"]
 
 
+def test_of_servers_that_come_and_go_the_ones_last_used_are_known(
+    engines: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.kv_cache.peer_blocks._MAX_PEERS", 2)
+    saved(engines())
+    second = engines()
+    num_threads = threading.active_count()
+    for number in range(5):
+        for address in (f"http://127.0.0.1:{number + 1}", peer.address):
+            run_until_it_starts(second, begin(second, address, [1000 + number, *PROMPT]))
+    assert list(second.tier.fetches._peers._peers) == ["http://127.0.0.1:5", peer.address]
+    wait_until(lambda: threading.active_count() <= num_threads + 2 * _COPIES_AT_ONCE)
+
+
 def test_a_peers_key_is_in_no_text() -> None:
     assert KEY not in repr(BlockPeer("http://host", KEY))

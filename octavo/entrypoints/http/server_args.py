@@ -11,21 +11,20 @@ import inspect
 import json
 import math
 import os
-import re
 import runpy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from octavo import tracing
-from octavo.api_keys import with_environment
+from octavo.api_keys import key_of, with_environment
 from octavo.entrypoints.chat.reasoning import STYLES
 from octavo.entrypoints.chat.tools.tool_formats import AUTO, FORMATS, NONE
 from octavo.entrypoints.http.request_limits import RequestLimits
 from octavo.errors import ConfigError
 from octavo.flags import Flags, flag
+from octavo.peer_addresses import PeerAddresses
 
 _SECONDS = (
     "max_ttft",
@@ -37,7 +36,6 @@ _SECONDS = (
     "engine_step_timeout",
     "stream_keep_alive",
 )
-_DEFAULT_PORTS = {"http": 80, "https": 443}
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 
@@ -51,8 +49,9 @@ class ServerArgs(RequestLimits, Flags):
         [], "Keys; a client must send one of them as bearer token. Also OCTAVO_API_KEY or VLLM_API_KEY."
     )
     kv_cache_peers: list[str] = flag(
-        [], "Addresses of servers that compute prompts for this one (docs/gateway.md). Their blocks are copied into "
-        "--kv-cache-disk. They are sent OCTAVO_KV_CACHE_PEER_KEY, or else this server's first API key."
+        [], "Servers that compute prompts for this one (docs/gateway.md): addresses, or networks such as "
+        "10.244.0.0/16:8000 of servers that a gateway finds. Their blocks are copied into --kv-cache-disk. They are "
+        "sent OCTAVO_KV_CACHE_PEER_KEY, or else this server's first API key."
     )  # fmt: skip
     ssl_keyfile: str | None = flag(None, "Private key file (PEM), for HTTPS.")
     ssl_certfile: str | None = flag(None, "Certificate file (PEM), for HTTPS.")
@@ -199,15 +198,14 @@ class ServerArgs(RequestLimits, Flags):
         return with_environment(self.api_key)
 
     @property
-    def peers(self) -> dict[str | None, str]:
-        """Return --kv-cache-peers by the form that addresses are compared in."""
-        return {normal_address(address): address.rstrip("/") for address in self.kv_cache_peers}
+    def peers(self) -> PeerAddresses:
+        """Return --kv-cache-peers as read. Raises `ConfigError`."""
+        return PeerAddresses(self.kv_cache_peers)
 
     @property
     def peer_key(self) -> str | None:
         """Return the API key for the servers of --kv-cache-peers."""
-        keys = [os.environ.get("OCTAVO_KV_CACHE_PEER_KEY", ""), *self.api_keys]
-        return next(filter(None, map(str.strip, keys)), None)  # files often end their keys with a new line
+        return next(filter(None, [key_of("OCTAVO_KV_CACHE_PEER_KEY"), *map(str.strip, self.api_keys)]), None)
 
     @property
     def logs_requests(self) -> bool:
@@ -234,9 +232,11 @@ class ServerArgs(RequestLimits, Flags):
                 raise ConfigError(f"--{name.replace('_', '-')} must be between 0 and 65535, got {port}.")
         if any(not key for key in self.api_key):
             raise ConfigError("--api-key must not be empty.")
-        for address in self.kv_cache_peers:
-            if normal_address(address) is None:
-                raise ConfigError(f"--kv-cache-peers takes addresses such as http://10.0.0.7:8000, got {address}.")
+        if self.peers.has_networks and (not self.peer_key or self.peer_key in map(str.strip, self.api_keys)):
+            raise ConfigError(
+                "--kv-cache-peers with a network needs OCTAVO_KV_CACHE_PEER_KEY, a key of the servers there that no "
+                "client has, and so none of this server's API keys: whoever has it can name any host of the network."
+            )
         if self.kv_cache_peers and self.peer_key is None:
             raise ConfigError("--kv-cache-peers needs the servers' API key: set --api-key or OCTAVO_KV_CACHE_PEER_KEY.")
         if self.kv_cache_peers and not _is_header_value(self.peer_key or ""):
@@ -312,21 +312,6 @@ class ServerArgs(RequestLimits, Flags):
                 f"--ssl-certfile {certfile} and --ssl-keyfile {self.ssl_keyfile} are not a certificate and its key in "
                 f"PEM form: {error}."
             ) from None
-
-
-def normal_address(address: str) -> str | None:
-    """Return the form in which two addresses of a server are compared. Returns None if it is not of the form
-    http://HOST:PORT/PATH."""
-    if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", address, re.IGNORECASE):
-        return None
-    try:
-        parts = urlsplit(address)
-        port = parts.port  # raises for one that is no number
-    except ValueError:
-        return None
-    if not parts.hostname or port == 0:
-        return None
-    return f"{parts.scheme}://{parts.hostname} {port or _DEFAULT_PORTS[parts.scheme]} {parts.path.rstrip('/')}"
 
 
 def _is_header_value(text: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
 import logging
 import math
 import re
@@ -25,13 +26,14 @@ from octavo.entrypoints.http.body_fields import MAX_SESSION_LENGTH, SESSION_PATT
 from octavo.entrypoints.http.error_responses import PromptSavedError
 from octavo.entrypoints.http.json_worker import JsonWorker
 from octavo.entrypoints.http.request_headers import HEADERS, ID_HEADER, RequestHeaders
-from octavo.entrypoints.http.server_args import ServerArgs, normal_address
+from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.shared_counts import ENGINE_REQUESTS, SharedCounts
 from octavo.entrypoints.openai.request_bodies import SamplingRequest, TokenRequest
 from octavo.errors import RETRY_AFTER_S, EngineRestartingError, OctavoError, RequestError
 from octavo.logs import LineLimit
 from octavo.metrics.http_metrics import HttpMetrics
 from octavo.outputs import RequestOutput
+from octavo.peer_addresses import BLOCKS_AT, BLOCKS_PROOF, address_proof
 from octavo.request import MAX_CACHE_TTL_S, AdapterSource, BlockPeer, EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.structured_output.answer_parts import ThinkingBudget
@@ -58,7 +60,6 @@ MAX_MEDIA_FETCHES = 32  # requests with fetched media in memory; others wait bef
 RANK_HEADER = "X-data-parallel-rank"
 SESSION_HEADER = "X-Session-ID"
 ONLY_PROMPT_HEADER = "X-Octavo-Only-Prompt"  # compute the prompt for another server, which gets its blocks from disk
-BLOCKS_AT_HEADER = "X-Octavo-Blocks-At"  # the address of a server that has computed the prompt so
 CACHE_SESSION_HEADER, CACHE_TTL_HEADER = "X-Cache-Session", "X-Cache-TTL"
 _CACHE_TTL_S = 3600.0
 _TOKENIZING_RETRY_S = 1
@@ -153,7 +154,7 @@ class ServerState:
         self.has_cut_off = False  # the requests under way, as the time to stop is over
         self.num_in_flight = 0  # requests whose answers are not complete
         self._num_engine_requests = 0
-        self._peers = {name: BlockPeer(address, args.peer_key or "") for name, address in args.peers.items()}
+        self._peers, self._peer_key = args.peers, args.peer_key or ""
         self._ignored_peers = LineLimit()
         self.num_tokenizing = 0  # complete requests that only need this front end's tokenizer
 
@@ -476,21 +477,26 @@ class ServerState:
         request.cache_session, request.cache_ttl_s = cache_session, cache_ttl_s
         request.response_id = response_id
         request.client = None if arrival is None else arrival.client
-        request.blocks_from = self._peer(headers.get(BLOCKS_AT_HEADER))
+        request.blocks_from = self._peer(headers.get(BLOCKS_AT), headers.get(BLOCKS_PROOF, ""))
         if (resume := getattr(body, "resume", None)) is not None:
             request = self._resumed(request, resume.tokens)
         if headers.get(ONLY_PROMPT_HEADER) and not only_renders:
             await self._save_prompt(request, name, num_prompts)
         return request.prompt, self.outputs_of(request, name, sink)
 
-    def _peer(self, address: str | None) -> BlockPeer | None:
+    def _peer(self, address: str | None, proof: str) -> BlockPeer | None:
         """Return the server at an address, if the operator allows to copy blocks from it: a client could name any."""
         if address is None or not self._peers:
             return None
-        if (peer := self._peers.get(normal_address(address))) is not None:
-            return peer
+        peer, needs_proof = self._peers.find(address)
+        if peer is None:
+            why = "it is not in --kv-cache-peers"
+        elif not needs_proof or hmac.compare_digest(address_proof(self._peer_key, address).encode(), proof.encode()):
+            return BlockPeer(peer, self._peer_key)
+        else:
+            why = "only a gateway whose api_key_env for it is OCTAVO_KV_CACHE_PEER_KEY may name hosts of a network"
         if self._ignored_peers.admits(time.monotonic()):
-            logger.warning("no blocks are copied from %s: it is not in --kv-cache-peers", brief(address))
+            logger.warning("no blocks are copied from %s: %s", brief(address), why)
         return None
 
     async def _save_prompt(self, request: EngineRequest, name: str, num_prompts: int) -> NoReturn:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from octavo import http_protocol
-from octavo.api_keys import ApiKeys
+from octavo.api_keys import ApiKeys, sent_by_default, with_environment
 from octavo.entrypoints.http import auth_and_limits, body_reader, server_state
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.openai import tokenize
@@ -243,6 +243,19 @@ def test_clients_are_told_apart_by_address_and_key(engine: FakeEngine) -> None:
     sent = [("Bearer 1", "a"), ("Bearer 2", "a"), (None, "a"), ("Bearer a", "a"), (None, "b")]
     *same, other = (keys.client("1.2.3.4", *one) for one in sent)
     assert len({*same}) == 1 and other not in same, "keys that admit nobody make no other clients"
+
+
+def test_a_key_of_a_variable_has_no_space_around_it_and_can_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setenv("OCTAVO_API_KEY", "a\n")
+    assert with_environment(["b"]) == ["b", "a"] and sent_by_default() == "a"
+    for key in ("\n", "hunter\n2", "h\u00fcnter"):
+        monkeypatch.setenv("OCTAVO_API_KEY", key)
+        with pytest.raises(ConfigError, match="OCTAVO_API_KEY must have a key of printable ASCII") as error:
+            with_environment([])
+        assert key not in str(error.value)
+    monkeypatch.setenv("OCTAVO_API_KEY", "")
+    assert with_environment([]) == []
 
 
 def test_stalled_uploads_take_no_place_in_the_queue(limited: Address, engine: FakeEngine) -> None:

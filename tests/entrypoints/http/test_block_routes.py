@@ -17,6 +17,7 @@ from octavo.entrypoints.http import block_routes
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError
 from octavo.kv_cache.block_files import block_paths
+from octavo.peer_addresses import BLOCKS_PROOF, address_proof
 from octavo.request import BlockPeer
 from tests.entrypoints.fake_engine import FakeEngine, serving
 from tests.waiting import within
@@ -132,6 +133,34 @@ def test_blocks_are_copied_from_servers_that_the_operator_names(
         assert asked(url, "http://host:1") is None and "no blocks" not in caplog.text, "no fault of the operator"
 
 
+def test_a_host_of_a_network_is_a_peer_if_a_gateway_names_it(
+    disk: FakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OCTAVO_KV_CACHE_PEER_KEY", "p")
+
+    def asked(url: str, at: str, proof: str | None) -> Any:
+        headers = {"x-octavo-blocks-at": at.encode(), "x-api-key": b"a"}
+        if proof is not None:
+            headers[BLOCKS_PROOF] = proof.encode("latin-1")
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, headers=headers).status_code == 200
+        return disk.seen[-1][2]["blocks_from"]
+
+    peers = ["10.1.0.0/16:80", "[fd00::/64]:8000", "http://host:1"]
+    with serving(disk, api_key=["a"], kv_cache_peers=peers) as url:
+        for at in ("http://10.1.2.3:80", "http://10.1.255.255", "http://[fd00::5]:8000"):
+            assert asked(url, at, address_proof("p", at)) == BlockPeer(at, "p")
+            for proof in (None, "", address_proof("a", at), address_proof("p", "http://10.1.2.4:80"), "\xe9"):
+                assert asked(url, at, proof) is None, proof
+        assert "no blocks are copied from http://10.1.2.3:80: only a gateway" in caplog.text
+        for at in (
+            "http://10.2.0.1:80", "http://10.1.2.3:8000", "https://10.1.2.3:80", "http://10.1.2.3:80/llm",
+            "http://[::ffff:10.1.2.3]:80", "http://[fd00:0:0:1::5]:8000", "http://10.1.2.3.example:80", "http://010.1.2.3:80",
+            "http://167837187:80", "http://x@10.1.2.3:80", "10.1.2.3:80",
+        ):  # fmt: skip
+            assert asked(url, at, address_proof("p", at)) is None, at
+        assert asked(url, "http://host:1", None) == BlockPeer("http://host:1", "p")
+
+
 def test_a_key_that_no_header_can_have_is_refused_and_not_shown() -> None:
     with pytest.raises(ConfigError, match="printable ASCII") as error:
         ServerArgs(kv_cache_peers=["http://host:1"], api_key=["hunter\n2"]).check()
@@ -146,7 +175,14 @@ def test_a_key_that_no_header_can_have_is_refused_and_not_shown() -> None:
         ({"kv_cache_peers": ["http://host:1?x"], "api_key": ["a"]}, "takes addresses such as"),
         ({"kv_cache_peers": ["http://host:80a0"], "api_key": ["a"]}, "takes addresses such as"),
         ({"kv_cache_peers": ["http://host:70000"], "api_key": ["a"]}, "takes addresses such as"),
+        ({"kv_cache_peers": ["10.0.0.1/16:80"], "api_key": ["a"]}, "has host bits set"),
+        ({"kv_cache_peers": ["10.0.0.0/33:80"], "api_key": ["a"]}, "10.0.0.0/33"),
+        ({"kv_cache_peers": ["10.0.0.0/16:0"], "api_key": ["a"]}, "the port is not between"),
+        ({"kv_cache_peers": ["10.0.0.0/16:65536"], "api_key": ["a"]}, "the port is not between"),
+        ({"kv_cache_peers": ["10.0.0.0/16"], "api_key": ["a"]}, "it has another form"),
+        ({"kv_cache_peers": ["fd00::/64:80"], "api_key": ["a"]}, "it has another form"),
         ({"kv_cache_peers": ["http://host:1"]}, "needs the servers' API key"),
+        ({"kv_cache_peers": ["10.0.0.0/16:80"], "api_key": ["a"]}, "with a network needs OCTAVO_KV_CACHE_PEER_KEY"),
     ],
 )
 def test_addresses_without_a_key_or_a_form_are_refused(
@@ -156,3 +192,10 @@ def test_addresses_without_a_key_or_a_form_are_refused(
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match=said):
         ServerArgs(**given).check()
+
+
+def test_the_key_for_a_network_is_none_of_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_KV_CACHE_PEER_KEY", "p\n")
+    ServerArgs(kv_cache_peers=["10.0.0.0/16:80"], api_key=["a"]).check()
+    with pytest.raises(ConfigError, match="no client has"):
+        ServerArgs(kv_cache_peers=["10.0.0.0/16:80"], api_key=["a", "p"]).check()
