@@ -87,28 +87,30 @@ class ToolUseBlock(_Block):
     toolset_name: Text | None = None
 
 
-def _known_blocks(*kinds: str) -> BeforeValidator:
-    """Return a validator that turns text into one block, and refuses blocks of other kinds by name."""
+def _known_blocks(blocks: Any, *kinds: str) -> BeforeValidator:
+    """Return a validator of the list type `blocks` that turns text into one block, and refuses blocks of other kinds by
+    name."""
 
     def check(value: Any) -> Any:
         if isinstance(value, str):
             return [{"type": "text", "text": value}]
-        for block in value if isinstance(value, list) else ():
+        if value is not None and not isinstance(value, list):
+            raise ValueError("should be a string or a list of blocks")
+        for block in value or ():
             kind = block.get("type") if isinstance(block, dict) else None
             if isinstance(kind, str) and kind not in kinds:
                 raise ValueError(f"has a block of type {kind!r:.60}, which is not built; {', '.join(kinds)} are")
         return value
 
-    return BeforeValidator(check)
+    return BeforeValidator(check, json_schema_input_type=str | blocks)
 
 
-TextBlocks = Annotated[list[TextBlock], _known_blocks("text")]
-ResultBlocks = Annotated[
-    list[
-        Annotated[Annotated[TextBlock, Tag("text")] | Annotated[ImageBlock, Tag("image")], Field(discriminator="type")]
-    ],
-    _known_blocks("text", "image"),
+_Texts = list[TextBlock]
+TextBlocks = Annotated[_Texts, _known_blocks(_Texts, "text")]
+_Results = list[
+    Annotated[Annotated[TextBlock, Tag("text")] | Annotated[ImageBlock, Tag("image")], Field(discriminator="type")]
 ]
+ResultBlocks = Annotated[_Results, _known_blocks(_Results, "text", "image")]
 
 
 class ToolResultBlock(_Block):
@@ -128,8 +130,9 @@ Block = Annotated[
     | Annotated[ToolResultBlock, Tag("tool_result")],
     Field(discriminator="type"),
 ]
+_Blocks = list[Block]
 Blocks = Annotated[
-    list[Block], _known_blocks("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
+    _Blocks, _known_blocks(_Blocks, "text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
 ]
 
 

@@ -184,8 +184,10 @@ def _check_json(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+def _as_list(value: Any) -> list[Any]:
+    if isinstance(value, str | list):
+        return [value] if isinstance(value, str) else value
+    raise ValueError("should be a string or a list of strings")
 
 
 def _whole(value: Any) -> Any:
@@ -200,7 +202,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, AfterValidator(check_text)]
 Metadata = Annotated[dict[Text, Text], Field(max_length=MAX_METADATA)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_check_json)]  # of an answer, too
-Texts = Annotated[list[Text], BeforeValidator(_as_list)]
+Texts = Annotated[list[Text], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
 Id = Annotated[str, Field(pattern=ID_PATTERN)]
 
 
@@ -237,8 +239,10 @@ Prompts = Annotated[
 def _check_one_prompt(value: Any) -> str | list[int]:
     if isinstance(value, str):
         return check_text(value)
-    if not value or not _is_token_ids(value):
+    if not _is_token_ids(value):
         raise ValueError("should be a string or a list of token ids")
+    if not value:
+        raise ValueError("should not be empty")
     return list(value)
 
 
@@ -275,8 +279,10 @@ def _check_text_part(part: Any) -> str:
 def _check_message_content(value: Any) -> str | list[dict[str, Any]] | None:
     """Return a text, or a list of parts in which media and embeddings have been read. Texts stay apart, because the
     chat template decides whether to join them. Raises `ValueError`."""
-    if value is None or not isinstance(value, list):
-        return None if value is None else _check_content(value)
+    if value is None or isinstance(value, str):
+        return value and check_text(value)
+    if not isinstance(value, list):
+        raise ValueError("should be a string or a list of parts")
     return [_read_content_part(part) for part in value] or ""
 
 

@@ -204,7 +204,20 @@ def validation_error(errors: Sequence[Mapping[str, Any]], fields: Collection[str
         return copy.copy(cause)
     if not location:
         return RequestError("The body must be a JSON object.")
+    base = location[:-1] if _is_type_label(location) else location
+    of_field = [one for one in errors[1:] if one["loc"][: len(base)] == base and len(one["loc"]) > len(base)]
+    if base != location and (inner := next((one for one in of_field if len(one["loc"]) > len(base) + 1), None)):
+        # Of a field with several types the value has one, an object's, and what is wrong is in it.
+        error, location = inner, (*base, *inner["loc"][len(base) + 1 :])
     param = _field_name(location)
+    if error["type"] in _TAG_ERRORS:
+        # A union of objects that one of their fields tells apart.
+        name = _TAG_FIELD.search(error["msg"])[1]  # type: ignore[index]
+        param = f"{param}.{name}"
+        wanted, said = error["ctx"].get("expected_tags"), _SHOWN.repr(error["ctx"].get("tag"))
+        if wanted is None:
+            return RequestError(f"{param} is required.", param=param)
+        return RequestError(f"{param} should be {' or '.join(wanted.split(', '))}, got {said}.", param=param)
     if error["type"] == "extra_forbidden":
         meant = _meant_field(param, fields)
         said = f"; what is meant is perhaps {meant}." if meant else ""
@@ -215,9 +228,9 @@ def validation_error(errors: Sequence[Mapping[str, Any]], fields: Collection[str
         form = _FORM_OF_TOOLS if _OF_TOOLS.fullmatch(param) and "messages" in fields else ""
         return RequestError(f"{param} is required{form}.", param=param)
     message = _predicate(error)
-    if error["type"].endswith("_type"):
+    if base != location:
         # A field with several types has an error for each type.
-        others = [one for one in errors[1:] if _field_name(one["loc"]) == param and one["type"].endswith("_type")]
+        others = [one for one in of_field if one["type"].endswith(("_type", "literal_error"))]
         message = " or ".join([message, *(_predicate(one).removeprefix("should be ") for one in others)])
     return RequestError(f"{param} {message}, got {_SHOWN.repr(error.get('input'))}.", param=param)
 
@@ -239,7 +252,7 @@ def _meant_field(unknown: str, fields: Collection[str]) -> str | None:
     for suggested in _SUGGESTED_FIELDS.get(unknown, ()):
         if _FIRST_NAME.match(suggested)[0] in fields:  # type: ignore[index]
             return suggested
-    return similar(unknown, fields)
+    return similar(unknown, fields) if unknown.isidentifier() else None
 
 
 class _JsonRepr(reprlib.Repr):
@@ -261,6 +274,8 @@ class _JsonRepr(reprlib.Repr):
 _SHOWN = _JsonRepr()
 # Pydantic's names of a field's types, which a location contains as if they were fields.
 _TYPE_LABEL = re.compile(r".*\[.*|(?:str|int|float|bool|list|dict|none|constrained-\w+)$")
+_TAG_ERRORS = ("union_tag_not_found", "union_tag_invalid")
+_TAG_FIELD = re.compile(r"(?:discriminator|using) '(\w+)'")
 
 
 # Pydantic's words about Python ("a valid dictionary or instance of Tool") or its own work, which mean nothing to
@@ -274,9 +289,14 @@ def _field_name(location: Sequence[int | str]) -> str:
     for i, part in enumerate(location[1:], 1):
         if isinstance(part, int):
             name += f"[{part}]"
-        elif not (_TYPE_LABEL.match(part) and i == len(location) - 1):
+        elif i < len(location) - 1 or not _is_type_label(location):
             name += f".{part}"
     return name
+
+
+def _is_type_label(location: Sequence[int | str]) -> bool:
+    """Return whether a location ends with a name of a type."""
+    return len(location) > 1 and isinstance(location[-1], str) and _TYPE_LABEL.match(location[-1]) is not None
 
 
 def _predicate(error: Mapping[str, Any]) -> str:

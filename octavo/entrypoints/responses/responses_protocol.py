@@ -124,8 +124,10 @@ def _check_includes(value: Any) -> Any:
 
 
 def _check_input(value: Any) -> Any:
-    if not isinstance(value, str | list) or value == []:
+    if not isinstance(value, str | list):
         raise ValueError("should be a string or a list of items")
+    if value == []:
+        raise ValueError("should not be empty")
     return value
 
 

@@ -61,7 +61,10 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"prompt_logprobs": -1}, "prompt_logprobs", "here (--max-logprobs), got -1 (all 259 of the vocabulary)."),
         ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias must be a map of token ids to numbers"),
         ({"logit_bias": {"300": 1}}, "logit_bias", "logit_bias has token id 300"),
-        ({"stop": 5}, "stop", "stop should be a valid list"),
+        ({"stop": 5}, "stop", "stop should be a string or a list of strings, got 5."),
+        ({"stop": ["a", 5]}, "stop[1]", "stop[1] should be a valid string, got 5."),
+        ({"early_stopping": 5}, "early_stopping", "early_stopping should be a valid boolean or 'never', got 5."),
+        ({"stream_options": {"y": 1}}, "stream_options.y", "supplied: stream_options.y"),
         ({"stop": [""]}, "stop", "stop must be a list of non-empty strings"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed when stream is true"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "supplied: stream_options.x"),
@@ -171,6 +174,30 @@ def test_fields_of_another_api_are_refused_with_those_of_this_one(
 ) -> None:
     error = http.post(f"/v1/{path}", json={**fields, unknown: 1}).json()["error"]
     assert error["message"] == f"Unrecognized request argument supplied: {unknown}; what is meant is perhaps {meant}."
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("generate", {"prompt": []}, "prompt should not be empty, got []."),
+        ("v1/chat/completions", {"messages": [{"role": "user", "content": 5}]},
+         "messages[0].content should be a string or a list of parts, got 5."),
+        ("v1/responses", {"input": []}, "input should not be empty, got []."),
+        ("v1/responses", {"input": "a", "conversation": 5},
+         "conversation should be a valid string or an object, got 5."),
+        ("v1/responses", {"input": "a", "conversation": {}}, "conversation.id is required."),
+        ("v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [{"text": "a"}]}]},
+         "messages[0].content[0].type is required."),
+        ("v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [
+            {"type": "image", "source": {"type": "file"}}]}]}, "source.type should be 'base64' or 'url', got 'file'."),
+    ],
+)  # fmt: skip
+def test_the_field_within_a_field_of_several_kinds_is_named(
+    http: httpx.Client, path: str, fields: dict[str, Any], message: str
+) -> None:
+    answer = http.post(f"/{path}", json=fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].endswith(message)
 
 
 def test_values_are_shown_as_json(http: httpx.Client) -> None:

@@ -77,6 +77,26 @@ def test_every_field_of_a_request_is_explained(description: dict[str, Any]) -> N
             assert schema.get("description") or field == "include_obfuscation", f"{name}.{field}"
 
 
+@pytest.mark.parametrize("value", [5, [5.5]])
+def test_an_error_names_every_kind_of_value_that_the_description_allows(
+    description: dict[str, Any], http: httpx.Client, value: Any
+) -> None:
+    words = {"array": "list", "object": r"object|\{", "boolean": "boolean|true", "string": "string|text|'|\""}
+    models, checked = description["components"]["schemas"], set()
+    for path in POST_ROUTES:
+        content = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        body = next(iter(content["examples"].values()))["value"]
+        for field, schema in models[content["schema"]["$ref"].rsplit("/", 1)[1]]["properties"].items():
+            kinds = {one.get("type", "object") for one in schema.get("anyOf", [schema])} - {"null"}
+            error = http.post(path, json={**body, field: value}).json().get("error")
+            if error is None or len(kinds) == 1 or not re.search(rf"^{field} should be ", error["message"]):
+                continue
+            checked.add(field)
+            message = error["message"].partition(", got")[0]
+            assert all(re.search(words.get(kind, kind), message) for kind in kinds), (path, field, message)
+    assert {"prompt", "conversation", "guided_json", "early_stopping"} <= checked
+
+
 def test_streams_are_described_and_are_as_described(description: dict[str, Any], http: httpx.Client) -> None:
     for path, body in {
         "/v1/completions": {"prompt": "a"},
