@@ -7,12 +7,13 @@ import json
 import re
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 
 from octavo import LLM, SamplingParams
-from tests.e2e.server import MODEL, Server, running_server
+from tests.e2e.server import MODEL, Server, openai_client, running_server
 
 pytestmark = pytest.mark.slow
 
@@ -189,3 +190,15 @@ def test_sigterm_ends_server_and_engine_with_status_0(tmp_path_factory: pytest.T
         log = server.log.read_text()
         assert re.search(r"KV cache.*blocks of 16", log)
         assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [(("--max-log-len", "3"), ["'The'..."]), (("--max-log-len", "0"), [""]), (("--disable-log-requests",), [])],
+)
+def test_requests_are_logged_as_the_flags_say(tmp_path: Path, flags: tuple[str, ...], shown: list[str]) -> None:
+    with running_server(tmp_path, "--max-model-len", "512", *flags) as server, openai_client(server) as client:
+        client.completions.create(model=MODEL, prompt="The capital", max_tokens=2)
+        assert server.stop() == 0
+        lines = re.findall(r"prompt tokens.* output tokens:? ?(.*) \{", server.log.read_text())
+        assert lines == shown

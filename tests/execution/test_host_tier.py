@@ -14,6 +14,8 @@ import pytest
 from octavo.config import CacheConfig, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.kv_cache import host_tier
+from octavo.request import EngineRequest, Prompt
+from octavo.sampling_params import SamplingParams
 from tests.execution.late_device import LateDevice
 from tests.execution.small_overrides import BAMBA, CUT, DEEPSEEK, GEMMA_3N, MAMBA
 from tests.execution.test_runner import config_of, device_core, model, requests, run, told
@@ -100,6 +102,25 @@ def test_an_aborted_request_leaves_what_is_being_copied_right(model: Path) -> No
             core.abort(request.request_id)
         assert {key: told(one) for key, one in run(core, requests(1), 1).items()} == expected
     assert num_copied > 0 and num_hits > 0
+
+
+def test_a_prefix_cache_that_is_reset_is_empty_on_the_host_too(model: Path) -> None:
+    """Nothing is found, and what has not yet been copied never is."""
+    core = device_core(kept(config_of(model, num_gpu_blocks_override=13)), LateDevice(1))
+    cache = core.scheduler.cache
+    run(core, requests(1), 1)
+    prompt = EngineRequest("r", Prompt(list(range(3, 60))), SamplingParams(temperature=0.0, max_tokens=8), [], 8, 0.0)
+    for _ in range(3):
+        core.reset_prefix_cache()
+        assert not any(pool._index for pool in [*cache.pools, *cache.host_pools])
+        core.add(prompt)
+        for _ in range(3):
+            stats = core.step().stats
+            assert (stats.num_host_copied, stats.num_host_hits) == (0, 0)
+            if cache.pools[0]._index:
+                break
+        assert len(cache.pools[0]._index) > 1, "blocks that are not yet copied"
+        core.abort(prompt.request_id)
 
 
 def test_the_memory_of_the_host_is_bounded_and_shared_out(model: Path) -> None:

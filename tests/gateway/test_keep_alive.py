@@ -53,6 +53,30 @@ def test_comments_come_between_events(clock: Clock) -> None:
     assert answer_of(clock, behave, stream_keep_alive=0.0).content == b"data: 1\n\ndata: 2\n\ndata: 3\n\n"
 
 
+@pytest.mark.parametrize("header", [b"", b"connection: keep-alive\r\n"])
+def test_over_http_1_0_too_and_the_stream_ends_with_the_connection(clock: Clock, header: bytes) -> None:
+    """There are no chunks, so the gateway writes another way."""
+    body = json.dumps({"model": "a", "stream": True}).encode()
+    asked = b"POST /v1/chat/completions HTTP/1.0\r\n%scontent-length: %d\r\n\r\n%s" % (header, len(body), body)
+
+    async def run() -> bytes:
+        server = await FakeServer(stream_with_pauses(b"data: 1\n\ndata: ", b"2\n\n", b"data: 3\n\n")).start()
+        try:
+            async with gateway({"a": {"addresses": [server.address]}}) as gate:
+                url = gate.http.base_url
+                reader, writer = await asyncio.open_connection(url.host, url.port)
+                writer.write(asked)
+                answer = await reader.read()
+                writer.close()
+                return answer
+        finally:
+            server.die()
+
+    head, _, events = clock.run(run()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200") and b"transfer-encoding" not in head.lower()
+    assert events == b"data: 1\n\n" + 2 * SILENT + b"data: 2\n\n" + 2 * SILENT + b"data: 3\n\n"
+
+
 def test_an_event_that_is_too_long_to_be_held_back_has_no_comment_in_it(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
