@@ -37,7 +37,20 @@ class HostLoad:
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Tokens, and how many of them are computed: `num_computed_tokens` ≤ `num_tokens`. Its states: see
-    `octavo.scheduling.scheduler`."""
+    `octavo.scheduling.scheduler`.
+
+    Several objects write these fields of a sequence that exists:
+
+        field                  written by
+        num_computed_tokens    `KVCacheManager.share_prefix`; `Step.mark_in_flight`, and `Step.roll_back` to undo it;
+                               `accept_drafts`; set to 0 by `KVCacheManager.release` and `SequenceQueues.fork`
+        num_awaited_tokens     raised by `Step.mark_in_flight`; lowered by `Scheduler.update` and `Step.roll_back`
+        num_registered_blocks  `KVCacheManager.share_prefix` and `register_computed`; set to 0 by
+                               `KVCacheManager.release`, `KVCacheManager.swap_out` and `SequenceQueues.fork`
+        admission_step         `Step.add`, at each admission
+        num_uncounted_tokens   `Scheduler._count_prompt`, at each admission that looks up the prefix; lowered by
+                               `Scheduler._count_computed`
+    """
 
     request: EngineRequest
     key: tuple[float, int]  # scheduling order: smaller goes first and is preempted last
@@ -132,8 +145,8 @@ class Sequence:
         return self.params.needs_output_tokens_on_host or self.params.grammar is not None
 
     @property
-    def num_rows(self) -> int:
-        """Runner rows that it holds or has reserved for its forks."""
+    def num_needed_rows(self) -> int:
+        """Runner rows for itself and for the forks that it will start."""
         return 1 + self.num_pending_forks
 
     def fork(self, index: int) -> Sequence:

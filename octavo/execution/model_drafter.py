@@ -127,7 +127,8 @@ class ModelDrafter:
         if plan.moves:
             filled.move(plan.moves[self._pool])
         admitted = {admission.row for admission in plan.admissions}
-        for row, num_computed, num_tokens, _, _, _ in plan.rows:
+        for planned in plan.rows:
+            row, num_computed = planned.row, planned.num_computed
             blocks = self._table.blocks[self._group, row]
             if row in admitted:
                 num_drafted = num_filled = filled.num_filled(blocks, num_computed)
@@ -136,7 +137,7 @@ class ModelDrafter:
                 num_filled = min(int(self._num_filled[row]), num_drafted)
             self._num_drafted[row], self._num_filled[row] = num_drafted, num_filled
             self._note_filled(row, num_drafted)
-            filled.overwrite(blocks, num_computed, num_computed + num_tokens)
+            filled.overwrite(blocks, num_computed, num_computed + planned.num_tokens)
 
     def _note_filled(self, row: int, end: int) -> None:
         """Note the tokens of a row up to `end` as computed."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.execution.step_arrays import StepArrays
-from octavo.step_plan import Admission, StepPlan
+from octavo.step_plan import Admission, RowColumns, StepPlan
 
 # Which tokens of a text are pooled: each one, the first one, or all of them.
 _SINGLE, _FIRST, _WHOLE = range(3)
@@ -33,10 +33,10 @@ class PoolingTable:
     def gather(self, plan: StepPlan, into: StepArrays[NDArray[Any]]) -> None:
         """Fill `pool_starts` and `token_types`, and set `sample_rows` to the last token of each pooled range. The
         sequence table has gathered the rest."""
-        row_ids, _, num_tokens, num_sampled_positions, _, _ = zip(*plan.rows, strict=True)
-        rows, counts = np.array(row_ids, np.int64), np.array(num_tokens, np.int64)
-        positions, num_samples = np.array(num_sampled_positions, np.int64), sum(num_sampled_positions)
-        types = into.token_types[: sum(num_tokens)]
+        columns = RowColumns.of(plan.rows)
+        rows, counts = np.array(columns.row, np.int64), np.array(columns.num_tokens, np.int64)
+        positions, num_samples = np.array(columns.num_sampled_positions, np.int64), sum(columns.num_sampled_positions)
+        types = into.token_types[: sum(columns.num_tokens)]
         np.greater_equal(into.positions[: len(types)], np.repeat(self._second_starts[rows], counts), out=types)
         into.pool_starts[:num_samples] = into.sample_rows[:num_samples]
         firsts = np.cumsum(positions) - positions  # the first sample of each row

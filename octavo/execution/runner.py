@@ -54,7 +54,7 @@ from octavo.sampling.logprobs import entries
 from octavo.sampling.sampler import SampledTokens, sample_tokens, write_settings
 from octavo.sampling.sampling_table import Samples, SamplingBatch, SamplingTable
 from octavo.speculative.synthetic import SyntheticAcceptance
-from octavo.step_plan import StepPlan, StepResult
+from octavo.step_plan import RowColumns, StepPlan, StepResult
 from octavo.structured_output.grammar_matching import GrammarCompiler
 
 if TYPE_CHECKING:
@@ -305,18 +305,17 @@ class Runner:
     def _shape_of(self, plan: StepPlan, num_updates: int) -> StepShape:
         """Return the shape of a plan's step."""
         num_seqs, max_shape = len(plan.rows), self.max_shape
-        _, _, tokens_by_row, sampled_by_row, last_samples_by_row, _ = zip(*plan.rows, strict=True)
-        one_each = sampled_by_row.count(1) == num_seqs == last_samples_by_row.count(1)  # most steps: only decodes
+        columns = RowColumns.of(plan.rows)
         shape = StepShape(
-            tokens=sum(tokens_by_row),
+            tokens=sum(columns.num_tokens),
             seqs=num_seqs,
-            samples=num_seqs if one_each else sum([planned.num_samples for planned in plan.rows]),
+            samples=num_seqs if columns.each_row_samples_once else sum([planned.num_samples for planned in plan.rows]),
             updates=num_updates,
             groups=max_shape.groups,
             blocks=max_shape.blocks,
             hidden_in_bytes=max_shape.hidden_in_bytes,
             crosses=max_shape.crosses,
-            adapted=max_shape.adapted and self.table.has_adapters([planned.row for planned in plan.rows]),
+            adapted=max_shape.adapted and self.table.has_adapters(columns.row),
         )
         if self.media is None:
             return shape

@@ -16,7 +16,7 @@ from octavo.execution.step_arrays import StepArrays
 from octavo.kv_cache.groups import CacheGroup
 from octavo.kv_cache.state_blocks import MAX_DRAFT_TOKENS
 from octavo.sampling.sampling_table import Samples
-from octavo.step_plan import PlannedRow, StepPlan
+from octavo.step_plan import PlannedRow, RowColumns, StepPlan
 
 
 class SequenceTable:
@@ -81,11 +81,11 @@ class SequenceTable:
     def gather(self, plan: StepPlan, into: StepArrays[NDArray[Any]]) -> NDArray[np.int64]:
         """Fill the first entries of `into` with the rows of a plan, after `update`, and set `samples`. Returns the
         table row of each token [T]."""
-        row_ids, num_computed, num_tokens, num_sampled, num_last_samples, draft_tokens = zip(*plan.rows, strict=True)
-        rows = np.array(row_ids, np.int64)
-        computed = np.array(num_computed, np.int64)
+        columns = RowColumns.of(plan.rows)
+        rows = np.array(columns.row, np.int64)
+        computed = np.array(columns.num_computed, np.int64)
         num_seqs = len(rows)
-        is_decode = num_tokens.count(1) == num_seqs
+        is_decode = columns.num_tokens.count(1) == num_seqs
         state_entries: NDArray[np.int64] | int = 0  # of each token: the entry of state tables for the state after it
         starts = into.query_start_loc[: num_seqs + 1]
         if is_decode:
@@ -93,17 +93,17 @@ class SequenceTable:
             seq_lens, row_of, positions = computed + 1, rows, computed
             into.positions[:num_seqs] = positions
         else:
-            counts = np.array(num_tokens, np.int64)
+            counts = np.array(columns.num_tokens, np.int64)
             starts[0] = 0
             np.cumsum(counts, out=starts[1:])
             seq_lens = computed + counts
             row_of = np.repeat(rows, counts)
             positions = into.positions[: len(row_of)]
             np.subtract(np.arange(len(row_of)), np.repeat(starts[:-1] - computed, counts), out=positions)
-        if any(draft_tokens):
+        if any(columns.draft_tokens):
             self._write_draft_tokens(plan.rows)
             if self.state_groups:
-                before_drafts = seq_lens - [len(of_row) for of_row in draft_tokens] - 1
+                before_drafts = seq_lens - [len(of_row) for of_row in columns.draft_tokens] - 1
                 state_entries = np.maximum(positions - np.repeat(before_drafts, counts), 0)
         into.seq_lens[:num_seqs] = seq_lens
         tokens = into.token_ids[: len(row_of)]
@@ -115,7 +115,7 @@ class SequenceTable:
             width = -(-max(int(seq_lens.max()), self.num_cross) // self.block_size)
             for group, blocks in enumerate(self.blocks):
                 into.block_tables[group, :num_seqs, :width] = blocks[:, :width].take(rows, 0)
-        if is_decode and num_sampled.count(1) == num_seqs == num_last_samples.count(1):  # one sample for each row
+        if is_decode and columns.each_row_samples_once:
             into.sample_rows[:num_seqs] = self._numbers[:num_seqs]
             self.samples = Samples(rows, self._no_forks[:num_seqs], seq_lens + self.num_ahead, {})
         else:

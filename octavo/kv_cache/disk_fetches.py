@@ -12,8 +12,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,10 +42,15 @@ _LEAST_PATIENCE_S = 1.0  # and at least this long: a busy machine may read slowl
 _MAX_FAILED_LOOKUPS = 4  # files that a lookup may find missing, for one pool and prompt: each costs microseconds
 _LOOKUP_S = 0.01  # for all lookups of a prompt; if the disk takes longer, only known files are used
 
-# A waiting sequence starts now, waits until there is room for its blocks, or waits until they are read.
-Readiness = Literal["starts", "waits", "reads"]
-
 _Part = tuple[list[bytes], NDArray[np.uint8]]  # keys of one pool, and the contents of their blocks
+
+
+class Readiness(Enum):
+    """Whether a waiting sequence may start."""
+
+    READY = auto()
+    NO_ROOM = auto()  # it waits until the pools have room for its blocks
+    READING = auto()  # it waits until its blocks are read
 
 
 class _DiskLookups(Container[bytes]):
@@ -134,22 +140,22 @@ class DiskFetches:
 
     def prepare(self, seq: TokenSequence) -> Readiness:
         """Have the blocks of a waiting sequence read, now that it is its turn: begin once the pools have room, and put
-        into the pools what has been read. Returns what the sequence does now."""
+        into the pools what has been read."""
         if seq.host_blocks or (seq.beam_search is not None and seq.num_preemptions):  # beams wait for each other
-            return "starts"
+            return Readiness.READY
         request_id = seq.request_id
         if request_id not in self._by_request:
             if seq.request.blocks_from is not None and self._copies_blocks(seq, seq.request.blocks_from):
-                return "reads"
+                return Readiness.READING
             self._by_request[request_id] = self._plan(seq)
         fetch = self._by_request[request_id]
         if fetch is None:
-            return "starts"
+            return Readiness.READY
         if not fetch.has_begun:
             if not self._fit(fetch.missing):
-                return "waits"
+                return Readiness.NO_ROOM
             self._begin(fetch)
-        return "starts" if self._advance(fetch) else "reads"
+        return Readiness.READY if self._advance(fetch) else Readiness.READING
 
     def forget(self, seq: TokenSequence) -> None:
         """Forget the fetch of a sequence that has started or ended."""

@@ -19,11 +19,12 @@ The states of a sequence, and the methods that move it there:
                 tokens are computed, none is chosen yet      chooses
     finished    `has_ended`; its row and blocks are free     `update`, `abort`, `withdraw` (`queues.drop`)
 
-With pipeline stages several steps are in flight. Each step gets an equal part of the sequences. A sequence whose next
-token is awaited is in no other step; the chunks of one prompt may be in several steps at once, in order. A device that
-runs ahead gets the next step before the tokens of the last step are known. A token that a step in flight will sample is
-awaited (`num_awaited_tokens`) and is counted as if it were known. If the step in flight ends the sequence, the next
-step computes the sequence's row for nothing, and `update` drops the row's result.
+With pipeline stages several steps are in flight. Each step gets an equal part of the sequences. At most one step in
+flight samples for a sequence. Chunks of one prompt may be in several.
+
+A device that runs ahead gets the next step before the tokens of the last step are known. A token that a step in flight
+will sample is awaited (`num_awaited_tokens`) and is counted as if it were known. If the step in flight ends the
+sequence, the next step computes the sequence's row for nothing, and `update` drops the row's result.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from octavo.config import SchedulerConfig
 from octavo.errors import RequestError
 from octavo.kv_cache.block_hashes import split_hashes
 from octavo.kv_cache.block_pool import TableChanges
-from octavo.kv_cache.disk_fetches import DiskFetches
+from octavo.kv_cache.disk_fetches import DiskFetches, Readiness
 from octavo.kv_cache.host_tier import HostTier
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.lora.pool import AdapterPool
@@ -77,8 +78,8 @@ class Scheduler:
     One thread calls all methods; `add` and `abort` may come between any two of them. If `plan.runs_ahead`, `schedule`
     may be called before the plan's result is known. With pipeline stages every plan runs ahead. On a device that runs
     ahead a plan runs ahead, except if `Speculation.must_wait`, or if too many of its sequences need their tokens on the
-    host (`Step.mark_in_flight`). If only a few need them, the plan runs ahead and these few sit out the next step. On
-    other devices no plan runs ahead.
+    host (`Step.mark_in_flight`). If only a few need them, the plan runs ahead and these few are skipped in the next
+    step. On other devices no plan runs ahead.
     """
 
     def __init__(
@@ -162,8 +163,8 @@ class Scheduler:
             self._add_draft_tokens(step)
             # 3. Admit waiting sequences.
             self._schedule_waiting(step)
-        # 4. If nothing can run, held sequences have all blocks or rows. Preempt running ones from the end until a
-        #    waiting one starts.
+        # 4. If nothing can run, sequences held for beam search occupy all blocks or rows. Preempt running ones from
+        #    the end until a waiting one starts.
         while not (self._in_flight or step.sequences) and self.queues.running:
             self._preempt(self.queues.running[-1])
             self._schedule_waiting(step)
@@ -198,18 +199,19 @@ class Scheduler:
         return max(1, -(-(len(self.queues.running) + num_waiting) // self._num_stages))
 
     def _schedule_running(self, step: Step) -> bool:
-        """Schedule running sequences in order. Returns False if blocks ran out, even if preemption then freed some. The
-        caller then adds no draft tokens and admits no sequence."""
-        # The queue itself, not a copy: `_preempt` removes its last entries, `_schedule_waiting` inserts before entry i.
+        """Schedule running sequences in order. Returns False if anything was preempted, or nothing could get blocks.
+        The caller then adds no draft tokens and admits no sequence."""
+        # The queue itself, not a copy: `_preempt` removes entries from its end, `_admit_ahead_of` inserts entries
+        # before `index` and returns the new index.
         running = self.queues.running
         has_preempted = False
-        i = 0
-        while i < len(running) and step.token_budget > 0 and len(step.sequences) < step.max_sequences:
-            seq = running[i]
-            i += 1
-            # 1. Skip a sequence that sits out this step.
+        index = -1
+        while index + 1 < len(running) and step.token_budget > 0 and len(step.sequences) < step.max_sequences:
+            index += 1
+            seq = running[index]
+            # 1. Skip a sequence that has nothing to compute yet.
             if seq.num_awaited_tokens and (self._num_stages > 1 or seq.next_step_needs_tokens):
-                continue  # the first stage, or the host, needs its awaited token before its next step
+                continue  # its next input or sampling needs a token that is still being computed
             num_computed = seq.num_computed_tokens
             num_tokens = len(seq.token_ids) + seq.num_awaited_tokens - num_computed  # `num_uncomputed_tokens`, inlined
             if num_tokens == 0 or (seq.num_awaited_tokens and seq.num_tokens_left_to_sample <= 0):
@@ -217,9 +219,9 @@ class Scheduler:
             # 2. Cut a chunk of a prompt. Each later running sequence keeps one token of the budget, so that a long
             #    prompt stalls no decode. Waiting sequences that come before the prompt leave one for it too.
             if num_tokens > 1:
-                num_running_after = len(running) - i
                 if self.config.enable_chunked_prefill and not has_preempted:
-                    i += self._schedule_waiting(step, ahead_of=seq, num_reserved_tokens=num_running_after + 1)
+                    index = self._admit_ahead_of(step, index)
+                num_running_after = len(running) - index - 1
                 max_tokens = max(1, step.token_budget - num_running_after)
                 num_tokens = self._chunks.length(seq, num_computed, max_tokens, step.time_limit)
                 if num_tokens == 0:
@@ -264,6 +266,13 @@ class Scheduler:
             if draft_tokens and (changed := self.cache.grow_for_drafts(seq, len(draft_tokens))) is not None:
                 step.add_draft_tokens(index, draft_tokens, changed)
 
+    def _admit_ahead_of(self, step: Step, index: int) -> int:
+        """Admit waiting sequences that come before the prompt `running[index]` in scheduling order. They leave a token
+        of the budget to the prompt and to each running sequence after it. Returns the prompt's new index: admitted
+        sequences run before it."""
+        running = self.queues.running
+        return index + self._schedule_waiting(step, running[index], num_reserved_tokens=len(running) - index)
+
     def _schedule_waiting(self, step: Step, ahead_of: Sequence | None = None, num_reserved_tokens: int = 0) -> int:
         """Admit waiting sequences in order until budget, time, rows or blocks run out. Returns the number of admitted
         sequences. With `ahead_of`, admit only sequences that come before this running prompt, and keep a place in the
@@ -286,17 +295,16 @@ class Scheduler:
                     break
                 i += 1
                 continue
-            if self.fetches is not None and (readiness := self.fetches.prepare(seq)) != "starts":
-                # "waits": the pools have no room yet for its blocks from disk. Running sequences will free some, which
-                # later sequences must not take. If nothing runs, a later waiting sequence holds the room: let that one
-                # start.
-                if readiness == "waits" and (step.sequences or self.queues.running):
+            if self.fetches is not None and (readiness := self.fetches.prepare(seq)) is not Readiness.READY:
+                # No room for its disk blocks yet. Stop, so that later sequences do not take what running ones will
+                # free. If nothing runs, a later waiting sequence already holds that room, so go on to it.
+                if readiness is Readiness.NO_ROOM and (step.sequences or self.queues.running):
                     break
                 i += 1
                 continue
             # 2. Get rows and blocks. A sequence that gets none is not overtaken: a long prompt would starve. A step in
             #    flight may sample its next token, if it was preempted meanwhile.
-            if seq.num_rows > self.queues.num_rows_left or seq.num_awaited_tokens:
+            if seq.num_needed_rows > self.queues.num_rows_left or seq.num_awaited_tokens:
                 break
             max_step_tokens, is_alone = self.config.max_num_batched_tokens, not step.sequences
             if self.host_tier is not None and not self.host_tier.load(seq, max_step_tokens, is_alone):
@@ -388,8 +396,9 @@ class Scheduler:
         if self.queues.adapters is not None:
             plan.adapters = self.queues.adapters.take_loads()
             step.group_by_adapter()
-        # A plan without rows is not executed, so it must neither load an adapter nor move a block. Each sequence alone
-        # fits in the pools, so the first one that can run always gets its blocks and a row of the plan.
+        # A plan without rows is not executed, so it must neither load an adapter nor move a block. If any copy was
+        # planned, its sequence also has a row: each sequence alone fits in the pools, so the first one that can run
+        # always gets its blocks.
         assert plan.rows or not plan.adapters
         assert plan.rows or not any(moves.swap_out or moves.copy or moves.swap_in for moves in plan.moves)
 
@@ -413,13 +422,12 @@ class Scheduler:
         block_size, runs_ahead, errors = self.cache.block_size, plan.runs_ahead, result.errors
         queues, all_tokens, all_logprobs = self.queues, result.tokens, result.logprobs
         has_prompt_results = bool(result.prompt_logprobs or result.alignment)
-        # True for a step of plain decodes: no vectors, no drafts from the worker, and no proposer that must see the
-        # tokens.
-        only_adds_tokens = result.vectors is None and not result.draft_tokens
+        # False if the model pools, if the worker has drafted, or if a proposer must see every token.
+        has_fast_path = result.vectors is None and not result.draft_tokens
         if self._speculation is not None:
             self._speculation.count_running(len(self.queues.running))
-            only_adds_tokens &= not self._speculation.follows_all
-        num_extended = 0  # sequences that only got one token
+            has_fast_path &= not self._speculation.needs_every_token
+        num_generation_tokens = 0
         end = 0  # number of samples so far
         for seq, planned in zip(step.sequences, plan.rows, strict=True):
             row, num_computed_before, num_tokens, num_sampled_positions, num_last_samples, draft_tokens = planned
@@ -436,7 +444,7 @@ class Scheduler:
             if runs_ahead:
                 seq.num_awaited_tokens -= num_sampled_positions
             # 4. Register full blocks in the prefix index. Not if the sequence was preempted after this step was
-            #    planned: it may have other blocks.
+            #    planned: it may have been given different blocks.
             num_computed_now = num_computed_before + num_tokens - len(draft_tokens)
             if (
                 num_computed_now // block_size > seq.num_registered_blocks
@@ -447,15 +455,17 @@ class Scheduler:
             if has_prompt_results:
                 keep_prompt_results(seq, row, num_computed_before, result)
             # 5. Apply the samples: most rows only extend their sequence by one token.
-            if only_adds_tokens and end == begin + 1 and seq.beam_search is None and not seq.has_prediction:
+            if has_fast_path and end == begin + 1 and seq.beam_search is None and not seq.has_prediction:
                 logprobs = None if all_logprobs is None else all_logprobs[begin:end]
                 outputs.append(extend(queues, seq, all_tokens[begin:end], logprobs))
-                num_extended += 1
+                num_generation_tokens += 1
             elif num_sampled_positions:
-                outputs += self._apply_samples(seq, planned, begin, end, result)
+                row_outputs = self._apply_samples(seq, planned, begin, end, result)
+                outputs += row_outputs
+                num_generation_tokens += _num_generation_tokens(seq, row_outputs)
         num_found = len(result.tokens if result.vectors is None else result.vectors)
         assert end == num_found, f"the plan has {end} samples and the result has {num_found} tokens or vectors"
-        self._stats.num_generation_tokens += num_extended
+        self._stats.num_generation_tokens += num_generation_tokens
         self._stats.num_computed_tokens += plan.work.num_tokens
         if self._speculation is not None:
             drafts = {row: result.drafts_of(row) or () for row in result.draft_tokens}
@@ -476,11 +486,9 @@ class Scheduler:
         tokens = result.tokens[begin:end]
         logprobs = None if result.logprobs is None else result.logprobs[begin:end]
         if seq.beam_search is not None:
-            self._stats.num_generation_tokens += 1
             return hold_for_beam_search(seq, logprobs)
-        row, _, _, _, num_last_samples, draft_tokens = planned
-        draft_tokens = result.draft_tokens.get(row, draft_tokens)
-        if num_last_samples > 1:
+        draft_tokens = result.draft_tokens.get(planned.row, planned.draft_tokens)
+        if planned.num_last_samples > 1:
             outputs = start_forks(self.queues, seq, tokens, logprobs)
         elif draft_tokens:
             num_valid = count_valid_tokens(draft_tokens, tokens)
@@ -490,8 +498,7 @@ class Scheduler:
         else:
             outputs = [extend(self.queues, seq, tokens, logprobs)]
         if self._speculation is not None:
-            self._observe_tokens(seq, outputs[-1].token_ids, result.drafts_of(row), num_last_samples)
-        self._stats.num_generation_tokens += len(tokens) if not draft_tokens else len(outputs[0].token_ids)
+            self._observe_tokens(seq, outputs[-1].token_ids, result.drafts_of(planned.row), planned.num_last_samples)
         return outputs
 
     def _observe_tokens(
@@ -549,6 +556,12 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants of scheduler and cache; for tests and `--check-invariants`."""
         self.queues.check([seq for step in self._in_flight for seq in step.sequences])
+
+
+def _num_generation_tokens(seq: Sequence, row_outputs: list[SequenceOutput]) -> int:
+    """Return the number of tokens that a row has generated. A beam generates one token, whenever its search reports
+    it."""
+    return 1 if seq.beam_search is not None else sum([len(output.token_ids) for output in row_outputs])
 
 
 def _may_draft(seq: Sequence, planned: PlannedRow) -> bool:

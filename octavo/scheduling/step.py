@@ -9,12 +9,12 @@ from functools import cached_property
 from octavo.kv_cache.block_pool import TableChanges
 from octavo.scheduling.time_limit import TimeLimit
 from octavo.sequence import Sequence
-from octavo.step_plan import Admission, NewBlock, PlannedRow, StepPlan
+from octavo.step_plan import Admission, NewBlock, StepPlan, new_row
 
-# The largest share of a step's sequences that may sit out the next step. Each of them loses half of its steps; the
-# others gain the time between two steps, about 15% of a step on a GPU. At a quarter, loss and gain in tokens a second
-# are equal.
-_MOST_SITTING_OUT = 0.25
+# The largest share of a step's sequences that may be skipped in the next step. Each of them loses half of its steps;
+# the others gain the time between two steps, about 15% of a step on a GPU. At a quarter, loss and gain in tokens a
+# second are equal.
+_MAX_SKIPPED = 0.25
 
 
 @dataclass
@@ -56,9 +56,14 @@ class Step:
         if num_computed + num_tokens == len(seq.token_ids) + seq.num_awaited_tokens:
             num_sampled_positions = seq.num_result_positions
         num_last_samples = 1 if seq.beam_search is not None else 1 + seq.num_pending_forks
-        # As PlannedRow(...), in half the time: this happens for every token.
         plan.rows.append(
-            tuple.__new__(PlannedRow, (row, num_computed, num_tokens, num_sampled_positions, num_last_samples, ()))
+            new_row(
+                row=row,
+                num_computed=num_computed,
+                num_tokens=num_tokens,
+                num_sampled_positions=num_sampled_positions,
+                num_last_samples=num_last_samples,
+            )
         )
         self.sequences.append(seq)
         self.token_budget -= num_tokens
@@ -67,13 +72,14 @@ class Step:
 
     def add_draft_tokens(self, place: int, draft_tokens: tuple[int, ...], changed: TableChanges) -> None:
         """Add draft tokens after the one token of the row at `place`."""
-        row, num_computed, _, _, num_last_samples, _ = self.plan.rows[place]
-        count = 1 + len(draft_tokens)
-        self.plan.rows[place] = PlannedRow(row, num_computed, count, count, num_last_samples, draft_tokens)
-        self.plan.new_blocks += [NewBlock(row, *change) for change in changed]
+        planned, count = self.plan.rows[place], 1 + len(draft_tokens)
+        self.plan.rows[place] = planned._replace(
+            num_tokens=count, num_sampled_positions=count, draft_tokens=draft_tokens
+        )
+        self.plan.new_blocks += [NewBlock(planned.row, *change) for change in changed]
         self.token_budget -= len(draft_tokens)
         if self.time_limit is not None:
-            self.time_limit.spend_on_drafts(num_computed, len(draft_tokens))
+            self.time_limit.spend_on_drafts(planned.num_computed, len(draft_tokens))
 
     def group_by_adapter(self) -> None:
         """Put rows of one adapter next to each other, so that kernels read its factors once."""
@@ -85,23 +91,21 @@ class Step:
         """Count the step's tokens as computed, except draft tokens; and if the step runs ahead, its samples as awaited.
         With pipeline stages (`of_stages`) every step runs ahead: its sequences wait for its result anyway.
 
-        Otherwise a step runs ahead if at most `_MOST_SITTING_OUT` of its sequences need their tokens on the host before
-        their next step; these sequences sit out the next step."""
+        Otherwise a step runs ahead if at most `_MAX_SKIPPED` of its sequences need their tokens on the host before
+        their next step; these sequences are skipped in the next step."""
         plan = self.plan
         if of_stages or not may_run_ahead:
             plan.runs_ahead = of_stages
         else:
             sampled = [pair for pair in zip(self.sequences, plan.rows, strict=True) if pair[1].num_sampled_positions]
             num_waiting = sum([seq.next_step_needs_tokens for seq, _ in sampled])
-            plan.runs_ahead = num_waiting <= _MOST_SITTING_OUT * len(plan.rows) and not any(
+            plan.runs_ahead = num_waiting <= _MAX_SKIPPED * len(plan.rows) and not any(
                 planned.draft_tokens for _, planned in sampled
             )
-        for seq, (_, _, num_tokens, num_sampled_positions, _, draft_tokens) in zip(
-            self.sequences, plan.rows, strict=True
-        ):
-            seq.num_computed_tokens += num_tokens - len(draft_tokens)
+        for seq, planned in zip(self.sequences, plan.rows, strict=True):
+            seq.num_computed_tokens += planned.num_tokens - len(planned.draft_tokens)
             if plan.runs_ahead:
-                seq.num_awaited_tokens += num_sampled_positions
+                seq.num_awaited_tokens += planned.num_sampled_positions
 
     def roll_back(self) -> list[Sequence]:
         """Undo `mark_in_flight`. Returns the sequences that have not ended since."""

@@ -52,7 +52,7 @@ class Speculation:
     ) -> None:  # fmt: skip
         self.cost, self._reads_steps = cost, reads_steps
         self._proposer, self._max_running = proposer, max_running
-        self.follows_all = proposer is not None  # all sequences may have proposals now
+        self.needs_every_token = proposer is not None  # all sequences may have proposals now
         self._predictions = PredictionProposer()
         self._max_draft_tokens = max_draft_tokens
         self._acceptance = Acceptance()
@@ -66,19 +66,19 @@ class Speculation:
     @property
     def is_idle(self) -> bool:
         """Whether no sequence has a proposal."""
-        return not (self._num_sequences if self.follows_all else self._num_predicted)
+        return not (self._num_sequences if self.needs_every_token else self._num_predicted)
 
     def count_running(self, num_running: int) -> None:
-        """Set `follows_all`, before the tokens of a step are accepted."""
+        """Set `needs_every_token`, before the tokens of a step are accepted."""
         if self._max_running is not None:
-            self.follows_all = self._proposer is not None and num_running <= self._max_running
+            self.needs_every_token = self._proposer is not None and num_running <= self._max_running
 
     def accept(self, seq: Sequence, tokens: list[int], drafts: tuple[int, ...] | None) -> None:
         """Record the new `tokens` of a sequence, compare the last proposal with them, and make the next one. `drafts`
         are the tokens that a drafter has made; tokens that it could not make do not lower its rate."""
         speculated = seq.speculated
         if speculated is None:
-            if not self.follows_all and not seq.request.prediction:
+            if not self.needs_every_token and not seq.request.prediction:
                 return
             seq.speculated = speculated = self._start(seq)
         num_tokens = len(seq.token_ids)
@@ -100,7 +100,7 @@ class Speculation:
             speculated.is_predicted = bool(speculated.proposal.tokens)
         if speculated.is_predicted:
             return
-        if self._proposer is not None and self.follows_all:
+        if self._proposer is not None and self.needs_every_token:
             most = max(0, min(self._max_draft_tokens, seq.num_tokens_left_to_sample - 1))
             speculated.proposal = self._proposer.propose(seq, speculated.state, most)
         if not speculated.proposal.tokens:

@@ -207,7 +207,7 @@ def test_plain_requests_are_computed_one_step_ahead(model: Path) -> None:
         ({"repetition_penalty": 1.2}, 10),  # the device counts the last token
         ({"presence_penalty": 0.2, "frequency_penalty": 0.1}, 10),
         ({"bad_words_token_ids": [[7], [8]]}, 10),
-        ({"bad_words_token_ids": [[7, 8]]}, 5),  # sits out every other step
+        ({"bad_words_token_ids": [[7, 8]]}, 5),  # is skipped in every other step
     ],
 )
 def test_a_request_that_follows_its_output_does_not_stop_the_others(

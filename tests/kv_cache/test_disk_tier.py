@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from octavo.kv_cache import cache_sessions, disk_fetches, disk_tier
 from octavo.kv_cache.block_files import BlockFiles, Name, block_file_name
-from octavo.kv_cache.disk_fetches import Fetch
+from octavo.kv_cache.disk_fetches import Fetch, Readiness
 from octavo.kv_cache.disk_tier import DiskTier
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from octavo.kv_cache.manager import KVCacheManager
@@ -106,7 +106,7 @@ class Engine:
     def fetched(self, tokens: list[int], **params: Any) -> Fetch | None:
         """Let it be the turn of a prompt until it starts."""
         seq, fetch = self.begin(tokens, **params)
-        wait_until(lambda: self.tier.fetches.prepare(seq) == "starts")
+        wait_until(lambda: self.tier.fetches.prepare(seq) is Readiness.READY)
         self.tier.fetches.forget(seq)
         return fetch
 
@@ -351,7 +351,7 @@ def test_a_disk_that_hangs_is_waited_for_no_longer_than_computing_takes(engines:
     assert fetch is not None and not second.tier.fetches._advance(fetch)
     began.wait()
     second.now = fetch.patience_s + 1
-    assert second.tier.fetches.prepare(seq) == "starts" and second.contents() == {}
+    assert second.tier.fetches.prepare(seq) is Readiness.READY and second.contents() == {}
     second.tier.fetches.forget(seq)
     assert second.fetched(list(range(22))) is None, "and the next request does not wait at all"
     may_go.set()
@@ -441,7 +441,7 @@ def test_what_is_forgotten_does_not_come_back(engines: Any) -> None:
     seq, fetch = other.begin(list(range(22)))
     assert fetch is not None
     other.tier.forget_pools(removes_files=False)  # as when memory is freed: what was on its way is not put there
-    assert other.tier.fetches.prepare(seq) == "starts" and other.contents() == {}
+    assert other.tier.fetches.prepare(seq) is Readiness.READY and other.contents() == {}
     other.tier.fetches.forget(seq)
     assert other.fetched(list(range(22))) is not None
     other.tier.forget_pools(removes_files=True)
@@ -610,11 +610,11 @@ def test_what_is_read_for_a_waiting_request_is_not_replaced_by_what_others_want(
     other = engines()
     first, _ = other.begin(prompts[0], "0")
     second, fetch = other.begin(prompts[1], "1")
-    assert other.tier.fetches.prepare(second) == "waits", "two need 14 blocks of 12"
-    wait_until(lambda: other.tier.fetches.prepare(first) == "starts")
-    assert other.tier.fetches.prepare(second) == "waits" and fetch is not None and not fetch.has_begun
+    assert other.tier.fetches.prepare(second) is Readiness.NO_ROOM, "two need 14 blocks of 12"
+    wait_until(lambda: other.tier.fetches.prepare(first) is Readiness.READY)
+    assert other.tier.fetches.prepare(second) is Readiness.NO_ROOM and fetch is not None and not fetch.has_begun
     other.tier.fetches.forget(first)
-    wait_until(lambda: other.tier.fetches.prepare(second) == "starts")
+    wait_until(lambda: other.tier.fetches.prepare(second) is Readiness.READY)
     assert fetch.has_ended
     other.tier.fetches.forget(second)
     third, _ = other.begin(prompts[2], "2")

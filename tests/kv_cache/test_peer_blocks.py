@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from octavo.kv_cache.block_files import block_paths
+from octavo.kv_cache.disk_fetches import Readiness
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.kv_cache.peer_blocks import _COPIES_AT_ONCE, BLOCKS_PATH, _Peer
 from octavo.request import BlockPeer
@@ -116,7 +117,7 @@ def found(engine: Engine, address: str, tokens: list[int] = PROMPT) -> EngineSta
 
 def run_until_it_starts(engine: Engine, seq: TokenSequence) -> None:
     fetches = engine.tier.fetches
-    wait_until(lambda: fetches.prepare(seq) == "starts" or fetches.wait(1.0))
+    wait_until(lambda: fetches.prepare(seq) is Readiness.READY or fetches.wait(1.0))
     fetches.forget(seq)
 
 
@@ -239,13 +240,13 @@ def test_a_copy_behind_others_is_no_failure_of_its_server(engines: Any, peer: Pe
     fetches = second.tier.fetches
     seqs = [begin(second, peer.address, name=str(number)) for number in range(_COPIES_AT_ONCE + 1)]
     for seq in seqs:
-        assert fetches.prepare(seq) == "reads"
+        assert fetches.prepare(seq) is Readiness.READING
     wait_until(lambda: len(peer.asked) == _COPIES_AT_ONCE)
     copies = list(fetches._copies.values())
     second.now = max(copy.until for copy in copies if copy is not None)
-    assert fetches.prepare(seqs[-1]) == "starts"
+    assert fetches.prepare(seqs[-1]) is Readiness.READY
     assert known(second, peer).retry_at == 0.0
-    assert fetches.prepare(seqs[0]) == "starts"
+    assert fetches.prepare(seqs[0]) is Readiness.READY
     assert known(second, peer).retry_at > second.now
     may_go.set()
     wait_until(lambda: all(copy is not None and copy.done.done() for copy in copies))
@@ -257,9 +258,9 @@ def test_copies_under_way_make_another_one_slower(engines: Any, peer: Peer) -> N
     fetches, seqs = second.tier.fetches, [begin(second, peer.address, name=name) for name in "ab"]
     fetches._peers._peers[peer.address] = known_peer = _Peer(peer.address)
     known_peer.cost._s_per_byte = 0.6 * fetches._compute_s(0, 5) / (5 * BLOCK_BYTES)
-    assert fetches.prepare(seqs[0]) == "reads"
+    assert fetches.prepare(seqs[0]) is Readiness.READING
     wait_until(lambda: peer.asked == ["find", "read"])
-    wait_until(lambda: fetches.prepare(seqs[1]) == "starts" or len(peer.asked) > 3)
+    wait_until(lambda: fetches.prepare(seqs[1]) is Readiness.READY or len(peer.asked) > 3)
     assert peer.asked == ["find", "read", "find"] and second.stats().num_disk_hits == 0
     may_go.set()
     run_until_it_starts(second, seqs[0])
@@ -295,12 +296,12 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_computing_takes(engine
     saved(engines())
     second, may_go = engines(), hang(peer)
     seq, fetches = begin(second, peer.address), second.tier.fetches
-    assert fetches.prepare(seq) == "reads" and fetches.prepare(seq) == "reads"
+    assert fetches.prepare(seq) is Readiness.READING and fetches.prepare(seq) is Readiness.READING
     wait_until(lambda: peer.asked)
     copy = fetches._copies["r"]
     assert copy is not None
     second.now = copy.until
-    assert fetches.prepare(seq) == "starts"
+    assert fetches.prepare(seq) is Readiness.READY
     fetches.forget(seq)
     assert num_hits(second, peer.address) == 0 and peer.asked == ["find"], "the next request does not wait at all"
     may_go.set()
@@ -315,7 +316,7 @@ def test_nothing_is_copied_for_a_request_that_has_ended_or_while_the_folder_is_e
     second, may_go = engines(), hang(peer)
     seqs = [begin(second, peer.address, name=name) for name in "ab"]
     for seq in seqs:
-        assert second.tier.fetches.prepare(seq) == "reads"
+        assert second.tier.fetches.prepare(seq) is Readiness.READING
     copies = list(second.tier.fetches._copies.values())
     second.tier.fetches.forget(seqs[0])
     second.tier.forget_pools(removes_files=True)

@@ -110,7 +110,7 @@ class Simulation:
 
     def _most_steps(self) -> int:
         """In which all requests end. What a stage computes comes back when the others have had it. On a device that
-        runs ahead a sequence may sit out every other step."""
+        runs ahead a sequence may be skipped in every other step."""
         most = sum(watched.num_most_steps for watched in self.requests.values())
         return most * max(self.setup.num_stages, 1 + self.setup.runs_ahead) + 2 * max(
             self.setup.runs_ahead, self.setup.num_stages - 1
@@ -314,7 +314,7 @@ class Simulation:
     def _check_plan(self, plan: StepPlan) -> None:
         assert sum(planned.num_tokens for planned in plan.rows) <= self.setup.max_num_batched_tokens
         assert len(plan.rows) == len({planned.row for planned in plan.rows}) <= self.setup.max_num_seqs
-        assert sum(seq.num_rows for seq in self.scheduler.queues.running) <= self.setup.max_num_seqs
+        assert sum(seq.num_needed_rows for seq in self.scheduler.queues.running) <= self.setup.max_num_seqs
         if self.setup.num_stages == 1:
             assert not (plan.runs_ahead and any(planned.draft_tokens for planned in plan.rows))
         scheduled = {seq.row: seq for seq in self.scheduler.queues.running}
@@ -327,7 +327,7 @@ class Simulation:
             is_complete = planned.num_computed + num_certain == num_tokens
             assert is_complete or self.setup.enable_chunked_prefill, "a prompt was cut though chunked prefill is off"
             assert planned.num_sampled_positions == (1 + len(planned.draft_tokens) if is_complete else 0)
-            assert planned.num_last_samples == (1 if seq.beam_search is not None else seq.num_rows)
+            assert planned.num_last_samples == (1 if seq.beam_search is not None else seq.num_needed_rows)
 
     def _check_index(self) -> None:
         """A block of the prefix index holds the same as when it was indexed; equal keys mean equal contents, on the

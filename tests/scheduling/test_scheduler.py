@@ -11,6 +11,7 @@ import pytest
 
 from octavo.config import SchedulerConfig
 from octavo.errors import RequestError
+from octavo.kv_cache.disk_fetches import Readiness
 from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec
 from octavo.kv_cache.host_tier import HostTier
 from octavo.kv_cache.manager import KVCacheManager
@@ -115,14 +116,14 @@ def test_decodes_and_prompts_share_one_budget_and_running_sequences_come_first()
 
 def test_a_sequence_that_waits_for_room_to_read_its_blocks_stops_others_only_while_something_runs() -> None:
     s = scheduler()
-    turns = {"first": "waits", "second": "reads"}
+    readiness = {"first": Readiness.NO_ROOM, "second": Readiness.READING}
     s.fetches = SimpleNamespace(
-        prepare=lambda seq: turns.get(seq.request.request_id, "starts"), forget=lambda seq: None
+        prepare=lambda seq: readiness.get(seq.request.request_id, Readiness.READY), forget=lambda seq: None
     )  # type: ignore[assignment]
-    for name in turns:
+    for name in readiness:
         s.add(request(name, 3))
     assert step(s) == [] and s.queues.running == []
-    turns["second"] = "starts"  # what it has read was in the first one's way
+    readiness["second"] = Readiness.READY  # what it has read was in the first one's way
     assert computed(s) == {"second": 3}
     s.add(request("third", 3))
     assert computed(s) == {"second": 1}, "blocks become free when it ends: nobody passes the first one"

@@ -132,7 +132,7 @@ class Followed:
         for seq in self.sequences:
             seq.token_ids.extend(tokens)
             seq.num_computed_tokens = len(seq.token_ids) - 1
-            if self.speculation.follows_all:
+            if self.speculation.needs_every_token:
                 self.speculation.accept(seq, list(tokens), None)
 
     def drafted(self) -> list[tuple[int, ...]]:
@@ -173,7 +173,7 @@ def test_while_more_run_nothing_is_proposed_and_old_proposals_are_not_verified()
         followed.add(token)
     assert all(followed.drafted()) and not followed.speculation.is_idle
     followed.add(110, num_running=NUM_RUNNING + 1)
-    assert not followed.speculation.follows_all and followed.speculation.is_idle
+    assert not followed.speculation.needs_every_token and followed.speculation.is_idle
     assert not any(followed.drafted()), "what was proposed is for the token that has come"
     rates = list(followed.speculation._acceptance.rates)
     followed.add(111, num_running=NUM_RUNNING)
