@@ -51,6 +51,8 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     health: str = "/health"
     aliases: list[str] = []
     fallbacks: list[str] = []
+    # Other entries, and the percentage of new conversations that each answers in this one's place.
+    canaries: dict[str, Annotated[float, Meta(gt=0, le=100)]] = {}
     prefill_model: str | None = None  # another entry, which computes long prompts for this one
     prefill_min_tokens: Annotated[int, Meta(ge=1)] = 8192  # that no replica has had
 
@@ -161,9 +163,12 @@ def _check(catalogue: Catalogue, where: str) -> None:
             if alias in names:
                 raise ConfigError(f"{at}: {alias} names two models; aliases and names must differ.")
             names.add(alias)
-        for other in entry.fallbacks:
-            if other not in catalogue.models or other == name:
-                raise ConfigError(f"{at}.fallbacks: {other} is not another model of the catalogue.")
+        for key, others in (("fallbacks", entry.fallbacks), ("canaries", entry.canaries)):
+            for other in others:
+                if other not in catalogue.models or other == name:
+                    raise ConfigError(f"{at}.{key}: {other} is not another model of the catalogue.")
+        if (total := sum(entry.canaries.values())) > 100:
+            raise ConfigError(f"{at}.canaries: their percentages are {total:g} together, and 100 is the most.")
         if (helper := entry.prefill_model) is not None:
             if helper not in catalogue.models or helper == name:
                 raise ConfigError(f"{at}.prefill_model: {helper} is not another model of the catalogue.")

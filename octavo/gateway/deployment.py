@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import math
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, Literal
@@ -43,6 +45,7 @@ class Deployment:
         self, name: str, entry: ModelEntry, budget: MemoryBudget, launch: Launch, *, replica_timeout_s: float
     ) -> None:
         self.name, self.entry = name, entry
+        self.stands_in_for: set[str] = set()  # names and aliases of models whose canary it is
         self.router = Router()
         self.replicas: list[Replica] = []
         self.state: State = "stopped"
@@ -106,9 +109,26 @@ class Deployment:
         places = range(self.entry.num_replicas) if self.entry.is_local else ()
         return {*map(str, places), *(one.name for one in (*self.replicas, *self._gone))}
 
+    @property
+    def answering_names(self) -> set[str]:
+        """The names of the entries that may answer a request for this one."""
+        return {self.name, *self.entry.fallbacks, *self.entry.canaries}
+
     def may_be_used_by(self, key: Key | None) -> bool:
         """Return whether a client's key is for this model."""
-        return key is None or key.may_use({self.name, *self.entry.aliases})
+        return key is None or key.may_use({self.name, *self.entry.aliases, *self.stands_in_for})
+
+    def canary_of(self, conversation: bytes | None) -> str | None:
+        """Return the name of the entry that answers a conversation in this one's place, if there is one. All turns of a
+        conversation, of which `conversation` is a digest, have the same."""
+        if not self.entry.canaries:
+            return None
+        seed = os.urandom(8) if conversation is None else conversation
+        drawn = int.from_bytes(hashlib.blake2b(b"canary " + seed, digest_size=4).digest()) / 2**32 * 100
+        for name, percentage in self.entry.canaries.items():
+            if (drawn := drawn - percentage) < 0:
+                return name
+        return None
 
     def change(self, entry: ModelEntry) -> None:
         """Take a new entry, which asks for the same replicas."""

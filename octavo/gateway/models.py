@@ -103,6 +103,11 @@ class Models:
                 )
         self._deployments = after
         self._aliases = {alias: name for name, entry in catalogue.models.items() for alias in entry.aliases}
+        for deployment in after.values():
+            deployment.stands_in_for = set()
+        for name, entry in catalogue.models.items():
+            for canary in entry.canaries:
+                after[canary].stands_in_for |= {name, *entry.aliases}
         self._retired = [one for one in self._retired if not one.has_ended]
         for gone in before.values():
             if (preload := self._preloads.pop(gone, None)) is not None:
@@ -179,6 +184,6 @@ class Models:
 def _what_runs(entry: ModelEntry) -> ModelEntry:
     """Return an entry without the fields that may change while its replicas run."""
     return msgspec.structs.replace(
-        entry, aliases=[], fallbacks=[], keep_alive=None, preload=False, start_timeout=None, prefill_model=None,
-        prefill_min_tokens=1,
+        entry, aliases=[], fallbacks=[], canaries={}, keep_alive=None, preload=False, start_timeout=None,
+        prefill_model=None, prefill_min_tokens=1,
     )  # fmt: skip

@@ -41,7 +41,7 @@ class Placement:
         home = self._created.find(kept_id or "")
         if home is not None and home.owner != request.owner:
             raise RequestError(f"{kept_id} is not known here.", status=404, code="not_found")
-        if home is not None and (named is None or self._models.find(named).name == home.model):
+        if home is not None and (named is None or home.model in self._models.find(named).answering_names):
             deployment = self._models.find(home.model)
             # By name: a server whose address left and came back is another `Replica`.
             name = None if deployment.entry.is_local else home.replica.name

@@ -26,7 +26,7 @@ from octavo.gateway.keep_alive import KeepAlive
 from octavo.gateway.models import Models
 from octavo.gateway.placement import Placement
 from octavo.gateway.prefill import Prefill
-from octavo.gateway.proxy_request import ProxyRequest, check_use, metered
+from octavo.gateway.proxy_request import ProxyRequest, check_use, metered, route_of
 from octavo.gateway.replica import Replica
 from octavo.gateway.stream_progress import CUT_OFF, RESUMABLE, RESUMABLE_PATHS
 from octavo.gateway.upstream import Answer, UnreachableError, UpstreamError
@@ -129,7 +129,8 @@ class Proxy:
     async def _answer_with_fallbacks(
         self, deployment: Deployment, keeper: Replica | None, request: ProxyRequest, client: Client
     ) -> None:
-        """Have a model answer, or else its fallbacks. The client gets the error of the model itself."""
+        """Have a model answer, or else its fallbacks, or first its canary. The client gets the error of the model
+        itself."""
         errors: list[RequestError] = []
         for one in self._models_in_turn(deployment, keeper, request):
             if request.meter is not None:
@@ -141,13 +142,20 @@ class Proxy:
             except RequestError as error:
                 if error.status not in _BUSY or client.has_answer:
                     raise
-                errors = errors or [error]
+                if one is deployment or not errors:
+                    errors = [error]
         raise errors.pop()  # popped, as a variable would make a cycle with its traceback
 
     def _models_in_turn(
         self, deployment: Deployment, keeper: Replica | None, request: ProxyRequest
     ) -> Iterator[Deployment]:
-        """Yield a model and its fallbacks. Each is looked up in its turn, as the catalogue may change meanwhile."""
+        """Yield a model and its fallbacks, and before them the canary that answers this conversation. Each is looked up
+        in its turn, as the catalogue may change meanwhile."""
+        is_kept = route_of(request.path) in ("/v1/files", "/v1/batches", "/v1/conversations")
+        if deployment.entry.canaries and keeper is None and request.method == "POST" and not is_kept:
+            canary = deployment.canary_of(request.session or request.body.prefixes[1])
+            if canary is not None and (one := self._models.names().get(canary)) is not None:
+                yield one
         yield deployment
         for name in deployment.entry.fallbacks if keeper is None else ():
             one = self._models.names().get(name)

@@ -58,10 +58,16 @@ from octavo.processes import bind
         ("models: {a: {discover: 'kubernetes://ns/service'}}", "kubernetes://NAMESPACE/SERVICE:PORT"),
         ("models: {a: {discover: 'dns+http://h:1', addresses: ['http://h']}}", "leave one out"),
         ("models: {a: {discover: 'dns+http://h:1', replicas: 2}}", "replicas"),
+        ("models: {a: {canaries: {b: 5}}}", "canaries: b is not"),
+        ("models: {a: {canaries: {a: 5}}}", "canaries: a is not"),
+        ("models: {a: {canaries: {b: 0}}, b: {}}", "canaries"),
+        ("models: {a: {canaries: {b: 60, c: 50}}, b: {}, c: {}}", "110 together"),
+        ("models: {a: {addresses: ['http://h'], api_key_env: BLANK_KEY}}", "printable ASCII"),
         ("a: b: c", "YAML"),
     ],
 )
-def test_a_mistake_is_named(tmp_path: Path, text: str, says: str) -> None:
+def test_a_mistake_is_named(tmp_path: Path, text: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLANK_KEY", " \n")
     file = tmp_path / "models.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match="--catalogue") as caught:

@@ -285,6 +285,23 @@ def test_a_fallback_answers_where_the_model_cannot(clock: Clock) -> None:
     clock.run(run())
 
 
+def test_a_fallback_goes_on_with_what_it_has_kept(clock: Clock) -> None:
+    async def keep(asked: Asked) -> None:
+        asked.reply(b'{"id": "resp_1"}')
+
+    async def run() -> None:
+        async with fake_servers(answer_plainly, keep) as (server, other):
+            models = {"a": {"addresses": [server.address], "fallbacks": ["b"]}, "b": {"addresses": [other.address]}}
+            async with gateway(models) as gate:
+                server.die()
+                assert (await gate.ask("a", "/v1/responses", input="x")).json()["id"] == "resp_1"
+                await server.start()
+                await gate.ask("a", "/v1/responses", previous_response_id="resp_1", input="y")
+                assert len(other.asked) == 2 and not server.asked
+
+    clock.run(run())
+
+
 def test_a_client_that_hangs_up_ends_the_work_of_its_replica(clock: Clock) -> None:
     async def run() -> None:
         async with gateway({"a": {}}, FakeLaunch(be_silent)) as gate:

@@ -1,0 +1,109 @@
+"""`canaries`: other entries answer a part of a model's new conversations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from octavo.gateway.catalogue import Catalogue, ModelEntry
+from tests.gateway.fakes import Asked, FakeLaunch, answer_plainly, fake_servers, gateway
+from tests.gateway.test_keys import Keys, with_keys
+from tests.waiting import Clock
+
+TURN = [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "more"}]
+
+
+def said(number: int) -> list[dict[str, str]]:
+    return [{"role": "system", "content": "s"}, {"role": "user", "content": f"question {number}"}]
+
+
+def entries(a: str, b: str, percentage: float) -> dict[str, Any]:
+    canary = {"addresses": [b], "served_model_name": "next"}
+    return {"a": {"addresses": [a], "aliases": ["x"], "canaries": {"b": percentage}}, "b": canary}
+
+
+def test_a_part_of_the_conversations_goes_to_the_canary_and_stays_there(clock: Clock) -> None:
+    async def run() -> None:
+        async with (
+            fake_servers(answer_plainly, answer_plainly) as (a, b),
+            gateway(entries(a.address, b.address, 25)) as gate,
+        ):
+            for number in range(100):
+                assert (await gate.ask("x", messages=said(number))).status_code == 200
+            first = {one.json["messages"][1]["content"] for one in b.asked}
+            assert 10 < len(first) < 40 and len(a.asked) + len(b.asked) == 100
+            assert {one.json["model"] for one in b.asked} == {"next"}
+            for number in range(100):
+                await gate.ask("a", messages=[*said(number), *TURN])
+            assert {one.json["messages"][1]["content"] for one in b.asked} == first and len(b.asked) == 2 * len(first)
+            for _ in range(50):
+                await gate.ask("a", messages=said(0), session_id="s")
+            assert len(b.asked) - 2 * len(first) in (0, 50), "a session has one version"
+            before = len(b.asked)
+            for number in range(20):
+                await gate.http.get("/v1/files", headers={"x-octavo-model": "a"})
+                await gate.ask("b", messages=said(number))
+            assert len(b.asked) - before == 20, "lists are the model's own, and the canary has a name too"
+            sample = 'octavo_gateway_requests_total{model="b",replica="%s",status="200"}'
+            assert await gate.metric(sample % b.address) == len(b.asked)
+
+    clock.run(run())
+
+
+def test_without_a_canary_that_can_answer_the_model_does_and_its_error_is_the_clients(clock: Clock) -> None:
+    async def run() -> None:
+        launch = FakeLaunch()
+        launch.error = "octavo: error: no memory"
+        models: dict[str, Any] = {"a": {"canaries": {"b": 100}}, "b": {}}
+        async with fake_servers(answer_plainly) as (server,):
+            models["a"]["addresses"] = [server.address]
+            async with gateway(models, launch) as gate:
+                assert (await gate.ask("a", messages=said(1))).status_code == 200 and launch.begun == ["b"]
+                server.die()
+                refused = await gate.ask("a", messages=said(1))
+                assert refused.status_code == 503 and "no memory" not in refused.text
+
+    clock.run(run())
+
+
+def test_what_a_canary_has_kept_is_asked_of_it_and_a_catalogue_changes_percentages_alone(
+    clock: Clock, tmp_path: Path
+) -> None:
+    async def keep(asked: Asked) -> None:
+        asked.reply(b'{"id": "resp_1"}')
+
+    async def run() -> None:
+        async with fake_servers(answer_plainly, keep) as (a, b):
+            file = tmp_path / "models.yaml"
+            text = (
+                f"models: {{a: {{addresses: ['{a.address}'], canaries: {{b: %d}}}}, b: {{addresses: ['{b.address}']}}}}"
+            )
+            file.write_text(text % 100)
+            async with gateway(str(file)) as gate:
+                assert (await gate.ask("a", "/v1/responses", input="x")).json()["id"] == "resp_1"
+                replicas = gate.deployment("a").replicas + gate.deployment("b").replicas
+                file.write_text(f"models: {{a: {{addresses: ['{a.address}']}}, b: {{addresses: ['{b.address}']}}}}")
+                gate.server.reload()
+                await gate.ask("a", "/v1/responses", input="x")
+                assert (len(a.asked), len(b.asked)) == (1, 1)
+                file.write_text(text % 100)
+                gate.server.reload()
+                await gate.ask("a", "/v1/responses", previous_response_id="resp_1", input="y")
+                assert (len(a.asked), len(b.asked)) == (1, 2)
+                assert gate.deployment("a").replicas + gate.deployment("b").replicas == replicas, "none began anew"
+
+    clock.run(run())
+
+
+def test_a_key_for_a_model_is_for_its_canary(clock: Clock, tmp_path: Path) -> None:
+    async def test(gate: Any, keys: Keys) -> None:
+        _, headers = await keys.create(models=["x"])
+        gate.http.headers.update({**headers, "x-api-key": ""})
+        for canaries in ({"b": 100.0}, {}):
+            models = {"a": ModelEntry(aliases=["x"], canaries=canaries), "b": ModelEntry()}
+            gate.server.models.apply(Catalogue(models))
+            assert (await gate.ask("a", messages=said(1))).status_code == 200
+            assert gate.launch.begun == (["b"] if canaries else ["b", "a"])
+            assert (await gate.ask("b", messages=said(1))).status_code == (200 if canaries else 403)
+
+    with_keys(clock, tmp_path, test)
