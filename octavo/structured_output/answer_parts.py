@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,19 @@ class KeyedChoice:
 KeyedValue = TextRule | tuple[str, ...] | KeyedScalar | KeyedList | KeyedObject | KeyedChoice
 
 
+# The kind of a parameter's value: a text that follows a rule, a list of allowed texts, or None for JSON.
+ValueKind = list[str] | TextRule | None
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterList:
+    """Parameters that a call may have together."""
+
+    kinds: Mapping[str, ValueKind]
+    required: Collection[str]
+    schemas: Mapping[str, Any]  # of those that are JSON
+
+
 @dataclass(frozen=True, slots=True)
 class CallText:
     """The texts around a function's arguments. The arguments are one JSON object, or separate parameters (`parameter`),
@@ -78,9 +91,8 @@ class CallText:
     before: str
     after: str
     parameter: ParameterText | None = None
-    # By name the kind of value: a text that follows a rule, a list of allowed texts, or None for JSON.
-    parameters: Mapping[str, list[str] | TextRule | None] = field(default_factory=dict)
-    keyed: KeyedObject | None = None
+    lists: tuple[ParameterList, ...] = ()  # a call has the parameters of one of them
+    keyed: KeyedValue | None = None  # an object, or a choice of objects
     free: str | None = None  # a regular expression for free arguments; "" is any text up to `after`
 
 

@@ -28,6 +28,7 @@ from octavo.structured_output.answer_parts import (
     KeyedObject,
     KeyedScalar,
     KeyedValue,
+    ParameterList,
     ParameterText,
     ReasoningMarks,
     TextRule,
@@ -35,9 +36,10 @@ from octavo.structured_output.answer_parts import (
     ToolCalls,
 )
 from octavo.structured_output.final_check import CallChecks, FinalCheck
+from octavo.structured_output.flat_objects import flat_objects
 from octavo.structured_output.lark import escaped, pieces
 from octavo.structured_output.lark_in_calls import lark_before, lark_without, quoted_lark
-from octavo.structured_output.schema_keywords import SILENT
+from octavo.structured_output.schema_keywords import IN_PLACE, SILENT
 from octavo.structured_output.schema_lowering import lower
 from octavo.structured_output.trial import GrammarTrial, TrialFailed, TrialsBusy, limits
 
@@ -326,10 +328,14 @@ class _Maker:
                 lines.append(f"rest{i}: @arguments{i} {literal(call.after)}")
                 grammars.append({**self._of_arguments(schema, i), "name": f"arguments{i}"})
             else:
-                lines.append(f"rest{i}: first{i}_0 {literal(call.after)}")
-                more, their_grammars = self._of_parameters(call, schema, i, literal)
-                lines += more
-                grammars += their_grammars
+                lists = []
+                for j, one in enumerate(call.lists):
+                    here = f"{i}_{j}"
+                    lists.append(f"first{here}_0 {literal(call.after)}")
+                    more, their_grammars = self._of_parameters(call, one, schema, here, literal)
+                    lines += more
+                    grammars += their_grammars
+                lines.append(f"rest{i}: {' | '.join(lists)}")
             lines.append(f"call{i}: {literal(call.before)} rest{i}")
             # Separator and the text before a call are one lexeme, because the lexer cannot go back to the end of a
             # shorter one.
@@ -416,28 +422,26 @@ class _Maker:
         return [f"rest{index}: free{index} {after}", f"free{index}[lazy]: /(.|\\n)*{escaped(first)}/"]
 
     def _of_parameters(
-        self, call: CallText, schema: Mapping[str, Any], index: int, literal: Callable[[str], str]
+        self,
+        call: CallText,
+        wanted: ParameterList,
+        schema: Mapping[str, Any],
+        index: str,
+        literal: Callable[[str], str],
     ) -> tuple[list[str], list[dict[str, Any]]]:
-        """Return the rules for a function's parameters, in the order of its schema, and the grammars that the rules
-        name."""
-        form = call.parameter
+        """Return the rules for one of a function's lists of parameters, in the order of its schema, and the grammars
+        that the rules name."""
+        form, field = call.parameter, _field_of_arguments(index.partition("_")[0])
         assert form is not None
-        required = schema.get("required", ())
         lines, grammars = [], list[dict[str, Any]]()
-        for j, (name, kind) in enumerate(call.parameters.items()):
+        for j, (name, kind) in enumerate(wanted.kinds.items()):
             here = f"{index}_{j}"
             after_value = form.after_value.replace("{key}", name)
             before = form.before_key + name + (form.after_key_of_json if kind is None else form.after_key_of_text)
             head, end = literal(before), literal(after_value)
             if kind is None:
                 # References are to the whole schema.
-                grammar = self._of_schema(
-                    dict(schema),
-                    _field_of_arguments(index),
-                    start=schema["properties"][name],
-                    closes=True,
-                    wanted=_PLAIN,
-                )
+                grammar = self._of_schema(dict(schema), field, start=wanted.schemas[name], closes=True, wanted=_PLAIN)
                 grammars.append({**grammar, "name": f"value{here}"})
                 lines.append(f"parameter{here}: {head} @value{here} {end}")
             elif isinstance(kind, list):
@@ -449,18 +453,15 @@ class _Maker:
                 if kind.or_null and form.says_types:
                     other = f' | {of_json} "null" {end}'
                 if kind.or_json is not None:
-                    grammar = self._of_schema(
-                        dict(schema), _field_of_arguments(index), start=dict(kind.or_json), closes=True,
-                        wanted=_PLAIN,
-                    )  # fmt: skip
+                    grammar = self._of_schema(dict(schema), field, start=dict(kind.or_json), closes=True, wanted=_PLAIN)
                     grammars.append({**grammar, "name": f"json{here}"})
                     other += f" | {of_json} @json{here} {end}"
                 lines.append(f"parameter{here}: {head} {parameter}{other}")
-            nothing_first = f" | first{index}_{j + 1}" if name not in required else ""
-            nothing_more = f" | more{index}_{j + 1}" if name not in required else ""
+            nothing_first = f" | first{index}_{j + 1}" if name not in wanted.required else ""
+            nothing_more = f" | more{index}_{j + 1}" if name not in wanted.required else ""
             lines.append(f"first{here}: parameter{here} more{index}_{j + 1}{nothing_first}")
             lines.append(f"more{here}: {literal(form.separator)} parameter{here} more{index}_{j + 1}{nothing_more}")
-        last = len(call.parameters)
+        last = len(wanted.kinds)
         lines += [f'first{index}_{last}: ""', f'more{index}_{last}: ""']
         return lines, grammars
 
@@ -542,7 +543,10 @@ class _Maker:
         schema = {**schema, "type": "object"}
         if schema.keys() <= {"type", "properties", *SILENT} and not schema.get("properties"):
             schema["additionalProperties"] = False  # a function without parameters: any argument would be made up
-        return self._of_schema(schema, field, closes=True, wanted=_PLAIN)
+        start = None
+        if not schema.keys().isdisjoint(IN_PLACE) and (flats := flat_objects(schema)) is not None:
+            start = {"anyOf": flats}  # whose objects can be closed
+        return self._of_schema(schema, field, start=start, closes=True, wanted=_PLAIN)
 
 
 def _field_of_arguments(index: int | str) -> str:

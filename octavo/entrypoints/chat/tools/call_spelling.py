@@ -21,10 +21,13 @@ from octavo.structured_output.answer_parts import (
     KeyedObject,
     KeyedScalar,
     KeyedValue,
+    ParameterList,
     ParameterText,
     Spelling,
     TextRule,
+    ValueKind,
 )
+from octavo.structured_output.flat_objects import flat_objects
 from octavo.structured_output.grammar_builder import describes_object
 from octavo.structured_output.schema_keywords import SILENT
 
@@ -40,7 +43,6 @@ _OF_KEYED = {
     *WRITTEN, *_OF_NUMBERS, *SILENT,
 }  # fmt: skip
 _MAX_ITEMS = 1000
-_OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "strict", *SILENT}
 # Without brackets outside of texts, as they would end a call.
 _PYTHON_ARGUMENTS = r"""([^"'()]|"(\\[^\n]|[^"\\])*"|'(\\[^\n]|[^'\\])*')*"""
 
@@ -89,23 +91,24 @@ def spelling(
             if name in free:
                 calls[name] = CallText(f"{body.name_before}{name}{body.name_after}", body.end, free="")
                 continue
-            kinds = _parameters(schema, body.value_after.strip().partition("{key}")[0], says_types=parameter.says_types)
-            if kinds is None or (
-                body.has_cdata and any(isinstance(one, TextRule) and one.expressions for one in kinds.values())
+            mark = body.value_after.strip().partition("{key}")[0]
+            lists = _parameter_lists(schema, mark, says_types=parameter.says_types)
+            kinds = [kind for one in lists or () for kind in one.kinds.values()]
+            if lists is None or (
+                body.has_cdata and any(isinstance(kind, TextRule) and kind.expressions for kind in kinds)
             ):
                 return None
-            calls[name] = CallText(f"{body.name_before}{name}{body.name_after}", body.end, parameter, kinds)
+            calls[name] = CallText(f"{body.name_before}{name}{body.name_after}", body.end, parameter, lists)
     elif isinstance(body, PythonCalls):
         calls = {}
         for name, schema in tools.items():
             if name in free:
                 calls[name] = CallText(f"{name}(", ")", free=_PYTHON_ARGUMENTS)
                 continue
-            kinds = _parameters(schema, None)
-            if kinds is None or not all(map(is_python_name, kinds)):
+            lists = _parameter_lists(schema, None)
+            if lists is None or not all(is_python_name(key) for one in lists for key in one.kinds):
                 return None
-            as_json = dict.fromkeys(kinds)
-            calls[name] = CallText(f"{name}(", ")", ParameterText("", "=", "=", "", ", "), as_json)
+            calls[name] = CallText(f"{name}(", ")", ParameterText("", "=", "=", "", ", "), lists)
         if body.is_list:
             return Spelling(f"{opened}{start}[", f"]{end}", ", ", calls)
         return Spelling(f"{opened}{start}", f"{end}{closed}", "\n", calls)
@@ -116,10 +119,9 @@ def spelling(
             if name in free:
                 calls[name] = CallText(f"{body.before}{name}{{", "", free="")
                 continue
-            keyed = None
-            if describes_object(schema):
-                keyed = notation.value({**schema, "type": "object"}, schema)
-            if not isinstance(keyed, KeyedObject):
+            flats = flat_objects(schema) if describes_object(schema) else None
+            keyed = None if flats is None else _choice([notation.value(one, schema) for one in flats])
+            if keyed is None:
                 return None
             calls[name] = CallText(f"{body.before}{name}", "", parameter, keyed=keyed)
     wrapped = {name: replace(call, before=start + call.before, after=call.after + end) for name, call in calls.items()}
@@ -179,21 +181,44 @@ def _pair(key: str, value: str) -> str:
     return f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
 
 
-def _parameters(
+def _parameter_lists(
     schema: Mapping[str, Any], value_after: str | None, *, says_types: bool = False
-) -> dict[str, list[str] | TextRule | None] | None:
-    """Return the form of each parameter in a format that writes texts without quotes (`value_after` ends them): a rule
-    for texts, the texts of an enumeration, or None for JSON. Return None if these forms cannot express the whole
-    schema. `says_types`: the format says of each value whether it is a text."""
-    properties = schema.get("properties", {})
-    required = schema.get("required", [])
-    if schema.keys() - _OF_OBJECTS or not isinstance(properties, Mapping):
-        return None
+) -> tuple[ParameterList, ...] | None:
+    """Return the lists of parameters that a function takes, in a format that writes texts without quotes (`value_after`
+    ends them; None: texts have quotes). `says_types`: the format says of each value whether it is a text. Return None
+    if such lists cannot express the whole schema."""
+    flats = flat_objects(schema) if describes_object(schema) else None
+    found = []
+    for flat in flats or ():
+        properties = flat["properties"]
+        is_read = value_after is None or says_types or len(flats or ()) == 1
+        if not is_read and not all(_is_read_as(one, name, schema) for name, one in properties.items()):
+            return None
+        if (kinds := _kinds(flat, schema, value_after, says_types=says_types)) is None:
+            return None
+        schemas = {name: properties[name] for name, kind in kinds.items() if kind is None}
+        found.append(ParameterList(kinds, flat["required"], schemas))
+    return tuple(found) or None
+
+
+def _is_read_as(schema: Any, name: str, root: Mapping[str, Any]) -> bool:
+    """Return whether the reader of calls, which does not know the alternative of `root` that a call follows, takes the
+    parameter `name` for the types that `schema` gives it there."""
+    kinds, read = schema_types(schema, root), schema_types(property_schema(root, name, root), root)
+    return "string" not in kinds | read or kinds == read - {"unknown"}
+
+
+def _kinds(
+    schema: Mapping[str, Any], root: Mapping[str, Any], value_after: str | None, *, says_types: bool
+) -> dict[str, ValueKind] | None:
+    """Return the form of each parameter of a flat schema: a rule for texts, the texts of an enumeration, or None for
+    JSON. Return None if these forms cannot express the whole schema."""
+    properties, required = schema["properties"], schema["required"]
     if schema.get("additionalProperties") and not properties:  # others than those that are named are left out
         return None
-    if not describes_object(schema) or not isinstance(required, list) or set(map(str, required)) - properties.keys():
+    if set(required) - properties.keys():
         return None
-    found: dict[str, list[str] | TextRule | None] = {}
+    found: dict[str, ValueKind] = {}
     for name, one in properties.items():
         if not isinstance(one, Mapping) or not set(name).isdisjoint('<>"\n') or name != name.strip() or not name:
             return None
@@ -203,18 +228,18 @@ def _parameters(
             found[name] = None
             continue
         for _ in range(_MAX_DEPTH):
-            target = _referred(one, schema)
+            target = _referred(one, root)
             if target is None:
                 break
             if one.keys() & _BESIDE_REFS:
                 return None
             one = target
-        kinds = schema_types(one, schema)
+        kinds = schema_types(one, root)
         if not says_types and _takes_any_text(one, kinds):
             found[name] = TextRule()
             continue
         if {"string"} < kinds <= {"string", "null", "array", "object"} and kinds & {"array", "object"}:
-            if (rule := _text_or_json(one, schema, kinds, says_types=says_types)) is None:
+            if (rule := _text_or_json(one, root, kinds, says_types=says_types)) is None:
                 return None
             found[name] = rule
             continue
@@ -225,8 +250,10 @@ def _parameters(
         elif (texts := _enumerated(one)) is not None:
             if any(value_after in text or text != text.strip("\n") for text in texts):
                 return None
+            if "null" in kinds and not says_types and any(text.strip() in ("null", "None") for text in texts):
+                return None  # the text would look like null
             found[name] = texts
-        elif (rules := _rules(one, schema)) is None or not some_text_matches(rules):
+        elif (rules := _rules(one, root)) is None or not some_text_matches(rules):
             return None
         else:
             found[name] = TextRule(rules, "null" in kinds)

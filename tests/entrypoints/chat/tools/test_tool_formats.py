@@ -155,7 +155,8 @@ def test_forced_calls_are_written_and_read_in_the_format(form: ToolFormat) -> No
         ),
         ({"type": "object"}, ["{}", '{a:1,b-c:[{d:<|"|>x<|"|>},null]}'], ["[]", '{"a":1}', "{a:}"]),
         ({}, ["1", "[]", "{a:{}}", '<|"|><|"|>'], ["a", "[1"]),
-        ({"allOf": [{"type": "string"}, {"minLength": 1}]}, None, None),
+        ({"allOf": [{"type": "string"}, {"minLength": 1}]}, ['<|"|>x<|"|>'], ['<|"|><|"|>', "1"]),
+        ({"allOf": [{"type": "array"}, {"minItems": 1}]}, None, None),
         ({"type": "array", "uniqueItems": True}, None, None),
         # A mark would end the text or the call.
         ({"enum": ['x<|"|>y', "k"]}, None, None),
@@ -183,6 +184,95 @@ def test_gemmas_calls_hold_the_schemas_that_their_notation_can_express(
                 assert not is_right or Draft202012Validator(tools["f"]).is_valid(read_back[0][1]), value
     assert not follows(grammar, "<|tool_call>call:f{a:null}<tool_call|>")
     assert not follows(grammar, "<|tool_call>call:f{b:1,a:null}<tool_call|>")  # keys are in the order of the template
+
+
+_A, _B = {"a": {"type": "string"}}, {"b": {"type": "integer"}}
+_KEYS = {"A": {"type": "object", "properties": _A, "required": ["a"]}, "K": {"enum": ["x", "y"]}}
+# Schemas of arguments that are not only properties, with arguments that are valid and others.
+COMBINED: list[tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = [
+    ({"$ref": "#/$defs/A"}, [{"a": "1"}], [{}, {"a": "x", "b": 1}]),
+    (
+        {"allOf": [{"$ref": "#/$defs/A"}, {"properties": {**_A, **_B}, "required": ["b"]}]},
+        [{"a": "x", "b": 1}],
+        [{"a": "x"}, {"b": 1}],
+    ),
+    (
+        {"properties": {**_A, **_B}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        [{"a": "x"}, {"b": 1}, {"a": "x", "b": 1}],
+        [{}],
+    ),
+    (
+        {"properties": {**_A, **_B}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        [{"a": "x"}, {"b": 1}],
+        [{}, {"a": "x", "b": 1}],
+    ),
+    (
+        {
+            "type": ["object", "null"], "properties": {"k": {"allOf": [{"$ref": "#/$defs/K"}]}}, "required": ["k"],
+            "oneOf": [
+                {"properties": {"k": {"const": "x"}, **_A}, "required": ["a"]},
+                {"properties": {"k": {"const": "y"}, **_B}}, {"type": "null"},
+            ],
+        },
+        [{"k": "x", "a": "z"}, {"k": "y", "b": 3}, {"k": "y"}],
+        [{"k": "x"}, {"k": "y", "a": "z"}, {"k": "z"}, {"a": "z"}],
+    ),
+    ({"properties": {**_A, **_B}, "minProperties": 1}, [{"a": ""}, {"b": 0}, {"a": "x", "b": 1}], [{}]),
+    (
+        {"properties": {"k": {"enum": ["x", "y"]}, **_B}, "dependentRequired": {"k": ["b"]},
+         "not": {"properties": {"k": {"const": "y"}}, "required": ["k"]}},
+        [{"b": 1}, {"k": "x", "b": 8}, {}],
+        [{"k": "x"}, {"k": "y", "b": 7}],
+    ),
+    (
+        {"properties": {"k": {"enum": ["x", "y"]}, **_B}, "required": ["k"],
+         "if": {"properties": {"k": {"const": "x"}}}, "then": {"required": ["b"]},
+         "else": {"properties": {"b": False}}},
+        [{"k": "x", "b": 1}, {"k": "y"}],
+        [{"k": "x"}, {"k": "y", "b": 1}],
+    ),
+    (
+        {"properties": _A, "additionalProperties": False, "anyOf": [{"properties": _B, "required": ["b"]}, {}]},
+        [{"a": "x"}],
+        [{"b": 1}, {"a": "x", "b": 1}],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_coder", "glm45", "minimax_m2", "minimax_m3", "deepseek_v32", "step3", "pythonic", "gemma4", "hermes"],
+)
+@pytest.mark.parametrize("case", range(len(COMBINED)))
+def test_combined_schemas_of_arguments_are_written_in_the_models_notation(name: str, case: int) -> None:
+    schema, valid, others = COMBINED[case]
+    form, tools = FORMATS[name], {"f": {**schema, "$defs": _KEYS}}
+    spelled = spelling(form, tools)
+    assert spelled is not None
+    grammar = make_grammar(ToolCalls(tools, spelled))
+    for arguments in valid + others:
+        text = write(form, [("f", arguments)], as_forced=True).replace("'", '"')
+        assert follows(grammar, text) is (arguments in valid), text
+        assert Draft202012Validator(tools["f"]).is_valid(arguments) or arguments in others
+        assert arguments in others or read(lambda: FormatParser(form, tools), text, [])[1] == [("f", arguments)]
+    assert not follows(grammar, write(form, [("f", {**valid[0], "z": 1})], as_forced=True))  # objects are closed
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{"properties": _A}, {"properties": {**_A, **_B}}]},  # every object satisfies both
+        {"anyOf": [{"$ref": "#"}, {"properties": _A}]},
+        {"anyOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": _A}]},  # "1" is read as 1
+        {"properties": _A, "patternProperties": {"^x": {}}},
+        {"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {}}} for i in range(5)]} for j in range(2)]},  # 25 ways
+        {"allOf": [{"properties": _A, "required": ["a"]}, {"properties": {"a": False}}]},
+        {"properties": {**_A, **_B, "c": {}}, "minProperties": 2},
+        {"properties": {**_A, **_B}, "maxProperties": 1},
+    ],
+)  # fmt: skip
+def test_a_schema_that_lists_of_parameters_cannot_say_has_no_native_spelling(schema: dict[str, Any]) -> None:
+    assert spelling(FORMATS["qwen3_coder"], {"f": schema}) is None
 
 
 UNIONS: list[dict[str, Any]] = [
@@ -455,7 +545,7 @@ def test_a_schema_that_texts_cannot_be_told_by_has_no_native_spelling() -> None:
         {"oneOf": [TEXT, {"type": "integer"}]}, {"anyOf": [TEXT, {}]}, {"enum": ["</parameter>"]},
         {"$ref": "#/$defs/T", "pattern": "a+"}, {**TEXT, "pattern": r"a\b"}, {**TEXT, "pattern": "^a|b$"},
         {**TEXT, "pattern": "a$b"}, {**TEXT, "not": {"const": "a"}}, {**TEXT, "format": "duration"},
-        {**TEXT, "maxLength": 1 << 20}, {"allOf": [{"type": ["string", "null"], "enum": ["a"]}]},
+        {**TEXT, "maxLength": 1 << 20}, {"type": ["string", "null"], "enum": ["null"]},
         {"anyOf": [{**TEXT, "minLength": 2, "pattern": "a"}, {**TEXT, "const": "b"}]},
         {**TEXT, "format": "date", "pattern": "^x"}, {**TEXT, "format": "uuid", "maxLength": 4},
         {**TEXT, "pattern": "^[a-z]{5}$", "maxLength": 4}, {**TEXT, "minLength": 5, "maxLength": 3},
