@@ -20,13 +20,13 @@ from octavo.gateway.client import BrokenAnswerError, Client, ClientSend
 from octavo.gateway.gateway_metrics import METRICS_TYPE, GatewayMetrics
 from octavo.gateway.key_store import KeyStore
 from octavo.gateway.keys import Key, LimitError
-from octavo.gateway.meter import Meter
 from octavo.gateway.models import Models
 from octavo.gateway.ollama_routes import OllamaRoutes
 from octavo.gateway.page import STATS_PATH, Page, is_of_page
 from octavo.gateway.proxy import Proxy, WaitLimits
 from octavo.gateway.proxy_request import ProxyRequest, route_of
 from octavo.gateway.request_body import RequestBody, read_body
+from octavo.gateway.usage_counter import UsageCounter
 from octavo.logs import UNKNOWN_ROUTE, LineLimit
 from octavo.messages_errors import MESSAGES_PREFIX, VERSION_HEADER
 from octavo.ollama import GREETING
@@ -107,27 +107,27 @@ class GatewayApp:
                 name = path.removeprefix("/v1/models").removeprefix("/")
                 await self._list_models(scope["method"], name, key, client)
                 return
-            meter = None if self._store is None or key is None else Meter(self._store, key)
+            counter = None if self._store is None or key is None else UsageCounter(self._store, key)
             headers = _with_sender(scope)
             types = [value for name, value in headers if name == b"content-type"]
             data = await self._read(receive)
             query = scope["query_string"]
             target = scope["raw_path"] + (b"?" + query if query else b"")
             if path.startswith(OLLAMA_PREFIX):
-                request = ProxyRequest(scope["method"], path, target, headers, RequestBody(data), arrival, meter)
+                request = ProxyRequest(scope["method"], path, target, headers, RequestBody(data), arrival, counter)
                 client, work = self._ollama.begin(request, client)
             else:
                 body = read_body(data, types[0].decode("latin-1") if types else "")
                 client.streams = body.streams
-                request = ProxyRequest(scope["method"], path, target, headers, body, arrival, meter)
+                request = ProxyRequest(scope["method"], path, target, headers, body, arrival, counter)
                 work = partial(self._proxy.answer, request, client)
-            client.meter = meter
+            client.usage_counter = counter
             await self._unless_gone(work(), receive)
-            if meter is not None and client.refusal is not None:
+            if counter is not None and client.refusal is not None:
                 status, request_id = client.refusal
-                names = f"by {meter.model}", f"key {meter.key.settings.name}"
+                names = f"by {counter.model}", f"key {counter.key.settings.name}"
                 request_id = request_id if _ID.match(request_id) else ""
-                self._note(scope["method"], path, meter.key, status, str(status), names, request_id)
+                self._note(scope["method"], path, counter.key, status, str(status), names, request_id)
         except RequestError as error:
             if not client.has_answer:  # else a replica's answer was counted
                 self.metrics.requests.labels("none", "none", error.status).inc()

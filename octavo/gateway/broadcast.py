@@ -31,14 +31,14 @@ class Broadcast:
         """Send the request to all running replicas of the model that a header names, or of all models that the client
         may use. Answer with a success if one of them did. Raises `RequestError` if one gave no answer, as it may have
         done nothing."""
-        name, key = request.header(MODEL_HEADER), None if request.meter is None else request.meter.key
+        name, key = request.header(MODEL_HEADER), None if request.usage_counter is None else request.usage_counter.key
         await self._models.look_for(None if name is None else name.decode("latin-1"))
         deployments = list(self._models) if name is None else [self._models.find(name.decode("latin-1"))]
         if key is not None and name is not None:
             check_use(key, deployments[0])
         deployments = [one for one in deployments if one.may_be_used_by(key)]
-        if request.meter is not None and deployments:
-            await request.meter.admit(deployments[0].name)
+        if request.usage_counter is not None and deployments:
+            await request.usage_counter.admit(deployments[0].name)
         with contextlib.ExitStack() as held:
             for one in deployments:
                 if one.replicas:

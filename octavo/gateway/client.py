@@ -14,10 +14,9 @@ from starlette.types import Message, Send
 
 from octavo.errors import RequestError
 from octavo.gateway.error_bodies import error_body, error_event
-from octavo.gateway.meter import PROMPT_TOKENS, Meter
-from octavo.gateway.replica import Replica
 from octavo.gateway.stream_progress import CUT_OFF, RESUMABLE, StreamProgress
 from octavo.gateway.upstream import HOP_BY_HOP, Answer, end_to_end
+from octavo.gateway.usage_counter import PROMPT_TOKENS, UsageCounter
 from octavo.http_protocol import ResponseCycle
 from octavo.messages_errors import MESSAGES_PREFIX
 from octavo.ollama.answers import AnswerTranslator
@@ -99,17 +98,10 @@ class Client:
         self.has_answer = False  # a replica's answer has begun
         self.refusal: tuple[int, str] | None = None  # the status and request id of a replica's answer with a 4xx
         self.progress = StreamProgress()
-        self.meter: Meter | None = None  # for a client whose tokens are counted
+        self.usage_counter: UsageCounter | None = None  # for a client whose tokens are counted
         self.hides_usage = False  # drops the usage that only the gateway asked the stream for
-        # Replicas that were lost with the request, or answered 500 with a dead engine, since its last token.
-        self.num_lost = 0
-        # A stream that has lost its replica waits until `waits_until` for a replica that continues it. All times are of
-        # `time.monotonic`.
-        self.waits_until = 0.0
-        self.failed_at = 0.0  # when a replica was last lost, or could not be asked
-        self.busy: set[Replica] = set()  # replicas to ask again soon
-        self.unable: set[Replica] = set()  # replicas that cannot continue the stream
-        self.silent_since: float | None = None  # since when the client has got nothing while it waits
+        # `time.monotonic` since when the client has got nothing while it waits.
+        self.silent_since: float | None = None
         self.loads_s: list[float] = []  # how long the request has waited for models
 
     @property
@@ -155,8 +147,8 @@ class Client:
         is_events = _is_events(answer)
         self._rest = b""
         self.progress.begin(answer.header(RESUMABLE) if is_events else b"")
-        if self.meter is not None:
-            self.meter.see_headers(answer.header(PROMPT_TOKENS), answer.header(b"metadata"))
+        if self.usage_counter is not None:
+            self.usage_counter.see_headers(answer.header(PROMPT_TOKENS), answer.header(b"metadata"))
         if self._has_head:
             self._failed_status = 0 if is_events else answer.status
             return
@@ -173,7 +165,7 @@ class Client:
         if not due:
             return True
         # A stream's tokens are written before its end is sent.
-        send = None if self.meter is not None and self.meter.is_at_end else self._send_at_once
+        send = None if self.usage_counter is not None and self.usage_counter.is_at_end else self._send_at_once
         if send is not None and send(due):
             return True
         self._unsent = due
@@ -181,8 +173,8 @@ class Client:
 
     async def flush(self) -> None:
         """Send what `add` has left."""
-        if self.meter is not None and self.meter.is_at_end:
-            await self.meter.finish()
+        if self.usage_counter is not None and self.usage_counter.is_at_end:
+            await self.usage_counter.finish()
         data, self._unsent = self._unsent, b""
         await self._write(data)
 
@@ -190,8 +182,8 @@ class Client:
         """Return the bytes that the client may have now. In a stream they are whole events: a part of one would be no
         JSON."""
         if not self._is_events:
-            if self.meter is not None:  # the last piece waits until the tokens are written
-                self.meter.see(data)
+            if self.usage_counter is not None:  # the last piece waits until the tokens are written
+                self.usage_counter.see(data)
                 data, self._rest = self._rest, data
             return data
         if self._failed_status:
@@ -210,8 +202,8 @@ class Client:
 
     def _seen(self, events: bytes) -> bytes:
         """Count events, and return those that the client is to get."""
-        if self.meter is not None:
-            self.meter.see_events(events)
+        if self.usage_counter is not None:
+            self.usage_counter.see_events(events)
         if not self.hides_usage:
             return events
         events = events.replace(b',"usage":null}\n\n', b"}\n\n")
@@ -226,8 +218,8 @@ class Client:
             await self._finish(error_event(self._replicas_error(), self._path))
         else:
             rest = self._seen(self.progress.flush() or self._rest) if self._is_events else self._rest
-            if self.meter is not None:
-                await self.meter.finish(self.progress.num_tokens)
+            if self.usage_counter is not None:
+                await self.usage_counter.finish(self.progress.num_tokens)
             await self._finish(rest)
 
     def _replicas_error(self) -> bytes:

@@ -34,7 +34,7 @@ State = Literal["stopped", "waiting", "starting", "ready", "stopping"]
 DISCOVERY_WAIT_S = 5.0  # for the first addresses of replicas
 HANG_TIMEOUT_S = 60.0  # without an answer to health checks: then a server is killed
 LAST_CHECK_S = 5.0  # at least, for the check after which it is killed
-SETTLE_S = 1.0  # a process that was killed hangs up before the system says that it has ended
+EXIT_WAIT_S = 1.0  # a process that was killed hangs up before the system says that it has ended
 MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0  # between starts that fail
 
 
@@ -61,7 +61,7 @@ class Deployment:
         self._restarts: set[asyncio.Task[None]] = set()
         self._idle_timer: asyncio.TimerHandle | None = None
         self._is_retired = self._is_closed = False
-        self.is_cut = False  # its requests are cut off, and send nothing more to a replica
+        self.is_shutting_down = False  # its requests are cut off, and send nothing more to a replica
         self._closing: asyncio.Future[None] | None = None
         self._failure: StartError | None = None
         self._asked_keep_alive: float | None = None
@@ -185,11 +185,11 @@ class Deployment:
                 self._waits.discard(wait)
                 del wait, starting  # their error's traceback has this frame, so the variables would make a cycle
 
-    async def settle(self, replicas: Iterable[Replica]) -> None:
-        """Wait until the processes of replicas that hung up have ended, for `SETTLE_S` at most."""
+    async def wait_for_exits(self, replicas: Iterable[Replica]) -> None:
+        """Wait until the processes of replicas that hung up have ended, for `EXIT_WAIT_S` at most."""
         ends = {self._servers[one].exited for one in replicas if one in self._servers and one.breaker.num_failures}
         if ends:
-            await asyncio.wait(ends, timeout=SETTLE_S)
+            await asyncio.wait(ends, timeout=EXIT_WAIT_S)
 
     def kill_hanging(self) -> None:
         """Kill servers that have not answered health checks for `HANG_TIMEOUT_S`. What follows is as after a crash."""
@@ -207,7 +207,7 @@ class Deployment:
 
     def cut(self) -> None:
         """End all requests, waiting or being answered, with errors."""
-        self._is_closed = self.is_cut = True
+        self._is_closed = self.is_shutting_down = True
         _cancel(self._starting)
         for wait in self._waits:
             wait.cancel()

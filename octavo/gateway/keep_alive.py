@@ -17,7 +17,7 @@ _SILENT = "the replica is silent"
 T = TypeVar("T")
 
 
-class Silence:
+class SilenceTimer:
     """Sends comments to a client while its replica sends nothing, every `interval_s`; 0: none. One timer serves the
     whole answer, and its bytes do not touch it."""
 
@@ -81,6 +81,6 @@ class KeepAlive:
             task.cancel()
             del task  # its error's traceback has this frame, so the variable would make a cycle
 
-    def in_silence(self, client: Client, replica: Replica) -> Silence:
+    def watch_silence(self, client: Client, replica: Replica) -> SilenceTimer:
         """Send comments while a replica has the request and sends nothing, until `end` is called."""
-        return Silence(client, replica, self._interval_s if client.streams else 0.0)
+        return SilenceTimer(client, replica, self._interval_s if client.streams else 0.0)

@@ -17,13 +17,13 @@ from octavo.errors import OctavoError, RequestError
 from octavo.gateway.client import Client
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.keys import Key
-from octavo.gateway.meter import Meter
 from octavo.gateway.models import Models
 from octavo.gateway.octavo_commands import ModelCards, run_octavo
 from octavo.gateway.proxy import Proxy
 from octavo.gateway.proxy_request import ProxyRequest, check_use
 from octavo.gateway.request_body import RequestBody, parse
 from octavo.gateway.upstream import UpstreamError
+from octavo.gateway.usage_counter import UsageCounter
 from octavo.ollama import API_VERSION, UNBUILT, plain_name, refuse_unbuilt
 from octavo.ollama.answers import AnswerTranslator, loaded_answer
 from octavo.ollama.cards import NEVER, refuse_thinking, running, shown, tag
@@ -68,7 +68,7 @@ class OllamaRoutes:
             return self._begin_generation(request, client)
         if path == "/api/version":
             return client, lambda: _reply(client, {"version": API_VERSION})
-        key = None if request.meter is None else request.meter.key
+        key = None if request.usage_counter is None else request.usage_counter.key
         if path == "/api/tags":
             return client, lambda: self._tags(client, key)
         if path == "/api/ps":
@@ -95,7 +95,7 @@ class OllamaRoutes:
     def _begin_generation(self, request: ProxyRequest, client: Client) -> tuple[Client, Callable[[], Awaitable[None]]]:
         translated = translate(request.path, request.body.data)
         if translated.only_loads:
-            return client, lambda: self._load(translated, client, request.meter)
+            return client, lambda: self._load(translated, client, request.usage_counter)
         translator = AnswerTranslator(client.send, translated, request.arrival)
         # Ollama's answers cannot have comments, so the inner request does not ask for events.
         inner_client = Client(translator, translated.path, request_id=client.request_id)
@@ -106,37 +106,37 @@ class OllamaRoutes:
         headers = [one for one in request.headers if one[0] not in (b"content-type", b"accept")]
         headers = [(b"content-type", b"application/json"), *translated.headers, *headers]
         inner = ProxyRequest(
-            "POST", translated.path, translated.path.encode(), headers, body, request.arrival, request.meter
+            "POST", translated.path, translated.path.encode(), headers, body, request.arrival, request.usage_counter
         )
 
         async def work() -> None:
             await self._models.look_for(translated.model)
             deployment = self._models.find(translated.model)
-            if request.meter is not None:
-                check_use(request.meter.key, deployment)
+            if request.usage_counter is not None:
+                check_use(request.usage_counter.key, deployment)
             if translated.thinks:
                 refuse_thinking(translated, (await self._cards.of([deployment]))[0])
-            if request.meter is None:  # other keys' clients use the model, too
+            if request.usage_counter is None:  # other keys' clients use the model, too
                 deployment.ask_to_keep(translated.keep_alive)
             await self._proxy.answer(inner, inner_client)
 
         return inner_client, work
 
-    async def _load(self, request: Translated, client: Client, meter: Meter | None) -> None:
+    async def _load(self, request: Translated, client: Client, counter: UsageCounter | None) -> None:
         await self._models.look_for(request.model)
         deployment = self._models.find(request.model)
-        if meter is not None:
-            check_use(meter.key, deployment)
+        if counter is not None:
+            check_use(counter.key, deployment)
             if request.keep_alive == 0:
                 raise RequestError(
                     f"The model {deployment.name} is not unloaded for keys of --keys, as others use it; "
                     f"{_WITHOUT_LIMITS}.",
                     status=403, code="not_allowed",
                 )  # fmt: skip
-            await meter.admit(deployment.name)
+            await counter.admit(deployment.name)
             deployment = self._models.find(request.model)  # again, as the catalogue may have changed meanwhile
         with deployment.hold():
-            if meter is None:
+            if counter is None:
                 deployment.ask_to_keep(request.keep_alive)
             if request.keep_alive != 0:
                 await self._proxy.until_ready(deployment, client)

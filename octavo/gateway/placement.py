@@ -45,12 +45,12 @@ class Placement:
             deployment = self._models.find(home.model)
             # By name: a server whose address left and came back is another `Replica`.
             name = None if deployment.entry.is_local else home.replica.name
-            keepers = [one for one in deployment.replicas if one is home.replica or one.name == name]
-            if not keepers:
+            pinned = [one for one in deployment.replicas if one is home.replica or one.name == name]
+            if not pinned:
                 raise RequestError(
                     f"{kept_id} was kept by a replica of {home.model} that has stopped.", status=404, code="not_found"
                 )
-            return deployment, keepers[0]
+            return deployment, pinned[0]
         if named is not None:
             deployment = self._models.find(named)
         elif len(self._models) == 1:
@@ -68,7 +68,7 @@ class Placement:
                 param="model",
             )
         lists = request.method == "GET" and "lists" in request.traits
-        if lists and request.meter is not None:
+        if lists and request.usage_counter is not None:
             raise RequestError(f"{request.path} lists what other clients keep, too.", status=403, code="not_allowed")
         if lists and deployment.entry.may_be_several:
             raise RequestError(

@@ -7,13 +7,12 @@ from __future__ import annotations
 import logging
 
 from octavo.errors import RequestError
-from octavo.gateway.client import Client
+from octavo.gateway.attempt import RetryState
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.gateway_metrics import GatewayMetrics
 from octavo.gateway.models import Models
 from octavo.gateway.proxy_request import ONLY_PROMPT, ProxyRequest
-from octavo.gateway.replica import Replica
-from octavo.gateway.stream_progress import CUT_OFF
+from octavo.gateway.replica import Replica, has_lost_engine
 from octavo.gateway.upstream import Headers, UnreachableError, UpstreamError
 from octavo.peer_addresses import BLOCKS_AT, BLOCKS_PROOF, address_proof
 
@@ -39,10 +38,10 @@ class Prefill:
         num_new = max(prefixes.values(), default=0) - deployment.router.num_known_bytes(prefixes)
         return num_new >= _BYTES_PER_TOKEN * entry.prefill_min_tokens
 
-    async def compute(self, deployment: Deployment, request: ProxyRequest, client: Client) -> Headers:
+    async def compute(self, deployment: Deployment, request: ProxyRequest, retry: RetryState) -> Headers:
         """Have the prompt computed, and return headers that name the server with its blocks, if other hosts can reach
         the server. If that fails, the model's own replica computes the prompt. A replica that is lost counts as one
-        that the request may have ended."""
+        that the request may have crashed."""
         other = self._models.names().get(deployment.entry.prefill_model or "")
         if other is None:  # the catalogue has changed since
             return ()
@@ -64,14 +63,14 @@ class Prefill:
                     status, said = answer.status, await answer.read_all(_MAX_ERROR_BYTES)
                 finally:
                     answer.close()
-                if answer.header(CUT_OFF) and status == 500:
+                if has_lost_engine(answer):
                     raise UpstreamError("its engine has died")
-                replica.breaker.succeed()
+                replica.count_answer(answer)
             except RequestError as error:  # the body hides the model's name
                 status, said = error.status, str(error).encode()
             except UpstreamError as error:
                 replica.breaker.fail()
-                client.num_lost += not isinstance(error, UnreachableError)
+                retry.record_lost(had_request=not isinstance(error, UnreachableError))
                 said = str(error).encode()
             finally:
                 replica.num_in_flight -= 1

@@ -14,11 +14,11 @@ from octavo.errors import RequestError, similar
 from octavo.gateway.client import Client
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.keys import Key
-from octavo.gateway.meter import Meter
 from octavo.gateway.replica import Replica
 from octavo.gateway.request_body import RequestBody
 from octavo.gateway.stream_progress import RESUMABLE, RESUMABLE_PATHS
 from octavo.gateway.upstream import HOP_BY_HOP, Headers, end_to_end
+from octavo.gateway.usage_counter import UsageCounter
 from octavo.peer_addresses import BLOCKS_AT, BLOCKS_PROOF
 
 MODEL_HEADER = b"x-octavo-model"  # names the model of a request without one in its body
@@ -68,13 +68,13 @@ class ProxyRequest:
     headers: Headers
     body: RequestBody
     arrival: float  # time.monotonic
-    meter: Meter | None = None  # if the client has a key of the store
+    usage_counter: UsageCounter | None = None  # if the client has a key of the store
     blocks_at: Headers = ()  # name the server that has computed the prompt
 
     @property
     def owner(self) -> str | None:
         """The id of the client's key."""
-        return None if self.meter is None else self.meter.key.id
+        return None if self.usage_counter is None else self.usage_counter.key.id
 
     @property
     def model(self) -> str | None:
@@ -138,13 +138,14 @@ def check_use(key: Key, deployment: Deployment) -> None:
         )  # fmt: skip
 
 
-def metered(request: ProxyRequest, key: Key, client: Client) -> ProxyRequest:
+def counted_request(request: ProxyRequest, key: Key, client: Client) -> ProxyRequest:
     """Return the request as a replica is to get it: with the key's priority, and asking for a usage. Side effects: the
-    client gets no usage that only the gateway asks for, and no `meter` if the tokens were counted before. Raises
-    `RequestError` for requests that the key may not send, such as those whose tokens are limited but not counted."""
+    client gets no usage that only the gateway asks for, and no `usage_counter` if the tokens were counted before.
+    Raises `RequestError` for requests that the key may not send, such as those whose tokens are limited but not
+    counted."""
     body, settings = request.body, key.settings
     if request.method != "POST" or request.kept_id is not None:
-        client.meter = None  # the usage in a kept answer was counted when it was made
+        client.usage_counter = None  # the usage in a kept answer was counted when it was made
     has_budget = settings.tokens_per_day is not None or settings.tokens_per_minute is not None
     # A server in front of a replica may read `/v1/audio/../../generate` as `/generate`.
     has_plain_path = not {"", ".", ".."} & set(request.path.split("/")[1:])

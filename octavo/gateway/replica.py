@@ -10,11 +10,20 @@ from dataclasses import dataclass, field
 import msgspec
 
 from octavo.gateway.breaker import Breaker
-from octavo.gateway.upstream import Upstream, UpstreamError
+from octavo.gateway.stream_progress import CUT_OFF
+from octavo.gateway.upstream import Answer, Upstream, UpstreamError
 
 FAILED_CHECKS = 3  # in a row make a replica unhealthy: a busy one may miss some
 
+BUSY_STATUSES = (429, 503)  # the replica is alive, but does not take this request now
+GATEWAY_STATUSES = (502, 504)  # of a proxy in front of a replica that does not answer
+
 _MAX_BYTES = 1 << 16  # of an answer for the gateway itself
+
+
+def has_lost_engine(answer: Answer) -> bool:
+    """Return whether an Octavo server says that its engine died while it had the request."""
+    return answer.status == 500 and bool(answer.header(CUT_OFF))
 
 
 class _Listed(msgspec.Struct):
@@ -38,7 +47,7 @@ class Replica:
     breaker: Breaker = field(default_factory=Breaker)
     num_failed_checks: int = 0  # of its health, in a row
     problem: str = ""  # why the last check of its health failed
-    well_at: float = 0.0  # time.monotonic when the last check began that it passed
+    last_passed_check_at: float = 0.0  # time.monotonic when that check began
     silent_since: float | None = None  # time.monotonic when the first of the checks began that had no answer, in a row
     num_in_flight: int = 0
 
@@ -55,6 +64,15 @@ class Replica:
 
     def auth_headers(self) -> list[tuple[bytes, bytes]]:
         return [] if self.api_key is None else [(b"authorization", b"Bearer " + self.api_key.encode())]
+
+    def count_answer(self, answer: Answer) -> None:
+        """Count the answer to a request as a failure or a success. A busy answer is neither: servers also refuse single
+        requests with 503, and a pause would close a model that is overloaded. Health checks see a server that starts.
+        """
+        if has_lost_engine(answer) or answer.status in GATEWAY_STATUSES:
+            self.breaker.fail()
+        elif answer.status not in BUSY_STATUSES:
+            self.breaker.succeed()
 
     async def check_health(self, timeout_s: float) -> None:
         """Ask for the replica's health. Any answer but a server's error (5xx) counts as healthy: foreign servers may
@@ -73,7 +91,7 @@ class Replica:
         else:
             if not self.is_healthy:  # what failed before is over
                 self.breaker.succeed()
-            self.num_failed_checks, self.well_at = 0, begin
+            self.num_failed_checks, self.last_passed_check_at = 0, begin
         if not is_silent:
             self.silent_since = None
         elif self.silent_since is None:

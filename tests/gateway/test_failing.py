@@ -56,6 +56,10 @@ async def have_no_engine(asked: Asked) -> None:
     asked.reply(b"{}", 500, x_octavo_cut_off="1")
 
 
+async def have_no_server_behind(asked: Asked) -> None:
+    asked.reply(b"{}", 502)
+
+
 async def be_starting(asked: Asked) -> None:
     asked.reply(b"{}", 503)
 
@@ -199,9 +203,10 @@ def test_refusals_of_messages_have_the_types_of_the_api() -> None:
         assert body == {"type": "error", "error": {"type": kind, "message": "no"}, "request_id": "req_1"}
 
 
-def test_a_breaker_opens_and_a_replica_that_is_well_again_is_asked_again(clock: Clock) -> None:
+@pytest.mark.parametrize("fail", [die, have_no_engine, have_no_server_behind])
+def test_a_breaker_opens_and_a_replica_that_is_well_again_is_asked_again(clock: Clock, fail: Behave) -> None:
     async def behave(asked: Asked) -> None:
-        await (die if broken else answer_plainly)(asked)
+        await (fail if broken else answer_plainly)(asked)
 
     broken = True
 
@@ -209,12 +214,37 @@ def test_a_breaker_opens_and_a_replica_that_is_well_again_is_asked_again(clock: 
         nonlocal broken
         async with fake_servers(behave) as (server,), gateway({"a": {"addresses": [server.address]}}) as gate:
             answers = [await gate.ask() for _ in range(6)]
-            assert [one.status_code for one in answers] == [503] * 6
+            assert [one.status_code for one in answers[3:]] == [503] * 3
             assert len(server.asked) == 3, "the breaker is open"
             assert int(answers[-1].headers["retry-after"]) >= 1
             broken = False
             clock.advance(2)
             assert (await gate.ask()).status_code == 200
+
+    clock.run(run())
+
+
+@pytest.mark.parametrize("busy", [be_busy, be_starting])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_busy_answer_is_neither_a_failure_nor_a_success(clock: Clock, busy: Behave, num_replicas: int) -> None:
+    """Neither for the last replica, whose answer the client gets, nor for one with another beside it."""
+    script = [die, die, *[busy] * 5, die]
+
+    async def behave(asked: Asked) -> None:
+        await script[len(servers[0].asked) - 1](asked)
+
+    servers: list[FakeServer] = []
+
+    async def run() -> None:
+        async with fake_servers(behave, *[answer_plainly] * (num_replicas - 1)) as found, gateway(at(found)) as gate:
+            servers.extend(found)
+            breaker = gate.deployment("a").replicas[0].breaker
+            number = 0
+            while len(servers[0].asked) < len(script):  # another one may be chosen
+                number += 1
+                assert not breaker.is_open()
+                await gate.ask(messages=[number])
+            assert breaker.is_open()
 
     clock.run(run())
 

@@ -134,7 +134,7 @@ def events_answer() -> Any:
     )
 
 
-def sent_in_silence(clock: Clock, prepare: Callable[[Any], Any]) -> list[bytes]:
+def comments_in_silence(clock: Clock, prepare: Callable[[Any], Any]) -> list[bytes]:
     """Return the pieces that a client gets whose replica is silent for 12 s. `prepare` makes the client's `send`."""
     pieces: list[bytes] = []
 
@@ -146,7 +146,7 @@ def sent_in_silence(clock: Clock, prepare: Callable[[Any], Any]) -> list[bytes]:
     async def run() -> None:
         one = client.Client(prepare(send), "/v1/chat/completions")
         one.streams = True
-        silence = KeepAlive(5.0).in_silence(one, SimpleNamespace(silent_since=None))  # type: ignore[arg-type]
+        silence = KeepAlive(5.0).watch_silence(one, SimpleNamespace(silent_since=None))  # type: ignore[arg-type]
         await one.begin(events_answer())
         await virtual_sleep(12.0)
         await silence.end()
@@ -156,8 +156,8 @@ def sent_in_silence(clock: Clock, prepare: Callable[[Any], Any]) -> list[bytes]:
 
 
 def test_a_stream_without_chunks_gets_comments(clock: Clock) -> None:
-    assert sent_in_silence(clock, lambda send: send) == [SILENT] * 2, "a `send` that something wraps"
-    assert sent_in_silence(clock, client.ClientSend) == [SILENT] * 2, "HTTP/1.0"
+    assert comments_in_silence(clock, lambda send: send) == [SILENT] * 2, "a `send` that something wraps"
+    assert comments_in_silence(clock, client.ClientSend) == [SILENT] * 2, "HTTP/1.0"
 
 
 def test_a_client_that_must_read_first_gets_none(clock: Clock) -> None:
@@ -167,7 +167,7 @@ def test_a_client_that_must_read_first_gets_none(clock: Clock) -> None:
         one.pause()
         return one
 
-    assert sent_in_silence(clock, paused) == []
+    assert comments_in_silence(clock, paused) == []
 
 
 def test_a_stream_that_a_comment_begins_is_one_of_events_before_its_head_is_sent() -> None:

@@ -17,13 +17,13 @@ _MAX_USAGE_BYTES = 4096  # of a usage with its name
 _decode = json.JSONDecoder().raw_decode
 
 
-class Meter:
+class UsageCounter:
     """Counts one request. `admit` it, `see` the answer's bytes, and `finish` before its last bytes are sent and when it
     is over."""
 
     def __init__(self, store: KeyStore, key: Key) -> None:
         self._store, self.key = store, key
-        self.model: str | None = None  # that was asked last
+        self.model: str | None = None  # that is asked now; its tokens are counted
         self._seen = b""  # the last bytes of an answer that is no stream
         self._last: list[tuple[int, int]] = []  # its last usage so far
         self._num_prompt = self._num_completion = 0
@@ -31,9 +31,8 @@ class Meter:
         self.is_at_end = False  # the events seen last end the stream
 
     async def admit(self, model: str) -> None:
-        """Count the request, only once even if several models are asked. Raises `RequestError` if it is refused."""
-        if self.model is None:
-            await self._store.admit(self.key, model)
+        """Count the request, once however many models are asked. Raises `RequestError` if it is refused."""
+        await self._store.admit(self.key, model)
         self.model = model
 
     def see_headers(self, num_prompt_tokens: bytes, metadata: bytes) -> None:
