@@ -34,7 +34,7 @@ from octavo.entrypoints.http.streaming import ChunkWriter
 from octavo.entrypoints.openai.completions import CompletionJob
 from octavo.execution.block_mover import BlockMover
 from octavo.execution.cpu_device import CpuDevice
-from octavo.execution.device import StepModel, StepOutputs
+from octavo.execution.device import ModelOutputs, StepModel
 from octavo.execution.executor import PendingStep
 from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
@@ -97,7 +97,7 @@ class NoModel(CpuDevice):
         self._ops = ops
         self._weights = np.ones(num_weight_bytes // 8)
         logits = np.zeros((max_num_seqs, vocab_size), np.float32)
-        self.outputs = StepOutputs(logits, logits, logits, ops.argmax(logits))
+        self.outputs = ModelOutputs(logits, logits, logits, ops.argmax(logits))
 
     def capture(self, model: StepModel, inputs: StepArrays[Any]) -> Any:
         return self

@@ -28,7 +28,7 @@ from octavo.execution.dummy_steps import DummySteps
 from octavo.execution.media_table import MediaTable
 from octavo.execution.runner import Runner, RunnerAdapters
 from octavo.execution.sequence_table import SequenceTable
-from octavo.execution.step_arrays import StepArrays, StepShape
+from octavo.execution.step_arrays import StepArrays, StepLimits, StepShape
 from octavo.execution.worker_group import ALONE, WorkerGroup
 from octavo.kv_cache.groups import group_layers
 from octavo.layers.tensor_parallel import Shard
@@ -203,7 +203,7 @@ class OutlineDevice:
     def copy(self, source: Any, target: Any) -> None:
         """Do nothing: there is no memory."""
 
-    def capture_shapes(self, max_shape: StepShape) -> list[StepShape]:
+    def capture_shapes(self, limits: StepLimits) -> list[StepShape]:
         return []
 
     def can_replay(self, captured: StepShape, used: StepShape) -> bool:

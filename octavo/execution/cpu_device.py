@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.config import CacheConfig
-from octavo.execution.device import Event, StepModel, StepOutputs
-from octavo.execution.step_arrays import StepArrays, StepShape
+from octavo.execution.device import Event, ModelOutputs, StepModel
+from octavo.execution.step_arrays import StepArrays, StepLimits, StepShape
 from octavo.loading.memory import available_memory_bytes
 from octavo.ops import Array
 from octavo.ops.cpu_program import Program
@@ -61,7 +61,7 @@ class CapturedProgram:
             logits, argmax_tokens = model.logits(watched, hidden)
         results: Any = hidden, features, logits, argmax_tokens
         outputs: list[Any] = [self.program.output(array) for array in results]
-        self.outputs = StepOutputs(*outputs)
+        self.outputs = ModelOutputs(*outputs)
 
     def replay(self, used: StepShape) -> None:
         self.program.run(used.tokens, used.seqs, used.samples)
@@ -111,8 +111,8 @@ class CpuDevice:
     def copy(self, source: Any, target: Any) -> None:
         np.copyto(target, source)
 
-    def capture_shapes(self, max_shape: StepShape) -> list[StepShape]:
-        return [max_shape]
+    def capture_shapes(self, limits: StepLimits) -> list[StepShape]:
+        return [limits.largest]
 
     def can_replay(self, captured: StepShape, used: StepShape) -> bool:
         return True

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from octavo.config import CacheConfig
 from octavo.errors import ConfigError
-from octavo.execution.device import Event, StepModel, StepOutputs
-from octavo.execution.step_arrays import UPDATES_PER_DECODE, StepArrays, StepShape
+from octavo.execution.device import Event, ModelOutputs, StepModel
+from octavo.execution.step_arrays import UPDATES_PER_DECODE, StepArrays, StepLimits, StepShape
 from octavo.ops import Array
 
 _GIB = 1 << 30
@@ -35,32 +35,31 @@ _MIXED_TOKENS = (128, 256, 512)  # larger steps keep the device busy for longer 
 _TEXT_TOKENS = (*_MIXED_TOKENS, 1024, 2048)  # for encoders, which are small
 
 
-def shapes_to_capture(max_shape: StepShape) -> list[StepShape]:
+def shapes_to_capture(limits: StepLimits) -> list[StepShape]:
     """Return the shapes of steps to capture: steps of decodes, by number of sequences, then steps with prompts, by
     number of tokens. If the model takes media, each step with prompts comes without and with media rows, so that steps
     without media upload none. With adapters, all shapes come first without adapters, as fast as if none were served,
     then with them. Models that pool have no decodes, and may sample after every token."""
-    if max_shape.adapted:
-        plain = shapes_to_capture(replace(max_shape, adapted=False))
+    largest, groups = limits.largest, limits.groups
+    if largest.adapted:
+        plain = shapes_to_capture(replace(limits, largest=replace(largest, adapted=False)))
         return plain + [replace(shape, adapted=True) for shape in plain]
-    groups = max_shape.groups
-    empty = replace(max_shape, tokens=0, seqs=0, samples=0, updates=0, media=0)
     decodes = [
-        replace(empty, tokens=size, seqs=size, samples=size, updates=UPDATES_PER_DECODE * groups * size)
-        for size in graph_sizes(max_shape.seqs)
+        StepShape(tokens=size, seqs=size, samples=size, updates=UPDATES_PER_DECODE * groups * size)
+        for size in graph_sizes(largest.seqs)
     ]
-    most = _TEXT_TOKENS if max_shape.pools == "texts" else _MIXED_TOKENS
-    sizes = [size for size in most if size < max_shape.tokens] + [min(max_shape.tokens, most[-1])]
+    most = _TEXT_TOKENS if limits.pools == "texts" else _MIXED_TOKENS
+    sizes = [size for size in most if size < largest.tokens] + [min(largest.tokens, most[-1])]
     mixed = []
     for size in dict.fromkeys(sizes):
-        num_seqs = max(1, min(max_shape.seqs, size // 2))
+        num_seqs = max(1, min(largest.seqs, size // 2))
         # An admitted sequence sends its whole block table; cached prefixes have at most as many blocks as the step has
         # tokens.
-        num_updates = min(max_shape.updates, groups * (UPDATES_PER_DECODE * num_seqs + size))
-        num_samples = size if max_shape.pools else num_seqs
-        shape = replace(empty, tokens=size, seqs=num_seqs, samples=num_samples, updates=num_updates)
-        mixed += [shape, replace(shape, media=size)] if max_shape.media else [shape]
-    return mixed if max_shape.pools else decodes + mixed
+        num_updates = min(largest.updates, groups * (UPDATES_PER_DECODE * num_seqs + size))
+        num_samples = size if limits.pools else num_seqs
+        shape = StepShape(tokens=size, seqs=num_seqs, samples=num_samples, updates=num_updates)
+        mixed += [shape, replace(shape, media=size)] if largest.media else [shape]
+    return mixed if limits.pools else decodes + mixed
 
 
 def becomes(used: StepShape, captured: StepShape) -> bool:
@@ -69,8 +68,8 @@ def becomes(used: StepShape, captured: StepShape) -> bool:
         return False
     if used.adapted and not captured.adapted:
         return False
-    extents = ("tokens", "seqs", "samples", "updates", "media")
-    return all(used.extent(name) <= captured.extent(name) for name in extents)
+    sizes = ("tokens", "seqs", "samples", "updates", "media")
+    return all(getattr(used, name) <= getattr(captured, name) for name in sizes)
 
 
 def _unpin(device: torch.device, address: int) -> None:
@@ -111,7 +110,7 @@ class CudaStream:
 class CapturedGraph:
     """A CUDA graph, and the arrays that it writes its results to."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: StepOutputs) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: ModelOutputs) -> None:
         self._graph, self.outputs = graph, outputs
 
     def replay(self, used: StepShape) -> None:
@@ -195,8 +194,8 @@ class CudaDevice:
         source, target = (x if isinstance(x, Tensor) else torch.from_numpy(x) for x in (source, target))
         target.copy_(source, non_blocking=True)
 
-    def capture_shapes(self, max_shape: StepShape) -> list[StepShape]:
-        return shapes_to_capture(max_shape)
+    def capture_shapes(self, limits: StepLimits) -> list[StepShape]:
+        return shapes_to_capture(limits)
 
     def can_replay(self, captured: StepShape, used: StepShape) -> bool:
         return becomes(used, captured)
@@ -238,7 +237,7 @@ class CudaDevice:
             finally:
                 gc.enable()
         hidden, logits, argmax_tokens, *other = cast(list[Any], outputs)
-        return CapturedGraph(graph, StepOutputs(hidden, other[0] if other else hidden, logits, argmax_tokens))
+        return CapturedGraph(graph, ModelOutputs(hidden, other[0] if other else hidden, logits, argmax_tokens))
 
     def fetch(self, arrays: Sequence[Array], after: Event) -> list[NDArray[Any]]:
         self._results.wait(after)

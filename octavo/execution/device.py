@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from octavo.config import CacheConfig
-from octavo.execution.step_arrays import StepArrays, StepShape
+from octavo.execution.step_arrays import StepArrays, StepLimits, StepShape
 from octavo.ops import Array
 
 
@@ -46,7 +46,7 @@ class Stream(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutputs:
+class ModelOutputs:
     """The results of the model's part of a step."""
 
     hidden: Array  # [T, H] before the final norm
@@ -60,7 +60,7 @@ class StepModel(Protocol):
     for each sample."""
 
     def hidden(self, inputs: StepArrays[Array]) -> tuple[Array, Array]:
-        """Return hidden states and features, as in `StepOutputs`; they may be the same array."""
+        """Return hidden states and features, as in `ModelOutputs`; they may be the same array."""
 
     def logits(self, inputs: StepArrays[Array], hidden: Array) -> tuple[Array, Array]:
         """Return logits and the most likely tokens."""
@@ -70,7 +70,7 @@ class StepModel(Protocol):
 class CapturedStep(Protocol):
     """A captured step. Its input arrays stay at their addresses."""
 
-    outputs: StepOutputs  # overwritten by each replay, also of other captured steps
+    outputs: ModelOutputs  # overwritten by each replay, also of other captured steps
 
     def replay(self, used: StepShape) -> None:
         """Run it for a step of this shape."""
@@ -135,7 +135,7 @@ class Device(Protocol):
         """Copy between pinned and device memory, or on the device, in the stream that runs it."""
         ...
 
-    def capture_shapes(self, max_shape: StepShape) -> list[StepShape]:
+    def capture_shapes(self, limits: StepLimits) -> list[StepShape]:
         """Return the shapes of steps to capture, the smallest first."""
         ...
 

@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.execution.device import Device
-from octavo.execution.sequence_table import SequenceTable
+from octavo.execution.sequence_table import GatheredStep, SequenceTable
 from octavo.execution.step_arrays import StepArrays
 from octavo.ops import Array, DeviceOps, Ops
-from octavo.sampling.sampling_table import Samples
 from octavo.step_plan import StepPlan
 
 # Changes of block tables: flat places, and their new blocks.
@@ -53,15 +52,14 @@ class DeviceTables:
         return np.concatenate(places), np.concatenate(blocks)
 
     def fill_table_rows(
-        self, plan: StepPlan, arrays: StepArrays[NDArray[Any]], row_of: NDArray[np.int64], samples: Samples,
-        updates: TableUpdates,
-    ) -> None:  # fmt: skip
-        """Fill in the arrays that say which table row each token, sequence and sample belongs to; `row_of` are the rows
-        of the tokens."""
-        table, no_row = self._table, self._num_rows
+        self, plan: StepPlan, arrays: StepArrays[NDArray[Any]], gathered: GatheredStep, updates: TableUpdates
+    ) -> None:
+        """Fill in the arrays that say which table row each token, sequence and sample belongs to, and the updates of
+        block tables."""
+        row_of, samples, no_row = gathered.row_of, gathered.samples, self._num_rows
         num_tokens, num_samples = len(row_of), len(samples.rows)
         # The host may not know the last token of a row yet.
-        is_unknown = arrays.positions[:num_tokens] + table.num_ahead >= table.num_known[row_of]
+        is_unknown = arrays.positions[:num_tokens] + self._table.num_ahead >= gathered.num_known[row_of]
         arrays.pending_token_rows[:num_tokens] = np.where(is_unknown, row_of, no_row)
         arrays.seq_table_rows[: len(plan.rows)] = [planned.row for planned in plan.rows]
         # Forks are admitted with their token, and the host knows accepted draft tokens, so neither needs the device's

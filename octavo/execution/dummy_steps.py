@@ -4,7 +4,6 @@ the device compile each kernel."""
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.execution.prompt_logprobs import MAX_ROWS
-from octavo.execution.step_arrays import StepArrays, StepLayout, StepShape, pad
+from octavo.execution.step_arrays import StepArrays, StepLayout, StepShape, clear
 from octavo.models.registry import CrossModel
 from octavo.ops import Array, DeviceOps
 from octavo.sampling.logprobs import measure
@@ -26,7 +25,8 @@ class DummySteps:
     """The dummy steps of a runner."""
 
     def __init__(self, runner: Runner) -> None:
-        self._runner, self._device, self._max_shape = runner, runner.device, runner.max_shape
+        self._runner, self._device = runner, runner.device
+        self._limits, self._largest = runner.limits, runner.limits.largest
 
     @property
     def _ops(self) -> DeviceOps:
@@ -35,30 +35,30 @@ class DummySteps:
     @property
     def _max_vectors(self) -> int:
         """The most vectors of a step: one a token if prompts are whole, otherwise one a sequence."""
-        return self._max_shape.samples if self._max_shape.pools == "texts" else self._max_shape.seqs
+        return self._largest.samples if self._limits.pools == "texts" else self._largest.seqs
 
     def run_largest(self) -> None:
         """Run the largest step that must fit: the most tokens and sequences, with one sample a sequence, or the most
         vectors if the model pools. Steps with more samples are tried in `_warm_up_steps`."""
-        num_samples = self._max_shape.seqs if self._runner.pooling_table is None else self._max_vectors
-        self.run(self._max_shape.tokens, self._max_shape.seqs, num_samples, self._max_shape.adapted)
+        num_samples = self._largest.seqs if self._runner.pooling_table is None else self._max_vectors
+        self.run(self._largest.tokens, self._largest.seqs, num_samples, self._largest.adapted)
 
     def warm_up(self) -> None:
         """Launch every kernel that a step of any size may launch, so that nothing is compiled later."""
-        for adapted in {False, self._max_shape.adapted}:
+        for adapted in {False, self._largest.adapted}:
             self._warm_up_steps(adapted)
         self._warm_up_encoder_kv()
         self._runner.mover.warm_up()
 
     def _warm_up_steps(self, adapted: bool) -> None:
-        ops, num_rows = self._ops, self._max_shape.seqs
+        ops, num_rows = self._ops, self._largest.seqs
         # 1. Prompts. Views of one row may have other strides than views of several.
-        for num_tokens in sorted({1, *ops.row_classes(self._max_shape.tokens)}):
+        for num_tokens in sorted({1, *ops.row_classes(self._largest.tokens)}):
             self.run(num_tokens, max(1, min(num_tokens // 4, num_rows)), 1, adapted)
         # 2. Samples. With draft tokens and prompt log-probabilities a step may sample after any token.
         classes = ops.row_classes(self._max_vectors)
         if self._runner.pooling_table is None:
-            classes = ops.row_classes(self._max_shape.samples, exactly=False)
+            classes = ops.row_classes(self._largest.samples, exactly=False)
         for num_samples in classes:
             try:
                 self.run(min(num_samples, num_rows), min(num_samples, num_rows), num_samples, adapted)
@@ -76,25 +76,22 @@ class DummySteps:
         for num_rows in self._ops.row_classes(cross.num_tokens):
             output = cross.no_output(cast(CrossModel, runner.model).hidden_size, num_rows)
             compute.run(partial(runner.computation.write_encoder_kv, *output))
-            if self._max_shape.adapted:
+            if self._largest.adapted:
                 no_adapters = np.full(num_rows, -1, np.int32)
                 compute.run(partial(runner.computation.write_encoder_kv, *output, no_adapters))
 
     def run(self, num_tokens: int, num_rows: int, num_samples: int, adapted: bool) -> None:
         """Run a step of equally long sequences, with everything that requests may ask for, and wait for it."""
         num_media = num_tokens if self._runner.media is not None else 0
-        shape = replace(
-            self._max_shape, tokens=num_tokens, seqs=num_rows, samples=num_samples, updates=0, media=num_media,
-            adapted=adapted,
-        )  # fmt: skip
-        layout, buffers = StepLayout(shape), self._runner.buffers
+        shape = StepShape(num_tokens, num_rows, num_samples, updates=0, media=num_media, adapted=adapted)
+        layout, buffers = StepLayout(self._limits, shape), self._runner.buffers
         self._fill(layout.on_host(buffers.staging[0].inputs), shape)
         buffers.upload(buffers.staging[0], layout.num_bytes)
         self._device.compute.run(partial(self._compute, buffers.on_device(layout), num_samples))
         self._device.compute.record().wait()
 
     def _fill(self, arrays: StepArrays[NDArray[Any]], shape: StepShape) -> None:
-        pad(arrays, StepShape.empty(shape.groups), self._runner.padding)
+        clear(arrays, self._runner.padding)
         arrays.query_start_loc[:] = np.linspace(0, shape.tokens, shape.seqs + 1).astype(np.int32)
         arrays.seq_lens[:] = np.diff(arrays.query_start_loc)
         arrays.slot_mapping[self._runner.table.state_groups] = 0  # a state needs a block, and none is in use yet
@@ -111,7 +108,7 @@ class DummySteps:
         if runner.pooling_table is not None or runner.links.next is not None:
             return
         # The most log-probabilities that a step measures in one call: one for each row, or MAX_ROWS of a prompt.
-        num_with_logprobs = min(num_samples, max(self._max_shape.seqs, MAX_ROWS))
+        num_with_logprobs = min(num_samples, max(self._largest.seqs, MAX_ROWS))
         raw = ops.rows_of(logits, np.arange(num_with_logprobs))
         measure(ops, raw, argmax_tokens[:num_with_logprobs], np.full(num_with_logprobs, MAX_LOGPROBS))
         zero, ones, zeros = np.zeros(1, np.int64), np.ones(num_samples, np.float32), np.zeros(num_samples, np.float32)

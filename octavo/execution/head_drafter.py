@@ -82,7 +82,7 @@ class ChainDrafter:
     def draft(self, plan: StepPlan) -> DraftBatch:
         """Make draft tokens for the rows of a plan that ask for them."""
         has_vocabulary = self._head.target_token_ids is None
-        self._runner.defer_updates(self._changes)  # if no step has followed them
+        self._runner.resend_block_tables_later(self._changes)  # if no step has followed them
         self._changes = changes_of(plan, self._group, len(self._runner.table.blocks), has_vocabulary)
         self._runner.apply_updates(self._changes)
         for admission in plan.admissions:
@@ -158,12 +158,8 @@ class ChainDrafter:
 
     def _compute(self, rows: list[PlannedRow]) -> SubmittedStep:
         plan = StepPlan(rows=rows, admissions=self._changes.admissions, new_blocks=self._changes.new_blocks)
-        changes, self._changes = self._changes, StepPlan()
-        try:
-            return self._runner.launch(plan)
-        except DeviceMemoryError:
-            self._runner.defer_updates(changes)
-            raise
+        self._changes = StepPlan()
+        return self._runner.launch(plan)
 
 
 class MedusaDrafter:

@@ -40,7 +40,7 @@ class MediaTable:
         self._positions: dict[int, NDArray[np.int64]] = {}  # [3, tokens up to the end of the last picture]
         self._shifts = np.zeros(num_rows, np.int64)  # offset of later tokens' positions
         self._prompt_ends: dict[int, int] = {}  # prompt lengths, if tokens see all of their prompt
-        # The fields of `StepShape` that depend on the model.
+        # The fields of `StepLimits` that depend on the model.
         self.extents: dict[str, Any] = {
             "media_width": description.hidden_size, "media_parts": 1 + description.num_media_layers,
             "axes": _AXES if description.has_axes else 0, "sees_ahead": bool(description.sees_ahead),

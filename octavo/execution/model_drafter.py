@@ -96,13 +96,13 @@ class ModelDrafter:
             except DeviceMemoryError as e:
                 rows = [planned.row for planned in first]
                 self._num_drafted[rows] = self._num_filled[rows]
-                self._runner.defer_updates(changes)
+                self._runner.resend_block_tables_later(changes)
                 logger.debug("no tokens are guessed: %s", e)
             else:
                 for planned in first:  # blocks may be saved, or shared, before the next plan
                     self._note_filled(planned.row, planned.num_computed + planned.num_tokens)
         else:
-            self._runner.defer_updates(changes)
+            self._runner.resend_block_tables_later(changes)
         return DraftBatch({planned.row: found.get(planned.row, []) for planned in wanting}, caught_up)
 
     def observe(self, plan: StepPlan, step: SubmittedStep, result: StepResult) -> None:

@@ -8,9 +8,12 @@ The states of a step, and the methods that move it there:
     collected  its valid tokens are in the tables            `collect`
     withdrawn  not computed: the device lacks memory         `submit` raises `DeviceMemoryError`
 
-The work in the stream is the forward pass, sampling, and the copy of the tokens to the host. A step that fits a
-captured step is replayed; other steps are computed call by call. A device with its own memory keeps each row's last
-token, so that the next step can be submitted before the host knows it.
+The work of a step in the stream:
+
+- the forward pass: a step that fits a captured step is replayed, other steps are computed call by call
+- sampling: a device with its own memory keeps each row's last token, so that the next step can be submitted before the
+  host knows the token
+- the copy of the tokens to the host
 
 What differs between devices and between workers:
 
@@ -36,13 +39,22 @@ from numpy.typing import NDArray
 from octavo.errors import DeviceMemoryError
 from octavo.execution.block_mover import BlockMover
 from octavo.execution.cross_outputs import AlignmentPart, CrossOutputs
-from octavo.execution.device import Device, StepOutputs
+from octavo.execution.device import Device, ModelOutputs
 from octavo.execution.device_tables import DeviceTables, TableUpdates
 from octavo.execution.media_table import MediaTable
 from octavo.execution.pooling_table import PoolingTable
 from octavo.execution.prompt_logprobs import PromptLogprobs, PromptPart
 from octavo.execution.sequence_table import SequenceTable
-from octavo.execution.step_arrays import UPDATES_PER_DECODE, Padding, StepArrays, StepLayout, StepShape, pad
+from octavo.execution.step_arrays import (
+    UPDATES_PER_DECODE,
+    Padding,
+    StepArrays,
+    StepLayout,
+    StepLimits,
+    StepShape,
+    clear,
+    pad,
+)
 from octavo.execution.step_buffers import StepBuffers
 from octavo.execution.step_computation import StepComputation
 from octavo.execution.submitted_step import CapturedEntry, StagingBuffer, SubmittedStep
@@ -127,12 +139,12 @@ class Runner:
         self._build_tables(grammars, pooling)
         # Number of elements of a sample's output: logits or a vector.
         self._output_size = model.vocab_size if pooling is None else pooling.size
-        self.max_shape = self._compute_max_shape(pooling)
+        self.limits = self._compute_limits(pooling)
         self.computation = StepComputation(
-            model, ops, device, self.max_shape, self._device_tables, self.links,
+            model, ops, device, self.limits, self._device_tables, self.links,
             None if adapters is None else adapters.ops,
         )  # fmt: skip
-        self.buffers = StepBuffers(device, self.max_shape)
+        self.buffers = StepBuffers(device, self.limits)
         # Pinned memory for hidden states on their way to the next stage.
         self._hidden_staging: NDArray[np.uint8] | None = None
         if self.links.next is not None and not device.shares_memory:
@@ -145,37 +157,40 @@ class Runner:
         self.sampling_table = SamplingTable(num_rows, grammars)
         self.pooling_table = PoolingTable(num_rows) if pooling is not None else None
         self._prompt_logprobs = PromptLogprobs()
-        self.row_generation = np.zeros(num_rows, np.int64)  # how many sequences have had each row
+        self._row_generation = np.zeros(num_rows, np.int64)  # how many sequences have had each row
         self._rows_to_resend: set[int] = set()  # rows whose block tables the device may lack
         self._device_tables = None if self.device.shares_memory else DeviceTables(self.device, self.table)
-        self.padding = Padding(0, num_rows, num_rows * max_blocks)
+        self.padding = Padding(num_tokens=0, no_row=num_rows, no_place=num_rows * max_blocks)
 
-    def _compute_max_shape(self, pooling: PoolingConfig | None) -> StepShape:
-        """Return the shape that every step fits in."""
+    def _compute_limits(self, pooling: PoolingConfig | None) -> StepLimits:
         num_groups, num_rows, max_blocks = self.table.blocks.shape
-        shape = StepShape(
+        largest = StepShape(
             tokens=self.max_step_tokens,
             seqs=num_rows,
-            # Every token may be sampled after, if all are draft tokens. Forks draw further samples from a last token:
-            # at most one for each other row.
+            # If all tokens are drafts, every position is sampled. Forks draw further samples from a last token: at most
+            # one for each other row.
             samples=self.max_step_tokens + num_rows - 1,
             updates=0 if self._device_tables is None else num_groups * num_rows * (max_blocks + UPDATES_PER_DECODE),
+            media=0 if self.media is None else self.max_step_tokens,
+            adapted=self._adapters is not None,
+        )
+        limits = StepLimits(
+            largest=largest,
             groups=num_groups,
             blocks=max_blocks if self._device_tables is None else 0,
             crosses=self.cross_outputs is not None,
-            adapted=self._adapters is not None,
             pools="" if pooling is None else "texts" if pooling.whole_prompts else "parts",
         )
         if self.media is not None:
-            shape = replace(shape, media=self.max_step_tokens, **self.media.extents)
+            limits = replace(limits, **self.media.extents)
         if self.links.previous is not None:
             stage = cast(StageModel, self.model)
             item_bytes = 4 if stage.residual_dtype == "float32" else 2
-            shape = replace(shape, hidden_in_bytes=stage.stage_width * item_bytes)
-        return shape
+            limits = replace(limits, hidden_in_bytes=stage.stage_width * item_bytes)
+        return limits
 
     def use_caches(self, caches: Sequence[LayerKVCache], mover: BlockMover) -> None:
-        """Set the caches, by layer. Call this before anything runs: captured steps keep their caches."""
+        """Set the caches, by layer. Call this before anything runs: captured graphs hold the caches' addresses."""
         self.caches = self.computation.caches = caches
         self.mover = mover
 
@@ -184,12 +199,10 @@ class Runner:
         `use_caches` first."""
         if not self.device.shares_memory:
             gc.collect()  # free the device memory that garbage holds; capturing makes no new garbage
-        for shape in reversed(self.device.capture_shapes(self.max_shape)):
-            layout = StepLayout(shape)
+        for shape in reversed(self.device.capture_shapes(self.limits)):
+            layout = StepLayout(self.limits, shape)
             staged = [layout.on_host(staging.inputs) for staging in self.buffers.staging]
-            # Padding only: this step changes nothing.
-            staged[0].query_start_loc[0] = 0
-            pad(staged[0], StepShape.empty(shape.groups), self.padding)
+            clear(staged[0], self.padding)
             self.buffers.upload(self.buffers.staging[0], layout.num_bytes)
             self.device.compute.record().wait()
             inputs = self.buffers.on_device(layout)
@@ -203,7 +216,7 @@ class Runner:
         again for its intermediate arrays. Smaller captured steps reuse both. Stages before the last make no logits."""
         if self.device.shares_memory or self.links.next is not None:
             return 0
-        max_samples = max((shape.samples for shape in self.device.capture_shapes(self.max_shape)), default=0)
+        max_samples = max((shape.samples for shape in self.device.capture_shapes(self.limits)), default=0)
         return 2 * max_samples * self._output_size * 4
 
     # A step on its way to the device. `SubmittedStep.result` calls `collect`.
@@ -212,7 +225,7 @@ class Runner:
         """Have the device compute a plan of at least one row, after all plans submitted before.
 
         Raises `DeviceMemoryError`: no token is computed, and the scheduler may withdraw the plan. The tables keep its
-        admissions and blocks. Its moves and adapter loads, if they found no memory, are done before the next plan's."""
+        admissions and blocks. Moves and loads that failed are retried before the next plan."""
         self.apply_updates(plan)
         return self.launch(plan)
 
@@ -224,16 +237,15 @@ class Runner:
         try:
             try:
                 self.mover.move(plan.moves)
-            finally:  # also after an error: the store must know the loads, which then wait for the next plan
+            finally:  # run even if the moves failed: the store queues the loads for the next plan
                 if self._adapters is not None:
                     self._adapters.store.load(plan.adapters)
         except self.device.memory_errors as e:
-            self.defer_updates(plan)
             raise self._memory_error_after(plan, e) from None
 
     def _admit(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
-            self.row_generation[admission.row] += 1
+            self._row_generation[admission.row] += 1
             if self.media is not None:
                 self.media.admit(admission)
             if self.pooling_table is not None:
@@ -246,7 +258,7 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> SubmittedStep:
         """Have the device compute a plan's rows. `apply_updates` comes first. A caller that does not compute the rows
-        calls `defer_updates` instead. Raises `DeviceMemoryError` as `submit` does."""
+        calls `resend_block_tables_later` instead. Raises `DeviceMemoryError` as `submit` does."""
         staging = self.buffers.take()
         try:
             return self._launch_rows(plan, staging)
@@ -259,7 +271,7 @@ class Runner:
         """Gather the arrays of a plan's rows, upload them, and append the step's work to the stream."""
         # 1. Write the encoder outputs that the step's tokens are the first to see.
         self._write_encoder_kv(plan)
-        # 2. Find the changes of block tables that the device lacks.
+        # 2. Find the block-table entries that the device does not have yet.
         updates = None if self._device_tables is None else self._device_tables.updates(plan, self._rows_to_resend)
         # 3. Choose the captured step, if one fits, and lay out the arrays.
         shape = self._shape_of(plan, 0 if updates is None else len(updates[0]))
@@ -272,7 +284,7 @@ class Runner:
         if captured is not None:
             layout, arrays, inputs = captured.layout, captured.staged[staging.number], captured.inputs
         else:
-            layout = StepLayout(shape)
+            layout = StepLayout(self.limits, shape)
             arrays, inputs = layout.on_host(staging.inputs), self.buffers.on_device(layout)
         # 4. Gather the arrays from the tables.
         samples, sampling_batch = self._gather(plan, arrays, shape, updates, layout.shape.adapted)
@@ -282,7 +294,7 @@ class Runner:
         # 6. Upload the arrays.
         self.buffers.upload(staging, layout.num_bytes)
         # 7. Append the step's work to the stream.
-        step = SubmittedStep(self, plan, staging, samples)
+        step = SubmittedStep(self, plan, staging, samples, self._row_generation[samples.rows])
         self._append_work(
             _StreamWork(step, shape, inputs, captured, sampling_batch, prompt_logprob_parts, alignment_parts)
         )
@@ -304,22 +316,15 @@ class Runner:
 
     def _shape_of(self, plan: StepPlan, num_updates: int) -> StepShape:
         """Return the shape of a plan's step."""
-        num_seqs, max_shape = len(plan.rows), self.max_shape
-        columns = RowColumns.of(plan.rows)
-        shape = StepShape(
+        num_seqs, columns = len(plan.rows), RowColumns.of(plan.rows)
+        return StepShape(
             tokens=sum(columns.num_tokens),
             seqs=num_seqs,
             samples=num_seqs if columns.each_row_samples_once else sum([planned.num_samples for planned in plan.rows]),
             updates=num_updates,
-            groups=max_shape.groups,
-            blocks=max_shape.blocks,
-            hidden_in_bytes=max_shape.hidden_in_bytes,
-            crosses=max_shape.crosses,
-            adapted=max_shape.adapted and self.table.has_adapters(columns.row),
+            media=0 if self.media is None else self.media.num_rows(plan),
+            adapted=self._adapters is not None and self.table.has_adapters(columns.row),
         )
-        if self.media is None:
-            return shape
-        return replace(shape, media=self.media.num_rows(plan), **self.media.extents)
 
     def _captured_for(self, shape: StepShape) -> CapturedEntry | None:
         """Return the smallest captured step that a step fits in, if there is one."""
@@ -334,32 +339,33 @@ class Runner:
     ) -> tuple[Samples, SamplingBatch | None]:  # fmt: skip
         """Fill the step's arrays from the tables. Returns the samples and the sampler's settings: None if all samples
         are greedy, if there are none, or if the model pools."""
-        row_of = self.table.gather(plan, arrays)
+        gathered = self.table.gather(plan, arrays)
+        samples = gathered.samples
         if has_adapters:
-            self.table.gather_adapters(row_of, arrays)
+            self.table.gather_adapters(gathered, arrays)
         if self.media is not None:
-            self.media.gather(plan, row_of, arrays)
+            self.media.gather(plan, gathered.row_of, arrays)
         if self.cross_outputs is not None:
-            self.cross_outputs.gather(plan, row_of, arrays)
+            self.cross_outputs.gather(plan, gathered.row_of, arrays)
         if self._device_tables is not None and updates is not None:
-            self._device_tables.fill_table_rows(plan, arrays, row_of, self.table.samples, updates)
-            pad(arrays, shape, replace(self.padding, num_tokens=shape.tokens))
+            self._device_tables.fill_table_rows(plan, arrays, gathered, updates)
+            pad(arrays, self.limits, shape, replace(self.padding, num_tokens=shape.tokens))
         if self.pooling_table is not None:
             self.pooling_table.gather(plan, arrays)
-            return self.table.samples, None
+            return samples, None
         if not shape.samples:
-            return self.table.samples, None
-        num_known = None if self._device_tables is None else self.table.num_known
-        batch = self.sampling_table.build(self.table.samples, self.table.tokens, num_known)
+            return samples, None
+        num_known = None if self._device_tables is None else gathered.num_known
+        batch = self.sampling_table.build(samples, self.table.tokens, num_known)
         if batch is not None:
             write_settings(arrays, batch)
-        return self.table.samples, batch
+        return samples, batch
 
     def _append_work(self, work: _StreamWork) -> None:
         """Append a step's work to the stream, and set its `done` event."""
         step, shape, compute = work.step, work.shape, self.device.compute
         if work.captured is not None:
-            compute.run(partial(work.captured.replayable.replay, shape))
+            compute.run(partial(work.captured.graph.replay, shape))
         compute.run(partial(self._compute_and_sample, work))
         to_host = step.staging.tokens if self._hidden_staging is None else self._hidden_staging
         compute.run(partial(self._download, step, shape.samples), writes=[to_host])
@@ -396,10 +402,10 @@ class Runner:
             measured for part in work.prompt_logprob_parts for measured in part.measure(self.ops, logits_of)
         ]
 
-    def _model_outputs(self, work: _StreamWork) -> StepOutputs:
+    def _model_outputs(self, work: _StreamWork) -> ModelOutputs:
         """In the stream: return the outputs of the replay, or compute them."""
         if work.captured is not None:
-            return work.captured.replayable.outputs
+            return work.captured.graph.outputs
         if self.cross_outputs is None or not work.alignment_parts:
             return self.computation.outputs(work.inputs, work.shape.samples)
         model = cast(CrossModel, self.model)
@@ -408,23 +414,24 @@ class Runner:
         work.step.alignment = self.cross_outputs.alignment(model, work.alignment_parts, self.caches)
         return outputs
 
-    def _sample(self, work: _StreamWork, outputs: StepOutputs) -> None:
+    def _sample(self, work: _StreamWork, outputs: ModelOutputs) -> None:
         """In the stream: sample on the leader. A device with its own memory stores the tokens for its next step."""
         step, inputs, batch, num_samples = work.step, work.inputs, work.sampling_batch, work.shape.samples
-        tokens, table_rows = outputs.argmax_tokens[:num_samples], inputs.sample_table_rows[:num_samples]
+        argmax, table_rows = outputs.argmax_tokens[:num_samples], inputs.sample_table_rows[:num_samples]
+        sampled = argmax
         if self.worker_group.is_leader:
             last_tokens = None
             if self._device_tables is not None and batch is not None and batch.penalizes_awaited:
                 last_tokens = self._device_tables.last_tokens_of(table_rows)
             step.sampled = sample_tokens(
-                self.ops, outputs.logits[:num_samples], tokens, inputs, batch, self.device.shares_memory, last_tokens
+                self.ops, outputs.logits[:num_samples], argmax, inputs, batch, self.device.shares_memory, last_tokens
             )
-            step.sampled.tokens = tokens = self.to_target_token_ids(step.sampled.tokens)
+            step.sampled.tokens = sampled = self.to_target_token_ids(step.sampled.tokens)
         if self._device_tables is not None:
             if not self.worker_group.shard.is_whole:
-                # Overwrite each follower's argmax by the leader's tokens, which its device needs before its host does.
-                cast(ParallelDeviceOps, self.ops).from_first(tokens)
-            self._device_tables.store_last_tokens(self.ops, table_rows, tokens)
+                # Overwrite `sampled` on followers with the leader's tokens: their devices need them before their hosts.
+                cast(ParallelDeviceOps, self.ops).from_first(sampled)
+            self._device_tables.store_last_tokens(self.ops, table_rows, sampled)
 
     def to_target_token_ids(self, tokens: Array) -> Array:
         """In the stream: return tokens [N] int64 of a draft model as the target model's ids."""
@@ -486,7 +493,7 @@ class Runner:
         """Append the valid tokens to the rows that still have the same sequence. Returns the errors of valid tokens,
         by row."""
         samples = step.samples
-        is_kept = self.row_generation[samples.rows] == step.row_generation
+        is_kept = self._row_generation[samples.rows] == step.row_generation
         if samples.drafted:
             is_valid = samples.valid(tokens)
             is_kept &= is_valid
@@ -504,11 +511,11 @@ class Runner:
         return settings is not None and settings.params.grammar is None
 
     def _memory_error_after(self, plan: StepPlan, error: Exception) -> Exception:
-        """Free reserved memory, and have a later step upload the block tables of these rows. Returns the error to
-        raise: `DeviceMemoryError`, or `error` itself if other workers wait for this one: all must then start again."""
+        """Free reserved memory, and have a later step upload the plan's block tables. Returns the error to raise:
+        `DeviceMemoryError`; with several workers the error is fatal, and `error` itself is returned."""
         if self.worker_group.connections:
             return error
-        self._rows_to_resend.update(planned.row for planned in plan.rows)
+        self.resend_block_tables_later(plan)
         self.device.release_memory()
         reason = (str(error) or type(error).__name__).splitlines()[0]
         return DeviceMemoryError(
@@ -516,7 +523,7 @@ class Runner:
             "--max-num-seqs or --gpu-memory-utilization."
         )
 
-    def defer_updates(self, plan: StepPlan) -> None:
-        """Have a later step upload the block tables that a plan changed, because no step computes the plan's rows."""
-        self._rows_to_resend.update(admission.row for admission in plan.admissions)
-        self._rows_to_resend.update(entry.row for entry in plan.new_blocks)
+    def resend_block_tables_later(self, plan: StepPlan) -> None:
+        """Have a later step upload the block tables of a plan's rows, because no step computes this plan."""
+        for entries_of_rows in (plan.rows, plan.admissions, plan.new_blocks):
+            self._rows_to_resend.update(entry.row for entry in entries_of_rows)

@@ -6,7 +6,7 @@ is updated in place; `gather` collects the rows of a plan with a few numpy calls
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,14 @@ from octavo.kv_cache.groups import CacheGroup
 from octavo.kv_cache.state_blocks import MAX_DRAFT_TOKENS
 from octavo.sampling.sampling_table import Samples
 from octavo.step_plan import PlannedRow, RowColumns, StepPlan
+
+
+class GatheredStep(NamedTuple):
+    """A step that `SequenceTable.gather` has gathered."""
+
+    row_of: NDArray[np.int64]  # [T]: the table row of each token
+    samples: Samples
+    num_known: NDArray[np.int64]  # [max_num_seqs]: leading tokens of each table row that the host knows
 
 
 class SequenceTable:
@@ -59,7 +67,6 @@ class SequenceTable:
         self.num_ahead, self._vocab_size = num_ahead, vocab_size
         self.adapter_slots: NDArray[np.int32] = np.full(max_num_seqs, -1, np.int32)
         self.num_known = np.zeros(max_num_seqs, np.int64)  # leading tokens of each row that `tokens` holds
-        self.samples: Samples  # of the last gathered step
         self._numbers = np.arange(max_num_seqs + 1)
         self._no_forks = np.zeros(max_num_seqs, np.int64)
 
@@ -78,9 +85,9 @@ class SequenceTable:
             self.tokens[row, position] = token
             self.num_known[row] = position + 1
 
-    def gather(self, plan: StepPlan, into: StepArrays[NDArray[Any]]) -> NDArray[np.int64]:
-        """Fill the first entries of `into` with the rows of a plan, after `update`, and set `samples`. Returns the
-        table row of each token [T]."""
+    def gather(self, plan: StepPlan, into: StepArrays[NDArray[Any]]) -> GatheredStep:
+        """Fill the first entries of `into` with the rows of a plan, after `update`. Draft tokens are written to the
+        table."""
         columns = RowColumns.of(plan.rows)
         rows = np.array(columns.row, np.int64)
         computed = np.array(columns.num_computed, np.int64)
@@ -117,18 +124,18 @@ class SequenceTable:
                 into.block_tables[group, :num_seqs, :width] = blocks[:, :width].take(rows, 0)
         if is_decode and columns.each_row_samples_once:
             into.sample_rows[:num_seqs] = self._numbers[:num_seqs]
-            self.samples = Samples(rows, self._no_forks[:num_seqs], seq_lens + self.num_ahead, {})
+            samples = Samples(rows, self._no_forks[:num_seqs], seq_lens + self.num_ahead, {})
         else:
-            self._gather_samples(plan.rows, into, starts, seq_lens)
-        return row_of
+            samples = self._gather_samples(plan.rows, into, starts, seq_lens)
+        return GatheredStep(row_of, samples, self.num_known)
 
     def has_adapters(self, rows: Sequence[int]) -> bool:
-        return bool((self.adapter_slots[rows] >= 0).any())
+        return bool((self.adapter_slots[list(rows)] >= 0).any())  # a tuple would index several dimensions
 
-    def gather_adapters(self, row_of: NDArray[np.int64], into: StepArrays[NDArray[Any]]) -> None:
-        """Fill in the adapter slots of the gathered step's tokens and samples."""
+    def gather_adapters(self, gathered: GatheredStep, into: StepArrays[NDArray[Any]]) -> None:
+        """Fill in the adapter slots of a step's tokens and samples."""
+        row_of, rows = gathered.row_of, gathered.samples.rows
         into.adapter_slots[: len(row_of)] = self.adapter_slots[row_of]
-        rows = self.samples.rows
         into.sample_adapter_slots[: len(rows)] = self.adapter_slots[rows]
 
     def append(self, samples: Samples, tokens: NDArray[np.int64]) -> None:
@@ -169,9 +176,9 @@ class SequenceTable:
         into: StepArrays[NDArray[Any]],
         starts: NDArray[np.int32],
         seq_lens: NDArray[np.int64],
-    ) -> None:
-        """Set the samples of a plan: one after each of a row's last `num_sampled_positions` tokens, but
-        `num_last_samples` after the last one."""
+    ) -> Samples:
+        """Return the samples of a plan, and fill `sample_rows`: one sample after each of a row's last
+        `num_sampled_positions` tokens, but `num_last_samples` after the last one."""
         num_samples = np.array([planned.num_samples for planned in rows], np.int64)
         num_sampled_positions = np.array([planned.num_sampled_positions for planned in rows], np.int64)
         firsts = np.cumsum(num_samples) - num_samples
@@ -181,7 +188,7 @@ class SequenceTable:
         forks = np.maximum(numbers - last, 0)
         behind = last - np.minimum(numbers, last)  # tokens between the sampled position and the row's last one
         into.sample_rows[: len(numbers)] = np.repeat(starts[1:] - 1, num_samples) - behind
-        self.samples = Samples(
+        return Samples(
             np.repeat(np.array([planned.row for planned in rows], np.int64), num_samples),
             forks,
             np.repeat(seq_lens + self.num_ahead, num_samples) - behind,

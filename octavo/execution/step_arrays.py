@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ALIGNMENT = 64  # bytes, of each array: a cache line
+_SHAPE_DIMS = {"tokens", "seqs", "samples", "updates", "media"}  # of `StepShape`
 UPDATES_PER_DECODE = 2  # a decode changes at most two entries of a group's block tables: a new block and a copied one
 
 _A = TypeVar("_A")
@@ -22,52 +23,57 @@ _A = TypeVar("_A")
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The sizes of a step's arrays. Groups, blocks and the width of media are constant in an engine."""
+    """The sizes of one step's arrays."""
 
     tokens: int
     seqs: int
     samples: int
     updates: int  # changed entries of the device's block tables
+    media: int = 0  # tokens whose embeddings are replaced by media rows
+    adapted: bool = False  # whether rows may have adapters; a step without any skips them
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """An engine's largest step, and the sizes that are equal in all of its steps."""
+
+    largest: StepShape  # the maximum of each field; `media` is 0 and `adapted` False in engines without them
     groups: int = 1  # cache groups
     blocks: int = 0  # entries of the longest block table, if the host gathers the step's tables
-    media: int = 0  # tokens whose embeddings are replaced by media rows
     media_width: int = 0  # elements of a media row; 0 if the model takes no media
     media_parts: int = 1  # rows of a media token: the first replaces its embedding, layers add the others
     axes: int = 0  # position axes of a token besides its place in the sequence
     sees_ahead: bool = False  # whether tokens may see later ones
     crosses: bool = False  # whether tokens attend to an encoder's output
     hidden_in_bytes: int = 0  # bytes of a token's hidden state from the stage before
-    adapted: bool = False  # whether rows may have adapters; a step without any skips them
     # Of models that pool: whether a step computes whole "texts", or "parts" of prompts.
     pools: Literal["", "texts", "parts"] = ""
 
-    @classmethod
-    def empty(cls, groups: int) -> StepShape:
-        """Return the shape of a step without tokens."""
-        return cls(0, 0, 0, 0, groups)
-
-    def extent(self, name: str) -> int:
-        if name == "bounds":
-            return self.seqs + 1
-        if name == "media_tokens":
-            return self.tokens if self.media_width else 0
-        if name == "tokens_ahead":
-            return self.tokens if self.sees_ahead else 0
-        if name == "cross_mask_tokens":
-            return self.tokens if self.crosses else 0
-        if name == "hidden_in_tokens":
-            return self.tokens if self.hidden_in_bytes else 0
-        if name in ("adapted_tokens", "adapted_samples"):
-            return int(getattr(self, name.removeprefix("adapted_"))) if self.adapted else 0
-        return int(getattr(self, name))
+    def extent(self, shape: StepShape, dim: str) -> int:
+        """Return the length of a dimension (`array_of`) in a step of a shape."""
+        if dim in _SHAPE_DIMS:
+            return int(getattr(shape, dim))
+        if dim == "bounds":
+            return shape.seqs + 1
+        if dim == "media_tokens":
+            return shape.tokens if self.media_width else 0
+        if dim == "tokens_ahead":
+            return shape.tokens if self.sees_ahead else 0
+        if dim == "cross_mask_tokens":
+            return shape.tokens if self.crosses else 0
+        if dim == "hidden_in_tokens":
+            return shape.tokens if self.hidden_in_bytes else 0
+        if dim in ("adapted_tokens", "adapted_samples"):
+            return int(getattr(shape, dim.removeprefix("adapted_"))) if shape.adapted else 0
+        return int(getattr(self, dim))
 
 
 def array_of(*dims: str, dtype: type[np.generic], padding: int | str = 0) -> Any:
     """Declare a field of `StepArrays`: its dimensions, its type, and its padding, which is a number or the name of a
-    field of `Padding`. Dimensions are named by `StepShape`'s fields, and these: "bounds" is the sequences plus one. The
-    others are the tokens or samples of certain models or steps, otherwise 0: "media_tokens" if the model takes media,
-    "tokens_ahead" if tokens see later ones, "cross_mask_tokens" with cross attention, "hidden_in_tokens" in stages
-    after the first, "adapted_tokens" and "adapted_samples" in steps with adapters."""
+    field of `Padding`. Dimensions are named by fields of `StepShape` and `StepLimits`, and these: "bounds" is the
+    sequences plus one. The others are the tokens or samples of certain models or steps, otherwise 0: "media_tokens" if
+    the model takes media, "tokens_ahead" if tokens see later ones, "cross_mask_tokens" with cross attention,
+    "hidden_in_tokens" in stages after the first, "adapted_tokens" and "adapted_samples" in steps with adapters."""
     return field(metadata={"dims": dims, "dtype": np.dtype(dtype), "padding": padding})
 
 
@@ -131,12 +137,12 @@ _FIELDS = tuple((f.name, f.metadata["dims"], f.metadata["dtype"], f.metadata["pa
 class StepLayout:
     """The places of the arrays of a step of up to `shape` in a buffer of bytes."""
 
-    def __init__(self, shape: StepShape) -> None:
+    def __init__(self, limits: StepLimits, shape: StepShape) -> None:
         self.shape = shape
         self._places: list[tuple[int, int, np.dtype[Any], tuple[int, ...]]] = []  # offset, bytes, type, dimensions
         end = 0
         for _, dims, dtype, _ in _FIELDS:
-            dimensions = tuple(shape.extent(name) for name in dims)
+            dimensions = tuple(limits.extent(shape, dim) for dim in dims)
             num_bytes = prod(dimensions) * dtype.itemsize
             self._places.append((end, num_bytes, dtype, dimensions))
             end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -154,8 +160,14 @@ class StepLayout:
         )
 
 
-def pad(arrays: StepArrays[NDArray[Any]], used: StepShape, values: Padding) -> None:
+def pad(arrays: StepArrays[NDArray[Any]], limits: StepLimits, used: StepShape, values: Padding) -> None:
     """Fill the arrays after their `used` entries with padding."""
     for name, dims, _, padding in _FIELDS:
         value = padding if isinstance(padding, int) else getattr(values, padding)
-        getattr(arrays, name)[..., used.extent(dims[-1]) :] = value
+        getattr(arrays, name)[..., limits.extent(used, dims[-1]) :] = value
+
+
+def clear(arrays: StepArrays[NDArray[Any]], values: Padding) -> None:
+    """Fill the arrays with padding: a step with them changes nothing."""
+    for name, _, _, padding in _FIELDS:
+        getattr(arrays, name)[...] = padding if isinstance(padding, int) else getattr(values, padding)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from octavo.execution.device import Device
-from octavo.execution.step_arrays import StepArrays, StepLayout, StepShape
+from octavo.execution.step_arrays import StepArrays, StepLayout, StepLimits
 from octavo.execution.submitted_step import StagingBuffer
 from octavo.ops import Array
 
@@ -14,13 +14,13 @@ _NUM_STAGING_BUFFERS_AHEAD = 3
 
 
 class StepBuffers:
-    """The buffers for steps of up to `max_shape`. If the device shares the host's memory, staging buffer and inputs are
+    """The buffers for steps within `limits`. If the device shares the host's memory, staging buffer and inputs are
     the same."""
 
-    def __init__(self, device: Device, max_shape: StepShape) -> None:
-        self._device, num_bytes = device, StepLayout(max_shape).num_bytes
+    def __init__(self, device: Device, limits: StepLimits) -> None:
+        self._device, num_bytes = device, StepLayout(limits, limits.largest).num_bytes
         self.staging = [
-            StagingBuffer(i, device.pinned([num_bytes], "uint8"), device.pinned([max_shape.samples], "int64"))
+            StagingBuffer(i, device.pinned([num_bytes], "uint8"), device.pinned([limits.largest.samples], "int64"))
             for i in range(_NUM_STAGING_BUFFERS_AHEAD if device.runs_ahead else 1)
         ]
         self._device_inputs = device.upload_target(self.staging[0].inputs)

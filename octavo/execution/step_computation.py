@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.execution.device import Device, StepOutputs
+from octavo.execution.device import Device, ModelOutputs
 from octavo.execution.device_tables import DeviceTables
 from octavo.execution.stage_links import StageLinks
-from octavo.execution.step_arrays import StepArrays, StepShape
+from octavo.execution.step_arrays import StepArrays, StepLimits
 from octavo.models.registry import CrossModel, Model, PoolingModel, StageModel
 from octavo.ops import Array, DeviceOps, LayerKVCache, Ops
 from octavo.step_batch import GroupTables, StepBatch
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 
 class StepComputation:
-    """A `StepModel` (`octavo.execution.device`) for steps with the arrays of `max_shape`. `tables` are for devices with
+    """A `StepModel` (`octavo.execution.device`) for steps within `limits`. `tables` are for devices with
     memory of their own, `adapters` for models that are served with adapters."""
 
     caches: Sequence[LayerKVCache]  # by layer; set before anything is computed
 
     def __init__(
-        self, model: Model, ops: Ops, device: Device, max_shape: StepShape, tables: DeviceTables | None,
+        self, model: Model, ops: Ops, device: Device, limits: StepLimits, tables: DeviceTables | None,
         links: StageLinks, adapters: AdaptedOps | None,
     ) -> None:  # fmt: skip
-        self._model, self._ops, self._device, self._max_shape = model, ops, device, max_shape
+        self._model, self._ops, self._device, self._limits = model, ops, device, limits
         self._tables, self._links, self._adapters = tables, links, adapters
-        self._hidden_in_dtype = cast(StageModel, model).residual_dtype if max_shape.hidden_in_bytes else ""
+        self._hidden_in_dtype = cast(StageModel, model).residual_dtype if limits.hidden_in_bytes else ""
         self.aux_hidden_states: AuxHiddenStates | None = None  # for draft heads that read other layers than the last
 
     def hidden(self, inputs: StepArrays[Array]) -> tuple[Array, Array]:
@@ -49,7 +49,7 @@ class StepComputation:
         """`StepModel.logits`."""
         if self._links.next is not None:
             return hidden, hidden  # placeholders: only the last stage computes logits
-        if self._max_shape.pools:
+        if self._limits.pools:
             vectors = cast(PoolingModel, self._model).pool(hidden, inputs.pool_starts, inputs.sample_rows)
             return vectors, vectors
         with self._using_adapters(inputs.sample_adapter_slots):
@@ -62,12 +62,12 @@ class StepComputation:
         with self._using_adapters(inputs.adapter_slots[begin:end]):
             return self._model.logits(hidden[begin:end])
 
-    def outputs(self, inputs: StepArrays[Array], num_samples: int) -> StepOutputs:
+    def outputs(self, inputs: StepArrays[Array], num_samples: int) -> ModelOutputs:
         """Compute the whole step, call by call."""
         hidden, features = self.hidden(inputs)
         if not num_samples or self._links.next is not None:
-            return StepOutputs(hidden, features, hidden[:0], hidden[:0])
-        return StepOutputs(hidden, features, *self.logits(inputs, hidden))
+            return ModelOutputs(hidden, features, hidden[:0], hidden[:0])
+        return ModelOutputs(hidden, features, *self.logits(inputs, hidden))
 
     def write_encoder_kv(
         self, rows: NDArray[Any], slots: NDArray[np.int64], adapter_slots: NDArray[np.int32] | None = None
@@ -90,17 +90,17 @@ class StepComputation:
             query_start_loc=inputs.query_start_loc,
             seq_lens=inputs.seq_lens,
             sample_rows=inputs.sample_rows,
-            groups=tuple(GroupTables(inputs.slot_mapping[g], tables[g]) for g in range(self._max_shape.groups)),
-            media_rows=inputs.media_rows if self._max_shape.media else None,
-            media_indices=inputs.media_indices if self._max_shape.media else None,
+            groups=tuple(GroupTables(inputs.slot_mapping[g], tables[g]) for g in range(self._limits.groups)),
+            media_rows=inputs.media_rows if self._limits.largest.media else None,
+            media_indices=inputs.media_indices if self._limits.largest.media else None,
             cross_lens=inputs.cross_lens,
             cross_mask=inputs.cross_mask,
             token_types=inputs.token_types,
             hidden_in=self._device.view(inputs.hidden_in, self._hidden_in_dtype)
-            if self._max_shape.hidden_in_bytes
+            if self._limits.hidden_in_bytes
             else None,
-            axis_positions=inputs.axis_positions if self._max_shape.axes else None,
-            key_ends=inputs.key_ends if self._max_shape.sees_ahead else None,
+            axis_positions=inputs.axis_positions if self._limits.axes else None,
+            key_ends=inputs.key_ends if self._limits.sees_ahead else None,
         )
 
     def _using_adapters(self, slots: Array) -> AbstractContextManager[None]:

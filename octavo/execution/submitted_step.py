@@ -38,18 +38,26 @@ class CapturedEntry:
     layout: StepLayout
     inputs: StepArrays[Array]
     staged: list[StepArrays[NDArray[Any]]]
-    replayable: CapturedStep
+    graph: CapturedStep  # a CUDA graph, or the CPU's program
 
 
 class SubmittedStep:
     """A step that was submitted to the device."""
 
-    def __init__(self, runner: Runner, plan: StepPlan, staging: StagingBuffer, samples: Samples) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        plan: StepPlan,
+        staging: StagingBuffer,
+        samples: Samples,
+        row_generation: NDArray[np.int64],
+    ) -> None:
+        """`row_generation` [N]: how many sequences have had the row of each sample."""
         self._runner = runner
         self.plan = plan
         self.staging = staging
         self.samples = samples
-        self.row_generation = runner.row_generation[samples.rows]
+        self.row_generation = row_generation
         self.done: Event | None = None  # reached when the device has computed the step
         # Set in the stream.
         self.sampled: SampledTokens | None = None

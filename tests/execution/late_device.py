@@ -20,8 +20,8 @@ from torch import Tensor
 
 from octavo.config import CacheConfig
 from octavo.execution.cuda_device import becomes, shapes_to_capture
-from octavo.execution.device import Event, StepModel, StepOutputs
-from octavo.execution.step_arrays import StepArrays, StepShape
+from octavo.execution.device import Event, ModelOutputs, StepModel
+from octavo.execution.step_arrays import StepArrays, StepLimits, StepShape
 
 
 class LateEvent:
@@ -89,7 +89,7 @@ class LateStep:
 
     def __init__(self, device: LateDevice, model: StepModel, inputs: StepArrays[Any]) -> None:
         self._device, self._model, self._inputs = device, model, inputs
-        self.outputs = StepOutputs(*(tensor.clone() for tensor in self._compute()))  # not of what is uploaded
+        self.outputs = ModelOutputs(*(tensor.clone() for tensor in self._compute()))  # not of what is uploaded
 
     def _compute(self) -> tuple[Any, Any, Any, Any]:
         with torch.inference_mode():
@@ -159,8 +159,8 @@ class LateDevice:
         source, target = (x if isinstance(x, Tensor) else torch.from_numpy(x) for x in (source, target))
         target.copy_(source)
 
-    def capture_shapes(self, max_shape: StepShape) -> list[StepShape]:
-        return shapes_to_capture(max_shape)
+    def capture_shapes(self, limits: StepLimits) -> list[StepShape]:
+        return shapes_to_capture(limits)
 
     def can_replay(self, captured: StepShape, used: StepShape) -> bool:
         return becomes(used, captured)
@@ -188,7 +188,7 @@ class LateDevice:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def _tensors(outputs: StepOutputs) -> list[Any]:
+def _tensors(outputs: ModelOutputs) -> list[Any]:
     return [outputs.hidden, outputs.features, outputs.logits, outputs.argmax_tokens]
 
 

@@ -15,7 +15,7 @@ from transformers import BertConfig, PreTrainedConfig, Qwen3Config
 from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.execution.cuda_device import shapes_to_capture
-from octavo.execution.step_arrays import StepShape
+from octavo.execution.step_arrays import StepLimits, StepShape
 from octavo.pooling_params import PoolingParams
 from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.sampling_params import SamplingParams
@@ -123,10 +123,10 @@ def test_a_step_without_memory_ends_its_newest_text_and_no_other(folder: Path, t
 
 
 def test_what_is_captured() -> None:
-    largest = StepShape(4096, 256, 4096, 0, pools="texts")
-    texts = [(shape.tokens, shape.seqs, shape.samples) for shape in shapes_to_capture(largest)]
+    limits = StepLimits(StepShape(4096, 256, 4096, 0), pools="texts")
+    texts = [(shape.tokens, shape.seqs, shape.samples) for shape in shapes_to_capture(limits)]
     assert texts == [
         (128, 64, 128), (256, 128, 256), (512, 256, 512), (1024, 256, 1024), (2048, 256, 2048)
     ]  # fmt: skip
-    parts = shapes_to_capture(replace(largest, pools="parts"))
+    parts = shapes_to_capture(replace(limits, pools="parts"))
     assert [shape.tokens for shape in parts] == [128, 256, 512]

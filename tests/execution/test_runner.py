@@ -20,7 +20,7 @@ from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.execution.cuda_device import becomes, graph_sizes, shapes_to_capture
 from octavo.execution.executor import LocalExecutor
-from octavo.execution.step_arrays import StepShape
+from octavo.execution.step_arrays import StepLimits, StepShape
 from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.sampling_params import SamplingParams
 from tests.execution.late_device import LateDevice
@@ -320,11 +320,12 @@ def test_steps_with_prompts_are_replayed_too(model: Path) -> None:
 
 
 def test_what_is_captured() -> None:
-    shapes = shapes_to_capture(StepShape(8192, 300, 8192, 10**5, 2))
+    shapes = shapes_to_capture(StepLimits(StepShape(8192, 300, 8192, 10**5), groups=2))
     decodes, mixed = shapes[:-3], shapes[-3:]
     assert [shape.tokens for shape in decodes] == graph_sizes(300)
     assert [(shape.tokens, shape.seqs) for shape in mixed] == [(128, 64), (256, 128), (512, 256)]
-    assert [(s.tokens, s.seqs) for s in shapes_to_capture(StepShape(200, 6, 200, 0))[-2:]] == [(128, 6), (200, 6)]
+    few = shapes_to_capture(StepLimits(StepShape(200, 6, 200, 0)))
+    assert [(s.tokens, s.seqs) for s in few[-2:]] == [(128, 6), (200, 6)]
 
     def captured_for(*used: int) -> int:
         return next((shape.tokens for shape in shapes if becomes(StepShape(*used), shape)), 0)

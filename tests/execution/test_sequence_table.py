@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
 from octavo.execution.sequence_table import SequenceTable
-from octavo.execution.step_arrays import Padding, StepArrays, StepLayout, StepShape, pad
+from octavo.execution.step_arrays import Padding, StepArrays, StepLayout, StepLimits, StepShape, pad
 from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec
 from octavo.request import pack_tokens
 from octavo.sampling.sampling_table import Samples
@@ -28,7 +28,8 @@ GROUPS = (
     CacheGroup(LayerCacheSpec("full", 2, 16, 16), (0, 2), 0),
     CacheGroup(LayerCacheSpec("window", 2, 16, 16, window=8), (1, 3), 0),
 )
-LAYOUT = StepLayout(StepShape(MAX_TOKENS, MAX_SEQS, MAX_TOKENS, 0, len(GROUPS), MAX_BLOCKS))
+LARGEST = StepShape(MAX_TOKENS, MAX_SEQS, MAX_TOKENS, 0)
+LAYOUT = StepLayout(StepLimits(LARGEST, len(GROUPS), MAX_BLOCKS), LARGEST)
 Tables = dict[int, list[list[int]]]  # by row, then by group
 
 
@@ -86,7 +87,7 @@ def naive_samples(plan: StepPlan) -> list[tuple[int, int, int]]:
 
 def assert_equal(t: SequenceTable, plan: StepPlan, tokens: dict[int, list[int]], blocks: Tables) -> None:
     found = arrays()
-    row_of = t.gather(plan, found)
+    row_of, samples, _ = t.gather(plan, found)
     expected = naive(plan, tokens, blocks)
     for name, values in expected.items():
         length = len(values[0]) if name == "slot_mapping" else len(values)
@@ -96,7 +97,6 @@ def assert_equal(t: SequenceTable, plan: StepPlan, tokens: dict[int, list[int]],
         for group in range(len(GROUPS)):
             assert found.block_tables[group, s, :used].tolist() == blocks[planned.row][group][:used]
     assert row_of.tolist() == [planned.row for planned in plan.rows for _ in range(planned.num_tokens)]
-    samples = t.samples
     columns = samples.rows, samples.forks, samples.lengths
     assert list(zip(*(column.tolist() for column in columns), strict=True)) == naive_samples(plan)
 
@@ -167,19 +167,19 @@ def test_tokens_behind_a_wrong_guess_do_not_stand() -> None:
     t = table()
     t.update(StepPlan(admissions=[admission(0, [1, 2, 3], [[4], [4]]), admission(1, [7], [[5], [5]])]))
     plan = StepPlan(rows=[PlannedRow(0, 2, 4, 4, draft_tokens=(8, 9, 10)), PlannedRow(1, 0, 1, 1)])
-    t.gather(plan, arrays())
+    samples = t.gather(plan, arrays()).samples
     tokens = np.array([8, 6, 5, 4, 3])
-    stands = t.samples.valid(tokens)
+    stands = samples.valid(tokens)
     assert stands.tolist() == [True, True, False, False, True]
-    samples = t.samples
     t.append(Samples(samples.rows[stands], samples.forks[stands], samples.lengths[stands]), tokens[stands])
     assert t.tokens[0, :5].tolist() == [1, 2, 3, 8, 6]
     assert t.num_known[:2].tolist() == [5, 2]
 
 
 def test_a_layout_gives_each_array_bytes_of_its_own_and_pads_what_lies_behind_a_step() -> None:
-    shape = StepShape(7, 5, 6, 4, groups=2)
-    layout = StepLayout(shape)
+    largest = StepShape(7, 5, 6, 4)
+    limits = StepLimits(largest, groups=2)
+    layout = StepLayout(limits, largest)
     buffer = np.full(layout.num_bytes, 0xA5, np.uint8)
     found = layout.on_host(buffer)
     values = {field.name: 10 + i for i, field in enumerate(fields(StepArrays))}
@@ -190,7 +190,7 @@ def test_a_layout_gives_each_array_bytes_of_its_own_and_pads_what_lies_behind_a_
     on_device = layout.on_device(torch.from_numpy(buffer), lambda array, dtype: array.view(getattr(torch, dtype)))
     for name, value in values.items():
         assert (getattr(on_device, name) == value).all()
-    pad(found, StepShape(3, 2, 1, 0, groups=2), Padding(num_tokens=3, no_row=9, no_place=99))
+    pad(found, limits, StepShape(3, 2, 1, 0), Padding(num_tokens=3, no_row=9, no_place=99))
     slot, owner = values["slot_mapping"], values["seq_table_rows"]
     assert found.slot_mapping.tolist() == [[slot, slot, slot, -1, -1, -1, -1]] * 2
     assert found.query_start_loc[3:].tolist() == [3, 3, 3]
@@ -202,7 +202,7 @@ def test_a_layout_gives_each_array_bytes_of_its_own_and_pads_what_lies_behind_a_
 def test_each_guess_leaves_its_state_in_a_block_of_its_own() -> None:
     groups = (*GROUPS[:1], CacheGroup(LayerCacheSpec("state", num_bytes=64), (1,), 1))
     t = SequenceTable(MAX_SEQS, MAX_LEN, SIZE, groups)
-    layout = StepLayout(StepShape(MAX_TOKENS, MAX_SEQS, MAX_TOKENS, 0, len(groups), t.max_blocks))
+    layout = StepLayout(StepLimits(LARGEST, len(groups), t.max_blocks), LARGEST)
     found = layout.on_host(np.zeros(layout.num_bytes, np.uint8))
     plan = StepPlan(
         admissions=[admission(row, [7] * 9, [[0, 1, 2], [10 * row + 1]]) for row in range(3)],
