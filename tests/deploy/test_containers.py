@@ -17,7 +17,10 @@ from typing import Any
 import pytest
 import yaml
 
+from octavo.entrypoints.cli import gateway
 from octavo.entrypoints.cli.serve import parse_args
+from octavo.gateway.catalogue import read_catalogue
+from octavo.gateway.discovery import DnsName, read_source
 from octavo.version import __version__
 from tests.ports import held_port
 from tests.waiting import wait_until, within
@@ -94,12 +97,34 @@ def test_example_settings_are_all_read() -> None:
         assert set(re.findall(r"^(\w+)=", example.read_text(), re.MULTILINE)) == read
 
 
-def test_the_server_takes_the_flags_of_the_compose_files() -> None:
+def test_the_server_and_the_gateway_take_the_flags_of_the_compose_files() -> None:
+    read = []
     for path in COMPOSE:
         for service in yaml.safe_load(path.read_text())["services"].values():
             if "octavo" in service.get("image", "") and "command" in service:
                 flags = [VARIABLE.sub(lambda found: found[2] or "", str(flag)) for flag in service["command"]]
-                parse_args(flags, "octavo serve")
+                read.append(service.get("entrypoint", ["octavo", "serve"]))
+                if read[-1] == ["octavo", "gateway"]:
+                    args = gateway.make_parser("octavo gateway").parse_args(flags)
+                    listens = {args.port: args.host or "0.0.0.0", args.admin_port: args.admin_host}
+                    published = [int(port.rpartition(":")[2]) for port in service["ports"]]
+                    assert [listens[port] for port in published] == ["0.0.0.0"] * len(published)
+                else:
+                    parse_args(flags, "octavo serve")
+    assert ["octavo", "gateway"] in read and {*map(tuple, read)} <= {("octavo", "gateway"), ("octavo", "serve")}
+
+
+def test_the_gateway_finds_the_services_of_its_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = DEPLOY / "compose" / "gateway"
+    services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
+    for name in services["gateway"]["environment"]:
+        monkeypatch.setenv(name, "k")
+    models = read_catalogue(str(folder / "models.yaml")).models
+    for name, entry in models.items():
+        assert f"--served-model-name={name}" in services[name]["command"]
+        assert read_source(entry.discover or "") == DnsName(name, 8000)
+        assert entry.api_key_env in services["gateway"]["environment"]
+        assert f"${{{entry.api_key_env}:?" in services[name]["environment"]["OCTAVO_API_KEY"]
 
 
 def test_alertmanager_takes_its_settings() -> None:
