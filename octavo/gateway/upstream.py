@@ -24,6 +24,7 @@ CONNECT_TIMEOUT_S = 10.0
 _PRIVATE_NAMES = (".local", ".lan", ".internal", ".svc", ".cluster.local")  # ends of names of private networks
 IDLE_S = 4.0  # less than uvicorn's 5 s: servers close their idle connections later than we do
 MAX_HELD_BYTES = 256 * 1024  # of an answer, not yet passed on; then the replica waits
+MAX_HEAD_BYTES = 256 * 1024  # received before an answer's head is complete, interim answers included
 # Of one hop: RFC 9110, section 7.6.1.
 HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding",
                         b"upgrade", b"proxy-authorization", b"proxy-authenticate"})  # fmt: skip
@@ -264,7 +265,7 @@ class _Connection(asyncio.Protocol):
         self._idle, self._others = idle, others
         self._answer: Answer | None = None
         self._parser: httptools.HttpResponseParser | None = None
-        self._has_begun = False  # a byte of the answer has come
+        self._num_head_bytes = 0  # received before the answer's head was complete
         self._has_head = False
         self._ends_with_connection = self._keeps_alive = False
         self._num_requests = 0
@@ -282,7 +283,8 @@ class _Connection(asyncio.Protocol):
         """Send a request's bytes, and return the answer once its head has come. Raises `UpstreamError`."""
         answer = self._answer = Answer(self, timeout_s)
         self._parser = httptools.HttpResponseParser(self)
-        self._has_begun = self._has_head = self._ends_with_connection = self._keeps_alive = False
+        self._has_head = self._ends_with_connection = self._keeps_alive = False
+        self._num_head_bytes = 0
         self._num_requests += 1
         try:
             self._transport.write(message)
@@ -322,11 +324,15 @@ class _Connection(asyncio.Protocol):
         if answer is None or answer.is_whole or self._parser is None:
             self.abort()  # bytes without a request
             return
-        self._has_begun = True
+        if not self._has_head:
+            self._num_head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             answer.fail(UpstreamError(f"the replica spoke no HTTP: {error}"))
+            self._transport.abort()
+        if not self._has_head and self._num_head_bytes > MAX_HEAD_BYTES:
+            answer.fail(UpstreamError(f"the head of the replica's answer has more than {MAX_HEAD_BYTES} bytes"))
             self._transport.abort()
         answer.deliver()
 
@@ -340,39 +346,51 @@ class _Connection(asyncio.Protocol):
         if self._ends_with_connection and exc is None:
             answer.is_whole = True
             answer.wake()
-        elif self._num_requests > 1 and not self._has_begun:
+        elif self._num_requests > 1 and not self._num_head_bytes:
             answer.fail(_StaleError("the connection had been closed"))
         else:
             answer.fail(UpstreamError("the replica hung up"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._answer is not None and not self._has_head:  # later ones are trailers
-            self._answer.headers.append((name.lower(), value))
+        if (answer := self._open_answer()) is not None and not self._has_head:  # later ones are trailers
+            answer.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
         status = self._parser.get_status_code()
-        if self._answer is None:
+        if (answer := self._open_answer()) is None:
             return
         if not 100 <= status < 600:
-            self._answer.fail(UpstreamError(f"the replica spoke no HTTP: status {status}"))
+            answer.fail(UpstreamError(f"the replica spoke no HTTP: status {status}"))
             return
         if status < 200:  # interim
-            self._answer.headers.clear()
+            answer.headers.clear()
             return
-        self._answer.status = status
+        if answer.header(b"content-encoding").strip().lower() not in (b"", b"identity"):
+            # Neither its events and usage could be read, nor could every client.
+            answer.fail(UpstreamError("the replica has compressed its answer, although it was asked not to"))
+            return
+        answer.status = status
         self._has_head = True
-        names = {name for name, _ in self._answer.headers}
+        names = {name for name, _ in answer.headers}
         self._ends_with_connection = not names & {b"content-length", b"transfer-encoding"}
-        self._answer.wake()
+        answer.wake()
 
     def on_body(self, data: bytes) -> None:
-        if self._answer is not None:
-            self._answer.add(data)
+        if (answer := self._open_answer()) is not None:
+            answer.add(data)
 
     def on_message_complete(self) -> None:
-        if self._answer is not None and self._has_head:
+        if (answer := self._open_answer()) is not None and self._has_head:
             assert self._parser is not None
             self._keeps_alive = self._parser.should_keep_alive()
-            self._answer.is_whole = True
-            self._answer.wake()
+            answer.is_whole = True
+            answer.wake()
+
+    def _open_answer(self) -> Answer | None:
+        """Return the answer that is being received. Bytes behind its end are another answer, to no request: they end
+        the connection once this answer is done with."""
+        if self._answer is None or not self._answer.is_whole:
+            return self._answer
+        self._keeps_alive = False
+        return None

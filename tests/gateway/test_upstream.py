@@ -91,6 +91,51 @@ def test_a_body_that_breaks_off_is_an_error_after_what_had_come(clock: Clock, be
     run_with(clock, behave, work)
 
 
+def test_a_second_answer_to_one_request_is_no_part_of_the_first(clock: Clock) -> None:
+    whole = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nabcde\r\n0\r\n\r\n"
+
+    async def behave(asked: Asked) -> None:
+        asked.writer.write(whole + b"HTTP/1.1 404 X\r\nx: y\r\ncontent-length: 5\r\n\r\nOTHER")
+
+    async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
+        for number in (1, 2):
+            answer = await upstream.send("GET", b"/x", [], b"")
+            assert await answer.read_all(100) == b"abcde" and await answer.read() == b""
+            assert (answer.status, answer.header(b"x")) == (200, b"")
+            answer.close()
+            assert server.num_connections == number, "its connection is not kept"
+
+    run_with(clock, behave, work)
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nx: ", b"HTTP/1.1 200 OK\r\n", b""])
+def test_a_head_without_an_end_is_bounded(clock: Clock, head: bytes) -> None:
+    async def behave(asked: Asked) -> None:
+        line = b"y" * 1000 + (b"" if head.endswith(b" ") else b": z\r\n")
+        asked.writer.write(head + (line if head else b"HTTP/1.1 102 X\r\n\r\n") * 16000)
+
+    async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
+        with pytest.raises(UpstreamError, match="more than 262144 bytes"):
+            await upstream.send("GET", b"/x", [], b"")
+
+    run_with(clock, behave, work)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "identity"])
+def test_an_answer_that_is_compressed_unasked_is_a_fault(clock: Clock, encoding: str) -> None:
+    async def behave(asked: Asked) -> None:
+        asked.reply(b"abcde", content_encoding=encoding)
+
+    async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
+        if encoding == "identity":
+            (await upstream.send("GET", b"/x", [], b"")).close()
+            return
+        with pytest.raises(UpstreamError, match="compressed"):
+            await upstream.send("GET", b"/x", [], b"")
+
+    run_with(clock, behave, work)
+
+
 def test_a_kept_connection_that_was_closed_is_replaced(clock: Clock) -> None:
     closing = asyncio.Event()
 
