@@ -26,6 +26,8 @@ from octavo.gateway.request_body import parse, reason_of
 logger = logging.getLogger("octavo.gateway")
 
 _MAX_BODY_BYTES = 1 << 20
+_MAX_EXPIRY = 1e11  # seconds: the year 5138; milliseconds are more
+_MAX_PRIORITY = 2**31 - 1  # that servers take
 
 
 class AdminApp:
@@ -94,14 +96,21 @@ class AdminApp:
         raise RequestError(f"Invalid URL ({method} /{'/'.join(way):.200})", status=404)
 
     async def _usage(self, query: dict[str, str]) -> tuple[bytes, bytes]:
+        if unknown := query.keys() - {"since", "until", "format"}:
+            raise RequestError(f"/usage takes since, until and format, got {min(unknown):.200}.", param="query")
+        write = {"csv": _as_csv, "json": _as_json}.get(query.get("format", "json"))
+        if write is None:
+            raise RequestError("format must be csv or json.", param="format")
         try:
-            rows = await self._store.usage(
-                day_number(query.get("since", "1970-01-01")), day_number(query.get("until", "9999-01-01"))
+            since, until = (
+                day_number(query.get(name, default))
+                for name, default in (("since", "1970-01-01"), ("until", "9999-01-01"))
             )
         except ValueError:
             raise RequestError("since and until are days such as 2026-11-27.", param="since") from None
-        write = _as_csv if query.get("format") == "csv" else _as_json
-        return await asyncio.to_thread(write, rows)
+        if since > until:
+            raise RequestError("since must not be after until.", param="since")
+        return await asyncio.to_thread(write, await self._store.usage(since, until))
 
 
 def _settings(body: bytes, before: KeySettings | None = None) -> KeySettings:
@@ -111,9 +120,20 @@ def _settings(body: bytes, before: KeySettings | None = None) -> KeySettings:
     def read(data: bytes) -> KeySettings:
         settings = known | msgspec.json.decode(data, type=dict[str, Any])
         try:
-            return msgspec.convert(settings, KeySettings)
+            found = msgspec.convert(settings, KeySettings)
         except msgspec.ValidationError as error:
             raise RequestError(f"A key's settings: {reason_of(error, KeySettings)}.") from None
+        # Not in `KeySettings`, as stores may have keys from before these checks.
+        if not found.name.isprintable():  # it is in lines of the log
+            raise RequestError("A key's name must have no control characters.", param="name")
+        if found.expires_at is not None and not 0 <= found.expires_at < _MAX_EXPIRY:
+            raise RequestError(
+                f"expires_at is in seconds since 1970, and {found.expires_at:g} is not between 0 and {_MAX_EXPIRY:g}; "
+                "are these milliseconds?", param="expires_at",
+            )  # fmt: skip
+        if found.priority is not None and abs(found.priority) > _MAX_PRIORITY:
+            raise RequestError(f"priority must be between -{_MAX_PRIORITY} and {_MAX_PRIORITY}.", param="priority")
+        return found
 
     return parse(body, read, "The body must be a JSON object with a key's settings")
 

@@ -681,11 +681,14 @@ def test_keys_of_flags_have_no_limits_and_admins_a_port_of_their_own(clock: Cloc
         for body, says in (
             (b"{", "JSON"), (b"{}", "name"), (b'{"name": "k", "requests_per_day": -1}', "requests_per_day"),
             (b'{"name": "k", "colour": 1}', "colour"), (b'{"name": ' + b"[" * 99_999, "nested"),
+            (b'{"name": "a\\nb"}', "control characters"), (b'{"name": "k", "expires_at": -1}', "expires_at"),
+            (b'{"name": "k", "expires_at": 1795994424000}', "milliseconds"), (b'{"name": "k", "priority": 2147483648}', "priority"),
         ):  # fmt: skip
             refused = await keys.http.post("/keys", content=body)
             assert refused.status_code == 400 and says in refused.json()["error"]["message"]
         assert (await keys.http.get("/keys/none")).status_code == 404
-        assert (await keys.http.get("/usage?since=today")).status_code == 400
+        for query in ("since=today", "format=xml", "from=2026-11-01", "since=2026-12-01&until=2026-11-01"):
+            assert (await keys.http.get(f"/usage?{query}")).status_code == 400, query
         assert (await keys.http.get("/keys")).json() == {"data": []}
 
     with_keys(clock, tmp_path, test, api_key=["plain"])
