@@ -682,7 +682,8 @@ def test_keys_of_flags_have_no_limits_and_admins_a_port_of_their_own(clock: Cloc
             (b"{", "JSON"), (b"{}", "name"), (b'{"name": "k", "requests_per_day": -1}', "requests_per_day"),
             (b'{"name": "k", "colour": 1}', "colour"), (b'{"name": ' + b"[" * 99_999, "nested"),
             (b'{"name": "a\\nb"}', "control characters"), (b'{"name": "k", "expires_at": -1}', "expires_at"),
-            (b'{"name": "k", "expires_at": 1795994424000}', "milliseconds"), (b'{"name": "k", "priority": 2147483648}', "priority"),
+            (b'{"name": "k", "expires_at": 1795994424000}', "milliseconds"),
+            (b'{"name": "k", "priority": 2147483648}', "priority"),
         ):  # fmt: skip
             refused = await keys.http.post("/keys", content=body)
             assert refused.status_code == 400 and says in refused.json()["error"]["message"]
