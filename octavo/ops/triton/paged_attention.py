@@ -56,6 +56,7 @@ from octavo.ops.triton.attention_plan import (
     split_begin,
     split_of,
 )
+from octavo.ops.triton.tiles import LARGE_SHARED
 
 _WORKSPACE_FLOATS = 8 << 20  # sequences without room here are not split
 _MIN_PARTIAL_FLOATS = 16  # the least room that a split of one key/value head takes there
@@ -288,12 +289,13 @@ def _tiles(query: Tensor, cache_dtype: torch.dtype, group: int, is_prefill: bool
     biases, as many biases as scores.
     """
     padded = triton.next_power_of_2(query.shape[2])
-    has_wgmma = launch.capability(query.device) >= (9, 0)
+    major = launch.capability(query.device)[0]
+    has_wgmma = major in LARGE_SHARED
     if query.dtype is torch.float32:  # float32 is for comparisons only: it uses no tensor cores
         return Tiles(max(16, triton.next_power_of_2(group)), 16, 4, 1, 2)
     if padded > 128:
         return Tiles(128 if group > 64 else 64, 32, 8, 2, 1)
-    block_n = (8192 if has_wgmma and not has_biases else 4096) // max(padded, 64)
+    block_n = (8192 if major == 9 and not has_biases else 4096) // max(padded, 64)  # 10.0 would spill with 8192
     num_stages = 2 if block_n == 128 else 3
     unpacks_float8 = cache_dtype.itemsize == 1 and not has_wgmma
     if (is_prefill and has_wgmma) or unpacks_float8 or group > 64:

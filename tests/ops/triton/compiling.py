@@ -1,10 +1,11 @@
 """Compiles the Triton kernels for GPUs that are not there, and reads what the assembler says of the result.
 
-`python -m tests.ops.triton.compiling [CASE ...]` prints a table, or with `--json` what it is made of. A `Case` calls
-the project's own wrappers with tensors as the engine has them, so that each kernel is compiled with the arguments and
-meta-parameters that it is launched with; each module of the folder compile_cases/ is one family of kernels and lists
-its own in `CASES`. That happens in worker processes: they see Triton without its interpreter, behind a driver that
-names the wanted GPU and launches nothing. Tensors are on the CPU and mostly `torch.empty`: nobody reads them.
+`python -m tests.ops.triton.compiling [CASE ...]` prints a table for 8.0, 9.0 and 10.0, or with `--json` what it is made
+of. A `Case` calls the project's own wrappers with tensors as the engine has them, so that each kernel is compiled with
+the arguments and meta-parameters that it is launched with; each module of the folder compile_cases/ is one family of
+kernels and lists its own in `CASES`. That happens in worker processes: they see Triton without its interpreter, behind
+a driver that names the wanted GPU and launches nothing. Tensors are on the CPU and mostly `torch.empty`: nobody reads
+them.
 
 Relied on, alike in Triton 3.6 to 3.9: `triton.runtime.driver.driver.set_active` and the four methods of `Driver`;
 `JITFunction.run(*args, grid, warmup, **kwargs)`, which with `warmup` compiles and returns the kernel; `asm["cubin"]`
@@ -31,13 +32,17 @@ from queue import SimpleQueue
 from typing import Any
 
 CAPABILITIES = (80, 90)
-OTHER_CAPABILITIES = (89,)  # kernels are only compiled for these, and must fit
+OTHER_CAPABILITIES = (89, 100)  # kernels are only compiled for these, and must fit
 _ROOT = Path(__file__).parents[3]
 
 # What one multiprocessor has ("Compute Capabilities" of the CUDA programming guide).
 MULTIPROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}  # of an A100, an L40S, an H100 and a B200
 MAX_SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # of one block
-_SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}  # of all, of which each block takes 1 KiB more than it asks for
+_SHARED_BYTES = {
+    80: 164 << 10,
+    90: 228 << 10,
+    100: 228 << 10,
+}  # of all, of which each block takes 1 KiB more than it asks for
 _REGISTERS, _MAX_WARPS, _MAX_BLOCKS = 65536, 64, 32
 
 
@@ -303,7 +308,11 @@ def _main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     cases = all_cases()
-    wanted = {name: case for name, case in cases.items() if not args.cases or name.startswith(tuple(args.cases))}
+    wanted = {
+        name: replace(case, capabilities=(*case.capabilities, 100))
+        for name, case in cases.items()
+        if not args.cases or name.startswith(tuple(args.cases))
+    }
     compiled, failed = compile_all(wanted)
     if args.json:
         entries = [asdict(c) | {"warps_per_multiprocessor": c.warps_per_multiprocessor} for c in compiled]
