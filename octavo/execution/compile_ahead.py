@@ -1,15 +1,15 @@
 """Compiles a model's kernels while its weights are loaded.
 
-The worker runs `compile_ahead` in a thread. It builds the model a second time with arrays that have no memory
-(`octavo.ops.triton.outline`), and runs the warm-up steps on a device without memory. So the same code decides what is
-compiled and what is launched."""
+The first worker runs `compile_ahead` in a thread, for the first worker of each stage: the others launch the same
+kernels. It builds the model a second time with arrays that have no memory (`octavo.ops.triton.outline`), and runs the
+warm-up steps on a device without memory. So the same code decides what is compiled and what is launched."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from threading import Thread
 from typing import Any, cast
@@ -28,8 +28,9 @@ from octavo.execution.dummy_steps import DummySteps
 from octavo.execution.media_table import MediaTable
 from octavo.execution.runner import Runner, RunnerAdapters
 from octavo.execution.sequence_table import SequenceTable
+from octavo.execution.stage_links import Link, StageLinks
 from octavo.execution.step_arrays import StepArrays, StepLimits, StepShape
-from octavo.execution.worker_group import ALONE, WorkerGroup
+from octavo.execution.worker_group import WorkerGroup
 from octavo.kv_cache.groups import group_layers
 from octavo.layers.tensor_parallel import Shard
 from octavo.loading.file_weights import open_weights
@@ -39,7 +40,7 @@ from octavo.lora.ops import AdaptedOps
 from octavo.models.description import ModelDescription
 from octavo.models.inventory import adaptable_modules
 from octavo.models.registry import build, describe
-from octavo.models.sharding import with_shard
+from octavo.models.sharding import with_shard, with_stage
 from octavo.multimodal.tower import ReceivedRows
 from octavo.ops import AdapterOps, Array, Ops
 
@@ -48,25 +49,19 @@ logger = logging.getLogger(__name__)
 _ROTARY_POSITIONS = 1  # length of the table; no kernel depends on it
 
 
-def start_compile_ahead(
-    config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, worker_group: WorkerGroup = ALONE
-) -> Thread:
+def start_compile_ahead(config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops) -> Thread:
     """Start a thread that runs `compile_ahead`, for the caller's device."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     thread = Thread(
-        target=compile_ahead,
-        args=(config, description, weights, ops, worker_group, device),
-        name="compile",
-        daemon=True,
-    )
+        target=compile_ahead, args=(config, description, weights, ops, device), name="compile", daemon=True
+    )  # fmt: skip
     thread.start()
     return thread
 
 
 def compile_ahead(
-    config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, worker_group: WorkerGroup = ALONE,
-    device: int | None = None,
-) -> None:  # fmt: skip
+    config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, device: int | None = None
+) -> None:
     """Compile the kernels that `DummySteps.warm_up` will launch. Kernels that fail here are compiled, or fail, when
     they are launched."""
     from octavo.ops.triton.outline import compiling
@@ -76,7 +71,7 @@ def compile_ahead(
         torch.cuda.set_device(device)
     try:
         with compiling(len(os.sched_getaffinity(0))):
-            DummySteps(outline_runner(config, description, weights, ops, worker_group)).warm_up()
+            _warm_up_stages(config, description, weights, ops)
     except Exception as e:  # missing kernels are compiled when they are launched
         logger.info("kernels are compiled as they are launched (%s: %s)", type(e).__name__, str(e).splitlines()[:1])
         return
@@ -84,8 +79,7 @@ def compile_ahead(
 
 
 def compile_model(config: EngineConfig) -> None:
-    """Compile the kernels that a start with `config` would launch, for Triton's current device. Of several workers that
-    share each layer these are the first one's, which the others launch too."""
+    """Compile the kernels that a start with `config` would launch, for Triton's current device."""
     from octavo.ops import load_cuda
     from octavo.ops.cuda_collectives import absent_group
     from octavo.ops.triton.outline import compiling
@@ -105,19 +99,34 @@ def compile_model(config: EngineConfig) -> None:
     )  # fmt: skip
     try:
         with compiling(len(os.sched_getaffinity(0))), absent_group(size):
-            DummySteps(outline_runner(config, description, weights, load_cuda())).warm_up()
+            _warm_up_stages(config, description, weights, load_cuda())
     finally:
         weights.close()
 
 
-def outline_runner(
-    config: EngineConfig,
-    description: ModelDescription,
-    weights: Weights | None,
-    ops: Ops,
-    worker_group: WorkerGroup = ALONE,
-) -> Runner:
-    """Return a runner of the model; the calling thread must be outlining."""
+def _warm_up_stages(config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops) -> None:
+    for runner in outline_runners(config, description, weights, ops):
+        DummySteps(runner).warm_up()
+
+
+def outline_runners(
+    config: EngineConfig, description: ModelDescription, weights: Weights | None, ops: Ops
+) -> Iterator[Runner]:
+    """Yield the runner of each stage's first worker; the calling thread must be outlining. `description` may be that of
+    one stage."""
+    for layers in config.stages(description):
+        yield _outline_runner(config, with_stage(description, layers), weights, ops)
+
+
+class _OutlineGroup(WorkerGroup):
+    """The group of a stage's first worker. No step uses its links."""
+
+    def __init__(self, stage: ModelDescription) -> None:
+        link = cast(Link, self)
+        self.links = StageLinks(None if stage.is_first_stage else link, None if stage.is_last_stage else link)
+
+
+def _outline_runner(config: EngineConfig, description: ModelDescription, weights: Weights | None, ops: Ops) -> Runner:
     limits, device = config.scheduler, OutlineDevice()
     recorded = RecordingWeights(config.model.dtype, weights)
     adapted = None if config.lora is None else AdaptedOps(cast(AdapterOps, ops))
@@ -138,7 +147,7 @@ def outline_runner(
         adapters = RunnerAdapters(adapted, AdapterStore(model.matrices, adapted, config, device, others=others))
     runner = Runner(
         model, ops, device, table, limits.max_num_batched_tokens, pooling=config.model.pooling, media=media,
-        cross_outputs=cross, adapters=adapters, worker_group=worker_group,
+        cross_outputs=cross, adapters=adapters, worker_group=_OutlineGroup(description),
     )  # fmt: skip
     own = description.cache_indices(description.stage)
     caches = [layer_cache(config.cache, device, ops, model.layer_caches[i], 1) for i in own]

@@ -311,10 +311,10 @@ class Worker:
         """Start to compile the steps' kernels while weights are loaded, on devices that compile kernels. Nothing may be
         launched until it is done."""
         if self._config.device != "cuda" or description.impl != "octavo" or not self._worker_group.is_leader:
-            return None  # transformers' models need memory to run; other workers use the first worker's kernels
+            return None  # transformers' models need memory to run; the first worker compiles for the others too
         from octavo.execution.compile_ahead import start_compile_ahead
 
-        return start_compile_ahead(self._config, description, weights, ops, self._worker_group)
+        return start_compile_ahead(self._config, description, weights, ops)
 
     def _with_adapters(self, ops: Ops) -> AdaptedOps | None:
         """Return the operations to build the model with if adapters are served."""

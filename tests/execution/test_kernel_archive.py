@@ -22,7 +22,7 @@ from octavo.ops.triton import kernel_archive
 
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "max_position_embeddings": 256, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
     "dtype": "bfloat16",
 }  # fmt: skip
@@ -38,7 +38,7 @@ _START = """if True:
     from octavo.execution.compile_ahead import compile_model
     from octavo.ops.triton import kernel_archive
 
-    model, archive, folder, size = sys.argv[1:]
+    model, archive, folder, size, num_stages = sys.argv[1:]
     found = []
     knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
     kernel_archive.build._load_module_from_path = lambda name, path: kernel_archive._Anything()
@@ -48,7 +48,7 @@ _START = """if True:
     compile_model(
         EngineArgs(
             model=model, tokenizer=model, load_format="dummy", device="cuda", max_num_seqs=16,
-            max_num_batched_tokens=64, tensor_parallel_size=int(size),
+            max_num_batched_tokens=64, tensor_parallel_size=int(size), pipeline_parallel_size=int(num_stages),
         ).create_engine_config()
     )
     print(json.dumps([is_used, found]))
@@ -58,15 +58,15 @@ _START = """if True:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_start_with_an_archive_compiles_nothing(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize(("size", "num_stages"), [(1, 1), (2, 1), (1, 2)])
+def test_a_start_with_an_archive_compiles_nothing(tmp_path: Path, size: int, num_stages: int) -> None:
     model, archive = tmp_path / "model", tmp_path / "kernels.tar.gz"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(_CONFIG))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     command = [sys.executable, "-m", "octavo.entrypoints.cli.main", "kernels", str(model), "--tokenizer", str(model)]
     done = subprocess.run(
-        [*command, *_FLAGS, "-tp", str(size), "--output", str(archive)],
+        [*command, *_FLAGS, "-tp", str(size), "-pp", str(num_stages), "--output", str(archive)],
         env=environment,
         capture_output=True,
         text=True,
@@ -76,7 +76,7 @@ def test_a_start_with_an_archive_compiles_nothing(tmp_path: Path, size: int) -> 
     assert "compiled for 9.0" in done.stdout
     (tmp_path / "libcuda.so.1").touch()  # Triton looks for the driver's before it asks for what is built
     started = subprocess.run(
-        [sys.executable, "-c", _START, str(model), str(archive), str(tmp_path / "cache"), str(size)],
+        [sys.executable, "-c", _START, str(model), str(archive), str(tmp_path / "cache"), str(size), str(num_stages)],
         env=environment | {"CC": "/bin/false", "TRITON_LIBCUDA_PATH": str(tmp_path)}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
@@ -86,7 +86,9 @@ def test_a_start_with_an_archive_compiles_nothing(tmp_path: Path, size: int) -> 
     assert len(found) > 20, "every kernel of a step is asked for"
     assert all(found), "and all of them are there"
     with tarfile.open(archive) as made:
-        assert any(name.endswith("/_sum_in_tree.cubin") for name in made.getnames()) == (size > 1)
+        kernels = {Path(name).name for name in made.getnames()}
+    assert ("_sum_in_tree.cubin" in kernels) == (size > 1)
+    assert {"_embed.cubin", "_draw.cubin"} <= kernels, "of the first stage, and of the last"
 
 
 def test_workers_have_the_archive_before_they_exchange_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,8 +43,6 @@ def main(args: argparse.Namespace) -> None:
 
     hardware.expect_cuda()
     engine_args = EngineArgs.from_cli_args(args, device="cuda", model=args.model_tag)
-    if engine_args.pipeline_parallel_size > 1:
-        raise ConfigError("`octavo kernels` with -pp is not built; a server with stages compiles at its start.")
     if not Path(args.output).absolute().parent.is_dir():  # checked before the long compilation
         raise ConfigError(f"the folder of {args.output} is not there: make it, or name another file.")
     from octavo.execution.compile_ahead import compile_model

@@ -1,8 +1,9 @@
 """Which kernels a start compiles, and which ones steps of any size could ask for: JSON, from a process of its own.
 
-`python -m tests.ops.triton.reachable MODEL FORMAT CAPABILITY SIZE [adapters]` outlines two layers of one of `MODELS`,
-whose matrices are in the format, as the first of so many workers, for a GPU that is not there (`compiling`). Nothing is
-compiled: Triton is asked which variant of a kernel each launch would be."""
+`python -m tests.ops.triton.reachable MODEL FORMAT CAPABILITY SIZE [adapters] [stages]` outlines two layers of one of
+`MODELS`, whose matrices are in the format, as the first of so many workers, for a GPU that is not there (`compiling`).
+With `stages` each layer is a stage. Nothing is compiled: Triton is asked which variant of a kernel each launch would
+be."""
 
 from __future__ import annotations
 
@@ -115,11 +116,11 @@ def main() -> None:
 
     from types import SimpleNamespace
 
-    from octavo.execution.compile_ahead import outline_runner
+    from octavo.execution.compile_ahead import outline_runners
     from octavo.execution.dummy_steps import DummySteps
     from octavo.layers.tensor_parallel import Shard
     from octavo.models.registry import describe
-    from octavo.models.sharding import with_shard
+    from octavo.models.sharding import stage_layers, with_shard
     from octavo.ops import cuda_collectives, load_cuda
     from octavo.ops.triton import outline
 
@@ -134,6 +135,7 @@ def main() -> None:
         cache=SimpleNamespace(block_size=16, dtype="bfloat16"),
         scheduler=SimpleNamespace(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),
         media=model in SEEING or None, sound=model == "whisper" or None, lora=None, prompt_embeds=None,
+        stages=lambda description: stage_layers(description, 2 if "stages" in sys.argv[5:] else 1),
     )  # fmt: skip
     if "adapters" in sys.argv[5:]:
         config.lora = SimpleNamespace(
@@ -144,8 +146,9 @@ def main() -> None:
     description = describe(MODELS[model], pooling=POOLING.get(model))
     description = with_shard(description, Shard(0, size), reproducible=False)
     with outline.outlining(outline._compile):
-        steps = DummySteps(outline_runner(config, description, weights, load_cuda()))
-        steps.warm_up()
+        stages = [DummySteps(runner) for runner in outline_runners(config, description, weights, load_cuda())]
+        for steps in stages:
+            steps.warm_up()
         at_start = set(found)
         edges = [edge + d for edge in (*range(128, 2048, 64), MAX_TOKENS) for d in (-1, 0, 1)]
         for num_tokens in sorted({*range(1, 130), *edges, *np.arange(300, MAX_TOKENS, 371).tolist()}):
@@ -153,7 +156,8 @@ def main() -> None:
                 for num_seqs in {1, num_tokens // 2, min(num_tokens, MAX_SEQS)} - {0}:
                     num_seqs = min(num_seqs, MAX_SEQS)
                     for adapted in {False, config.lora is not None}:
-                        steps.run(num_tokens, num_seqs, num_tokens, adapted)  # all of them may be guesses
+                        for steps in stages:
+                            steps.run(num_tokens, num_seqs, num_tokens, adapted)  # all of them may be guesses
     names = sorted({name for name, _ in found})
     late = sorted({name for name, _ in found - at_start})
     print(json.dumps({"kernels": names, "variants": len(at_start), "late": late}))

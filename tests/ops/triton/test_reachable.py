@@ -19,6 +19,8 @@ _ROOT = Path(__file__).parents[3]
     [
         ("llama", "BF16", 90, 1, {"_linear"}),
         ("llama", "BF16", 90, 4, {"_linear", "_sum_in_tree"}),
+        ("llama stages", "BF16", 90, 1, {"_linear", "_embed"}),
+        ("gpt-oss stages", "BF16", 90, 1, {"_linear", "_embed", "_route"}),
         ("llama", "Q4_K", 80, 1, {"_linear_int"}),
         ("llama_2", "BF16", 80, 1, {"_linear"}),
         ("gpt-oss", "BF16", 90, 1, {"_linear", "_route", "_gather", "_clamped_gate", "_combine"}),
