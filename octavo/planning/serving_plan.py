@@ -12,6 +12,8 @@ from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, LoadError
+from octavo.execution import capacity
+from octavo.execution.block_mover import staging_bytes
 from octavo.loading.file_weights import open_weights
 from octavo.loading.memory import available_memory_bytes
 from octavo.loading.recording import RecordingWeights
@@ -76,6 +78,8 @@ def make_plan(config: EngineConfig, options: PlanOptions) -> dict[str, Any]:
         placed = _Placed(config, options, weight_bytes + table_bytes, memory, caches[0][1])
         layout = _layout(placed, description, options)
         lengths = options.lengths or _lengths(config.model.max_model_len)
+        if staging := placed.staging_bytes(max(1, layout["devices_per_replica"])):
+            notes.append(f"{_gib(staging)} of each device are for moves of blocks to and from host memory.")
         plan: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "model": {
@@ -211,8 +215,15 @@ class _Placed:
 
     def cache_bytes(self, num_devices: int) -> int:
         """Return the bytes left for the cache, over all devices together."""
-        left = num_devices * self.memory_bytes - self.weight_bytes
+        left = num_devices * (self.memory_bytes - self.staging_bytes(num_devices)) - self.weight_bytes
         return left if self.options.gpu else int(left * self.config.cache.cpu_memory_utilization)
+
+    def staging_bytes(self, num_devices: int) -> int:
+        """Return the bytes of one of the GPUs that moves of blocks to and from host memory take."""
+        if self.options.gpu is None:
+            return 0
+        host_bytes = capacity.host_bytes(replace(self.config, tensor_parallel_size=self.options.num_gpus))
+        return sum(staging_bytes(size // num_devices, host_bytes) for size in self.sizes.block_bytes)
 
     def num_requests(self, length: int, num_devices: int) -> int:
         found = self.sizes.num_requests(length, self.cache_bytes(num_devices))

@@ -18,7 +18,7 @@ from octavo.ops import load
 from octavo.ops.triton.schedule import MACHINES, sum_exchanges
 from octavo.planning.cache_sizes import cache_sizes
 from octavo.planning.measured_steps import MeasuredStep, _part_of, fitted, measure_steps
-from octavo.planning.serving_plan import SCHEMA_VERSION, PlanOptions, _speculation_note, as_text, make_plan
+from octavo.planning.serving_plan import SCHEMA_VERSION, PlanOptions, _gib, _speculation_note, as_text, make_plan
 from octavo.planning.step_limits import GPUS, GpuSteps, Rates, StepLimits, model_work
 from octavo.planning.weight_formats import AS_IS, FORMATS, packed_weight_bytes, weights_in
 from octavo.speculative_config import DEFAULT
@@ -193,6 +193,36 @@ def test_what_does_not_fit_one_gpu_is_shared_or_refused_with_the_numbers(
     assert code == 1 and not plan["layout"]["fits"] and "131." in plan["layout"]["reason"]
     plan, code = planned(tmp_path, capsys, "--gpu", "h100", "--format", "int4")
     assert code == 0 and plan["layout"]["devices_per_replica"] == 1 and plan["layout"]["reason"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "mib"),
+    [
+        (["--kv-cache-host-gib", "8"], 3 * 64),
+        (["--preemption-mode", "swap"], 3 * 64),
+        (["--kv-cache-host-gib", "0.03125"], 3 * 32),  # all that the host has room for
+        (["--kv-cache-host-gib", "0.03125", "--count", "8"], 3 * 4),  # of eight workers together
+    ],
+)
+def test_buffers_of_blocks_that_move_to_host_memory_are_taken_off_the_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], mib: int
+) -> None:
+    folder = folder_of(tmp_path)
+    without, _ = planned(folder, capsys, "--gpu", "h100")
+    plan, _ = planned(folder, capsys, "--gpu", "h100", *flags)
+    assert without["layout"]["cache_bytes"] - plan["layout"]["cache_bytes"] == mib << 20
+    notes = [note for note in plan["notes"] if note not in without["notes"]]
+    assert [note.split(" of each device")[0] for note in notes] == [_gib(mib << 20)]
+
+
+def test_a_host_tier_is_refused_where_the_engine_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(folder_of(tmp_path))
+    for flags, why in (
+        (["--kv-cache-host-gib", "8"], "on CPUs the KV cache is in host memory already"),
+        (["--kv-cache-host-gib", "-1", "--gpu", "h100"], "must be 0 or more GiB"),
+    ):
+        assert main(["plan", folder, *flags])
+        assert why in capsys.readouterr().err
 
 
 def test_sums_over_gpus_take_the_exchanges_that_the_collectives_make() -> None:

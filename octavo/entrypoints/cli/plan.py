@@ -16,6 +16,7 @@ from octavo.flags import FlagParser
 _ENGINE_FLAGS = (
     "revision", "download_dir", "dtype", "kv_cache_dtype", "max_model_len", "block_size", "max_num_seqs",
     "max_num_batched_tokens", "gpu_memory_utilization", "cpu_memory_utilization", "cpu_threads", "hf_overrides",
+    "kv_cache_host_gib", "preemption_mode", "swap_space",
 )  # fmt: skip
 _FORMATS = ("as-is", "bf16", "int8", "int4", "fp8", "q8_0", "q5_k_m", "q4_k_m", "q4_0")
 _GPUS = ("a100-40gb", "a100", "h100", "h200")
@@ -56,12 +57,14 @@ def main(args: argparse.Namespace) -> int:
     """Print the plan. Return 1, the exit code, if the model does not fit."""
     if args.count is not None and args.gpu is None:
         raise ConfigError("--count is of GPUs; say which with --gpu.")
+    from octavo.config.cache_tier_flags import host_cache_bytes
     from octavo.config.number_types import CACHE_BYTES
     from octavo.loading.checkpoint import is_default_model
     from octavo.planning.serving_plan import PlanOptions, as_text, make_plan
     from octavo.planning.step_limits import GPUS
 
-    engine_args = EngineArgs.from_cli_args(args, device="cpu")
+    asked = EngineArgs.from_cli_args(args, device="cpu")
+    engine_args = replace(asked, kv_cache_host_gib=0.0) if args.gpu else asked  # a CPU would refuse it
     options = PlanOptions(
         args.format, GPUS[args.gpu] if args.gpu else None, args.count or 1, args.lengths, args.input_len,
         args.context_len, args.batch_sizes, not args.no_measure,
@@ -73,6 +76,9 @@ def main(args: argparse.Namespace) -> int:
         if not is_here or "no weights" not in str(error):
             raise
         config = replace(engine_args, load_format="dummy").create_engine_config()
+    if args.gpu:
+        host_bytes = host_cache_bytes(asked, "cuda", shares_prefixes=config.cache.enable_prefix_caching)
+        config = replace(config, cache=replace(config.cache, host_bytes=host_bytes))
     if args.gpu and args.kv_cache_dtype in CACHE_BYTES:  # a CPU would turn fp8 into int8
         config = replace(config, cache=replace(config.cache, dtype=CACHE_BYTES[args.kv_cache_dtype]))
     if options.measures and not args.gpu:
