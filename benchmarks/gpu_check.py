@@ -199,7 +199,8 @@ def main() -> int:
         return 0
     if args.part:
         return show_part(args.part, args.results, args.smoke)
-    args.results.mkdir(parents=True, exist_ok=True)
+    for folder in (args.results, Path(os.environ.get("OUT") or args.results)):
+        folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TRITON_CACHE_DIR", str(args.results.absolute() / "triton"))
     parts = list(dict.fromkeys(part for each in args.parts or COMMANDS for part in COMMANDS.get(each, [each])))
     total_s = args.total_s or (_QUICK_S if args.parts == ["quick"] else float("inf"))
