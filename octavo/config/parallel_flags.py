@@ -73,16 +73,20 @@ def check_parallel(args: EngineArgs, device: str) -> None:
 
 def _check_devices(args: EngineArgs, num_workers: int) -> None:
     size, num_stages, found = args.tensor_parallel_size, args.pipeline_parallel_size, num_cuda_devices()
-    if num_nodes(args) > 1:
-        raise ConfigError("several hosts (--nnodes, ray) are not built yet with GPUs; leave them out.")
+    if uses_ray(args):
+        raise ConfigError(
+            "--distributed-executor-backend ray with --pipeline-parallel-size reserves no GPUs on Ray's hosts yet; "
+            "start them by hand with --nnodes, or leave it out for stages on this host."
+        )
     if size > MAX_GPUS:
         raise ConfigError(f"--tensor-parallel-size {size} is more than the {MAX_GPUS} GPUs that may share a layer.")
     if num_workers > max(1, found) and not expects_cuda():
         engines = len(local_engines(args))
         times = f" times {engines} engines of --data-parallel-size" if engines > 1 else ""
+        over = f", over --nnodes {args.nnodes}," if args.nnodes > 1 else ""
         raise ConfigError(
-            f"--tensor-parallel-size {size} times --pipeline-parallel-size {num_stages}{times} is {num_workers} GPUs, "
-            f"one for each worker, and there are {found} here (as CUDA_VISIBLE_DEVICES says)."
+            f"--tensor-parallel-size {size} times --pipeline-parallel-size {num_stages}{times}{over} is {num_workers} "
+            f"GPUs, one for each worker, and there are {found} here (as CUDA_VISIBLE_DEVICES says)."
         )
 
 

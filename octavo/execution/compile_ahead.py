@@ -1,6 +1,6 @@
 """Compiles a model's kernels while its weights are loaded.
 
-The first worker runs `compile_ahead` in a thread, for the first worker of each stage: the others launch the same
+One worker of each host runs `compile_ahead` in a thread, for the first worker of each stage: the others launch the same
 kernels. It builds the model a second time with arrays that have no memory (`octavo.ops.triton.outline`), and runs the
 warm-up steps on a device without memory. So the same code decides what is compiled and what is launched."""
 

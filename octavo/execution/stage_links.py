@@ -53,6 +53,12 @@ class WorkerRank(NamedTuple):
         num_workers = self.num_stages // self.num_nodes * self.shard.size
         return Shard(self.number % num_workers, num_workers)
 
+    @property
+    def compiles(self) -> bool:
+        """Return whether the worker compiles kernels for all workers of its node. On node 0 that is the first worker of
+        the last stage."""
+        return self.number == (self.num_stages - 1) * self.shard.size if self.node == 0 else self.on_host.rank == 0
+
     def __str__(self) -> str:
         stage = f" of stage {self.stage} of {self.num_stages}" if self.num_stages > 1 else ""
         node = f" on node {self.node}" if self.num_nodes > 1 else ""

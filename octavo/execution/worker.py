@@ -310,8 +310,9 @@ class Worker:
     def _compile_ahead(self, description: ModelDescription, weights: Weights, ops: Ops) -> Thread | None:
         """Start to compile the steps' kernels while weights are loaded, on devices that compile kernels. Nothing may be
         launched until it is done."""
-        if self._config.device != "cuda" or description.impl != "octavo" or not self._worker_group.is_leader:
-            return None  # transformers' models need memory to run; the first worker compiles for the others too
+        compiles = self._config.device == "cuda" and self._worker_group.worker_rank.compiles
+        if not compiles or description.impl != "octavo":  # transformers' models need memory to run
+            return None
         from octavo.execution.compile_ahead import start_compile_ahead
 
         return start_compile_ahead(self._config, description, weights, ops)

@@ -16,9 +16,12 @@ from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError, LoadError
 from octavo.execution.executor import MultiprocExecutor
+from octavo.execution.node import Node
+from octavo.execution.stage_links import worker_ranks_of
 from octavo.kv_cache import host_tier
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
+from tests.distributed.test_nodes import Beside
 from tests.execution.late_worker_group import late_followers
 from tests.execution.small_overrides import BAMBA, CUT, DEEPSEEK, OLMO_2
 from tests.execution.test_draft_tokens import guessed_requests
@@ -29,6 +32,7 @@ from tests.execution.test_worker_group_ends import kill_amid_steps
 from tests.kv_cache.test_host_tier import Cost
 from tests.lora.random_adapters import TINY_SIZES, write_adapter_of
 from tests.open_files import open_files
+from tests.ports import held_port
 from tests.waiting import within
 
 __all__ = ["model"]
@@ -241,6 +245,33 @@ def test_what_a_worker_lacks_is_told_at_once(start: Callable[..., EngineCore], m
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("size", "num_stages"), [(1, 2), (2, 2), (1, 4)])
+def test_nodes_with_devices_answer_as_one_worker(
+    model: Path, monkeypatch: pytest.MonkeyPatch, size: int, num_stages: int
+) -> None:
+    """Stages on two nodes, which here are one host: hidden states go from a device over TCP to the next."""
+    late_followers(monkeypatch)
+    layers, port = {"hf_overrides": {"num_hidden_layers": 4}}, held_port()
+    sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": num_stages, "nnodes": 2, "master_port": port}
+    own, others = (config_of(model, node_rank=rank, **ON_GPU, **sizes, **layers) for rank in (0, 1))
+    node = Beside().submit(Node(others, 60).run)
+    executor = MultiprocExecutor(own)
+    try:
+        found = run(EngineCore(own, executor), guessed_requests(1), 1)
+    finally:
+        executor.worker_group.close()
+    node.result(within(60))
+    assert_near(found, run(of_one_on_cpu(model, **layers), guessed_requests(1), 1))
+
+
+def test_one_worker_of_each_node_compiles() -> None:
+    for num_stages, size, num_nodes in ((1, 1, 1), (1, 4, 1), (4, 2, 1), (4, 2, 2), (6, 1, 3)):
+        ranks = worker_ranks_of(num_stages, size, num_nodes)
+        assert sorted(rank.node for rank in ranks if rank.compiles) == list(range(num_nodes))
+        assert ranks[(num_stages - 1) * size].compiles, "the first worker does"
+
+
+@pytest.mark.long
 def test_a_step_without_memory_ends_the_team(start: Callable[..., EngineCore]) -> None:
     """Others wait for what was not computed, so that nothing can go on."""
     core = start(tensor_parallel_size=2)
@@ -263,10 +294,10 @@ def test_a_step_without_memory_ends_the_team(start: Callable[..., EngineCore]) -
             {"data_parallel_size": 2, "data_parallel_size_local": 1, "data_parallel_backend": "ray"},
             "--data-parallel-backend ray is not built yet with GPUs",
         ),
-        ({"pipeline_parallel_size": 2, "nnodes": 2}, "several hosts .* are not built yet with GPUs"),
+        ({"pipeline_parallel_size": 8, "nnodes": 2}, "8, over --nnodes 2, is 4 GPUs, one for each worker"),
         (
             {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"},
-            "several hosts .* are not built yet with GPUs",
+            "ray with --pipeline-parallel-size reserves no GPUs on Ray's hosts yet",
         ),
         ({"tensor_parallel_size": 2, "speculative_model": "other"}, "not built yet with a draft model on GPUs"),
         (
