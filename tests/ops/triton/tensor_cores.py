@@ -1,8 +1,8 @@
 """Has Triton's interpreter sum products as tensor cores do, so that its bits are the same whatever the tile.
 
-It multiplies whole tiles with numpy, whose order of summation follows their shape and the processor. Tensor cores add 16
-elements of k at a time to an accumulator, in ascending order: kernels promise equal bits on that. The 16 are added in
-float64, where sums of products of halves are exact in any order.
+It multiplies whole tiles with numpy, whose order of summation follows their shape and the processor. Tensor cores add
+16 elements of k at a time to an accumulator, in ascending order: kernels promise equal bits on that. The 16 are added
+in float64, where sums of products of halves are exact in any order.
 """
 
 from __future__ import annotations
