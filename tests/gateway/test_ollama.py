@@ -404,6 +404,52 @@ def test_octavo_ps_and_stop_say_what_runs_and_what_stops(
     assert "a: stops, as a client has asked for it" in caplog.messages
 
 
+@pytest.mark.parametrize(
+    ("command", "answer", "says"),
+    [
+        (ps, b"[1]", "no JSON object"),
+        (ps, b'{"choices": []}', "models"),
+        (ps, b'{"models": [1]}', "models"),
+        (ps, b'{"models": {"a": 1}}', "models"),
+        (ps, b'{"models": [{"name": "x", "expires_at": "soon"}]}', "expires_at"),
+        (ps, b'{"models": [], "data": [7]}', "data"),
+        (stop, b"{}", "done_reason"),
+        (stop, b'{"done_reason": "stop"}', "does not unload"),
+    ],
+)
+def test_octavo_ps_and_stop_say_that_a_server_answers_nonsense(
+    clock: Clock, capsys: pytest.CaptureFixture[str], command: Any, answer: bytes, says: str
+) -> None:
+    async def reply(asked: Asked) -> None:
+        asked.reply(answer)
+
+    async def run() -> None:
+        async with fake_servers(reply) as (server,):
+            words = ["--url", server.address] if command is ps else ["x", "--url", server.address]
+            assert await asyncio.to_thread(command, words) == 1
+
+    clock.run(run())
+    said = capsys.readouterr().err
+    assert says in said and said.startswith("octavo: error: ") and said.count("\n") == 1
+
+
+def test_octavo_ps_lists_what_other_servers_of_the_api_have(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    """Older ones do not say the context's length."""
+
+    async def reply(asked: Asked) -> None:
+        listed = (
+            b'{"models": [{"name": "m:latest", "expires_at": "2999-01-01T00:00:00.123456789+02:00", "size": 5000000}]}'
+        )
+        asked.reply(listed if asked.target == "/api/ps" else b'{"object": "list", "data": null}')
+
+    async def run() -> None:
+        async with fake_servers(reply) as (server,):
+            assert await asyncio.to_thread(ps, ["--url", server.address]) == 0
+
+    clock.run(run())
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["m:latest", "5", "MB"]
+
+
 def test_models_are_loaded_kept_and_unloaded_as_clients_say(clock: Clock) -> None:
     async def run() -> None:
         async with gateway({"a": {}, "b": {"keep_alive": None}}, FakeLaunch(chunks(delta("x", "stop")))) as gate:

@@ -20,11 +20,17 @@ if TYPE_CHECKING:
 _NAME = "Hub id (org/name, org/name:Q4_K_M), or the default model's name."
 
 
+def _name(text: str) -> str:
+    if not text.strip():  # as of a variable that is not set
+        raise argparse.ArgumentTypeError("the model's name is empty")
+    return text
+
+
 def make_pull_parser(prog: str) -> FlagParser:
     parser = _parser(
         prog, "Fetch a model from the Hugging Face hub. A fetch that was cut off goes on where it stopped."
     )
-    parser.add_argument("model", metavar="MODEL", help=_NAME)
+    parser.add_argument("model", metavar="MODEL", type=_name, help=_NAME)
     parser.add_argument("--json", action="store_true", help="Print progress as JSON objects, one a line.")
     return parser
 
@@ -35,14 +41,16 @@ def make_list_parser(prog: str) -> FlagParser:
 
 def make_show_parser(prog: str) -> FlagParser:
     parser = _parser(prog, "Say what a model is and what it can do.", folders=True)
-    parser.add_argument("models", metavar="MODEL", nargs="+", help="Names of `octavo list`, folders or .gguf files.")
+    parser.add_argument(
+        "models", metavar="MODEL", type=_name, nargs="+", help="Names of `octavo list`, folders or .gguf files."
+    )
     parser.add_argument("--json", action="store_true", help="Print a JSON object for each model, one a line.")
     return parser
 
 
 def make_rm_parser(prog: str) -> FlagParser:
     parser = _parser(prog, "Delete models from this machine.", folders=True)
-    parser.add_argument("models", metavar="MODEL", nargs="+", help="Names of `octavo list`.")
+    parser.add_argument("models", metavar="MODEL", type=_name, nargs="+", help="Names of `octavo list`.")
     parser.add_argument("--json", action="store_true", help="Print nothing; the exit status says whether it is done.")
     return parser
 

@@ -9,7 +9,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from octavo.entrypoints.cli import command, run_command
 from octavo.entrypoints.cli.local import fetch_with_bar, print_table, size_text
@@ -21,6 +23,25 @@ from octavo.gateway.serve_process import ServeProcess
 from octavo.loading.checkpoint import is_hub_id
 from octavo.loading.default_model import DEFAULT_MODEL_NAME
 from octavo.loading.local_models import find_local, local_models
+
+
+class _Loaded(msgspec.Struct):
+    """An entry of Ollama's /api/ps."""
+
+    name: str
+    expires_at: Annotated[datetime, msgspec.Meta(tz=True)]
+    size: int = 0
+    context_length: int | None = None
+
+
+class _LoadedList(msgspec.Struct):
+    models: list[_Loaded]
+
+
+class _Unloaded(msgspec.Struct):
+    """The answer of Ollama's /api/generate to `keep_alive` 0."""
+
+    done_reason: str
 
 
 def make_run_parser(prog: str) -> FlagParser:
@@ -63,6 +84,8 @@ def run(argv: Sequence[str] | None = None, *, prog: str = "octavo run") -> int:
             if args.quick is not None:
                 raise OctavoError("two messages are given: leave --quick out.")
             args.quick = asked[1]
+        if asked and not asked[0].strip():  # as of a variable that is not set
+            raise OctavoError("the model's name is empty.")
         args.model = args.model or next(iter(asked), DEFAULT_MODEL_NAME)
         if _is_served(args):
             if serve_words:
@@ -83,26 +106,25 @@ def run(argv: Sequence[str] | None = None, *, prog: str = "octavo run") -> int:
 def ps(args: argparse.Namespace) -> None:
     """Print the loaded models, and a gateway's others with their state."""
     rows = [("NAME", "SIZE", "CONTEXT", "UNTIL")]
-    for one in _ask(args, "GET", "/api/ps")["models"]:
-        until = datetime.fromisoformat(one["expires_at"])
-        left_s = round((until - datetime.now(UTC)).total_seconds())
-        left = "stays" if until.year == 9999 else f"{left_s} s"
-        rows.append((one["name"], size_text(one["size"]), str(one["context_length"] or ""), left))
-    for one in ApiClient(args, needs_model=False).ask("GET", "/models").get("data") or ():
-        if one.get("state", "ready") != "ready" and one["id"] == one.get("root"):  # else it is another name
-            rows.append((one["id"], "", "", one["state"]))
+    client = ApiClient(args, needs_model=False)
+    for loaded in client.ask_for(_LoadedList, "GET", "/api/ps", from_root=True).models:
+        left_s = round((loaded.expires_at - datetime.now(UTC)).total_seconds())
+        left = "stays" if loaded.expires_at.year == 9999 else f"{left_s} s"
+        rows.append((loaded.name, size_text(loaded.size), str(loaded.context_length or ""), left))
+    for one in client.models():
+        if one.state != "ready" and one.id == one.root:  # else it is another name
+            rows.append((one.id, "", "", one.state))
     print_table(rows)
 
 
 @command(make_stop_parser, "octavo stop")
 def stop(args: argparse.Namespace) -> None:
     """Unload a model."""
-    _ask(args, "POST", "/api/generate", {"model": args.asked, "keep_alive": 0})
+    body = {"model": args.asked, "keep_alive": 0}
+    answer = ApiClient(args, needs_model=False).ask_for(_Unloaded, "POST", "/api/generate", body, from_root=True)
+    if answer.done_reason != "unload":
+        raise OctavoError(f"{args.url} does not unload models: it answered {answer.done_reason}.")
     print(f"{args.asked} stops, once its requests have ended.")
-
-
-def _ask(args: argparse.Namespace, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    return ApiClient(args, needs_model=False).ask(method, path, body, from_root=True)
 
 
 def _is_served(args: argparse.Namespace) -> bool:

@@ -10,8 +10,10 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
+
+import msgspec
 
 from octavo.api_keys import sent_by_default
 from octavo.entrypoints.cli import command, run_command, show_error
@@ -20,6 +22,8 @@ from octavo.entrypoints.cli.typed_lines import typed_lines
 from octavo.errors import OctavoError
 from octavo.flags import FlagParser
 from octavo.sse_reader import EventReader
+
+T = TypeVar("T")
 
 TIMEOUT_S = 600
 _HISTORY = "$XDG_STATE_HOME/octavo/history, by default in ~/.local/state"
@@ -74,7 +78,7 @@ def complete(args: argparse.Namespace) -> None:
     client = ApiClient(args)
     for text in _texts(args):
         choices = client.stream("/completions", prompt=text)
-        _print_answer(choices, lambda choice: ("", choice["text"]), PlainView(), goes_on=_is_typed(args))
+        _print_answer(choices, lambda choice: ("", choice.text or ""), PlainView(), goes_on=_is_typed(args))
 
 
 def _is_typed(args: argparse.Namespace) -> bool:
@@ -89,10 +93,27 @@ def _first_messages(args: argparse.Namespace) -> list[dict[str, str]]:
     return [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
 
 
-def _delta_parts(choice: dict[str, Any]) -> tuple[str, str]:
+class _Delta(msgspec.Struct, frozen=True):
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # its other name
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    """A choice of a chunk: of a completion with a text, of a chat with a delta."""
+
+    text: str | None = None
+    delta: _Delta = _Delta()
+
+
+class _Chunk(msgspec.Struct, frozen=True):
+    choices: list[_Choice] | None = None
+
+
+def _delta_parts(choice: _Choice) -> tuple[str, str]:
     """Return the reasoning and the answer in a chunk of a chat."""
-    delta = choice["delta"]
-    return delta.get("reasoning_content") or delta.get("reasoning") or "", delta.get("content") or ""
+    delta = choice.delta
+    return delta.reasoning_content or delta.reasoning or "", delta.content or ""
 
 
 # A line that begins with one word after a slash. A blank before the slash sends it to the model.
@@ -145,8 +166,8 @@ def add_server_flags(parser: FlagParser) -> FlagParser:
 
 
 def _print_answer(
-    choices: Generator[dict[str, Any], None, None],
-    parts_of: Callable[[dict[str, Any]], tuple[str, str]],
+    choices: Generator[_Choice, None, None],
+    parts_of: Callable[[_Choice], tuple[str, str]],
     view: AnswerView,
     *,
     goes_on: bool,
@@ -181,6 +202,18 @@ def _print_answer(
     return None
 
 
+class Served(msgspec.Struct):
+    """An entry of GET /v1/models. `root` and `state` are Octavo's."""
+
+    id: str
+    root: str | None = None
+    state: str = "ready"
+
+
+class _ServedList(msgspec.Struct):
+    data: list[Served] | None = None
+
+
 class NoServerError(OctavoError):
     """Nothing answers at an address."""
 
@@ -213,7 +246,7 @@ class ApiClient:
         }
         self.model: str = (args.model or self._first_model()) if needs_model else ""
 
-    def stream(self, path: str, **body: Any) -> Generator[dict[str, Any], None, None]:
+    def stream(self, path: str, **body: Any) -> Generator[_Choice, None, None]:
         """Yield the first choice of every chunk. Closing the iterator hangs up, which ends the request on the
         server."""
         body = {"model": self.model, "stream": True, **self._options, **body}
@@ -225,9 +258,9 @@ class ApiClient:
                         return
                     chunk = self._parsed(event)
                     if "error" in chunk:
-                        raise OctavoError(chunk["error"]["message"])
-                    if chunk["choices"]:
-                        yield chunk["choices"][0]
+                        raise OctavoError(_error_message(event))
+                    if choices := self._read_as(_Chunk, path, chunk).choices:
+                        yield choices[0]
         raise OctavoError(f"{self._url} ended the answer too early.")
 
     def _first_model(self) -> str:
@@ -238,7 +271,11 @@ class ApiClient:
 
     def model_names(self) -> list[str]:
         """Return the names of the models that the server lists."""
-        return [one["id"] for one in self.ask("GET", "/models").get("data") or ()]
+        return [one.id for one in self.models()]
+
+    def models(self) -> list[Served]:
+        """Return what GET /v1/models lists."""
+        return self.ask_for(_ServedList, "GET", "/models").data or []
 
     def has_model(self, name: str) -> bool:
         """Return whether the server has a model. Raises `OctavoError` if it has one that this key may not use."""
@@ -255,6 +292,18 @@ class ApiClient:
         """Return the object that answers a request."""
         with closing(self.request(method, path, body, from_root=from_root)) as response:
             return self._parsed(response.read())
+
+    def ask_for(
+        self, kind: type[T], method: str, path: str, body: dict[str, Any] | None = None, *, from_root: bool = False
+    ) -> T:
+        """Return the object that answers a request, with the fields of `kind`. Raises `OctavoError` if they differ."""
+        return self._read_as(kind, path, self.ask(method, path, body, from_root=from_root))
+
+    def _read_as(self, kind: type[T], path: str, answer: dict[str, Any]) -> T:
+        try:
+            return msgspec.convert(answer, kind)
+        except msgspec.ValidationError as error:
+            raise OctavoError(f"{self._url} answers {path} with what is no such answer: {error}.") from None
 
     def _parsed(self, data: bytes) -> dict[str, Any]:
         try:

@@ -39,6 +39,10 @@ def answering(status: int, body: bytes) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(body)
 
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))  # closed with it unread, the answer could be lost
+            self.do_GET()
+
         def log_message(self, *_: object) -> None:
             pass
 
@@ -371,6 +375,35 @@ def test_a_server_that_names_no_model_is_one_line(body: bytes, capsys: pytest.Ca
     with answering(200, body) as url:
         assert chat(["--url", url, "-q", "Hi"]) == 1
     assert "names no model for this key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [chat, complete])
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        ('{"choices": [7]}', "answers /c"),
+        ('{"choices": {"delta": {}}}', "answers /c"),
+        ('{"error": "broken"}', "error: broken"),
+        ('{"error": 7}', '{"error": 7}'),
+        ('{"object": "x"}', "ended the answer too early"),
+        ('{"choices": [{"index": 0}]}', "ended the answer too early"),
+    ],
+)
+def test_a_stream_of_nonsense_is_one_line(
+    command: Callable[[list[str]], int], event: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering(200, f"data: {event}\n\n".encode()) as url:
+        assert command(["--url", url, "--model", "m", "-q", "Hi"]) == 1
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["pull", ""], ["show", ""], ["rm", " "], ["run", ""], ["run", "", "Hi"]])
+def test_the_empty_name_of_a_model_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    commands = {"pull": local.pull, "show": local.show, "rm": local.rm, "run": run}
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(commands[words[0]](words[1:]))
+    assert ended.value.code in (1, 2) and "the model's name is empty" in capsys.readouterr().err
 
 
 def test_the_clients_say_what_is_wrong_in_one_line(
