@@ -27,6 +27,10 @@ class BlockMoves:
     copy: list[tuple[int, int]] = field(default_factory=list)  # device -> device
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # host -> device
 
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return bool(self.swap_out or self.copy or self.swap_in)
+
 
 class AdapterMemory(NamedTuple):
     """The memory that a worker has for adapters."""

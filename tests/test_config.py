@@ -431,6 +431,13 @@ def test_a_gpu_is_taken_if_there_is_one_and_nothing_else_was_said(model: dict[st
     assert [config(device=device, **model).device for device in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
 
 
+def test_blocks_of_a_gpu_go_to_the_disk_by_way_of_the_host(model: dict[str, Any], gpu: None) -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-disk needs --kv-cache-host-gib on GPUs: "):
+        config(device="cuda", kv_cache_disk="folder", **model)
+    cache = config(device="cuda", kv_cache_disk="folder", kv_cache_host_gib=1.0, **model).cache
+    assert cache.disk is not None and cache.host_bytes == 1 << 30
+
+
 def test_an_index_of_keys_is_left_out_where_it_would_choose_all_and_refused_with_a_cache_of_eight_bits(
     tmp_path: Path, gpu: None
 ) -> None:

@@ -48,10 +48,14 @@ def disk_cache_config(args: EngineArgs, device: str, *, shares_prefixes: bool) -
         raise ConfigError("--kv-cache-disk is empty; name a folder, or leave it out.")
     for what, is_so in {
         "on Windows": sys.platform == "win32",
-        "on GPUs": device != "cpu",
         "with several nodes (--nnodes)": args.nnodes > 1,
     }.items():
         if is_so:
             raise ConfigError(f"--kv-cache-disk is not built yet {what}; leave it out.")
+    if device != "cpu" and args.kv_cache_host_gib == 0:
+        raise ConfigError(
+            "--kv-cache-disk needs --kv-cache-host-gib on GPUs: blocks go to the disk, and come back, by way of host "
+            "memory; name a size."
+        )
     _check_shares_prefixes("--kv-cache-disk", args, shares_prefixes)
     return DiskCacheConfig(os.path.abspath(os.path.expanduser(args.kv_cache_disk)), int(args.kv_cache_disk_gib * _GIB))

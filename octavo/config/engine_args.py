@@ -117,8 +117,9 @@ class EngineArgs(Flags):
         "begin like earlier ones get them back when the GPU has no room for them any more.",
     )  # fmt: skip
     kv_cache_disk: str | None = flag(
-        None, "Folder that keeps blocks of the KV cache, also after a restart; on CPUs. Prompts that begin like "
-        "earlier ones are read from it if reading is faster than computing.",
+        None, "Folder that keeps blocks of the KV cache, also after a restart; on GPUs it needs "
+        "--kv-cache-host-gib. Prompts that begin like earlier ones are read from it if reading is faster than "
+        "computing.",
     )  # fmt: skip
     kv_cache_disk_gib: float = flag(16.0, "GiB that --kv-cache-disk may take; the blocks used longest ago go first.")
     kv_events_config: dict[str, Any] | None = flag(

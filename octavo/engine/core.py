@@ -103,7 +103,7 @@ class EngineCore:
             self.scheduler.host_tier = HostTier(cache, executor.part_bytes, self.cost)
         self.disk: DiskTier | None = None
         if config.cache.disk is not None and weights is not None:
-            self.disk = _open_disk(config, config.cache.disk, weights.result(), executor, cache, self.cost)
+            self.disk = _open_disk(config, config.cache.disk, weights.result(), executor, self.scheduler, self.cost)
             weakref.finalize(self, self.disk.close)
             self.scheduler.fetches = self.disk.fetches
             self.scheduler.queues.on_end += self._disk_hooks(self.disk)
@@ -441,7 +441,7 @@ def _identify_weights(config: EngineConfig, disk: DiskCacheConfig) -> Future[lis
 
 
 def _open_disk(
-    config: EngineConfig, disk: DiskCacheConfig, weights: list[str], executor: LocalExecutor, cache: KVCacheManager,
+    config: EngineConfig, disk: DiskCacheConfig, weights: list[str], executor: LocalExecutor, scheduler: Scheduler,
     cost: StepCostModel,
 ) -> DiskTier:  # fmt: skip
     """Open the disk tier for blocks that have this engine's fingerprint. Raises `ConfigError` if the folder cannot be
@@ -450,10 +450,10 @@ def _open_disk(
     from octavo.kv_cache.block_files import BlockFiles
 
     fingerprint = cache_fingerprint(
-        config, weights, executor.cache_groups, executor.block_bytes, executor.max_model_len
+        config, weights, executor.cache_groups, executor.block_bytes, executor.max_model_len, executor.hardware
     )
     files = BlockFiles(disk.folder, fingerprint, disk.limit_bytes)
     logger.info(
         "KV cache on disk: %s holds %.2f of %.2f GiB", disk.folder, files.num_bytes / GIB, disk.limit_bytes / GIB
     )
-    return DiskTier(files, executor, cache, cost)
+    return DiskTier(files, executor, scheduler.cache, cost, host_tier=scheduler.host_tier)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.config import CacheConfig
 from octavo.execution.device import Device, Event
@@ -70,6 +71,7 @@ class _PoolMover:
         self._staging_buffers: list[_StagingBuffer] = []
         self._left: list[tuple[Callable[[Pairs], None], Pairs]] = []  # moves still to be made
         self.host_arrays: list[Any] = []  # memory of swapped blocks
+        self._last_moves: dict[int, Event] = {}  # by host block: reached when the block is copied
         if num_host_blocks and caches:  # a pipeline stage may have no layer in the pool
             num_bytes = sum(block_bytes(cache) for cache in caches)
             self._host = device.pinned([num_host_blocks, num_bytes], "uint8")
@@ -101,6 +103,25 @@ class _PoolMover:
                     self._left[:1] = [(move, pairs[:half]), (move, pairs[half:])]
                     continue
             del self._left[0]
+
+    def is_settled(self, host_blocks: Sequence[int], waits: bool) -> bool:
+        """Return whether no move of these host blocks is under way or left. With `waits`, wait for moves under way."""
+        if self._left:
+            return False
+        for block in host_blocks:
+            if (last_move := self._last_moves.get(block)) is not None:
+                if waits:
+                    last_move.wait()
+                elif not last_move.is_reached:
+                    return False
+                del self._last_moves[block]
+        return True
+
+    def settled_host_array(self, host_blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """Return the host memory, [num_host_blocks, block_bytes], once no move of these blocks is under way."""
+        assert self.is_settled(host_blocks, waits=True), "moves are left"
+        found: list[NDArray[np.uint8]] = self.host_arrays or [np.empty((1 + max(host_blocks), 0), np.uint8)]
+        return found[0]
 
     def _copy(self, pairs: Pairs) -> None:
         self._device.compute.run(lambda: self._ops.copy_blocks(pairs, self._caches))
@@ -135,6 +156,7 @@ class _PoolMover:
         copies.wait(compute.record())
         copies.run(download)
         staging.free_event = copies.record()
+        self._last_moves |= dict.fromkeys([host_block for _, host_block in pairs], staging.free_event)
 
     def _swap_in(self, pairs: Pairs) -> None:
         device, staging = self._device, self._next_staging_buffer()
@@ -152,7 +174,8 @@ class _PoolMover:
         if staging.free_event is not None:
             copies.wait(staging.free_event)
         copies.run(fill)
-        compute.wait(copies.record())
+        compute.wait(filled := copies.record())
+        self._last_moves |= dict.fromkeys([host_block for host_block, _ in pairs], filled)
         compute.run(scatter)
         staging.free_event = compute.record()
 
@@ -181,6 +204,19 @@ class BlockMover:
             pool.add(of_pool)
         for pool in self._pools:
             pool.run()
+
+    def is_settled(self, pool: int, host_blocks: Sequence[int], waits: bool) -> bool:
+        """Return whether no move of host blocks is under way, or left for lack of memory. With `waits`, wait for moves
+        under way."""
+        return self._pools[pool].is_settled(host_blocks, waits)
+
+    def read_host_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """Return a copy of host blocks, [len(blocks), block bytes], after the moves under way."""
+        return self._pools[pool].settled_host_array(blocks)[list(blocks)]
+
+    def write_host_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
+        """Overwrite host blocks, after the moves under way."""
+        self._pools[pool].settled_host_array(blocks)[list(blocks)] = contents
 
     def warm_up(self) -> None:
         """Launch the kernels that move blocks."""

@@ -41,14 +41,14 @@ def model_identity(model: ModelConfig, notes: Path) -> str:
 
 def cache_fingerprint(
     config: EngineConfig, weights: Sequence[str], groups: Sequence[CacheGroup], block_bytes: Sequence[int],
-    max_model_len: int,
+    max_model_len: int, hardware: Sequence[str],
 ) -> bytes:  # fmt: skip
     """Return the fingerprint, 16 bytes. `weights` are the `model_identity` of the model and of its draft model,
-    `block_bytes` are by pool."""
+    `block_bytes` are by pool, `hardware` is by worker."""
     model, cache, draft = config.model, config.cache, config.draft
     facts: dict[str, Any] = {
         "code": _code_hash(),
-        "machine": [platform.machine(), _instruction_set(config.device)],
+        "machine": [platform.machine(), config.device, *hardware],
         "versions": [__version__, _version("numpy"), _version("ml_dtypes")],
         "model": _facts_of(model, weights[0]),
         "cache_dtype": cache.dtype,
@@ -73,6 +73,8 @@ def cache_fingerprint(
             facts[name] = {key: value for key, value in asdict(media).items() if key not in _MEDIA_LIMITS}
             if folder := getattr(media, "folder", None):
                 facts[f"{name} processor"] = _hash_of_files(Path(folder), "*.json")
+    if config.device == "cuda":
+        facts["kernels"] = [_version("torch"), _version("triton")]
     if uses_torch:  # its sums depend on the number of threads
         facts["torch"] = [_version("torch"), _version("transformers"), config.cpu_threads]
     data = json.dumps(facts, sort_keys=True, default=repr).encode()
@@ -90,12 +92,6 @@ def _facts_of(model: ModelConfig, weights: str) -> dict[str, Any]:
         "impl": model.impl,
         "code": _hash_of_files(Path(str(model.code_folder)), "*.py") if has_code else None,
     }
-
-
-def _instruction_set(device: str) -> str:
-    from octavo import _cpu
-
-    return str(_cpu.isa()) if device == "cpu" else device
 
 
 def _code_hash() -> str:

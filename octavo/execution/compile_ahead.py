@@ -158,6 +158,8 @@ def _outline_runner(config: EngineConfig, description: ModelDescription, weights
 class _Now:
     """A stream that runs work when it is appended, and its events, which are always reached."""
 
+    is_reached = True
+
     def run(
         self, work: Callable[[], None], reads: Sequence[NDArray[Any]] = (), writes: Sequence[NDArray[Any]] = ()
     ) -> None:
@@ -174,7 +176,7 @@ class _Now:
 class OutlineDevice:
     """A device without memory that computes nothing."""
 
-    name = "an outline"
+    name = hardware = "an outline"
     runs_ahead = False
     shares_memory = False
     memory_errors: tuple[type[Exception], ...] = ()

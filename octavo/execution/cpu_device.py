@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import octavo._cpu as _cpu
 from octavo.config import CacheConfig
 from octavo.execution.device import Event, ModelOutputs, StepModel
 from octavo.execution.step_arrays import StepArrays, StepLimits, StepShape
@@ -24,6 +25,8 @@ _GIB = 1 << 30
 
 class _Done:
     """The event of a stream that has no work left."""
+
+    is_reached = True
 
     def wait(self) -> None:
         pass
@@ -77,6 +80,10 @@ class CpuDevice:
 
     def __init__(self) -> None:
         self.compute = self.copies = _InlineStream()
+
+    @property
+    def hardware(self) -> str:
+        return str(_cpu.isa())
 
     def free_bytes(self) -> int:
         return available_memory_bytes()

@@ -83,6 +83,10 @@ class CudaEvent:
     def __init__(self) -> None:
         self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a host that waits does not spin: the server needs the processor
 
+    @property
+    def is_reached(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> None:
         self.event.synchronize()
 
@@ -128,6 +132,7 @@ class CudaDevice:
         self._device = torch.device("cuda", index)
         torch.cuda.set_device(self._device)
         self.name = torch.cuda.get_device_name(self._device)
+        self.hardware = f"{self.name} {torch.cuda.get_device_capability(self._device)}"
         # Kernels of steps run before a tower's, which are in torch's default stream with priority 0.
         compute = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(compute)  # so that entering `compute` again changes nothing

@@ -21,6 +21,11 @@ from octavo.ops import Array
 class Event(Protocol):
     """A point in a stream's work."""
 
+    @property
+    def is_reached(self) -> bool:
+        """Whether the device has reached it."""
+        ...
+
     def wait(self) -> None:
         """Wait on the host until the device has reached it."""
         ...
@@ -85,6 +90,11 @@ class Device(Protocol):
     runs_ahead: bool  # it computes asynchronously: steps are submitted before the last one's tokens are known
     shares_memory: bool  # it uses the host's memory: nothing is uploaded or kept twice
     memory_errors: tuple[type[Exception], ...]  # raised if a step finds too little memory
+
+    @property
+    def hardware(self) -> str:
+        """Return what decides the bits of results, beside the programs."""
+        ...
 
     @property
     def compute(self) -> Stream: ...

@@ -28,6 +28,7 @@ from octavo.models.draft_heads import ChainHead, Eagle3Head, EagleHead, HeadTarg
 from octavo.models.registry import Model, describe
 from octavo.models.sharding import with_shard
 from octavo.ops import LayerKVCache, Ops
+from octavo.step_plan import BlockMoves
 
 _LEAST_COMMON = 0.95  # share of common tokens; families add a few tokens from model to model
 
@@ -118,10 +119,17 @@ class Draft:
         if self._states:
             kept = DraftStates(self.runner.table, mover)
         else:
-            kept = self._filled = FilledSlots(num_blocks, num_host_blocks, self._block_size, self._has_null_block)
+            kept = self._filled = FilledSlots(
+                num_blocks, num_host_blocks, self._block_size, self._has_null_block, not self._device.shares_memory
+            )
         table, longest = self._target.table, self._own.max_model_len
         vocab_size = self._target.model.vocab_size
         return ModelDrafter(self.runner, table, self._group, self.pool, kept, longest, vocab_size)
+
+    def note_moves(self, moves: Sequence[BlockMoves]) -> None:
+        """Note that blocks are moved, by pool, outside of a step."""
+        if moves and self._filled is not None:
+            self._filled.move(moves[self.pool])
 
     def add_notes(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the contents of blocks, [len(blocks), block bytes], each followed by `num_note_bytes` in the draft's

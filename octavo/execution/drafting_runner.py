@@ -105,7 +105,7 @@ class DraftingRunner:
 
     def _changes_what_waits(self, plan: StepPlan) -> bool:
         """Return whether the plan's updates would change anything that waiting steps still have to read."""
-        if plan.adapters or any(moves.swap_out or moves.copy or moves.swap_in for moves in plan.moves):
+        if plan.adapters or any(plan.moves):
             return True
         rows = {planned.row for step in self._waiting for planned in step.plan.rows}
         changed = {change.row for changes in (plan.admissions, plan.new_blocks) for change in changes}

@@ -28,7 +28,7 @@ from octavo.models.registry import describe
 from octavo.ops import Ops, load, load_cuda
 from octavo.phases import Phases
 from octavo.request import AdapterSource, MediaInput
-from octavo.step_plan import AdapterMemory, StepPlan, StepResult
+from octavo.step_plan import AdapterMemory, BlockMoves, StepPlan, StepResult
 
 
 class PendingStep(Protocol):
@@ -65,6 +65,7 @@ class LocalExecutor:
         self.weight_bytes, self.cache_bytes = worker.weight_bytes, worker.cache_bytes  # packed; used or not
         self.block_bytes: Sequence[int] = worker.block_bytes  # of a block of the cache, by pool
         self.part_bytes = self.block_bytes  # of the largest part of a block that one worker has, by pool
+        self.hardware = [device.hardware]  # by worker
         self.startup = phases.seconds  # by phase
         adapters = worker.adapters
         self.adapter_memory = AdapterMemory(0, 0, 0, 1) if adapters is None else adapters.memory
@@ -76,12 +77,22 @@ class LocalExecutor:
 
     def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
         """Return a copy of the contents of blocks, [len(blocks), block_bytes[pool]], the parts of several workers side
-        by side. Only on CPUs. No step may be in flight, except with several stages."""
+        by side. The blocks are those in the host's memory: on CPUs the cache's, and no step may be in flight, except
+        with several stages; on GPUs the host tier's, after the moves under way."""
         return self.worker.read_blocks(pool, blocks)
 
     def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
         """Overwrite blocks with `contents`, as `read_blocks` has returned them."""
         self.worker.write_blocks(pool, blocks, contents)
+
+    def move_blocks(self, moves: Sequence[BlockMoves]) -> None:
+        """Move blocks, by pool, outside of a step, after all steps submitted before."""
+        self.worker.move_blocks(moves)
+
+    def is_settled(self, pool: int, blocks: Sequence[int], waits: bool = False) -> bool:
+        """Return whether host blocks can be read and written now: no move of them is under way, or left for lack of
+        memory. With `waits`, wait for moves under way."""
+        return self.worker.is_settled(pool, blocks, waits)
 
     def wait_for_workers(self) -> bool:
         """Wait until the other workers have computed their parts of the steps in flight: then they answer at once.
@@ -143,9 +154,14 @@ class MultiprocExecutor(LocalExecutor):
             raise
         # The last steps, at least all in flight, of several stages.
         self._last_steps = deque[PendingStep](maxlen=self.num_stages)
+        # By pool: host blocks that get their contents with one of these steps.
+        self._copied_last = deque[list[set[int]]](maxlen=self.num_stages)
+        # Blocks of the cache that are read may be those that a step in flight has still to compute.
+        self._indexes_early = config.device == "cpu" and any(group.spec.kind != "full" for group in self.cache_groups)
         self._parts = list(zip(self.worker.block_bytes, *self.worker_group.block_bytes, strict=True))  # by pool
         self.block_bytes = [sum(of_pool) for of_pool in self._parts]
         self.part_bytes = [max(of_pool) for of_pool in self._parts]
+        self.hardware += self.worker_group.hardware
 
     def submit(self, plan: StepPlan) -> PendingStep:
         media, rows = self.worker.media, dict[bytes, NDArray[np.float32]]()
@@ -163,6 +179,7 @@ class MultiprocExecutor(LocalExecutor):
         else:
             step = _LastStage(partial(self._submit_late, plan, rows))
         self._last_steps.append(step)
+        self._copied_last.append([{host_block for _, host_block in moves.swap_out} for moves in plan.moves])
         return step
 
     def _submit_late(self, plan: StepPlan, rows: dict[bytes, NDArray[np.float32]]) -> PendingStep:
@@ -177,8 +194,21 @@ class MultiprocExecutor(LocalExecutor):
             self.worker_group.read_blocks(0, [0])
         return self.num_stages > 2
 
+    def move_blocks(self, moves: Sequence[BlockMoves]) -> None:
+        if any(moves):
+            self._finish_steps()
+            self.worker_group.move_blocks(moves)
+            super().move_blocks(moves)
+
+    def is_settled(self, pool: int, blocks: Sequence[int], waits: bool = False) -> bool:
+        if waits:
+            self._finish_steps()
+        elif any(not copied[pool].isdisjoint(blocks) for copied in self._copied_last if copied):
+            return False  # the last stage may not have begun to copy them
+        return super().is_settled(pool, blocks, waits)
+
     def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
-        if any(group.spec.kind != "full" for group in self.cache_groups):  # their blocks are indexed before a step
+        if self._indexes_early:
             self._finish_steps()
         parts = self.worker_group.read_blocks(pool, blocks)
         return np.concatenate([super().read_blocks(pool, blocks), *parts], axis=1)

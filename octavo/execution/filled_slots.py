@@ -21,19 +21,23 @@ class FilledSlots:
     """Counts, for each block of a pool on the device and on the host, how many of its first slots the draft has
     filled."""
 
-    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int, has_null_block: bool) -> None:
+    def __init__(
+        self, num_blocks: int, num_host_blocks: int, block_size: int, has_null_block: bool, saves_host_blocks: bool
+    ) -> None:
+        """`saves_host_blocks`: the blocks that are saved, of `counts` and `restore`, are on the host."""
         self._counts = np.zeros(num_blocks, np.int32)
         self._host_counts = np.zeros(num_host_blocks, np.int32)
+        self._saved_counts = self._host_counts if saves_host_blocks else self._counts
         self._block_size = block_size
         self._has_null_block = has_null_block
 
     def counts(self, blocks: Sequence[int]) -> NDArray[np.int32]:
         """Return how many slots of each of the blocks are filled."""
-        return self._counts[list(blocks)]
+        return self._saved_counts[list(blocks)]
 
     def restore(self, blocks: Sequence[int], counts: NDArray[np.int32]) -> None:
         """Note that blocks were overwritten, and that each now has its number of `counts` of filled slots."""
-        self._counts[list(blocks)] = counts
+        self._saved_counts[list(blocks)] = counts
 
     def move(self, moves: BlockMoves) -> None:
         """Note that blocks are moved, in the order of `BlockMoves`."""

@@ -28,6 +28,7 @@ from octavo.execution.worker_messages import (
     BlockContents,
     CannotStart,
     ForgetAdapter,
+    MoveBlocks,
     Number,
     PictureRows,
     Plan,
@@ -72,7 +73,7 @@ def _run(leader: Connection, args: FollowerArgs) -> None:
     except OctavoError as e:
         worker_group.tell(CannotStart(str(e), isinstance(e, ConfigError)))
         return
-    worker_group.tell(WorkerReady(list(executor.block_bytes)))
+    worker_group.tell(WorkerReady(list(executor.block_bytes), *executor.hardware))
     gc.freeze()
     steps: deque[SubmittedStep] = deque()  # steps whose tokens are not known yet
     while True:
@@ -93,6 +94,8 @@ def _run(leader: Connection, args: FollowerArgs) -> None:
                 executor.forget_adapter(identity)
             case ReleaseCache():
                 executor.release_cache()
+            case MoveBlocks(moves):
+                executor.move_blocks(moves)
             case ReadBlocks(pool, blocks):
                 worker_group.tell(BlockContents(executor.read_blocks(pool, blocks).tobytes()))
             case WriteBlocks(pool, blocks, contents):

@@ -45,7 +45,7 @@ from octavo.phases import Phases
 from octavo.request import MediaInput
 from octavo.speculative.synthetic import SyntheticAcceptance
 from octavo.speculative_config import HEAD_METHODS
-from octavo.step_plan import StepPlan
+from octavo.step_plan import BlockMoves, StepPlan
 from octavo.structured_output.grammar_matching import GrammarCompiler
 
 if TYPE_CHECKING:
@@ -428,21 +428,43 @@ class Worker:
         return found
 
     def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
-        """Return the contents of blocks, [len(blocks), block_bytes[pool]]. No step may be in flight."""
-        assert self._device.shares_memory, "blocks in the memory of a GPU are not read"
-        if not self._cache[pool]:  # this stage has none of its layers
-            return np.empty((len(blocks), 0), np.uint8)
-        contents = cast("NDArray[np.uint8]", self._ops.gather_blocks(np.array(blocks), self._cache[pool]))
+        """Return the contents of blocks in the host's memory, [len(blocks), block_bytes[pool]]. On CPUs no step may be
+        in flight."""
+        if not self._device.shares_memory:
+            contents = self._mover.read_host_blocks(pool, blocks)
+        elif self._cache[pool]:
+            contents = cast("NDArray[np.uint8]", self._ops.gather_blocks(np.array(blocks), self._cache[pool]))
+        else:  # this stage has none of its layers
+            contents = np.empty((len(blocks), 0), np.uint8)
         return contents if self._draft is None else self._draft.add_notes(pool, blocks, contents)
 
     def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
-        """Overwrite blocks. No step may be in flight."""
-        assert self._device.shares_memory, "blocks in the memory of a GPU are not written"
+        """Overwrite blocks in the host's memory. On CPUs no step may be in flight."""
         if not self._cache[pool]:
             return
         if self._draft is not None:
             contents = self._draft.take_notes(pool, blocks, contents)
-        self._ops.scatter_blocks(cast(Array, contents), np.array(blocks), self._cache[pool])
+        if self._device.shares_memory:
+            self._ops.scatter_blocks(cast(Array, contents), np.array(blocks), self._cache[pool])
+        else:
+            self._mover.write_host_blocks(pool, blocks, contents)
+
+    def move_blocks(self, moves: Sequence[BlockMoves]) -> None:
+        """Move blocks outside of a step, after all steps submitted before. What the device lacks memory for is moved
+        with the next moves, or before the next step."""
+        if self._draft is not None:
+            self._draft.note_moves(moves)
+        try:
+            self._mover.move(moves)
+        except self._device.memory_errors:
+            if self._worker_group.connections:  # the others may have moved theirs
+                raise
+            self._device.release_memory()
+
+    def is_settled(self, pool: int, blocks: Sequence[int], waits: bool) -> bool:
+        """Return whether no move of host blocks is under way, or left for lack of memory. With `waits`, wait for moves
+        under way."""
+        return self._mover.is_settled(pool, blocks, waits)
 
     def take_rows(self, rows: Mapping[bytes, NDArray[np.float32]]) -> None:
         """Store the rows of the next plan's media, by content hash; they come from the first worker, which has the

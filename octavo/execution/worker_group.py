@@ -39,6 +39,7 @@ from octavo.execution.worker_messages import (
     CannotStart,
     ForgetAdapter,
     MemoryOffer,
+    MoveBlocks,
     Number,
     Offer,
     PictureRows,
@@ -60,7 +61,7 @@ from octavo.layers.tensor_parallel import Shard
 from octavo.models.description import ModelDescription
 from octavo.request import AdapterSource
 from octavo.sampling_params import SamplingParams
-from octavo.step_plan import Admission, StepPlan
+from octavo.step_plan import Admission, BlockMoves, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +152,7 @@ class Leader(WorkerGroup):
         self._listener = ThreadPoolExecutor(1, "others' adapters")  # waits for the followers' answers
         self._inboxes = [_Inbox(*one) for one in zip(self._worker_ranks, self._followers, strict=True)]
         self.block_bytes: list[list[int]] = []  # by follower and pool, once they are ready
+        self.hardware: list[str] = []  # by follower
         # Runs at `close`, and when the group is garbage-collected.
         self.close = weakref.finalize(
             self, _end, collectives.leave_group, self._followers, host.processes, self.memory, self._group
@@ -191,7 +193,8 @@ class Leader(WorkerGroup):
 
     def wait_until_ready(self) -> None:
         """Return when all followers are ready. Raises the error of one that could not start."""
-        self.block_bytes = [message.block_bytes for message in self._hear_all(WorkerReady)]
+        ready = self._hear_all(WorkerReady)
+        self.block_bytes, self.hardware = [one.block_bytes for one in ready], [one.hardware for one in ready]
         if self._group is not None:
             self._group.be_ready()
 
@@ -244,6 +247,9 @@ class Leader(WorkerGroup):
             if answer.error is not None:
                 raise (RequestError(answer.error, param="model") if answer.is_of_request else LoadError(answer.error))
         return max(num_pages, *(answer.num_pages for answer in answers))
+
+    def move_blocks(self, moves: Sequence[BlockMoves]) -> None:
+        self._tell(MoveBlocks(list(moves)))
 
     def read_blocks(self, pool: int, blocks: Sequence[int]) -> list[NDArray[np.uint8]]:
         """Return each follower's part of blocks, [len(blocks), bytes of its part]."""

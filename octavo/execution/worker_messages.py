@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.request import AdapterSource
-from octavo.step_plan import StepPlan
+from octavo.step_plan import BlockMoves, StepPlan
 
 
 class Sizes(NamedTuple):
@@ -87,15 +87,21 @@ class ReleaseCache(msgspec.Struct, tag="release_cache"):
     """Give the cache's memory back to the system."""
 
 
+class MoveBlocks(msgspec.Struct, tag="move_blocks"):
+    """Move blocks outside of a step."""
+
+    moves: list[BlockMoves]
+
+
 class ReadBlocks(msgspec.Struct, tag="read_blocks"):
-    """Read blocks of the cache; answered by `BlockContents`."""
+    """Read blocks in the host's memory; answered by `BlockContents`."""
 
     pool: int
     blocks: list[int]
 
 
 class WriteBlocks(msgspec.Struct, tag="write_blocks"):
-    """Overwrite blocks of the cache."""
+    """Overwrite blocks in the host's memory."""
 
     pool: int
     blocks: list[int]
@@ -110,6 +116,7 @@ class WorkerReady(msgspec.Struct, tag="ready"):
     """The worker takes plans."""
 
     block_bytes: list[int]  # of its part of a block of the cache, by pool
+    hardware: str
 
 
 class CannotStart(msgspec.Struct, tag="cannot_start"):
@@ -136,7 +143,7 @@ class BlockContents(msgspec.Struct, tag="contents"):
 
 ToFollower = (
     Number | AgreedSizes | Plan | SampledTokens | PictureRows | PrepareAdapter | ForgetAdapter | ReleaseCache
-    | ReadBlocks | WriteBlocks
+    | MoveBlocks | ReadBlocks | WriteBlocks
 )  # fmt: skip
 ToLeader = Number | MemoryOffer | WorkerReady | CannotStart | AdapterRead | BlockContents
 

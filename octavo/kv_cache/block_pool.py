@@ -7,6 +7,7 @@ not indexed holds nothing of value and is handed out first, so that a small load
 
 from __future__ import annotations
 
+from collections.abc import Container
 from enum import IntEnum
 from typing import Protocol
 
@@ -30,8 +31,9 @@ class PoolWatcher(Protocol):
     def leaves(self, block: int, key: bytes) -> None: ...
 
 
-class BlockPool:
-    """Blocks 0 .. num_blocks - 1, of which the first `num_reserved` are never handed out. Every operation is O(1).
+class BlockPool(Container[bytes]):
+    """Blocks 0 .. num_blocks - 1, of which the first `num_reserved` are never handed out. Every operation is O(1). As a
+    container it has the keys of the indexed blocks.
 
     The free list is doubly linked through two arrays; entry `num_blocks` is the sentinel, both its head and its tail.
     """
@@ -82,6 +84,9 @@ class BlockPool:
     def lookup(self, key: bytes) -> int | None:
         """Return the block with this content, referenced or free; None if there is none."""
         return self._index.get(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._index
 
     def touch(self, key: bytes) -> None:
         """Count the block with this content, if there is one, as used now."""

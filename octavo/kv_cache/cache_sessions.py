@@ -87,10 +87,7 @@ class CacheSessions:
         for other in self._sessions.values():
             freed -= freed & other.names  # takes time in proportion to the smaller set
         for name in freed:
-            self._tier.forget_unsaved(name)
-            pool = self._cache.pools[name[0]]
-            if (block := pool.lookup(name[1])) is not None:
-                pool.forget(block)
+            self._tier.forget(name)
         self._tier.do_in_turn(partial(self._files.drop_session, session, names))
         return len(freed)
 
@@ -108,8 +105,7 @@ class CacheSessions:
 
     def _is_anywhere(self, name: Name) -> bool:
         """Return whether a block is in its pool, on disk or on its way there."""
-        is_in_pool = self._cache.pools[name[0]].lookup(name[1]) is not None
-        return is_in_pool or self._tier.is_on_its_way(name) or self._files.knows(name)
+        return self._tier.is_in_memory(name) or self._tier.is_on_its_way(name) or self._files.knows(name)
 
     def _forget_old(self) -> None:
         """Forget the sessions whose time is over, and the least recently used sessions while all together have more

@@ -54,17 +54,16 @@ class Readiness(Enum):
 
 
 class _DiskLookups(Container[bytes]):
-    """The keys of a pool's blocks on disk, including blocks that another server has written. `in` may access the
-    disk."""
+    """The keys of a pool's blocks, in the pool and on disk, including blocks that another server has written. `in` may
+    access the disk."""
 
-    def __init__(self, files: BlockFiles, pool: int) -> None:
-        self._files, self._pool = files, pool
+    def __init__(self, known: Container[bytes], files: BlockFiles, pool: int) -> None:
+        self._known, self._files, self._pool = known, files, pool
         self._num_failures_left = _MAX_FAILED_LOOKUPS
 
     def __contains__(self, key: object) -> bool:
         assert isinstance(key, bytes)
-        name = self._pool, key
-        if self._files.knows(name) or (self._num_failures_left > 0 and self._files.has(name)):
+        if key in self._known or (self._num_failures_left > 0 and self._files.has((self._pool, key))):
             return True
         self._num_failures_left -= 1
         return False
@@ -97,7 +96,7 @@ class Fetch:
 
 
 class DiskFetches:
-    """Brings blocks of the `tier`'s folder back into the pools of `cache`."""
+    """Brings blocks of the `tier`'s folder back into its pools."""
 
     def __init__(
         self,
@@ -175,16 +174,16 @@ class DiskFetches:
         """Return the blocks to read for a sequence's prefix. Returns None if the pools have as much of the prefix, or
         if computing the tokens is faster; then the files of the prefix count as used now. In the latter case the
         predicted cost of reading is lowered a little (`ReadCost.doubt`)."""
-        keys, pools = seq.block_hashes, self._cache.pools
+        keys, pools = seq.block_hashes, self._tier.pools
         limit = self._most_blocks(seq)
         if limit <= 0:
             return None
         self._drop_done_abandoned()
         if self._tier.is_emptying or self._abandoned:  # an abandoned chunk is still being read: the disk hangs
             return None
-        num_cached, num_found = self._cache.num_prefix_blocks(keys, limit), self._num_found(keys, limit)
+        num_cached, num_found = self._cache.num_prefix_blocks(keys, limit, pools), self._num_found(keys, limit)
         used = self._cache.prefix_names(keys, num_found)
-        missing = [(pool, key) for pool, key in used if pools[pool].lookup(key) is None]
+        missing = [name for name in used if not self._tier.is_in_memory(name)]
         counts = Counter(pool for pool, _ in missing)
         if num_found <= num_cached or any(counts[i] > pools[i].num_usable for i in counts):
             self._touch(used)
@@ -221,6 +220,7 @@ class DiskFetches:
     def _begin(self, fetch: Fetch) -> None:
         for pool, key in fetch.used:  # count cached blocks as used now, so that the blocks being read do not evict them
             self._cache.pools[pool].touch(key)
+            self._tier.pools[pool].touch(key)
         fetch.has_begun, fetch.began, fetch.unread = True, self._clock(), self._chunks(fetch.missing)
         self._fetches.append(fetch)
         self._read_ahead(fetch)
@@ -231,7 +231,7 @@ class DiskFetches:
         num_known = self._cache.num_prefix_blocks(keys, limit, self._tier.watches)
         if num_known == limit or (self._last_lookup is not None and not self._last_lookup.done()):
             return num_known
-        lookups = [_DiskLookups(self._tier.files, pool) for pool in range(len(self._cache.pools))]
+        lookups = [_DiskLookups(watch, self._tier.files, pool) for pool, watch in enumerate(self._tier.watches)]
         lookup = self._lookup_thread.run(partial(self._cache.num_prefix_blocks, keys, limit, lookups))
         self._last_lookup = lookup
         wait([lookup], _LOOKUP_S)
@@ -272,7 +272,7 @@ class DiskFetches:
             else:
                 self._abandoned.append(future)
         fetch.reading.clear()
-        num_blocks = self._cache.num_prefix_blocks(fetch.keys, fetch.num_found_blocks)
+        num_blocks = self._cache.num_prefix_blocks(fetch.keys, fetch.num_found_blocks, self._tier.pools)
         if num_blocks > fetch.num_cached_blocks:
             saved_s = self._compute_s(fetch.num_cached_blocks, num_blocks) - (self._clock() - fetch.began)
             self._tier.earn(max(0.0, saved_s))
@@ -300,7 +300,7 @@ class DiskFetches:
         have read. The latter must not be evicted before these sequences start."""
         others = [fetch.missing for fetch in self._by_request.values() if fetch is not None and fetch.has_begun]
         counts = Counter(pool for one in (names, *others) for pool, _ in one)
-        return all(count <= self._cache.pools[pool].num_free for pool, count in counts.items())
+        return all(count <= self._tier.pools[pool].num_free for pool, count in counts.items())
 
     def _chunks(self, names: Sequence[Name]) -> deque[list[Name]]:
         """Return `names` in chunks to read together."""
@@ -340,19 +340,25 @@ class DiskFetches:
         return _Chunk(parts, num_read == len(names), time.monotonic() - begin)
 
     def _take_in(self, chunk: _Chunk) -> bool:
-        """Put blocks into the pools, as free, indexed blocks. Returns False if there are too few free blocks."""
+        """Put blocks into the pools, as free, indexed blocks. Returns False if there are too few free blocks, or if a
+        block has still to be copied to one of them."""
         for number, (keys, contents) in chunk.parts.items():
-            pool = self._cache.pools[number]
+            pool = self._tier.pools[number]
             missing = [i for i, key in enumerate(keys) if pool.lookup(key) is None]
             if len(missing) > pool.num_free:
                 return False
             if missing:
                 blocks = [pool.allocate() for _ in missing]
                 own = contents if len(missing) == len(keys) else contents[missing]
-                self._memory.write_blocks(number, blocks, own)
+                is_settled = self._tier.is_settled(number, blocks, waits=True)
+                if is_settled:
+                    self._memory.write_blocks(number, blocks, own)
                 for block, i in zip(blocks, missing, strict=True):
-                    pool.register(block, keys[i])
+                    if is_settled:
+                        pool.register(block, keys[i])
                     pool.release(block)
+                if not is_settled:
+                    return False
         return True
 
 

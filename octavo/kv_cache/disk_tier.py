@@ -1,4 +1,7 @@
-"""The tier below the block pools: computed blocks go to files. They come back in `disk_fetches`.
+"""The tier below the block pools in the host's memory: computed blocks go to files. They come back in `disk_fetches`.
+
+These pools are the cache's on CPUs. On GPUs they are the host pools, which `host_tier` fills: blocks are copied to the
+host first, and only copies that are made are saved.
 
 Blocks are saved outside of the steps: while the engine is idle, for a small share of its time while it is busy, and
 when they are about to leave a pool. Saving blocks that leave a pool takes no more time than reads have saved, plus an
@@ -24,10 +27,12 @@ from numpy.typing import NDArray
 from octavo.kv_cache.block_files import BlockFiles, Name
 from octavo.kv_cache.cache_sessions import CacheSessions
 from octavo.kv_cache.disk_fetches import DiskFetches
+from octavo.kv_cache.host_tier import HostTier
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.kv_cache.saved_prompts import SavedPrompts
 from octavo.stats import EngineStats
 from octavo.step_cost import StepCostModel
+from octavo.step_plan import BlockMoves
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +40,7 @@ _QUEUE_BYTES = 64 << 20  # of blocks on their way to the folder
 _IDLE_QUEUE_BYTES = 4 << 20  # the limit while the engine is idle, so that the writer is done when the next step begins
 _MOST_QUEUED = 10_000  # entries of the queue; beyond them notes of use are dropped, which pile up if the disk hangs
 _BUSY_SHARE = 0.003  # of a busy engine's time that saving may take, the writer's time included
+_GPU_BUSY_SHARE = 0.03  # on GPUs, where the writer delays no step, and planning has time while a step is computed
 _ADVANCE_S = 1.0  # time for saving blocks that leave a pool, before reads have saved any
 _MOST_EARNED_S = 60.0  # upper bound of the time that reads earn for saving blocks that leave a pool
 _MOST_CREDIT_S = 0.02  # upper bound of the time that a busy engine spends on saving in one go
@@ -47,7 +53,7 @@ _Block = tuple[Name, NDArray[np.uint8]]
 
 
 class BlockMemory(Protocol):
-    """The memory of the blocks."""
+    """The memory of the blocks: the host's."""
 
     block_bytes: Sequence[int]  # of a block, by pool
 
@@ -63,10 +69,19 @@ class BlockMemory(Protocol):
         """Overwrite blocks with `contents`, [len(blocks), block_bytes[pool]]."""
         ...
 
+    def move_blocks(self, moves: Sequence[BlockMoves]) -> None:
+        """Move blocks, by pool, between a device and its host."""
+        ...
+
+    def is_settled(self, pool: int, blocks: Sequence[int], waits: bool = False) -> bool:
+        """Return whether no move of blocks is under way, or left for lack of memory. With `waits`, wait for moves under
+        way."""
+        ...
+
 
 class _PoolWatch(Container[bytes]):
-    """Tells the tier when blocks of one pool are indexed or lost. As a container it has the keys of the pool's blocks
-    on disk."""
+    """Tells the tier when blocks of one pool are indexed or lost. As a container it has the keys of the pool's blocks,
+    in the pool and on disk."""
 
     def __init__(self, tier: DiskTier, pool: int) -> None:
         self._tier, self._pool = tier, pool
@@ -79,11 +94,11 @@ class _PoolWatch(Container[bytes]):
 
     def __contains__(self, key: object) -> bool:
         assert isinstance(key, bytes)
-        return self._tier.files.knows((self._pool, key))
+        return key in self._tier.pools[self._pool] or self._tier.files.knows((self._pool, key))
 
 
 class DiskTier:
-    """Keeps the indexed blocks of the pools of `cache` in `files`."""
+    """Keeps the indexed blocks of the pools of `cache` in `files`: with a `host_tier`, those of the host pools."""
 
     def __init__(
         self,
@@ -92,11 +107,16 @@ class DiskTier:
         cache: KVCacheManager,
         cost: StepCostModel,
         clock: Callable[[], float] = time.monotonic,
+        host_tier: HostTier | None = None,
     ) -> None:
         self.files, self._memory, self._cache, self._cost, self._clock = files, memory, cache, cost, clock
-        self.watches = [_PoolWatch(self, pool) for pool in range(len(cache.pools))]
-        for pool, watch in zip(cache.pools, self.watches, strict=True):
+        self._host_tier = host_tier
+        self.pools = cache.pools if host_tier is None else cache.host_pools  # in the host's memory
+        self.watches = [_PoolWatch(self, pool) for pool in range(len(self.pools))]
+        for pool, watch in zip(self.pools, self.watches, strict=True):
             pool.watchers.append(watch)
+        if host_tier is not None:
+            host_tier.on_drop = self.forget_unsaved
         self.unsaved: dict[Name, int] = {}  # blocks that only a pool has, the oldest first
         self._credit_s = 0.0  # time that saving may take now while the engine is busy
         self._earned_s = _ADVANCE_S  # time that saving blocks that leave a pool may take now
@@ -156,7 +176,7 @@ class DiskTier:
         saves blocks."""
         with self._lock:
             return self._lock.wait_for(
-                lambda: not (self.unsaved or self._queue or self._is_writing) or self._is_closed, timeout_s
+                lambda: not (self._has_unsaved or self._queue or self._is_writing) or self._is_closed, timeout_s
             )
 
     def save_all(self) -> bool:
@@ -186,9 +206,27 @@ class DiskTier:
 
     # Blocks that go to the folder.
 
+    @property
+    def _has_unsaved(self) -> bool:
+        return bool(self.unsaved) or (self._host_tier is not None and self._host_tier.has_uncopied)
+
+    def is_in_memory(self, name: Name) -> bool:
+        """Return whether a block is in its pool, on the device or on the host."""
+        pool, key = name
+        return key in self._cache.pools[pool] or key in self.pools[pool]
+
     def is_on_its_way(self, name: Name) -> bool:
         """Return whether a block is unsaved, or in the writer's queue."""
-        return name in self.unsaved or name in self._queued
+        is_on_device = self._host_tier is not None and self._host_tier.copies_later(name)
+        return is_on_device or name in self.unsaved or name in self._queued
+
+    def is_settled(self, pool: int, blocks: Sequence[int], waits: bool = False) -> bool:
+        """Return whether blocks can be read and written now: on GPUs, whether they are neither copied with the next
+        plan nor are being copied. With `waits`, wait for copies under way."""
+        if self._host_tier is None:
+            return True
+        is_planned = not self._cache.host_blocks_written_later[pool].isdisjoint(blocks)
+        return not is_planned and self._memory.is_settled(pool, blocks, waits)
 
     def keep_on_arrival(self, names: Iterable[Name], keep_until: float) -> None:
         """Keep those of these blocks that are not written yet until `time.time` is `keep_until`."""
@@ -201,6 +239,23 @@ class DiskTier:
         with self._lock:
             self.keep_until.pop(name, None)
 
+    def forget(self, name: Name) -> None:
+        """Forget a block in the pools, and do not save it."""
+        self.forget_unsaved(name)
+        if self._host_tier is not None:
+            self._host_tier.forget(name)
+        pool = self.pools[name[0]]
+        if (block := pool.lookup(name[1])) is not None:
+            pool.forget(block)
+
+    def note_in_memory(self, name: Name) -> None:
+        """Save a block of the pools if the folder has lost it."""
+        pool, key = name
+        if (block := self.pools[pool].lookup(key)) is not None:
+            self.note_computed(name, block)
+        elif self._host_tier is not None and (block := self._cache.pools[pool].lookup(key)) is not None:
+            self._host_tier.note_indexed(name, block)
+
     def note_computed(self, name: Name, block: int) -> None:
         if (self.is_emptying or not self.files.knows(name)) and name not in self._queued:
             self.unsaved[name] = block
@@ -211,10 +266,11 @@ class DiskTier:
         block = self.unsaved.pop(name, None)
         if block is None:
             return
-        if name in self.keep_until:
-            self._save(name, block)
-        else:
-            self._earned_s -= self._save(name, block, self._earned_s > 0)
+        is_kept = name in self.keep_until
+        may_save = (is_kept or self._earned_s > 0) and self.is_settled(name[0], [block])
+        save_s = self._save(name, block, may_save)
+        if not is_kept:
+            self._earned_s -= save_s
 
     def earn(self, saved_s: float) -> None:
         """Let saving blocks that leave a pool take `saved_s` seconds more, as reads have saved this time."""
@@ -224,29 +280,46 @@ class DiskTier:
         """Save blocks in a small share of the time of a step, which took `step_s`."""
         if not self.unsaved:
             return
-        self._credit_s = min(self._credit_s + _BUSY_SHARE * step_s, _MOST_CREDIT_S)
-        if self._credit_s <= 0 or not self._has_room():
+        share = _BUSY_SHARE if self._host_tier is None else _GPU_BUSY_SHARE
+        self._credit_s = min(self._credit_s + share * step_s, _MOST_CREDIT_S)
+        if self._credit_s <= 0 or not self._can_save():
             return
         # The wait is paid once for all blocks saved now. So overdraw the credit by up to twice the wait: saving then
         # takes at least as long as the wait did, instead of waiting again soon.
         wait_s = self._wait_for_workers()
         self._credit_s -= wait_s
-        while self._credit_s > -2 * wait_s and self.unsaved and self._has_room():
+        while self._credit_s > -2 * wait_s and self._can_save():
             self._credit_s -= self._save_oldest()
 
     def save_while_idle(self) -> bool:
-        """Save a block, or wait shortly for the writer. Returns False if no block is unsaved."""
+        """Save a block, or wait shortly for the writer. Returns False if no block is unsaved, or if the device lacks
+        memory to copy blocks."""
+        if self._host_tier is not None and not self._is_closed:
+            self._copy_to_host(self._host_tier)
         if not self.unsaved:
             return False
         with self._lock:
             has_room = self._lock.wait_for(lambda: self._has_room(_IDLE_QUEUE_BYTES), _IDLE_WAIT_S)
         if has_room:
+            name, block = next(iter(self.unsaved.items()))
+            if not self.is_settled(name[0], [block], waits=True):
+                return False
             self._save_oldest()
         return not self._is_closed
 
+    def _copy_to_host(self, host_tier: HostTier) -> None:
+        """Make the copies that wait for a plan. Then, if the pools have no unsaved block, copy blocks that only the
+        device has."""
+        self._memory.move_blocks(self._cache.take_moves())
+        host_tier.end_plan()
+        while not self.unsaved and host_tier.has_uncopied:
+            host_tier.begin_plan()
+            self._memory.move_blocks(self._cache.take_moves())
+            host_tier.end_plan()
+
     def save_while_room(self) -> None:
         """Save blocks until the writer has no room for more."""
-        while self.unsaved and self._has_room():
+        while self._can_save():
             self._save_oldest()
 
     def save_first(self, names: Iterable[Name]) -> None:
@@ -254,13 +327,21 @@ class DiskTier:
         first = {name: self.unsaved.pop(name) for name in names if name in self.unsaved}
         self.unsaved = first | self.unsaved
 
+    def _can_save(self) -> bool:
+        """Return whether the oldest unsaved block can be saved without a wait."""
+        if not self.unsaved or not self._has_room():
+            return False
+        (pool, _), block = next(iter(self.unsaved.items()))
+        return self.is_settled(pool, [block])
+
     def _save_oldest(self) -> float:
         name = next(iter(self.unsaved))
         return self._save(name, self.unsaved.pop(name))
 
-    def _save(self, name: Name, block: int, is_earned: bool = True) -> float:
-        """Queue a copy of a block, if there is room. Returns the seconds that copying takes and writing will take."""
-        if not is_earned or not self._has_room():
+    def _save(self, name: Name, block: int, may_save: bool = True) -> float:
+        """Queue a copy of a block, if there is room. Returns the seconds that steps are later for it: those of copying
+        the block and, on CPUs, of writing it."""
+        if not may_save or not self._has_room():
             with self._lock:
                 self.keep_until.pop(name, None)
                 self._stats.num_disk_dropped += 1
@@ -273,7 +354,7 @@ class DiskTier:
             self._queued.add(name)
             self._queued_bytes += contents.nbytes
             self._lock.notify_all()
-        return wait_s + self._clock() - begin + self._write_s
+        return wait_s + self._clock() - begin + (self._write_s if self._host_tier is None else 0.0)
 
     def _wait_for_workers(self) -> float:
         """Wait for the workers. Returns the seconds that this delays steps: none if the next step waits for them

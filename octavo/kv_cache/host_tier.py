@@ -10,7 +10,7 @@ swapped sequences evict them too. The scheduler calls everything here.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Sequence
 
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.sequence import HostLoad
@@ -28,22 +28,17 @@ _LOAD_S_PER_BYTE = 1e-10  # 10 GB/s: PCIe 3.0 with 16 lanes; computing tokens of
 _Name = tuple[int, bytes]  # the pool of a block, and its key in the pool's index
 
 
-class _PoolWatch(Container[bytes]):
-    """Tells the tier when blocks of one pool are indexed or lost. As a container it has the keys of the pool's blocks
-    on the host."""
+class _PoolWatch:
+    """Tells the tier when blocks of one pool are indexed or lost."""
 
-    def __init__(self, tier: HostTier, cache: KVCacheManager, pool: int) -> None:
-        self._tier, self._host_pool, self._pool = tier, cache.host_pools[pool], pool
+    def __init__(self, tier: HostTier, pool: int) -> None:
+        self._tier, self._pool = tier, pool
 
     def entered(self, block: int, key: bytes) -> None:
         self._tier.note_indexed((self._pool, key), block)
 
     def leaves(self, block: int, key: bytes) -> None:
         self._tier.save_before_loss((self._pool, key), block)
-
-    def __contains__(self, key: object) -> bool:
-        assert isinstance(key, bytes)
-        return self._host_pool.lookup(key) is not None
 
 
 class HostTier:
@@ -62,9 +57,8 @@ class HostTier:
         self._cache, self._block_bytes, self._cost = cache, block_bytes, cost
         self._copy_bytes, self._load_bytes = copy_bytes, load_bytes
         self._counted_bytes = [max(num_bytes, copy_bytes // _MOST_COPIES) for num_bytes in block_bytes]
-        self._watches = [_PoolWatch(self, cache, pool) for pool in range(len(cache.pools))]
-        for pool, watch in zip(cache.pools, self._watches, strict=True):
-            pool.watchers.append(watch)
+        for number, pool in enumerate(cache.pools):
+            pool.watchers.append(_PoolWatch(self, number))
         cache.on_release.append(self.note_released)
         # Blocks that the host lacks, the oldest first: those indexed before this plan, and those indexed since, whose
         # contents may come only with this plan's moves.
@@ -72,6 +66,7 @@ class HostTier:
         self._fresh: dict[_Name, int] = {}
         self._released = deque[Sequence[_Name]]()  # blocks that sequences had, still to be counted as used
         self._is_forgetting = False
+        self.on_drop: Callable[[_Name], None] = lambda name: None  # called with a block that the host does not get
         self.end_plan()
         self._num_hits = self._num_copied = self._num_dropped = 0  # since `take_stats`
 
@@ -98,6 +93,25 @@ class HostTier:
         """The plan's moves are made, and the next plan may have as many."""
         self._copy_left, self._load_left = self._copy_bytes, self._load_bytes
 
+    @property
+    def has_uncopied(self) -> bool:
+        """Whether the device has blocks that later plans copy to the host."""
+        return bool(self._uncopied or self._fresh)
+
+    def copies_later(self, name: _Name) -> bool:
+        """Return whether a later plan copies a block to the host."""
+        return name in self._uncopied or name in self._fresh
+
+    def forget(self, name: _Name) -> None:
+        """Remove a block from the index of the device; it is not copied."""
+        self._uncopied.pop(name, None)
+        self._fresh.pop(name, None)
+        pool = self._cache.pools[name[0]]
+        if (block := pool.lookup(name[1])) is not None:
+            self._is_forgetting = True
+            pool.forget(block)
+            self._is_forgetting = False
+
     def forget_prefixes(self) -> None:
         """Empty the prefix index of the device and of the host; nothing is copied."""
         for blocks in (self._uncopied, self._fresh, self._released):
@@ -122,6 +136,8 @@ class HostTier:
         if self._fresh.pop(name, None) is None:
             self._uncopied.pop(name, None)
             self._copy(name, block)
+        else:
+            self.on_drop(name)
 
     def load(self, seq: TokenSequence, num_step_tokens: int, is_alone: bool) -> bool:
         """Have the plan bring back the blocks of a waiting sequence's prefix that only the host has, if all its tokens
@@ -167,7 +183,7 @@ class HostTier:
         if num_cached >= limit or not cache.has_room(seq, prefix.tables, num_step_tokens):
             return None
         load = HostLoad(seq.num_tokens, prefix.num_tokens, deque())
-        num_found = cache.num_prefix_blocks(seq.block_hashes, limit, self._watches)
+        num_found = cache.num_prefix_blocks(seq.block_hashes, limit, cache.host_pools)
         used = cache.prefix_names(seq.block_hashes, num_found)
         missing = [(pool, key) for pool, key in used if cache.pools[pool].lookup(key) is None]
         if num_found <= num_cached or not self._is_worth_it(missing, num_cached, num_found):
@@ -195,7 +211,7 @@ class HostTier:
 
     def _has(self, name: _Name) -> bool:
         pool, key = name
-        return self._cache.host_pools[pool].lookup(key) is not None
+        return key in self._cache.host_pools[pool]
 
     def _copy(self, name: _Name, block: int) -> None:
         """Copy a block to the host, if the host lacks it and has room and the plan has not too many copies."""
@@ -203,6 +219,7 @@ class HostTier:
             return
         if self._copy_left <= 0 or not self._cache.copy_to_host(*name, block):
             self._num_dropped += 1
+            self.on_drop(name)
             return
         self._copy_left -= self._counted_bytes[name[0]]
         self._num_copied += 1

@@ -55,6 +55,8 @@ class KVCacheManager:
             BlockPool(count, int(pool in windowed)) for pool, count in enumerate(num_blocks)
         ]  # block 0 is null
         self.host_pools = [BlockPool(count) for count in num_host_blocks]
+        # By pool: host blocks that get their contents with the next plan.
+        self.host_blocks_written_later: list[set[int]] = [set() for _ in num_host_blocks]
         self.attention: list[AttentionBlocks] = []
         self.states: list[StateBlocks] = []
         cross: list[CrossBlocks] = []
@@ -363,7 +365,7 @@ class KVCacheManager:
                 host_block = _NOT_KEPT
                 if block != blocks.null:
                     host_block = self.host_pools[pool].allocate()
-                    self._moves[pool].swap_out.append((block, host_block))
+                    self._write_host_block(pool, block, host_block)
                     blocks.pool.release(block)
                 on_host.append(host_block)
             seq.host_blocks.append(on_host[::-1])
@@ -380,7 +382,7 @@ class KVCacheManager:
         if not host_pool.num_free:
             return False
         host_block = host_pool.allocate()
-        self._moves[pool].swap_out.append((block, host_block))
+        self._write_host_block(pool, block, host_block)
         host_pool.register(host_block, key)
         host_pool.release(host_block)
         return True
@@ -417,6 +419,8 @@ class KVCacheManager:
         for pool, block in reversed(self._returning):  # a prefix's last block is evicted first
             self.host_pools[pool].release(block)
         self._returning.clear()
+        for host_blocks in self.host_blocks_written_later:
+            host_blocks.clear()
         return moves
 
     def check(self, sequences: Iterable[Sequence]) -> None:
@@ -445,6 +449,10 @@ class KVCacheManager:
         found = zip([*self.pools, *self.host_pools], [*references, *host_references], strict=True)
         for block_pool, counts in found:
             block_pool.check(counts)
+
+    def _write_host_block(self, pool: int, block: int, host_block: int) -> None:
+        self._moves[pool].swap_out.append((block, host_block))
+        self.host_blocks_written_later[pool].add(host_block)
 
     def _no_moves(self) -> list[BlockMoves]:
         return [BlockMoves() for _ in self.pools]

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.kv_cache.block_files import DIGEST_BYTES, BlockFiles, Name, block_file_name
+from octavo.kv_cache.block_files import DIGEST_BYTES, Name, block_file_name
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.kv_cache.reader_threads import ReaderThreads
 from octavo.request import BlockPeer
@@ -54,14 +54,14 @@ class _PeerError(Exception):
 
 
 class _Found(Container[bytes]):
-    """The keys of a pool's blocks that the folder or the peer has."""
+    """The keys of a pool's blocks that the pool, the folder or the peer has."""
 
-    def __init__(self, files: BlockFiles, pool: int, at_peer: Collection[Name]) -> None:
-        self._files, self._pool, self._at_peer = files, pool, at_peer
+    def __init__(self, known: Container[bytes], pool: int, at_peer: Collection[Name]) -> None:
+        self._known, self._pool, self._at_peer = known, pool, at_peer
 
     def __contains__(self, key: object) -> bool:
         assert isinstance(key, bytes)
-        return (self._pool, key) in self._at_peer or self._files.knows((self._pool, key))
+        return (self._pool, key) in self._at_peer or key in self._known
 
 
 class _Peer:
@@ -176,12 +176,12 @@ class PeerBlocks:
         # 1. Find the longest prefix that the pools, the folder and the peer have together.
         unknown = [name for name in self._cache.all_names(copy.keys) if not self._files.knows(name)]
         at_peer = self._find(copy, connection, unknown)
-        tiers = [_Found(self._files, pool, at_peer) for pool in range(len(self._cache.pools))]
+        tiers = [_Found(watch, pool, at_peer) for pool, watch in enumerate(self._tier.watches)]
         num_found = self._cache.num_prefix_blocks(copy.keys, len(copy.keys), tiers)
         missing = [
             name
             for name in self._cache.prefix_names(copy.keys, num_found)
-            if name in at_peer and self._cache.pools[name[0]].lookup(name[1]) is None and not self._files.has(name)
+            if name in at_peer and not self._tier.is_in_memory(name) and not self._files.has(name)
         ]
         # 2. Compare the predicted times.
         share = (num_found - copy.num_known_blocks) / (len(copy.keys) - copy.num_known_blocks)

@@ -45,8 +45,7 @@ class SavedPrompts:
         num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._tier.watches)
         names = self._cache.prefix_names(seq.block_hashes, num_blocks)
         for name in names:  # the folder may have lost blocks that were saved once
-            if (block := self._cache.pools[name[0]].lookup(name[1])) is not None:
-                self._tier.note_computed(name, block)
+            self._tier.note_in_memory(name)
         self._tier.save_first(names)
         self._waits[request.request_id] = names, self._clock() + _PATIENCE_S
 

@@ -400,7 +400,7 @@ class Scheduler:
         # planned, its sequence also has a row: each sequence alone fits in the pools, so the first one that can run
         # always gets its blocks.
         assert plan.rows or not plan.adapters
-        assert plan.rows or not any(moves.swap_out or moves.copy or moves.swap_in for moves in plan.moves)
+        assert plan.rows or not any(plan.moves)
 
     def _describe_work(self, step: Step) -> None:
         """Sum up the step's work for the cost model and the drafter, and predict the time of a prompt token."""

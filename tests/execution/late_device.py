@@ -29,11 +29,11 @@ class LateEvent:
         self._device, self._stream, self._place = device, stream, place
 
     @property
-    def has_come(self) -> bool:
+    def is_reached(self) -> bool:
         return self._stream.num_done >= self._place
 
     def wait(self) -> None:
-        self._device.run_until(lambda: self.has_come)
+        self._device.run_until(lambda: self.is_reached)
 
 
 class LateStream:
@@ -69,7 +69,7 @@ class LateStream:
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, LateEvent)
-        self._append(lambda: event.has_come)
+        self._append(lambda: event.is_reached)
 
     def step(self) -> bool:
         """Do the next piece of work, if there is one and it may run."""
@@ -109,7 +109,7 @@ class LateStep:
 class LateDevice:
     """`memory_failures` is the share of pieces of work that are refused for want of memory."""
 
-    name = "a device that is late"
+    name = hardware = "a device that is late"
     runs_ahead = True
     shares_memory = False
     memory_errors: tuple[type[Exception], ...] = (torch.OutOfMemoryError,)

@@ -3,13 +3,15 @@ collectives of the CUDA backend, over gloo, and their devices are late."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from octavo import LLM
 from octavo.config import EngineArgs, EngineConfig
@@ -19,12 +21,14 @@ from octavo.execution.executor import MultiprocExecutor
 from octavo.execution.node import Node
 from octavo.execution.stage_links import worker_ranks_of
 from octavo.kv_cache import host_tier
+from octavo.kv_cache.block_files import Name
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from tests.distributed.test_nodes import Beside
 from tests.execution.late_worker_group import late_followers
 from tests.execution.small_overrides import BAMBA, CUT, DEEPSEEK, OLMO_2
 from tests.execution.test_draft_tokens import guessed_requests
+from tests.execution.test_host_blocks_on_disk import blocks_read, counted, on_host, reads_are_worth_it
 from tests.execution.test_runner import EOS, config_of, model, requests, run
 from tests.execution.test_stages import GEMMAS, ZAMBAS
 from tests.execution.test_worker_group import EXPERTS, FEW_ADAPTERS, adapted, assert_near, told_exactly, write_adapters
@@ -35,7 +39,7 @@ from tests.open_files import open_files
 from tests.ports import held_port
 from tests.waiting import within
 
-__all__ = ["model"]
+__all__ = ["model", "reads_are_worth_it"]
 
 ON_GPU = {"device": "cuda"}
 # Triton's interpreter takes long for a step.
@@ -121,6 +125,47 @@ def test_each_worker_keeps_its_part_of_a_block_on_its_host(
     for _ in range(2):
         assert_near(run(core, requests(1), 1), expected)
     assert loaded
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("sizes", "flags"),
+    [((2, 1), {}), ((1, 2), {}), ((1, 2), {"hf_overrides": GEMMAS[0], "num_gpu_blocks_override": 60})],
+)
+def test_each_worker_has_its_part_of_a_block_from_disk(
+    model: Path, start: Callable[..., EngineCore], tmp_path: Path, sizes: tuple[int, int], flags: dict[str, Any],
+    reads_are_worth_it: None,
+) -> None:  # fmt: skip
+    expected = run(of_one_on_cpu(model, **flags), requests(1), 1)
+    shape = {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}
+    kept, num_hits = dict[Name, bytes](), list[int]()
+    for _ in range(2):
+        core = start(kv_cache_host_gib=0.01, kv_cache_disk=str(tmp_path), **shape, **flags)
+        executor, disk = core.executor, core.disk
+        assert isinstance(executor, MultiprocExecutor) and disk is not None
+        goes_on_while_it_waits(executor)
+        total, read = counted(core), blocks_read(core)
+        assert_near(run(core, requests(1), 1), expected)
+        assert disk.save_all()
+        found = on_host(core)
+        assert all(found[name] == contents for name, contents in read.items()) and found.keys() >= read.keys()
+        assert all(found[name] == contents for name, contents in kept.items() if name in read)
+        kept, num_hits = found, [*num_hits, total.num_disk_hits]
+        disk.close()
+        executor.worker_group.close()
+    assert num_hits[0] == 0 < num_hits[1]
+
+
+def goes_on_while_it_waits(executor: MultiprocExecutor) -> None:
+    """Have the first worker's device work while its host waits for blocks of the others, which wait for its rows."""
+    read, device = executor.worker_group.read_blocks, executor.worker._device
+
+    def read_blocks(pool: int, blocks: Sequence[int]) -> list[NDArray[np.uint8]]:
+        for stream in (device.compute, device.copies):
+            stream.record().wait()
+        return read(pool, blocks)
+
+    executor.worker_group.read_blocks = read_blocks  # type: ignore[method-assign]
 
 
 @pytest.mark.long
