@@ -128,6 +128,7 @@ class ToolCalls:
     # None: there must be calls. Otherwise calls are optional, and these are the marks that only calls begin with; () if
     # calls make up the whole answer.
     marks: tuple[str, ...] | None = None
+    has_channels: bool = False  # optional calls stand among Harmony's messages
     inputs: Mapping[str, str] = field(default_factory=dict)  # Lark grammars of the texts that custom tools get, by name
 
     @property

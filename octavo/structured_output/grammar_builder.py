@@ -35,6 +35,7 @@ from octavo.structured_output.answer_parts import (
     ThinkingBudget,
     ToolCalls,
 )
+from octavo.structured_output.channel_grammar import channel_rules
 from octavo.structured_output.final_check import CallChecks, FinalCheck
 from octavo.structured_output.flat_objects import flat_objects
 from octavo.structured_output.lark import escaped, pieces
@@ -352,6 +353,9 @@ class _Maker:
         lines += [f"call: {names}", f"next_call: {names.replace('call', 'next')}"]
         if calls.marks is None:
             start = [f"start: {literal(spelling.open)} call {ending}"]
+        elif calls.has_channels:
+            self.is_simple = False
+            start = channel_rules(indices, special_tokens)
         else:
             self.is_simple = False
             start = _after_free_text(calls, ending, literal, special_tokens, indices)

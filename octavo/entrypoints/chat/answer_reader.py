@@ -27,6 +27,7 @@ from octavo.entrypoints.openai.tool_choice import NamedToolChoice
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output.answer_parts import ReasoningMarks, Spelling, ThinkingBudget, ToolCalls
+from octavo.structured_output.channel_grammar import has_marks
 from octavo.structured_output.final_check import CallChecks
 from octavo.structured_output.grammar_builder import WantedGrammar
 
@@ -169,14 +170,14 @@ def wanted_grammar(
             body.chosen_tools, spelled, is_parallel and not is_named, inputs=_grammars(body, spelled.calls)
         )
     elif _may_call_instead(body) and formats.tools is not None:
-        or_calls = _optional_calls(body, formats.tools, is_parallel, is_whole=True)
-    elif content is None and formats.tools is not None and formats.tools is not HARMONY and _has_strict_tools(body):
-        # Harmony's text is not free: it has channels.
-        content = _optional_calls(body, formats.tools, is_parallel)
+        or_calls = _optional_calls(body, formats.tools, is_parallel, special_tokens, is_whole=True)
+    elif content is None and formats.tools is not None and _has_strict_tools(body):
+        content = _optional_calls(body, formats.tools, is_parallel, special_tokens)
     if content is None:
         return None if budget is None else WantedGrammar(None, budget=budget)
     marks = None
-    if (reasoning := form.reasoning) is not None and not reasoning.is_ended:
+    has_channels = isinstance(content, ToolCalls) and content.has_channels  # one of which is the reasoning's
+    if (reasoning := form.reasoning) is not None and not reasoning.is_ended and not has_channels:
         style = reasoning.style
         marks = ReasoningMarks(
             None if reasoning.is_open else style.start, style.end, reasoning.is_optional, style.answer_start,
@@ -215,11 +216,19 @@ def _is_object(body: ChatCompletionRequest) -> bool:
 
 
 def _optional_calls(
-    body: ChatCompletionRequest, form: ToolFormat, is_parallel: bool, *, is_whole: bool = False
+    body: ChatCompletionRequest,
+    form: ToolFormat,
+    is_parallel: bool,
+    special_tokens: Mapping[str, int],
+    *,
+    is_whole: bool = False,
 ) -> ToolCalls | None:
     """Return a grammar of free text, optionally followed by calls; with `is_whole`, of calls alone. A function that is
     not strict, or whose arguments the format cannot spell, takes any object. None if no strict function is left
     (without `is_whole`), if the format cannot spell the calls, or if it spells them like a list of the structure."""
+    has_channels = form is HARMONY and not is_whole
+    if has_channels and not has_marks(special_tokens):
+        return None
     tools, num_earlier = body.chosen_tools, len(_used_ids(body))
     strict = {tool.function.name for tool in body.tools or () if tool.function.strict}
     held = {name for name in strict if spelling(form, {name: tools[name]}) is not None}
@@ -230,7 +239,7 @@ def _optional_calls(
     if spelled is None or (is_whole and not trigger_marks(form) and spelled.keys is None and not _is_object(body)):
         return None
     marks = None if is_whole else trigger_marks(form)
-    return ToolCalls(schemas, spelled, is_parallel, marks, _grammars(body, held))
+    return ToolCalls(schemas, spelled, is_parallel, marks, has_channels, _grammars(body, held))
 
 
 class AnswerReader:

@@ -191,8 +191,8 @@ def _parameter_lists(
     found = []
     for flat in flats or ():
         properties = flat["properties"]
-        is_read = value_after is None or says_types or len(flats or ()) == 1
-        if not is_read and not all(_is_read_as(one, name, schema) for name, one in properties.items()):
+        is_told = value_after is None or says_types
+        if not is_told and not all(_is_read_as(one, name, schema) for name, one in properties.items()):
             return None
         if (kinds := _kinds(flat, schema, value_after, says_types=says_types)) is None:
             return None
@@ -205,7 +205,7 @@ def _is_read_as(schema: Any, name: str, root: Mapping[str, Any]) -> bool:
     """Return whether the reader of calls, which does not know the alternative of `root` that a call follows, takes the
     parameter `name` for the types that `schema` gives it there."""
     kinds, read = schema_types(schema, root), schema_types(property_schema(root, name, root), root)
-    return "string" not in kinds | read or kinds == read - {"unknown"}
+    return "string" not in kinds | read or kinds - {"unknown"} == read - {"unknown"}
 
 
 def _kinds(

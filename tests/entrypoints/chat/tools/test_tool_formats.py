@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
 
 from octavo.entrypoints.chat.answer_reader import AnswerFormat, AnswerReader, answer_format, wanted_grammar
 from octavo.entrypoints.chat.reasoning import STYLES
@@ -30,6 +32,7 @@ from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output.answer_parts import ReasoningMarks, ToolCalls
 from octavo.structured_output.grammar_builder import WantedGrammar, make_checked_grammar
 from octavo.structured_output.schema_formats import has_format
+from tests.entrypoints.chat.test_answer_memory import bytes_tokenizer
 from tests.entrypoints.chat.tools.written import TOOLS, write
 from tests.structured_output.corpus import random_answer
 from tests.structured_output.grammars import make_grammar
@@ -265,6 +268,10 @@ def test_combined_schemas_of_arguments_are_written_in_the_models_notation(name: 
         {"anyOf": [{"$ref": "#"}, {"properties": _A}]},
         {"anyOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": _A}]},  # "1" is read as 1
         {"properties": _A, "patternProperties": {"^x": {}}},
+        {  # only the second part can hold, where 1 would be read as the text that the first part has
+            "additionalProperties": {"type": "integer"}, "properties": {"k": {"const": "x"}}, "required": ["k"],
+            "oneOf": [{"properties": {"k": {"const": "y"}, **_A}}, {"properties": {"k": {"const": "x"}, "a": {}}}],
+        },
         {"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {}}} for i in range(5)]} for j in range(2)]},  # 25 ways
         {"allOf": [{"properties": _A, "required": ["a"]}, {"properties": {"a": False}}]},
         {"properties": {**_A, **_B, "c": {}}, "minProperties": 2},
@@ -636,3 +643,66 @@ def test_a_forced_call_that_a_stop_string_cuts_off_is_no_reason_to_call() -> Non
     assert reader.finish_reason("stop") == "stop" and reader.finish_reason(None) is None
     reader.add('D"}}]', is_end=True)
     assert reader.finish_reason("stop") == "tool_calls" and reader.finish_reason("length") == "length"
+
+
+HARMONY_MARKS = ["<|start|>", "<|end|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|return|>"]
+
+
+@pytest.fixture(scope="module")
+def harmony() -> tuple[Tokenizer, LLTokenizer]:
+    """A tokenizer of bytes with Harmony's marks, and the same for grammars."""
+    backend = bytes_tokenizer("", HARMONY_MARKS).backend_tokenizer
+    return backend, LLTokenizer(backend.to_str())
+
+
+THOUGHT = "<|channel|>analysis<|message|>Call to=functions.f <b>\n<|end|><|start|>assistant"
+CALL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [
+        (THOUGHT + CALL.format("f", '{"a": 1}'), True),
+        (THOUGHT + CALL.format("f", '{"a": "1"}'), False),
+        (CALL.format("f", "{}"), False),
+        (CALL.format("f.g", '{"a": "x"}'), True),  # not strict
+        (CALL.format("f.g", "[1]"), False),
+        (CALL.format("h", "{}"), False),
+        (" to=functions.f<|channel|>commentary json<|message|>{\"a\": 1}<|call|>", True),
+        (" to=functions.f<|channel|>commentary json<|message|>{\"b\": 1}<|call|>", False),
+        ("<|channel|>commentary to=functions.f json<|message|>{\"a\": 1}<|call|>", True),
+        ("<|channel|>commentary to=functions.f<|message|>{\"a\": 1}<|call|>", True),
+        ("<|channel|>analysis to=functions.f code<|message|>{\"a\": 1}<|call|>", False),
+        ("<|channel|>commentary<|message|>One moment.<|end|><|start|>assistant" + CALL.format("f", '{"a": 1}'), True),
+        ("<|channel|>analysis to=browser.search code<|message|>{\"query\": 5<|call|>", True),
+        (THOUGHT + "<|channel|>final<|message|>It is {to=functions.f}.", True),
+        ("<|channel|>final<|message|>a<|end|>", True),
+        ("Plain text", True),
+        (CALL.format("f", '{"a": 1}') + "<|start|>assistant" + CALL.format("f", '{"a": 2}'), True),
+        (CALL.format("f", '{"a": 1}') + "<|start|>assistant" + CALL.format("f", '{"a": ""}'), False),
+        (CALL.format("f", '{"a": 1}') + " more", False),
+        (CALL.format("patch", '{"input": "abc"}'), True),
+        (CALL.format("patch", '{"input": "ABC"}'), False),
+    ],
+)  # fmt: skip
+def test_strict_functions_are_held_among_harmonys_channels(
+    harmony: tuple[Tokenizer, LLTokenizer], text: str, is_right: bool
+) -> None:
+    tools = [
+        {"type": "function", "function": {"name": name, "strict": name == "f", "parameters": {
+            "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}}
+        for name in ("f", "f.g")
+    ]  # fmt: skip
+    rule = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[a-z]+"}}
+    tools.append({"type": "custom", "custom": {"name": "patch", "format": rule}})
+    body = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], "tools": tools})
+    formats, (backend, tokens) = ModelFormats(FORMATS["openai"], STYLES["openai_gptoss"]), harmony
+    special = {mark: backend.token_to_id(mark) for mark in HARMONY_MARKS}
+    wanted = wanted_grammar(body, answer_format(body, formats, "Hi"), formats, None, special, None)
+    assert wanted is not None
+    matcher = LLMatcher(tokens, make_checked_grammar(wanted).text)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = backend.encode(text).ids
+    assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is is_right
+    # Without tokens for the marks the calls are only checked.
+    assert wanted_grammar(body, answer_format(body, formats, "Hi"), formats, None, {}, None) is None
