@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from graphlib import CycleError, TopologicalSorter
-from itertools import count
+from itertools import count, pairwise
 
 from octavo.structured_output.lark import escaped
 from octavo.structured_output.schema_patterns import matches_character
@@ -20,9 +20,12 @@ _IMPORT = re.compile(
 )
 _NESTED = re.compile(r"%(json|lark|regex)\b|<\[|@")
 _HEAD = re.compile(r"^[ \t]*(\w+)[ \t]*:", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^[ \t]*%[^\n]*", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_ATTRIBUTES = re.compile(r"^[ \t]*\w+[ \t]*\[[^\]\n]*\][ \t]*:", re.MULTILINE)  # llguidance's, of a rule
 _ALIAS = re.compile(r"->[ \t]*\w+")
+# A range, a text, an expression, an alias or a name.
+_ITEM = re.compile(rf"{_RANGE.pattern}|{_PIECES.pattern}|{_ALIAS.pattern}|{_NAME.pattern}")
+_ATTRIBUTES = re.compile(r"^[ \t]*\w+[ \t]*\[[^\]\n]*\][ \t]*:", re.MULTILINE)  # llguidance's, of a rule
 # What is otherwise in terminals, and lines that stay: rules have new names, `[x]` is `(x)?`, and aliases are left out.
 _CHANGED = re.compile(r"%import[^\n]*|->[ \t]*\w+|[\[\]]|[A-Za-z_]\w*")
 _CHANGES = {"->": "", "[": "(", "]": ")?"}
@@ -103,6 +106,7 @@ def _as_terminals(grammar: str) -> tuple[str, str] | None:
     """Return the grammar with its rules as terminals, and before it the name of the first one; None if a rule refers
     back to itself or cannot be a terminal. A lexer reads the longest text of a terminal: in JSON a backslash may go on
     with it or begin the next one, so the whole text must be one terminal."""
+    grammar = _with_ignored(grammar)
     outside = _PIECES.sub(_blank, grammar)  # same places, without strings and expressions
     masked = _ALIAS.sub(_blank, outside)
     heads = list(_HEAD.finditer(masked))
@@ -126,6 +130,35 @@ def _as_terminals(grammar: str) -> tuple[str, str] | None:
         out += [grammar[end : found.start()], _CHANGES.get(found[0][:2], terminals.get(found[0], found[0]))]
         end = found.end()
     return terminals["start"], f"{''.join(out)}{grammar[end:]}"
+
+
+def _with_ignored(grammar: str) -> str:
+    """Return a grammar with `%ignore` as one that says itself where the ignored texts may stand: before each text of a
+    rule, as llguidance takes it."""
+    outside = _PIECES.sub(_blank, grammar)
+    directives = list(_DIRECTIVE.finditer(outside))
+    ignored = [one for one in directives if one[0].split()[0] == "%ignore"]
+    if not ignored or _ATTRIBUTES.search(outside) is not None:
+        return grammar
+    name = f"IGNORED{_unused(grammar)}"
+    lines = [f"{name}: {' | '.join(grammar[one.start() : one.end()].split(None, 1)[1] for one in ignored)}"]
+    heads = list(_HEAD.finditer(_ALIAS.sub(_blank, outside)))
+    begins = sorted({0, len(grammar), *(one.start() for one in (*heads, *directives))})
+    of_rules = {one.start(): one.end() for one in heads if not one[1].lstrip("_")[:1].isupper()}
+    for begin, end in pairwise(begins):
+        part = grammar[begin:end]
+        if begin in of_rules:
+            head, body = grammar[begin : of_rules[begin]], grammar[of_rules[begin] : end]
+            part = head + _ITEM.sub(partial(_after_ignored, name=name), body)
+        if not any(one.start() == begin for one in ignored):
+            lines.append(part.rstrip("\n"))
+    return "\n".join(lines)
+
+
+def _after_ignored(found: re.Match[str], name: str) -> str:
+    """Return an item of a rule with the ignored texts before it, which rules have themselves."""
+    is_rule = re.match(r"_*[a-z]", found[0]) is not None
+    return found[0] if is_rule or found[0].startswith(("//", "#", "->")) else f"({name}* {found[0]})"
 
 
 def _blank(found: re.Match[str]) -> str:

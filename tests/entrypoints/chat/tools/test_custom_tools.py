@@ -132,6 +132,9 @@ TEXTS = [
         r'start: "a\nb"i "\""i?',
         "start: /[^x]/i",
         "start: RULE_0__0 b\nb: /[^a]/\nRULE_0__0: /a?/",
+        'start: a+ "\\n"?\n%ignore "/" | "-" // x\n%ignore "b"\na: "a".."b" -> x | /["]/',
+        "%import common.WS\n%ignore WS\nstart: [a] LF | a start -> more // a\na: /.*/\n%import common.LF",
+        'start: a\n  | /[^\\n]/ "\\n"\na: /.*/ "\\n"\n%ignore " "',
         'start: all -> one\nall: /.*/ [LF] -> all\n  | "b" LF -> b\nb: "x"\n%import common.LF',
     ],
 )
@@ -140,6 +143,16 @@ def test_a_quoted_grammar_has_the_texts_of_the_grammar_as_json_writes_them(gramm
     quoted, taken = of(quoted_lark(grammar)), [text for text in TEXTS if follows(of(grammar), text)]
     assert taken
     assert [text for text in TEXTS if follows(quoted, json.dumps(text, ensure_ascii=False)[1:-1])] == taken
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "gemma4"])
+def test_ignored_texts_stand_before_the_texts_of_rules(name: str) -> None:
+    text = 'start: _line+\n_line: "say" /.*/ "\\n"\n%ignore /[ \\n]+/\n'
+    form, right = FORMATS[name], ["say a\n", "say a\nsay b\n", " say\n\na b\n\n  say\n", "say </x>\n"]
+    made = grammar_of(asked(custom(text), tool_choice="required"), form)
+    for given in [*right, "sa y a\n", "say a", "a\n", ""]:
+        call = write(form, [("patch", {"input": given})], as_forced=True)
+        assert made is not None and follows(made, call) is (given in right), given
 
 
 def test_long_grammars_are_rewritten_and_longer_ones_refused() -> None:
