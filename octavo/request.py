@@ -145,7 +145,7 @@ class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True, weakref=T
     data_parallel_rank: int | None = None  # the server's engine that must take it; None: any
     media: list[MediaInput] = []  # inputs for `prompt.media`; dropped once the rows are computed
     final_check: FinalCheck | None = None  # check of its answers' texts
-    begun: list[list[int]] = []  # tokens of its answer that another server has sent, in groups as they came
+    already_sent_token_ids: list[list[int]] = []  # of its answer, sent by another server, in groups as they came
     output_token_ids: dict[int, list[int]] = {}  # by completion to go on with: its tokens from a core that has died
     cache_session: str | None = None  # keeps its blocks on disk under this id
     cache_ttl_s: float = 0.0  # seconds for which its blocks are kept

@@ -1,7 +1,7 @@
 """The asynchronous engine. It takes text and yields `RequestOutput`s. The core runs in its own process.
 
-The path of a request is here. `supervisor.py` runs the core's process, `engine_admin.py` has the calls that are no
-requests for text: adapters, pause, sleep and the cache.
+The path of a request is here. `supervisor.py` runs the core's process, `engine_admin.py` has all other calls: adapters,
+pause, sleep and the cache.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -31,7 +31,7 @@ from octavo.engine.request_stream import RequestStream, Sink
 from octavo.engine.resubmission import Resubmission
 from octavo.engine.supervisor import Supervisor, record_ready
 from octavo.engine.wire import Abort, CacheWasReset, CoreMessage, LiveView, Loading, Ready, Running, StepOutputs
-from octavo.errors import EngineStoppingError, OctavoError, RequestError, aborted
+from octavo.errors import EngineStoppingError, OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.logs import configure_logging
 from octavo.metrics.log_line import LogLine
@@ -59,10 +59,18 @@ def _media_kinds(prompt: object) -> Collection[str]:
     return media if isinstance(media, Mapping) else ("image",)
 
 
-def _fail_without_output(stream: RequestStream, state: RequestState, error: OctavoError) -> None:
-    """Fail a request whose pending output must not be delivered."""
-    state.has_new_output = False  # otherwise the stream would deliver it before the error
-    stream.fail(error)
+@dataclass(frozen=True, slots=True)
+class EngineHooks:
+    """Functions that an engine calls."""
+
+    on_loading: Callable[[int, float], None] | None = None  # (engine, share): it has loaded a share of its weights
+    on_core_death: Callable[[], None] | None = None  # the core has died, and its cache with it
+    # Returns another engine that can continue a running request, or None.
+    find_takeover_engine: Callable[[EngineRequest], AsyncLLMEngine | None] | None = None
+    make_core: Callable[[EngineConfig, CoreProcess | None], Core] | None = None  # see `Supervisor`
+
+
+NO_HOOKS = EngineHooks()
 
 
 class AsyncLLMEngine(EngineAdmin, EngineCalls):
@@ -76,7 +84,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         waiting      the engine takes no requests now             `_wait_until_accepted`
         running      `_output_processor` has its `RequestState`   `_outputs_of`; `take_over`, from another engine
         finished     `state.is_over`                              `_take_step`
-        aborted      `state.is_over`; its outputs so far stay     `_abort_request`
+        aborted      as finished; the caller still gets the       `abort_request`
+                     outputs so far
         failed       its stream raises an error                   `_core_ended`, `abort_all_for_shutdown`,
                                                                   `_wait_until_accepted`, `RequestStream.deliver`
         handed over  another engine has it                        `_hand_over`
@@ -97,11 +106,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         on_engine_death: Literal["continue", "fail"] = "continue",
         logs_requests: bool = False,
         max_log_len: int | None = None,
-        inputs: InputProcessor | None = None,
-        on_loading: Callable[[int, float], None] | None = None,
-        on_loss: Callable[[], None] | None = None,
-        find_other: Callable[[EngineRequest], AsyncLLMEngine | None] | None = None,
-        make_core: Callable[[EngineConfig, CoreProcess | None], Core] | None = None,
+        input_processor: InputProcessor | None = None,
+        hooks: EngineHooks = NO_HOOKS,
     ) -> None:
         """Start the core's process, and load the tokenizer. Raises `LoadError`.
 
@@ -110,13 +116,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         `max_restarts`, `step_timeout_s`, `ready_timeout_s`: see `Supervisor`. A timeout of None is no limit.
         `on_engine_death`: with "fail" running requests fail when the core dies.
         `logs_requests`, `max_log_len`: log requests when they end, with so many characters of the prompt; None: all.
-        `inputs`: engines of one server share one; None: make one, with a tokenizer.
-        `on_loading(place, share)`: called when the core of engine `place` has loaded `share` (0 to 1) of its weights.
-        `on_loss()`: called when the core has died, and its cache with it.
-        `find_other(request)`: returns another engine that can continue a running request, or None.
-        `make_core`: see `Supervisor`."""
-        self.metrics, self._on_loss, self._find_other = metrics, on_loss, find_other
-        self._on_loading = on_loading
+        `input_processor`: engines of one server share one; None: make one, with a tokenizer."""
+        self.metrics, self._hooks = metrics, hooks
         self._continues_after_death = on_engine_death == "continue"
         self.stats = EngineStats()  # of the core's last step
         self.forecast = FirstTokenForecast()
@@ -127,25 +128,29 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         self._supervisor = Supervisor(
             config, core, handle=self._handle, on_core_ended=self._core_ended, is_busy=self._is_busy,
             max_restarts=max_restarts, step_timeout_s=step_timeout_s, ready_timeout_s=ready_timeout_s,
-            make_core=make_core,
+            make_core=hooks.make_core,
         )  # fmt: skip
-        if inputs is None:
+        if input_processor is None:
             try:  # while the core loads the model
-                inputs = InputProcessor(config, load_tokenizer(config.model.checkpoint, config.model.chat_template))
+                tokenizer = load_tokenizer(config.model.checkpoint, config.model.chat_template)
+                input_processor = InputProcessor(config, tokenizer)
             except BaseException:
                 self._supervisor.core.close()
                 raise
-        self.inputs, self.tokenizer = inputs, inputs.tokenizer
+        self.inputs, self.tokenizer = input_processor, input_processor.tokenizer
         self._output_processor = OutputProcessor(
             self.tokenizer, metrics, makes_logprobs_later=True, stream_interval=config.scheduler.stream_interval,
             log_end=partial(log_request, max_length=max_log_len) if logs_requests else None,
         )  # fmt: skip
         # `tell`, not `send`: a message to a dying core is lost, and `core_is_ready` sends the request to the next core.
         self._resubmission = Resubmission(self._output_processor, self._supervisor.tell)
+        # By external id. A request is here while its caller reads. While it runs, `_output_processor.requests` has its
+        # state, by internal id: requests there are always here too. `_resubmission` has only internal ids. Their
+        # requests may have ended, so it looks each up in `_output_processor.requests`.
         self._streams: dict[str, RequestStream] = {}
         self._undelivered = deque[RequestStream]()  # streams with new outputs, in order
         self._control = EngineControl(
-            self._supervisor, lambda: not self._output_processor.requests, self._abort_running
+            self._supervisor, lambda: not self._output_processor.requests, self._abort_accepted
         )
         self._adapters = AdapterRequests(self._supervisor, self.inputs)
 
@@ -201,19 +206,19 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         return [self.forecast]
 
     @property
-    def error(self) -> OctavoError | None:
+    def unavailable_error(self) -> OctavoError | None:
         """The reason that the engine takes no requests now; None if it takes them."""
-        return self._supervisor.error
+        return self._supervisor.unavailable_error
 
     @property
-    def has_died(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether the core has failed for good, and not by `shutdown`."""
-        return self.failure is not None and not isinstance(self.failure, EngineStoppingError)
+        return self.fatal_error is not None and not isinstance(self.fatal_error, EngineStoppingError)
 
     @property
-    def failure(self) -> OctavoError | None:
+    def fatal_error(self) -> OctavoError | None:
         """The error of an engine that has failed for good; None otherwise."""
-        return self._supervisor.failure
+        return self._supervisor.fatal_error
 
     @property
     def is_ready(self) -> bool:
@@ -221,9 +226,9 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         return self._supervisor.is_ready
 
     @property
-    def is_leaving(self) -> bool:
+    def is_draining(self) -> bool:
         """Whether the core's host is about to stop. New requests should go to another engine."""
-        return self._supervisor.is_leaving
+        return self._supervisor.is_draining
 
     async def wait_ready(self) -> Ready:
         """Wait until the core takes requests, and return its sizes. Raises the error that prevented its start, and
@@ -233,8 +238,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
     async def check_health(self) -> None:
         """Raise the present error, if there is one: `EngineDeadError`, `EngineRestartingError`, `EngineStoppingError`,
         or the error that prevented the start."""
-        if self.error is not None:
-            raise self.error
+        if self.unavailable_error is not None:
+            raise self.unavailable_error
 
     async def wait_failed(self) -> None:
         """Wait until the engine has failed for good."""
@@ -279,8 +284,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         self, request: EngineRequest, external_id: str | None = None, sink: Sink | None = None,
         first_completion_token_ids: list[int] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
-        """Return the outputs of a request from `inputs.process`. Their generator raises the same errors as `generate`.
-        Outputs carry `external_id`, if given, instead of the request's own id. The `sink` gets outputs while it is open
+        """Return the outputs of a request from `inputs.process`. The generator raises what `generate` raises. Outputs
+        carry `external_id`, if given, instead of the request's own id. The `sink` gets outputs while it is open
         and the caller waits. The caller gets all other outputs, and always the last one. The engine adds the first
         completion's tokens to the empty list `first_completion_token_ids` as they come.
 
@@ -317,10 +322,9 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                 timer = asyncio.get_running_loop().call_later(delay_s, stream.abort, "timeout")
             # 3. Wait until the engine takes requests, and send it to the core.
             if await self._wait_until_accepted(stream):
-                # Before the first output: the caller may be slow. A running request that the core does not have would
-                # look like a hang to the watchdog.
+                # Send it now: the watchdog takes a registered request without steps for a hang.
                 self._send_to_core(self._add_state(stream, first_completion_token_ids))
-            for output in stream.replayed:
+            for output in stream.replayed_outputs:
                 yield output
             # 4. Yield its outputs. `_handle` brings them.
             while True:
@@ -333,7 +337,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             if timer is not None:
                 timer.cancel()
             stream.engine.forget(stream)  # not `self`: another engine may have taken the request over
-            del stream  # it may have an error, whose traceback has this function's variables: a cycle
+            del stream  # break the reference cycle stream → error → traceback → this frame
 
     def _open_stream(self, request: EngineRequest, external_id: str, sink: Sink | None) -> RequestStream:
         """Return the stream of a new request. Raises `RequestError` for an id in use and for Python callables."""
@@ -353,16 +357,16 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         engine that has failed or is being restarted."""
         self._supervisor.listen()
         while not self.is_ready or self._control.is_paused:  # the engine may be paused before this caller resumes
-            acceptance = stream.acceptance = asyncio.ensure_future(self._control.wait_open())
+            waiter = stream.accept_waiter = asyncio.ensure_future(self._control.wait_open())
             try:
-                # Not `await acceptance`: an abort cancels the future, and this caller must go on.
-                await asyncio.wait((acceptance,))
+                # Not `await waiter`: an abort cancels the future, and this caller must go on.
+                await asyncio.wait((waiter,))
             finally:
-                stream.acceptance = None
-                acceptance.cancel()
-            if stream.has_ended_early:
+                stream.accept_waiter = None
+                waiter.cancel()
+            if stream.was_aborted_while_waiting:
                 return False
-            acceptance.result()
+            waiter.result()
         return True
 
     def _add_state(self, stream: RequestStream, first_completion_token_ids: list[int] | None = None) -> RequestState:
@@ -370,7 +374,9 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         `RequestError` if these end the answer."""
         state = self._output_processor.add(stream.request, stream.external_id, first_completion_token_ids)
         stream.follow(state)
-        stream.replayed = [self._output_processor.replay(state, token_ids) for token_ids in stream.request.begun]
+        stream.replayed_outputs = [
+            self._output_processor.replay(state, token_ids) for token_ids in stream.request.already_sent_token_ids
+        ]
         return state
 
     def _send_to_core(self, state: RequestState) -> None:
@@ -379,7 +385,16 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             self.forecast.add(state.request.request_id, len(state.request.prompt.token_ids))
         self._resubmission.submit(state)
 
-    # Aborts. Each ends in `_abort_request`.
+    # Aborts
+    #
+    #   method                  tells the core       wakes the caller              drops the state
+    #   abort, _abort_accepted  `RequestStream.abort` of each request
+    #   RequestStream.abort     by `abort_request`   yes; a request for vectors    by `abort_request`
+    #                                                fails
+    #   abort_all_for_shutdown  by `abort_request`   yes; a request without a      by `abort_request`
+    #                                                token fails
+    #   abort_request           if the core has it   no                            from `_output_processor`
+    #   forget                  by `abort_request`   no: the caller has gone       from `_streams` too
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests. A stream of text gets its output so far, with the finish reason "abort"; `pool` raises
@@ -392,26 +407,28 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         """Abort all requests as the server stops. A stream with a first token gets its output so far, with the finish
         reason "abort". Other streams raise `EngineStoppingError`."""
         for stream in list(self._streams.values()):
-            state = self._abort_request(stream)
+            state = self.abort_request(stream)
             if state is not None and state.metrics.first_token_time is None and not state.num_tokens:
-                _fail_without_output(stream, state, EngineStoppingError("the server is stopping."))
+                stream.fail_without_output(EngineStoppingError("the server is stopping."))
             elif state is not None:
                 stream.wake()
 
-    def _abort_running(self) -> None:
+    def _abort_accepted(self) -> None:
         """Abort the requests that the core has. Requests that still wait for the engine keep waiting."""
         for stream in list(self._streams.values()):
-            if stream.acceptance is None:  # otherwise it waits in `_wait_until_accepted`
+            if stream.accept_waiter is None:  # otherwise it waits in `_wait_until_accepted`
                 stream.abort()
 
-    def _abort_request(self, stream: RequestStream, stop_reason: str | None = None) -> RequestState | None:
+    # Called by `RequestStream` and by other engines.
+
+    def abort_request(self, stream: RequestStream, stop_reason: str | None = None) -> RequestState | None:
         """Abort a request, in the core or while it still waits. Returns its state, or None if it has ended. The caller
         wakes the stream."""
         request_id = stream.request.request_id
-        if stream.acceptance is not None and not stream.has_ended_early:
+        if stream.accept_waiter is not None and not stream.was_aborted_while_waiting:
             # The core does not have the request. The state made here only gives the caller its last output.
-            stream.has_ended_early = True
-            stream.acceptance.cancel()
+            stream.was_aborted_while_waiting = True
+            stream.accept_waiter.cancel()
             try:
                 self._add_state(stream)
             except RequestError as error:
@@ -424,24 +441,12 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             self._supervisor.tell(Abort(request_id))
         return state
 
-    # Called by `RequestStream` and by other engines.
-
     def forget(self, stream: RequestStream) -> None:
         """Forget a request whose caller reads no further output. Abort it if it still runs."""
         self.forecast.end(stream.request.request_id)
         del self._streams[stream.external_id]
-        self._abort_request(stream)
+        self.abort_request(stream)
         stream.close()
-
-    def abort_and_notify(self, stream: RequestStream, stop_reason: str | None = None) -> None:
-        """Abort a request and give its caller the last output. A request for vectors has none: it fails."""
-        state = self._abort_request(stream, stop_reason)
-        if state is None:
-            return
-        if state.request.pooling is None:
-            stream.wake()
-            return
-        _fail_without_output(stream, state, aborted(stop_reason))
 
     def take_over(self, stream: RequestStream, state: RequestState) -> None:
         """Continue a request of another engine whose core has died."""
@@ -469,8 +474,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             case CacheWasReset():
                 self._control.cache_was_reset(message)
             case Loading(share):
-                if self._on_loading is not None:
-                    self._on_loading(self.config.place, share)
+                if self._hooks.on_loading is not None:
+                    self._hooks.on_loading(self.config.place, share)
             case Ready():
                 self._core_is_ready(message)
 
@@ -495,7 +500,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             if stream is not None and not stream.is_undelivered:
                 stream.is_undelivered = True
                 self._undelivered.append(stream)
-        # 4. A request on trial, which may kill cores, has survived a step.
+        # 4. A request under test because it may crash the core has survived a step.
         self._resubmission.step_ended()
 
     def _deliver(self) -> None:
@@ -508,8 +513,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             asyncio.get_running_loop().call_soon(self._deliver)
 
     def _core_is_ready(self, ready: Ready) -> None:
-        """Give a new core what the last one had: its halt, its pinned adapters and its requests."""
-        self._control.halt_again()
+        """Give a new core what the last one had: its pause, its pinned adapters and its requests."""
+        self._control.pause_again()
         self._adapters.pin_again()
         if number := self._resubmission.core_is_ready():
             logger.info("%d requests go on with this engine core", number)
@@ -527,36 +532,36 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         # 1. Fail callers that wait for the core's answers, and show an engine without requests.
         self._control.core_ended()
         self._adapters.core_ended(error)
-        if self._on_loss is not None:
-            self._on_loss()
+        if self._hooks.on_core_death is not None:
+            self._hooks.on_core_death()
         self.stats = EngineStats()
         if self.metrics is not None:
             self.metrics.num_restarts = self._supervisor.num_restarts
             self.metrics.record_step(self.stats)
-        # 2. Find requests that kill cores.
-        refused = self._resubmission.core_ended()
+        # 2. Find requests that crash the core.
+        crash_errors = self._resubmission.core_ended()
         # 3. Decide about each running request.
-        failure = self._supervisor.failure
-        may_continue = self._continues_after_death and not isinstance(failure, EngineStoppingError)
+        fatal_error = self.fatal_error
+        may_continue = self._continues_after_death and not isinstance(fatal_error, EngineStoppingError)
         for stream in list(self._streams.values()):
             request_id = stream.request.request_id
             if (state := self._output_processor.requests.get(request_id)) is None:
                 continue
-            refusal = refused.get(request_id)
-            if may_continue and refusal is None:
+            crash_error = crash_errors.get(request_id)
+            if may_continue and crash_error is None:
                 if self._hand_over(stream, state):
                     continue
-                if failure is None:
+                if fatal_error is None:
                     continue  # this engine's next core gets it
-            self._output_processor.drop(request_id, refusal or error)
-            stream.fail(refusal or error)
+            self._output_processor.drop(request_id, crash_error or error)
+            stream.fail(crash_error or error)
 
     def _hand_over(self, stream: RequestStream, state: RequestState) -> bool:
-        """Let another engine continue a request. Returns False if no engine can, or if the request may kill cores."""
-        request = state.request
-        if self._find_other is None or self._resubmission.is_suspect(request.request_id):
+        """Let another engine continue a request. Returns False if no engine can, or if the request may crash cores."""
+        request, find = state.request, self._hooks.find_takeover_engine
+        if find is None or self._resubmission.is_suspect(request.request_id):
             return False
-        if (other := self._find_other(request)) is None:
+        if (other := find(request)) is None:
             return False
         self.forecast.end(request.request_id)
         del self._streams[stream.external_id], self._output_processor.requests[request.request_id]

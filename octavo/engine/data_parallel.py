@@ -15,8 +15,8 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from octavo.config import EngineConfig
-from octavo.engine.async_engine import AsyncLLMEngine
-from octavo.engine.core_client import Core, CoreProcess
+from octavo.engine.async_engine import NO_HOOKS, AsyncLLMEngine, EngineHooks
+from octavo.engine.core_client import CoreProcess
 from octavo.engine.data_parallel_routing import Router, block_hashes
 from octavo.engine.engine_calls import EngineCalls, GenerateArgs
 from octavo.engine.engine_hosts import EngineHosts, RemoteCore
@@ -75,10 +75,11 @@ class DataParallelEngine(EngineCalls):
         *,
         metrics: EngineMetrics | None = None,
         core: CoreProcess | None = None,
-        make_core: Callable[[EngineConfig, CoreProcess | None], Core] | None = None,
+        hooks: EngineHooks = NO_HOOKS,
         **options: Any,
     ) -> None:
-        """`core` and `metrics` are for the first engine, `make_core` for those of this host, `options` for all."""
+        """`core` and `metrics` are for the first engine, `hooks.make_core` for engines of this host, `options` for
+        all. It has its own `on_core_death` and `find_takeover_engine`."""
         ranks = config.served_ranks
         self._router = Router(len(ranks), config.cache.block_size, _MAX_BLOCKS)
         self.metrics = metrics
@@ -93,15 +94,19 @@ class DataParallelEngine(EngineCalls):
             if len(ranks) > len(config.local_ranks):
                 self._hosts = _open_to_others(config, options)
             for place, rank in enumerate(ranks):
+                own_hooks = EngineHooks(
+                    on_loading=hooks.on_loading,
+                    on_core_death=partial(self._router.forget, place),
+                    find_takeover_engine=partial(self._find_takeover_engine, place),
+                    make_core=hooks.make_core if rank in config.local_ranks else partial(self._join, rank),
+                )
                 self._engines.append(
                     AsyncLLMEngine(
                         config.replica(rank),
-                        make_core=make_core if rank in config.local_ranks else partial(self._join, rank),
                         metrics=None if metrics is None else metrics.of_engines[place],
                         core=core if place == 0 else None,
-                        inputs=self._engines[0].inputs if place else None,
-                        on_loss=partial(self._router.forget, place),
-                        find_other=partial(self._find_other, place),
+                        input_processor=self._engines[0].inputs if place else None,
+                        hooks=own_hooks,
                         **options,
                     )
                 )
@@ -141,19 +146,19 @@ class DataParallelEngine(EngineCalls):
 
     @property
     def _ready(self) -> list[AsyncLLMEngine]:
-        return [engine for engine in self._engines if engine.is_ready and not engine.is_leaving]
+        return [engine for engine in self._engines if engine.is_ready and not engine.is_draining]
 
     @property
-    def has_died(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether all engines have died, or one has failed to start."""
         count = all if self._has_started else any
-        return count(engine.has_died for engine in self._engines)
+        return count(engine.has_failed for engine in self._engines)
 
     @property
-    def failure(self) -> OctavoError | None:
+    def fatal_error(self) -> OctavoError | None:
         """Why the engine has ended for good, once all engines have died."""
-        failures = [engine.failure for engine in self._engines]
-        return failures[0] if all(failures) else None
+        errors = [engine.fatal_error for engine in self._engines]
+        return errors[0] if all(errors) else None
 
     @property
     def is_ready(self) -> bool:
@@ -178,7 +183,7 @@ class DataParallelEngine(EngineCalls):
         self._has_started = True
 
     async def check_health(self) -> None:
-        errors = [engine.error for engine in self._engines]
+        errors = [engine.unavailable_error for engine in self._engines]
         if all(errors) and errors[0] is not None:
             raise errors[0]
 
@@ -237,7 +242,7 @@ class DataParallelEngine(EngineCalls):
             available = [i for i, engine in enumerate(self._engines) if engine in self._ready]
             if request.data_parallel_rank is not None:  # wait for the named engine, or raise its error
                 available = [request.data_parallel_rank]
-            available = available or [i for i, engine in enumerate(self._engines) if not engine.has_died]
+            available = available or [i for i, engine in enumerate(self._engines) if not engine.has_failed]
             if not available:
                 await self.check_health()
                 raise EngineDeadError("no engine is left.")
@@ -246,7 +251,7 @@ class DataParallelEngine(EngineCalls):
             self._router.end(request.request_id, answer)
             self._shown_ids.discard(external_id)
 
-    def _find_other(self, place: int, request: EngineRequest) -> AsyncLLMEngine | None:
+    def _find_takeover_engine(self, place: int, request: EngineRequest) -> AsyncLLMEngine | None:
         """Route a request again because its engine has died. Returns its next engine, or None if it waits for its
         own."""
         others = [] if request.data_parallel_rank is not None else self._ready
@@ -337,14 +342,14 @@ class DataParallelEngine(EngineCalls):
         """Call every engine that has not ended for good, and return the results in order. Raises the first error when
         all have answered. `undo` is a pair: whether an engine is in the wanted state, and a call that ends this state.
         After an error it is called for each engine that has newly entered the state."""
-        asked = [engine for engine in self._engines if engine.failure is None] or self._engines
+        asked = [engine for engine in self._engines if engine.fatal_error is None] or self._engines
         free = [] if undo is None else [engine for engine in asked if not await undo[0](engine)]
         results = await asyncio.gather(*map(ask, asked), return_exceptions=True)
         found = [result for result in results if not isinstance(result, BaseException)]
         errors = [
             result
             for engine, result in zip(asked, results, strict=True)
-            if isinstance(result, BaseException) and (engine.failure is None or not found)
+            if isinstance(result, BaseException) and (engine.fatal_error is None or not found)
         ]
         if not errors:
             return found

@@ -57,17 +57,17 @@ class EngineCalls(AsyncConfigNames, ABC):
 
     @property
     @abstractmethod
-    def failure(self) -> OctavoError | None:
+    def fatal_error(self) -> OctavoError | None:
         """Why the engine has ended for good, or None."""
 
     @property
     def errored(self) -> bool:
         """Whether the engine has ended for good; vLLM's name. `dead_error` says why."""
-        return self.failure is not None
+        return self.fatal_error is not None
 
     @property
     def dead_error(self) -> OctavoError:
-        return self.failure or EngineDeadError("the engine is not dead.")
+        return self.fatal_error or EngineDeadError("the engine is not dead.")
 
     @property
     def is_running(self) -> bool:

@@ -236,7 +236,7 @@ class _Engine:
             queue.clear()
         self._has_requests = False
         fronts = self._hub.fronts
-        is_final = self.supervisor.failure is not None
+        is_final = self.supervisor.fatal_error is not None
         self._untold = set() if is_final else set(fronts.values())
         self.metrics.num_restarts = self.supervisor.num_restarts
         self.metrics.record_step(EngineStats())
@@ -315,10 +315,11 @@ class EngineHub:
         return next(iter(self._engines.values())).supervisor.config
 
     @property
-    def has_died(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether an engine has failed to start, or all have died."""
-        failures = [engine.supervisor.failure for engine in self._engines.values()]
-        return any(failures) if any(one.supervisor.ready is None for one in self._engines.values()) else all(failures)
+        errors = [engine.supervisor.fatal_error for engine in self._engines.values()]
+        all_were_ready = all(engine.supervisor.ready is not None for engine in self._engines.values())
+        return all(errors) if all_were_ready else any(errors)
 
     @property
     def is_asleep(self) -> bool:

@@ -60,7 +60,7 @@ class _Engine:
         self._ready_timeout_s = ready_timeout_s
         self._restarts = RestartPolicy(max_restarts)
         self._connection: socket.socket | None = None
-        self._was_ready = self._is_ready = self.is_leaving = False
+        self._was_ready = self._is_ready = self.is_draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: asyncio.Future[_End] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -71,13 +71,13 @@ class _Engine:
     def run(self) -> None:
         """Return when the server has ended for good, or this engine has left. Raises `ConfigError` or `LoadError` if it
         cannot join, does not become ready, or dies too often."""
-        while not self.is_leaving:
+        while not self.is_draining:
             # Once ready, there is no timeout: the server may sleep, or wait for other engines.
             timeout_s = None if self._was_ready else self._ready_timeout_s
             joined = join(str(self), self._address, self._ask, timeout_s)
             with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
                 end = runner.run(self._serve(joined))
-            if end.is_over or self.is_leaving:
+            if end.is_over or self.is_draining:
                 logger.info("%s ends: %s", self, end.reason)
                 return
             if not self._was_ready:
@@ -90,7 +90,7 @@ class _Engine:
 
     def leave(self) -> bool:
         """Ask the server to finish running requests and send no new ones. Returns False if this engine has none."""
-        self.is_leaving = True
+        self.is_draining = True
         if self._loop is None or not self._is_ready:
             return False
         self._loop.call_soon_threadsafe(self._say_leaving)

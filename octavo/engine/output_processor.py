@@ -268,9 +268,9 @@ class RequestState:
             completion.num_accepted_prediction_tokens = completion.num_rejected_prediction_tokens = 0
             if completion.token_ids and completion.finish_reason is None:
                 output_token_ids[index] = completion.token_ids
-        if not output_token_ids and not self.request.begun:
+        if not output_token_ids and not self.request.already_sent_token_ids:
             return self.request
-        return msgspec.structs.replace(self.request, output_token_ids=output_token_ids, begun=[])
+        return msgspec.structs.replace(self.request, output_token_ids=output_token_ids, already_sent_token_ids=[])
 
     def take_text(self) -> tuple[str, int]:
         """Return the new text of the only completion, and the number of new tokens."""

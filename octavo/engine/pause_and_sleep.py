@@ -71,7 +71,7 @@ class EngineControl:
                 await self.resume()
             elif was_halted and not self._is_halted:
                 self._is_halted = True
-                self.halt_again()
+                self.pause_again()
             raise
         finally:
             self._num_halting -= 1
@@ -90,8 +90,8 @@ class EngineControl:
             self._supervisor.tell(SetPaused(False))
         while self.is_paused and not self._is_idle():  # noqa: ASYNC110 - nothing tells that the last one has ended
             await asyncio.sleep(0.01)
-        if self._supervisor.failure is not None:
-            raise self._supervisor.failure
+        if self._supervisor.fatal_error is not None:
+            raise self._supervisor.fatal_error
         if self.is_paused and clear_cache:
             await self.reset_prefix_cache()
 
@@ -102,8 +102,8 @@ class EngineControl:
             self._supervisor.tell(SetPaused(False))
             self._is_open.set()
 
-    def halt_again(self) -> None:
-        """Halt a new core if the last one was halted."""
+    def pause_again(self) -> None:
+        """Pause a new core if the last one was paused."""
         if self._is_halted:
             self._supervisor.tell(SetPaused(True))
 
@@ -191,5 +191,5 @@ class EngineControl:
                 done.set_result(None)
         self._changes.clear()
         self._views.clear()
-        if self._supervisor.failure is not None:
+        if self._supervisor.fatal_error is not None:
             self._is_open.set()  # waiting requests go on, and raise the failure

@@ -8,6 +8,7 @@ import asyncio
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.engine.output_processor import RequestState
+from octavo.errors import aborted
 from octavo.outputs import Output
 from octavo.request import EngineRequest
 
@@ -33,8 +34,8 @@ class RequestStream:
     """The outputs of one request on their way to its caller or to its `sink`, and the error that comes after them."""
 
     __slots__ = (
-        "_error", "_is_awaited", "_sink", "_woken", "acceptance", "engine", "external_id", "has_ended_early",
-        "is_undelivered", "replayed", "request", "state",
+        "_error", "_is_awaited", "_sink", "_woken", "accept_waiter", "engine", "external_id", "is_undelivered",
+        "replayed_outputs", "request", "state", "was_aborted_while_waiting",
     )  # fmt: skip
 
     def __init__(
@@ -42,9 +43,9 @@ class RequestStream:
     ) -> None:
         self.request, self.external_id = request, external_id
         self.engine = engine  # the engine that computes the request now
-        self.acceptance: asyncio.Future[None] | None = None  # set while it waits for the engine to take requests
-        self.has_ended_early = False  # aborted while it waited
-        self.replayed: list[Output] = []  # outputs that another server has already sent
+        self.accept_waiter: asyncio.Future[None] | None = None  # set while it waits for the engine to take requests
+        self.was_aborted_while_waiting = False
+        self.replayed_outputs: list[Output] = []  # outputs that another server has already sent
         self.state: RequestState | None = None  # once the engine has it
         self.is_undelivered = False  # the engine will call `deliver`
         self._sink = sink
@@ -90,9 +91,20 @@ class RequestStream:
             self._error = error
         self.wake()
 
+    def fail_without_output(self, error: Exception) -> None:
+        """Have `get` raise an error instead of an output that was not delivered."""
+        if self.state is not None:
+            self.state.has_new_output = False
+        self.fail(error)
+
     def abort(self, stop_reason: str | None = None) -> None:
-        """End the request with what it has."""
-        self.engine.abort_and_notify(self, stop_reason)
+        """Abort the request and give its caller the last output. A request for vectors has none: it fails."""
+        if (state := self.engine.abort_request(self, stop_reason)) is None:
+            return
+        if state.request.pooling is None:
+            self.wake()
+        else:
+            self.fail_without_output(aborted(stop_reason))
 
     async def get(self) -> Output:
         """Wait for an output. Raises the request's error once everything before it has been read."""
@@ -110,4 +122,4 @@ class RequestStream:
                 try:
                     raise self._error
                 finally:
-                    del self  # which has the error, whose traceback has this function's variables: a cycle
+                    del self  # break the reference cycle self → error → traceback → this frame

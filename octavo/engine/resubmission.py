@@ -68,18 +68,18 @@ class Resubmission:
     def core_ended(self) -> dict[str, RequestError]:
         """Find suspects when the core has ended, perhaps before it was ready. Returns the requests to refuse, with
         their errors."""
-        refused = self._find_suspects() if self._has_core else {}
+        crash_errors = self._find_suspects() if self._has_core else {}
         self._send(Trials(len(self._suspects)))
-        return refused
+        return crash_errors
 
     def _find_suspects(self) -> dict[str, RequestError]:
-        refused = {}
+        crash_errors = {}
         on_trial = self._suspects[:1]
         for request_id, state in self._output_processor.requests.items():
             is_in_step = self._is_in_step(state)
             if is_in_step and request_id in on_trial:
                 self._suspects.remove(request_id)
-                refused[request_id] = RequestError(
+                crash_errors[request_id] = RequestError(
                     "the engine died twice while it computed this request, and a third time while it computed the "
                     "request alone; it is refused, as it would end the engine again.",
                     status=500,
@@ -91,7 +91,7 @@ class Resubmission:
             state.num_steps_at_death = self._num_steps_of(state)
         self._has_core = False
         self._running, self._unsent = {}, {}
-        return refused
+        return crash_errors
 
     def is_suspect(self, request_id: str) -> bool:
         return request_id in self._suspects

@@ -61,13 +61,13 @@ class Supervisor:
     ) -> None:
         self.config = config
         self.ready: Ready | None = None  # message of the last core that was ready
-        self.failure: OctavoError | None = None  # for good
+        self.fatal_error: OctavoError | None = None  # for good
         self.num_restarts = 0
         self.end_reason = ""  # why the last core has ended
         self.restart_policy = RestartPolicy(max_restarts)
         self._make_core = make_core or CoreClient
         self.core: Core = self._make_core(config, core)
-        self.is_leaving = False  # the core's host takes no more requests
+        self.is_draining = False  # the core's host takes no more requests
         self._letting_go: asyncio.Task[None] | None = None
         self.ready_timeout_s, self._step_timeout_s = ready_timeout_s, step_timeout_s
         self._handle_message, self._on_core_ended, self._is_busy = handle, on_core_ended, is_busy
@@ -85,20 +85,20 @@ class Supervisor:
 
     @property
     def is_ready(self) -> bool:
-        return self.ready is not None and self.failure is None and self._outage is None
+        return self.ready is not None and self.fatal_error is None and self._outage is None
 
     @property
-    def error(self) -> OctavoError | None:
+    def unavailable_error(self) -> OctavoError | None:
         """Why no request is taken now, or None."""
-        return self.failure or self._outage
+        return self.fatal_error or self._outage
 
     async def wait_ready(self) -> Ready:
         """Return when the core takes requests, with its sizes. Raises the error that kept it from starting, and
         `EngineRestartingError` while it is started again."""
         self.listen()
         await self._ready_event.wait()
-        if self.error is not None:
-            raise self.error
+        if self.unavailable_error is not None:
+            raise self.unavailable_error
         assert self.ready is not None
         return self.ready
 
@@ -185,7 +185,7 @@ class Supervisor:
 
     async def _follow_core(self) -> str:
         """Receive the messages of one core until it has ended. Returns the reason."""
-        self._kill_reason, self.is_leaving = None, False
+        self._kill_reason, self.is_draining = None, False
         if self.ready_timeout_s is not None:
             self._check_start(self.ready_timeout_s, time.monotonic())
         try:
@@ -248,7 +248,7 @@ class Supervisor:
                 self.core.kill()  # it sends nothing more, and may not be able to end by itself
                 return
             case Leaving():
-                self.is_leaving = True
+                self.is_draining = True
                 self._letting_go = asyncio.get_running_loop().create_task(self._let_go())
                 return
             case Ready():
@@ -275,9 +275,9 @@ class Supervisor:
 
     def _fail(self, error: OctavoError) -> None:
         """Give the core up for good, with `error` as the reason."""
-        if self.failure is not None:
+        if self.fatal_error is not None:
             return
-        self.failure = error
+        self.fatal_error = error
         self._ready_event.set()
         self._failure_event.set()
         # Whoever waits for the first start raises its error.

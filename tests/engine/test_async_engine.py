@@ -153,13 +153,13 @@ def test_a_request_that_goes_on_has_its_tokens_though_it_is_aborted_while_it_wai
         await engine.wait_ready()
         await engine.pause_generation("keep")
         request = engine.inputs.process("The sea", LONG)
-        request.begun = [[504], [505, 506]]
+        request.already_sent_token_ids = [[504], [505, 506]]
 
         async def collect() -> list[RequestOutput]:
             return [output async for output in engine.generate_from(request, "mine")]
 
         answer = asyncio.ensure_future(collect())
-        await until(lambda: bool(engine._streams) and engine._streams["mine"].acceptance is not None)
+        await until(lambda: bool(engine._streams) and engine._streams["mine"].accept_waiter is not None)
         await (engine.abort_all_for_shutdown() if is_stop else engine.abort("mine"))
         outputs = [output.outputs[0] for output in await answer]
         assert [one.token_ids for one in outputs] == [[504], [505, 506], []]
@@ -173,7 +173,7 @@ def test_no_request_slips_past_a_pause_that_follows_a_resumption() -> None:
         await engine.wait_ready()
         await engine.pause_generation()
         answer = asyncio.ensure_future(collect(engine, "The sea", SamplingParams(max_tokens=1), "waits"))
-        await until(lambda: bool(engine._streams) and engine._streams["waits"].acceptance is not None)
+        await until(lambda: bool(engine._streams) and engine._streams["waits"].accept_waiter is not None)
         await engine.resume_generation()
         await asyncio.sleep(0)
         await engine.pause_generation("abort")

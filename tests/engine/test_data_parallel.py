@@ -136,7 +136,7 @@ def test_an_engine_that_dies_takes_its_own_requests_only(with_engine: Engines, m
         for task in lost:
             with pytest.raises(EngineDeadError, match="the request is lost"):
                 task.result()
-        assert engine.is_ready and not engine.has_died
+        assert engine.is_ready and not engine.has_failed
         await engine.check_health()
         assert await ask(engine, ANSWER) == "length", "the other one, meanwhile"
         await until(lambda: all(one.is_ready for one in engine._engines))
@@ -187,7 +187,7 @@ def test_engines_that_are_left_are_controlled_without_one_that_has_died(with_eng
         await engine.wait_ready()
         with pytest.raises(EngineDeadError, match="exit status 7"):
             await ask(engine, EXIT)
-        await until(lambda: sum(one.has_died for one in engine._engines) == 1)
+        await until(lambda: sum(one.has_failed for one in engine._engines) == 1)
         await engine.pause_generation("keep")
         assert await engine.is_paused()
         await engine.resume_generation()
@@ -232,11 +232,11 @@ def test_when_none_is_left_the_engine_has_died(with_engine: Engines) -> None:
         with pytest.raises(EngineDeadError, match="exit status 7"):
             await ask(engine, EXIT)
         assert await ask(engine, ANSWER) == "length"
-        assert not engine.has_died
+        assert not engine.has_failed
         with pytest.raises(EngineDeadError, match="exit status 7"):
             await ask(engine, EXIT)
         await engine.wait_failed()
-        assert engine.has_died and not engine.is_ready
+        assert engine.has_failed and not engine.is_ready
         for refused in (engine.check_health(), ask(engine, ANSWER)):
             with pytest.raises(EngineDeadError, match="exit status 7"):
                 await refused

@@ -136,7 +136,7 @@ def test_a_host_that_is_told_to_stop_ends_what_it_has(with_engine: Engines, here
         hanging = [asyncio.create_task(ask(engine, [*HANG, number], f"hangs {number}")) for number in range(2)]
         await until_sent(engine, 2)
         await until(node._engines[0].leave)  # the server can hear first that the engine is ready
-        await until(lambda: engine._engines[1].is_leaving)
+        await until(lambda: engine._engines[1].is_draining)
         for number in range(4):
             assert await ask(engine, [*ANSWER, 9 + number]) == "length"
         assert not end.done()
@@ -199,7 +199,7 @@ def test_a_host_that_does_not_fit_ends_the_start_of_both(
         _, end = start(elsewhere(engine, start_rank, **changes))
         with pytest.raises(OctavoError, match=rf"engine {start_rank} \(.*, 127.0.0.1\) cannot join: {message}"):
             await engine.wait_ready()
-        assert engine.has_died
+        assert engine.has_failed
         with pytest.raises(ConfigError, match=rf"engine {start_rank} \(.*\) cannot join node 0 at .*: {message}"):
             await ended(end)
 

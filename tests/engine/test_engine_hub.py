@@ -16,7 +16,7 @@ import pytest
 from octavo import SamplingParams
 from octavo.config import EngineConfig
 from octavo.engine import engine_hub, restart_policy
-from octavo.engine.async_engine import AsyncLLMEngine
+from octavo.engine.async_engine import AsyncLLMEngine, EngineHooks
 from octavo.engine.engine_hub import EngineHub, FrontEnd
 from octavo.engine.hub_link import HubLink
 from octavo.engine.shared_engine import SharedEngine
@@ -46,7 +46,8 @@ class Front:
         self.link = HubLink(self.is_lost.set)
         self.metrics = EngineMetrics("stub", 64)
         self.metrics.counts_steps = False
-        self.engine = AsyncLLMEngine(config.replica(0), metrics=self.metrics, make_core=self.link.make_core)
+        hooks = EngineHooks(make_core=self.link.make_core)
+        self.engine = AsyncLLMEngine(config.replica(0), metrics=self.metrics, hooks=hooks)
         self.engine.inputs.be_one_of_several(self.number, self.number)
         self.shared = SharedEngine(self.engine, self.link.channels)
 
@@ -308,8 +309,8 @@ def test_a_core_that_has_died_for_good_is_the_end_for_all(with_hub: Callable[...
             with pytest.raises(EngineDeadError, match="exit status 7"):
                 await ask(front.engine, EXIT)
             await front.engine.wait_failed()
-            assert front.engine.has_died
-        assert hub.has_died
+            assert front.engine.has_failed
+        assert hub.has_failed
 
     with_hub(use)
 

@@ -62,11 +62,11 @@ def test_requests_during_the_outage_are_told_so_and_the_engine_gives_up_after_th
             await until_ready(engine)
             with pytest.raises(EngineDeadError, match="exit status 7"):
                 await ask(engine, EXIT)
-            if not engine.has_died:
+            if not engine.has_failed:
                 with pytest.raises(EngineRestartingError, match="exit status 7"):
                     await ask(engine, ANSWER)
         await engine.wait_failed()
-        assert engine.has_died
+        assert engine.has_failed
         with pytest.raises(EngineDeadError, match="exit status 7"):
             await engine.check_health()
 
@@ -119,7 +119,7 @@ def test_a_core_that_hangs_while_it_loads_is_the_end_of_the_first_start(
     async def use(engine: AsyncLLMEngine) -> None:
         with pytest.raises(EngineDeadError, match=r"not ready after 0\.3 s and was killed"):
             await engine.wait_ready()
-        assert engine.has_died
+        assert engine.has_failed
         assert engine._supervisor.core.process.wait() == -signal.SIGKILL
 
     assert with_engine(use, max_restarts=3, ready_timeout_s=0.3).num_restarts == 0
@@ -273,7 +273,7 @@ def test_a_request_that_another_server_began_is_with_the_core_before_its_caller_
     async def use(engine: AsyncLLMEngine) -> None:
         params = SamplingParams(max_tokens=9, detokenize=False)
         request = engine.inputs.process({"prompt_token_ids": HANG}, params)
-        request.begun = [[70, 71], [72]]
+        request.already_sent_token_ids = [[70, 71], [72]]
         outputs = engine.generate_from(request)
         assert (await anext(outputs)).outputs[0].token_ids[:2] == [70, 71]
         assert [one.output_token_ids for one in sent if isinstance(one, EngineRequest)] == [{0: [70, 71, 72]}]

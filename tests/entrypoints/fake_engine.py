@@ -63,7 +63,7 @@ class FakeEngine:
         self.inputs = InputProcessor(self.config, self.tokenizer)  # numbers requests from 0
         self.answer = "Hello there"
         self.is_ready = True
-        self.failure: Exception | None = None
+        self.fatal_error: Exception | None = None
         self.fails_after: tuple[int, Exception] | None = None  # tokens, and what happens then
         self.may_begin: Callable[[], bool] = lambda: True  # asked before the first token, until it says yes
         self.is_paused = False  # after the first token
@@ -86,8 +86,8 @@ class FakeEngine:
         self.is_cut_off = True
 
     async def check_health(self) -> None:
-        if self.failure is not None:
-            raise self.failure
+        if self.fatal_error is not None:
+            raise self.fatal_error
 
     async def drop_cache_session(self, session: str, salt: str | None = None) -> int | None:
         return 3 if (session, salt) == ("mine", "salt") else None
@@ -112,7 +112,7 @@ class FakeEngine:
         log_end = partial(log_request, max_length=self.max_log_len)
         outputs = OutputProcessor(self.tokenizer, self.metrics, makes_logprobs_later=True, log_end=log_end)
         state = outputs.add(request, external_id)
-        for group in request.begun:
+        for group in request.already_sent_token_ids:
             replayed = outputs.replay(state, group)
             assert isinstance(replayed, RequestOutput)
             yield replayed
@@ -121,7 +121,7 @@ class FakeEngine:
             scripts = [
                 self._tokens(self.answer_to(request), i, request.max_tokens) for i in range(params.num_completions)
             ]
-            for step in range(sum(map(len, request.begun)), max(map(len, scripts))):
+            for step in range(sum(map(len, request.already_sent_token_ids)), max(map(len, scripts))):
                 await asyncio.sleep(0)
                 await until(
                     lambda step=step: self.is_cut_off or (not self.is_paused if step > 0 else self.may_begin())  # type: ignore[misc]

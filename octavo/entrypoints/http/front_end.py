@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from octavo.config import EngineConfig
+from octavo.engine.async_engine import EngineHooks
 from octavo.engine.engine_client import make_engine
 from octavo.engine.hub_link import HubLink
 from octavo.engine.shared_engine import SharedEngine
@@ -93,7 +94,7 @@ async def _serve(given: FrontEndArgs) -> None:
     link = HubLink(partial(_end_with_hub, given.store_folder, given.parent))
     channels = link.channels
     engine = make_engine(
-        config, metrics=metrics, make_core=link.make_core, on_engine_death=args.on_engine_death,
+        config, metrics=metrics, hooks=EngineHooks(make_core=link.make_core), on_engine_death=args.on_engine_death,
         logs_requests=args.logs_requests, max_log_len=args.max_log_len,
     )  # fmt: skip
     for place, forecast in enumerate(engine.forecasts):

@@ -134,6 +134,7 @@ def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started 
             with _start_hub(config, args, metrics, core, sock, phases) as started:
                 yield started
             return
+        from octavo.engine.async_engine import EngineHooks
         from octavo.engine.engine_client import make_engine
         from octavo.entrypoints.chat.chat_template import compile_chat_template
         from octavo.entrypoints.http.start_display import StartDisplay
@@ -144,7 +145,7 @@ def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started 
             metrics=metrics,
             core=core,
             on_engine_death=args.on_engine_death,
-            on_loading=display.show_loading,
+            hooks=EngineHooks(on_loading=display.show_loading),
             logs_requests=args.logs_requests,
             max_log_len=args.max_log_len,
             **_supervision(args),
@@ -263,7 +264,8 @@ async def _serve(started: _Started) -> None:
         watcher.cancel()
         await asyncio.wait((watcher,))
     error = None if watcher.cancelled() else watcher.exception()
-    if error is not None and (engine.has_died or isinstance(error, ConfigError) or not isinstance(error, OctavoError)):
+    is_own_fault = isinstance(error, ConfigError) or not isinstance(error, OctavoError)
+    if error is not None and (engine.has_failed or is_own_fault):
         raise error
 
 

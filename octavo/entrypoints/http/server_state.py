@@ -401,7 +401,7 @@ class ServerState:
             raise RequestError(f"resume has tokens beyond the model's {vocab_size}.", param="resume")
         if sum(map(len, tokens)) >= request.max_tokens:
             raise RequestError(f"resume has all {request.max_tokens} tokens that the answer may have.", param="resume")
-        return msgspec.structs.replace(request, begun=tokens)
+        return msgspec.structs.replace(request, already_sent_token_ids=tokens)
 
     async def submit(
         self,

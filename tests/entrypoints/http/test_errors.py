@@ -288,7 +288,7 @@ def test_a_path_that_is_nearly_right_is_answered_with_the_right_one(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_dead_engine_is_503_with_retry_after(http: httpx.Client, engine: FakeEngine, stream: bool) -> None:
-    engine.failure = EngineDeadError("the engine core has ended.")
+    engine.fatal_error = EngineDeadError("the engine core has ended.")
     response = http.post("/v1/completions", json={"prompt": "a", "stream": stream})
     error = error_of(response)
     assert (response.status_code, error["type"], error["code"]) == (503, "server_error", "engine_dead")

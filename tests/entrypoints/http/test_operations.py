@@ -38,7 +38,7 @@ def test_health_is_503_with_the_reason_before_that_and_after_a_death(
     engine.is_ready = False
     response = http.get(path)
     assert (response.status_code, response.json()["status"]) == (503, "loading")
-    engine.failure = EngineDeadError("the engine core has ended (exit status -9).")
+    engine.fatal_error = EngineDeadError("the engine core has ended (exit status -9).")
     response = http.get(path)
     assert response.status_code == 503
     assert response.json() == {"status": "dead", "reason": "the engine core has ended (exit status -9)."}
