@@ -67,6 +67,18 @@ def error_type(status: int) -> str:
     return "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
 
 
+# Codes of errors that name none, by status.
+_CODES = {
+    400: "bad_request", 404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "request_too_large",
+    415: "unsupported_media_type", 431: "head_too_large", 500: "internal_error", 503: "unavailable",
+}  # fmt: skip
+
+
+def error_code(status: int, param: str | None, code: str | None) -> str:
+    """Return the code in an error's body, which logs and metrics name too: `code`, or else one by status."""
+    return code or ("invalid_value" if status == 400 and param else _CODES.get(status, str(status)))
+
+
 def aborted(stop_reason: int | str | None) -> RequestError:
     """Return the error of an aborted request that has nothing to show. `stop_reason` is that of its completion."""
     if stop_reason == "timeout":

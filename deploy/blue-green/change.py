@@ -292,6 +292,12 @@ class Site:
 
     def change(self, command: list[str]) -> None:
         """Go to `command`, or stay with what there is and raise."""
+        for program, remedy in (
+            (self.args.nginx, "install it, or name it with --nginx"),
+            (command[0], "check its path"),
+        ):
+            if shutil.which(program) is None:
+                raise Failed(f"there is no program {program}: {remedy}")
         if self.live is not None and self.pid(self.live) is None:
             say(f"{self.live.colour} has ended without us: this is a first start")
             self.live = None

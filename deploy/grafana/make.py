@@ -87,7 +87,8 @@ def unit_of(name: str) -> str:
 
 def select(name: str) -> str:
     """Label matchers: metrics of the process and of HTTP know no model."""
-    of_model = 'model_name=~"$model_name", ' if name.startswith(("vllm:", "octavo:")) else ""
+    is_of_model = name.startswith(("vllm:", "octavo:")) and "http" not in name
+    of_model = 'model_name=~"$model_name", ' if is_of_model else ""
     return f'{{{of_model}instance=~"$instance"}}'
 
 
@@ -174,6 +175,7 @@ def service() -> Dashboard:
         "HTTP": [
             panel(http, "Answers by Status", "status"),
             panel(http, "Answers by Route", "handler"),
+            panel("octavo:http_errors", "Errors by Code", "code"),
             panel("http_request_duration_seconds", "Duration of Answers"),
         ],
         "Servers": [

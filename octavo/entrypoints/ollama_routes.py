@@ -100,7 +100,7 @@ def _translated(path: str, given: Any) -> tuple[Translated, bytes]:
         request = translate_value(path, given)
         return request, msgspec.json.encode(request.body)
     except UnicodeEncodeError:
-        raise RequestError("The body has half of a surrogate pair, which is no text.") from None
+        raise RequestError("The body has half of a surrogate pair, which is no text.", code="invalid_body") from None
 
 
 async def _card(state: ServerState) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import contextlib
 import csv
 import io
 import logging
+import re
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -28,6 +29,7 @@ logger = logging.getLogger("octavo.gateway")
 _MAX_BODY_BYTES = 1 << 20
 _MAX_EXPIRY = 1e11  # seconds: the year 5138; milliseconds are more
 _MAX_PRIORITY = 2**31 - 1  # that servers take
+_UNKNOWN = re.compile(r"unknown field `(.*?)`")  # of msgspec's message; others begin with the field
 
 
 class AdminApp:
@@ -122,7 +124,11 @@ def _settings(body: bytes, before: KeySettings | None = None) -> KeySettings:
         try:
             found = msgspec.convert(settings, KeySettings)
         except msgspec.ValidationError as error:
-            raise RequestError(f"A key's settings: {reason_of(error, KeySettings)}.") from None
+            reason = reason_of(error, KeySettings)
+            unknown = _UNKNOWN.search(reason)
+            param = unknown[1] if unknown else reason.split()[0]
+            code = "unknown_parameter" if unknown else None
+            raise RequestError(f"A key's settings: {reason}.", param=param, code=code) from None
         # Not in `KeySettings`, as stores may have keys from before these checks.
         if not found.name.isprintable():  # it is in lines of the log
             raise RequestError("A key's name must have no control characters.", param="name")

@@ -15,7 +15,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from octavo.api_keys import ApiKeys, sent_keys
-from octavo.errors import RequestError
+from octavo.errors import RequestError, error_code
 from octavo.gateway.client import BrokenAnswerError, Client, ClientSend
 from octavo.gateway.gateway_metrics import METRICS_TYPE, GatewayMetrics
 from octavo.gateway.key_store import KeyStore
@@ -144,9 +144,10 @@ class GatewayApp:
 
     def _note_refusal(self, method: str, path: str, key: Key | None, error: RequestError, request_id: str) -> None:
         """Note that the gateway itself refuses a request."""
-        reason = error.limit if isinstance(error, LimitError) else error.code
+        is_limit = isinstance(error, LimitError)
+        reason = error.limit if is_limit else error_code(error.status, error.param, error.code)
         names = error.param, reason, None if key is None else f"key {key.settings.name}"
-        self._note(method, path, key, error.status, reason or str(error.status), names, request_id)
+        self._note(method, path, key, error.status, reason, names, request_id)
 
     def _note(
         self, method: str, path: str, key: Key | None, status: int, reason: str, names: Iterable[str | None],
@@ -253,8 +254,9 @@ class GatewayApp:
         try:
             if self._page is None:
                 raise RequestError(
-                    "The page is at the admin port (--admin-port), because it shows every key.", status=404
-                )
+                    "The page is at the admin port (--admin-port), because it shows every key.",
+                    status=404, code="not_enabled",
+                )  # fmt: skip
             if scope["path"] == STATS_PATH:
                 self._check(scope, await self._find_key(scope))
                 await self._page.send_stats(client)

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from http import HTTPStatus
-
 import msgspec
 
-from octavo.errors import RequestError, error_type
+from octavo.errors import RequestError, error_code, error_type
 from octavo.messages_errors import MESSAGES_PREFIX, messages_error
 from octavo.ollama import PREFIX as OLLAMA_PREFIX
 from octavo.ollama import ollama_error
@@ -19,7 +17,7 @@ def error_body(error: RequestError, path: str, request_id: str) -> bytes:
         return msgspec.json.encode(ollama_error(str(error)))
     if path.startswith(MESSAGES_PREFIX):
         return msgspec.json.encode(messages_error(str(error), error.status, request_id))
-    code = error.code or HTTPStatus(error.status).phrase.lower().replace(" ", "_")
+    code = error_code(error.status, error.param, error.code)
     fields = {"message": str(error), "type": error_type(error.status), "param": error.param, "code": code}
     return msgspec.json.encode({"error": fields})
 

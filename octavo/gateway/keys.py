@@ -69,7 +69,9 @@ def limit_error(name: str, limit_name: str, used: int, limit: int, now: float) -
 
 
 def no_key(key_id: str) -> RequestError:
-    return RequestError(f"there is no key {key_id:.100}.", status=404, code="not_found")
+    return RequestError(
+        f"there is no key with the id {key_id:.100}; GET /keys lists the ids.", status=404, code="not_found"
+    )
 
 
 def name_taken(name: str) -> RequestError:

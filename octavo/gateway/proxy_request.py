@@ -132,9 +132,10 @@ def route_of(path: str) -> str | None:
 def check_use(key: Key, deployment: Deployment) -> None:
     """Raise `RequestError` if a key is not for a model."""
     if not deployment.may_be_used_by(key):
+        allowed = ", ".join(key.settings.models or ())
         raise RequestError(
-            f"The API key {key.settings.name} is not for the model {deployment.name}.", param="model", status=403,
-            code="model_not_allowed",
+            f"The API key {key.settings.name} is not for the model {deployment.name}; its models are: {allowed:.200}.",
+            param="model", status=403, code="model_not_allowed",
         )  # fmt: skip
 
 

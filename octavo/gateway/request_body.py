@@ -183,9 +183,9 @@ def parse(data: bytes, decode: Callable[[bytes], _T], wanted: str) -> _T:
         return decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         said = plain_reason(error) if isinstance(error, msgspec.DecodeError) else error
-        raise RequestError(f"{wanted}: {said}.") from None
+        raise RequestError(f"{wanted}: {said}.", code="invalid_body") from None
     except RecursionError:
-        raise RequestError(f"{wanted}: this one is nested too deeply.") from None
+        raise RequestError(f"{wanted}: this one is nested too deeply.", code="invalid_body") from None
 
 
 def reason_of(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> str:
@@ -204,7 +204,7 @@ def with_fields(data: bytes, fields: Mapping[str, bytes]) -> bytes:
 def _read_form(data: bytes, options: str) -> RequestBody:
     found = re.search(r'boundary="?([^";,\s]{1,70})"?', options)
     if found is None:
-        raise RequestError("A multipart body must name its boundary in the Content-Type.")
+        raise RequestError("A multipart body must name its boundary in the Content-Type.", code="invalid_body")
     boundary = b"--" + found[1].encode("latin-1")
     fields: dict[str, tuple[int, int]] = {}
     for part in re.finditer(re.escape(boundary) + rb"\r\n((?:[^\r\n]{1,8192}\r\n){1,32})\r\n", data):

@@ -110,8 +110,10 @@ class GatewayArgs(Flags):
         for name in ("api_key", "admin_key"):
             if not all(getattr(self, name)):  # as of a variable that is not set: anybody could send it
                 raise ConfigError(f"--{name.replace('_', '-')} must not be empty.")
-        if self.admin_port is not None and (self.keys is None or not self.admin_keys):
-            raise ConfigError("--admin-port needs --keys, and --admin-key or OCTAVO_ADMIN_KEY.")
+        if self.admin_port is not None and self.keys is None:
+            raise ConfigError("--admin-port needs --keys.")
+        if self.admin_port is not None and not self.admin_keys:
+            raise ConfigError("--admin-port needs --admin-key or OCTAVO_ADMIN_KEY.")
 
     @property
     def admin_keys(self) -> list[str]:

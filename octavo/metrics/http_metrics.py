@@ -23,14 +23,17 @@ class HttpMetrics:
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, str]] = Counter()  # by route, method, status
+        self._errors: Counter[str] = Counter()  # by code
         self._seconds: dict[tuple[str, str], Histogram] = {}  # by route and method
 
-    def record(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Record an answer, including refusals. A stream's answer ends with its last event."""
+    def record(self, method: str, route: str, status: int, seconds: float, code: str | None = None) -> None:
+        """Record an answer. A stream's answer ends with its last event. `code` is an error's, one of Octavo's own."""
         if route in EXCLUDED:
             return
         method = method if method in _METHODS else "other"
         self._counts[route, method, f"{status // 100}xx"] += 1
+        if code is not None:
+            self._errors[code] += 1
         self._seconds.setdefault((route, method), Histogram(BOUNDS_S)).observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
@@ -43,6 +46,10 @@ class HttpMetrics:
         for labels, number in sorted(self._counts.items()):
             counts.add_metric(labels, number)
         yield counts
+        errors = CounterMetricFamily("octavo:http_errors", "Answers that are errors, by code.", labels=["code"])
+        for code, number in sorted(self._errors.items()):
+            errors.add_metric([code], number)
+        yield errors
         times = HistogramMetricFamily(
             "http_request_duration_seconds", "Seconds from a request's head to the end of its answer.",
             labels=["handler", "method"],

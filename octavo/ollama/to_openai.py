@@ -128,9 +128,9 @@ def translate(path: str, data: bytes) -> Translated:
     try:
         body = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path}: {error}.") from None
+        raise RequestError(f"{path}: {error}.", code="invalid_body") from None
     except RecursionError:
-        raise RequestError(f"{path}: the body is nested too deeply.") from None
+        raise RequestError(f"{path}: the body is nested too deeply.", code="invalid_body") from None
     return translate_value(path, body)
 
 
@@ -140,7 +140,7 @@ def translate_value(path: str, given: Any) -> Translated:
     try:
         body = msgspec.convert(given, type=_BODIES[kind])
     except msgspec.ValidationError as error:
-        raise RequestError(f"{plain_reason(error)}.") from None
+        raise RequestError(f"{plain_reason(error)}.", code="invalid_body") from None
     if not body.model:
         raise RequestError("model is required.", param="model")
     only_loads = False

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -244,10 +245,12 @@ def _layout(placed: _Placed, description: ModelDescription, options: PlanOptions
     if chosen is None:
         longest = placed.config.model.max_model_len
         over = placed.weight_bytes + placed.sizes.request_bytes(longest)
+        # With the tables of positions of the present length: with shorter ones a little more fits.
+        fitting = bisect_right(range(1, longest), placed.cache_bytes(sizes[-1]), key=placed.sizes.request_bytes)
+        shorter = f"lower --max-model-len to {fitting}, or " if fitting else ""
         reason = (
             f"the weights and one request of {longest} tokens take {over / GIB:.2f} GiB, and there are "
-            f"{sizes[-1] * placed.memory_bytes / GIB:.2f} GiB; take a smaller --format, a lower --max-model-len or "
-            "more memory."
+            f"{sizes[-1] * placed.memory_bytes / GIB:.2f} GiB; {shorter}take a smaller --format or more memory."
         )
         return {"fits": False, "reason": reason, "devices_per_replica": 0, "replicas": 0, "cache_bytes": 0}
     return {
@@ -335,6 +338,13 @@ def _chunks(length: int, chunk: int) -> Iterable[StepWork]:
         yield StepWork.of([(0, begin, end - begin, int(end == length), 1, ())])
 
 
+def _fit(weights: dict[str, Any], device: dict[str, Any]) -> str:
+    if weights["fits_one_device"]:
+        return ""
+    fits = weights["bytes"] < device["count"] * device["usable_bytes"]
+    return "more than one device" if fits else "too large"
+
+
 def as_text(plan: dict[str, Any]) -> str:
     """Return the plan as tables for people."""
     model, device, layout = plan["model"], plan["device"], plan["layout"]
@@ -353,8 +363,7 @@ def as_text(plan: dict[str, Any]) -> str:
     own = (f"{model['format']} ({model['held_in']})", model["weight_bytes"], 8 * model["weight_bytes"])
     rows = [(own[0], _gib(own[1]), f"{own[2] / model['num_parameters']:.1f} bits", "planned for")]
     rows += [
-        (w["format"], _gib(w["bytes"]), f"{w['bits_per_weight']:.1f} bits", "" if w["fits_one_device"] else "too large")
-        for w in plan["weights"]
+        (w["format"], _gib(w["bytes"]), f"{w['bits_per_weight']:.1f} bits", _fit(w, device)) for w in plan["weights"]
     ]
     lines += _table(rows)
     lines += ["", "Cache"]
@@ -372,8 +381,8 @@ def as_text(plan: dict[str, Any]) -> str:
         lines.append(f"Does not fit: {layout['reason']}")
     else:
         each = layout["devices_per_replica"]
-        where = "on one device" if each == 1 else f"over {each} devices each (--tensor-parallel-size {each})"
-        copies = "1 copy" if layout["replicas"] == 1 else f"{layout['replicas']} copies"
+        where = "on one device" if each == 1 else f"over {each} devices (--tensor-parallel-size {each})"
+        copies = "1 copy" if layout["replicas"] == 1 else f"{layout['replicas']} copies, each"
         lines.append(f"Cheapest layout: {copies} {where}, {_gib(layout['cache_bytes'])} of cache a copy")
         lines += ["", "Requests at once, a copy"]
         lines += _table([(f"{r['length']} tokens", _gib(r["bytes"]), str(r["at_once"]), "") for r in plan["requests"]])

@@ -240,6 +240,19 @@ def test_commands_that_cannot_be_meant(site: Site) -> None:
     assert code == 1 and f"port {site.ports[0]} is taken by another program" in err
 
 
+@pytest.mark.parametrize(
+    ("nginx", "command", "error"),
+    [
+        ("/nowhere/nginx", STUB, "there is no program /nowhere/nginx: install it, or name it with --nginx"),
+        (sys.executable, ("octavoo", "serve"), "there is no program octavoo: check its path"),
+    ],
+)
+def test_nothing_starts_without_its_programs(tmp_path: Path, nginx: str, command: tuple[str, ...], error: str) -> None:
+    argv = [sys.executable, str(CHANGE), "to", str(tmp_path / "state"), "--nginx", nginx, "--", *command]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"change.py: error: {error}\n")
+
+
 class Clients:
     """Streams without a pause, each on a connection of its own, until they are told to end."""
 

@@ -79,8 +79,10 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
         extra: dict[str, object] = {"ignore_eos": True}
         for wave in (1, 2):  # the first value of a series is no increase
             answer = client.completions.create(**asked, extra_body=extra).choices[0].text  # type: ignore[call-overload]
+            with pytest.raises(openai.NotFoundError):  # for the panel of errors
+                client.models.retrieve("none")
             wait_for(prometheus, "sum(vllm:request_success_total)", wave)
-            wait_for(prometheus, "sum(http_requests_total)", wave)
+            wait_for(prometheus, "sum(http_requests_total)", 2 * wave)
             extra["prediction"] = {"type": "content", "content": answer}  # guesses, for the panels that show them
         yield prometheus
 

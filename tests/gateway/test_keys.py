@@ -122,7 +122,7 @@ def test_keys_expire_are_disabled_and_deleted(tmp_path: Path, place: Callable[[P
             store.check(key)
         await store.delete(key)
         assert await store.find(secret.encode()) is None and await store.keys() == []
-        with pytest.raises(RequestError, match="there is no key"):
+        with pytest.raises(RequestError, match="there is no key with the id"):
             await store.get(key.id)
         await store.close()
 
@@ -551,6 +551,23 @@ def test_a_client_that_hangs_up_has_used_what_it_was_sent(clock: Clock, tmp_path
     with_keys(clock, tmp_path, test, behave)
 
 
+def test_admins_are_told_which_setting_or_key_is_wrong(clock: Clock, tmp_path: Path) -> None:
+    async def test(gate: Gateway, keys: Keys) -> None:
+        for setting, value, code in (
+            ("budget_per_day", 1, "unknown_parameter"),
+            ("requests_per_day", "1", "invalid_value"),
+            ("requests_per_day", -1, "invalid_value"),
+        ):
+            refused = (await keys.http.post("/keys", json={"name": "n", setting: value})).json()["error"]
+            assert (refused["param"], refused["code"]) == (setting, code)
+        assert (await keys.http.post("/keys", content=b"[")).json()["error"]["code"] == "invalid_body"
+        await keys.create(name="team")
+        refused = (await keys.http.patch("/keys/team", json={})).json()["error"]
+        assert refused["message"] == "there is no key with the id team; GET /keys lists the ids."
+
+    with_keys(clock, tmp_path, test)
+
+
 def test_a_key_is_for_its_models_and_sees_no_others(clock: Clock, tmp_path: Path) -> None:
     async def test(gate: Gateway, keys: Keys) -> None:
         assert (await gate.ask()).status_code == 401
@@ -558,6 +575,7 @@ def test_a_key_is_for_its_models_and_sees_no_others(clock: Clock, tmp_path: Path
         gate.http.headers.update({**headers, "x-api-key": ""})
         refused = await gate.ask("b")
         assert refused.status_code == 403 and refused.json()["error"]["code"] == "model_not_allowed"
+        assert refused.json()["error"]["message"].endswith(" is not for the model b; its models are: x.")
         listed = {one["id"] for one in (await gate.http.get("/v1/models")).json()["data"]}
         assert listed == {"a", "x"} and (await gate.http.get("/v1/models/b")).status_code == 403
         for path in ("show", "generate", "pull"):

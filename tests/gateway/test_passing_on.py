@@ -321,8 +321,10 @@ def test_a_line_of_a_refusal_has_no_word_of_the_client(
 
     clock.run(run())
     lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
-    known = ["PUT /v1/files is refused: 415", "HEAD /v1/responses is refused: 405",
-             "HEAD (unknown route) is refused: 405", "PUT /v1/chat/completions/render is refused: 415"]  # fmt: skip
+    known = ["PUT /v1/files is refused: 415, unsupported_media_type",
+             "HEAD /v1/responses is refused: 405, method_not_allowed",
+             "HEAD (unknown route) is refused: 405, method_not_allowed",
+             "PUT /v1/chat/completions/render is refused: 415, unsupported_media_type"]  # fmt: skip
     assert lines[-4:] == [f"{line}, request mine" for line in known] and "SECRET" not in "".join(lines)
     assert lines[:-4] == [f"GET (unknown route) is refused: 401, invalid_api_key, request {one}" for one in ids[:5]]
 

@@ -84,7 +84,7 @@ def test_what_one_gateway_says_of_a_key_the_others_know(database: Server, monkey
         await one.delete(key)
         with pytest.raises(RequestError):
             await other.admit(found, "m")
-        with pytest.raises(RequestError, match="there is no key"):
+        with pytest.raises(RequestError, match="there is no key with the id"):
             await other.change(found, KeySettings(name="c"))
         assert [row["requests"] for row in await other.usage(0, 10**6)] == [1], "what it has used stays"
         await one.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,8 +192,27 @@ def test_what_does_not_fit_one_gpu_is_shared_or_refused_with_the_numbers(
     assert plan["decode"][0]["seconds"] == pytest.approx(70e9 / 3.0e12, rel=0.15)
     plan, code = planned(tmp_path, capsys, "--gpu", "h100")
     assert code == 1 and not plan["layout"]["fits"] and "131." in plan["layout"]["reason"]
+    assert "; take a smaller --format" in plan["layout"]["reason"]  # no length helps
     plan, code = planned(tmp_path, capsys, "--gpu", "h100", "--format", "int4")
     assert code == 0 and plan["layout"]["devices_per_replica"] == 1 and plan["layout"]["reason"] is None
+    shown = {line.split()[0]: line for line in as_text(plan).splitlines() if " bits" in line}
+    assert shown["bf16"].endswith("too large") and shown["int8"].endswith(" bits")
+
+
+@pytest.mark.long
+def test_a_plan_that_does_not_fit_names_a_length_that_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "tie_word_embeddings": False,
+             "max_position_embeddings": 131072}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(_SIZES | _MODELS["full"] | sizes))
+    flags = ("--gpu", "h100", "--count", "2")
+    plan, code = planned(tmp_path, capsys, *flags)
+    found = re.search(r"lower --max-model-len to (\d+), or take", plan["layout"]["reason"])
+    assert code == 1 and found is not None and 8192 < int(found[1]) < 131072
+    bf16 = next(line for line in as_text(plan).splitlines() if line.strip().startswith("bf16"))
+    assert bf16.endswith("more than one device")
+    assert planned(tmp_path, capsys, *flags, "--max-model-len", str(int(1.02 * int(found[1]))))[1] == 1
+    assert planned(tmp_path, capsys, *flags, "--max-model-len", found[1])[1] == 0
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ class BatchFiles:
         self._input_path = input_path
         self._output_path = output_path
         self._max_line_bytes = max_line_bytes
-        self._sums = array("L")  # by number: checksums of answered lines; 0: not answered
+        self._sums = array("L")  # by number: checksums of the input's lines
+        self._is_done = bytearray()  # by number: whether the line is answered
         self.num_lines = 0
         self.num_failed = 0  # failed lines among those answered by this object
         try:
@@ -42,8 +43,10 @@ class BatchFiles:
                 ids = CustomIds()
                 for line in _lines(file, max_line_bytes):
                     self.num_lines += 1
+                    self._sums.append(checksum(line))
                     if (repeated := ids.repeated(read_custom_id(line))) is not None:
                         raise ConfigError(f"{input_path}, request {self.num_lines}: {repeated}")
+            self._is_done = bytearray(self.num_lines)
             self._output = os.open(output_path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be used: {error.strerror}.") from None
@@ -56,7 +59,7 @@ class BatchFiles:
     @property
     def num_done(self) -> int:
         """Return the number of answered lines."""
-        return sum(1 for one in self._sums if one)
+        return sum(self._is_done)
 
     async def run(self, app: Starlette, *, at_once: int, progress: tqdm[Any]) -> None:
         """Answer the remaining lines. Raises `OSError` if the disk is full; written answers are kept."""
@@ -107,14 +110,8 @@ class BatchFiles:
             for number, line in enumerate(_lines(file, self._max_line_bytes)):
                 if number % _LINES_AT_ONCE == 0:
                     await asyncio.sleep(0)
-                known = self._sums[number] if number < len(self._sums) else 0
-                if not known:
+                if not self._is_done[number]:
                     yield number, line
-                elif known != _sum(line):
-                    raise ConfigError(
-                        f"{self._output_path} has an answer to another request {number + 1} than {self._input_path} "
-                        "has: it is of another batch. Give another output file."
-                    )
 
     def _take_output(self) -> None:
         """Lock the output and find the answered lines."""
@@ -134,9 +131,12 @@ class BatchFiles:
                         "another output file."
                     )
                 number, sum = found
-                if number >= len(self._sums):
-                    self._sums.extend([0] * (number + 1 - len(self._sums)))
-                self._sums[number] = sum or 1
+                if sum != self._sums[number]:
+                    raise ConfigError(
+                        f"{self._output_path} has an answer to another request {number + 1} than {self._input_path} "
+                        "has. Give another output file; for requests that were changed, an input file of these alone."
+                    )
+                self._is_done[number] = True
                 end += len(line)
         os.ftruncate(self._output, end)
 
@@ -150,10 +150,6 @@ class BatchFiles:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._output, end)
             raise
-
-
-def _sum(line: bytes) -> int:
-    return checksum(line) or 1
 
 
 def _lines(file: object, max_bytes: int) -> Iterator[bytes]:

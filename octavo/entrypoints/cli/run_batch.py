@@ -57,7 +57,7 @@ def run_batch(engine_args: AsyncEngineArgs, args: ServerArgs, input_path: Path, 
     files = BatchFiles(input_path, output_path, args.max_body_bytes)
     try:
         if files.num_done == files.num_lines:
-            print(f"{files.num_lines} requests have been answered already.", file=sys.stderr)
+            print(f"{output_path} has all {files.num_lines} answers already.", file=sys.stderr)
         else:
             asyncio.run(_run(engine_args, args, files))
         files.put_in_order()  # needed also if a run was killed just before this

@@ -186,10 +186,11 @@ class _App(Starlette):
         finally:
             scope.pop(SERVER_SEND, None)  # it refers to the scope: a cycle would stay until a full collection
             route = self._route(scope["path"])
-            self.counts.record(scope["method"], route, status, time.monotonic() - begin)
-            is_line = 400 <= status < 500 and REFUSED_NAMES in scope and self.state.octavo.args.logs_requests
+            names = scope.get(REFUSED_NAMES, ())
+            self.counts.record(scope["method"], route, status, time.monotonic() - begin, *names[-1:])
+            is_line = 400 <= status < 500 and names and self.state.octavo.args.logs_requests
             if is_line and (status not in _ANYBODYS_STATUSES or self.lines.admits(time.monotonic())):
-                said = [str(status), *scope[REFUSED_NAMES]]
+                said = [str(status), *names]
                 fields = {"request_id": scope[HEADERS].request_id, "status": status}
                 shown = UNKNOWN_ROUTE if route == "none" else route
                 text = "%s: %s %s is refused: %s"

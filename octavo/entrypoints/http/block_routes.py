@@ -74,7 +74,8 @@ async def _paths(fingerprint: str, raw: Request) -> list[str]:
         )
     paths = await asyncio.to_thread(_paths_of, disk.folder, fingerprint, await raw.body())
     if paths is None:
-        raise RequestError(f"The body must be a JSON list of 1 to {MAX_NAMES} different names of blocks.")
+        said = f"The body must be a JSON list of 1 to {MAX_NAMES} different names of blocks."
+        raise RequestError(said, code="invalid_body")
     return paths
 
 

@@ -28,6 +28,7 @@ from octavo.errors import (
     EngineRestartingError,
     EngineStoppingError,
     RequestError,
+    error_code,
     error_type,
     similar,
 )  # fmt: skip
@@ -116,6 +117,7 @@ def error_body(
     """Return the error body in the form of the request's API. It is ASCII, so that a message may quote any string of a
     client."""
     form = ERROR_FORM.get()
+    code = error_code(status, param, code)
     return json.dumps(form(_shorten(message), status, param and _shorten(param), code, details or {})).encode()
 
 
@@ -161,7 +163,8 @@ def error_response(
     body = error_body(message, status, param=param, code=code, details=details)
     answer = _ErrorAnswer(body, status, headers=headers, media_type="application/json")
     field = _FIRST_NAME.match(param or "")
-    names = field and is_field(field[0]) and field[0], code  # further names of `param` may be the client's own
+    # Further names of `param` may be the client's own.
+    names = field and is_field(field[0]) and field[0], error_code(status, param, code)
     answer.names = tuple(name for name in names if name)
     return answer
 
@@ -203,7 +206,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], fields: Collection[str
         # itself would never be freed, nor the body in its traceback.
         return copy.copy(cause)
     if not location:
-        return RequestError("The body must be a JSON object.")
+        return RequestError("The body must be a JSON object.", code="invalid_body")
     base = location[:-1] if _is_type_label(location) else location
     of_field = [one for one in errors[1:] if one["loc"][: len(base)] == base and len(one["loc"]) > len(base)]
     if base != location and (inner := next((one for one in of_field if len(one["loc"]) > len(base) + 1), None)):
@@ -216,7 +219,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], fields: Collection[str
         param = f"{param}.{name}"
         wanted, said = error["ctx"].get("expected_tags"), _SHOWN.repr(error["ctx"].get("tag"))
         if wanted is None:
-            return RequestError(f"{param} is required.", param=param)
+            return RequestError(f"{param} is required.", param=param, code="missing_required_parameter")
         return RequestError(f"{param} should be {' or '.join(wanted.split(', '))}, got {said}.", param=param)
     if error["type"] == "extra_forbidden":
         meant = _meant_field(param, fields)
@@ -226,7 +229,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], fields: Collection[str
         )
     if error["type"] == "missing":
         form = _FORM_OF_TOOLS if _OF_TOOLS.fullmatch(param) and "messages" in fields else ""
-        return RequestError(f"{param} is required{form}.", param=param)
+        return RequestError(f"{param} is required{form}.", param=param, code="missing_required_parameter")
     message = _predicate(error)
     if base != location:
         # A field with several types has an error for each type.

@@ -50,13 +50,15 @@ def parse_json(body: bytes, limits: RequestLimits) -> Any:
     try:
         return json.loads(body)
     except json.JSONDecodeError as error:
-        raise RequestError(f"The body is not valid JSON: {error.msg} at character {error.pos}.") from None
+        raise RequestError(
+            f"The body is not valid JSON: {error.msg} at character {error.pos}.", code="invalid_body"
+        ) from None
     except UnicodeDecodeError:
-        raise RequestError("The body is not valid UTF-8.") from None
+        raise RequestError("The body is not valid UTF-8.", code="invalid_body") from None
     except RecursionError:
-        raise RequestError("The body is nested too deeply.") from None
+        raise RequestError("The body is nested too deeply.", code="invalid_body") from None
     except ValueError:
-        raise RequestError("The body is not valid JSON: a number has too many digits.") from None
+        raise RequestError("The body is not valid JSON: a number has too many digits.", code="invalid_body") from None
 
 
 class JsonWorker:

@@ -189,7 +189,7 @@ async def read_json(request: Request, body: bytes, use: Callable[[Any], T]) -> T
     another process. Raises `RequestError`, also for a body beyond the server's limits."""
     state = request.app.state.octavo
     if not body:
-        raise RequestError("The request has no body; send a JSON object.")
+        raise RequestError("The request has no body; send a JSON object.", code="invalid_body")
 
     def parse(parser: Callable[[], Any]) -> T:
         parsed = parser()
@@ -217,7 +217,7 @@ def validate_body(parsed: Any, kind: type[BaseModel], unknown: UnknownFields) ->
             if unknown == "warn":
                 names = ", ".join(".".join(map(str, location)) for location in extra[:_MAX_NAMED])
                 logger.warning("%d unknown fields of a request are ignored: %.300s", len(extra), names)
-    raise RequestError("The body has too many unknown fields within unknown fields.")
+    raise RequestError("The body has too many unknown fields within unknown fields.", code="invalid_body")
 
 
 def _remove_field(body: Any, location: Sequence[int | str]) -> None:

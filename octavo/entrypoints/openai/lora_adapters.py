@@ -93,5 +93,6 @@ def _updatable(state: ServerState) -> AdapterNames:
             "This server does not load adapters while it runs; start it with --enable-lora, --lora-root and "
             "--enable-runtime-lora-updating.",
             status=404,
+            code="not_enabled",
         )
     return names

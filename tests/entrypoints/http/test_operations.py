@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import re
 import socket
 import tracemalloc
 from pathlib import Path
@@ -306,8 +307,9 @@ def test_clients_without_a_key_cannot_fill_the_log(
 
 
 def test_a_refused_request_is_one_line_without_what_the_client_wrote(
-    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+    tiny_tokenizer: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    engine = FakeEngine(tiny_tokenizer)  # the other tests' engine has the counts of their servers
     caplog.set_level("INFO", logger="octavo.server")
     with serving(engine, api_key=["k"]) as url, httpx.Client(base_url=url, headers={"X-Request-Id": "r"}) as http:
         http.get("/v1/models")
@@ -316,17 +318,34 @@ def test_a_refused_request_is_one_line_without_what_the_client_wrote(
             assert http.post("/v1/completions", json=body).status_code == 400
         http.get("/v1/responses/SECRET")
         http.get("/SECRET")
+        for content in (b'{"SECRET', b'["SECRET"]', b""):
+            http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+        http.post("/v1/completions", content=b"SECRET")
+        http.post("/v1/completions", json={"prompt": "SECRET"}, headers={"Content-Encoding": "SECRET"})
+        http.put("/v1/completions")
+        http.post("/v1/load_lora_adapter", json={"lora_name": "SECRET", "lora_path": "SECRET"})
         assert http.post("/v1/messages", json={"prompt": "SECRET"}).status_code == 400
         for body in ({"input": "a", "metadata": {"SECRET": 5}}, {"input": "a", "SECRET": 5}):
             assert http.post("/v1/responses", json=body).status_code == 400
+        counts = {
+            "invalid_api_key": 1, "invalid_value": 2, "unknown_parameter": 3, "not_found": 2, "invalid_body": 3,
+            "unsupported_media_type": 2, "method_not_allowed": 1, "not_enabled": 1,
+        }  # fmt: skip
+        counter = re.compile(r'^octavo:http_errors_total{code="(\w+)"} (\d+)', re.M)
+        # An answer is counted after its last byte, which the client may have read before.
+        wait_until(lambda: {code: int(count) for code, count in counter.findall(http.get("/metrics").text)} == counts)
     assert [record.getMessage() for record in caplog.records if "refused" in record.getMessage()] == [
         "r: GET /v1/models is refused: 401, invalid_api_key",
-        "r: POST /v1/completions is refused: 400, temperature",
+        "r: POST /v1/completions is refused: 400, temperature, invalid_value",
         "r: POST /v1/completions is refused: 400, unknown_parameter",
         "r: GET /v1/responses/{response_id} is refused: 404, not_found",
-        "r: GET (unknown route) is refused: 404",
+        "r: GET (unknown route) is refused: 404, not_found",
+        *["r: POST /v1/completions is refused: 400, invalid_body"] * 3,
+        *["r: POST /v1/completions is refused: 415, unsupported_media_type"] * 2,
+        "r: PUT /v1/completions is refused: 405, method_not_allowed",
+        "r: POST /v1/load_lora_adapter is refused: 404, not_enabled",
         "r: POST /v1/messages is refused: 400, prompt, unknown_parameter",
-        "r: POST /v1/responses is refused: 400, metadata",
+        "r: POST /v1/responses is refused: 400, metadata, invalid_value",
         "r: POST /v1/responses is refused: 400, unknown_parameter",
     ]
     assert "SECRET" not in caplog.text
