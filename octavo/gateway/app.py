@@ -144,8 +144,8 @@ class GatewayApp:
 
     def _note_refusal(self, method: str, path: str, key: Key | None, error: RequestError, request_id: str) -> None:
         """Note that the gateway itself refuses a request."""
-        is_limit = isinstance(error, LimitError)
-        reason = error.limit if is_limit else error_code(error.status, error.param, error.code)
+        code = error_code(error.status, error.param, error.code)
+        reason = error.limit if isinstance(error, LimitError) else code
         names = error.param, reason, None if key is None else f"key {key.settings.name}"
         self._note(method, path, key, error.status, reason, names, request_id)
 
