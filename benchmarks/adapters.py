@@ -42,7 +42,7 @@ def write_adapter(folder: Path, llm: LLM, rank: int, seed: int) -> None:
     tensors = {}
     for matrix in runner_of(llm).model.matrices:
         for module in matrix.modules:
-            if matrix.looked_up or module.name == "lm_head":
+            if matrix.is_embedding or module.name == "lm_head":
                 continue
             name = f"base_model.model.{module.name}"
             a = generator.standard_normal((rank, matrix.num_in)) / matrix.num_in**0.5

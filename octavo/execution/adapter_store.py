@@ -117,7 +117,7 @@ class AdapterStore:
         sizing = [new_table(matrix, 1) for matrix in firsts]
         products = [
             table for matrix, table in zip(firsts, sizing, strict=True)
-            if not matrix.looked_up and any(self._map.is_open(name) for m in matrix.modules for name in m.all_names)
+            if not matrix.is_embedding and any(self._map.is_open(name) for m in matrix.modules for name in m.all_names)
         ]  # fmt: skip
 
         # Plans count pages that all workers have. If adapters stay on the host, pages are only a unit of its memory.
@@ -146,7 +146,7 @@ class AdapterStore:
         self._allocate = backend.allocate_arena
         self._tables = [new_table(matrix, self.num_slots) for matrix in firsts]
         for matrix, table in zip(firsts, self._tables, strict=True):
-            adapt: Any = ops.adapt_lookup if matrix.looked_up else ops.adapt
+            adapt: Any = ops.adapt_lookup if matrix.is_embedding else ops.adapt
             if matrix.expert is not None:
                 adapt = ops.adapt_experts
             adapt(matrix.weight, table)
@@ -301,11 +301,11 @@ class AdapterStore:
 
 def _table_key(matrix: NamedMatrix) -> tuple[Any, ...]:
     """Return the key of a matrix's table. Neighbouring matrices with equal keys share a table."""
-    return id(matrix.weight), matrix.looked_up, matrix.expert is None
+    return id(matrix.weight), matrix.is_embedding, matrix.expert is None
 
 
 def _shape(matrix: NamedMatrix, config: LoRAConfig) -> FactorShape:
     return FactorShape(
         matrix.num_in, tuple(module.num_out for module in matrix.modules), matrix.gated, config.max_rank,
-        matrix.replaceable, matrix.looked_up,
+        matrix.replaceable, matrix.is_embedding,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.layers.in_place import scale_in_place
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.zero_rows import ZeroRows
@@ -74,7 +75,7 @@ class AltUp:
                 ops.add(merged, other)
         assert merged is not None
         ops.add(merged, first)
-        ops.add(merged, merged, 1 / self._count - 1)
+        scale_in_place(ops, merged, 1 / self._count)
         return merged
 
     def _magnitude(self, x: Array) -> Array:

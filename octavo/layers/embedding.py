@@ -38,7 +38,7 @@ class Embedding:
             self._all_gather = AllGather(parameters.ops, shard, own, len(taken), "columns of an embedding")
             taken = taken[own.start : own.stop]
         self.weight = parameters.linear(
-            [name], [num_rows], len(taken), bias, columns=(taken.start, size), looked_up=not is_output
+            [name], [num_rows], len(taken), bias, columns=(taken.start, size), is_embedding=not is_output
         )
 
     def forward(self, token_ids: Array, dtype: str, scale: float = 1.0) -> Array:

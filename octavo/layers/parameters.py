@@ -80,7 +80,7 @@ class NamedMatrix:
     first_in: int = 0  # the first input of this matrix among the inputs of the checkpoint's modules
     stored_in: int | None = None  # number of inputs of the checkpoint's modules; None: `num_in`
     replaceable: bool = False  # adapters may replace the matrix, if it is a single module
-    looked_up: bool = False  # rows are looked up by token; there is no product
+    is_embedding: bool = False  # rows are looked up by token; there is no product
     expert: int | None = None  # index in the stack of experts, if `weight` is a stack
 
     @property
@@ -106,15 +106,15 @@ class Parameters:
         self._made: dict[object, object] = {}  # key of `once` -> the object that layers share
         self.index: SparseIndexer | None = None  # of the last layer with an index; later layers may share its choice
         self._has_warned = False
-        self._is_precise = False
+        self._sixteen_bit_inputs = False
 
     @contextmanager
-    def precise(self, wanted: bool) -> Iterator[None]:
+    def sixteen_bit_inputs(self, wanted: bool) -> Iterator[None]:
         """Inside this context, if `wanted`, `linear` makes matrices whose inputs are quantized to 16 bits instead of 8,
         on backends that quantize inputs. Gate and up are left out: they are half of a layer and gain least."""
-        self._is_precise = wanted
+        self._sixteen_bit_inputs = wanted
         yield
-        self._is_precise = False
+        self._sixteen_bit_inputs = False
 
     def array(self, name: str, shape: tuple[int, ...]) -> Array:
         """Return a constant in the model's type, such as a norm or a table."""
@@ -136,7 +136,7 @@ class Parameters:
         columns: tuple[int, int] | None = None,
         own: range | Sequence[range] | None = None,
         without_bias: Collection[str] = (),
-        looked_up: bool = False,
+        is_embedding: bool = False,
     ) -> LinearWeight:
         """Return projections of one input of `num_in` elements to `sizes` outputs as one packed matrix.
 
@@ -151,7 +151,7 @@ class Parameters:
         - `part`: (number, count) if the input is one of `count` equal parts of the modules' input.
         - `columns`: (first, count) if the input is `num_in` of the modules' `count` inputs, from `first` on.
         - `own`: the rows to take of each projection: one range for all, or a range for each.
-        - `looked_up`: rows are looked up and never multiplied.
+        - `is_embedding`: rows are looked up by token and never multiplied.
         """
         stored_sizes = sizes if len(names) == len(sizes) else [sum(sizes)]
         if orders is not None and all(map(np.array_equal, orders, map(np.arange, stored_sizes))):
@@ -210,7 +210,7 @@ class Parameters:
                 taken = [part[order] for part, order in zip(taken, orders or held, strict=True)]
             biases = np.concatenate(taken)
             own_biases = [np.asarray(part, np.float32) for part in taken]
-        packed = self.ops.pack_linear(parts, biases, gated, looked_up, self._is_precise and not gated)
+        packed = self.ops.pack_linear(parts, biases, gated, is_embedding, self._sixteen_bit_inputs and not gated)
         self.num_matrix_bytes += packed.num_bytes
         own_orders = [None] * len(names) if orders is None else orders
         if orders is None and (owns is not None or is_reversed):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.feed_forward import FeedForwardDescription
+from octavo.layers.in_place import scale_in_place
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
@@ -115,7 +116,7 @@ class ReusedLayer:
 
         The second half of padded_embedding [T, 2 H] is the embedding; the first half is overwritten."""
         ops, shared, first = self._ops, self._shared, padded_embedding[:, : self._size]
-        ops.add(first, first, -1.0)
+        scale_in_place(ops, first, 0.0)
         ops.add(first, residual)
         hidden = shared.attention_norm.forward(
             padded_embedding, None if self._of_attention else shared.attention.consumer
@@ -133,6 +134,6 @@ class ReusedLayer:
         writing it to `place` [T, H]."""
         if self._shard.is_whole:
             return summand.value(self._dtype)
-        self._ops.add(place, place, -1.0)
+        scale_in_place(self._ops, place, 0.0)
         summand.add_to(place)
         return place

@@ -21,8 +21,8 @@ class ZeroRows:
         """Return zeros in the model's type. x must be finite."""
         return self._ops.linear(x[:, : self._num_inputs], self._zeros, self._dtype)
 
-    def ending_in(self, x: Array) -> Array:
-        """Return zeros, then x [T, N]: [T, width]."""
+    def padded_left(self, x: Array) -> Array:
+        """Return x [T, N] with zeros before it: [T, width]."""
         rows = self.of(x)
         self._ops.add(rows[:, rows.shape[1] - x.shape[1] :], x)
         return rows

@@ -174,8 +174,8 @@ class ModuleMap:
 def _check_kind(path: str, adapter: ModuleAdapter, matrix: NamedMatrix) -> None:
     """Raise `LoadError` if an adapter for looked-up rows is used for a product, or the reverse, or if an expert has a
     tensor that is not built for experts."""
-    wrong = {"a", "b"} if adapter.is_embedding != matrix.looked_up else set()
-    if matrix.looked_up:
+    wrong = {"a", "b"} if adapter.is_embedding != matrix.is_embedding else set()
+    if matrix.is_embedding:
         wrong |= {"b_bias", "bias", "magnitude"}
     if matrix.expert is not None:
         for part in ("magnitude", "bias"):
@@ -183,7 +183,7 @@ def _check_kind(path: str, adapter: ModuleAdapter, matrix: NamedMatrix) -> None:
                 raise LoadError(f"{path}: tensor {adapter.tensors[part]} is of an expert, which is not built.")
     for part, tensor in adapter.tensors.items():
         if part in wrong:
-            kind = "an embedding" if matrix.looked_up else "no embedding"
+            kind = "an embedding" if matrix.is_embedding else "no embedding"
             raise LoadError(f"{path}: tensor {tensor} is of {matrix.modules[0].name}, which is {kind}.")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from octavo.layers.altup import AltUpDescription
+from octavo.layers.in_place import scale_in_place
 from octavo.layers.norm import Norm
 from octavo.layers.parameters import Parameters
 from octavo.loading.weights import floats
@@ -73,7 +74,7 @@ class AltUpBlock(BlockLike):
         attended = self._attention.forward(hidden, batch, tables, cache)
         for summand in (hidden, first, self._attention_post_norm.forward(attended.value())):
             ops.add(x, summand)
-        ops.add(x, x, 0.5**0.5 - 1)
+        scale_in_place(ops, x, 0.5**0.5)
         fed = self._feed_forward.forward(self._feed_forward_norm.forward(x, self._feed_forward.consumer))
         ops.add(x, self._feed_forward_post_norm.forward(fed.value()))
         coefficients = ops.linear(self._modalities(x), self._correction, self._dtype)

@@ -35,6 +35,7 @@ import numpy as np
 
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.cross_attention import CrossAttention
+from octavo.layers.in_place import scale_in_place
 from octavo.layers.mixer import FeedForwardLike, Mixer
 from octavo.layers.norm import Norm, apply_norm, norm_quantizes
 from octavo.layers.parameters import Parameters
@@ -145,6 +146,7 @@ class Block(BlockLike):
         second_cache: TablesAndCache | None, padded_embedding: Array | None,
     ) -> Array:  # fmt: skip
         """Steps 1 to 5."""
+        # 1. Read the stream.
         if self._reused is not None:
             if padded_embedding is None or second_cache is None:
                 raise ValueError("a reused layer reads padded_embedding and second_cache.")
@@ -154,25 +156,33 @@ class Block(BlockLike):
             # A norm that two mixers read cannot quantize for one of them.
             consumer = attention.consumer if self._second_mixer is None else None
             residual, hidden = self._norm_input(self._attention_norm, residual, consumer)
+        # 2. Compute attention's output, and the second mixer's.
         attended = attention.forward(hidden, batch, tables, cache)
         if self._second_mixer is not None:
             if second_cache is None:
                 raise ValueError("a second mixer needs its own cache.")
             mixed = self._second_mixer.forward(hidden, batch, *second_cache)
+            # 3. Add the second mixer's output.
             residual = self._add_to_residual(
                 residual, mixed, self._attention_post_norm, self._output_scales.second_mixer
             )
-        self._scale_residual(residual, self._layer.residual_scales[0])
+        # 4. Scale the stream.
+        scale_in_place(self._ops, residual, self._layer.residual_scales[0])
+        # 5. Add attention's output.
         return self._add_to_residual(residual, attended, self._attention_post_norm, self._output_scales.attention)
 
     def _forward_feed_forward(self, feed_forward: FeedForwardLike, residual: Array, batch: StepBatch) -> Array:
         """Steps 6 to 9."""
+        # 6. Read the stream.
         residual, hidden = self._norm_input(self._feed_forward_norm, residual, feed_forward.consumer)
         if self._layer.tanh_gates is not None:
             # The output of rows of zeros is zero, as there are no biases.
             self._ops.replace_rows(hidden, self._zero_row, batch.cross_mask)
+        # 7. Compute the feed-forward's output.
         fed = feed_forward.forward(hidden)
-        self._scale_residual(residual, self._layer.residual_scales[1])
+        # 8. Scale the stream.
+        scale_in_place(self._ops, residual, self._layer.residual_scales[1])
+        # 9. Add the feed-forward's output, or keep it for a later layer.
         if self._layer.deferred_by:
             self._deferred = fed.value()
             return residual
@@ -183,11 +193,14 @@ class Block(BlockLike):
         assert self._attention is not None and self._feed_forward is not None
         # A norm that attention and feed-forward read cannot quantize for one of them.
         is_shared = self._feed_forward_norm is None
+        # 1, 2. Compute attention's output.
         hidden = apply_norm(self._attention_norm, residual, None if is_shared else self._attention.consumer)
         attended = self._attention.forward(hidden, batch, tables, cache)
+        # 6, 7. Compute the feed-forward's output.
         if not is_shared:
             hidden = apply_norm(self._feed_forward_norm, residual, self._feed_forward.consumer)
         fed = self._feed_forward.forward(hidden)
+        # 5, 9. Add both outputs.
         residual = self._add_to_residual(residual, attended, self._attention_post_norm)
         return self._add_to_residual(residual, fed, self._feed_forward_post_norm)
 
@@ -199,10 +212,6 @@ class Block(BlockLike):
             return normed, normed
         # With `tanh_gates` rows of the result are replaced, which quantized rows do not allow.
         return residual, apply_norm(norm, residual, consumer if self._layer.tanh_gates is None else None)
-
-    def _scale_residual(self, residual: Array, scale: float) -> None:
-        if scale != 1.0:
-            self._ops.add(residual, residual, scale - 1.0)  # residual *= scale, in place
 
     def _add_to_residual(self, residual: Array, output: Summand, post_norm: Norm | None, scale: float = 1.0) -> Array:
         """Return the residual stream plus a scaled output. The post norm, if there is one, reads the output; with

@@ -4,13 +4,14 @@ it is an encoder. Parts that a model lacks are None."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 from octavo.kv_cache.groups import group_layers
 from octavo.layers.altup import AltUp
 from octavo.layers.cross_attention import CrossAttention
+from octavo.layers.in_place import scale_in_place
 from octavo.layers.parameters import NamedMatrix, Parameters
 from octavo.layers.per_layer_embeddings import PerLayerEmbeddings
 from octavo.layers.zero_rows import ZeroRows
@@ -22,6 +23,17 @@ from octavo.models.input_layer import InputLayer
 from octavo.models.output_layer import OutputLayer
 from octavo.ops import Array, LayerKVCache, Ops
 from octavo.step_batch import StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingUses:
+    """What later layers and stages need from a step's embedding [T, H]. Layers overwrite the embedding, and then the
+    zeros in these arrays."""
+
+    stage_output: Array | None  # [T, stage_width], [zeros, embedding]: the last layer's output is added to the zeros
+    padded_embedding: Array | None  # [T, 2 * H], [zeros, embedding]: each reused layer writes its input over the zeros
+    per_layer_inputs: Array | None  # [T, layers * size]: parts of the per-layer embedding, which are only read
+
 
 _NO_CACHE: TablesAndCache = cast(Any, (None, None))  # for layers without a cache
 
@@ -50,6 +62,10 @@ class Decoder:
         self._group_of_cache = {
             i: group for group, members in enumerate(group_layers(self.layer_caches)) for i in members.layers
         }
+        # A layer has three indices. `layer` or `i` is its index in the model: of `description.layers`, in
+        # `description.stage`, of `self._blocks`. `description.checkpoint_layers[i]` is its index in the checkpoint, in
+        # names of tensors. `self._cache_indices_by_layer[i]` are the indices of its caches (none, one or two) in
+        # `layer_caches`; the `caches` of `forward` are only the stage's.
         self._cache_indices_by_layer = cache_indices_by_layer(description)
         parameters = Parameters(weights, ops, max_positions, dtype)
         # 1. From tokens to the first layer.
@@ -59,10 +75,10 @@ class Decoder:
             is_first, is_last = description.is_first_stage, description.is_last_stage
             self._altup = AltUp(description.altup, self.hidden_size, parameters, is_first, is_last)
             block = partial(AltUpBlock, description.altup)
-        self._build_wide_rows(parameters)
+        self._build_zero_padded_embeddings(parameters)
         # 2. The layers, and what changes the residual stream between them.
         self._blocks = self._build_blocks(block, parameters)
-        self._ignore_unused(weights)
+        self._ignore_other_weights(weights)
         self._per_layer_embeddings: PerLayerEmbeddings | None = None
         if description.per_layer_embeddings is not None:
             self._per_layer_embeddings = PerLayerEmbeddings(
@@ -79,9 +95,9 @@ class Decoder:
         self._num_weight_bytes = parameters.num_matrix_bytes
         self._matrices, self._expert_matrices = parameters.matrices, parameters.expert_matrices
 
-    def _build_wide_rows(self, parameters: Parameters) -> None:
-        """Build what makes the wider rows [zeros, embedding]. Hidden states are added to the zeros later, by reused
-        layers (`_reused_input_rows`) or at the end of the stage (`_stage_rows`)."""
+    def _build_zero_padded_embeddings(self, parameters: Parameters) -> None:
+        """Build the makers of buffers [0, embedding] to which hidden states are added later: by reused layers
+        (`_reused_input_rows`) or at the end of the stage (`_stage_rows`)."""
         description, size = self.description, self.hidden_size
         # Reused layers read rows [hidden, embedding].
         self._reused_input_rows: ZeroRows | None = None
@@ -96,12 +112,12 @@ class Decoder:
         """Build the blocks of this stage, by layer."""
         description, blocks = self.description, dict[int, BlockLike]()
         for i in description.stage:
-            with parameters.precise(i < description.num_precise_layers):
+            with parameters.sixteen_bit_inputs(i < description.num_precise_layers):
                 prefix = f"{description.layer_prefix}{description.checkpoint_layers[i]}."
                 blocks[i] = block(description.layers[i], self.hidden_size, parameters, prefix)
         return blocks
 
-    def _ignore_unused(self, weights: Weights) -> None:
+    def _ignore_other_weights(self, weights: Weights) -> None:
         """Tell `weights` which tensors of the checkpoint this stage does not use."""
         description = self.description
         layers, own = description.checkpoint_layers, description.stage
@@ -111,8 +127,8 @@ class Decoder:
             weights.ignore(f"{description.layer_prefix}{layer}.")
         # A checkpoint has the weights of reused layers outside of its layers.
         reused = [layer.reused for i, layer in enumerate(description.layers) if i not in own]
-        of_reused = [f"{one.name}." for one in reused if one is not None]
-        for prefix in (*description.other_stages, *of_reused, *description.unused):
+        reused_prefixes = [f"{one.name}." for one in reused if one is not None]
+        for prefix in (*description.other_stages, *reused_prefixes, *description.unused):
             weights.ignore(prefix)
 
     def _read_layer_scales(self, weights: Weights) -> dict[int, float]:
@@ -140,16 +156,16 @@ class Decoder:
     @property
     def matrices(self) -> tuple[NamedMatrix, ...]:
         """Return the matrices that adapters may change. A tied matrix counts as two: embedding and output."""
-        return (*self._adaptable(), *(matrix for named in self._expert_matrices for matrix in named()))
+        return (*self._lora_targets(), *(matrix for named in self._expert_matrices for matrix in named()))
 
-    def _adaptable(self) -> Iterator[NamedMatrix]:
+    def _lora_targets(self) -> Iterator[NamedMatrix]:
         """Yield the packed matrices. A tied matrix is yielded twice in the first stage, as embedding and as output; in
         a later stage only as output."""
         output_name, is_tied = self.description.output_name, self.description.tie_word_embeddings
         embedding = self._input.embedding
         for matrix in self._matrices:
             if matrix.weight is embedding and self.description.is_first_stage:
-                yield replace(matrix, replaceable=True, looked_up=True)
+                yield replace(matrix, replaceable=True, is_embedding=True)
             if matrix.weight is self._output.lm_head:
                 [module] = matrix.modules
                 modules = (replace(module, name=output_name),) if is_tied else matrix.modules
@@ -174,42 +190,49 @@ class Decoder:
         of `layer_caches`."""
         # 1. Embed the tokens, or take the rows of the previous stage.
         residual, embedding = self._split_input(batch)
-        # 2. Keep copies of the embedding for later readers, because the layers overwrite it.
-        per_layer_inputs = stage_output = padded_embedding = None
-        if self._per_layer_embeddings is not None:
-            per_layer_inputs = self._per_layer_embeddings.embed(batch.token_ids, embedding)
-        if self._stage_rows is not None:
-            stage_output = self._stage_rows.ending_in(embedding)
-        if self._reused_input_rows is not None:
-            padded_embedding = self._reused_input_rows.ending_in(embedding)
+        # 2. Compute what later layers need from the embedding, before the layers overwrite it.
+        uses = self._embedding_uses(batch, embedding)
         # 3. Run the layers. With AltUp there are several residual streams side by side.
         if self._altup is not None and self.description.is_first_stage:
             residual = self._altup.expand(residual)
-        residual = self._run_layers(residual, batch, caches, padded_embedding, per_layer_inputs)
+        residual = self._run_layers(residual, batch, caches, uses)
         # 4. Return the rows for the next stage, or the hidden states.
-        if stage_output is not None:
-            self._ops.add(stage_output[:, : residual.shape[1]], residual)
-            return stage_output
+        if uses is not None and uses.stage_output is not None:
+            self._ops.add(uses.stage_output[:, : residual.shape[1]], residual)
+            return uses.stage_output
         if self._altup is not None and self.description.is_last_stage:
             residual = self._altup.merge(residual)
         return self._output.final_norm(residual) if self._output.pools else residual
 
+    def _embedding_uses(self, batch: StepBatch, embedding: Array) -> EmbeddingUses | None:
+        """Return what later layers and stages need from the embedding [T, H]; None if they need nothing, as in most
+        models."""
+        per_layer, stage_rows, reused_rows = self._per_layer_embeddings, self._stage_rows, self._reused_input_rows
+        if per_layer is None and stage_rows is None and reused_rows is None:
+            return None
+        per_layer_inputs = None if per_layer is None else per_layer.embed(batch.token_ids, embedding)
+        return EmbeddingUses(
+            stage_output=None if stage_rows is None else stage_rows.padded_left(embedding),
+            padded_embedding=None if reused_rows is None else reused_rows.padded_left(embedding),
+            per_layer_inputs=per_layer_inputs,
+        )
+
     def _run_layers(
-        self, residual: Array, batch: StepBatch, caches: Sequence[LayerKVCache], padded_embedding: Array | None,
-        per_layer_inputs: Array | None,
-    ) -> Array:  # fmt: skip
+        self, residual: Array, batch: StepBatch, caches: Sequence[LayerKVCache], uses: EmbeddingUses | None
+    ) -> Array:
         """Return the residual streams [T, streams * H] after this stage's layers."""
         caches_by_layer = self._resolve_caches(batch, caches)
-        deferred: dict[int, Array] = {}  # by layer: the output to add after that layer
+        padded_embedding = None if uses is None else uses.padded_embedding
+        added_after: dict[int, Array] = {}  # by layer: the deferred output of an earlier layer
         for layer, block in self._blocks.items():
             if self.on_layer_input is not None:
                 self.on_layer_input(layer, residual)
             (tables, cache), second_cache = caches_by_layer[layer]
             residual = block.forward(residual, batch, tables, cache, second_cache, padded_embedding)
             if (output := block.take_deferred()) is not None:
-                deferred[layer + self.description.layers[layer].deferred_by] = output
-            self._after_layer(layer, residual, batch, deferred.pop(layer, None), per_layer_inputs)
-        assert not deferred, "a deferred output would be added in another stage"
+                added_after[layer + self.description.layers[layer].deferred_by] = output
+            self._after_layer(layer, residual, batch, added_after.pop(layer, None), uses)
+        assert not added_after, "a deferred output would be added in another stage"
         return residual
 
     def _split_input(self, batch: StepBatch) -> tuple[Array, Array]:
@@ -236,17 +259,20 @@ class Decoder:
         return by_layer
 
     def _after_layer(
-        self, layer: int, residual: Array, batch: StepBatch, deferred: Array | None, per_layer_inputs: Array | None
+        self, layer: int, residual: Array, batch: StepBatch, deferred_output: Array | None, uses: EmbeddingUses | None
     ) -> None:
         """Change the residual stream in place after a block: steps 10 to 13 of `octavo.models.block`."""
-        if deferred is not None:
-            self._ops.add(residual, deferred)
+        # 10. Add the deferred output of an earlier layer.
+        if deferred_output is not None:
+            self._ops.add(residual, deferred_output)
+        # 11. Add media rows.
         if layer < self.description.num_media_layers and batch.media_rows is not None:
             self._ops.add_rows(residual, batch.media_rows[layer + 1], batch.media_indices)
-        if self._per_layer_embeddings is not None and per_layer_inputs is not None:
-            self._per_layer_embeddings.add_to(residual, layer, per_layer_inputs)
-        if (scale := self._layer_scales.get(layer, 1.0)) != 1.0:
-            self._ops.add(residual, residual, scale - 1.0)  # residual *= scale, in place
+        # 12. Add the gated per-layer embedding.
+        if self._per_layer_embeddings is not None and uses is not None and uses.per_layer_inputs is not None:
+            self._per_layer_embeddings.add_to(residual, layer, uses.per_layer_inputs)
+        # 13. Multiply the stream by the checkpoint's factor.
+        scale_in_place(self._ops, residual, self._layer_scales.get(layer, 1.0))
 
     def write_encoder_kv(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
         """Write the cross-attention keys and values of rows [N, H] of an encoder's output to `slots` [N] int64 of their
@@ -262,9 +288,9 @@ class Decoder:
         return [(layer, self._cache_indices_by_layer[i][0] - first) for layer, i in layers if layer is not None]
 
     @property
-    def embeds_alone(self) -> bool:
+    def can_embed_locally(self) -> bool:
         """Return whether this worker can `embed` without other workers."""
-        return self._input.embeds_alone
+        return self._input.can_embed_locally
 
     def embed(self, token_ids: Array, dtype: str | None = None) -> Array:
         """Return the embeddings of token_ids [T] int32, without positions: [T, H], or [T, embedding_size] if the model
@@ -272,9 +298,9 @@ class Decoder:
         return self._input.embed(token_ids, dtype)
 
     @property
-    def makes_logits_alone(self) -> bool:
+    def can_compute_logits_locally(self) -> bool:
         """Return whether this worker can compute logits without other workers."""
-        return self._output.makes_logits_alone
+        return self._output.can_compute_logits_locally
 
     def logits(self, hidden: Array) -> Array:
         """Return the logits [N, vocab_size] float32 of hidden states [N, H] before the final norm. For the last

@@ -74,7 +74,7 @@ class HeadTarget(NamedTuple):
         matrices if the head wants it (`embeds`, `outputs`) and this worker's part cannot do it alone."""
         model, whole = self.model, replace(self.description, per_layer_embeddings=None, altup=None)
         num_layers = len(whole.layers)
-        embeds, outputs = embeds and not model.embeds_alone, outputs and not model.makes_logits_alone
+        embeds, outputs = embeds and not model.can_embed_locally, outputs and not model.can_compute_logits_locally
         if embeds and outputs:
             both = self.read(replace(whole, layers=()))
             return both, both

@@ -61,7 +61,7 @@ class InputLayer:
         return None if self._embedding is None else self._embedding.weight
 
     @property
-    def embeds_alone(self) -> bool:
+    def can_embed_locally(self) -> bool:
         """Return whether this worker can `embed` without other workers."""
         has_projection = self._projection is not None or self._description.embedding_size is None
         return self._embedding is not None and has_projection and self._description.shard.is_whole

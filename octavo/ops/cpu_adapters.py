@@ -98,7 +98,7 @@ class CpuAdapterTable:
         For a matrix whose rows are looked up, A stays [R, K]."""
         k, lanes = self.shape.num_in, _cpu.FACTOR_PANEL
         words = -(-k // self._step)
-        is_plain = self.shape.looked_up
+        is_plain = self.shape.is_embedding
         plain = np.zeros((layout.rank if is_plain else 0, k), self.dtype)
         out = np.zeros(0 if is_plain else -(-layout.rank // lanes) * lanes * words, _LANE)
         for one, start in zip(factors, layout.starts, strict=False):
@@ -462,7 +462,7 @@ def lookup_arguments(adapted: Lookup | None) -> dict[str, Any]:
         return _NO_FACTORS
     table, slots = adapted.table, adapted.slots
     assert isinstance(table, CpuAdapterTable)
-    require(table.shape.looked_up)
+    require(table.shape.is_embedding)
     require(slots.dtype == INT32 and is_dense(slots))
     check_inputs("embedding", slots=slots)
     return {"slots": slots, "num_slots": table.num_slots, "factors": table.factors, "factor_dtype": table.code}

@@ -52,7 +52,7 @@ class PackedWeight:
     bias: NDArray[np.float32] | None
     matrix: _cpu.Matrix = field(repr=False)
     order: NDArray[np.int32] | None = None
-    is_precise: bool = False  # an integer matrix takes each input row as a pair of rows (kernel_types.h: kQ16)
+    sixteen_bit_inputs: bool = False  # an integer matrix takes each input row as a pair of rows (kernel_types.h: kQ16)
 
     @property
     def num_bytes(self) -> int:
@@ -73,13 +73,13 @@ class PackedWeight:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of a quantized row of inputs; of both rows of the pair if `is_precise`."""
-        return (1 + self.is_precise) * self.num_blocks * int(_cpu.QBLOCK_BYTES)
+        """Return the bytes of a quantized row of inputs; of both rows of the pair with `sixteen_bit_inputs`."""
+        return (1 + self.sixteen_bit_inputs) * self.num_blocks * int(_cpu.QBLOCK_BYTES)
 
     @property
     def row_code(self) -> int:
         """Return the kernels' code of the type of quantized input rows."""
-        return int(_cpu.Q16 if self.is_precise else _cpu.Q8)
+        return int(_cpu.Q16 if self.sixteen_bit_inputs else _cpu.Q8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def first_part(weight: LinearWeight) -> PackedWeight:
 def packed_weight(
     data: NDArray[np.uint8], shape: tuple[int, int], format: int, bias: NDArray[Any] | None = None, gated: bool = False,
     group: int = 0, minima: bool = False, factor: float = 1.0, order: NDArray[np.int32] | None = None,
-    is_precise: bool = False, table: bytes = b"",
+    sixteen_bit_inputs: bool = False, table: bytes = b"",
 ) -> PackedWeight:  # fmt: skip
     """Return a packed matrix of `shape` [N, K] with its bias [N], which is packed here. With `gated`, N counts gate
     and up."""
@@ -134,7 +134,7 @@ def packed_weight(
         rows[:, : n // sides] = bias.reshape(sides, -1)
         padded[:] = rows.reshape(sides, panels, _cpu.PANEL).swapaxes(0, 1).reshape(-1)
     matrix = _cpu.Matrix(data, 0 if padded is None else padded, n, k, factor, format, group, minima, gated, table)
-    return PackedWeight(n, k, gated, format, data, padded, matrix, order, is_precise)
+    return PackedWeight(n, k, gated, format, data, padded, matrix, order, sixteen_bit_inputs)
 
 
 def _num_panels(n: int) -> int:
@@ -154,16 +154,16 @@ def sum_by_segments(weight: LinearWeight, segments: int) -> int:
 
 
 def pack_linear(
-    parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False, looked_up: bool = False,
-    is_precise: bool = False,
+    parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False, is_embedding: bool = False,
+    sixteen_bit_inputs: bool = False,
 ) -> PackedWeight | PackedStack:  # fmt: skip
     """`Ops.pack_linear`. Raises `ConfigError` for formats that these kernels do not multiply."""
     require(not gated or (len(parts) == 2 and parts[0].shape == parts[1].shape), "gated parts are gate and up")
-    if looked_up and bias is None and [part.format in _PLAIN for part in parts] == [True]:
+    if is_embedding and bias is None and [part.format in _PLAIN for part in parts] == [True]:
         return _as_rows(parts[0].tensors["data"])
     floats = [part for part in parts if part.format in _PLAIN]
     if not floats:
-        return _pack_runs(parts, bias, gated, is_precise)
+        return _pack_runs(parts, bias, gated, sixteen_bit_inputs)
     dtype = floats[0].tensors["data"].dtype.name
     # If a file has some of these matrices as floats, the quantized ones become floats too.
     arrays = [part.tensors["data"] if part.format in _PLAIN else dequantize(part, dtype) for part in parts]
@@ -179,7 +179,7 @@ def _as_rows(table: NDArray[Any]) -> PackedWeight:
 
 
 def _pack_runs(
-    parts: Sequence[StoredWeight], bias: NDArray[Any] | None, gated: bool, is_precise: bool
+    parts: Sequence[StoredWeight], bias: NDArray[Any] | None, gated: bool, sixteen_bit_inputs: bool
 ) -> PackedWeight | PackedStack:
     """Return `parts` as one matrix, or as a stack of matrices if neighbours have different layouts.
 
@@ -192,18 +192,18 @@ def _pack_runs(
     if gated or is_ordered or any(n % _cpu.PANEL for n in rows[:-1]):
         runs, rows = [sources], [sum(rows)]
     biases = [None] * len(runs) if bias is None else np.split(bias, list(accumulate(rows[:-1])))
-    matrices = [_pack_integers(run, one, gated, is_precise) for run, one in zip(runs, biases, strict=True)]
+    matrices = [_pack_integers(run, one, gated, sixteen_bit_inputs) for run, one in zip(runs, biases, strict=True)]
     return matrices[0] if len(matrices) == 1 else PackedStack(tuple(matrices))
 
 
 def _pack_integers(
-    sources: Sequence[_Source], bias: NDArray[Any] | None, gated: bool, is_precise: bool
+    sources: Sequence[_Source], bias: NDArray[Any] | None, gated: bool, sixteen_bit_inputs: bool
 ) -> PackedWeight:
     packed = _pack_sources(sources, gated)
     layout, shape = packed.layout, (packed.num_out, packed.num_in)
     return packed_weight(
         packed.data, shape, packed.format, bias, gated, layout.group, layout.minima, packed.factor, packed.order,
-        is_precise, _table_of(layout),
+        sixteen_bit_inputs, _table_of(layout),
     )  # fmt: skip
 
 

@@ -19,14 +19,14 @@ class FactorShape:
 
     The matrix consists of projections side by side with `widths` outputs; each projection has its own factors. `gated`
     is true if the matrix is gate and up. Ranks are at most `max_rank`. Adapters may replace a matrix of one projection
-    if it is `replaceable`. If rows of the matrix are `looked_up` by token, these rows are its outputs."""
+    if it is `replaceable`. If the matrix `is_embedding`, the rows that tokens look up are its outputs."""
 
     num_in: int
     widths: tuple[int, ...]
     gated: bool
     max_rank: int
     replaceable: bool = False
-    looked_up: bool = False
+    is_embedding: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,14 +23,14 @@ class OpsOver(Protocol[A]):
 
     def pack_linear(
         self, parts: Sequence[StoredWeight], bias: HostArray | None = None, gated: bool = False,
-        looked_up: bool = False, is_precise: bool = False,
+        is_embedding: bool = False, sixteen_bit_inputs: bool = False,
     ) -> LinearWeight:  # fmt: skip
         """Return matrices [N, K] of the same input packed as one matrix whose outputs are side by side. Called at load.
 
         Floats are multiplied as float32 or bfloat16, on some backends as float16 too. If some parts are floats,
         quantized parts become floats of the same type. `bias` [sum of N] covers all outputs. With `gated` the parts are
-        gate and up. A `looked_up` matrix is for `embedding` only and may have another layout. A backend that quantizes
-        inputs to 8-bit integers uses 16 bits for a matrix that `is_precise`.
+        gate and up. `is_embedding`: the matrix is for `embedding` only and may have another layout.
+        `sixteen_bit_inputs`: a backend that quantizes inputs to 8-bit integers uses 16 bits instead.
         """
 
     def linear(self, x: A, weight: LinearWeight, out_dtype: str | None = None) -> A:

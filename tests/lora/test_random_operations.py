@@ -54,7 +54,7 @@ def write_contents(llm: LLM, folder: Path, seed: int) -> None:
             if matrix.replaceable and seed % 3 == 0:
                 tensors[f"{name}.weight"] = generator.standard_normal(size, np.float32)
                 continue
-            if matrix.looked_up:
+            if matrix.is_embedding:
                 tensors[f"{name}.lora_embedding_A"] = generator.standard_normal((rank, size[0]), np.float32)
                 tensors[f"{name}.lora_embedding_B"] = generator.standard_normal((size[1], rank), np.float32)
                 continue

@@ -57,7 +57,7 @@ def random_factors(shape: FactorShape, seed: int) -> Factors:
     if shape.replaceable and seed % 2 == 0:
         [width] = shape.widths
         projections = [Whole(generator.standard_normal((width, shape.num_in), np.float32))]
-    if shape.looked_up:
+    if shape.is_embedding:
         return Factors(tuple(projections))
     total = sum(shape.widths)
     scales, bias = (generator.standard_normal(total, np.float32) for _ in range(2))

@@ -49,8 +49,8 @@ class DenseWeight:
 
 
 def pack_linear(
-    parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False, looked_up: bool = False,
-    is_precise: bool = False,
+    parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False, is_embedding: bool = False,
+    sixteen_bit_inputs: bool = False,
 ) -> DenseWeight:  # fmt: skip
     """Return the parts as one matrix; quantized parts are dequantized to the type of float parts, or to float32.
 

@@ -105,7 +105,7 @@ def test_rows_that_are_looked_up_are_the_references_and_their_own(
     results = []
     for ops in (cpu, torch_ref):
         table, arena = filled_table(ops, shape, 6, dtype, 0)
-        weight = ops.pack_linear(parts(shape, dtype, form), looked_up=form is None)
+        weight = ops.pack_linear(parts(shape, dtype, form), is_embedding=form is None)
         results.append(ops.embedding(token_ids, weight, dtype, 3.0, Lookup(table, slots)))
         if ops is not cpu:
             continue

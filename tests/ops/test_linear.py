@@ -180,15 +180,15 @@ def test_linear_of_no_rows_is_empty(isa: str, dtype: torch.dtype) -> None:
 def test_embedding_gives_back_the_exact_rows(isa: str, dtype: torch.dtype, k: int, n: int, tokens: int) -> None:
     table = random(k, n, k, dtype=dtype)
     ids = torch.randint(0, n, (tokens,), generator=torch.Generator().manual_seed(n), dtype=torch.int32)
-    for looked_up in (False, True):
-        weight = cpu.pack_linear([table], looked_up=looked_up)
+    for is_embedding in (False, True):
+        weight = cpu.pack_linear([table], is_embedding=is_embedding)
         assert_same_bits(cpu.embedding(ids, weight), table[ids.long()])
         for out_dtype in DTYPES:
             assert_same_bits(cpu.embedding(ids, weight, out_dtype), table[ids.long()].to(out_dtype))
 
 
 def test_a_table_whose_rows_are_looked_up_has_no_products(isa: str) -> None:
-    table = cpu.pack_linear([random(0, 40, 16)], looked_up=True)
+    table = cpu.pack_linear([random(0, 40, 16)], is_embedding=True)
     with pytest.raises(ValueError, match="in no product"):
         cpu.linear(random(1, 3, 16), table)
 

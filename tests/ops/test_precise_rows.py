@@ -22,8 +22,8 @@ from tests.ops.test_segments import in_tree
 from tests.quantization.blocks import random_matrix as random_blocks
 
 
-def precise(weight: Any) -> Any:
-    return replace(weight, is_precise=True)
+def sixteen_bit(weight: Any) -> Any:
+    return replace(weight, sixteen_bit_inputs=True)
 
 
 def halves(pairs: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ def halves(pairs: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("k", [1, 40, 64, 200, 577])
 def test_the_second_row_has_what_the_first_leaves(isa: str, dtype: torch.dtype, k: int) -> None:
     x, weight = with_outliers(k, 30, k, dtype), consumer(k)
-    first, second = halves(cpu.quantize(x, precise(weight)))
+    first, second = halves(cpu.quantize(x, sixteen_bit(weight)))
     assert torch.equal(first, cpu.quantize(x, weight))
     stood_for = dequantized(first, k)
     if isa == "portable":  # whose products are rounded before they are subtracted
@@ -47,7 +47,7 @@ def test_the_second_row_has_what_the_first_leaves(isa: str, dtype: torch.dtype, 
 
 
 def test_what_is_not_finite_spoils_its_own_row_alone(isa: str) -> None:
-    x, weight = random(0, 5, 200), precise(pack(random_matrix(1, 40, 200, FORMATS[0])))
+    x, weight = random(0, 5, 200), sixteen_bit(pack(random_matrix(1, 40, 200, FORMATS[0])))
     clean = cpu.linear(x, weight)
     for poison in (float("nan"), float("inf"), float("-inf")):
         x[2, 70] = poison
@@ -62,7 +62,7 @@ def test_products_are_sums_of_both_rows_products(isa: str, threads: None) -> Non
     for form in FORMATS:
         matrix, b, x = random_matrix(2, n, k, form), random(3, n), with_outliers(1, total, k)
         weight = pack(matrix)
-        pairs = cpu.quantize(x, precise(weight))
+        pairs = cpu.quantize(x, sixteen_bit(weight))
         first, second = halves(pairs)
         expected = cpu.linear(first, weight) + cpu.linear(second, weight)
         if matrix.minima is None:  # with those the sum of a group is a bfloat16
@@ -82,8 +82,8 @@ def test_products_are_sums_of_both_rows_products(isa: str, threads: None) -> Non
 @pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
 def test_superblocks_and_stacks_of_them_take_pairs(isa: str, name: str) -> None:
     blocks = [random_blocks(name, 64, 512, seed=0), random_blocks("Q8_0", 40, 512, seed=1)]
-    stack = native.pack_linear(blocks, is_precise=True)
-    assert isinstance(stack, PackedStack) and all(part.is_precise for part in stack.parts)
+    stack = native.pack_linear(blocks, sixteen_bit_inputs=True)
+    assert isinstance(stack, PackedStack) and all(part.sixteen_bit_inputs for part in stack.parts)
     x = with_outliers(5, 100, 512)
     for rows in (1, 2, 16, 100):
         pairs = cpu.rms_norm(x[:rows], torch.ones(512), 1e-5, stack)
@@ -93,7 +93,7 @@ def test_superblocks_and_stacks_of_them_take_pairs(isa: str, name: str) -> None:
 
 def test_what_writes_quantized_rows_writes_pairs(isa: str) -> None:
     for rows, k, width in [(1, 70, 100), (5, 200, 64), (70, 64, 200)]:
-        x, down, here = random(0, rows, k), precise(consumer(width)), precise(consumer(k))
+        x, down, here = (random(0, rows, k), sixteen_bit(consumer(width)), sixteen_bit(consumer(k)))
         weight, bias = random(7, k), random(8, k)
         normed = cpu.layer_norm(x, weight, bias, 1e-5)
         assert torch.equal(cpu.layer_norm(x, weight, bias, 1e-5, here), cpu.quantize(normed, here))
@@ -113,12 +113,12 @@ def test_what_writes_quantized_rows_writes_pairs(isa: str) -> None:
 def test_shares_of_pairs_add_up_to_the_bits_of_the_whole(isa: str, form: str) -> None:
     k, n = 8 * 256, 70
     weight, x = random_blocks(form, n, k), with_outliers(2, 70, k)
-    whole = native.pack_linear([weight], is_precise=True)
+    whole = native.pack_linear([weight], sixteen_bit_inputs=True)
     native.sum_by_segments(whole, 8)
     size = k // 8
     own = [weight.columns(i * size, (i + 1) * size) for i in range(8)]
     summands = [
-        cpu.linear(x[:, i * size : (i + 1) * size].contiguous(), native.pack_linear([part], is_precise=True))
+        cpu.linear(x[:, i * size : (i + 1) * size].contiguous(), native.pack_linear([part], sixteen_bit_inputs=True))
         for i, part in enumerate(own)
     ]
     assert_same_bits(cpu.linear(x, whole), in_tree(summands))
@@ -130,13 +130,13 @@ def test_experts_and_adapters_read_the_first_of_a_pair(isa: str) -> None:
     ids = torch.randint(0, 3, (20, 2), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     ids[:, 1] = (ids[:, 0] + 1) % 3
     weights = torch.rand(20, 2)
-    pairs = cpu.quantize(x, precise(consumer(200)))
+    pairs = cpu.quantize(x, sixteen_bit(consumer(200)))
     assert_same_bits(layer(pairs, ids, weights), layer(halves(pairs)[0], ids, weights))
     shape = SHAPES[4]
     table, arena = filled_table(cpu, shape, 6, torch.float32, 0)
     weight = cpu.pack_linear(parts(shape, torch.float32, "INT8"), None, shape.gated)
     x, slots = with_outliers(1, 9, shape.num_in), torch.arange(9, dtype=torch.int32) % 6
-    pairs = cpu.quantize(x, precise(weight))
+    pairs = cpu.quantize(x, sixteen_bit(weight))
     found, expected = (cpu.shrink(rows, table, slots, weight) for rows in (pairs, halves(pairs)[0]))
     ranks = [int(table.factors["rank"][slot]) for slot in slots.tolist()]
     assert any(ranks)

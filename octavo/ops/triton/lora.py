@@ -318,7 +318,7 @@ def look_up(rows: Tensor, token_ids: Tensor, adapted: Lookup, out: Tensor, scale
     """Replace rows of `out` [T, K] that have an adapter by the base's `rows` [T, K] float32, changed by the adapter,
     times `scale`."""
     table, slots = adapted.table, adapted.slots
-    assert isinstance(table, TritonAdapterTable) and isinstance(slots, AdaptedRows) and table.shape.looked_up
+    assert isinstance(table, TritonAdapterTable) and isinstance(slots, AdaptedRows) and table.shape.is_embedding
     by_pieces(
         _look_up, *out.shape, 1024, rows, token_ids, slots.slots, table.entries, out, scale, table.entry_size,
         table.stride_a, table.piece_rows, table.whole_rows, table.first_a, DTYPE=_TYPES[table.dtype],

@@ -43,8 +43,8 @@ _ROW_SCALED = {"FP8_SCALED": torch.float8_e4m3fn, "INT8_SCALED": torch.int8}
 
 
 def pack_linear(
-    parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False, looked_up: bool = False,
-    is_precise: bool = False,
+    parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False, is_embedding: bool = False,
+    sixteen_bit_inputs: bool = False,
 ) -> PackedWeight:  # fmt: skip
     """`Ops.pack_linear`."""
     device = launch.device()
