@@ -31,10 +31,10 @@ from octavo.layers.parameters import Module, NamedMatrix
 from octavo.loading.file_weights import open_weights
 from octavo.loading.memory import available_memory_bytes
 from octavo.lora import adapter_identity
+from octavo.lora.gguf_format import read_gguf_adapter
 from octavo.lora.matching import ModuleMap
 from octavo.lora.ops import AdaptedOps
-from octavo.lora.read_gguf_adapter import read_gguf_adapter
-from octavo.lora.read_peft import read_peft
+from octavo.lora.peft_format import read_peft
 from octavo.ops import AdapterTable, Array, ExpertsAdapterTable, ExpertsWeight, FactorShape
 from octavo.quantization import dequantize
 from octavo.request import AdapterSource

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from octavo.errors import LoadError
 from octavo.layers.parameters import Module, NamedMatrix, StackedModule
-from octavo.lora.read_peft import ModuleAdapter
+from octavo.lora.peft_format import ModuleAdapter
 from octavo.ops import Factors, LowRank, Whole
 
 # Module names that differ between files and transformers.

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from octavo.request import SequenceOutput, TokenLogprobs
 from octavo.scheduling.sequence_queues import SequenceQueues
-from octavo.scheduling.stop_check import finish_reason
+from octavo.scheduling.stop_tokens import finish_reason
 from octavo.sequence import Sequence
 from octavo.step_plan import StepResult
 

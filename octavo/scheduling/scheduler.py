@@ -60,7 +60,7 @@ from octavo.scheduling.sampled_tokens import (
 )
 from octavo.scheduling.sequence_queues import SequenceQueues, scheduling_order
 from octavo.scheduling.step import Step
-from octavo.scheduling.stop_check import stop_reasons
+from octavo.scheduling.stop_tokens import stop_reasons
 from octavo.scheduling.time_limit import TimeLimit, prompt_token_s, step_time_limit
 from octavo.sequence import Sequence
 from octavo.speculative.speculation import Speculation

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from octavo import LLM, SamplingParams
 from octavo.errors import LoadError, RequestError
 from octavo.loading.mapped_file import ReadFile
-from octavo.lora.read_gguf_adapter import read_gguf_adapter
+from octavo.lora.gguf_format import read_gguf_adapter
 from octavo.lora.request import LoRARequest
 from tests.lora.random_adapters import write_random_adapter
 

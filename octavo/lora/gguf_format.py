@@ -16,7 +16,7 @@ from octavo.errors import LoadError
 from octavo.loading.gguf_file import GGUFFile, TensorInfo, parse_gguf
 from octavo.loading.gguf_tensors import named_tensors, stored_tensor
 from octavo.loading.mapped_file import ReadFile
-from octavo.lora.read_peft import ModuleAdapter
+from octavo.lora.peft_format import ModuleAdapter
 from octavo.quantization import dequantize
 
 _INVOCATION = "adapter.alora.invocation_tokens"  # key of aLoRA: the adapter applies from these tokens on
