@@ -27,22 +27,22 @@ inline void float_row(const Matrix& m, int64_t n, Function f) {
 // must agree with IntFormat::column.
 template <class F>
 inline float element_of_block(const BlocksView& w, int64_t at, int64_t lane) {
-    using Opened = typename F::OpenedFormat;
+    using Unpacked = typename F::UnpackedFormat;
     int32_t code;
-    if constexpr (Opened::kCodesPerByte == 2) {
+    if constexpr (Unpacked::kCodesPerByte == 2) {
         // Low half: the first four of eight elements; high half: the next four.
         const uint8_t both = static_cast<uint8_t>(w.codes[at / 8 * kStepBytes + lane * 4 + at % 4]);
         const int nibble = at / 4 % 2 == 0 ? both & 15 : both >> 4;
-        code = Opened::kHasTable ? w.table[nibble] - 128 : nibble - 8;
+        code = Unpacked::kHasTable ? w.table[nibble] - 128 : nibble - 8;
     } else {
-        code = static_cast<uint8_t>(w.codes[at / 4 * kStepBytes + lane * 4 + at % 4]) - (1 << (Opened::kBits - 1));
+        code = static_cast<uint8_t>(w.codes[at / 4 * kStepBytes + lane * 4 + at % 4]) - (1 << (Unpacked::kBits - 1));
     }
-    const int64_t group = at / Opened::kGroupElements;
-    float value = scale_value(w.scales_of_group<Opened>(group)[lane]) * static_cast<float>(code);
-    if constexpr (Opened::kHasMinimaBy32) {
-        value += bits_of<float>(static_cast<uint32_t>(w.minima_by_32<Opened>()[lane * 2 + at / 32]) << 16);
-    } else if constexpr (Opened::kHasMinimaBy16) {
-        value += w.minima_by_16<Opened>(group)[lane] * F::kStartOfOne;
+    const int64_t group = at / Unpacked::kGroupElements;
+    float value = scale_value(w.scales_of_group<Unpacked>(group)[lane]) * static_cast<float>(code);
+    if constexpr (Unpacked::kHasMinimaBy32) {
+        value += bits_of<float>(static_cast<uint32_t>(w.minima_by_32<Unpacked>()[lane * 2 + at / 32]) << 16);
+    } else if constexpr (Unpacked::kHasMinimaBy16) {
+        value += w.minima_by_16<Unpacked>(group)[lane] * F::kZeroPointTermOfOne;
     }
     return value;
 }
@@ -50,12 +50,12 @@ inline float element_of_block(const BlocksView& w, int64_t at, int64_t lane) {
 // Calls f(k, value) for each element k of row n of a packed integer matrix.
 template <class F, class Function>
 inline void int_row(const Matrix& m, int64_t n, Function f) {
-    alignas(64) char opened[F::kOpenedBytes ? F::kOpenedBytes * kBlocksPerSuperblock : 1];
+    alignas(64) char unpacked[F::kUnpackedBytes ? F::kUnpackedBytes * kBlocksPerSuperblock : 1];
     const int64_t blocks = (m.k + kQBlock - 1) / kQBlock;
     const char* panel = static_cast<const char*>(m.data) + n / kPanel * blocks * F::kBlockBytes;
     for (int64_t block = 0; block < blocks; block += kBlocksPerSuperblock) {
         const int64_t count = min_of<int64_t>(kBlocksPerSuperblock, blocks - block);
-        BlocksView w = F::open_blocks(panel, block, count, OpenWith(m), opened);
+        BlocksView w = F::unpack_blocks(panel, block, count, UnpackWith(m), unpacked);
         const int64_t end = min_of(m.k, (block + count) * kQBlock);
         for (int64_t k = block * kQBlock; k < end; ++k) {
             if (k % kQBlock == 0 && k > block * kQBlock) w.next_block();

@@ -152,7 +152,7 @@ inline void scatter(const LinearArgs& a, const Products& p) {
 
 // Does the epilogue of some products: adapters, bias and activation first, then storing.
 void finish(const LinearArgs& a, const Products& p) {
-    if (a.expands) expand(a, p);
+    if (a.has_lora) expand(a, p);
     if (a.epilogue == kScatter) return scatter(a, p);
     if (a.epilogue == kGated && is_quantized(a.out_dtype)) {
         return with_gate<F32>(a, [&](auto f) { quantize_gated(a, p, f); });

@@ -18,10 +18,10 @@ inline int64_t row_elements(int64_t bytes, int32_t dtype) {
 inline void expand_part(LinearArgs& linear, const ExpertsPass& p, const ExpertRows& part, const AdapterFactors* factors,
                         int64_t width) {
     const ExpertsArgs& a = *p.args;
-    linear.expands = 0;
+    linear.has_lora = 0;
     if (p.shrink_tasks == 0 || factors == nullptr) return;
     linear.slots = p.schedule->slots + part.begin;
-    for (int64_t r = 0; r < part.rows; ++r) linear.expands |= linear.slots[r] >= 0;
+    for (int64_t r = 0; r < part.rows; ++r) linear.has_lora |= linear.slots[r] >= 0;
     linear.num_slots = a.num_slots;
     linear.factors = factors + part.expert * a.num_slots;
     linear.factor_dtype = a.factor_dtype;

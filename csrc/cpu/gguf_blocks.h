@@ -39,10 +39,10 @@ constexpr int kTableAndBytesBlock = kPanel * (kQBlock / 2 + 2);
 constexpr int kQ6KHeader = kPanel * (2 + kSuperblock / 16);
 constexpr int kQ6KSuper = kQ6KHeader + kPanel * kSuperblock * 6 / 8;
 
-// Copies a float16 unit. All NaNs become one, as kernels may round NaNs like numbers.
-void store_unit(const uint8_t* from, uint8_t* to) {
-    const uint16_t unit = load<uint16_t>(from);
-    const uint16_t stored = (unit & 0x7fff) > 0x7c00 ? 0x7e00 : unit;
+// Copies a float16 superblock scale. All NaNs become one, as kernels may round NaNs like numbers.
+void store_superblock_scale(const uint8_t* from, uint8_t* to) {
+    const uint16_t scale = load<uint16_t>(from);
+    const uint16_t stored = (scale & 0x7fff) > 0x7c00 ? 0x7e00 : scale;
     std::memcpy(to, &stored, 2);
 }
 
@@ -144,8 +144,8 @@ struct NVFP4 {
     }
 };
 
-// IQ4_XS, 256 elements: the float16 unit of eight scales, their high two bits, their low four bits, both from the
-// lowest bits on and stored plus 32, then sixteen bytes of nibbles for each 32 elements.
+// IQ4_XS, 256 elements: the float16 superblock scale of eight scales, their high two bits, their low four bits, both
+// from the lowest bits on and stored plus 32, then sixteen bytes of nibbles for each 32 elements.
 struct IQ4_XS {
     static constexpr int32_t kKept = kWeightIQ4XS;
     static constexpr bool kHasMinima = false, kHasTable = true;
@@ -157,9 +157,9 @@ struct IQ4_XS {
 
     static void read_scales(const uint8_t* row, int64_t block, int, float* scales, float*) {
         const uint8_t* from = row + block / 4 * kBytes;
-        const float unit = half_to_float(load<uint16_t>(from));
+        const float d = half_to_float(load<uint16_t>(from));
         for (int i = 0; i < kScales; ++i) {
-            scales[i] = unit * static_cast<float>(scale(from, static_cast<int>(block % 4) * 2 + i / 2));
+            scales[i] = d * static_cast<float>(scale(from, static_cast<int>(block % 4) * 2 + i / 2));
         }
     }
 
@@ -184,7 +184,7 @@ struct IQ4_XS {
     }
     static void keep(const uint8_t* from, int lane, uint8_t* out) {
         uint8_t* scales = out + kPanel * kQBlock / 2;
-        store_unit(from, scales + 2 * lane);
+        store_superblock_scale(from, scales + 2 * lane);
         for (int i = 0; i < 6; ++i) scales[(1 + i / 2) * kPartBytes + i % 2 * kPanel + lane] = from[2 + i];
     }
 
@@ -195,9 +195,9 @@ struct IQ4_XS {
     }
 };
 
-// Q4_K and Q5_K, 256 elements: float16 units of the scales and of the minima, eight scales and eight minima in 12
-// bytes, fifth bits (Q5_K), then nibbles. 32 bytes of nibbles are 64 elements: the first 32 in low halves, the others
-// in high halves.
+// Q4_K and Q5_K, 256 elements: float16 superblock scales d (of scales) and dmin (of minima), eight scales and eight
+// minima in 12 bytes, fifth bits (Q5_K), then nibbles. 32 bytes of nibbles are 64 elements: the first 32 in low halves,
+// the others in high halves.
 template <int kCodeBits>
 struct BlocksK {
     static constexpr int32_t kKept = kCodeBits == 4 ? kWeightQ4K : kWeightQ5K;
@@ -207,12 +207,12 @@ struct BlocksK {
 
     static void read_scales(const uint8_t* row, int64_t block, int, float* scales, float* minima) {
         const uint8_t* from = row + block / 4 * kBytes;
-        const float unit = half_to_float(load<uint16_t>(from)), minimum = half_to_float(load<uint16_t>(from + 2));
+        const float d = half_to_float(load<uint16_t>(from)), dmin = half_to_float(load<uint16_t>(from + 2));
         for (int i = 0; i < 2; ++i) {
             int scale, below;
             read_six_bits(from + 4, static_cast<int>(block % 4) * 2 + i, scale, below);
-            scales[2 * i] = scales[2 * i + 1] = unit * static_cast<float>(scale);
-            minima[i] = -(minimum * static_cast<float>(below));
+            scales[2 * i] = scales[2 * i + 1] = d * static_cast<float>(scale);
+            minima[i] = -(dmin * static_cast<float>(below));
         }
     }
 
@@ -228,7 +228,7 @@ struct BlocksK {
     }
 
     // The layouts FormatQ4K and FormatQ5K (superblock_layouts.h): each block has eight words of nibbles, two of fifth
-    // bits (Q5_K), and one of numbers. The first block has the units in the place of its word of numbers.
+    // bits (Q5_K), and one of numbers. The first block has d and dmin in the place of its word of numbers.
     static constexpr int kWordsOfBlock = kBits == 5 ? 11 : 9;
     static constexpr int kScalesAt = 0, kWordsAt = 0, kWords = 4 * kWordsOfBlock, kGap = kWordsOfBlock - 1;
     static constexpr int kParts = 1, kPartBytes = 0;
@@ -261,8 +261,8 @@ struct BlocksK {
         store_six_bits(numbers, words + kGap + kWordsOfBlock, kWordsOfBlock);
     }
     static void keep(const uint8_t* from, int lane, uint8_t* out) {
-        store_unit(from, out + 4 * kPanel * kGap + 2 * lane);
-        store_unit(from + 2, out + 4 * kPanel * kGap + 2 * (kPanel + lane));
+        store_superblock_scale(from, out + 4 * kPanel * kGap + 2 * lane);
+        store_superblock_scale(from + 2, out + 4 * kPanel * kGap + 2 * (kPanel + lane));
     }
 
     // Reads eight scales and then eight minima.
@@ -301,9 +301,9 @@ struct BlocksK {
 using Q4_K = BlocksK<4>;
 using Q5_K = BlocksK<5>;
 
-// Q6_K, 256 elements: 128 bytes of nibbles, 64 bytes of top bits, 16 signed scales and their float16 unit. Of each half
-// of 128 elements, runs 0 and 1 (of 32 elements) are low nibbles, runs 2 and 3 high nibbles, and the four runs share 32
-// bytes of top bits, two bits each.
+// Q6_K, 256 elements: 128 bytes of nibbles, 64 bytes of top bits, 16 signed scales and their float16 superblock scale.
+// Of each half of 128 elements, runs 0 and 1 (of 32 elements) are low nibbles, runs 2 and 3 high nibbles, and the four
+// runs share 32 bytes of top bits, two bits each.
 struct Q6_K {
     static constexpr int32_t kKept = kWeightQ6K;
     static constexpr bool kHasMinima = false, kHasTable = false;
@@ -311,9 +311,9 @@ struct Q6_K {
 
     static void read_scales(const uint8_t* row, int64_t block, int, float* scales, float*) {
         const uint8_t* from = row + block / 4 * kBytes;
-        const float unit = half_to_float(load<uint16_t>(from + 208));
+        const float d = half_to_float(load<uint16_t>(from + 208));
         for (int i = 0; i < kScales; ++i) {
-            scales[i] = unit * static_cast<float>(static_cast<int8_t>(from[192 + block % 4 * 4 + i]));
+            scales[i] = d * static_cast<float>(static_cast<int8_t>(from[192 + block % 4 * 4 + i]));
         }
     }
 
@@ -348,7 +348,7 @@ struct Q6_K {
         }
     }
     static void keep(const uint8_t* from, int lane, uint8_t* out) {
-        store_unit(from + 208, out + 2 * lane);
+        store_superblock_scale(from + 208, out + 2 * lane);
         for (int group = 0; group < kSuperblock / 16; ++group) {
             out[(2 + group) * kPanel + lane] = from[192 + group] ^ 0x80;
         }
@@ -364,11 +364,11 @@ struct Q6_K {
 };
 
 // Q3_K, 256 elements: third bits in 32 bytes (bit r of byte e is element e of run r, of 32 elements), two low bits in
-// 64 bytes in the order of Q6_K's top bits, 16 scales of six bits, stored plus 32, and their float16 unit.
+// 64 bytes in the order of Q6_K's top bits, 16 scales of six bits, stored plus 32, and their float16 superblock scale.
 struct Q3_K {
     static constexpr int32_t kKept = kWeightQ3K;
     static constexpr bool kHasMinima = false, kHasTable = false;
-    static constexpr int kZero = 4, kBits = 3, kElements = 256, kBytes = 110, kUnit = 108;
+    static constexpr int kZero = 4, kBits = 3, kElements = 256, kBytes = 110, kSuperblockScaleAt = 108;
 
     static int scale(const uint8_t* from, int group) {
         const int low = group < 8 ? from[96 + group] & 15 : from[88 + group] >> 4;
@@ -377,9 +377,9 @@ struct Q3_K {
 
     static void read_scales(const uint8_t* row, int64_t block, int, float* scales, float*) {
         const uint8_t* from = row + block / 4 * kBytes;
-        const float unit = half_to_float(load<uint16_t>(from + kUnit));
+        const float d = half_to_float(load<uint16_t>(from + kSuperblockScaleAt));
         for (int i = 0; i < kScales; ++i) {
-            scales[i] = unit * static_cast<float>(scale(from, static_cast<int>(block % 4) * 4 + i) - 32);
+            scales[i] = d * static_cast<float>(scale(from, static_cast<int>(block % 4) * 4 + i) - 32);
         }
     }
 
@@ -418,17 +418,19 @@ struct Q3_K {
             }
         }
     }
-    static void keep(const uint8_t* from, int lane, uint8_t* out) { store_unit(from + kUnit, out + 2 * lane); }
+    static void keep(const uint8_t* from, int lane, uint8_t* out) {
+        store_superblock_scale(from + kSuperblockScaleAt, out + 2 * lane);
+    }
 
     static float largest_scale(const uint8_t* from) {
         int largest = 0;
         for (int group = 0; group < 16; ++group) largest = std::max(largest, std::abs(scale(from, group) - 32));
-        return std::fabs(half_to_float(load<uint16_t>(from + kUnit))) * static_cast<float>(largest);
+        return std::fabs(half_to_float(load<uint16_t>(from + kSuperblockScaleAt))) * static_cast<float>(largest);
     }
 };
 
 // Q2_K, 256 elements: 16 scales and 16 minima of four bits each, two bits of each element in the order of Q6_K's top
-// bits, and the float16 units of scales and minima. No other layout has minima by 16. So beside another format the
+// bits, and the float16 superblock scales d and dmin. No other layout has minima by 16. So beside another format the
 // values of each 16 elements are rounded to eight bits.
 struct Q2_K {
     static constexpr int32_t kKept = kWeightQ2K;
@@ -504,8 +506,8 @@ struct Q2_K {
         }
     }
     static void keep(const uint8_t* from, int lane, uint8_t* out) {
-        store_unit(from + 80, out + 2 * lane);
-        store_unit(from + 82, out + 2 * (kPanel + lane));
+        store_superblock_scale(from + 80, out + 2 * lane);
+        store_superblock_scale(from + 82, out + 2 * (kPanel + lane));
     }
 
     static float largest_scale(const uint8_t* from) {

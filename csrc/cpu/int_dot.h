@@ -10,7 +10,7 @@
 //      group 1   ...                                                 int32 of one group; acc: float, of all blocks
 //
 // int_tile, for each block b, for each group g of it:
-//   a. dot_group    sum = start + codes * elements     each lane has four k of one output: one instruction for each
+//   a. dot_group    sum = term + codes * elements      each lane has four k of one output: one instruction for each
 //                                                      row, vector and step
 //   b. add_scaled   acc += scale of the weights * scale of the row * sum
 // and then for the block, if the matrix has minima of 32 elements:
@@ -39,24 +39,25 @@ namespace {
 
 constexpr int kVecBytes = kLanes * 4;
 
-// Returns the start of group g's integer sum: -z times the sum of the group's elements, or 0 where codes are centred
-// before they are multiplied. z is 8, 32 or 128 for codes of 4, 6 or 8 bits. Formats with a table count as 8 bits,
-// though their codes are nibbles. For codes of 4 and 6 bits kCodesAreCentred changes nothing.
+// Returns -z * sum(x) for group g; 0 if z was already subtracted from the codes (8 bits only). z is 8, 32 or 128 for
+// codes of 4, 6 or 8 bits. Table formats count as 8 bits.
 template <class F>
 inline int32_t zero_point_term(const QBlock& x, int g) {
-    static_assert(F::kBits != 6 || F::kGroupElements == 16, "a QBlock has no starts with z = 32 for groups of 32");
+    static_assert(F::kBits != 6 || F::kGroupElements == 16, "6-bit formats need groups of 16");
     if constexpr (F::kBits == 8) {
         if (kCodesAreCentred) return 0;
-        return F::kGroupElements == 32 ? x.start_z128[g] : x.start_z128_by_16[g];
+        return F::kGroupElements == 32 ? x.zero_point_terms_z128[g] : x.zero_point_terms_z128_by_16[g];
     } else if constexpr (F::kGroupElements == 16) {
-        return x.start_z128_by_16[g] >> (8 - F::kBits);  // from -128 times the sum to -z times the sum, exactly
+        // From -128 * sum to -z * sum: a multiple of 128 has only zeros in the bits that are shifted out.
+        return x.zero_point_terms_z128_by_16[g] >> (8 - F::kBits);
     } else {
-        return x.start_z8[g];
+        return x.zero_point_terms_z8[g];
     }
 }
 
 // What a tile prefetches for each block: `lines` cache lines of weights from `from` on, and `lora_lines` lines of LoRA
-// factors. A tile calls prefetch_block exactly once for each block: FactorLines::take has counted these calls.
+// factors. A tile calls prefetch_block exactly once for each block: FactorLines::take has counted these calls, and
+// debug builds check them.
 struct TilePrefetch {
     const char* from;
     int lines;
@@ -109,7 +110,7 @@ __attribute__((always_inline)) inline Ints table_of(const BlocksView& w) {
 template <class F, int R, int V>
 __attribute__((always_inline)) inline void add_step_of_nibbles(const QBlock* const* x, int64_t b, const char* step,
                                                                int s, Ints table, Ints (&sum)[R][V]) {
-    const auto add = [](Ints sums, Ints codes, Ints x_four) __attribute__((always_inline)) {
+    const auto add_products = [](Ints sums, Ints codes, Ints x_four) __attribute__((always_inline)) {
         return F::kHasTable ? dot_codes8(sums, codes, x_four) : add_to_sums4(sums, codes, x_four);
     };
     Ints low[V], high[V];
@@ -120,11 +121,11 @@ __attribute__((always_inline)) inline void add_step_of_nibbles(const QBlock* con
     }
     for (int r = 0; r < R; ++r) {
         const Ints x_four = set1_bytes(x[r][b].q + s * 8);  // x0 x1 x2 x3 in every lane
-        for (int v = 0; v < V; ++v) sum[r][v] = add(sum[r][v], low[v], x_four);
+        for (int v = 0; v < V; ++v) sum[r][v] = add_products(sum[r][v], low[v], x_four);
     }
     for (int r = 0; r < R; ++r) {
         const Ints x_four = set1_bytes(x[r][b].q + s * 8 + 4);  // x4 x5 x6 x7 in every lane
-        for (int v = 0; v < V; ++v) sum[r][v] = add(sum[r][v], high[v], x_four);
+        for (int v = 0; v < V; ++v) sum[r][v] = add_products(sum[r][v], high[v], x_four);
     }
 }
 
@@ -164,8 +165,8 @@ __attribute__((always_inline)) inline void dot_group(const QBlock* const* x, int
                                                      Ints table, Ints (&sum)[R][V]) {
     constexpr int kStepsPerGroup = F::kGroupElements / F::kCodesPerByte / 4;
     for (int r = 0; r < R; ++r) {
-        const int32_t start = zero_point_term<F>(x[r][b], g);
-        for (int v = 0; v < V; ++v) sum[r][v] = F::kBits == 4 ? begin_sums4(start) : set1_int(start);
+        const int32_t term = zero_point_term<F>(x[r][b], g);
+        for (int v = 0; v < V; ++v) sum[r][v] = F::kBits == 4 ? begin_sums4(term) : set1_int(term);
     }
     constexpr int kStepsAtOnce = F::kBits == 6 ? 2 : 1;
 #pragma GCC unroll 8
@@ -179,11 +180,12 @@ __attribute__((always_inline)) inline void dot_group(const QBlock* const* x, int
             add_step8<R, V>(x, b, step, s, sum);
         }
     }
-    // Instruction sets without VNNI have added in 16 bits. They add the start only now (simd_pairs.h).
+    // Instruction sets without VNNI have added in 16 bits. They add the zero-point term only now
+    // (simd_pairs.h).
     if constexpr (F::kBits == 4) {
         for (int r = 0; r < R; ++r) {
-            const int32_t start = zero_point_term<F>(x[r][b], g);
-            for (int v = 0; v < V; ++v) sum[r][v] = end_sums4(sum[r][v], start);
+            const int32_t term = zero_point_term<F>(x[r][b], g);
+            for (int v = 0; v < V; ++v) sum[r][v] = end_sums4(sum[r][v], term);
         }
     }
 }
@@ -199,10 +201,10 @@ __attribute__((always_inline)) inline void add_scaled(const BlocksView& w, const
             // A row has one scale for each 32 elements, a group may have 16.
             const Vec row_scale = set1(x[r][b].scale[g * F::kGroupElements / 32]);
             if constexpr (F::kHasMinimaBy16) {
-                // acc += row scale * (scale * integer sum + minimum * start). These minima are stored divided by -128,
-                // because the start is -128 times the sum of the row's elements (kStartOfOne).
-                const Vec added =
-                    mul(load(w.minima_by_16<F>(g) + output), set1(static_cast<float>(x[r][b].start_z128_by_16[g])));
+                // acc += row scale * (scale * integer sum + minimum * zero-point term). FormatQ2K::Header says how
+                // these minima are stored.
+                const Vec added = mul(load(w.minima_by_16<F>(g) + output),
+                                      set1(static_cast<float>(x[r][b].zero_point_terms_z128_by_16[g])));
                 acc[r][v0 + v] = fma(fma(weight_scale, sum_of(r, v), added), row_scale, acc[r][v0 + v]);
             } else {
                 // acc += scale * row scale * integer sum

@@ -30,7 +30,7 @@ template <class F, bool kTakesAmx>
 struct AmxTilesIf {
     AmxTilesIf(const QBlock*, int64_t, int64_t, int64_t, bool) {}
     static constexpr int64_t num_tiles(int64_t) { return 0; }
-    void open_blocks(BlocksView, int64_t) {}
+    void unpack_codes(BlocksView, int64_t) {}
     template <class PrefetchBlock>
     void multiply(BlocksView, int64_t, int64_t, int64_t, bool, Vec, float*, PrefetchBlock) {}
     void configure() {}
@@ -110,9 +110,9 @@ constexpr int kSignedBytes = kPanel * kQBlock;
 
 // Writes the codes of `blocks` blocks to `to`, as signed codes.
 template <class F>
-void open_signed_codes(BlocksView w, int64_t blocks, char* to) {
+void unpack_signed_codes(BlocksView w, int64_t blocks, char* to) {
     const Ints zero_code = set1_int((1 << (F::kBits - 1)) * 0x01010101u);  // z in every byte
-    const auto opened = [&](Ints nibbles) {
+    const auto unpacked = [&](Ints nibbles) {
         if constexpr (F::kHasTable) nibbles = look_up(load_table(w.table), nibbles);
         return _mm512_sub_epi8(nibbles, zero_code);
     };
@@ -122,8 +122,8 @@ void open_signed_codes(BlocksView w, int64_t blocks, char* to) {
             if constexpr (F::kCodesPerByte == 2) {
                 // A step of nibbles, of eight elements of k, becomes two steps of bytes.
                 char* step = to + at / kStepBytes * 2 * kStepBytes + at % kStepBytes;
-                store_ints(step, opened(low_nibbles(codes)));                // k0 k1 k2 k3 of each output
-                store_ints(step + kStepBytes, opened(high_nibbles(codes)));  // k4 k5 k6 k7
+                store_ints(step, unpacked(low_nibbles(codes)));                // k0 k1 k2 k3 of each output
+                store_ints(step + kStepBytes, unpacked(high_nibbles(codes)));  // k4 k5 k6 k7
             } else {
                 store_ints(to + at, _mm512_sub_epi8(codes, zero_code));
             }
@@ -213,8 +213,8 @@ class AmxTilesIf<F, true> {
         return (rows + kAmxRows - kFewest) / kAmxRows;
     }
 
-    // Opens the codes that `multiply` reads until the next call.
-    void open_blocks(BlocksView w, int64_t blocks) { open_signed_codes<F>(w, blocks, codes_); }
+    // Unpacks the codes that `multiply` reads until the next call.
+    void unpack_codes(BlocksView w, int64_t blocks) { unpack_signed_codes<F>(w, blocks, codes_); }
 
     // Computes sixteen of the task's rows from `row`, a multiple of sixteen. Writes sixteen rows of y, also if the
     // batch has fewer: y must have room for them. `blocks` blocks from `block` on.
@@ -230,7 +230,7 @@ class AmxTilesIf<F, true> {
     }
 
   private:
-    alignas(64) char codes_[kSignedBytes * kOpenedBlocks];
+    alignas(64) char codes_[kSignedBytes * kUnpackedBlocks];
     std::optional<TileScope> scope_;
     const RowsForAmx* rows_ = nullptr;
 };

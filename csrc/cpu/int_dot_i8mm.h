@@ -25,9 +25,9 @@ __attribute__((always_inline)) inline void dot_group_i8mm(const QBlock* const* x
     constexpr int kOperandBytes = 2 / F::kCodesPerByte * kStepBytes;
     constexpr int kOperandsPerGroup = F::kGroupElements / 8;
     for (int p = 0; p < kPairs; ++p) {
-        const Ints start =
-            starts_of_two_rows(zero_point_term<F>(x[2 * p][b], g), zero_point_term<F>(x[2 * p + 1][b], g));
-        for (int v = 0; v < V; ++v) sum[p][v][0] = sum[p][v][1] = start;
+        const Ints terms =
+            terms_of_two_rows(zero_point_term<F>(x[2 * p][b], g), zero_point_term<F>(x[2 * p + 1][b], g));
+        for (int v = 0; v < V; ++v) sum[p][v][0] = sum[p][v][1] = terms;
     }
 #pragma GCC unroll 4
     for (int i = g * kOperandsPerGroup; i < (g + 1) * kOperandsPerGroup; ++i) {

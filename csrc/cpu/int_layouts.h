@@ -1,5 +1,5 @@
 // The packed layouts of integer weights (docs/kernels.md), and the view that products have of them: blocks of codes,
-// scales and minima. Layouts that keep the superblocks of a file (superblock_layouts.h) are opened, some blocks at a
+// scales and minima. Layouts that keep the superblocks of a file (superblock_layouts.h) are unpacked, some blocks at a
 // time, into a buffer that stays in the first-level cache. All others are read as they lie. Packing is in pack_int.cpp.
 // Included by superblock_layouts.h only.
 //
@@ -17,37 +17,37 @@
 //
 // Codes of 8 bits are [16][32][4]: byte (j, output, i) has k = 4j + i. With groups of 16 elements scales are [4][32].
 //
-// A vector of 16 lanes has four neighbouring k of 16 outputs (codes of 4 bits: once its halves are parted, two such
+// A vector of 16 lanes has four neighbouring k of 16 outputs (codes of 4 bits: after splitting nibbles, two such
 // vectors). It is the operand of a dot product of bytes:
 //
 //     lane:      output 0      output 1          output 15
 //     bytes:   k k+1 k+2 k+3 | k k+1 k+2 k+3 | ... k+3         times the same four bytes of the row, in every lane
 //
-// A superblock is 256 elements of k (four blocks) whose scales share a unit, as GGUF's K-quants have them
+// A superblock is 256 elements of k (four blocks) whose scales share a superblock scale, as in GGUF's K-quants
 // (superblock_layouts.h):
 //
-//     Q4_K:  | codes 64 | units | codes 64 | word 0 | codes 64 | word 1 | codes 64 | word 2 |
-//         codes: 1024 bytes each; units: d and dmin, float16 [2][32]; words: uint32 [32] each. The three words of an
+//     Q4_K:  | codes 64 | d, dmin | codes 64 | word 0 | codes 64 | word 1 | codes 64 | word 2 |
+//         codes: 1024 bytes each; d, dmin: float16 [2][32]; words: uint32 [32] each. The three words of an
 //         output are its eight scales and then its eight minima, of six bits each.
 //
 // Words of these files:
 //   row      one token's inputs (or outputs) of a product       block      64 elements of k of a panel or of a row
-//   panel    32 output channels of a packed matrix              superblock 256 elements of k: four blocks, one unit
+//   panel    32 output channels of a packed matrix              superblock 256 elements of k: four blocks, one d
 //   code     the integer that stands for a weight               group      elements that share a scale: 16 or 32
-//   scale    the multiplier of a group's codes                  minimum    the number added to 32 weights (Q2_K: to 16)
-//   unit     the multiplier of a superblock's scales            factor     a power of two for the whole matrix
+//   scale    the multiplier of a group's codes                  minimum    offset (llama.cpp: min) of 32 weights or 16
+//   d, dmin  the superblock scales, of its scales and minima    factor     a power of two for the whole matrix
 //   lane     one number of a vector register                    vector     a register: kLanes floats
 //   step     four bytes of codes for each output of a panel     pair       two bfloat16, or two rows of one output
 //   QBlock   a block of a row: bytes, scales, sums, outliers    outlier    an element of a row kept as a float
-//   zero     z: a stored code stands for code - z               start      -z times the sum of a group's elements
-//   open     turn superblocks into blocks with scales of their own, in the first-level cache
+//   z        zero point: a stored code stands for code - z      zero-point term: -z * the sum of a group's elements
+//   unpack   turn superblocks into blocks with scales of their own, in the first-level cache
 //   task     the part of a call that one thread computes        epilogue   the work on a product's outputs
 //   segment  an equal part of k with a sum of its own           tile       rows by a panel, summed in registers
-//   set      an instruction set that this file is compiled for  AMX tile   sixteen rows by a panel, on AMX
+//   instruction set: the one that this file is compiled for     AMX tile   sixteen rows by a panel, on AMX
 //   epilogue panels: the panels that one epilogue finishes together
 //   VNNI, AMX, I8MM: x86's dot products of bytes, x86's tile registers, ARM's products of 2 x 8 by 8 x 2 bytes
-// An integer sum begins at its start, so that codes are multiplied as they are stored. AMX, and for codes of 8 bits the
-// sets with kCodesAreCentred, subtract z from the codes instead, and sums begin at 0.
+// An integer sum begins at its zero-point term, so that codes are multiplied as they are stored. AMX, and for codes of
+// 8 bits the instruction sets with kCodesAreCentred, subtract z from the codes instead, and sums begin at 0.
 #pragma once
 
 #include "activation_functions.h"
@@ -87,12 +87,12 @@ struct BlocksView {
     }
 };
 
-// What blocks of a matrix are opened with: 1 over its factor, and its table.
-struct OpenWith {
+// What blocks of a matrix are unpacked with: 1 over its factor, and its table.
+struct UnpackWith {
     float inverse;
     const uint8_t* table;
 
-    explicit OpenWith(const Matrix& m) : inverse(1 / m.factor), table(m.table) {}
+    explicit UnpackWith(const Matrix& m) : inverse(1 / m.factor), table(m.table) {}
 };
 
 inline Vec load_scale(const uint16_t* p) { return load_half(p); }
@@ -110,21 +110,22 @@ inline float scale_value(float scale) { return scale; }
 // A format F of integer matrices, here or in superblock_layouts.h, has
 //   kBits          bits of a code as it is multiplied
 //   kBlockBytes    bytes of a packed block; of a superblock, a fourth
-//   OpenedFormat   the IntFormat of opened blocks; F itself if blocks are read as they lie
-//   kOpenedBytes   bytes of the buffer that an opened block takes; 0 if blocks are read as they lie
-//   open_blocks(panel, block, blocks, with, opened)   returns the view of blocks block .. block + blocks - 1, opened
-//                  into `opened`; superblocks are opened whole. Their scales are divided by the matrix's factor
+//   UnpackedFormat   the IntFormat of unpacked blocks; F itself if blocks are read as they lie
+//   kUnpackedBytes   bytes of the buffer that an unpacked block takes; 0 if blocks are read as they lie
+//   unpack_blocks(panel, block, blocks, with, unpacked)   returns the view of blocks block .. block + blocks - 1,
+//   unpacked
+//                  into `unpacked`; superblocks are unpacked whole. Their scales are divided by the matrix's factor
 //   column(panel, k, with, out)   writes element k of the panel's outputs to `out`, as floats, divided by the factor
-//   kStartOfOne    the start of a group with the sum 1, if OpenedFormat has minima of 16 elements
+//   kZeroPointTermOfOne   the zero-point term of a group with the sum 1, if UnpackedFormat has minima of 16 elements
 // An IntFormat also has kGroupElements and the sizes of a block's parts.
 //
-// Codes of 4 bits are two a byte, codes of more bits one a byte. Scales are float16, or float32 in an opened buffer.
+// Codes of 4 bits are two a byte, codes of more bits one a byte. Scales are float16, or float32 in an unpacked buffer.
 // `minima`: 0, none; 32, a bfloat16 for each 32 elements; 16, a float32 for each 16 elements, which is multiplied by a
-// start of QBlock. With `has_table` codes of four bits are indices, and are multiplied as the codes of eight bits that
-// the table has for them: results are those of a matrix of eight bits.
+// zero-point term of QBlock. With `has_table` codes of four bits are indices, and are multiplied as the codes of eight
+// bits that the table has for them: results are those of a matrix of eight bits.
 template <int bits, int group, int minima, class ScaleType = uint16_t, bool has_table = false>
 struct IntFormat {
-    using OpenedFormat = IntFormat;
+    using UnpackedFormat = IntFormat;
     using Scale = ScaleType;
     static constexpr bool kHasTable = has_table;
     static constexpr int kBits = has_table ? 8 : bits;
@@ -139,15 +140,15 @@ struct IntFormat {
                                          : kHasMinimaBy16 ? kPanel * kGroupsPerBlock * 4
                                                           : 0;
     static constexpr int kBlockBytes = kCodeBytes + kScaleBytes + kMinimumBytes;
-    static constexpr int kOpenedBytes = 0;
+    static constexpr int kUnpackedBytes = 0;
 
-    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t, OpenWith with, char*) {
+    static inline BlocksView unpack_blocks(const char* panel, int64_t block, int64_t, UnpackWith with, char*) {
         const char* w = panel + block * kBlockBytes;
         return {w, kBlockBytes, w + kCodeBytes, kBlockBytes, with.table};
     }
 
     // Returns the codes of element `at` of a block, less their zero, for vector v of outputs.
-    static inline Vec codes_at(const char* block_codes, int at, int v, OpenWith with) {
+    static inline Vec codes_at(const char* block_codes, int at, int v, UnpackWith with) {
         // The vector with element `at`, and the first bit of its code in a lane: byte at % 4, low or high half.
         const char* codes = block_codes + (bits == 4 ? at / 8 : at / 4) * kPanel * 4;
         const int shift = at % 4 * 8 + (bits == 4 ? at / 4 % 2 * 4 : 0);
@@ -157,8 +158,8 @@ struct IntFormat {
         return to_float(add_ints(and_ints(look_up(load_table(with.table), index), set1_int(255)), set1_int(-128)));
     }
 
-    static inline void column(const char* panel, int64_t k, OpenWith with, Vec* out) {
-        static_assert(!kHasMinimaBy16, "only opened blocks have such minima");
+    static inline void column(const char* panel, int64_t k, UnpackWith with, Vec* out) {
+        static_assert(!kHasMinimaBy16, "only unpacked blocks have such minima");
         const char* block = panel + k / kQBlock * kBlockBytes;
         const int at = static_cast<int>(k % kQBlock);
         const Scale* scales = reinterpret_cast<const Scale*>(block + kCodeBytes) + at / group * kPanel;

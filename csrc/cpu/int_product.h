@@ -10,7 +10,8 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Computes a tile of R rows. A single row would leave half of an I8MM instruction idle, so vectors take it.
+// Computes a tile of R rows. A single row would leave half of an I8MM instruction idle, so the vector code handles
+// it.
 template <class F, int R>
 inline void vector_tile(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_stride, bool is_first, Vec factor,
                         float* y, TilePrefetch prefetch) {
@@ -23,8 +24,8 @@ inline void vector_tile(BlocksView w, int64_t blocks, const QBlock* rows, int64_
     int_tile<F, R>(w, blocks, rows, x_stride, is_first, factor, y, prefetch);
 }
 
-// Bytes ahead of where it reads that a task with a single tile of vectors fetches weights. They go to the second-level
-// cache, because what the tile reads fills the first.
+// Prefetch distance in bytes when a task has one vector tile. Lines go to the second-level cache, because what the tile
+// reads fills the first.
 constexpr int kIntPrefetchBytes = 8192;
 
 // How the rows of a batch are cut into tiles: first AMX tiles, where these are faster, then tiles of vectors.
@@ -66,21 +67,23 @@ inline void add_pairs(float* y, int64_t out_rows) {
     }
 }
 
-// The sizes of a task that multiplies `task_rows` rows of the call.
+// The sizes of a task that multiplies `task_rows` rows of the call, and its tuning.
 template <class F>
 struct TaskSizes {
-    // Rows of a batch share opened blocks and columns of outliers (outliers.h).
-    static constexpr int kBatchRows = F::kOpenedBytes ? kOpenedRows : kOutlierRows;
+    // Rows of a batch share unpacked blocks and columns of outliers (outliers.h).
+    static constexpr int kBatchRows = F::kUnpackedBytes ? kUnpackedRows : kOutlierRows;
 
-    int64_t rows_per_output;      // 2 if an input is two quantized rows (kQ16): add_pairs adds their products
+    // Sizes.
+    int64_t rows_per_output;      // 2 for 16-bit inputs, stored as two 8-bit rows: add_pairs adds their products
     int64_t rows, x_stride;       // quantized rows, and the QBlocks from one row to the next
     int64_t blocks, panel_bytes;  // of a panel
     int64_t epilogue_panels;      // panels that share an epilogue
     int64_t tiles;                // of all batches, by one panel
+    // Tuning: results do not depend on these.
     bool uses_amx;
     int64_t blocks_at_once;  // the most blocks of a run
-    int fetch_lines;         // cache lines of the next weights that each tile fetches for each block
-    int64_t prefetch_bytes;  // how far ahead a single tile fetches
+    int fetch_lines;         // cache lines of the next weights to prefetch per tile and block
+    int64_t prefetch_bytes;  // prefetch distance of a single tile
 
     TaskSizes(const LinearArgs& args, int64_t task_rows)
         : rows_per_output(args.x_is_paired ? 2 : 1),
@@ -88,18 +91,18 @@ struct TaskSizes {
           x_stride(args.x_stride / rows_per_output),
           blocks((args.matrix.k + kQBlock - 1) / kQBlock),
           panel_bytes(blocks * F::kBlockBytes) {
-        using Split = TileSplit<typename F::OpenedFormat>;
+        using Split = TileSplit<typename F::UnpackedFormat>;
         // With LoRA an epilogue has as many panels as fit: it looks the rows' adapters up once for all of them.
-        const int64_t max_vecs = args.expands ? kMaxEpilogueWidth / kLanes : kVecsPerPanel;
+        const int64_t max_vecs = args.has_lora ? kMaxEpilogueWidth / kLanes : kVecsPerPanel;
         epilogue_panels = epilogue_vecs(args, max_vecs) / kVecsPerPanel;
-        tiles = rows / kBatchRows * Split(kBatchRows).count() + Split(rows % kBatchRows).count();
+        tiles = (rows / kBatchRows) * Split(kBatchRows).count() + Split(rows % kBatchRows).count();
         uses_amx = Split(min_of<int64_t>(rows, kBatchRows)).uses_amx();
         fetch_lines = static_cast<int>(((F::kBlockBytes + 63) / 64 + tiles - 1) / tiles);
-        // All blocks of a panel, or as many as are opened together. A single tile of vectors opens as few as it can, so
-        // that blocks are read soon after they are fetched.
+        // All blocks of a panel, or as many as are unpacked together. A single tile of vectors unpacks as few as it
+        // can, so that blocks are read soon after they are fetched.
         blocks_at_once = blocks;
-        if (F::kOpenedBytes > 0 || uses_amx) {
-            blocks_at_once = min_of<int64_t>(blocks, tiles == 1 && !uses_amx ? kBlocksPerSuperblock : kOpenedBlocks);
+        if (F::kUnpackedBytes > 0 || uses_amx) {
+            blocks_at_once = min_of<int64_t>(blocks, tiles == 1 && !uses_amx ? kBlocksPerSuperblock : kUnpackedBlocks);
         }
         prefetch_bytes = uses_amx ? blocks_at_once * F::kBlockBytes : kIntPrefetchBytes;
     }
@@ -109,21 +112,25 @@ struct TaskSizes {
 template <class F>
 class IntProductTask {
   public:
-    IntProductTask(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin)
+    // `outliers` is used by this task alone until `run` has returned.
+    IntProductTask(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin,
+                   OutlierList& outliers)
         : args_(args),
           row_begin_(row_begin),
           sizes_(args, row_end - row_begin),
           x_(static_cast<const QBlock*>(args.x) + row_begin * args.x_stride),
-          outliers_(OutlierList::of(x_, sizes_.x_stride, sizes_.blocks, sizes_.rows, kBatchRows, args.matrix.segments)),
+          outliers_(outliers),
           amx_(x_, sizes_.x_stride, sizes_.blocks, sizes_.rows, sizes_.uses_amx),
-          lora_factors_(args, row_begin, row_end, panel_begin, panels_of(args.matrix)) {}
+          lora_factors_(args, row_begin, row_end, panel_begin, panels_of(args.matrix)) {
+        outliers_.list(x_, sizes_.x_stride, sizes_.blocks, sizes_.rows, kBatchRows, args.matrix.segments);
+    }
 
     // Multiplies panels panel_begin .. panel_end - 1. The loops, from the outermost to the innermost:
     //   1. epilogue panels    run                share an epilogue
-    //   2. batches of rows    run                share opened blocks, and columns of weights unpacked for outliers
+    //   2. batches of rows    run                share unpacked blocks, and columns of weights unpacked for outliers
     //   3. panels             run
     //   4. segments of k      multiply_panel     have sums of their own
-    //   5. runs of blocks     multiply_segment   are opened together
+    //   5. runs of blocks     multiply_segment   are unpacked together
     //   6. tiles of rows      multiply_run       fetch the next weights meanwhile, in equal parts
     void run(int64_t panel_begin, int64_t panel_end) {
         for (int64_t panel = panel_begin; panel < panel_end; panel += sizes_.epilogue_panels) {
@@ -137,14 +144,14 @@ class IntProductTask {
                 tiles_before += batch.split.count();
                 finish(args_, {y_, kMaxEpilogueWidth, row_begin_ + first / sizes_.rows_per_output, batch.out_rows,
                                panel * kPanel, panels * kPanel});
-                if (args_.expands) amx_.configure();  // adapters configured tiles of their own
+                if (args_.has_lora) amx_.configure();  // adapters configured tiles of their own
             }
         }
     }
 
   private:
-    using Opened = typename F::OpenedFormat;
-    using Split = TileSplit<Opened>;
+    using Unpacked = typename F::UnpackedFormat;
+    using Split = TileSplit<Unpacked>;
     static constexpr int kBatchRows = TaskSizes<F>::kBatchRows;
     static_assert(kBatchRows % kAmxRows == 0, "AMX writes sixteen rows of y");
 
@@ -155,7 +162,7 @@ class IntProductTask {
         Split split;
     };
 
-    // Consecutive blocks of a segment, opened together.
+    // Consecutive blocks of a segment, unpacked together.
     struct Run {
         int64_t block, count;
         bool is_first, is_last;  // of the segment's runs
@@ -165,7 +172,7 @@ class IntProductTask {
     void multiply_panel(const Batch& batch, int64_t panel, int64_t panels, float* y) {
         const char* w = static_cast<const char*>(args_.matrix.data) + panel * sizes_.panel_bytes;
         const char* next = w + panels * sizes_.panel_bytes;
-        outliers_.make_columns<F>(w, batch.first, open_with_);
+        outliers_.make_columns<F>(w, batch.first, unpack_with_);
         sum_segments(args_.matrix, y, partial_sums_, /*step=*/kPanel, batch.out_rows, /*width=*/kPanel,
                      [&](Segment segment, float* to) { multiply_segment(batch, w, next, segment, to); });
     }
@@ -184,8 +191,8 @@ class IntProductTask {
 
     // Adds the products of a run of blocks to `to`; the segment's first run begins the sums.
     void multiply_run(const Batch& batch, const char* w, const char* next, Run run, float* to) {
-        const BlocksView view = F::open_blocks(w, run.block, run.count, open_with_, opened_);
-        if (batch.split.uses_amx()) amx_.open_blocks(view, run.count);
+        const BlocksView view = F::unpack_blocks(w, run.block, run.count, unpack_with_, unpacked_);
+        if (batch.split.uses_amx()) amx_.unpack_codes(view, run.count);
         const Vec factor = set1(run.is_last ? args_.matrix.factor : 1);
         for (int64_t i = 0; i < batch.split.count(); ++i) {
             const typename Split::Tile tile = batch.split.at(i);
@@ -199,15 +206,15 @@ class IntProductTask {
                 continue;
             }
             with_constant<kIntRows>(tile.end - tile.begin, [&](auto r) {
-                vector_tile<Opened, decltype(r)::kValue>(view, run.count, x_ + row * sizes_.x_stride + run.block,
-                                                         sizes_.x_stride, run.is_first, factor, y, prefetch);
+                vector_tile<Unpacked, decltype(r)::kValue>(view, run.count, x_ + row * sizes_.x_stride + run.block,
+                                                           sizes_.x_stride, run.is_first, factor, y, prefetch);
             });
         }
     }
 
-    // Returns where tile number `tile` of the epilogue panels begins to fetch weights when it begins with block
-    // `block`. A single tile fetches its own panel `w`, some bytes ahead. Several tiles fetch a share each of panel
-    // `next`, which is multiplied after the epilogue.
+    // Returns where tile number `tile` of the epilogue panels begins to prefetch weights when it begins with block
+    // `block`. One tile: prefetch its own panel `w`, some bytes ahead. Several: each prefetches its share of the next
+    // panel `next`, which is multiplied after the epilogue.
     const char* next_weights(const char* w, const char* next, int64_t tile, int64_t block) const {
         if (sizes_.tiles == 1) return w + block * F::kBlockBytes + sizes_.prefetch_bytes;
         return next + (tile * sizes_.blocks + block) * sizes_.fetch_lines * 64;
@@ -217,11 +224,11 @@ class IntProductTask {
     const int64_t row_begin_;
     const TaskSizes<F> sizes_;
     const QBlock* const x_;
-    const OpenWith open_with_{args_.matrix};
-    OutlierList& outliers_;  // the thread's only one: a second task in this thread would overwrite it
-    AmxTiles<Opened> amx_;
+    const UnpackWith unpack_with_{args_.matrix};
+    OutlierList& outliers_;
+    AmxTiles<Unpacked> amx_;
     FactorLines lora_factors_;
-    alignas(64) char opened_[F::kOpenedBytes ? F::kOpenedBytes * kOpenedBlocks : 1];
+    alignas(64) char unpacked_[F::kUnpackedBytes ? F::kUnpackedBytes * kUnpackedBlocks : 1];
     alignas(64) float y_[kBatchRows * kMaxEpilogueWidth];
     alignas(64) float partial_sums_[kBatchRows * kMaxEpilogueWidth];  // of segments, each a panel wide
     static_assert((kTreeDepth - 1) * kPanel <= kMaxEpilogueWidth, "partial sums lie side by side in a row");
@@ -231,7 +238,7 @@ class IntProductTask {
 template <class F>
 void int_product_task(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin,
                       int64_t panel_end) {
-    IntProductTask<F>(args, row_begin, row_end, panel_begin).run(panel_begin, panel_end);
+    IntProductTask<F>(args, row_begin, row_end, panel_begin, OutlierList::of_thread()).run(panel_begin, panel_end);
 }
 
 }  // namespace

@@ -39,7 +39,7 @@ enum WeightFormat : int32_t {
 
 // Elements of a row that are quantized together. Integer matrices pad k to a multiple.
 constexpr int kQBlock = 64;
-// Elements of k whose scales share a unit, in layouts that keep a file's superblocks.
+// Elements of k whose scales share a superblock scale, in layouts that keep a file's superblocks.
 constexpr int kSuperblock = 256;
 
 // Numbers of the table of a matrix whose codes are indices.
@@ -51,13 +51,13 @@ constexpr int kTableSize = 16;
 constexpr int kMaxOutliers = 2;
 struct QBlock {
     int8_t q[kQBlock];
-    float scale[2];                       // of each 32 elements
-    float outlier[2][kMaxOutliers];       // of each 32 elements; 0 where there is none
-    uint16_t element_sums[2];             // bf16: scale times the sum of each 32 elements; minima are multiplied by it
-    int32_t start_z8[2];                  // -8 times the sum of each 32 elements
-    int32_t start_z128[2];                // -128 times the sum of each 32 elements
-    int32_t start_z128_by_16[4];          // -128 times the sum of each 16 elements
-    uint8_t outlier_at[2][kMaxOutliers];  // where in the block the outliers stand
+    float scale[2];                    // of each 32 elements
+    float outlier[2][kMaxOutliers];    // of each 32 elements; 0 where there is none
+    uint16_t element_sums[2];          // bf16: scale times the sum of each 32 elements; minima are multiplied by it
+    int32_t zero_point_terms_z8[2];    // -8 times the sum of each 32 elements
+    int32_t zero_point_terms_z128[2];  // -128 times the sum of each 32 elements
+    int32_t zero_point_terms_z128_by_16[4];  // -128 times the sum of each 16 elements
+    uint8_t outlier_at[2][kMaxOutliers];     // where in the block the outliers stand
 };
 
 // Elements are outliers if their magnitudes exceed the next one of their 32 so many times. Measured: see

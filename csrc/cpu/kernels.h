@@ -37,7 +37,7 @@ struct LinearArgs : RowArgs {
     const void* shrunk;             // x times the adapters' A: the output of ShrinkArgs
     int64_t shrunk_stride, num_slots;
     int32_t factor_dtype;
-    int32_t expands;                   // Planned: some row has an adapter.
+    int32_t has_lora;                  // Planned: some row has an adapter.
     const ShrinkArgs* next;            // Planned: the call that reads factors next after this, or null.
     int64_t row_chunks, panel_chunks;  // Planned: the grid of tasks.
 };

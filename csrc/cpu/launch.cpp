@@ -181,9 +181,9 @@ Launch plan(LinearArgs& args, const KernelTable& table, int threads) {
     }
     args.panel_chunks = std::min(ceil_div(args.panel_chunks, threads) * threads, units);
     if (threads == 1) args.panel_chunks = std::min<int64_t>(args.panel_chunks, 1);
-    args.expands = args.slots != nullptr && std::any_of(args.slots, args.slots + args.rows, [&](int32_t slot) {
-                       return slot >= 0 && args.factors[slot].panels != nullptr;
-                   });
+    args.has_lora = args.slots != nullptr && std::any_of(args.slots, args.slots + args.rows, [&](int32_t slot) {
+                        return slot >= 0 && args.factors[slot].panels != nullptr;
+                    });
     args.next = nullptr;
     return {table.linear, &args, args.row_chunks * args.panel_chunks, cost_ns};
 }

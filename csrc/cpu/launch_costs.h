@@ -24,7 +24,7 @@ constexpr int64_t kMinChunkRows = 48;
 // With this many rows for each thread, rows are divided before panels.
 constexpr int64_t kOwnRows = 32;
 // Integer products: bytes of weights of a task, bytes of quantized rows of a chunk (by vectors, and by tiles), and the
-// least rows of a chunk by tiles, for which codes are opened.
+// least rows of a chunk by tiles, for which codes are unpacked.
 constexpr int64_t kIntTaskBytes = 32 * 1024;
 constexpr int64_t kChunkBytes = 256 * 1024;
 constexpr int64_t kTileChunkBytes = 512 * 1024;

@@ -130,7 +130,7 @@ void bf16_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, 
     int turn = 0;
     for (int64_t panel = panel_begin; panel < panel_end; panel += epilogue_panels) {
         const int64_t panels = min_of(epilogue_panels, panel_end - panel), next = panel + panels;
-        if (a.expands) fetch_factors(a, row_begin, row_end, next, min_of(epilogue_panels, panel_end - next));
+        if (a.has_lora) fetch_factors(a, row_begin, row_end, next, min_of(epilogue_panels, panel_end - next));
         for (int64_t row = row_begin; row < row_end; row += count) {
             float* y = buffers[turn];
             for (int64_t p = 0; p < panels; ++p) {
@@ -147,7 +147,7 @@ void bf16_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, 
                 turn = 1 - turn;
             } else {
                 finish(a, products);
-                if (a.expands) tile_configure(shapes);  // adapters configured tiles of their own
+                if (a.has_lora) tile_configure(shapes);  // adapters configured tiles of their own
             }
         }
     }
@@ -159,7 +159,7 @@ void bf16_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, 
 template <bool kTall>
 void bf16_tile_rows(const LinearArgs& a, int64_t row_begin, int64_t row_end, int count, int64_t panel_begin,
                     int64_t panel_end) {
-    if ((a.epilogue == kActivated || a.epilogue == kGated) && !a.expands) {
+    if ((a.epilogue == kActivated || a.epilogue == kGated) && !a.has_lora) {
         bf16_tile_columns<kTall, true>(a, row_begin, row_end, count, panel_begin, panel_end);
     } else {
         bf16_tile_columns<kTall, false>(a, row_begin, row_end, count, panel_begin, panel_end);

@@ -3,6 +3,8 @@
 // by lora_b.h only.
 #pragma once
 
+#include <cassert>
+
 #include "simd.h"
 
 namespace octavo::OCTAVO_ISA {
@@ -63,9 +65,16 @@ class Pieces {
     int64_t num_lines() const { return lines_; }
     void take(int64_t lines) { lines_ -= lines; }
 
+    // Says how often `fetch` is called until the next `expect`. Debug builds check it.
+    void expect([[maybe_unused]] int64_t calls) {
+        assert(calls_left_ == 0);
+        assert((calls_left_ = calls) == calls);
+    }
+
     // Fetches lines, no more than were taken, into the second-level cache: the first has no room beside what products
     // read.
     void fetch(int64_t lines) {
+        assert(calls_left_-- > 0);
         for (int64_t i = 0; i < lines; ++i) {
             Piece& piece = pieces_[at_];
             __builtin_prefetch(piece.begin, 0, 2);
@@ -80,6 +89,7 @@ class Pieces {
         const char *begin, *end;
     };
     int64_t count_ = 0, at_ = 0, lines_ = 0;
+    [[maybe_unused]] int64_t calls_left_ = 0;
     Piece pieces_[kMostPieces];
 };
 
@@ -91,12 +101,12 @@ class FactorLines {
     // For a task that computes rows row_begin .. row_end - 1 by panels from `panel` on. The matrix has `panels` panels.
     FactorLines(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t panel, int64_t panels)
         : a_(a), row_begin_(row_begin), row_end_(row_end), panels_(panels) {
-        if (a.expands && a.next) seek(panel);
+        if (a.has_lora && a.next) seek(panel);
     }
 
     // Lists the lines to fetch while `count` panels from `panel` on meet all rows, in `steps` steps.
     void list(int64_t panel, int64_t count, int64_t steps) {
-        if (!a_.expands) return;
+        if (!a_.has_lora) return;
         pieces_.clear();
         const int64_t after = panel + count;
         for_factors(a_, row_begin_, row_end_, after, min_of(count, panels_ - after),
@@ -105,9 +115,10 @@ class FactorLines {
         each_ = (pieces_.num_lines() + steps - 1) / steps;
     }
 
-    // Returns how many lines of pieces() each of the next `steps` steps fetches.
+    // Returns how many lines of pieces() each of the next `steps` steps fetches. Each step calls `fetch` once.
     int64_t take(int64_t steps) {
-        if (!a_.expands) return 0;
+        pieces_.expect(steps);
+        if (!a_.has_lora) return 0;
         const int64_t left = pieces_.num_lines();
         const int64_t each = each_ * steps <= left ? each_ : left / steps;
         pieces_.take(each * steps);

@@ -13,8 +13,8 @@ namespace {
 
 // Rows of a batch, which share columns. The outputs of this many rows fit in the first-level cache.
 constexpr int kOutlierRows = 64;
-// Rows of a batch that shares opened blocks (superblock_layouts.h).
-constexpr int kOpenedRows = 96;
+// Rows of a batch that shares unpacked blocks (superblock_layouts.h).
+constexpr int kUnpackedRows = 96;
 
 struct Outlier {
     float value;
@@ -24,18 +24,19 @@ struct Outlier {
 // The outliers of some rows, batch by batch.
 class OutlierList {
   public:
-    // Returns the outliers of `rows` rows of `blocks` blocks, in batches of `batch_rows` rows and `segments` equal
-    // parts of the blocks. A thread lists the same rows once in a launch, for all its tasks. The result is valid until
-    // the next call.
-    static OutlierList& of(const QBlock* x, int64_t x_stride, int64_t blocks, int64_t rows, int64_t batch_rows,
-                           int64_t segments) {
+    // Returns the thread's list, for one task at a time.
+    static OutlierList& of_thread() {
         static thread_local OutlierList list;
-        const Rows wanted{launch_number(), x, x_stride, blocks, rows, batch_rows, segments};
-        if (!(list.rows_ == wanted)) {
-            list.rows_ = wanted;
-            list.collect();
-        }
         return list;
+    }
+
+    // Lists the outliers of `rows` rows of `blocks` blocks, in batches of `batch_rows` rows and `segments` equal parts
+    // of the blocks. Does nothing if the same rows were listed last in this launch, for an earlier task.
+    void list(const QBlock* x, int64_t x_stride, int64_t blocks, int64_t rows, int64_t batch_rows, int64_t segments) {
+        const Rows wanted{launch_number(), x, x_stride, blocks, rows, batch_rows, segments};
+        if (rows_ == wanted) return;
+        rows_ = wanted;
+        collect();
     }
 
     // Unpacks the columns of weights that the batch's outliers meet. The batch begins with row `first`; `w` is a panel

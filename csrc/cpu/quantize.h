@@ -100,13 +100,13 @@ inline void quantize_block(float* x, QBlock& out) {
         }
     }
     int32_t sums[4];
-    // Sums of each 16 elements, from which the starts of integer sums and the factors of minima follow.
+    // Sums of each 16 elements, from which the zero-point terms and the factors of minima follow.
     sum_bytes(out.q, sums);
-    for (int i = 0; i < 4; ++i) out.start_z128_by_16[i] = -128 * sums[i];
+    for (int i = 0; i < 4; ++i) out.zero_point_terms_z128_by_16[i] = -128 * sums[i];
     for (int i = 0; i < 2; ++i) {
         const int32_t sum = sums[2 * i] + sums[2 * i + 1];
-        out.start_z8[i] = -8 * sum;
-        out.start_z128[i] = -128 * sum;
+        out.zero_point_terms_z8[i] = -8 * sum;
+        out.zero_point_terms_z128[i] = -128 * sum;
         out.element_sums[i] = narrow_scalar(out.scale[i] * static_cast<float>(sum));
     }
 }

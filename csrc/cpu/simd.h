@@ -87,7 +87,7 @@ inline Ints centred(Ints codes) { return codes; }
 #ifndef OCTAVO_SHORT_SUMS
 // Sums over a group of up to 32 elements by codes of four bits: how they begin, grow and end. Sets without dot products
 // of bytes keep them in 16 bits meanwhile.
-inline Ints begin_sums4(int32_t start) { return set1_int(start); }
+inline Ints begin_sums4(int32_t zero_point_term) { return set1_int(zero_point_term); }
 inline Ints add_to_sums4(Ints sums, Ints codes, Ints x) { return dot_codes4(sums, codes, x); }
 inline Ints end_sums4(Ints sums, int32_t) { return sums; }
 // Adds the products of two steps of codes of six bits.

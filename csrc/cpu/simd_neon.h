@@ -180,7 +180,7 @@ inline Ints load_two_rows(const int8_t* a, const int8_t* b) {
 inline Pairs load_two_rows(const uint16_t* a, const uint16_t* b) {
     return vreinterpretq_u32_u16(vcombine_u16(vld1_u16(a), vld1_u16(b)));
 }
-inline Ints starts_of_two_rows(int32_t a, int32_t b) { return Ints{a, b, a, b}; }
+inline Ints terms_of_two_rows(int32_t a, int32_t b) { return Ints{a, b, a, b}; }
 // acc[output][row] += the sum over k of codes[output][k] * x[row][k]; k is 8 here and 4 below.
 inline Ints multiply_matrices(Ints acc, Ints codes, Ints x) {
     return vusmmlaq_s32(acc, unsigned_bytes(codes), signed_bytes(x));

@@ -26,7 +26,9 @@ inline Ints dot_codes8(Ints acc, Ints codes, Ints x) {
 #define OCTAVO_SHORT_SUMS
 inline Ints begin_sums4(int32_t) { return set1_int(0); }
 inline Ints add_to_sums4(Ints sums, Ints codes, Ints x) { return now(add_shorts(sums, multiply_pairs(codes, x))); }
-inline Ints end_sums4(Ints sums, int32_t start) { return add_ints(set1_int(start), widen_shorts(sums)); }
+inline Ints end_sums4(Ints sums, int32_t zero_point_term) {
+    return add_ints(set1_int(zero_point_term), widen_shorts(sums));
+}
 
 // Adds the products of two steps of codes of six bits: sums of four products fit 16 bits (4 * 63 * 127).
 inline Ints dot_two_codes6(Ints acc, Ints codes, Ints x, Ints more_codes, Ints more_x) {

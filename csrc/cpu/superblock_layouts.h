@@ -1,7 +1,7 @@
-// The layouts whose blocks are opened (docs/kernels.md), most of them a file's superblocks of 256 elements, into blocks
-// that products read. with_format chooses the layout of a matrix. In every format `inverse` is 1 over the matrix's
-// factor, `v` the vector of outputs within the panel, and `header` what a superblock has beside its codes. Included by
-// int_dot.h only.
+// The layouts whose blocks are unpacked (docs/kernels.md), most of them a file's superblocks of 256 elements, into
+// blocks that products read. with_format chooses the layout of a matrix. In every format `inverse` is 1 over the
+// matrix's factor, `v` the vector of outputs within the panel, and `header` what a superblock has beside its codes.
+// Included by int_dot.h only.
 #pragma once
 
 #include "int_layouts.h"
@@ -10,37 +10,37 @@ namespace octavo::OCTAVO_ISA {
 namespace {
 
 constexpr int kBlocksPerSuperblock = kSuperblock / kQBlock;
-// Blocks that are opened together for several tiles of rows: some 20 KB, which fit the first-level cache.
-constexpr int64_t kOpenedBlocks = 8;
-static_assert(kOpenedBlocks % kBlocksPerSuperblock == 0, "whole superblocks are opened");
+// Blocks that are unpacked together for several tiles of rows: some 20 KB, which fit the first-level cache.
+constexpr int64_t kUnpackedBlocks = 8;
+static_assert(kUnpackedBlocks % kBlocksPerSuperblock == 0, "whole superblocks are unpacked");
 
 // What formats of superblocks share that have a Header. F has
 //   Header(super, v, inverse)             what a superblock has beside its codes
 //   kGroup                                elements of a scale
-//   open_block<block>(header, super, v, opened)   opens one of the four blocks of a superblock into `opened`
+//   unpack_block<block>(header, super, v, unpacked)   unpacks one of the four blocks of a superblock into `unpacked`
 //   code(super, at, v)                    element `at` of a superblock as its code, less the zero of products
 //   element<group>(header, code)          an element of a group, given its code
 template <class F>
 struct Superblocks {
-    // Opens `blocks` blocks from `block` on, whole superblocks, into `opened`.
-    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, OpenWith with,
-                                         char* opened) {
+    // Unpacks `blocks` blocks from `block` on, whole superblocks, into `unpacked`.
+    static inline BlocksView unpack_blocks(const char* panel, int64_t block, int64_t blocks, UnpackWith with,
+                                           char* unpacked) {
         for (int64_t b = 0; b < blocks; b += kBlocksPerSuperblock) {
             const char* super = panel + (block + b) * F::kBlockBytes;
-            char* to = opened + b * F::kOpenedBytes;
+            char* to = unpacked + b * F::kUnpackedBytes;
             for (int v = 0; v < kVecsPerPanel; ++v) {
                 const typename F::Header header(super, v, with.inverse);
                 for_constants<kBlocksPerSuperblock>([&](auto i) {
-                    F::template open_block<i.kValue>(header, super, v, to + i.kValue * F::kOpenedBytes);
+                    F::template unpack_block<i.kValue>(header, super, v, to + i.kValue * F::kUnpackedBytes);
                 });
             }
         }
-        // Codes that are not opened are read as they lie.
-        if (!F::kOpensCodes) return {panel + block * F::kBlockBytes, F::kBlockBytes, opened, F::kOpenedBytes};
-        return {opened, F::kOpenedBytes, opened + F::OpenedFormat::kCodeBytes, F::kOpenedBytes};
+        // Codes that are not unpacked are read as they lie.
+        if (!F::kUnpacksCodes) return {panel + block * F::kBlockBytes, F::kBlockBytes, unpacked, F::kUnpackedBytes};
+        return {unpacked, F::kUnpackedBytes, unpacked + F::UnpackedFormat::kCodeBytes, F::kUnpackedBytes};
     }
 
-    static inline void column(const char* panel, int64_t k, OpenWith with, Vec* out) {
+    static inline void column(const char* panel, int64_t k, UnpackWith with, Vec* out) {
         const char* super = panel + k / kSuperblock * kBlocksPerSuperblock * F::kBlockBytes;
         const int at = static_cast<int>(k % kSuperblock);
         for (int v = 0; v < kVecsPerPanel; ++v) {
@@ -86,39 +86,39 @@ struct SixBits {
 };
 
 // What a superblock of Q4_K and Q5_K has beside its codes, for a vector of outputs. After the codes of each block come
-// 128 bytes: the float16 units of scales and of minima after the first, a word of numbers after each other one. The
-// numbers are eight scales and then eight minima. Units are divided by the matrix's factor; the unit of minima is
-// negated, as GGUF subtracts minima.
+// 128 bytes: the float16 superblock scales d (of scales) and dmin (of minima) after the first, a word of numbers after
+// each other one. The numbers are eight scales and then eight minima. d and dmin are divided by the matrix's factor;
+// dmin is negated, as GGUF subtracts minima.
 template <int kCodeBytes>
 struct ScalesAndMinima {
     static constexpr int kBlockBytes = kCodeBytes + kPanel * 4;
-    Vec unit, minimum_unit;
+    Vec d, dmin;
     SixBits numbers;
 
     ScalesAndMinima(const char* super, int v, float inverse)
         : numbers(super + kBlockBytes + kCodeBytes + v * kLanes * 4, kBlockBytes) {
-        const uint16_t* units = reinterpret_cast<const uint16_t*>(super + kCodeBytes) + v * kLanes;
-        unit = mul(load_half(units), set1(inverse));
-        minimum_unit = mul(load_half(units + kPanel), set1(-inverse));
+        const uint16_t* superblock_scales = reinterpret_cast<const uint16_t*>(super + kCodeBytes) + v * kLanes;
+        d = mul(load_half(superblock_scales), set1(inverse));
+        dmin = mul(load_half(superblock_scales + kPanel), set1(-inverse));
     }
 
     // Returns the scale of a group, not rounded yet.
     template <int group>
     inline Vec scale() const {
-        return mul(unit, numbers.at<group>());
+        return mul(d, numbers.at<group>());
     }
 };
 
-// Q4_K: a superblock is four blocks, each with its codes and 128 bytes of scales and minima. Opening writes scales and
-// minima only: codes are read as they lie.
+// Q4_K: a superblock is four blocks, each with its codes and 128 bytes of scales and minima. Unpacking writes scales
+// and minima only: codes are read as they lie.
 struct FormatQ4K : Superblocks<FormatQ4K> {
-    using OpenedFormat = IntFormat<4, 32, 32, float>;
+    using UnpackedFormat = IntFormat<4, 32, 32, float>;
     static constexpr int kBits = 4, kGroup = 32;
-    static constexpr bool kOpensCodes = false;
-    static constexpr int kBlockBytes = OpenedFormat::kCodeBytes + kPanel * 4;
-    static constexpr int kOpenedBytes = OpenedFormat::kScaleBytes + OpenedFormat::kMinimumBytes;
+    static constexpr bool kUnpacksCodes = false;
+    static constexpr int kBlockBytes = UnpackedFormat::kCodeBytes + kPanel * 4;
+    static constexpr int kUnpackedBytes = UnpackedFormat::kScaleBytes + UnpackedFormat::kMinimumBytes;
 
-    struct Header : ScalesAndMinima<OpenedFormat::kCodeBytes> {
+    struct Header : ScalesAndMinima<UnpackedFormat::kCodeBytes> {
         using ScalesAndMinima::ScalesAndMinima;
 
         // Returns the scale of a group, rounded to float16. Sets its minimum, not rounded yet. GGUF's codes begin at 0,
@@ -126,18 +126,18 @@ struct FormatQ4K : Superblocks<FormatQ4K> {
         template <int group>
         inline Vec scale(Vec& minimum) const {
             const Vec exact = ScalesAndMinima::scale<group>();
-            minimum = fma(minimum_unit, numbers.at<8 + group>(), mul(exact, set1(8)));
+            minimum = fma(dmin, numbers.at<8 + group>(), mul(exact, set1(8)));
             return round_to_half(exact);
         }
     };
 
     template <int block>
-    static inline void open_block(const Header& header, const char*, int v, char* to) {
+    static inline void unpack_block(const Header& header, const char*, int v, char* to) {
         Vec minima[2];
         float* scales = reinterpret_cast<float*>(to) + v * kLanes;
         store(scales, header.scale<2 * block>(minima[0]));
         store(scales + kPanel, header.scale<2 * block + 1>(minima[1]));
-        store_ints(to + OpenedFormat::kScaleBytes + v * kLanes * 4, as_ints(round_to_pairs(minima[0], minima[1])));
+        store_ints(to + UnpackedFormat::kScaleBytes + v * kLanes * 4, as_ints(round_to_pairs(minima[0], minima[1])));
     }
 
     static inline Vec code(const char* super, int at, int v) {
@@ -156,13 +156,13 @@ struct FormatQ4K : Superblocks<FormatQ4K> {
 // Q5_K: as Q4_K, but after the nibbles of a block come the fifth bits, a word for each 32 elements. Bit j of its byte i
 // belongs to element 4j + i.
 struct FormatQ5K : Superblocks<FormatQ5K> {
-    using OpenedFormat = IntFormat<8, 32, 32, float>;
+    using UnpackedFormat = IntFormat<8, 32, 32, float>;
     static constexpr int kBits = 5, kGroup = 32;
-    static constexpr bool kOpensCodes = true;
+    static constexpr bool kUnpacksCodes = true;
     static constexpr int kNibbleBytes = kPanel * kQBlock / 2;
     static constexpr int kCodeBytes = kNibbleBytes + kPanel * kQBlock / 8;
     static constexpr int kBlockBytes = kCodeBytes + kPanel * 4;
-    static constexpr int kOpenedBytes = OpenedFormat::kBlockBytes;
+    static constexpr int kUnpackedBytes = UnpackedFormat::kBlockBytes;
 
     struct Header : ScalesAndMinima<kCodeBytes> {
         using ScalesAndMinima::ScalesAndMinima;
@@ -173,7 +173,7 @@ struct FormatQ5K : Superblocks<FormatQ5K> {
         template <int group>
         inline Vec scale(Vec& less, Vec& minimum) const {
             const Vec exact = ScalesAndMinima::scale<group>();
-            const Vec below = mul(minimum_unit, numbers.at<8 + group>());
+            const Vec below = mul(dmin, numbers.at<8 + group>());
             // How many scales the minimum is; adding 1.5 * 2^23 and subtracting it rounds to a whole number.
             const Vec steps = div(sub(zero(), below), exact), magic = set1(0x1.8p23f);
             const Vec whole = sub(add(min(max(steps, set1(-96)), set1(128)), magic), magic);
@@ -195,9 +195,9 @@ struct FormatQ5K : Superblocks<FormatQ5K> {
         }
     }
 
-    // Opens eight elements of k of a vector of outputs: a vector of nibbles becomes two vectors of bytes.
+    // Unpacks eight elements of k of a vector of outputs: a vector of nibbles becomes two vectors of bytes.
     template <int step>
-    static inline void open_step(const char* nibbles, Ints fifth, Ints more, char* to) {
+    static inline void unpack_step(const char* nibbles, Ints fifth, Ints more, char* to) {
         const Ints both = load_ints(nibbles + step * kPanel * 4);
         // Low nibbles are elements 8 * step + i: fifth bit 2 * step. High nibbles are four elements further: the next
         // bit.
@@ -207,29 +207,29 @@ struct FormatQ5K : Superblocks<FormatQ5K> {
                    add_ints(or_ints(high_nibbles(both), fifth_bits<2 * step + 1>(fifth)), more));
     }
 
-    // Opens the codes and the scale of a group: codes become those of the flat format, whose zero is 128. Returns the
+    // Unpacks the codes and the scale of a group: codes become those of the flat format, whose zero is 128. Returns the
     // minimum of the group.
     template <int group>
-    static inline Vec open_group(const Header& header, const char* block, int v, char* to) {
+    static inline Vec unpack_group(const Header& header, const char* block, int v, char* to) {
         constexpr int half = group % 2;
         Vec less, minimum;
-        store(reinterpret_cast<float*>(to + OpenedFormat::kCodeBytes) + half * kPanel + v * kLanes,
+        store(reinterpret_cast<float*>(to + UnpackedFormat::kCodeBytes) + half * kPanel + v * kLanes,
               header.template scale<group>(less, minimum));
         const Ints more = in_all_bytes(sub(set1(128), less));
         // The group is one word of fifth bits, four vectors of nibbles and eight of the bytes that they become.
         const Ints fifth = load_ints(block + kNibbleBytes + (half * kPanel + v * kLanes) * 4);
         const char* nibbles = block + (4 * half * kPanel + v * kLanes) * 4;
         char* codes = to + (8 * half * kPanel + v * kLanes) * 4;
-        for_constants<4>([&](auto step) { open_step<step.kValue>(nibbles, fifth, more, codes); });
+        for_constants<4>([&](auto step) { unpack_step<step.kValue>(nibbles, fifth, more, codes); });
         return minimum;
     }
 
     template <int block>
-    static inline void open_block(const Header& header, const char* super, int v, char* to) {
+    static inline void unpack_block(const Header& header, const char* super, int v, char* to) {
         const char* from = super + block * kBlockBytes;
-        const Vec first = open_group<2 * block>(header, from, v, to);
-        const Vec second = open_group<2 * block + 1>(header, from, v, to);
-        store_ints(to + OpenedFormat::kCodeBytes + OpenedFormat::kScaleBytes + v * kLanes * 4,
+        const Vec first = unpack_group<2 * block>(header, from, v, to);
+        const Vec second = unpack_group<2 * block + 1>(header, from, v, to);
+        store_ints(to + UnpackedFormat::kCodeBytes + UnpackedFormat::kScaleBytes + v * kLanes * 4,
                    as_ints(round_to_pairs(first, second)));
     }
 
@@ -252,39 +252,39 @@ struct FormatQ5K : Superblocks<FormatQ5K> {
     }
 };
 
-// Q3_K: a superblock begins with the float16 units of its scales and with sixteen scales of six bits, stored plus 32.
+// Q3_K: a superblock begins with the float16 superblock scales and with sixteen scales of six bits, stored plus 32.
 // The codes of its four blocks follow. Think of a block's codes as eight vectors of nibbles, as codes of four bits lie.
 // Each of the first four words [4][32] has the two low bits of vectors 2i and 2i + 1, in bits 0 to 1 and 2 to 3 of each
 // nibble. Each of the last two words [2][32] has the third bits of four vectors, in bits 0 to 3 of each nibble.
 struct FormatQ3K : Superblocks<FormatQ3K> {
-    using OpenedFormat = IntFormat<4, 16, 0, float>;
+    using UnpackedFormat = IntFormat<4, 16, 0, float>;
     static constexpr int kBits = 3, kGroup = 16;
-    static constexpr bool kOpensCodes = true;
-    static constexpr int kUnitBytes = kPanel * 2;
-    static constexpr int kHeaderBytes = kUnitBytes + 3 * kPanel * 4;
+    static constexpr bool kUnpacksCodes = true;
+    static constexpr int kSuperblockScaleBytes = kPanel * 2;
+    static constexpr int kHeaderBytes = kSuperblockScaleBytes + 3 * kPanel * 4;
     static constexpr int kLowBytes = kPanel * kQBlock / 4;
     static constexpr int kCodeBytes = kLowBytes + kPanel * kQBlock / 8;
     static constexpr int kSuperBytes = kHeaderBytes + kBlocksPerSuperblock * kCodeBytes;
     static constexpr int kBlockBytes = kSuperBytes / kBlocksPerSuperblock;
-    static constexpr int kOpenedBytes = OpenedFormat::kBlockBytes;
+    static constexpr int kUnpackedBytes = UnpackedFormat::kBlockBytes;
 
     struct Header {
-        Vec unit;
+        Vec d;
         SixBits numbers;
 
         Header(const char* super, int v, float inverse)
-            : unit(mul(load_half(reinterpret_cast<const uint16_t*>(super) + v * kLanes), set1(inverse))),
-              numbers(super + kUnitBytes + v * kLanes * 4, kPanel * 4) {}
+            : d(mul(load_half(reinterpret_cast<const uint16_t*>(super) + v * kLanes), set1(inverse))),
+              numbers(super + kSuperblockScaleBytes + v * kLanes * 4, kPanel * 4) {}
 
         template <int group>
         inline Vec scale() const {
-            return round_to_half(mul(unit, sub(numbers.at<group>(), set1(32))));
+            return round_to_half(mul(d, sub(numbers.at<group>(), set1(32))));
         }
     };
 
-    // Opens vector `step` of a block's nibbles: eight elements of k.
+    // Unpacks vector `step` of a block's nibbles: eight elements of k.
     template <int step>
-    static inline void open_step(const Ints* low, const Ints* high, char* to) {
+    static inline void unpack_step(const Ints* low, const Ints* high, char* to) {
         // The two low bits of every nibble.
         const Ints two = and_ints(shift_right<step % 2 * 2>(low[step / 2]), set1_int(0x33333333));
         // Bit step % 4 of every nibble moves to bit 2 of it.
@@ -296,14 +296,14 @@ struct FormatQ3K : Superblocks<FormatQ3K> {
     }
 
     template <int block>
-    static inline void open_block(const Header& header, const char* super, int v, char* to) {
+    static inline void unpack_block(const Header& header, const char* super, int v, char* to) {
         const char* from = super + kHeaderBytes + block * kCodeBytes + v * kLanes * 4;
         Ints low[4], high[2];
         for (int i = 0; i < 4; ++i) low[i] = load_ints(from + i * kPanel * 4);
         for (int i = 0; i < 2; ++i) high[i] = load_ints(from + kLowBytes + i * kPanel * 4);
         char* codes = to + v * kLanes * 4;
-        for_constants<8>([&](auto step) { open_step<step.kValue>(low, high, codes); });
-        float* scales = reinterpret_cast<float*>(to + OpenedFormat::kCodeBytes) + v * kLanes;
+        for_constants<8>([&](auto step) { unpack_step<step.kValue>(low, high, codes); });
+        float* scales = reinterpret_cast<float*>(to + UnpackedFormat::kCodeBytes) + v * kLanes;
         for_constants<4>(
             [&](auto g) { store(scales + g.kValue * kPanel, header.template scale<4 * block + g.kValue>()); });
     }
@@ -326,45 +326,47 @@ struct FormatQ3K : Superblocks<FormatQ3K> {
     }
 };
 
-// Q2_K: a superblock begins with the float16 units of scales and of minima and with sixteen bytes, whose low halves are
+// Q2_K: a superblock begins with the float16 superblock scales d and dmin and with sixteen bytes, whose low halves are
 // scales and whose high halves are minima, one for each 16 elements. Words of codes follow, one for each 16 elements.
 // Think of the first eight elements as nibbles, as codes of four bits lie: they are in the low two bits of each nibble.
 // The other eight elements are in its high two bits. No scale and no minimum is rounded.
 struct FormatQ2K : Superblocks<FormatQ2K> {
-    using OpenedFormat = IntFormat<4, 16, 16, float>;
+    using UnpackedFormat = IntFormat<4, 16, 16, float>;
     static constexpr int kBits = 2, kGroup = 16;
-    static constexpr bool kOpensCodes = true;
-    static constexpr int kUnitBytes = 2 * kPanel * 2;
-    static constexpr int kHeaderBytes = kUnitBytes + 4 * kPanel * 4;
+    static constexpr bool kUnpacksCodes = true;
+    static constexpr int kSuperblockScaleBytes = 2 * kPanel * 2;
+    static constexpr int kHeaderBytes = kSuperblockScaleBytes + 4 * kPanel * 4;
     static constexpr int kCodeBytes = kPanel * kQBlock / 4;
     static constexpr int kSuperBytes = kHeaderBytes + kBlocksPerSuperblock * kCodeBytes;
     static constexpr int kBlockBytes = kSuperBytes / kBlocksPerSuperblock;
-    static constexpr int kOpenedBytes = OpenedFormat::kBlockBytes;
-    static constexpr float kStartOfOne = -128;  // start_z128_by_16 of QBlock is this many times the sum of 16 elements
+    static constexpr int kUnpackedBytes = UnpackedFormat::kBlockBytes;
+    static constexpr float kZeroPointTermOfOne = -128;  // zero_point_terms_z128_by_16 of QBlock / sum of 16 elements
 
     struct Header {
-        Vec unit, minimum_unit;
+        Vec d, dmin;
         const char* numbers;
 
-        Header(const char* super, int v, float inverse) : numbers(super + kUnitBytes + v * kLanes * 4) {
-            const uint16_t* units = reinterpret_cast<const uint16_t*>(super) + v * kLanes;
-            unit = mul(load_half(units), set1(inverse));
-            minimum_unit = mul(load_half(units + kPanel), set1(-inverse / kStartOfOne));
+        Header(const char* super, int v, float inverse) : numbers(super + kSuperblockScaleBytes + v * kLanes * 4) {
+            const uint16_t* superblock_scales = reinterpret_cast<const uint16_t*>(super) + v * kLanes;
+            d = mul(load_half(superblock_scales), set1(inverse));
+            // Minima are divided by -128, because products multiply them with zero_point_terms_z128_by_16, which are
+            // -128 times the sums of the row's elements.
+            dmin = mul(load_half(superblock_scales + kPanel), set1(-inverse / kZeroPointTermOfOne));
         }
 
-        // Returns the scale of a group. Sets `minimum` to the number that multiplies the group's start value.
+        // Returns the scale of a group. Sets `minimum` to the number that multiplies the group's zero-point term.
         template <int group>
         inline Vec scale(Vec& minimum) const {
             // A word has the bytes of four groups: of each the low half is the scale, the high half the minimum.
             const Ints four = load_ints(numbers + group / 4 * kPanel * 4), ones = set1_int(15);
-            minimum = mul(minimum_unit, to_float(and_ints(shift_right<group % 4 * 8 + 4>(four), ones)));
-            return mul(unit, to_float(and_ints(shift_right<group % 4 * 8>(four), ones)));
+            minimum = mul(dmin, to_float(and_ints(shift_right<group % 4 * 8 + 4>(four), ones)));
+            return mul(d, to_float(and_ints(shift_right<group % 4 * 8>(four), ones)));
         }
     };
 
     template <int group>
-    static inline void open_group(const Header& header, const char* codes, int v, char* to) {
-        constexpr int at = group % OpenedFormat::kGroupsPerBlock;
+    static inline void unpack_group(const Header& header, const char* codes, int v, char* to) {
+        constexpr int at = group % UnpackedFormat::kGroupsPerBlock;
         const Ints word = load_ints(codes + (at * kPanel + v * kLanes) * 4);
         // Plus eight: GGUF's zero is 0, that of the flat format 8. Bit 3 of every nibble is free, so `or` adds. The
         // first vector has elements 0 to 7 of the group, the second 8 to 15.
@@ -373,15 +375,15 @@ struct FormatQ2K : Superblocks<FormatQ2K> {
         store_ints(out, or_ints(and_ints(word, twos), eights));
         store_ints(out + kPanel * 4, or_ints(and_ints(shift_right<2>(word), twos), eights));
         Vec minimum;
-        float* scales = reinterpret_cast<float*>(to + OpenedFormat::kCodeBytes) + at * kPanel + v * kLanes;
+        float* scales = reinterpret_cast<float*>(to + UnpackedFormat::kCodeBytes) + at * kPanel + v * kLanes;
         store(scales, header.template scale<group>(minimum));
-        store(scales + OpenedFormat::kGroupsPerBlock * kPanel, minimum);
+        store(scales + UnpackedFormat::kGroupsPerBlock * kPanel, minimum);
     }
 
     template <int block>
-    static inline void open_block(const Header& header, const char* super, int v, char* to) {
+    static inline void unpack_block(const Header& header, const char* super, int v, char* to) {
         const char* codes = super + kHeaderBytes + block * kCodeBytes;
-        for_constants<4>([&](auto g) { open_group<4 * block + g.kValue>(header, codes, v, to); });
+        for_constants<4>([&](auto g) { unpack_group<4 * block + g.kValue>(header, codes, v, to); });
     }
 
     static inline Vec code(const char* super, int at, int v) {
@@ -396,40 +398,40 @@ struct FormatQ2K : Superblocks<FormatQ2K> {
     static inline Vec element(const Header& header, Vec code) {
         Vec minimum;
         const Vec scale = header.template scale<group>(minimum);
-        return fma(scale, code, mul(minimum, set1(kStartOfOne)));
+        return fma(scale, code, mul(minimum, set1(kZeroPointTermOfOne)));
     }
 };
 
-// Q6_K: a superblock begins with the float16 units of its scales and with 16 scales of eight bits, stored plus 128. The
+// Q6_K: a superblock begins with the float16 superblock scales and with 16 scales of eight bits, stored plus 128. The
 // codes of its four blocks follow, three vectors of bytes for each 16 elements. The low six bits of vector s are
 // elements 4s + i; the high two bits of all three are elements 12 + i (fourth_of_six_bits).
 struct FormatQ6K {
-    using OpenedFormat = IntFormat<6, 16, 0, float>;
+    using UnpackedFormat = IntFormat<6, 16, 0, float>;
     static constexpr int kBits = 6;
     static constexpr int kHeaderBytes = kPanel * (2 + kSuperblock / 16);
     static constexpr int kCodeBytes = kPanel * kQBlock * 6 / 8;
     static constexpr int kSuperBytes = kHeaderBytes + kBlocksPerSuperblock * kCodeBytes;
     static constexpr int kBlockBytes = kSuperBytes / kBlocksPerSuperblock;
-    static constexpr int kOpenedBytes = OpenedFormat::kBlockBytes;
+    static constexpr int kUnpackedBytes = UnpackedFormat::kBlockBytes;
 
-    static inline Vec scale(const char* super, int group, int v, Vec unit) {
+    static inline Vec scale(const char* super, int group, int v, Vec d) {
         const uint8_t* scales = reinterpret_cast<const uint8_t*>(super) + kPanel * (2 + group) + v * kLanes;
-        return round_to_half(mul(unit, to_float(add_ints(load_bytes(scales), set1_int(-128)))));
+        return round_to_half(mul(d, to_float(add_ints(load_bytes(scales), set1_int(-128)))));
     }
 
-    static inline Vec scale_unit(const char* super, int v, float inverse) {
+    static inline Vec superblock_scale(const char* super, int v, float inverse) {
         return mul(load_half(reinterpret_cast<const uint16_t*>(super) + v * kLanes), set1(inverse));
     }
 
-    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, OpenWith with,
-                                         char* opened) {
+    static inline BlocksView unpack_blocks(const char* panel, int64_t block, int64_t blocks, UnpackWith with,
+                                           char* unpacked) {
         const Ints six = set1_int(0x3f3f3f3f);
         const char* super = panel + block * kBlockBytes;
-        const BlocksView view = {opened, kOpenedBytes, opened + OpenedFormat::kCodeBytes, kOpenedBytes};
+        const BlocksView view = {unpacked, kUnpackedBytes, unpacked + UnpackedFormat::kCodeBytes, kUnpackedBytes};
         for (int64_t b = 0; b < blocks; b += kBlocksPerSuperblock, super += kSuperBytes) {
             const char* from = super + kHeaderBytes;
             for (int i = 0; i < kBlocksPerSuperblock; ++i) {
-                char* to = opened + (b + i) * kOpenedBytes;
+                char* to = unpacked + (b + i) * kUnpackedBytes;
                 for (int step = 0; step < kQBlock / 16; ++step, from += 3 * kPanel * 4) {
                     for (int v = 0; v < kVecsPerPanel; ++v) {
                         Ints three[3];
@@ -439,12 +441,12 @@ struct FormatQ6K {
                         store_ints(out + 3 * kPanel * 4, fourth_of_six_bits(three[0], three[1], three[2]));
                     }
                 }
-                float* scales = reinterpret_cast<float*>(to + OpenedFormat::kCodeBytes);
+                float* scales = reinterpret_cast<float*>(to + UnpackedFormat::kCodeBytes);
                 for (int v = 0; v < kVecsPerPanel; ++v) {
-                    const Vec unit = scale_unit(super, v, with.inverse);
-                    for (int g = 0; g < OpenedFormat::kGroupsPerBlock; ++g) {
+                    const Vec d = superblock_scale(super, v, with.inverse);
+                    for (int g = 0; g < UnpackedFormat::kGroupsPerBlock; ++g) {
                         store(scales + g * kPanel + v * kLanes,
-                              scale(super, i * OpenedFormat::kGroupsPerBlock + g, v, unit));
+                              scale(super, i * UnpackedFormat::kGroupsPerBlock + g, v, d));
                     }
                 }
             }
@@ -452,7 +454,7 @@ struct FormatQ6K {
         return view;
     }
 
-    static inline void column(const char* panel, int64_t k, OpenWith with, Vec* out) {
+    static inline void column(const char* panel, int64_t k, UnpackWith with, Vec* out) {
         const char* super = panel + k / kSuperblock * kSuperBytes;
         const int at = static_cast<int>(k % kSuperblock), step = at % 16 / 4, shift = at % 4 * 8;
         const char* codes = super + kHeaderBytes + at / 16 * 3 * kPanel * 4;
@@ -461,51 +463,51 @@ struct FormatQ6K {
             for (int s = 0; s < 3; ++s) three[s] = load_ints(codes + (s * kPanel + v * kLanes) * 4);
             const Ints lane = step < 3 ? three[step] : fourth_of_six_bits(three[0], three[1], three[2]);
             const Vec code = to_float(code_at<6>(lane, shift));
-            out[v] = mul(scale(super, at / 16, v, scale_unit(super, v, with.inverse)), code);
+            out[v] = mul(scale(super, at / 16, v, superblock_scale(super, v, with.inverse)), code);
         }
     }
 };
 
 // The layouts whose codes are indices into the matrix's table and whose scales take a byte and less: after the codes of
-// each block come 64 bytes, [2][32]. Opening writes scales only: F::open_scales writes the scales of whole runs of
-// F::kOpenedTogether blocks, for vector v of outputs.
+// each block come 64 bytes, [2][32]. Unpacking writes scales only: F::unpack_scales writes the scales of whole runs of
+// F::kUnpackedTogether blocks, for vector v of outputs.
 template <class F>
 struct TableAndBytes {
-    using OpenedFormat = IntFormat<4, 32, 0, float, true>;
-    static constexpr int kBits = OpenedFormat::kBits;
-    static constexpr int kBlockBytes = OpenedFormat::kCodeBytes + kPanel * 2;
-    static constexpr int kOpenedBytes = OpenedFormat::kScaleBytes;
+    using UnpackedFormat = IntFormat<4, 32, 0, float, true>;
+    static constexpr int kBits = UnpackedFormat::kBits;
+    static constexpr int kBlockBytes = UnpackedFormat::kCodeBytes + kPanel * 2;
+    static constexpr int kUnpackedBytes = UnpackedFormat::kScaleBytes;
 
     // Returns byte i (0 or 1) of block `block`, for vector v of outputs.
     static inline Ints bytes(const char* panel, int64_t block, int i, int v) {
-        const char* after_codes = panel + block * kBlockBytes + OpenedFormat::kCodeBytes;
+        const char* after_codes = panel + block * kBlockBytes + UnpackedFormat::kCodeBytes;
         return load_bytes(reinterpret_cast<const uint8_t*>(after_codes) + i * kPanel + v * kLanes);
     }
 
-    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, OpenWith with,
-                                         char* opened) {
-        float* scales = reinterpret_cast<float*>(opened);
-        for (int v = 0; v < kVecsPerPanel; ++v) F::open_scales(panel, block, blocks, v, with.inverse, scales);
-        return {panel + block * kBlockBytes, kBlockBytes, opened, kOpenedBytes, with.table};
+    static inline BlocksView unpack_blocks(const char* panel, int64_t block, int64_t blocks, UnpackWith with,
+                                           char* unpacked) {
+        float* scales = reinterpret_cast<float*>(unpacked);
+        for (int v = 0; v < kVecsPerPanel; ++v) F::unpack_scales(panel, block, blocks, v, with.inverse, scales);
+        return {panel + block * kBlockBytes, kBlockBytes, unpacked, kUnpackedBytes, with.table};
     }
 
-    static inline void column(const char* panel, int64_t k, OpenWith with, Vec* out) {
+    static inline void column(const char* panel, int64_t k, UnpackWith with, Vec* out) {
         alignas(64) float scales[2 * kPanel * kBlocksPerSuperblock];
-        const int64_t block = k / kQBlock, first = block / F::kOpenedTogether * F::kOpenedTogether;
+        const int64_t block = k / kQBlock, first = block / F::kUnpackedTogether * F::kUnpackedTogether;
         const int at = static_cast<int>(k % kQBlock);
         const float* own = scales + ((block - first) * 2 + at / 32) * kPanel;
         for (int v = 0; v < kVecsPerPanel; ++v) {
-            F::open_scales(panel, first, F::kOpenedTogether, v, with.inverse, scales);
-            out[v] = mul(load(own + v * kLanes), OpenedFormat::codes_at(panel + block * kBlockBytes, at, v, with));
+            F::unpack_scales(panel, first, F::kUnpackedTogether, v, with.inverse, scales);
+            out[v] = mul(load(own + v * kLanes), UnpackedFormat::codes_at(panel + block * kBlockBytes, at, v, with));
         }
     }
 };
 
 // Scales that are powers of two: a byte is the exponent, as a float32 has it, and is divided by the factor already.
 struct FormatPowers : TableAndBytes<FormatPowers> {
-    static constexpr int kOpenedTogether = 1;
+    static constexpr int kUnpackedTogether = 1;
 
-    static inline void open_scales(const char* panel, int64_t block, int64_t blocks, int v, float, float* scales) {
+    static inline void unpack_scales(const char* panel, int64_t block, int64_t blocks, int v, float, float* scales) {
         for (int64_t b = 0; b < blocks; ++b, scales += 2 * kPanel) {
             for (int i = 0; i < 2; ++i) {
                 store(scales + i * kPanel + v * kLanes, bits_of<Vec>(shift_left<23>(bytes(panel, block + b, i, v))));
@@ -514,30 +516,31 @@ struct FormatPowers : TableAndBytes<FormatPowers> {
     }
 };
 
-// IQ4_XS: the first block of a superblock has the float16 units of the scales. Of the eight scales, of six bits and
+// IQ4_XS: the first block of a superblock has the float16 superblock scales. Of the eight scales, of six bits and
 // stored plus 32, the second block has the high two bits, four a byte, and the last two blocks have the low four bits,
 // two a byte, all from the low bits on.
 struct FormatIQ4XS : TableAndBytes<FormatIQ4XS> {
-    static constexpr int kOpenedTogether = kBlocksPerSuperblock;
+    static constexpr int kUnpackedTogether = kBlocksPerSuperblock;
 
     template <int group>
-    static inline void open_scale(const Ints* high, const Ints* low, Vec unit, float* scales) {
+    static inline void unpack_scale(const Ints* high, const Ints* low, Vec d, float* scales) {
         const Ints two = and_ints(shift_right<group % 4 * 2>(high[group / 4]), set1_int(3));
         const Ints four = and_ints(shift_right<group % 2 * 4>(low[group / 2]), set1_int(15));
         const Ints number = add_ints(or_ints(four, shift_left<4>(two)), set1_int(-32));
-        store(scales + group * kPanel, round_to_half(mul(unit, to_float(number))));
+        store(scales + group * kPanel, round_to_half(mul(d, to_float(number))));
     }
 
-    static inline void open_scales(const char* panel, int64_t block, int64_t blocks, int v, float inverse,
-                                   float* scales) {
+    static inline void unpack_scales(const char* panel, int64_t block, int64_t blocks, int v, float inverse,
+                                     float* scales) {
         scales += v * kLanes;
         for (int64_t b = block; b < block + blocks; b += kBlocksPerSuperblock, scales += kSuperblock / 32 * kPanel) {
-            const char* units = panel + b * kBlockBytes + OpenedFormat::kCodeBytes;
-            const Vec unit = mul(load_half(reinterpret_cast<const uint16_t*>(units) + v * kLanes), set1(inverse));
+            const char* superblock_scales = panel + b * kBlockBytes + UnpackedFormat::kCodeBytes;
+            const Vec d =
+                mul(load_half(reinterpret_cast<const uint16_t*>(superblock_scales) + v * kLanes), set1(inverse));
             Ints high[2], low[4];
             for (int i = 0; i < 2; ++i) high[i] = bytes(panel, b + 1, i, v);
             for (int i = 0; i < 4; ++i) low[i] = bytes(panel, b + 2 + i / 2, i % 2, v);
-            for_constants<8>([&](auto group) { open_scale<group.kValue>(high, low, unit, scales); });
+            for_constants<8>([&](auto group) { unpack_scale<group.kValue>(high, low, d, scales); });
         }
     }
 };

@@ -276,9 +276,9 @@ def _pack_sources(sources: Sequence[_Source], gated: bool) -> PackedIntegers:
     matrix = _cpu.Matrix(data, 0, *what)
     first_row = 0
     for source in sources:
-        if isinstance(source.opened, PackedWords):
-            require(source.opened.shape == (source.num_rows, num_in))
-            _pack_words(matrix, first_row, source.opened, order)
+        if isinstance(source.unpacked, PackedWords):
+            require(source.unpacked.shape == (source.num_rows, num_in))
+            _pack_words(matrix, first_row, source.unpacked, order)
         else:
             array = source.rows()
             _cpu.pack_part(
@@ -291,7 +291,7 @@ def _pack_sources(sources: Sequence[_Source], gated: bool) -> PackedIntegers:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A part as the native packer takes it: either `data` in a format that the packer reads, or `opened`, which is
+    """A part as the native packer takes it: either `data` in a format that the packer reads, or `unpacked`, which is
     words, or codes that `rows` brings into such a format."""
 
     layout: Layout
@@ -301,17 +301,17 @@ class _Source:
     kept: int | None = None  # the WEIGHT_* format that keeps this part's superblocks, if there is one
     has_half_scales: bool = False
     data: NDArray[Any] | None = None
-    opened: Codes | PackedWords | None = None
+    unpacked: Codes | PackedWords | None = None
     part: StoredWeight | None = None
 
     @property
     def order(self) -> NDArray[Any] | None:
-        return None if self.opened is None else self.opened.order
+        return None if self.unpacked is None else self.unpacked.order
 
     def fitted(self, layout: Layout) -> _Source:
         """Return this part as the packer can read it into `layout`: words only into one of the same number of bits,
         and indices into a table only into one with the same table; others become codes."""
-        is_read = self.layout.bits == layout.bits or not isinstance(self.opened, PackedWords)
+        is_read = self.layout.bits == layout.bits or not isinstance(self.unpacked, PackedWords)
         if is_read and self.layout.table == layout.table:
             return self
         if self.part is None:
@@ -323,8 +323,8 @@ class _Source:
         """Return the rows for the packer: [num_rows, bytes or elements]."""
         if self.data is not None:
             return self.data
-        assert isinstance(self.opened, Codes)
-        return _staged(self.opened)
+        assert isinstance(self.unpacked, Codes)
+        return _staged(self.unpacked)
 
 
 def _source(part: StoredWeight) -> _Source:
@@ -353,7 +353,7 @@ def _source(part: StoredWeight) -> _Source:
     if words is None or words.groups.group % 32:
         return _of_codes(unpack(part), name, part)
     has_half_scales = _are_halves(words.scales)
-    return _Source(words.layout, num_rows, num_in, has_half_scales=has_half_scales, opened=words, part=part)
+    return _Source(words.layout, num_rows, num_in, has_half_scales=has_half_scales, unpacked=words, part=part)
 
 
 def _of_codes(codes: Codes, name: str = "", part: StoredWeight | None = None) -> _Source:
@@ -369,7 +369,7 @@ def _of_codes(codes: Codes, name: str = "", part: StoredWeight | None = None) ->
     ]
     codes = codes.widened(layout)
     has_half_scales = _are_halves(codes.scales)
-    return _Source(layout, num_rows, num_in, format, has_half_scales=has_half_scales, opened=codes, part=part)
+    return _Source(layout, num_rows, num_in, format, has_half_scales=has_half_scales, unpacked=codes, part=part)
 
 
 def _are_halves(scales: NDArray[np.float32]) -> bool:
@@ -427,8 +427,8 @@ def _factor(sources: Sequence[_Source]) -> float:
         return 1.0
     largest = 0.0
     for source in sources:
-        if source.opened is not None:
-            scales = np.abs(source.opened.scales)
+        if source.unpacked is not None:
+            scales = np.abs(source.unpacked.scales)
             found = float(scales[np.isfinite(scales)].max(initial=0))
         else:
             array = source.rows()

@@ -292,7 +292,7 @@ def test_superblocks_and_tables_give_the_bits_of_what_they_stand_for_written_out
     isa: str, threads: None, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layout that keeps a file's superblocks, or indices into a table, against one of float16 scales, bfloat16 minima
-    and no table: every height of tile, widths that are opened in several parts, outliers, gates, epilogues and single
+    and no table: every height of tile, widths that are unpacked in several parts, outliers, gates, epilogues and single
     rows. (No other layout holds Q2_K.)"""
     for n, k in [(40, 256), (70, 4608)]:
         kept, flat = _kept_and_flat(name, [n], k, monkeypatch)
@@ -314,7 +314,7 @@ def test_superblocks_and_tables_give_the_bits_of_what_they_stand_for_written_out
 
 
 def test_minima_by_16_are_multiplied_as_they_are(isa: str, threads: None) -> None:
-    """Q2_K against the gguf package's values: every height of tile, widths that are opened in several parts, outliers,
+    """Q2_K against the gguf package's values: every height of tile, widths unpacked in several parts, outliers,
     gates, epilogues and single rows, each of which has the same bits in every batch."""
     for n, k in [(40, 256), (70, 4608)]:
         blocks = [random_blocks("Q2_K", n, k, seed=i) for i in range(2)]
@@ -372,12 +372,12 @@ def test_what_has_no_whole_panels_or_is_gated_shares_a_layout(isa: str) -> None:
         assert weight.num_bytes == 64 * 256 * 9.5 / 8
 
 
-@pytest.mark.parametrize("unit", [0x7FFF, 0xFFFF, 0x7C00, 0xFC01])
-def test_superblocks_that_are_not_finite_spoil_their_own_output(isa: str, unit: int) -> None:
+@pytest.mark.parametrize("superblock_scale", [0x7FFF, 0xFFFF, 0x7C00, 0xFC01])
+def test_superblocks_that_are_not_finite_spoil_their_own_output(isa: str, superblock_scale: int) -> None:
     for name, places in SUPERBLOCKS.items():
         for place in places:
             blocks = random_blocks(name, 40, 512)
-            blocks.data[3, place : place + 2] = np.array([unit], np.uint16).view(np.uint8)
+            blocks.data[3, place : place + 2] = np.array([superblock_scale], np.uint16).view(np.uint8)
             weight = native.pack_linear([blocks])
             out = cpu.linear(random(0, 9, 512), weight)
             assert not out[:, 3].isfinite().any() and out[:, :3].isfinite().all() and out[:, 4:].isfinite().all()
