@@ -70,10 +70,10 @@ class CacheSessions:
         if not found:
             return
         keep_until = time.time() + request.cache_ttl_s
-        tier.keep_on_arrival(found, keep_until)
+        tier.pin_pending_blocks(found, keep_until)
         self._remember(session, found.keys(), keep_until)
         unsaved = tier.unsaved.keys() & self._sessions[session].names  # includes blocks of earlier turns
-        tier.do_in_turn(partial(self._files.keep_session, session, [*found, *unsaved], keep_until), may_skip=True)
+        tier.enqueue_task(partial(self._files.keep_session, session, [*found, *unsaved], keep_until), may_skip=True)
         self._forget_old()
 
     def drop(self, session_id: str, salt: str | None) -> int | None:
@@ -88,7 +88,7 @@ class CacheSessions:
             freed -= freed & other.names  # takes time in proportion to the smaller set
         for name in freed:
             self._tier.forget(name)
-        self._tier.do_in_turn(partial(self._files.drop_session, session, names))
+        self._tier.enqueue_task(partial(self._files.drop_session, session, names))
         return len(freed)
 
     def _remember(self, session: str, names: Set[Name], keep_until: float) -> None:
@@ -105,7 +105,7 @@ class CacheSessions:
 
     def _is_anywhere(self, name: Name) -> bool:
         """Return whether a block is in its pool, on disk or on its way there."""
-        return self._tier.is_in_memory(name) or self._tier.is_on_its_way(name) or self._files.knows(name)
+        return self._tier.is_in_memory(name) or self._tier.is_pending(name) or self._files.knows(name)
 
     def _forget_old(self) -> None:
         """Forget the sessions whose time is over, and the least recently used sessions while all together have more
@@ -121,7 +121,7 @@ class CacheSessions:
             forgotten.append(next(iter(self._sessions)))
             self._forget(forgotten[-1])
         for session in forgotten:
-            self._tier.do_in_turn(partial(self._files.forget_session, session))
+            self._tier.enqueue_task(partial(self._files.forget_session, session))
 
     def _forget(self, session: str) -> set[Name]:
         """Forget a session, and return its blocks."""

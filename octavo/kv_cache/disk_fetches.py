@@ -179,7 +179,7 @@ class DiskFetches:
         if limit <= 0:
             return None
         self._drop_done_abandoned()
-        if self._tier.is_emptying or self._abandoned:  # an abandoned chunk is still being read: the disk hangs
+        if self._tier.is_removing_all or self._abandoned:  # an abandoned chunk is still being read: the disk hangs
             return None
         num_cached, num_found = self._cache.num_prefix_blocks(keys, limit, pools), self._num_found(keys, limit)
         used = self._cache.prefix_names(keys, num_found)
@@ -212,7 +212,7 @@ class DiskFetches:
     def _begin_copy(self, seq: TokenSequence, peer: BlockPeer) -> Copy | None:
         limit = self._most_blocks(seq)
         num_known = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._tier.watches)
-        if num_known >= limit or self._tier.is_emptying:
+        if num_known >= limit or self._tier.is_removing_all:
             return None
         compute_s = self._compute_s(num_known, limit)
         return self._peers.begin(peer, seq.block_hashes[:limit], num_known, compute_s, _patience_s(compute_s))
@@ -275,7 +275,7 @@ class DiskFetches:
         num_blocks = self._cache.num_prefix_blocks(fetch.keys, fetch.num_found_blocks, self._tier.pools)
         if num_blocks > fetch.num_cached_blocks:
             saved_s = self._compute_s(fetch.num_cached_blocks, num_blocks) - (self._clock() - fetch.began)
-            self._tier.earn(max(0.0, saved_s))
+            self._tier.add_eviction_save_time(max(0.0, saved_s))
             self._num_hits += (num_blocks - fetch.num_cached_blocks) * self._cache.block_size
 
     def _compute_s(self, num_cached_blocks: int, num_found_blocks: int) -> float:
@@ -317,7 +317,7 @@ class DiskFetches:
     def _touch(self, names: Sequence[Name]) -> None:
         """Mark the blocks of a prompt as used."""
         if names:
-            self._tier.do_in_turn(partial(self._tier.files.touch, names), may_skip=True)
+            self._tier.enqueue_task(partial(self._tier.files.touch, names), may_skip=True)
 
     def _read_ahead(self, fetch: Fetch) -> None:
         """Have the next chunks read: at least one, and as many as `_READING_BYTES` allow for all fetches."""

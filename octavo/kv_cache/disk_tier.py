@@ -4,10 +4,13 @@ These pools are the cache's on CPUs. On GPUs they are the host pools, which `hos
 host first, and only copies that are made are saved.
 
 Blocks are saved outside of the steps: while the engine is idle, for a small share of its time while it is busy, and
-when they are about to leave a pool. Saving blocks that leave a pool takes no more time than reads have saved, plus an
-advance, so that a load that never reads is not slowed down. A thread writes the blocks, from a queue of bounded size; a
+when they are about to be evicted from a pool. Eviction-time saves may use only the time that disk hits have saved (plus
+1 s to start), so a workload without hits is not slowed. A thread writes the blocks, from a queue of bounded size; a
 block that finds the queue full is not kept. `EngineCore` calls everything here, from one thread. See `block_files` for
 the folder and what is evicted from it, and `cache_sessions` for the sessions that clients keep there.
+
+States of a block: indexed (in a pool) -> unsaved -> queued -> written, or dropped: forgotten while it is unsaved,
+evicted without time or room to save it, or refused by the folder.
 """
 
 from __future__ import annotations
@@ -38,15 +41,15 @@ logger = logging.getLogger(__name__)
 
 _QUEUE_BYTES = 64 << 20  # of blocks on their way to the folder
 _IDLE_QUEUE_BYTES = 4 << 20  # the limit while the engine is idle, so that the writer is done when the next step begins
-_MOST_QUEUED = 10_000  # entries of the queue; beyond them notes of use are dropped, which pile up if the disk hangs
+_MOST_QUEUED = 10_000  # entries of the queue; beyond this, last-used updates are dropped
 _BUSY_SHARE = 0.003  # of a busy engine's time that saving may take, the writer's time included
 _GPU_BUSY_SHARE = 0.03  # on GPUs, where the writer delays no step, and planning has time while a step is computed
-_ADVANCE_S = 1.0  # time for saving blocks that leave a pool, before reads have saved any
-_MOST_EARNED_S = 60.0  # upper bound of the time that reads earn for saving blocks that leave a pool
-_MOST_CREDIT_S = 0.02  # upper bound of the time that a busy engine spends on saving in one go
+_INITIAL_EVICTION_SAVE_S = 1.0  # for eviction-time saves, before disk hits have saved any time
+_MAX_EVICTION_SAVE_S = 60.0  # upper bound of the time for eviction-time saves
+_MAX_BUSY_SAVE_S = 0.02  # upper bound of the time that a busy engine spends on saving in one go
 _IDLE_WAIT_S = 0.01  # longest wait for the writer before the caller looks for messages again
 _WARNING_S = 60.0  # between two warnings of the same error
-_SAVING_S = 10.0  # longest wait until all blocks are saved, in case the disk hangs
+_CLOSE_TIMEOUT_S = 10.0  # longest wait until all blocks are saved, in case the disk hangs
 _COUNTERS = ("num_disk_written", "disk_written_bytes", "num_disk_dropped")
 
 _Block = tuple[Name, NDArray[np.uint8]]
@@ -62,7 +65,7 @@ class BlockMemory(Protocol):
         ...
 
     def wait_for_workers(self) -> bool:
-        """Wait until `read_blocks` takes only the time of copying. Returns whether steps are later for it."""
+        """Wait until `read_blocks` takes only the time of copying. Returns True if the wait delays the next step."""
         ...
 
     def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
@@ -80,8 +83,8 @@ class BlockMemory(Protocol):
 
 
 class _PoolWatch(Container[bytes]):
-    """Tells the tier when blocks of one pool are indexed or lost. As a container it has the keys of the pool's blocks,
-    in the pool and on disk."""
+    """Tells the tier when blocks of one pool are indexed or lost. `key in watch`: the block is in the pool or on
+    disk."""
 
     def __init__(self, tier: DiskTier, pool: int) -> None:
         self._tier, self._pool = tier, pool
@@ -90,7 +93,7 @@ class _PoolWatch(Container[bytes]):
         self._tier.note_computed((self._pool, key), block)
 
     def leaves(self, block: int, key: bytes) -> None:
-        self._tier.save_before_loss((self._pool, key))
+        self._tier.save_before_eviction((self._pool, key))
 
     def __contains__(self, key: object) -> bool:
         assert isinstance(key, bytes)
@@ -117,21 +120,30 @@ class DiskTier:
             pool.watchers.append(watch)
         if host_tier is not None:
             host_tier.on_drop = self.forget_unsaved
-        self.unsaved: dict[Name, int] = {}  # blocks that only a pool has, the oldest first
-        self._credit_s = 0.0  # time that saving may take now while the engine is busy
-        self._earned_s = _ADVANCE_S  # time that saving blocks that leave a pool may take now
-        self.is_emptying = False  # all files of the folder are being removed
-        # Guards changes of what the writer's thread shares, from here to `_stats`. The engine's thread reads single
-        # values without it.
-        self._lock = threading.Condition()
-        self._queue: deque[_Block | Callable[[], None]] = deque()  # blocks to write, and other work in between
-        self._queued: set[Name] = set()
-        self._queued_bytes = 0
-        self._is_writing = self._is_closed = False
-        self.keep_until: dict[Name, float] = {}  # for blocks that are not written yet
-        self._write_s = 0.0  # moving average of the writer's processor time for a block
-        self._stats = EngineStats()
-        self._last_error, self._next_warning = "", 0.0  # used by the writer's thread alone
+        # Fields belong to the engine's thread, or change only under the lock; then the engine's thread reads single
+        # values without it. What bounds saving:
+        #
+        # account          | gains                              | spends                        | cap
+        # _busy_save_s     | a share of each step's time        | `save_while_busy`             | _MAX_BUSY_SAVE_S
+        # _eviction_save_s | time that disk hits have saved     | `save_before_eviction`        | _MAX_EVICTION_SAVE_S
+        # _write_s         | an average of writes, no account   | part of each block's price    | none
+        # _queued_bytes    | each block that is queued          | each block that is written    | _QUEUE_BYTES; if idle
+        #                  |                                    |                               | _IDLE_QUEUE_BYTES
+        # len(_queue)      | blocks, and tasks (`enqueue_task`) | the writer takes the next one | _MOST_QUEUED; only
+        #                  |                                    |                               | `may_skip` tasks obey
+        self.unsaved: dict[Name, int] = {}  # blocks that only a pool has, the oldest first; engine's thread
+        self._busy_save_s = 0.0  # engine's thread; may be overdrawn
+        self._eviction_save_s = _INITIAL_EVICTION_SAVE_S  # engine's thread; may be overdrawn
+        self._lock = threading.Condition()  # notified when something is queued, written, forgotten or dropped
+        self.is_removing_all = False  # all files of the folder are being removed; lock
+        self._queue: deque[_Block | Callable[[], None]] = deque()  # blocks to write, and tasks in between; lock
+        self._queued: set[Name] = set()  # lock
+        self._queued_bytes = 0  # lock
+        self._is_writing = self._is_closed = False  # lock
+        self.keep_until: dict[Name, float] = {}  # for blocks that are not written yet; lock
+        self._write_s = 0.0  # moving average of the writer's processor time for a block; lock
+        self._stats = EngineStats()  # lock
+        self._last_error, self._next_warning = "", 0.0  # writer's thread
         self._writer = threading.Thread(target=self._write, name="block-writer", daemon=True)
         self._writer.start()
         self.sessions = CacheSessions(self, cache, min(memory.block_bytes))
@@ -151,7 +163,7 @@ class DiskTier:
 
     def forget_pools(self, removes_files: bool) -> None:
         """Forget the blocks of the pools, whose contents are about to be lost. With `removes_files` forget the folder's
-        blocks too: the writer removes their files, and they are not found meanwhile."""
+        blocks too: the writer removes their files, and lookups miss until then."""
         for name in list(self.unsaved):
             self.forget_unsaved(name)
         self.fetches.end_all()
@@ -162,14 +174,15 @@ class DiskTier:
                 self._queue.clear()
                 self._queued.clear()
                 self._queued_bytes = 0
-            self.is_emptying = True
-            self.do_in_turn(self._remove_all)
+                self.is_removing_all = True
+                self.enqueue_task(self._remove_all)
 
     def _remove_all(self) -> None:
         try:
             self.files.remove_all()
         finally:
-            self.is_emptying = False
+            with self._lock:
+                self.is_removing_all = False
 
     def wait_until_saved(self, timeout_s: float | None = None) -> bool:
         """Return when nothing is left to write, or after `timeout_s`. Any thread may call it, while the engine's thread
@@ -180,8 +193,9 @@ class DiskTier:
             )
 
     def save_all(self) -> bool:
-        """Save all unsaved blocks, and wait up to `_SAVING_S` until they are written. Returns whether they are."""
-        end = time.monotonic() + _SAVING_S
+        """Save all unsaved blocks, and wait up to `_CLOSE_TIMEOUT_S` until they are written. Returns whether they
+        are."""
+        end = time.monotonic() + _CLOSE_TIMEOUT_S
         while time.monotonic() < end and self.save_while_idle():
             pass
         return self.wait_until_saved(max(0.0, end - time.monotonic()))
@@ -215,8 +229,8 @@ class DiskTier:
         pool, key = name
         return key in self._cache.pools[pool] or key in self.pools[pool]
 
-    def is_on_its_way(self, name: Name) -> bool:
-        """Return whether a block is unsaved, or in the writer's queue."""
+    def is_pending(self, name: Name) -> bool:
+        """Return whether a block is not written yet: unsaved, or in the writer's queue."""
         is_on_device = self._host_tier is not None and self._host_tier.copies_later(name)
         return is_on_device or name in self.unsaved or name in self._queued
 
@@ -228,16 +242,23 @@ class DiskTier:
         is_planned = not self._cache.host_blocks_written_later[pool].isdisjoint(blocks)
         return not is_planned and self._memory.is_settled(pool, blocks, waits)
 
-    def keep_on_arrival(self, names: Iterable[Name], keep_until: float) -> None:
-        """Keep those of these blocks that are not written yet until `time.time` is `keep_until`."""
+    def pin_pending_blocks(self, names: Iterable[Name], keep_until: float) -> None:
+        """Have the pending ones of these blocks kept in the folder until `time.time` is `keep_until`."""
         with self._lock:
-            self.keep_until |= {name: keep_until for name in names if self.is_on_its_way(name)}
+            self.keep_until |= {name: keep_until for name in names if self.is_pending(name)}
 
     def forget_unsaved(self, name: Name) -> None:
         """Do not save a block, unless the writer has it already."""
         self.unsaved.pop(name, None)
         with self._lock:
             self.keep_until.pop(name, None)
+            self._lock.notify_all()  # `wait_until_saved` looks at `unsaved`
+
+    def _drop(self, name: Name) -> None:
+        """Count a block as lost that was unsaved until now."""
+        self.forget_unsaved(name)
+        with self._lock:
+            self._stats.num_disk_dropped += 1
 
     def forget(self, name: Name) -> None:
         """Forget a block in the pools, and do not save it."""
@@ -257,39 +278,41 @@ class DiskTier:
             self._host_tier.note_indexed(name, block)
 
     def note_computed(self, name: Name, block: int) -> None:
-        if (self.is_emptying or not self.files.knows(name)) and name not in self._queued:
+        if (self.is_removing_all or not self.files.knows(name)) and name not in self._queued:
             self.unsaved[name] = block
 
-    def save_before_loss(self, name: Name) -> None:
+    def save_before_eviction(self, name: Name) -> None:
         """Save a block that is about to be overwritten, if it is unsaved, if the writer keeps up, and if a session
-        keeps the block or reads have earned the time."""
+        keeps the block or disk hits have saved the time. Drop it otherwise."""
         block = self.unsaved.pop(name, None)
         if block is None:
             return
         is_kept = name in self.keep_until
-        may_save = (is_kept or self._earned_s > 0) and self.is_settled(name[0], [block])
-        save_s = self._save(name, block, may_save)
+        has_time = is_kept or self._eviction_save_s > 0
+        if not (has_time and self._has_room() and self.is_settled(name[0], [block])):
+            self._drop(name)
+            return
+        save_s = self._save(name, block)
         if not is_kept:
-            self._earned_s -= save_s
+            self._eviction_save_s -= save_s
 
-    def earn(self, saved_s: float) -> None:
-        """Let saving blocks that leave a pool take `saved_s` seconds more, as reads have saved this time."""
-        self._earned_s = min(_MOST_EARNED_S, self._earned_s + saved_s)
+    def add_eviction_save_time(self, saved_s: float) -> None:
+        """Let eviction-time saves take `saved_s` seconds more: the time that a disk hit has saved."""
+        self._eviction_save_s = min(_MAX_EVICTION_SAVE_S, self._eviction_save_s + saved_s)
 
     def save_while_busy(self, step_s: float) -> None:
         """Save blocks in a small share of the time of a step, which took `step_s`."""
         if not self.unsaved:
             return
         share = _BUSY_SHARE if self._host_tier is None else _GPU_BUSY_SHARE
-        self._credit_s = min(self._credit_s + share * step_s, _MOST_CREDIT_S)
-        if self._credit_s <= 0 or not self._can_save():
+        self._busy_save_s = min(self._busy_save_s + share * step_s, _MAX_BUSY_SAVE_S)
+        if self._busy_save_s <= 0 or not self._can_save():
             return
-        # The wait is paid once for all blocks saved now. So overdraw the credit by up to twice the wait: saving then
-        # takes at least as long as the wait did, instead of waiting again soon.
+        # After paying the wait once, save for at least as long as it took.
         wait_s = self._wait_for_workers()
-        self._credit_s -= wait_s
-        while self._credit_s > -2 * wait_s and self._can_save():
-            self._credit_s -= self._save_oldest()
+        self._busy_save_s -= wait_s
+        while self._busy_save_s > -2 * wait_s and self._can_save():
+            self._busy_save_s -= self._save_oldest()
 
     def save_while_idle(self) -> bool:
         """Save a block, or wait shortly for the writer. Returns False if no block is unsaved, or if the device lacks
@@ -317,12 +340,12 @@ class DiskTier:
             self._memory.move_blocks(self._cache.take_moves())
             host_tier.end_plan()
 
-    def save_while_room(self) -> None:
-        """Save blocks until the writer has no room for more."""
+    def fill_queue(self) -> None:
+        """Queue unsaved blocks until the writer's queue is full."""
         while self._can_save():
             self._save_oldest()
 
-    def save_first(self, names: Iterable[Name]) -> None:
+    def prioritise(self, names: Iterable[Name]) -> None:
         """Save these blocks before others."""
         first = {name: self.unsaved.pop(name) for name in names if name in self.unsaved}
         self.unsaved = first | self.unsaved
@@ -338,14 +361,9 @@ class DiskTier:
         name = next(iter(self.unsaved))
         return self._save(name, self.unsaved.pop(name))
 
-    def _save(self, name: Name, block: int, may_save: bool = True) -> float:
-        """Queue a copy of a block, if there is room. Returns the seconds that steps are later for it: those of copying
-        the block and, on CPUs, of writing it."""
-        if not may_save or not self._has_room():
-            with self._lock:
-                self.keep_until.pop(name, None)
-                self._stats.num_disk_dropped += 1
-            return 0.0
+    def _save(self, name: Name, block: int) -> float:
+        """Queue a copy of a block, for which there is room. Returns the seconds that steps are later for it: those of
+        copying the block and, on CPUs, of writing it."""
         wait_s = self._wait_for_workers()
         begin = self._clock()
         contents = self._memory.read_blocks(name[0], [block])[0]
@@ -360,13 +378,15 @@ class DiskTier:
         """Wait for the workers. Returns the seconds that this delays steps: none if the next step waits for them
         too."""
         begin = self._clock()
-        return self._clock() - begin if self._memory.wait_for_workers() else 0.0
+        delays_step = self._memory.wait_for_workers()
+        wait_s = self._clock() - begin
+        return wait_s if delays_step else 0.0
 
     def _has_room(self, num_bytes: int = sys.maxsize) -> bool:
         """Return whether a queue limited to `num_bytes` has room for another block. An empty queue takes any block."""
         return self._queued_bytes < min(num_bytes, _QUEUE_BYTES) and not self._is_closed
 
-    def do_in_turn(self, work: Callable[[], None], may_skip: bool = False) -> None:
+    def enqueue_task(self, work: Callable[[], None], may_skip: bool = False) -> None:
         """Have the writer do `work` after everything queued before. With `may_skip` drop it if the queue is too
         long."""
         if may_skip and len(self._queue) >= _MOST_QUEUED:

@@ -38,7 +38,7 @@ class _PoolWatch:
         self._tier.note_indexed((self._pool, key), block)
 
     def leaves(self, block: int, key: bytes) -> None:
-        self._tier.save_before_loss((self._pool, key), block)
+        self._tier.save_before_eviction((self._pool, key), block)
 
 
 class HostTier:
@@ -128,7 +128,7 @@ class HostTier:
         """Count the copies of a prefix that a sequence had as used, once all are made."""
         self._released.append(names)
 
-    def save_before_loss(self, name: _Name, block: int) -> None:
+    def save_before_eviction(self, name: _Name, block: int) -> None:
         """Copy a block that is about to be overwritten, if the host lacks it and the plan has not too many copies."""
         self._cache.cancel_load(name[0], block)
         if self._is_forgetting:

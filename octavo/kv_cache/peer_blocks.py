@@ -296,7 +296,7 @@ class PeerBlocks:
             finally:
                 written.set()
 
-        self._tier.do_in_turn(write)
+        self._tier.enqueue_task(write)
         return written
 
 

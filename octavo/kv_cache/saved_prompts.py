@@ -46,7 +46,7 @@ class SavedPrompts:
         names = self._cache.prefix_names(seq.block_hashes, num_blocks)
         for name in names:  # the folder may have lost blocks that were saved once
             self._tier.note_in_memory(name)
-        self._tier.save_first(names)
+        self._tier.prioritise(names)
         self._waits[request.request_id] = names, self._clock() + _PATIENCE_S
 
     def forget(self, request_id: str) -> None:
@@ -57,7 +57,7 @@ class SavedPrompts:
     def save(self) -> None:
         """Between two steps, save as many blocks as the writer takes, if there is a request of `saves_prompt`."""
         if self._expected or self._held:
-            self._tier.save_while_room()
+            self._tier.fill_queue()
 
     def wait(self) -> None:
         """Save a block, or wait shortly for the writer, while there is nothing to compute."""
@@ -73,7 +73,7 @@ class SavedPrompts:
         saved = {
             request_id
             for request_id, (names, until) in self._waits.items()
-            if now >= until or not any(map(self._tier.is_on_its_way, names))
+            if now >= until or not any(map(self._tier.is_pending, names))
         }
         waiting = self._waits.keys() - saved
         everything = [*self._held, *outputs]

@@ -187,15 +187,15 @@ def test_what_leaves_a_pool_is_saved_in_the_time_that_reads_have_saved(engines: 
     one.save()
     one.cache.forget_prefixes()
     takes_3_ms(one)
-    one.tier._earned_s = 0.004
+    one.tier._eviction_save_s = 0.004
     for number in range(1, 4):
         one.compute([1000 * number + place for place in range(48)])  # takes every block
-    assert one.stats().num_disk_dropped == 24 - 2 and one.tier._earned_s < 0
+    assert one.stats().num_disk_dropped == 24 - 2 and one.tier._eviction_save_s < 0
     one.tier.forget_pools(removes_files=False)
     one.cache.forget_prefixes()
-    before, compute_s = one.tier._earned_s, one.tier.fetches._compute_s(0, 5)
+    before, compute_s = one.tier._eviction_save_s, one.tier.fetches._compute_s(0, 5)
     assert compute_s > 0.01 and one.fetched(list(range(22))) is not None
-    assert one.tier._earned_s == pytest.approx(before + compute_s)
+    assert one.tier._eviction_save_s == pytest.approx(before + compute_s)
 
 
 def test_a_busy_engine_saves_in_a_small_share_of_its_time(engines: Any) -> None:
@@ -243,11 +243,11 @@ def test_a_wait_that_delays_steps_counts_and_serves_for_several_blocks(engines: 
         step += 1
         one.tier.save_while_busy(0.001 / disk_tier._BUSY_SHARE)
     assert len(waits) == 3 and len(one.tier.unsaved) == 0
-    one.tier._earned_s, before = 0.015, one.stats().num_disk_dropped
+    one.tier._eviction_save_s, before = 0.015, one.stats().num_disk_dropped
     for number in range(1, 4):
         step += 1
         one.compute([1000 * number + place for place in range(48)])  # takes every block
-    assert one.stats().num_disk_dropped - before == 24 - 2 and one.tier._earned_s < 0
+    assert one.stats().num_disk_dropped - before == 24 - 2 and one.tier._eviction_save_s < 0
 
 
 def test_an_idle_engine_leaves_the_writer_little_to_do(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,6 +450,23 @@ def test_what_is_forgotten_does_not_come_back(engines: Any) -> None:
     assert list(other.files._files) == [] and other.fetched(list(range(22))) is None
 
 
+@pytest.mark.parametrize("loss", ["forgotten", "dropped"])
+def test_who_waits_until_all_is_saved_is_woken_when_the_last_unsaved_block_is_lost(engines: Any, loss: str) -> None:
+    one = engines()
+    one.compute(list(range(22)))
+    one.tier._eviction_save_s = 0.0
+    lock, *names = one.tier._lock, *one.tier.unsaved
+    lose = one.tier.forget_unsaved if loss == "forgotten" else one.tier.save_before_eviction
+    for name in names[1:]:
+        lose(name)
+    wait_until(lambda: len(lock._waiters) == 1)  # the writer, which has nothing to do
+    thread = threading.Thread(target=one.tier.wait_until_saved, daemon=True)
+    thread.start()
+    wait_until(lambda: len(lock._waiters) == 2)
+    lose(names[0])
+    wait_until(lambda: not thread.is_alive())
+
+
 @pytest.mark.parametrize("layers", [(FULL,), (FULL, WINDOW, STATE)], ids=str)
 def test_a_session_keeps_the_blocks_of_its_turns_until_it_is_dropped(
     layers: Sequence[LayerCacheSpec], engines: Any
@@ -500,21 +517,21 @@ def test_a_block_of_a_session_that_is_not_kept_leaves_nothing(engines: Any, monk
     assert len(one.tier.keep_until) == 5
     monkeypatch.setattr(disk_tier, "_QUEUE_BYTES", 0)
     for name in one.contents():
-        one.tier.save_before_loss(name)
+        one.tier.save_before_eviction(name)
     assert one.tier.keep_until == {} and one.stats().num_disk_dropped == 5
 
 
 def test_the_blocks_of_a_session_are_saved_also_where_reads_have_earned_no_time(engines: Any) -> None:
     one = engines()
     takes_3_ms(one)
-    one.tier._earned_s = -1.0
+    one.tier._eviction_save_s = -1.0
     turn_of(one, list(range(22)), "mine")
     own = one.contents()
     one.compute(list(range(100, 148)))  # takes every block
     one.compute(list(range(200, 248)))
     one.tier.wait_until_saved(timeout_s=0)
     wait_until(lambda: all(one.files.knows(name) for name in own))
-    assert one.stats().num_disk_dropped == 12 and one.tier._earned_s == -1.0
+    assert one.stats().num_disk_dropped == 12 and one.tier._eviction_save_s == -1.0
 
 
 def test_a_block_that_is_kept_while_it_is_written_leaves_nothing(engines: Any) -> None:
@@ -623,7 +640,7 @@ def test_what_is_read_for_a_waiting_request_is_not_replaced_by_what_others_want(
 
 
 def test_a_disk_that_hangs_does_not_keep_an_engine_from_its_end(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "_SAVING_S", 0.0)
+    monkeypatch.setattr(disk_tier, "_CLOSE_TIMEOUT_S", 0.0)
     one, may_go = engines(), threading.Event()
     one.files.write = lambda *_: may_go.wait()
     one.compute(list(range(40)))
