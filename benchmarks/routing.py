@@ -1,18 +1,20 @@
 """Prints how well a router over replicas does beside one large cache: hits, and how even the replicas' work is.
 
-    python benchmarks/routing.py [--router engines|gateway] [--replicas 4,64] [--patterns chat,agents] [--seeds 20-29]
-        [--memory 1]
+    python benchmarks/routing.py [--router engines|gateway|round-robin|two-choices] [--replicas 4,64]
+        [--patterns chat,agents] [--seeds 20-29] [--memory 1]
 
 Each replica is a real scheduler with its KV cache and an executor that computes nothing. Conversations grow by a
 message and an answer a turn and begin at times of their own; one turn follows the other after a pause. A step takes as
 long as its tokens do, on a clock that all replicas share. The router is that of a server with several engines, or the
-gateway's, which knows texts and what it has sent where.
+gateway's, which knows texts and what it has sent where. Two others are for comparison: replicas in turn, and of two
+that are drawn the one with fewer requests.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import random
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -58,6 +60,7 @@ PATTERNS = {
     "short": Pattern(2, (4, 4), (200, 800), (20, 300), (20, 200), 2),
     "agents": Pattern(3, (20, 40), (100, 1000), (50, 1000), (20, 120), 0.3, num_shared=4, shared=1500, num_blocks=6000),
     "documents": Pattern(4, (2, 6), (1000, 6000), (20, 60), (50, 300), 10, num_blocks=4000),
+    "long": Pattern(10, (10, 20), (4000, 8000), (100, 500), (20, 60), 2, num_blocks=12000),
     "questions": Pattern(32, (1, 1), (20, 200), (20, 60), (20, 200), 10, num_shared=8, shared=800),
 }
 
@@ -99,6 +102,7 @@ class Replica:
         self.executor = NoExecutor(num_blocks)
         self.core = EngineCore(cast(Any, config), cast(Any, self.executor))
         self.num_hits = 0
+        self.busy_s = 0.0
         self.is_stepping = False
 
 
@@ -148,7 +152,39 @@ class GatewayRouter:
         self._routed.pop(request_id).num_in_flight -= 1
 
 
-ROUTERS: dict[str, Callable[[int, int, int], Any]] = {"engines": EnginesRouter, "gateway": GatewayRouter}
+class RoundRobin:
+    """Takes the replicas in turn."""
+
+    def __init__(self, num_replicas: int, num_blocks: int, seed: int) -> None:
+        self._turns = itertools.cycle(range(num_replicas))
+
+    def route(self, request: EngineRequest, messages: dict[bytes, int]) -> int:
+        return next(self._turns)
+
+    def end(self, request_id: str, answer: list[int]) -> None:
+        pass
+
+
+class TwoChoices:
+    """Draws two replicas, and takes the one with fewer requests (Mitzenmacher 2001)."""
+
+    def __init__(self, num_replicas: int, num_blocks: int, seed: int) -> None:
+        self._random, self._num_running = random.Random(seed), [0] * num_replicas
+        self._routed: dict[str, int] = {}
+
+    def route(self, request: EngineRequest, messages: dict[bytes, int]) -> int:
+        drawn = self._random.sample(range(len(self._num_running)), min(2, len(self._num_running)))
+        chosen = self._routed[request.request_id] = min(drawn, key=self._num_running.__getitem__)
+        self._num_running[chosen] += 1
+        return chosen
+
+    def end(self, request_id: str, answer: list[int]) -> None:
+        self._num_running[self._routed.pop(request_id)] -= 1
+
+
+ROUTERS: dict[str, Callable[[int, int, int], Any]] = {
+    "engines": EnginesRouter, "gateway": GatewayRouter, "round-robin": RoundRobin, "two-choices": TwoChoices,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -156,6 +192,7 @@ class Figures:
     num_hits: int  # prompt tokens found in the caches
     num_tokens: list[int]  # that each replica computed
     ttft_s: float  # on average
+    busiest_s: float  # seconds of steps of the replica that had most: the work cannot be done faster
 
     @property
     def largest_share(self) -> float:
@@ -216,7 +253,9 @@ def simulate(
         num_before = replica.executor.num_tokens
         outputs = replica.core.step()
         replica.num_hits += outputs.stats.num_prefix_hits
-        later = now + STEP_S + TOKEN_S * (replica.executor.num_tokens - num_before)
+        step_s = STEP_S + TOKEN_S * (replica.executor.num_tokens - num_before)
+        replica.busy_s += step_s
+        later = now + step_s
         for output in outputs.outputs:
             i = int(output.request_id.partition("-")[0])
             if output.token_ids and output.request_id in begun:
@@ -235,7 +274,8 @@ def simulate(
         if replica.is_stepping:
             heapq.heappush(events, (later, order := order + 1, "step", number))
     num_hits = sum(replica.num_hits for replica in replicas)
-    return Figures(num_hits, [replica.executor.num_tokens for replica in replicas], sum(waits) / len(waits))
+    busiest_s = max(replica.busy_s for replica in replicas)
+    return Figures(num_hits, [replica.executor.num_tokens for replica in replicas], sum(waits) / len(waits), busiest_s)
 
 
 def compare(num_replicas: int, pattern: Pattern, seed: int, router: str = "engines") -> tuple[float, Figures]:
@@ -263,9 +303,10 @@ def main() -> None:
             hits = [share for share, _ in found]
             loads = [figures.largest_share for _, figures in found]
             ttft_s = fmean(figures.ttft_s for _, figures in found)
+            busiest_s = fmean(figures.busiest_s for _, figures in found)
             print(f"{num:3} replicas, {name:10} hits of one large cache's {fmean(hits):.1%}, at least {min(hits):.1%}; "
                   f"largest load {fmean(loads):.2f} of the mean, at most {max(loads):.2f}; first token after "
-                  f"{ttft_s * 1e3:.0f} ms", flush=True)  # fmt: skip
+                  f"{ttft_s * 1e3:.0f} ms; the busiest works for {busiest_s:.0f} s", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
