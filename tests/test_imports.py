@@ -115,6 +115,7 @@ def test_the_gateway_imports_nothing_of_the_engine() -> None:
         "peer_addresses",
         "processes",
         "sse_reader",
+        "trace_export",
         "version",
     }
 

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Awaitable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -26,12 +26,17 @@ from octavo.gateway.page import STATS_PATH, Page, is_of_page
 from octavo.gateway.proxy import Proxy, WaitLimits
 from octavo.gateway.proxy_request import ProxyRequest, route_of
 from octavo.gateway.request_body import RequestBody, read_body
+from octavo.gateway.request_spans import RequestSpans
+from octavo.gateway.upstream import Headers
 from octavo.gateway.usage_counter import UsageCounter
 from octavo.logs import UNKNOWN_ROUTE, LineLimit
 from octavo.messages_errors import MESSAGES_PREFIX, VERSION_HEADER
 from octavo.ollama import GREETING
 from octavo.ollama import PREFIX as OLLAMA_PREFIX
 from octavo.version import __version__
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 logger = logging.getLogger("octavo.gateway")
 
@@ -51,10 +56,10 @@ class GatewayApp:
 
     def __init__(
         self, models: Models, keys: ApiKeys, limits: WaitLimits, *, max_body_bytes: int, store: KeyStore | None = None,
-        several_gateways: bool = False,
+        several_gateways: bool = False, spans: RequestSpans | None = None,
     ) -> None:  # fmt: skip
         """Clients need one of the `keys`, which have no limits, or a key of the `store`, if either has any."""
-        self.models, self._keys, self._store = models, keys, store
+        self.models, self._keys, self._store, self._spans = models, keys, store, spans
         self.metrics = GatewayMetrics(models, store)
         self._proxy = Proxy(
             models, self.metrics, limits, keeps_keys=bool(keys) or store is not None, several_gateways=several_gateways
@@ -100,15 +105,19 @@ class GatewayApp:
     async def _answer(self, scope: Scope, receive: Receive, client: Client, path: str) -> None:
         arrival = time.monotonic()
         key: Key | None = None
+        span: Span | None = None
+        headers: Headers = _with_sender(scope)
         try:
             key = await self._find_key(scope)
             self._check(scope, key)
+            if self._spans is not None:
+                route = route_of(path) or UNKNOWN_ROUTE
+                span, headers = self._spans.begin(scope["method"], route, headers, arrival)
             if path == "/v1/models" or path.startswith("/v1/models/"):
                 name = path.removeprefix("/v1/models").removeprefix("/")
                 await self._list_models(scope["method"], name, key, client)
                 return
             counter = None if self._store is None or key is None else UsageCounter(self._store, key)
-            headers = _with_sender(scope)
             types = [value for name, value in headers if name == b"content-type"]
             data = await self._read(receive)
             query = scope["query_string"]
@@ -141,6 +150,9 @@ class GatewayApp:
             if not client.has_answer:
                 self.metrics.requests.labels("none", "none", 500).inc()
             await client.fail(RequestError("Internal error.", status=500, code="internal_error"))
+        finally:
+            if self._spans is not None and span is not None:
+                self._spans.end(span, client, key)
 
     def _note_refusal(self, method: str, path: str, key: Key | None, error: RequestError, request_id: str) -> None:
         """Note that the gateway itself refuses a request."""

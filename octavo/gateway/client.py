@@ -95,7 +95,10 @@ class Client:
         self._is_amid_event = False  # the client has part of an event that was too long to be held back
         self._unsent = b""  # bytes that `flush` sends
         self._failed_status = 0  # the status of an error that came after comments had been sent
+        self.status = 0  # that the client has got; 0 before it has one
+        self.has_failed = False  # the answer ends with an error, whatever its status
         self.has_answer = False  # a replica's answer has begun
+        self.answered_by: tuple[str, str] | None = None  # the names of the model and the replica
         self.refusal: tuple[int, str] | None = None  # the status and request id of a replica's answer with a 4xx
         self.progress = StreamProgress()
         self.usage_counter: UsageCounter | None = None  # for a client whose tokens are counted
@@ -235,6 +238,7 @@ class Client:
 
     async def fail(self, error: RequestError) -> None:
         """Answer with an error. Raises `BrokenAnswerError` if part of another answer has been sent."""
+        self.has_failed = self._has_head
         request_id = f"req_{self.request_id}"
         body = error_body(error, self._path, request_id)
         if not self._has_head:
@@ -281,7 +285,7 @@ class Client:
         await self._finish(b"")
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self._has_head = True
+        self._has_head, self.status = True, status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _write(self, data: bytes, *, is_last: bool = False) -> None:

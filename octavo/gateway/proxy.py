@@ -283,6 +283,7 @@ class Proxy:
         if outcome is Outcome.BROKEN:
             metrics.broken_streams.labels(name, replica.name).inc()
         elif outcome is Outcome.DELIVER and answer is not None:
+            attempt.client.answered_by = (name, replica.name)
             if progress.is_resumable and answer.header(RESUMABLE):
                 metrics.resumed.labels(name, replica.name).inc()
             if not attempt.client.has_answer:

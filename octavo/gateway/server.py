@@ -29,16 +29,19 @@ from octavo.gateway.memory_budget import MemoryBudget
 from octavo.gateway.models import FindLocal, Models
 from octavo.gateway.page import Page
 from octavo.gateway.proxy import WaitLimits
+from octavo.gateway.request_spans import RequestSpans
 from octavo.gateway.serve_process import ServeProcess
 from octavo.http_server import DrainingServer
 from octavo.logs import configure_logging
 from octavo.processes import allow_files, bind, collect_rarely, event_loop_factory
+from octavo.trace_export import check_endpoint
 
 logger = logging.getLogger("octavo.gateway")
 
 LOOK_INTERVAL_S = 1.0  # between looks at the catalogue's file
 WRITE_TIMEOUT_S = 60.0  # a client that reads nothing for so long is cut
 MAX_CONNECTIONS = 16_384  # of clients
+FLUSH_TIMEOUT_S = 2.0  # for the last spans, once all requests have ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +102,9 @@ class GatewayArgs(Flags):
         "request, or is refused.", positive=True,
     )  # fmt: skip
     shutdown_timeout: float = flag(20.0, "Seconds that running requests may take after SIGTERM.")
+    otlp_traces_endpoint: str | None = flag(
+        None, "URL of an OpenTelemetry collector, which gets a span for each request; needs scripts/install otel."
+    )
     log_format: Literal["text", "json"] = flag("text", "Form of the log: text, or JSON objects, one a line.")
 
     def check(self) -> None:
@@ -110,6 +116,8 @@ class GatewayArgs(Flags):
         for name in ("api_key", "admin_key"):
             if not all(getattr(self, name)):  # as of a variable that is not set: anybody could send it
                 raise ConfigError(f"--{name.replace('_', '-')} must not be empty.")
+        if self.otlp_traces_endpoint is not None:
+            check_endpoint(self.otlp_traces_endpoint)
         if self.admin_port is not None and self.keys is None:
             raise ConfigError("--admin-port needs --keys.")
         if self.admin_port is not None and not self.admin_keys:
@@ -190,9 +198,11 @@ class GatewayServer(DrainingServer):
         limits = WaitLimits(args.max_waiting, args.max_wait, args.stream_keep_alive)
         self.store = None if args.keys is None else open_keys(args.keys, args.on_keys_lost)
         keys = ApiKeys(with_environment(args.api_key))
+        endpoint = args.otlp_traces_endpoint
+        self._spans = None if endpoint is None else RequestSpans(endpoint)
         self.app = GatewayApp(
             self.models, keys, limits, max_body_bytes=args.max_body_bytes, store=self.store,
-            several_gateways=args.several_gateways,
+            several_gateways=args.several_gateways, spans=self._spans,
         )  # fmt: skip
         self._args, self._admin_sock = args, admin_sock
         self._seen = self._file_stamp()
@@ -228,6 +238,8 @@ class GatewayServer(DrainingServer):
             await self.models.close()
             if self.store is not None:
                 await self.store.close()
+            if self._spans is not None:
+                await asyncio.to_thread(self._spans.flush, FLUSH_TIMEOUT_S)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from octavo import tracing
+from octavo import trace_export
 from octavo.api_keys import key_of, with_environment
 from octavo.entrypoints.chat.reasoning import STYLES
 from octavo.entrypoints.chat.tools.tool_formats import AUTO, FORMATS, NONE
@@ -262,7 +262,7 @@ class ServerArgs(RequestLimits, Flags):
         if self.ssl_certfile is not None:
             self._check_certificate(self.ssl_certfile)
         if self.otlp_traces_endpoint is not None:
-            tracing.check_endpoint(self.otlp_traces_endpoint)
+            trace_export.check_endpoint(self.otlp_traces_endpoint)
         if self.tool_parser_plugin is not None:
             _run_plugin(self.tool_parser_plugin)
         for name, formats in (("tool_call_parser", FORMATS), ("reasoning_parser", STYLES)):
