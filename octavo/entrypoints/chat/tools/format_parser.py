@@ -4,19 +4,20 @@ once."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from octavo.entrypoints.chat.reasoning import held_back
 from octavo.entrypoints.chat.tools.call_spelling import property_schema, resolve_ref, schema_types
 from octavo.entrypoints.chat.tools.parameter_values import nested_value, parameter_value
-from octavo.entrypoints.chat.tools.python_calls import keyed_call, python_calls, python_list
+from octavo.entrypoints.chat.tools.python_calls import ends_within_text, keyed_call, python_calls, python_list
 from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import Call, Steps, TextParser, ToolSchemas, json_call, search, to_json
 
 _MAX_REREAD = 100_000  # characters of false calls, after which the rest of an answer is content
 _MAX_HEAD = 512  # characters before the arguments of a `NamedJson`
 _MAX_KEY = 128  # characters of a key without a schema that ends the argument before it
+_MAX_ENDS = 16  # marks of a call's end that are looked at, each of which takes the time to read the call so far
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
 _NAME = re.compile(r"[\w.\-]{1,256}")
 _NO_NAME = re.compile(r"[^\w.\-]")
@@ -166,10 +167,7 @@ class FormatParser(TextParser):
         if isinstance(body, PythonCalls):
             return (yield from self._take_python())
         if isinstance(body, KeyedValues):
-            begin = self._seen
-            text = yield from self._take_until(self._end)
-            if text is None:  # the model forgot the mark
-                text, self._seen = self._text[begin:], len(self._text)
+            text = yield from self._take_until_outside(self._end, lambda text: text.count(body.quote) % 2 > 0)
             call = keyed_call(text, body)
             return None if call is None else [call]
         return None
@@ -364,6 +362,19 @@ class FormatParser(TextParser):
         self._seen = min(last, default=len(self._text))
         return self._text[begin : self._seen].rstrip() if last else None
 
+    def _take_until_outside(self, mark: str, is_within: Callable[[str], bool]) -> Steps[str]:
+        """Return the text before the first `mark` that is not within a text of an argument, and go behind the mark. If
+        the model forgot the mark, all text is before it."""
+        begin = self._seen
+        for _ in range(_MAX_ENDS):
+            if (yield from self._take_until(mark)) is None:
+                self._seen = len(self._text)
+                return self._text[begin:]
+            text = self._text[begin : self._seen - len(mark)]
+            if not is_within(text):
+                break
+        return text
+
     def _take_name(self) -> Steps[str | None]:
         if not (yield from self._skip_spaces()):
             return None
@@ -378,9 +389,7 @@ class FormatParser(TextParser):
                 if not _BEGIN_LIST_SO_FAR.fullmatch(self._text, self._seen) or not (yield from self._more()):
                     return None
         begin = self._seen
-        text = yield from self._take_until(self._end or self._close)
-        if text is None:  # the model forgot the mark
-            text, self._seen = self._text[begin:], len(self._text)
+        text = yield from self._take_until_outside(self._end or self._close, ends_within_text)
         calls = python_calls(text)
         if calls is None and self._form.is_whole_answer and (read := python_list(text)) is not None:
             calls, self._seen = read[0], begin + read[1]

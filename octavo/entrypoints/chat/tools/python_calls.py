@@ -63,6 +63,15 @@ def python_list(text: str) -> tuple[list[Call], int] | None:
     return None
 
 
+def ends_within_text(text: str) -> bool:
+    """Return whether the beginning of a call ends within a quoted text."""
+    position, open_quotes = 0, set[str]()
+    while position < len(text):
+        quoted = _text_at(text, position, open_quotes)
+        position = position + 1 if quoted is None else quoted.end()
+    return bool(open_quotes)
+
+
 def _text_at(text: str, position: int, open_quotes: set[str]) -> re.Match[str] | None:
     """Return the quoted text that begins at `position`, or None. `open_quotes` has the quotes whose end was not found
     from an earlier place; they are not searched again, so that reading takes linear time."""

@@ -706,3 +706,13 @@ def test_strict_functions_are_held_among_harmonys_channels(
     assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is is_right
     # Without tokens for the marks the calls are only checked.
     assert wanted_grammar(body, answer_format(body, formats, "Hi"), formats, None, {}, None) is None
+
+
+@pytest.mark.parametrize("name", ["lfm2", "gemma3", "olmo3", "gemma4", "functiongemma", "llama4_pythonic", "hermes"])
+def test_a_text_in_quotes_may_contain_the_marks_of_calls(name: str) -> None:
+    form = FORMATS[name]
+    marks = [mark.strip() for mark in (form.open, form.start, form.end, form.close) if mark.strip()]
+    calls = [("f", {"a": f"{mark}\n{mark}", "b": [f"x {mark}"]}) for mark in marks or ["```"]]
+    text = write(form, calls, as_forced=True)
+    for cuts in ([], range(len(text)), [11, 27]):
+        assert read(lambda: FormatParser(form, {"f": {}}), text, list(cuts)) == ("", calls)
