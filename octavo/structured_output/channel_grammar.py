@@ -25,7 +25,7 @@ def channel_rules(indices: Mapping[str, int], special_tokens: Mapping[str, int])
     roles, heads, lines = list[str](), list[str](), list[str]()
     for name, i in indices.items():
         to = f"to={escaped(_NAMESPACE + name)}"
-        lines += [f"ROLE{i}: / ?{to}/", f"HEAD{i}: /(commentary|analysis) {to} ?(json)?/"]
+        lines += [f"ROLE{i}: / ?{to}/", f"HEAD{i}: /(commentary|analysis) {to}( (json)?)?/"]
         roles.append(f"ROLE{i} {channel} KIND json {message} rest{i}")
         heads.append(f"HEAD{i} json {message} rest{i}")
     return [
@@ -39,7 +39,7 @@ def channel_rules(indices: Mapping[str, int], special_tokens: Mapping[str, int])
         r"PLAIN: /(.|\n)*/ & ~/\s*to=(.|\n)*/",
         r"HEAD: /(.|\n)*/ & ~/(.|\n)*to=(.|\n)*/",
         rf"OTHER: /[a-z]* to=[^ ](.|\n)*/ & ~/[a-z]* to={escaped(_NAMESPACE)}(.|\n)*/",
-        "KIND: /(commentary|analysis) ?(json)?/",
+        "KIND: /(commentary|analysis)( (json)?)?/",
         "JSON: / ?json ?/",
         r"TEXT: /(.|\n)*/",
         *lines,

@@ -672,6 +672,7 @@ CALL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|ca
         (" to=functions.f<|channel|>commentary json<|message|>{\"b\": 1}<|call|>", False),
         ("<|channel|>commentary to=functions.f json<|message|>{\"a\": 1}<|call|>", True),
         ("<|channel|>commentary to=functions.f<|message|>{\"a\": 1}<|call|>", True),
+        ('<|channel|>commentary to=functions.fjson<|message|>{"a": 1}<|call|>', False),
         ("<|channel|>analysis to=functions.f code<|message|>{\"a\": 1}<|call|>", False),
         ("<|channel|>commentary<|message|>One moment.<|end|><|start|>assistant" + CALL.format("f", '{"a": 1}'), True),
         ("<|channel|>analysis to=browser.search code<|message|>{\"query\": 5<|call|>", True),
