@@ -1,6 +1,6 @@
-"""A LoRA adapter over the default model, for some of the requests of a batch.
+"""A LoRA adapter over the default model, for some requests of a batch.
 
-It is made here, of random numbers, as PEFT would save one that was trained; a real one is a folder like it.
+The program writes a folder with a random adapter in PEFT's format. A trained adapter is a folder of the same form.
 """
 
 import json
@@ -17,7 +17,7 @@ HIDDEN_SIZE, RANK, LAYERS = 576, 4, (3, 17)
 
 
 def make_adapter(folder: Path) -> None:
-    """Of the query projections of two layers: a product of two narrow matrices is added to each."""
+    """Write an adapter that adds a product of two narrow matrices to the query projections of two layers."""
     random = np.random.default_rng(0)
     tensors = {}
     for layer in LAYERS:
