@@ -310,7 +310,7 @@ def test_the_least_recently_used_adapter_makes_room() -> None:
     assert core.adapters is not None
     assert set(core.adapters.pool.resident) == {"3", "1", "2"}, "7 was used before 3 was used again"
     outputs = core.step()
-    assert outputs.stats.num_adapters_on_host == 4
+    assert (outputs.stats.num_adapters_on_host, outputs.stats.num_adapter_reads) == (4, 0), "each read was told once"
 
 
 def test_the_host_has_as_many_adapters_as_its_memory_holds() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from octavo import AsyncEngineArgs, AsyncLLMEngine, PoolingParams, RequestOutput, SamplingParams
 from octavo.engine.pooling_input import PoolingInput, Text
@@ -152,18 +153,24 @@ def test_a_request_that_goes_on_has_its_tokens_though_it_is_aborted_while_it_wai
     async def use(engine: AsyncLLMEngine) -> None:
         await engine.wait_ready()
         await engine.pause_generation("keep")
-        request = engine.inputs.process("The sea", LONG)
-        request.already_sent_token_ids = [[504], [505, 506]]
 
-        async def collect() -> list[RequestOutput]:
-            return [output async for output in engine.generate_from(request, "mine")]
+        async def resumed(**params: Any) -> list[RequestOutput]:
+            request = engine.inputs.process("The sea", structs.replace(LONG, **params))
+            request.already_sent_token_ids = [[504], [505, 506]]
 
-        answer = asyncio.ensure_future(collect())
-        await until(lambda: bool(engine._streams) and engine._streams["mine"].accept_waiter is not None)
-        await (engine.abort_all_for_shutdown() if is_stop else engine.abort("mine"))
-        outputs = [output.outputs[0] for output in await answer]
+            async def collect() -> list[RequestOutput]:
+                return [output async for output in engine.generate_from(request, "mine")]
+
+            answer = asyncio.ensure_future(collect())
+            await until(lambda: bool(engine._streams) and engine._streams["mine"].accept_waiter is not None)
+            await (engine.abort_all_for_shutdown() if is_stop else engine.abort("mine"))
+            return await answer
+
+        outputs = [output.outputs[0] for output in await resumed()]
         assert [one.token_ids for one in outputs] == [[504], [505, 506], []]
         assert [one.finish_reason for one in outputs] == [None, None, "abort"]
+        with pytest.raises(RequestError, match="the tokens of resume end the answer"):
+            await resumed(stop=[engine.tokenizer.decode([504])])
 
     with_engine(use)
 

@@ -151,3 +151,10 @@ def test_steps_are_measured_and_predicted(monkeypatch: pytest.MonkeyPatch) -> No
     assert abs(second.predicted_step_s / 0.125 - 1) < abs(first.predicted_step_s / 0.125 - 1), "it learns"
     assert first.prompt_token_s > 0
     assert engine.step().stats.step_s == 0, "nothing ran"
+
+
+def test_tokens_of_prompts_that_go_on_in_the_next_step_are_counted() -> None:
+    engine, _ = core()
+    prompt = Prompt(list(range(70)))  # a step takes 64
+    engine.add(EngineRequest("long", prompt, SamplingParams(max_tokens=2), [0], 2, 0.0))
+    assert [engine.step().stats.num_chunked_tokens for _ in range(3)] == [64, 0, 0]

@@ -40,6 +40,11 @@ def test_a_prefix_attracts_its_own_kind_only_and_less_than_a_load_repels() -> No
         route(router, request("e", [9]), [])
 
 
+def test_a_prefix_attracts_while_its_first_request_is_computed() -> None:
+    router = Router(2, SIZE, 100)
+    assert [route(router, request(name, list(range(40))), [0, 1]) for name in ("a", "b")] == [0, 0]
+
+
 def test_a_session_stays_where_it_was_unless_the_load_repels_it() -> None:
     router = Router(2, SIZE, 100)
     homes = {"a": 0, "b": 1}

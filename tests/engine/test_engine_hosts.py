@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from octavo.config import EngineHostsConfig
+from octavo.config import EngineConfig, EngineHostsConfig
 from octavo.distributed import joining
 from octavo.engine import engine_hosts, engine_node
 from octavo.engine.data_parallel import DataParallelEngine
@@ -22,7 +22,7 @@ from octavo.errors import ConfigError, EngineDeadError, LoadError, OctavoError
 from octavo.metrics.prometheus import EngineMetrics
 from tests.engine.stub_engine import ANSWER, EXIT, HANG, ask
 from tests.ports import held_port
-from tests.waiting import until, within
+from tests.waiting import until, wait_until, within
 
 Engines = Callable[..., EngineMetrics]
 
@@ -147,6 +147,19 @@ def test_a_host_that_is_told_to_stop_ends_what_it_has(with_engine: Engines, here
 
     metrics = with_engine(use, replicas=2, engine_hosts=here)
     assert [one.num_finished["length"] for one in metrics.of_engines] == [5, 0]
+
+
+def test_a_host_that_waits_for_its_turn_ends_with_the_server(
+    stub_config: EngineConfig, here: EngineHostsConfig
+) -> None:
+    """As while the engines of the server sleep."""
+    config = replace(stub_config, data_parallel_size=2, engine_hosts=here)
+    hosts = engine_hosts.EngineHosts(config)
+    _, end = start(replace(config, engine_hosts=replace(here, start_rank=1)))
+    wait_until(lambda: bool(hosts._waiting))
+    hosts.close()
+    with pytest.raises(ConfigError, match="the server has ended"):
+        end.result(within(60))
 
 
 @pytest.mark.long

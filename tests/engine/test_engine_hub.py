@@ -8,7 +8,9 @@ import re
 import socket
 import subprocess
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -111,6 +113,7 @@ def test_answers_find_their_front_end_and_metrics_are_sums(with_hub: Callable[..
         one, other = await make(), await make()
         asked = [ask(front.engine, ANSWER, str(i)) for i in range(3) for front in (one, other)]
         assert await asyncio.gather(*asked) == ["length"] * 6
+        assert not hub._engines[0]._is_busy(), "the watchdog would end the core"
         assert one.metrics.num_finished["length"] == other.metrics.num_finished["length"] == 3
         ended = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="stub"} 6.0'
         for front in (one, other):
@@ -241,6 +244,7 @@ def test_what_was_under_way_to_a_core_as_it_died_is_left_to_the_next_core(
 
         def end_as_messages_come(error: OctavoError) -> None:
             on_core_ended(error)
+            assert not engine._is_busy(), "the watchdog would end the next core"
             with monkeypatch.context() as patch:
                 patch.setattr(supervisor, "tell", told.append)
                 for message in (request, ResetCache(False), DropCacheSession("s", None), GetLiveView()):
@@ -442,6 +446,23 @@ def test_a_front_end_that_starts_while_the_engine_sleeps_does_not_wait_for_an_an
         assert await ask(other.engine, ANSWER) == await ask(front.engine, ANSWER) == "length"
 
     with_hub(use)
+
+
+def test_each_engine_of_a_hub_has_its_own_metrics(stub_config: EngineConfig) -> None:
+    async def use() -> None:
+        async with hub_of(replace(stub_config, data_parallel_size=2)) as hub:
+            text, _ = hub.metrics.render()
+            assert re.findall(r'vllm:num_requests_running{engine="(\d)"', text.decode()) == ["0", "1"]
+
+    asyncio.run(use())
+
+
+def test_channels_send_nothing_before_they_open_or_while_they_close() -> None:
+    channels = HubLink(lambda: None).channels
+    channels.send(1, b"early")
+    channels.transport = Mock(is_closing=lambda: True)
+    channels.send(1, b"late")
+    channels.transport.write.assert_not_called()
 
 
 def test_a_front_end_that_does_not_read_is_given_up(

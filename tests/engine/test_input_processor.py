@@ -66,10 +66,10 @@ def test_token_ids_go_before_text_and_bring_a_salt(inputs: InputProcessor) -> No
 
 
 def test_a_prediction_is_text_or_token_ids_and_what_no_answer_can_have_is_left_out(
-    inputs: InputProcessor, tokenizer: Any
+    inputs: InputProcessor, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def prediction(given: Any) -> list[int]:
-        return inputs.process({"prompt": "Hello", "prediction": given}, SamplingParams()).prediction
+        return inputs.process({"prompt_token_ids": [5], "prediction": given}, SamplingParams()).prediction
 
     assert prediction(None) == prediction("") == []
     assert prediction("Hello world") == tokenizer.encode("Hello world", add_special_tokens=False)
@@ -79,6 +79,10 @@ def test_a_prediction_is_text_or_token_ids_and_what_no_answer_can_have_is_left_o
         prediction(3)
     with pytest.raises(RequestError, match="not an integer"):
         prediction([-1])
+    hello, world = tokenizer.encode("Hello world", add_special_tokens=False)
+    assert hello > world
+    monkeypatch.setattr(inputs, "model", dataclasses.replace(inputs.model, vocab_size=hello))
+    assert prediction("Hello world") == [world], "the model has fewer tokens than its tokenizer"
 
 
 @pytest.mark.parametrize(

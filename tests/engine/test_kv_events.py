@@ -63,6 +63,7 @@ def replayed(endpoint: str, first: int = 0, read_ahead: int = 1000) -> list[tupl
             empty, number, payload = socket.recv_multipart()
             assert not empty
             if not payload:
+                assert number == b"\xff" * 8, "the number that ends a replay of vLLM"
                 return found
             found.append((int.from_bytes(number, "big"), msgspec.msgpack.decode(payload)))
 

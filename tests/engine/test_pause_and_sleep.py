@@ -130,7 +130,7 @@ def test_a_pause_that_fails_halfway_holds_no_requests(with_engine: WithEngine) -
         with pytest.raises(EngineRestartingError):
             await engine.sleep(1)
         supervisor._outage = None
-        assert await engine.is_paused(), "as before"
+        assert await engine.is_paused() and control.sleep_level == 0, "as before"
         await engine.resume_generation()
         assert await ask(engine, ANSWER) == "length"
 

@@ -570,6 +570,8 @@ def test_a_client_of_sessions_takes_no_more_memory_than_there_are_blocks(
     [(session, kept)] = one.tier.sessions._sessions.items()
     assert len(kept.names) <= 2 * (NUM_BLOCKS + 5) + 4 and one.tier.sessions._num_blocks == len(kept.names)
     assert len(one.files.session_names(session)) == 5
+    one.tier.forget_pools(removes_files=True)
+    assert one.tier.sessions._num_blocks == one.tier.sessions.count == 0
 
 
 def test_a_session_is_forgotten_after_its_time_and_where_others_have_more_blocks(

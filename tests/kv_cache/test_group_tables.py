@@ -4,6 +4,7 @@ again, what is copied."""
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
+from dataclasses import replace
 
 import pytest
 
@@ -61,6 +62,16 @@ def test_blocks_that_have_left_the_window_are_given_back_and_their_entries_are_n
         cache.check([seq])
     cache.release(seq)
     assert cache.pools[0].num_used == 0
+
+
+@pytest.mark.parametrize("window", [5, 6, 8, 9])
+def test_a_window_has_the_blocks_that_it_sees_and_no_more(window: int) -> None:
+    cache = manager((replace(WINDOW, window=window), 0), num_blocks=[10])
+    seq, used = sequence(40), set[int]()
+    for num_tokens in range(1, 41):
+        compute(cache, seq, num_tokens)
+        used.add(cache.pools[0].num_used)
+    assert max(used) == cache.most_blocks(1000, num_step_tokens=1)[0]
 
 
 def test_a_window_needs_blocks_for_itself_and_a_step_and_no_more() -> None:

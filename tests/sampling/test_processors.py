@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from octavo.ops import cpu
 from octavo.request import pack_tokens
 from octavo.sampling.processors import process_logits
-from octavo.sampling.sampling_table import RowSettings, Samples, SamplingTable, SpecialSample
+from octavo.sampling.sampling_table import RowSettings, Samples, SamplingTable, SeenTokens, SpecialSample
 from octavo.sampling_params import SamplingParams
 from octavo.step_plan import Admission
 from tests.sampling.rows import Row, sample
@@ -205,6 +205,14 @@ def test_penalties_count_the_tokens_of_a_growing_sequence_once() -> None:
         torch.testing.assert_close(drafted[0], torch.tensor(naive(with_guesses)), rtol=1e-5, atol=1e-5)
         process_logits(cpu, logits.numpy(), [special_sample(0, settings_of_row, known)])
         torch.testing.assert_close(logits[0], torch.tensor(naive(row)), rtol=1e-5, atol=1e-5)
+
+
+def test_penalties_ignore_a_prompt_of_embeddings() -> None:
+    """It has the token 0 everywhere."""
+    seen = SeenTokens(2, is_embedded=True)
+    for num_tokens in (3, 4):
+        found, counts = seen.of(np.array([0, 0, 7, 0][:num_tokens], np.int32), num_tokens)
+        assert (found.tolist(), counts.tolist()) == ([7, 0][: num_tokens - 2], [1.0, 1.0][: num_tokens - 2])
 
 
 def test_penalties_follow_a_sequence_with_many_different_tokens() -> None:
