@@ -261,6 +261,8 @@ def test_a_dropped_session_takes_only_what_is_its_own(tmp_path: Path) -> None:
     assert [one.has(name(number)) for number in range(4)] == [True, False, False, True]
     assert list(files(tmp_path).sessions()) == ["bb22"]
     [path] = [path for path in paths(tmp_path) if path.name == "bb22.session"]
-    path.write_bytes(path.read_bytes().replace(b"00", b"11", 1))
-    one.drop_session("bb22")
-    assert one.has(name(0)) and one.num_damaged == 1 and one.sessions() == {}, "a damaged list names nothing"
+    for number, use in enumerate((one.drop_session, one.session_names), 1):
+        path.write_bytes(path.read_bytes().replace(b"00", b"11", 1))
+        use("bb22")
+        assert one.has(name(0)) and one.num_damaged == number and one.sessions() == {}, "a damaged list names nothing"
+        one.keep_session("bb22", [name(0)], 0)
