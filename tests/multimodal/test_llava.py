@@ -231,7 +231,7 @@ def test_chats_of_scripts_have_pictures(llm: LLM) -> None:
         ({"type": "input_audio", "input_audio": {}}, "like .*input_audio"),
         ({"type": "audio_url", "audio_url": "data:audio/wav;base64,"}, "takes no sounds here, but pictures"),
         ({"type": "video_url", "video_url": "data:"}, "takes no videos here, but pictures"),
-        ({"type": "file", "file": {}}, "are not built here"),
+        ({"type": "file", "file": {}}, "are not supported here"),
     ):
         with pytest.raises(RequestError, match=message):
             llm.chat([{"role": "user", "content": [part]}])

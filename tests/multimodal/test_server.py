@@ -148,7 +148,7 @@ def test_other_roles_and_routes_refuse_pictures(client: openai.OpenAI, server: S
     system: Any = [{"role": "system", "content": [image(A)]}]
     with pytest.raises(openai.BadRequestError, match="only messages of the user and of tools"):
         client.chat.completions.create(model="llava", messages=system)
-    with pytest.raises(openai.BadRequestError, match="are not built here"):
+    with pytest.raises(openai.BadRequestError, match="are not supported here"):
         client.post(
             f"{server.url}/tokenize", body={"messages": [{"role": "user", "content": [image(A)]}]}, cast_to=object
         )

@@ -63,10 +63,10 @@ class Progress:
 class ChatRun:
     """One chat request. Call only `count_tokens`, or call in this order:
 
-    1. `make_sink`, if outputs may be written at once, without waking the task that reads them.
-    2. `submit`. It loads earlier answers of the server and fetches media files (`_run_with_files`). A thread renders
-       the prompt and chooses the answers' format and grammar (`_prepare`). The request goes to the engine when the
-       first output is read.
+    1. Optional: `make_sink`, to write chunks without waking the reader task.
+    2. `submit`. It loads earlier answers of the server and fetches media files (`_with_history_and_media`). A thread
+       renders the prompt and chooses the answers' format and grammar (`_prepare`). The request goes to the engine when
+       the first output is read.
     3. One of: `progress`, for one choice; `parse`, for each output of each choice.
 
     The answers are remembered as they end (`AnswerRecall`).
@@ -86,9 +86,9 @@ class ChatRun:
         """Raises `RequestError` for a template that is not trusted, and for a tool choice that is not possible.
         `clamps_max_tokens`: lower a `max_tokens` that does not fit; without it, that is an error. `reasoning_effort`
         and `verbosity` have no effect if the template has no variable for them. They are an error instead if the
-        server's `unknown_fields` is "error", unless `ignores_unknown_effort` is set. `only_renders`: the prompt is
-        wanted, the generator is not used (`ServerState.submit`). `checks_calls`: stop reasons say whether calls satisfy
-        their schemas."""
+        server's `unknown_fields` is "error", unless `ignores_unknown_effort` is set. `only_renders`: only render the
+        prompt; never generate (`ServerState.submit`). `checks_calls`: stop reasons say whether calls satisfy their
+        schemas."""
         check_template_is_trusted(body, state.args.trust_request_chat_template)
         check_tool_choice(body, state.formats)
         self._body = body
@@ -101,7 +101,7 @@ class ChatRun:
         self._sent_media = media_of([message.content for message in body.messages])
         answers = state.answers if not self._sent_media and can_recall(body) else None
         self._answer_recall = None if answers is None else AnswerRecall(answers, body, state)
-        self._files: dict[str, bytes] = {}  # media files by URL; filled only inside `_run_with_files`
+        self._files: dict[str, bytes] = {}  # media files by URL; filled only inside `_with_history_and_media`
         self._answer_format: AnswerFormat | None = None  # set by `_prepare`
         self._readers: dict[int, AnswerReader] = {}  # by index of the choice
         self._counters: dict[int, ReasoningCounter] = {}  # by index of the choice; none if answers have no reasoning
@@ -116,9 +116,9 @@ class ChatRun:
         read. `sink` is from `make_sink`. `resumable` gets the tokens of a prompt with earlier answers. Raises
         `RequestError`."""
         self._response_id = response_id
-        resumable.recalled_prompt = None  # a former trial with more turns or fewer (truncation "auto") may have set it
+        resumable.recalled_prompt = None  # an earlier attempt with other truncation may have set it
         with naming_prompt("messages"):
-            prompt, outputs = await self._run_with_files(
+            prompt, outputs = await self._with_history_and_media(
                 lambda: self._state.submit(
                     response_id,
                     self._body,
@@ -133,14 +133,14 @@ class ChatRun:
             )
         self._prompt_token_ids = prompt.token_ids
         if self._format.reasoning is not None:
-            outputs = self._count_off_loop(outputs)
+            outputs = self._count_long_outputs_in_thread(outputs)
         if self._answer_recall is not None:
             if (recalled := self._answer_recall.recalled) is not None:
                 resumable.recalled_prompt = recalled.token_ids
             outputs = self._answer_recall.remember_outputs(prompt, outputs)
         return prompt, outputs
 
-    async def _count_off_loop(
+    async def _count_long_outputs_in_thread(
         self, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield `outputs`. A thread counts the reasoning of outputs with many tokens, which `parse` would count in the
@@ -166,9 +166,9 @@ class ChatRun:
                 raise RequestError("the tokens of a prompt with prompt_embeds cannot be counted.", param="messages")
             return self._state.engine.inputs.count(prepared.prompt, prepared.media, prepared.add_special_tokens)
 
-        return await self._run_with_files(lambda: run_off_loop(count, length=length, media=self._media_kinds()))
+        return await self._with_history_and_media(lambda: run_off_loop(count, length=length, media=self._media_kinds()))
 
-    async def _run_with_files(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def _with_history_and_media(self, work: Callable[[], Awaitable[T]]) -> T:
         """Load the server's earlier answers and fetch the media files, for `_prepare`; then run `work` and return its
         result. `media_fetch_slots` limits how many requests hold files in memory. Raises `RequestError`."""
         if self._answer_recall is not None:

@@ -1,9 +1,13 @@
 """Renders a conversation with the tokenizer's chat template as the text that the model continues. `LLM` and the server
 call it.
 
-A prompt has one format of calls. If the template writes no descriptions of tools or no calls, this module writes them:
-tools in words, and calls in the model's format, or Hermes' if it is unknown. Results of calls then become messages of
-the user, the only role that every template has.
+A prompt has one format of calls. If the template cannot render tools or calls, this module renders them as text: tools
+in words, and calls in the model's format, or Hermes' if it is unknown. Results of calls then become messages of the
+user, the only role that every template has.
+
+`_adapt_messages` changes the messages by the template's traits. Then three layers render them, and change more only if
+the template refuses: `render_restated`, within it `_rendered_with_developers`, within it `_rendered_with_nulls`. They
+catch `TemplateRefusalError` alone, which only an error around the template's own rendering becomes.
 """
 
 from __future__ import annotations
@@ -17,7 +21,13 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from octavo.call_arguments import read_arguments
-from octavo.entrypoints.chat.restatements import Messages, Tools, render_restated, with_single_calls
+from octavo.entrypoints.chat.restatements import (
+    Messages,
+    TemplateRefusalError,
+    Tools,
+    render_restated,
+    with_single_calls,
+)
 from octavo.entrypoints.chat.template_traits import TemplateTraits, template_traits
 from octavo.entrypoints.chat.tools.call_ids import short_id, with_counted_ids
 from octavo.errors import RequestError
@@ -92,42 +102,102 @@ def render_chat(
     if "keeps_null_content" in parameters:  # tokenizers of `transformers` omit null contents
         options["keeps_null_content"] = True
     traits = template_traits(tokenizer, template)
+    conversation, tools = _adapt_messages(
+        messages, tools, traits, template, content_format=content_format, placeholders=placeholders,
+        tool_format=tool_format, model_tool_format=partial(_model_tool_format, tokenizer),
+    )  # fmt: skip
+
+    def apply_template(tools: Tools, conversation: Messages) -> str:
+        described = None if tools is None else [dict(tool) for tool in tools]
+        try:
+            prompt = tokenizer.apply_chat_template(
+                conversation,
+                tools=described,
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **options,
+            )
+            prompt.encode()
+        except Exception as error:  # the template is a program of the model: it may raise anything
+            raise TemplateRefusalError from error
+        return str(prompt)
+
+    def render_with_fallbacks(tools: Tools, conversation: Messages) -> str:
+        knows_role = "developer" in template
+        return _rendered_with_developers(partial(apply_template, tools), conversation, knows_role=knows_role)
+
+    as_text = traits.takes_text_arguments
+    try:
+        return render_restated(render_with_fallbacks, tools or None, conversation, takes_text_arguments=as_text)
+    except TemplateRefusalError as refusal:
+        cause = refusal.__cause__
+        lines = str(cause).splitlines() or [type(cause).__name__]
+        raise RequestError(f"The chat template refuses these messages: {lines[0]}", param="messages") from cause
+
+
+def _adapt_messages(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    traits: TemplateTraits,
+    template: str,
+    *,
+    content_format: str,
+    placeholders: Mapping[str, str] | None,
+    tool_format: ToolFormat | None,
+    model_tool_format: Callable[[], ToolFormat | None],
+) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None]:
+    """Return the messages as the template takes them, and the tools that it is to describe. The order of the steps
+    matters. `model_tool_format` finds the format of the model if `tool_format` is None."""
+    # 1. All messages get the usual fields, because each later step reads the calls and the contents.
     conversation = [_normalised(message, as_text=traits.takes_text_arguments) for message in messages]
+    # 2. Ids get the form that the template or the model's format of calls shows. Ids also appear in tool results, so
+    #    both change before results become texts (8).
     if traits.needs_short_ids:
         conversation = [_with_short_ids(message) for message in conversation]
-    if traits.needs_counted_ids or (tool_format is not None and tool_format.counts_calls):  # results show them, too
+    if traits.needs_counted_ids or (tool_format is not None and tool_format.counts_calls):
         conversation = with_counted_ids(conversation)
+    # 3. Media without placeholders are refused before any step adds parts of its own.
     has_parts = any(isinstance(message.get("content"), list) for message in conversation)
-    if has_parts and placeholders is None and any(_has_other_parts(message) for message in conversation):
+    if placeholders is None and (types := _other_part_types(conversation)):
         raise RequestError(
-            "parts of messages other than text are not built here; chats, Responses, Messages and LLM.chat have "
-            "pictures, and all but Messages sounds.",
+            f"parts of the type {', '.join(sorted(types))} are not supported here. Images: chat completions, "
+            "Responses, Messages, LLM.chat. Audio: the same without Messages. Videos: chat completions, LLM.chat.",
             param="messages",
         )
-    if traits.writes_calls and not traits.writes_calls_beside_blank:
+    # 4. An empty text beside calls becomes null where the template writes calls only beside a null: then it loses no
+    #    calls, and step 6 leaves them.
+    if traits.writes_calls and not traits.renders_calls_with_empty_content:
         conversation = [
             {**message, "content": message.get("content") or None} if message.get("tool_calls") else message
             for message in conversation
         ]
+    # 5. Tools that the template does not describe are described in a message, in the format of step 6.
     loses_calls = any(_loses_calls(message, traits) for message in conversation if "tool_calls" in message)
-    has_results = "tool" in [message.get("role") for message in conversation]
     if tool_format is None and ((tools and not traits.describes_tools) or loses_calls):
-        from octavo.entrypoints.chat.tools.format_detection import model_formats  # not needed by chats without tools
-
-        tool_format = model_formats(tokenizer).tools
+        tool_format = model_tool_format()
     if tools and not traits.describes_tools:
         conversation, tools = _describe_tools(conversation, tools, tool_format, traits), None
+    # 6. Calls that the template does not write become text.
     if loses_calls:
         conversation = [
             _with_written_calls(message, tool_format) if _loses_calls(message, traits) else message
             for message in conversation
         ]
+    # 7. The calls that are left get a message each where the template writes only the first of a message. Each result
+    #    comes after its call, so this is done while results have their role.
     if traits.loses_second_call:
         conversation = [dict(message) for message in with_single_calls(conversation)]
+    # 8. Results become messages of the user where the template does not write results.
+    has_results = "tool" in [message.get("role") for message in conversation]
     if has_results and not (traits.writes_results and (traits.describes_tools or traits.writes_calls)):
-        conversation = _with_results_as_users(conversation)
-    if has_parts and placeholders is not None and (content_format == "string" or not _knows(template, conversation)):
+        conversation = _tool_results_as_user_messages(conversation)
+    # 9. Media become their placeholders where the template does not read their parts. Results (8) may have media.
+    reads_parts = content_format != "string" and _template_mentions_part_types(template, conversation)
+    if has_parts and placeholders is not None and not reads_parts:
         conversation = [_with_placeholders(message, placeholders) for message in conversation]
+    # 10. At last contents become lists of parts, or texts, as each role takes them: the steps before add to both.
     if content_format == "openai" or (content_format == "auto" and traits.takes_only_parts):
         conversation = [_with_parts(message) for message in conversation]
     elif has_parts:
@@ -135,28 +205,13 @@ def render_chat(
         conversation = [
             message if _usual_role(message) in takes_parts else _with_text(message) for message in conversation
         ]
+    return conversation, tools
 
-    def apply(tools: Tools, conversation: Messages) -> str:
-        prompt = tokenizer.apply_chat_template(
-            conversation,
-            tools=None if tools is None else [dict(tool) for tool in tools],
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **options,
-        )
-        prompt.encode()
-        return str(prompt)
 
-    def render(tools: Tools, conversation: Messages) -> str:
-        return _rendered_with_developers(partial(apply, tools), conversation, knows_role="developer" in template)
+def _model_tool_format(tokenizer: ModelTokenizer) -> ToolFormat | None:
+    from octavo.entrypoints.chat.tools.format_detection import model_formats  # not needed by chats without tools
 
-    try:
-        return render_restated(render, tools or None, conversation, takes_text_arguments=traits.takes_text_arguments)
-    except Exception as error:  # the template is a program of the model: it may raise anything
-        lines = str(error).splitlines() or [type(error).__name__]
-        raise RequestError(f"The chat template refuses these messages: {lines[0]}", param="messages") from error
+    return model_formats(tokenizer).tools
 
 
 @cache
@@ -174,7 +229,7 @@ def _rendered_with_developers(
     render: Callable[[Sequence[Mapping[str, Any]]], str], conversation: Sequence[Mapping[str, Any]], *, knows_role: bool
 ) -> str:
     """Render a conversation with "system" in the place of the role "developer", unless the template `knows_role`. If
-    the template refuses or leaves out such a message, it gets the other role, as long as it then writes the message."""
+    the template refuses or leaves out such a message, retry with the other role; keep it only if the text appears."""
     developers = [message for message in conversation if message.get("role") == "developer"]
     if not developers:
         return _rendered_with_nulls(render, conversation)
@@ -183,10 +238,10 @@ def _rendered_with_developers(
     prompt, refusal = "", None
     try:
         prompt = _rendered_with_nulls(render, first)
-    except Exception as error:
+    except TemplateRefusalError as error:
         refusal = error
     if refusal is not None or not _writes(prompt, developers):
-        with suppress(Exception):
+        with suppress(TemplateRefusalError):
             other = _rendered_with_nulls(render, second)
             if _writes(other, developers):
                 return other
@@ -198,7 +253,8 @@ def _rendered_with_developers(
 def _writes(prompt: str, messages: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether a prompt has all texts of `messages`."""
     contents = [message.get("content") for message in messages]
-    texts = [part.get("text") for content in contents if isinstance(content, list) for part in content]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
     texts += [content for content in contents if isinstance(content, str)]
     return all(text.strip() in prompt for text in texts if isinstance(text, str))
 
@@ -217,10 +273,10 @@ def _rendered_with_nulls(
     ]
     try:
         prompt = render(conversation)
-    except Exception:  # the template may raise anything
+    except TemplateRefusalError:
         return render(with_texts)
     if "None" in prompt:
-        with suppress(Exception):
+        with suppress(TemplateRefusalError):
             other = render(with_texts)
             # Both must have the same calls: some templates write calls only beside a null.
             return other if _without_nones(other) == _without_nones(prompt) else prompt
@@ -236,18 +292,16 @@ def _with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
 
 
-def _has_other_parts(message: Mapping[str, Any]) -> bool:
-    content = message.get("content")
-    return isinstance(content, list) and any(
-        isinstance(part, Mapping) and part.get("type", "text") != "text" for part in content
-    )
-
-
-def _knows(template: str, messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the template reads the types of all parts of `messages`."""
+def _other_part_types(messages: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the types of the parts of `messages` that are no texts."""
     contents = [message.get("content") for message in messages]
-    kinds = {part.get("type", "text") for content in contents if isinstance(content, list) for part in content}
-    return all(f"'{kind}'" in template or f'"{kind}"' in template for kind in kinds - {"text"})
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return {str(part.get("type", "text")) for part in parts if isinstance(part, Mapping)} - {"text"}
+
+
+def _template_mentions_part_types(template: str, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the template names the types of all parts of `messages`."""
+    return all(f"'{one}'" in template or f'"{one}"' in template for one in _other_part_types(messages))
 
 
 def _with_placeholders(message: Mapping[str, Any], placeholders: Mapping[str, str]) -> dict[str, Any]:
@@ -262,7 +316,7 @@ def _with_placeholders(message: Mapping[str, Any], placeholders: Mapping[str, st
 def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message in which a content of text parts only is joined into one text."""
     content = message.get("content")
-    if isinstance(content, list) and content and not _has_other_parts(message):
+    if isinstance(content, list) and content and not _other_part_types([message]):
         return {**message, "content": "\n".join(str(part.get("text", "")) for part in content)}
     return dict(message)
 
@@ -353,7 +407,7 @@ def _with_written_calls(message: Mapping[str, Any], form: ToolFormat | None) -> 
     return result
 
 
-def _with_results_as_users(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _tool_results_as_user_messages(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a conversation in which adjacent results of calls are one message of the user, with the user's own text if
     it follows: templates without a role for results may want an answer to each message of the user."""
     found, follows_result = list[tuple[dict[str, Any], list[Any]]](), False  # messages, each with its contents

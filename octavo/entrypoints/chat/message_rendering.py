@@ -1,4 +1,4 @@
-"""Renders the messages of a request as its prompt text. Conversations, /tokenize and pooling call it."""
+"""Renders the messages of a request as its prompt text. `chat_run`, /tokenize and pooling call it."""
 
 from __future__ import annotations
 

@@ -17,6 +17,12 @@ from octavo.loading.jinja_template import REASONING
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
+
+
+class TemplateRefusalError(Exception):
+    """The chat template has failed with its `__cause__`."""
+
+
 _Change = Callable[[Tools, Messages], tuple[Tools, Messages]]
 
 
@@ -41,7 +47,7 @@ def render_restated(
     sent: tuple[Tools, Messages] = (None if tools is None else list(tools), list(conversation))
     try:
         return render(*sent)
-    except Exception as error:
+    except TemplateRefusalError as error:
         refusal = error
     changes: list[_Change] = [_for_tools(change) for change in (_with_all_fields, _with_whole_parameters, _with_types)]
     restatements = (
@@ -53,7 +59,7 @@ def render_restated(
     changes.append(lambda tools, messages: (() if tools is None else tools, messages))
     for change in changes:
         if (asked := change(*sent)) != sent:
-            with suppress(Exception):
+            with suppress(TemplateRefusalError):
                 return render(*asked)
     needed, asked, prompt = list[_Change](), sent, None
     for change in changes:
@@ -61,14 +67,14 @@ def render_restated(
             needed.append(change)
             asked = other
             if len(needed) > 1:
-                with suppress(Exception):
+                with suppress(TemplateRefusalError):
                     prompt = render(*asked)
                     break
     if prompt is None:
         raise refusal
     for change in needed[-2::-1]:  # the last first: it changes more
         fewer = [one for one in needed if one is not change]
-        with suppress(Exception):
+        with suppress(TemplateRefusalError):
             prompt = render(*changed(fewer))
             needed = fewer
     return prompt
@@ -88,7 +94,8 @@ def _with_all_fields(tool: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(sent, Mapping):
         return dict(tool)
     function = {name: value for name, value in sent.items() if value is not None}
-    parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
+    given = function.get("parameters")
+    parameters = {"type": "object", "properties": {}, **(given if isinstance(given, Mapping) else {})}
     return {**tool, "function": {"description": "", **function, "parameters": parameters}}
 
 

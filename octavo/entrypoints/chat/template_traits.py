@@ -1,7 +1,9 @@
 """Finds what a chat template takes and writes, by rendering small conversations.
 
-`chat_template` renders by these traits, and `format_detection` finds formats in the renderings. Nothing is inferred
-from a template's text, because templates use macros and variables.
+`chat_template` renders by these traits, and `format_detection` finds formats in the renderings. A template's text tells
+less, because templates use macros and variables. It is searched only where no rendering tells: here for "tools" in a
+template that refuses every conversation; for the role "developer" and types of media (`chat_template`), variables of
+options (`reasoning_effort`), and marks of formats that the renderings leave open (`format_detection`).
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class TemplateTraits:
     describes_tools: bool
     writes_calls: bool
     writes_calls_beside_text: bool
-    writes_calls_beside_blank: bool  # otherwise their content must be null
+    renders_calls_with_empty_content: bool  # otherwise their content must be null
     loses_second_call: bool  # of the calls of one message only the first is written
     writes_results: bool
     takes_system: bool
@@ -224,7 +226,7 @@ def _traits(template: str, special: _Special) -> TemplateTraits:
         else "tools" in template,
         writes_calls=way is not None,
         writes_calls_beside_text=way is not None and _writes_call(template, special, ANSWER, way),
-        writes_calls_beside_blank=way is not None and _writes_call(template, special, "", way),
+        renders_calls_with_empty_content=way is not None and _writes_call(template, special, "", way),
         loses_second_call=way is not None and _loses_second_call(template, special, way),
         writes_results=results is not None and RESULT in results,
         takes_system=with_system is not None and _SYSTEM in with_system,

@@ -25,7 +25,7 @@ class RenderedPrompt(ResponseModel):
 
 
 @router.post("/v1/chat/completions/render", response_model=RenderedPrompt)
-async def render_chat(body: ChatCompletionRequest, raw: Request) -> Response:
+async def chat_prompt_tokens(body: ChatCompletionRequest, raw: Request) -> Response:
     """Return the prompt's tokens, after the chat template."""
     with body.field_names.in_errors():
         (prompt,) = await _render(ChatJob(body, raw, only_renders=True), raw)
@@ -33,7 +33,7 @@ async def render_chat(body: ChatCompletionRequest, raw: Request) -> Response:
 
 
 @router.post("/v1/completions/render", response_model=list[RenderedPrompt])
-async def render_completion(body: CompletionRequest, raw: Request) -> Response:
+async def completion_prompt_tokens(body: CompletionRequest, raw: Request) -> Response:
     """Return the tokens of each prompt."""
     return await _answer(await _render(CompletionJob(body, raw, only_renders=True), raw))
 

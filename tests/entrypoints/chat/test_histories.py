@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from octavo.entrypoints.chat import chat_template
+from octavo.entrypoints.chat import chat_template, restatements
 from octavo.entrypoints.chat.answer_reader import AnswerFormat, AnswerReader, CallDelta
 from octavo.entrypoints.chat.chat_run import make_chat
-from octavo.entrypoints.chat.chat_template import _with_parts, _with_results_as_users, render_chat
+from octavo.entrypoints.chat.chat_template import _tool_results_as_user_messages, _with_parts, render_chat
 from octavo.entrypoints.chat.message_rendering import render_messages
 from octavo.entrypoints.chat.restatements import with_single_calls
 from octavo.entrypoints.chat.tools.call_ids import CallIdForm, CallIds
@@ -149,9 +149,9 @@ def test_many_results_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(chat_template, "_with_parts", counted)
     text, part = "<tool_response>\nrain\n</tool_response>", {"type": "text", "text": "sun"}
-    [one] = _with_results_as_users([result()] * 300)
+    [one] = _tool_results_as_user_messages([result()] * 300)
     assert one["content"] == "\n".join([text] * 300)
-    [one, answer] = _with_results_as_users(
+    [one, answer] = _tool_results_as_user_messages(
         [result(), result(), {**result(), "content": [part]}, result(), USER, calling()]
     )
     assert [each["text"] for each in one["content"]] == [
@@ -164,7 +164,7 @@ def test_many_results_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert answer == calling()
     num_parts = 0
-    [one] = _with_results_as_users([{**result(), "content": [part]}] * 300)
+    [one] = _tool_results_as_user_messages([{**result(), "content": [part]}] * 300)
     assert len(one["content"]) == num_parts == 3 * 300
 
 
@@ -331,6 +331,21 @@ def test_a_content_that_is_null_stays_null_where_the_template_can_take_it(
     if leaves_out:
         del message["content"]
     assert render_chat(tokenizer_of(template), [USER, message]) == f"[user]Hi[assistant]{call}"
+
+
+def test_a_fault_of_ours_is_no_refusal_of_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer that renders again after a refusal has a helper that fails here."""
+    refuses = "{{ raise_exception('No.') }}"
+    developer = {"role": "developer", "content": "Be kind."}
+    for module, helper, template, message in (
+        (restatements, "_with_answers", refuses, USER),
+        (chat_template, "_writes", PLAIN, developer),
+        (chat_template, "_without_nones", ASKS_FOR_NONE, {"role": "assistant", "content": None}),
+    ):
+        with monkeypatch.context() as fault:
+            fault.setattr(module, helper, lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                render_chat(tokenizer_of(template), [{"role": "user", "content": "None"}, message])
 
 
 @pytest.mark.parametrize(("content", "text"), [("", ""), ("Let me look.", "Let me look.\n")])
