@@ -10,12 +10,17 @@ import argparse
 import json
 import re
 import shlex
+import tempfile
 from collections.abc import Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+
+from octavo.gateway.catalogue import read_catalogue
+from octavo.gateway.discovery import SERVICE_ACCOUNT, KubernetesService, read_source
 
 Manifest = dict[str, Any]
 # Which kubernetes-validate has no schemas of.
@@ -109,6 +114,9 @@ def check(manifests: list[Manifest], others: Set[str] = frozenset()) -> None:
         kubernetes_validate.validate(json.loads(json.dumps(whole)), KUBERNETES, strict=True)
         _check_restricted(pod)
     deployments = by_kind.get("Deployment", [])
+    for router in (d for d in deployments if d["metadata"]["labels"].get("app.kubernetes.io/component") == "router"):
+        _check_router(router, by_kind)
+    deployments = [d for d in deployments if d["metadata"]["labels"].get("app.kubernetes.io/component") != "router"]
     for deployment in deployments:
         template = deployment["spec"]["template"]
         assert deployment["spec"]["progressDeadlineSeconds"] > _start_s(template), "it would fail before the probe"
@@ -192,11 +200,81 @@ def _check_server(template: Manifest, by_kind: dict[str, list[Manifest]], num_bu
     assert {port["targetPort"] for port in service["spec"]["ports"]} == {"http"}
     assert (
         len(mean_it("PodDisruptionBudget", "selector", "matchLabels"))
-        == len(by_kind.get("PodDisruptionBudget", [])) / num_budgets
+        == len(_of_servers(by_kind.get("PodDisruptionBudget", []))) / num_budgets
     )
     for policy in mean_it("NetworkPolicy", "podSelector", "matchLabels"):
         ports = {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", ())}
         assert ports == {args.port}
+
+
+def _of_servers(manifests: list[Manifest]) -> list[Manifest]:
+    return [one for one in manifests if not one["metadata"]["name"].endswith("-router")]
+
+
+def _check_router(router: Manifest, by_kind: dict[str, list[Manifest]]) -> None:
+    """The gateway's flags and catalogue are what it takes. It may find each entry's service, whose pods serve the name,
+    and it may reach them and the API server."""
+    from octavo.entrypoints.cli.gateway import make_parser
+
+    name, pod = router["metadata"]["name"], router["spec"]["template"]["spec"]
+    labels = router["spec"]["template"]["metadata"]["labels"]
+    (container,) = pod["containers"]
+    assert container["command"] == ["octavo", "gateway"]
+    args = make_parser("octavo gateway").parse_args(container["args"])
+    assert {port["name"]: port["containerPort"] for port in container["ports"]} == {"http": args.port}
+    assert pod["terminationGracePeriodSeconds"] > _drain_s(container, args)
+    assert args.several_gateways == (router["spec"]["replicas"] > 1)
+    # 1. The catalogue.
+    (settings,) = (one for one in by_kind["ConfigMap"] if one["metadata"]["name"] == name)
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    folder, _, file = args.catalogue.rpartition("/")
+    assert volumes[mounts[folder]]["configMap"]["name"] == name
+    environment = {one["name"]: one for one in container["env"]}
+    with tempfile.TemporaryDirectory() as here, pytest.MonkeyPatch.context() as patch:
+        for variable in environment:
+            patch.setenv(variable, "x")
+        path = Path(here) / file
+        path.write_text(settings["data"][file])
+        models = read_catalogue(str(path)).models
+    servers = [one for one in by_kind["Deployment"] if one is not router]
+    assert len(models) == len(_of_servers(by_kind["Service"]))
+    for entry in models.values():
+        source = read_source(entry.discover or "")
+        assert isinstance(source, KubernetesService) and not source.namespace, "its own"
+        (service,) = (one for one in by_kind["Service"] if one["metadata"]["name"] == source.name)
+        assert source.port in {port["name"] for port in service["spec"]["ports"]}
+        for server in (one for one in servers if one["metadata"]["name"] == source.name):
+            own = containers(pods(server)[0])[0]
+            assert f"--served-model-name={entry.served_model_name}" in own["args"]
+            key = next((one for one in own["env"] if one["name"] == "OCTAVO_API_KEY"), None)
+            assert (None if entry.api_key_env is None else environment[entry.api_key_env]) == key
+    # 2. Its rights.
+    (role,), (binding,) = by_kind["Role"], by_kind["RoleBinding"]
+    assert role["rules"] == [
+        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
+    ]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert [one["name"] for one in binding["subjects"]] == [pod["serviceAccountName"]]
+    token = volumes[mounts[str(SERVICE_ACCOUNT)]]["projected"]["sources"]
+    found = [*(one["serviceAccountToken"]["path"] for one in token if "serviceAccountToken" in one)]
+    found += [
+        item["path"]
+        for one in token
+        for kind in ("configMap", "downwardAPI")
+        for item in one.get(kind, {}).get("items", ())
+    ]
+    assert sorted(found) == ["ca.crt", "namespace", "token"]
+    # 3. Where its requests come from and go to.
+    (service,) = (one for one in by_kind["Service"] if one["spec"]["selector"].items() <= labels.items())
+    assert service["metadata"]["name"] == name
+    for policy in (one for one in by_kind.get("NetworkPolicy", []) if one["metadata"]["name"] == name):
+        to_servers, elsewhere = policy["spec"]["egress"]
+        assert [port["port"] for port in to_servers["ports"]] == [8000]
+        for server in servers:
+            selected = to_servers["to"][0]["podSelector"]["matchLabels"]
+            assert selected.items() <= server["spec"]["template"]["metadata"]["labels"].items()
+        assert {port["port"] for port in elsewhere["ports"]} == {443, 6443}
 
 
 def _check_group(group: Manifest, by_kind: dict[str, list[Manifest]]) -> None:

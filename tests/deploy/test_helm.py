@@ -62,9 +62,10 @@ def test_values(path: Path) -> None:
     (pod,) = release.tests
     check([*own, pod], other_services(values))
     names = {f"llm-octavo-{model['name']}" for model in values["models"]}
-    assert {m["metadata"]["name"] for m in of_kind(own, "Service")} == names
+    routers = {"llm-octavo-router"} if values.get("router", {}).get("enabled") else set()
+    assert {m["metadata"]["name"] for m in of_kind(own, "Service")} == names | routers
     servers = of_kind(own, "Deployment") + of_kind(own, "LeaderWorkerSet")
-    assert {m["metadata"]["name"].removesuffix("-group") for m in servers} == names
+    assert {m["metadata"]["name"].removesuffix("-group") for m in servers} == names | routers
     (test,) = containers(pod)
     assert set(test["args"][1:]) == {f"http://{name}:80/health" for name in names}
     assert all(f"service/{name} " in release.notes for name in names)
@@ -95,6 +96,37 @@ def test_several_models_behind_one_ingress() -> None:
     assert {name: json.loads(text)["uid"] for name, text in boards["data"].items()} == {
         f"{name}.json": f"octavo-{name}" for name in ("service", "engine", "models")
     }
+
+
+@pytest.mark.parametrize("route", ["ingress", "gateway"])
+def test_the_gateway_alone_is_offered_where_there_is_one(route: str) -> None:
+    values = yaml.safe_load((CHART.parent / "examples" / "router.yaml").read_text())
+    values |= {"ingress": {"enabled": False}, "networkPolicy": {"enabled": False}}
+    values[route] = {"enabled": True}
+    values["models"].append({"name": "large", "servedModelName": "org/large"})
+    created = installed(CHART, values).created
+    check(created)
+    assert shares(created) == {"/v1": [("llm-octavo-router", 100)]}
+    assert not any(arg.startswith("--root-path") for arg in str(created).split("'"))
+    (settings,) = (m for m in of_kind(created, "ConfigMap") if m["metadata"]["name"] == "llm-octavo-router")
+    models = yaml.safe_load(settings["data"]["models.yaml"])["models"]
+    assert models["chat"]["aliases"] == ["gpt-4o-mini"] and models["large"]["served_model_name"] == "org/large"
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"router": {"enabled": True, "catalogue": {"x": {}}}}, "none of the models"),
+        (
+            {"router": {"enabled": True}, "canary": {"release": "b"}, "gateway": {"enabled": True}},
+            "router.catalogue instead",
+        ),
+        ({"router": {"enabled": True}, "models": [{"name": "router"}]}, "router is the name"),
+    ],
+)
+def test_a_gateway_that_cannot_be_is_refused(helm: Any, more: dict[str, Any], says: str) -> None:
+    with pytest.raises(helm.HelmError, match=says):
+        installed(CHART, {"models": [{"name": "a"}], **more})
 
 
 def test_a_replica_of_several_nodes_is_a_group() -> None:

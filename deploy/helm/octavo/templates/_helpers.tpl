@@ -64,9 +64,17 @@ annotations:
 {{- end -}}
 {{- end -}}
 
+{{/* Names of the Services that routes offer, as JSON: the gateway's, or each model's */}}
+{{- define "octavo.offered" -}}
+{{- $names := list -}}
+{{- if .Values.router.enabled }}{{ $names = list "router" }}{{ else }}{{ range .Values.models }}{{ $names = append $names .name }}{{ end }}{{ end -}}
+{{- toJson $names -}}
+{{- end -}}
+
 {{/* What a route offers of a model, as JSON: (dict "root" $ "name" NAME) */}}
 {{- define "octavo.paths" -}}
-{{- $prefix := gt (len .root.Values.models) 1 | ternary (printf "/%s" .name) "" -}}
+{{- $isPrefixed := and (gt (len .root.Values.models) 1) (not .root.Values.router.enabled) -}}
+{{- $prefix := ternary (printf "/%s" .name) "" $isPrefixed -}}
 {{- $paths := list -}}
 {{- range .root.Values.paths }}{{ $paths = append $paths (printf "%s%s" $prefix . | trimSuffix "/" | default "/") }}{{ end -}}
 {{- toJson $paths -}}
@@ -139,7 +147,7 @@ containers:
     imagePullPolicy: {{ $image.pullPolicy }}
     args:
       - {{ printf "--model=%s" ($m.model | default "") | quote }}
-      {{- with $m.servedModelName }}
+      {{- with $m.servedModelName | default (ternary $m.name "" $root.Values.router.enabled) }}
       - {{ printf "--served-model-name=%s" . | quote }}
       {{- end }}
       - --port=8000
@@ -151,7 +159,7 @@ containers:
       - --max-queue-len={{ int $m.maxQueueLen }}
       - --shutdown-timeout={{ int $root.Values.drain.shutdownTimeout }}
       - --log-format=json
-      {{- if gt (len $root.Values.models) 1 }}
+      {{- if and (gt (len $root.Values.models) 1) (not $root.Values.router.enabled) }}
       - --root-path=/{{ $m.name }}
       {{- end }}
       {{- if $role }}
