@@ -12,11 +12,9 @@ from numpy.typing import NDArray
 
 from octavo.quantization.array_functions import Array, cast, namespace, reinterpret, repeated
 from octavo.quantization.codes import Groups
+from octavo.quantization.layout import DOUBLED_E2M1
 from octavo.quantization.packed_words import PackedWords
 from octavo.quantization.stored import StoredWeight
-
-# The values of the e2m1 codes times two, which makes them integers. The top bit of a code is the sign.
-DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def fp4_words(stored: StoredWeight) -> PackedWords:

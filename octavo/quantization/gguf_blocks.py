@@ -8,8 +8,8 @@ from octavo.quantization import gguf_codebooks as codebooks
 from octavo.quantization.array_functions import Array, arange, cast, constant, namespace, reinterpret
 from octavo.quantization.codes import Codes, rounded
 from octavo.quantization.formats import BLOCK_TYPES
-from octavo.quantization.four_bits import DOUBLED_E2M1, powers_of_two
-from octavo.quantization.layout import Layout
+from octavo.quantization.four_bits import powers_of_two
+from octavo.quantization.layout import DOUBLED_E2M1, Layout
 from octavo.quantization.stored import StoredWeight
 
 Q2_K = "Q2_K"

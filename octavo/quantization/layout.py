@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 PANEL = 32  # outputs that are stored together; matrices are padded to a multiple
 BLOCK = 64  # elements of k that are stored together; matrices are padded to a multiple
+# The values of the e2m1 codes times two, which makes them integers. The top bit of a code is the sign.
+DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,13 @@ class Layout:
     def without_table(self) -> Layout:
         """The layout of the same matrix with the integers themselves as codes of eight bits."""
         return self if self.table is None else Layout(8, self.group, self.minima)
+
+    @property
+    def on_gpu(self) -> Layout:
+        """The layout of the same matrix on GPUs, whose kernels compute the numbers of E2M1 and read no tables."""
+        if self.table != DOUBLED_E2M1:
+            return self.without_table
+        return Layout(self.bits, self.group, self.minima, self.table)
 
 
 def least_layout(

@@ -137,4 +137,4 @@ def packed_bytes(
         return -(-shape[0] // PANEL) * PANEL * shape[1] // block.block_size * block.block_bytes
     # Eight-bit floats and their scales take no more memory than int8 and its scales, so int8's layout is the estimate.
     layout = layout or layout_of(int8.FORMAT if stored_format == fp8.FORMAT else stored_format)
-    return (layout if keeps_superblocks else layout.without_table).packed_bytes(*shape)
+    return (layout if keeps_superblocks else layout.on_gpu).packed_bytes(*shape)

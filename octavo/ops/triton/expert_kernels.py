@@ -175,7 +175,8 @@ def stack_experts(experts: Iterable[LinearWeight], num_experts: int) -> StackedW
             shapes = {name: x.shape for name, x in tensors.items() if x is not None}
         if isinstance(expert, IntWeight) and expert.order is not None:
             raise ConfigError("experts that were quantized in the order of activations (desc_act) are not built.")
-        if {name: x.shape for name, x in tensors.items() if x is not None} != shapes:
+        is_alike = {name: x.shape for name, x in tensors.items() if x is not None} == shapes
+        if not is_alike or getattr(expert, "is_e2m1", False) != getattr(first, "is_e2m1", False):
             raise ConfigError("experts of one layer that are quantized differently are not built.")
         for name, stack in stacks.items():
             rows = len(tensors[name])

@@ -38,8 +38,21 @@ def _half(words, high):
 
 
 @triton.jit
-def _unpack(words, scales, minima, PLANE: tl.constexpr, BITS: tl.constexpr, MINIMA: tl.constexpr, DTYPE: tl.constexpr):
+def e2m1(code):
+    """Return 2^-15 times the number of `DOUBLED_E2M1` that each code is an index of, as float32. Exponent and mantissa
+    of four bits are the lowest exponent bits and the highest mantissa bit of a float16."""
+    bits = ((code & 7) << 9) | ((code & 8) << 12)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _unpack(
+    words, scales, minima, PLANE: tl.constexpr, BITS: tl.constexpr, MINIMA: tl.constexpr, E2M1: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
     """Return the values of elements PLANE of words in DTYPE. Scales and minima are broadcast to the words' shape."""
+    if E2M1:
+        return (e2m1(words >> (BITS * PLANE)) * (scales * 32768.0)).to(DTYPE)
     # The code becomes the top of the mantissa of a number from 2^BITS on: an exact float without a conversion.
     SHIFT: tl.constexpr = BITS * PLANE + BITS - 23
     MASK: tl.constexpr = 0x7FFFFF >> (23 - BITS) << (23 - BITS)
@@ -78,7 +91,8 @@ def _scales_of(scales_at, stride_scales, k, in_n, i, GROUP: tl.constexpr, MINIMA
 def _add_blocks(
     acc, total, x, codes, scales, first_n, first_t, first_block, last_block, chunk_blocks, num_out, num_rows, num_in,
     stride_x, stride_codes, stride_scales, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr,
-    MANY_CHUNKS: tl.constexpr, EVEN_K: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    E2M1: tl.constexpr, MANY_CHUNKS: tl.constexpr, EVEN_K: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Return the sums over blocks of k: acc, of the last chunk, and with MANY_CHUNKS the total of all other chunks."""
     PLANES: tl.constexpr = 32 // BITS
@@ -102,9 +116,9 @@ def _add_blocks(
             x_mask = in_t[None, :] if EVEN_K else in_t[None, :] & (k + j < num_in)[:, None]
             x_tile = tl.load(x_at + k, mask=x_mask, other=0.0)
             d, minima = _scales_of(scales_at, stride_scales, k, in_n, i, GROUP, MINIMA)
-            low = _unpack(words, d, minima, 2 * pair, BITS, MINIMA, x.dtype.element_ty)
+            low = _unpack(words, d, minima, 2 * pair, BITS, MINIMA, E2M1, x.dtype.element_ty)
             d, minima = _scales_of(scales_at, stride_scales, k + WORDS, in_n, i, GROUP, MINIMA)
-            high = _unpack(words, d, minima, 2 * pair + 1, BITS, MINIMA, x.dtype.element_ty)
+            high = _unpack(words, d, minima, 2 * pair + 1, BITS, MINIMA, E2M1, x.dtype.element_ty)
             both = tl.permute(tl.join(low, high), (0, 2, 1))
             acc = dot(tl.reshape(both, (BLOCK_N, 2 * WORDS)), x_tile, acc)
     return acc, total
@@ -115,9 +129,10 @@ def _linear_int(
     x, codes, scales, bias, tile_experts, factors, out, partials, tickets, num_rows, width, num_in, num_blocks,
     chunk_blocks, stride_expert,
     stride_x, stride_codes, stride_scales, stride_out, scale, factor, slots, entries, entry_size, added, stride_added,
-    ADAPTED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr, EPILOGUE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, NUM_CHUNKS: tl.constexpr, SPLIT: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, GROUP_T: tl.constexpr, GROUPED: tl.constexpr,
+    ADAPTED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr, E2M1: tl.constexpr,
+    EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, NUM_CHUNKS: tl.constexpr,
+    SPLIT: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, GROUP_T: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, 0) computes all chunks; with SPLIT, program (tile, chunk) computes one.
 
@@ -143,7 +158,7 @@ def _linear_int(
     zeros = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     acc, total = _add_blocks(
         zeros, zeros, x, codes, scales, first_n, first_t, first_block, last_block, chunk_blocks, num_out, num_rows,
-        num_in, stride_x, stride_codes, stride_scales, BITS, GROUP, MINIMA, NUM_CHUNKS > 1 and not SPLIT, EVEN_K,
+        num_in, stride_x, stride_codes, stride_scales, BITS, GROUP, MINIMA, E2M1, NUM_CHUNKS > 1 and not SPLIT, EVEN_K,
         WORDS, BLOCK_N, BLOCK_T,
     )  # fmt: skip
     if SPLIT:
@@ -265,7 +280,8 @@ def launch(
         None if workspace is None else workspace.tickets, num_rows, out.shape[1], num_in, num_blocks, chunk_blocks,
         weight.scales.shape[0] // num_experts * weight.scales.stride(0),
         x.stride(0), weight.codes.stride(0), weight.scales.stride(0), out.stride(0), scale, weight.factor,
-        **adapted_arguments(added), BITS=weight.bits, GROUP=weight.group, MINIMA=weight.minima, EPILOGUE=epilogue,
+        **adapted_arguments(added), BITS=weight.bits, GROUP=weight.group, MINIMA=weight.minima,
+        E2M1=weight.is_e2m1, EPILOGUE=epilogue,
         HAS_BIAS=weight.bias is not None, EVEN_K=num_in % (BLOCK_WORDS * 32 // weight.bits) == 0, NUM_CHUNKS=chunks,
         SPLIT=split, WORDS=BLOCK_WORDS, BLOCK_N=block_n, BLOCK_T=block_t, GROUP_T=8, GROUPED=groups is not None,
         num_warps=warps, num_stages=stages, enable_fp_fusion=False,

@@ -149,7 +149,7 @@ def _pack_integers(
         if isinstance(part, Codes)
         else layout_of(part.format)
         for part in opened
-    ).without_table
+    ).on_gpu
 
     def pieces(part: StoredWeight | Codes) -> Iterator[tuple[int, Codes]]:
         """Yield the part in pieces of `layout`, each with its first row."""
@@ -176,7 +176,7 @@ def _pack_integers(
     workspace = workspace_for(rows.num_padded, num_blocks, device)
     return IntWeight(
         rows.num_rows, rows.num_in, rows.gated, layout.bits, layout.group, layout.minima, factor, codes, scales,
-        pack_bias(bias, rows, device), workspace, None if order is None else order.long(),
+        pack_bias(bias, rows, device), workspace, None if order is None else order.long(), layout.table is not None,
     )  # fmt: skip
 
 

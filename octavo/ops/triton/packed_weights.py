@@ -58,7 +58,8 @@ class FloatWeight(_Weight):
 class IntWeight(_Weight):
     """Codes of 4 or 8 bits, with a scale for each `group` of elements (16 or a multiple of 32) of a row. An element is
 
-        factor * (scale * code + minimum), or without minima factor * scale * (code - 2 ** (bits - 1))
+        factor * (scale * code + minimum), or without minima factor * scale * (code - 2 ** (bits - 1)),
+        or with is_e2m1 factor * scale * DOUBLED_E2M1[code]
 
     `codes` is [N, blocks * 32] int32. Word j of a block of 32 words holds elements j, 32 + j, ... of 256 elements (four
     bits) or 128 elements (eight bits), the first in the lowest bits. So unpacking a tile of words gives tiles of 32
@@ -76,6 +77,7 @@ class IntWeight(_Weight):
     bias: Tensor | None
     workspace: Workspace | None  # shared with other matrices
     order: Tensor | None = None  # int64 [K]: input i of the matrix is element order[i] of the rows
+    is_e2m1: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from octavo.errors import ConfigError
 from octavo.ops import ACTIVATIONS, PARAMETRIC_ACTIVATIONS, LinearWeight
 from octavo.ops.torch_arrays import DTYPES
 from octavo.ops.triton.launch import by_pieces
+from octavo.ops.triton.linear_int import e2m1
 from octavo.ops.triton.packed_weights import BLOCK_WORDS, FloatWeight, IntWeight, PackedWeight, ScaledWeight
 from octavo.ops.triton.quantize import quantize_rows
 from octavo.ops.triton.tiles import activate
@@ -55,7 +56,7 @@ def _embed(token_ids, data, scales, out, stride, scale, WIDTH: tl.constexpr, SCA
 @triton.jit
 def _embed_int(
     token_ids, codes, scales, out, stride_codes, stride_scales, scale, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, MINIMA: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, MINIMA: tl.constexpr, E2M1: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same for rows of an `IntWeight`."""
     t = tl.program_id(0).to(tl.int64)
@@ -64,13 +65,17 @@ def _embed_int(
     PLANES: tl.constexpr = 32 // BITS
     word_at = k // (PLANES * WORDS) * WORDS + k % WORDS
     word = tl.load(codes + token * stride_codes + word_at, mask=k < WIDTH, other=0)
-    code = ((word >> (k // WORDS % PLANES * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
+    code = (word >> (k // WORDS % PLANES * BITS)) & ((1 << BITS) - 1)
     group = k // GROUP
     scale_at = (group if MINIMA else group // 2).to(tl.int64) * stride_scales + token
     both = tl.load(scales + scale_at, mask=k < WIDTH, other=0)
     low = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     high = ((both >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    value = code * low + high if MINIMA else (code - (1 << (BITS - 1))) * tl.where(group % 2 == 0, low, high)
+    if MINIMA:
+        value = code.to(tl.float32) * low + high
+    else:
+        number = e2m1(code) * 32768.0 if E2M1 else (code - (1 << (BITS - 1))).to(tl.float32)
+        value = number * tl.where(group % 2 == 0, low, high)
     tl.store(out + t * WIDTH + k, (value * scale).to(out.dtype.element_ty), mask=k < WIDTH)
 
 
@@ -88,7 +93,7 @@ def embedded(token_ids: Tensor, weight: LinearWeight, out_dtype: str | None = No
         by_pieces(
             _embed_int, rows, width, _BLOCK, token_ids, weight.codes, weight.scales, out, weight.codes.stride(0),
             weight.scales.stride(0), scale * weight.factor, BITS=weight.bits, GROUP=weight.group, MINIMA=weight.minima,
-            WORDS=BLOCK_WORDS,
+            E2M1=weight.is_e2m1, WORDS=BLOCK_WORDS,
         )  # fmt: skip
         return out
     data, scales = (weight.codes, weight.scales) if isinstance(weight, ScaledWeight) else (weight.data, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from octavo.loading.checkpoint import resolve
 from octavo.loading.file_weights import open_weights
 from octavo.ops.triton import linear_int, pack
 from octavo.ops.triton.packed_weights import ScaledWeight
-from octavo.quantization import StoredWeight, dequantize
+from octavo.quantization import StoredWeight, dequantize, packed_bytes
 from octavo.quantization.codes import Codes
+from octavo.quantization.layout import DOUBLED_E2M1
 from tests.ops.tensors import stored, torch_ref
 from tests.ops.triton.conftest import DEVICE, products
 from tests.ops.triton.test_linear import TOLERANCE, assert_near, draw
@@ -39,6 +41,25 @@ def test_every_layout_is_multiplied(bits: int, group: int, minima: bool) -> None
     assert (weight.bits, weight.group, weight.minima) == (bits, group, minima)
     expected = x.double() @ codes.dequantize().to(DEVICE).double().T + bias
     assert_near(products.linear(x, weight), expected, 1e-5)
+
+
+@pytest.mark.parametrize("group", [16, 32, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_floats_of_four_bits_stay_four_bits(group: int, dtype: torch.dtype) -> None:
+    """Every code, each with the bits that it has as an integer of eight bits."""
+    four = replace(random_codes(4, group, False, 72, 300), table=DOUBLED_E2M1)
+    four.codes[:, :16] = torch.arange(16)
+    eight = replace(four, bits=8, codes=(torch.tensor(DOUBLED_E2M1)[four.codes.long()] + 128).byte(), table=None)
+    weight, x, ids = pack.pack_codes([four]), draw(3, 300, dtype=dtype), torch.arange(72, dtype=torch.int32)
+    assert (weight.bits, weight.is_e2m1) == (4, True)
+    assert torch.equal(products.embedding(ids, weight), torch.as_tensor(four.dequantize()))
+    assert torch.equal(products.linear(x, weight), products.linear(x, pack.pack_codes([eight])))
+
+
+@pytest.mark.parametrize("name", ["MXFP4", "NVFP4", "IQ4_NL", "Q4_0"])
+def test_a_matrix_takes_the_planned_bytes(name: str) -> None:
+    weight = pack.pack_linear([random_matrix(name, 64, 1024)])
+    assert weight.num_bytes == packed_bytes(name, (64, 1024))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
