@@ -145,3 +145,25 @@ def test_buffers_for_copies_are_counted_before_the_cache(model: Path, monkeypatc
         taken = sum(buffer.blocks.nbytes for buffer in pool._staging_buffers)
         assert counted[-1] - counted[0] >= taken * 3 // 2
     assert taken > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("flags", [{}, {"preemption_mode": "swap"}])
+def test_memory_that_runs_out_beside_copies_ends_the_newest_request_only(model: Path, flags: dict[str, Any]) -> None:
+    """At one piece of work in ten, each in a run of its own; what the host keeps goes from run to run."""
+    device = LateDevice(0)
+    core = device_core(kept(config_of(model, num_gpu_blocks_override=13, **flags)), device)
+    asked = requests(5, 8, ignore_eos=True)
+    expected = {key: told(one) for key, one in run(core, asked, 5).items()}
+    device.num_given, ended = 0, set[tuple[str, int]]()
+    assert {key: told(one) for key, one in run(core, asked, 5).items()} == expected
+    for first in range(0, device.num_given, 10):
+        device.num_given, device.refused = 0, range(first, first + 2)
+        found = {key: told(one) for key, one in run(core, asked, 5).items()}
+        failed = {key for key, outcome in found.items() if outcome["end"][0] == "error"}
+        assert len({request_id for request_id, _ in failed}) <= 2
+        assert all(found[key]["status"] == 503 for key in failed)
+        assert all(found[key] == expected[key] for key in found.keys() - failed)
+        ended |= failed
+    assert ended

@@ -88,6 +88,28 @@ def _scales_of(scales_at, stride_scales, k, in_n, i, GROUP: tl.constexpr, MINIMA
 
 
 @triton.jit
+def _scales_of_pair(
+    scales_at, stride_scales, block, in_n, i, OFFSET: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr,
+    MINIMA: tl.constexpr,
+):  # fmt: skip
+    """Return `_scales_of` of 32 elements and of the next 32, from OFFSET on, a multiple of 64, in a block of SIZE
+    elements. A word that has the scales of both is loaded once, and at a known place if groups allow it: otherwise
+    ptxas has the products wait for each other."""
+    k = block * SIZE + OFFSET
+    if not MINIMA and GROUP >= 32 and SIZE % (2 * GROUP) == 0:
+        word = block * (SIZE // (2 * GROUP)) + OFFSET // (2 * GROUP)
+        both = tl.load(scales_at + word * stride_scales, mask=in_n, other=0)
+        return _half(both, OFFSET // GROUP % 2)[:, None], 0.0, _half(both, (OFFSET + 32) // GROUP % 2)[:, None], 0.0
+    elif GROUP % 64 == 0:
+        d, minima = _scales_of(scales_at, stride_scales, k, in_n, i, GROUP, MINIMA)
+        return d, minima, d, minima
+    else:
+        d, minima = _scales_of(scales_at, stride_scales, k, in_n, i, GROUP, MINIMA)
+        d_high, minima_high = _scales_of(scales_at, stride_scales, k + 32, in_n, i, GROUP, MINIMA)
+        return d, minima, d_high, minima_high
+
+
+@triton.jit
 def _add_blocks(
     acc, total, x, codes, scales, first_n, first_t, first_block, last_block, chunk_blocks, num_out, num_rows, num_in,
     stride_x, stride_codes, stride_scales, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr,
@@ -115,10 +137,11 @@ def _add_blocks(
             k = (block * PLANES + 2 * pair) * WORDS
             x_mask = in_t[None, :] if EVEN_K else in_t[None, :] & (k + j < num_in)[:, None]
             x_tile = tl.load(x_at + k, mask=x_mask, other=0.0)
-            d, minima = _scales_of(scales_at, stride_scales, k, in_n, i, GROUP, MINIMA)
+            d, minima, d_high, minima_high = _scales_of_pair(
+                scales_at, stride_scales, block, in_n, i, 2 * pair * WORDS, PLANES * WORDS, GROUP, MINIMA
+            )
             low = _unpack(words, d, minima, 2 * pair, BITS, MINIMA, E2M1, x.dtype.element_ty)
-            d, minima = _scales_of(scales_at, stride_scales, k + WORDS, in_n, i, GROUP, MINIMA)
-            high = _unpack(words, d, minima, 2 * pair + 1, BITS, MINIMA, E2M1, x.dtype.element_ty)
+            high = _unpack(words, d_high, minima_high, 2 * pair + 1, BITS, MINIMA, E2M1, x.dtype.element_ty)
             both = tl.permute(tl.join(low, high), (0, 2, 1))
             acc = dot(tl.reshape(both, (BLOCK_N, 2 * WORDS)), x_tile, acc)
     return acc, total

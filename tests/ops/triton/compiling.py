@@ -58,7 +58,6 @@ class Case:
     min_warps: int = 8
     max_registers: int = 255
     max_stack_bytes: int = 0
-    may_serialize: bool = False  # an open matter: ptxas has products wait for each other
     overlaps: bool = False  # products and what else its loops compute: see `test_compile`
     capabilities: tuple[int, ...] = CAPABILITIES
 

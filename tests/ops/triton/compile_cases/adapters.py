@@ -82,7 +82,7 @@ CASES |= {f"add_{rows}": case(add, rows, max_stack_bytes=112) for rows in (32, 5
 CASES |= {f"gate_{rows}": case(gate, rows, max_stack_bytes=128) for rows in (1, 128, 2048)}
 CASES |= {f"add_int4_{rows}": case(add_int, rows, max_stack_bytes=48) for rows in (1, 128, 2048)}
 CASES |= {
-    "gate_int4": case(gate_int, 2048, may_serialize=True, max_stack_bytes=48),
+    "gate_int4": case(gate_int, 2048, max_stack_bytes=48),
     "add_w8a8": case(add_scaled, 2048, INT8, max_stack_bytes=112),
     "add_fp8": case(add_scaled, 2048, FP8, capabilities=(90,)),
     "logits": case(logits, 32),

@@ -68,11 +68,10 @@ def logits(rows: int) -> None:
 
 
 def case(
-    run: Callable[..., None], *args: object, min_warps: int = 4, fp8: bool = False, max_stack_bytes: int = 0,
-    may_serialize: bool = False,
-) -> Case:  # fmt: skip
+    run: Callable[..., None], *args: object, min_warps: int = 4, fp8: bool = False, max_stack_bytes: int = 0
+) -> Case:
     capabilities = (90,) if fp8 else CAPABILITIES
-    return Case(lambda: run(*args), min_warps, 255, max_stack_bytes, may_serialize, capabilities=capabilities)
+    return Case(lambda: run(*args), min_warps, 255, max_stack_bytes, capabilities=capabilities)
 
 
 # Every tile of floats. One program a multiprocessor is enough: what hides latency is the depth of its pipeline.
@@ -84,7 +83,7 @@ CASES |= {"narrow": case(lambda: products.linear(empty(3, 572)[:, 1:571], floats
 # Q4_1 and Q4_K, the layout that holds all others, AWQ.
 # The sum of earlier chunks of k is spilled in part, outside of the loop, where one program computes all of them.
 CASES |= {f"add_int4_{rows}": case(add_int, rows, 4, 32, True, max_stack_bytes=48) for rows in (1, 64, 128, 2048)}
-CASES |= {"add_int8": case(add_int, 2048, 8, 16, True), "gate_int4": case(gate_int, 2048, may_serialize=True)}
+CASES |= {"add_int8": case(add_int, 2048, 8, 16, True), "gate_int4": case(gate_int, 2048)}
 # MXFP4 and NVFP4.
 CASES |= {f"add_mxfp4_{rows}": case(add_int, rows, 4, 32, False, True) for rows in (1, 64, 2048)}
 CASES |= {"add_nvfp4": case(add_int, 2048, 4, 16, False, True), "gate_mxfp4": case(gate_int, 2048, True)}
