@@ -74,8 +74,8 @@ def test_memory_is_known_before_anything_is_read(name: str, tmp_path: Path) -> N
     quantized = 2 * sum(n * k for n, k in SHAPES.values())
     rest = 2 * 2 * VOCAB * 128
     assert recorded.packed_bytes(keeps_superblocks=True)[0] == quantized * form.bits / 8 + rest
-    # GPUs have eight bits for a number of a table, and float16 scales.
-    bits_on_gpus = {4.25: 8.5, 5: 9}.get(form.bits, 8.5) if "fp4" in name or "nf4" in name else form.bits
+    # GPUs have float16 scales, and eight bits for a number of a table, except for those of MXFP4 and NVFP4.
+    bits_on_gpus = {"mxfp4": 4.5, "nf4": 8.5, "nf4 nested": 8.5}.get(name, form.bits)
     assert recorded.packed_bytes()[0] == quantized * bits_on_gpus / 8 + rest
 
 

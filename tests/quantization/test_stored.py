@@ -13,6 +13,7 @@ from octavo.errors import ConfigError
 from octavo.quantization import StoredWeight, dequantize, layout_of, packed_bytes
 from octavo.quantization.array_functions import FLOATS, converted
 from octavo.quantization.formats import PLAIN
+from octavo.quantization.layout import Layout
 from tests.quantization.blocks import BLOCKS, random_matrix
 from tests.quantization.groups import awq_matrix, gptq_matrix, grouped_matrix
 
@@ -173,7 +174,8 @@ def test_what_a_packed_matrix_takes_is_known_before(name: str) -> None:
     elif name == "FP8":
         assert packed_bytes(name, (64, 256)) >= 64 * 256
     else:
-        assert packed_bytes(name, (64, 256)) == layout_of(name).without_table.packed_bytes(64, 256)
+        on_gpu = {"MXFP4": Layout(4, 32, False), "NVFP4": Layout(4, 16, False)}.get(name, layout_of(name).without_table)
+        assert packed_bytes(name, (64, 256)) == on_gpu.packed_bytes(64, 256)
 
 
 def test_experts_of_gpt_oss_120b_take_what_their_file_takes() -> None:
@@ -182,6 +184,8 @@ def test_experts_of_gpt_oss_120b_take_what_their_file_takes() -> None:
     found = sum(packed_bytes("FP4_SCALED", shape, layout_of("MXFP4"), keeps_superblocks=True) for shape in shapes)
     assert found == sum(rows * columns * 17 // 32 for rows, columns in shapes)  # a byte beside 16 bytes of codes
     assert round(36 * found / 1e9) == 61
+    on_gpu = sum(packed_bytes("FP4_SCALED", shape, layout_of("MXFP4")) for shape in shapes)
+    assert round(36 * on_gpu / 1e9) == 65, "one H100 holds it"
 
 
 @pytest.mark.parametrize("name", ["FP8", "GPTQ", "AWQ", "F32"])
