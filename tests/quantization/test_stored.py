@@ -185,7 +185,7 @@ def test_experts_of_gpt_oss_120b_take_what_their_file_takes() -> None:
     assert found == sum(rows * columns * 17 // 32 for rows, columns in shapes)  # a byte beside 16 bytes of codes
     assert round(36 * found / 1e9) == 61
     on_gpu = sum(packed_bytes("FP4_SCALED", shape, layout_of("MXFP4")) for shape in shapes)
-    assert round(36 * on_gpu / 1e9) == 65, "one H100 holds it"
+    assert round(36 * on_gpu / 1e9) == 64, "one H100 holds it"
 
 
 @pytest.mark.parametrize("name", ["FP8", "GPTQ", "AWQ", "F32"])
