@@ -235,6 +235,17 @@ def test_buffers_of_blocks_that_move_to_host_memory_are_taken_off_the_cache(
     assert [note.split(" of each device")[0] for note in notes] == [_gib(mib << 20)]
 
 
+@pytest.mark.parametrize(("settings", "like"), [
+    ({"quant_method": "mxfp4"}, "int4"), ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int8")
+])  # fmt: skip
+def test_formats_whose_files_are_not_here_are_taken_for_what_gpus_make_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], like: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_SIZES | _MODELS["full"] | {"quantization_config": settings}))
+    plan, _ = planned(tmp_path, capsys, "--gpu", "h100")
+    assert any(note.endswith(f"taken to be as large as {like}.") for note in plan["notes"])
+
+
 def test_a_host_tier_is_refused_where_the_engine_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(folder_of(tmp_path))
     for flags, why in (

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.errors import ConfigError
 from octavo.ops import Routing
 from octavo.ops.triton import expert_kernels as triton_experts
 from tests.ops.tensors import OverTensors, stored, torch_ref
@@ -85,7 +86,7 @@ def test_products_of_experts_are_the_reference(dtype: torch.dtype, settings: dic
         assert_near(found, expected, 2 * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q8_0", "INT8"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "MXFP4", "Q8_0", "INT8"])
 def test_products_of_quantized_experts(name: str) -> None:
     num, hidden, inner = 3, 256, 256
 
@@ -100,6 +101,13 @@ def test_products_of_quantized_experts(name: str) -> None:
         found = run(kernels, products, parts, downs, False, x, ids, weights)
         expected = run(torch_ref, torch_ref, parts, downs, False, x, ids, weights)
         assert_near(found, expected, 5e-2 if name == "INT8" else 2e-3)  # activations have 8 bits twice
+
+
+def test_a_stack_has_codes_of_one_meaning() -> None:
+    """Both formats have four bits and a scale for 32."""
+    packed = [products.pack_linear([random_matrix(name, 64, 64)]) for name in ("Q4_0", "MXFP4")]
+    with pytest.raises(ConfigError, match="quantized differently"):
+        triton_experts.stack_experts(packed, 2)
 
 
 @pytest.mark.parametrize("block_t", [16, 64, 128])
