@@ -90,17 +90,17 @@ def _scales_of(scales_at, stride_scales, k, in_n, i, GROUP: tl.constexpr, MINIMA
 @triton.jit
 def _scales_of_pair(
     scales_at, stride_scales, block, in_n, i, OFFSET: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr,
-    MINIMA: tl.constexpr,
+    MINIMA: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
     """Return `_scales_of` of 32 elements and of the next 32, from OFFSET on, a multiple of 64, in a block of SIZE
-    elements. A word that has the scales of both is loaded once, and at a known place if groups allow it: otherwise
-    ptxas has the products wait for each other."""
+    elements. With HOPPER a word that has the scales of both is loaded once, and at a known place if groups allow it:
+    otherwise ptxas has the products wait for each other. For 8.0 loops would spill."""
     k = block * SIZE + OFFSET
-    if not MINIMA and GROUP >= 32 and SIZE % (2 * GROUP) == 0:
+    if HOPPER and not MINIMA and GROUP >= 32 and SIZE % (2 * GROUP) == 0:
         word = block * (SIZE // (2 * GROUP)) + OFFSET // (2 * GROUP)
         both = tl.load(scales_at + word * stride_scales, mask=in_n, other=0)
         return _half(both, OFFSET // GROUP % 2)[:, None], 0.0, _half(both, (OFFSET + 32) // GROUP % 2)[:, None], 0.0
-    elif GROUP % 64 == 0:
+    elif HOPPER and GROUP % 64 == 0:
         d, minima = _scales_of(scales_at, stride_scales, k, in_n, i, GROUP, MINIMA)
         return d, minima, d, minima
     else:
@@ -113,8 +113,8 @@ def _scales_of_pair(
 def _add_blocks(
     acc, total, x, codes, scales, first_n, first_t, first_block, last_block, chunk_blocks, num_out, num_rows, num_in,
     stride_x, stride_codes, stride_scales, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr,
-    E2M1: tl.constexpr, MANY_CHUNKS: tl.constexpr, EVEN_K: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    E2M1: tl.constexpr, HOPPER: tl.constexpr, MANY_CHUNKS: tl.constexpr, EVEN_K: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Return the sums over blocks of k: acc, of the last chunk, and with MANY_CHUNKS the total of all other chunks."""
     PLANES: tl.constexpr = 32 // BITS
@@ -138,7 +138,7 @@ def _add_blocks(
             x_mask = in_t[None, :] if EVEN_K else in_t[None, :] & (k + j < num_in)[:, None]
             x_tile = tl.load(x_at + k, mask=x_mask, other=0.0)
             d, minima, d_high, minima_high = _scales_of_pair(
-                scales_at, stride_scales, block, in_n, i, 2 * pair * WORDS, PLANES * WORDS, GROUP, MINIMA
+                scales_at, stride_scales, block, in_n, i, 2 * pair * WORDS, PLANES * WORDS, GROUP, MINIMA, HOPPER
             )
             low = _unpack(words, d, minima, 2 * pair, BITS, MINIMA, E2M1, x.dtype.element_ty)
             high = _unpack(words, d_high, minima_high, 2 * pair + 1, BITS, MINIMA, E2M1, x.dtype.element_ty)
@@ -153,9 +153,9 @@ def _linear_int(
     chunk_blocks, stride_expert,
     stride_x, stride_codes, stride_scales, stride_out, scale, factor, slots, entries, entry_size, added, stride_added,
     ADAPTED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr, E2M1: tl.constexpr,
-    EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, NUM_CHUNKS: tl.constexpr,
-    SPLIT: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, GROUP_T: tl.constexpr,
-    GROUPED: tl.constexpr,
+    HOPPER: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr, SPLIT: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    GROUP_T: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, 0) computes all chunks; with SPLIT, program (tile, chunk) computes one.
 
@@ -181,8 +181,8 @@ def _linear_int(
     zeros = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     acc, total = _add_blocks(
         zeros, zeros, x, codes, scales, first_n, first_t, first_block, last_block, chunk_blocks, num_out, num_rows,
-        num_in, stride_x, stride_codes, stride_scales, BITS, GROUP, MINIMA, E2M1, NUM_CHUNKS > 1 and not SPLIT, EVEN_K,
-        WORDS, BLOCK_N, BLOCK_T,
+        num_in, stride_x, stride_codes, stride_scales, BITS, GROUP, MINIMA, E2M1, HOPPER,
+        NUM_CHUNKS > 1 and not SPLIT, EVEN_K, WORDS, BLOCK_N, BLOCK_T,
     )  # fmt: skip
     if SPLIT:
         n, t = first_n + tl.arange(0, BLOCK_N), first_t + tl.arange(0, BLOCK_T)
@@ -304,7 +304,7 @@ def launch(
         weight.scales.shape[0] // num_experts * weight.scales.stride(0),
         x.stride(0), weight.codes.stride(0), weight.scales.stride(0), out.stride(0), scale, weight.factor,
         **adapted_arguments(added), BITS=weight.bits, GROUP=weight.group, MINIMA=weight.minima,
-        E2M1=weight.is_e2m1, EPILOGUE=epilogue,
+        E2M1=weight.is_e2m1, HOPPER=hopper, EPILOGUE=epilogue,
         HAS_BIAS=weight.bias is not None, EVEN_K=num_in % (BLOCK_WORDS * 32 // weight.bits) == 0, NUM_CHUNKS=chunks,
         SPLIT=split, WORDS=BLOCK_WORDS, BLOCK_N=block_n, BLOCK_T=block_t, GROUP_T=8, GROUPED=groups is not None,
         num_warps=warps, num_stages=stages, enable_fp_fusion=False,
