@@ -11,7 +11,14 @@ import pytest
 
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
-from octavo.structured_output.answer_parts import CallText, ParameterText, ReasoningMarks, Spelling, ToolCalls
+from octavo.structured_output.answer_parts import (
+    CallText,
+    ParameterList,
+    ParameterText,
+    ReasoningMarks,
+    Spelling,
+    ToolCalls,
+)
 from tests.structured_output.grammars import make_grammar
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -240,10 +247,11 @@ def test_grammars_are_read_in_their_own_dialect(grammar: str, right: str) -> Non
 @pytest.mark.parametrize("reference", ["#", "#/properties/a", "#/$defs/A", "#/$defs/odd~1name%25"])
 def test_references_in_parameters_are_to_the_whole_schema(reference: str) -> None:
     """Where each parameter is written on its own, as Qwen3-Coder has it."""
-    whole = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"$ref": reference}},
-             "$defs": {"A": {"type": "integer"}, "odd/name%": {"type": "integer"}}}  # fmt: skip
-    form = ParameterText("<", ">", ">", "</>")
-    spelling = Spelling("", "", "", {"f": CallText("(", ")", form, {"a": None, "b": None})})
+    properties = {"a": {"type": "integer"}, "b": {"$ref": reference}}
+    defined = {"A": {"type": "integer"}, "odd/name%": {"type": "integer"}}
+    whole = {"type": "object", "properties": properties, "$defs": defined}
+    form, parameters = ParameterText("<", ">", ">", "</>"), ParameterList({"a": None, "b": None}, (), properties)
+    spelling = Spelling("", "", "", {"f": CallText("(", ")", form, (parameters,))})
     grammar = make_grammar(ToolCalls({"f": whole}, spelling))
     value = '{"a": 1}' if reference == "#" else "2"
     assert follows(grammar, f"(<a>1</><b>{value}</>)") and not follows(grammar, '(<b>"x"</>)')
