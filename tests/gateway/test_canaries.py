@@ -105,5 +105,8 @@ def test_a_key_for_a_model_is_for_its_canary(clock: Clock, tmp_path: Path) -> No
             assert (await gate.ask("a", messages=said(1))).status_code == 200
             assert gate.launch.begun == (["b"] if canaries else ["b", "a"])
             assert (await gate.ask("b", messages=said(1))).status_code == (200 if canaries else 403)
+            rows = (await keys.http.get("/usage")).json()["data"]
+            counted = {row["model"]: (row["requests"], row["completion_tokens"]) for row in rows}
+            assert counted == ({"a": (1, 0), "b": (1, 6)} if canaries else {"a": (2, 3), "b": (1, 6)})
 
     with_keys(clock, tmp_path, test)
