@@ -27,7 +27,7 @@ from octavo.call_arguments import read_arguments
 from octavo.entrypoints.chat.reasoning import Reasoning, new_splitter
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats
 from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
-from octavo.entrypoints.chat.tools.tool_parser import Call
+from octavo.entrypoints.chat.tools.tool_parser_base import Call
 from octavo.request import pack_tokens
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from octavo.entrypoints.chat.tools.forced_calls import ForcedCallsReader
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats
 from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
 from octavo.entrypoints.chat.tools.tool_formats import HARMONY, ToolFormat
-from octavo.entrypoints.chat.tools.tool_parser import Call, Piece, ToolParser
+from octavo.entrypoints.chat.tools.tool_parser_base import Call, Piece, ToolParser
 from octavo.entrypoints.openai.custom_tools import CustomInput, whole_input
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.entrypoints.openai.tool_choice import NamedToolChoice

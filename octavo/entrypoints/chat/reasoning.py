@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from octavo.entrypoints.chat.tools.tool_parser import ToolParser
+    from octavo.entrypoints.chat.tools.tool_parser_base import ToolParser
 
 
 _MAX_TRIALS = 32  # false marks of calls in one answer's reasoning, after which no more are tried

@@ -15,7 +15,7 @@ from typing import Any
 
 from octavo.entrypoints.chat.answer_reader import CallDelta, Delta, ReasoningDelta, TextDelta
 from octavo.entrypoints.chat.chat_run import Progress
-from octavo.entrypoints.chat.tools.tool_parser import JsonScanner
+from octavo.entrypoints.chat.tools.tool_parser_base import JsonScanner
 from octavo.entrypoints.http.streaming import named_event
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.openai.tool_choice import flat

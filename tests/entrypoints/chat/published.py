@@ -16,7 +16,7 @@ from octavo.entrypoints.chat.template_traits import rendered_calls
 from octavo.entrypoints.chat.tools.format_detection import _cut_calls, model_formats
 from octavo.entrypoints.chat.tools.format_parser import FormatParser
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS
-from octavo.entrypoints.chat.tools.tool_parser import Call
+from octavo.entrypoints.chat.tools.tool_parser_base import Call
 from octavo.loading.tokenizer import ModelTokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 from octavo.entrypoints.chat.tools.python_calls import is_python_name
 from octavo.entrypoints.chat.tools.text_rules import WRITTEN, some_text_matches, text_rules
 from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
-from octavo.entrypoints.chat.tools.tool_parser import ToolSchemas
+from octavo.entrypoints.chat.tools.tool_parser_base import ToolSchemas
 from octavo.structured_output.answer_parts import (
     CallText,
     KeyedChoice,

@@ -42,7 +42,7 @@ from octavo.entrypoints.chat.tools.tool_formats import (
     Tags,
     ToolFormat,
 )
-from octavo.entrypoints.chat.tools.tool_parser import Call, JsonScanner, load_json
+from octavo.entrypoints.chat.tools.tool_parser_base import Call, JsonScanner, load_json
 from octavo.loading.jinja_template import EndlessTemplateError
 
 if TYPE_CHECKING:

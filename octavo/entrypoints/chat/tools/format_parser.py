@@ -12,7 +12,15 @@ from octavo.entrypoints.chat.tools.call_spelling import property_schema, resolve
 from octavo.entrypoints.chat.tools.parameter_values import nested_value, parameter_value
 from octavo.entrypoints.chat.tools.python_calls import ends_within_text, keyed_call, python_calls, python_list
 from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
-from octavo.entrypoints.chat.tools.tool_parser import Call, Steps, TextParser, ToolSchemas, json_call, search, to_json
+from octavo.entrypoints.chat.tools.tool_parser_base import (
+    Call,
+    Steps,
+    TextParser,
+    ToolSchemas,
+    json_call,
+    search,
+    to_json,
+)
 
 _MAX_REREAD = 100_000  # characters of false calls, after which the rest of an answer is content
 _MAX_HEAD = 512  # characters before the arguments of a `NamedJson`

@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo.entrypoints.chat.tools.call_spelling import json_type, property_schema, resolve_ref, schema_types
 from octavo.entrypoints.chat.tools.tool_formats import Tags
-from octavo.entrypoints.chat.tools.tool_parser import load_json
+from octavo.entrypoints.chat.tools.tool_parser_base import load_json
 
 _MAX_DEPTH = 32  # of tags in tags
 

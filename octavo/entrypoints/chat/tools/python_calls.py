@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.entrypoints.chat.tools.tool_formats import KeyedValues
-from octavo.entrypoints.chat.tools.tool_parser import Call, load_json, to_json
+from octavo.entrypoints.chat.tools.tool_parser_base import Call, load_json, to_json
 
 _CONSTANTS = {"true": True, "false": False, "null": None}  # models write JSON's constants, too
 # Keys and Python's constants in a text of keyed values, outside of texts.

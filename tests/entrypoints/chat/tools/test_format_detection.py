@@ -16,7 +16,7 @@ from octavo.entrypoints.chat.tools.call_spelling import spelling
 from octavo.entrypoints.chat.tools.format_detection import _INSTRUCTIONS, model_formats
 from octavo.entrypoints.chat.tools.format_parser import FormatParser
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS, JsonCalls, NamedJson, ToolFormat
-from octavo.entrypoints.chat.tools.tool_parser import Call
+from octavo.entrypoints.chat.tools.tool_parser_base import Call
 from octavo.loading.jinja_template import render_template
 from tests.entrypoints.chat.published import num_read, published, tokenizer_of
 

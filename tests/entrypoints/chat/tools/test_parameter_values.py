@@ -10,7 +10,7 @@ import pytest
 from octavo.entrypoints.chat.tools.call_spelling import property_schema, schema_types
 from octavo.entrypoints.chat.tools.format_parser import FormatParser
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS
-from octavo.entrypoints.chat.tools.tool_parser import Call
+from octavo.entrypoints.chat.tools.tool_parser_base import Call
 
 DEFINITIONS = {
     "Text": {"type": "string"},

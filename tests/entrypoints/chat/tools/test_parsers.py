@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from octavo.entrypoints.chat.answer_reader import AnswerFormat, AnswerReader, CallDelta, TextDelta
-from octavo.entrypoints.chat.tools import format_parser, tool_parser
+from octavo.entrypoints.chat.tools import format_parser, tool_parser_base
 from octavo.entrypoints.chat.tools.format_parser import FormatParser
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS
 
@@ -360,9 +360,9 @@ class Work:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_characters = 0
-        end, find, search = tool_parser.JsonScanner.end, tool_parser.find, tool_parser.search
+        end, find, search = tool_parser_base.JsonScanner.end, tool_parser_base.find, tool_parser_base.search
 
-        def counted_end(scanner: tool_parser.JsonScanner, text: str, begin: int = 0) -> int | None:
+        def counted_end(scanner: tool_parser_base.JsonScanner, text: str, begin: int = 0) -> int | None:
             found = end(scanner, text, begin)
             self.num_characters += (len(text) if found is None else found) - begin
             return found
@@ -377,8 +377,8 @@ class Work:
             self.num_characters += (len(text) if found is None else found.end()) - begin
             return found
 
-        monkeypatch.setattr(tool_parser.JsonScanner, "end", counted_end)
-        monkeypatch.setattr(tool_parser, "find", counted_find)
+        monkeypatch.setattr(tool_parser_base.JsonScanner, "end", counted_end)
+        monkeypatch.setattr(tool_parser_base, "find", counted_find)
         monkeypatch.setattr(format_parser, "search", counted_search)
 
 

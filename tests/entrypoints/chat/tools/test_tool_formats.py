@@ -25,7 +25,7 @@ from octavo.entrypoints.chat.tools.format_detection import ModelFormats
 from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
 from octavo.entrypoints.chat.tools.text_rules import text_rules
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS, HERMES, KeyedValues, Tags, ToolFormat
-from octavo.entrypoints.chat.tools.tool_parser import Call, ToolParser
+from octavo.entrypoints.chat.tools.tool_parser_base import Call, ToolParser
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
