@@ -246,7 +246,7 @@ class InputProcessor:
         pooling = self.model.pooling
         if pooling is not None:
             raise RequestError(
-                f"{self.model.served_model_names[0]} pools and has no tokens to answer with. Ask it for "
+                f"{self.model.served_model_names[0]} is a pooling model and generates no text. Ask it for "
                 f"{' or '.join(pooling.tasks)}: /v1/embeddings, /pooling, /classify, /score and /rerank, or LLM.embed, "
                 "encode, classify and score.",
                 code="model_pools",

@@ -201,7 +201,7 @@ def test_dimensions_prompts_and_cuts(embeddings: httpx.Client) -> None:
         ("/v2/embed", {"texts": ["cat " * 300], "input_type": "clustering", "truncate": "NONE"}, "302 tokens"),
         ("/rerank", {"query": "x", "documents": [{"title": "y"}]}, "objects like"),
         ("/rerank", {"query": "x", "documents": ["y"], "instruction": "z"}, "takes no instruction"),
-        ("/v1/completions", {"prompt": "x"}, "pools and has no tokens to answer with"),
+        ("/v1/completions", {"prompt": "x"}, "is a pooling model and generates no text"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "pools and has no tokens"),
     ],
 )

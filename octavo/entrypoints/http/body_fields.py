@@ -74,21 +74,21 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 # For some of these fields, what to do instead.
 _INSTEAD = {
-    "ebnf": "structured_outputs has a grammar",
+    "ebnf": "structured_outputs.grammar takes it",
     "documents": 'chat_template_kwargs {"documents": [...]} gives them to the chat template',
-    "function_call": "tool_choice says it",
-    "functions": "tools has them",
+    "function_call": "tool_choice takes its place",
+    "functions": "tools takes functions",
     "guided_decoding_backend": "structured outputs are always made by llguidance",
     "logits_processors": "SamplingParams takes some, from Python",
     "lora_path": "model names the adapter",
     "media_io_kwargs": "--media-io-kwargs is the server's",
     "mm_processor_kwargs": "the model's own settings are taken",
     "prompt_embeds": "completions take them, and messages as parts of type prompt_embeds, with --enable-prompt-embeds",
-    "regex": "structured_outputs has a regex",
+    "regex": "structured_outputs.regex takes it",
     "repetition_detection": "frequency_penalty and repetition_penalty keep answers from repeating themselves",
     "rid": "X-Request-Id names a request",
     "stream_interval": "--stream-interval is the server's",
-    "vllm_xargs": "nothing here reads it; what requests can say has fields of its own",
+    "vllm_xargs": "nothing reads it",
 }
 
 
