@@ -5,11 +5,23 @@ from __future__ import annotations
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from octavo.config import SchedulerConfig
+from octavo.engine import core_process
 from octavo.engine.core import EngineCore
+from octavo.engine.wire import (
+    Abort,
+    CacheWasReset,
+    DropCacheSession,
+    ResetCache,
+    SetPaused,
+    Trials,
+    decode_core_message,
+    encode_message,
+)
 from octavo.errors import RequestError
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from octavo.request import EngineRequest, Prompt
@@ -158,3 +170,14 @@ def test_tokens_of_prompts_that_go_on_in_the_next_step_are_counted() -> None:
     prompt = Prompt(list(range(70)))  # a step takes 64
     engine.add(EngineRequest("long", prompt, SamplingParams(max_tokens=2), [0], 2, 0.0))
     assert [engine.step().stats.num_chunked_tokens for _ in range(3)] == [64, 0, 0]
+
+
+def test_a_step_follows_messages_that_bring_work_or_end_it() -> None:
+    engine, _ = core()
+    sender = Mock()
+    for message, is_followed in (
+        (request("a"), True), (Abort("a"), True), (SetPaused(False), True), (ResetCache(False), False),
+        (DropCacheSession("s", None), False), (Trials(0), False),
+    ):  # fmt: skip
+        assert core_process._handle(engine, sender, encode_message(message)) == is_followed
+    assert [decode_core_message(call.args[0]) for call in sender.send.call_args_list] == [CacheWasReset()] * 2

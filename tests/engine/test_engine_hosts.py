@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from octavo.config import EngineConfig, EngineHostsConfig
+from octavo.config import EngineHostsConfig
 from octavo.distributed import joining
 from octavo.engine import engine_hosts, engine_node
 from octavo.engine.data_parallel import DataParallelEngine
@@ -22,7 +22,7 @@ from octavo.errors import ConfigError, EngineDeadError, LoadError, OctavoError
 from octavo.metrics.prometheus import EngineMetrics
 from tests.engine.stub_engine import ANSWER, EXIT, HANG, ask
 from tests.ports import held_port
-from tests.waiting import until, wait_until, within
+from tests.waiting import until, within
 
 Engines = Callable[..., EngineMetrics]
 
@@ -149,17 +149,22 @@ def test_a_host_that_is_told_to_stop_ends_what_it_has(with_engine: Engines, here
     assert [one.num_finished["length"] for one in metrics.of_engines] == [5, 0]
 
 
-def test_a_host_that_waits_for_its_turn_ends_with_the_server(
-    stub_config: EngineConfig, here: EngineHostsConfig
-) -> None:
-    """As while the engines of the server sleep."""
-    config = replace(stub_config, data_parallel_size=2, engine_hosts=here)
-    hosts = engine_hosts.EngineHosts(config)
-    _, end = start(replace(config, engine_hosts=replace(here, start_rank=1)))
-    wait_until(lambda: bool(hosts._waiting))
-    hosts.close()
+def test_a_host_whose_engine_sleeps_ends_with_the_server(with_engine: Engines, here: EngineHostsConfig) -> None:
+    ends: list[Future[None]] = []
+
+    async def use(engine: DataParallelEngine) -> None:
+        node, end = start(elsewhere(engine))
+        ends.append(end)
+        await engine.wait_ready()
+        await engine.sleep(2)
+        hosts = engine._hosts
+        assert hosts is not None
+        await until(lambda: hosts._waiting)
+        assert not node._engines[0].leave(), "it has no requests to finish"
+
+    with_engine(use, replicas=2, engine_hosts=here)
     with pytest.raises(ConfigError, match="the server has ended"):
-        end.result(within(60))
+        ends[0].result(within(60))
 
 
 @pytest.mark.long

@@ -574,6 +574,15 @@ def test_a_client_of_sessions_takes_no_more_memory_than_there_are_blocks(
     assert one.tier.sessions._num_blocks == one.tier.sessions.count == 0
 
 
+def test_a_dropped_session_frees_the_blocks_of_all_its_turns(engines: Any) -> None:
+    """Most are on disk only, and lost blocks are looked for on the way."""
+    one = engines()
+    for number in range(14):
+        turn_of(one, [100 * number + place for place in range(22)], "long")
+        one.save()
+    assert one.tier.sessions.drop("long", None) == 5 * 14 > cache_sessions._LEAST_PRUNED
+
+
 def test_a_session_is_forgotten_after_its_time_and_where_others_have_more_blocks(
     engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
