@@ -332,6 +332,18 @@ def test_the_host_has_as_many_adapters_as_its_memory_holds() -> None:
     assert device.on_host == {"3"}, "0 alone would have been too large for its file"
 
 
+def test_an_adapter_makes_room_for_those_that_were_larger_than_their_files() -> None:
+    core, device = make_core(max_cpu_loras=None)
+    sources = [AdapterSource(str(number), f"a{number}", None, "file", 1) for number in (3, 7, 11)]  # 4 pages each
+    for source in (*sources, sources[-1]):
+        core.load_adapter(source)
+        core.step()
+        if source.identity in device.reading:
+            device.read(source.identity)
+            core.step()
+    assert device.on_host == {"7", "11"}, "the host has 9 pages"
+
+
 def test_one_adapter_is_copied_in_a_step_and_any_number_is_used_where_it_lies() -> None:
     for shares_memory in (False, True):
         core, device = make_core(shares_memory=shares_memory)

@@ -181,3 +181,14 @@ def test_a_step_follows_messages_that_bring_work_or_end_it() -> None:
     ):  # fmt: skip
         assert core_process._handle(engine, sender, encode_message(message)) == is_followed
     assert [decode_core_message(call.args[0]) for call in sender.send.call_args_list] == [CacheWasReset()] * 2
+
+
+@pytest.mark.parametrize(("has_message", "num_saved"), [(False, 3), (True, 0)])
+def test_an_idle_core_saves_blocks_until_a_message_comes(
+    monkeypatch: pytest.MonkeyPatch, has_message: bool, num_saved: int
+) -> None:
+    monkeypatch.setattr(core_process, "is_readable", lambda _: has_message)
+    engine = Mock(has_work=False, save_blocks=Mock(side_effect=[True, True, False]))
+    with pytest.raises(EOFError):
+        core_process._serve(engine, Mock(recv=Mock(side_effect=EOFError)), Mock())
+    assert engine.save_blocks.call_count == num_saved

@@ -312,6 +312,8 @@ def test_a_prompt_is_computed_where_that_is_faster(engines: Any) -> None:
     second.tier.fetches._read_cost._s_per_byte = 0.0
     assert second.fetched(list(range(22)), prompt_logprobs=1) is None, "the whole prompt is computed"
     assert second.fetched(list(range(4))) is None, "one token is computed in any case"
+    compute_s = second.tier.fetches._compute_s
+    assert compute_s(0, 3) < compute_s(5, 9) < compute_s(0, 5), "only the blocks from 5 on count"
     assert second.fetched(list(range(22))) is not None
 
 
