@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,9 +18,10 @@ from tests.kv_cache.test_manager import SIZE, compute, manager, sequence
 
 class Cost:
     def __init__(self, seconds: float = 1.0) -> None:
-        self._seconds = seconds
+        self._seconds, self.asked = seconds, list[StepWork]()
 
     def seconds(self, work: StepWork) -> float:
+        self.asked.append(work)
         return self._seconds
 
 
@@ -146,6 +147,13 @@ def test_what_is_faster_computed_or_does_not_fit_is_not_loaded() -> None:
     planned(cache, host)
     assert loaded(cache, host, sequence([*prompt(0, 4), 7]))  # it is the fifth block that does not fit
     assert not cache.take_moves()[0].swap_in and not stats_of(host).num_host_hits
+
+
+def test_a_load_is_compared_with_the_computation_of_what_the_device_lacks() -> None:
+    cache, host = evicted()
+    computed(cache, prompt(0, 1))
+    assert loaded(cache, host, sequence([*prompt(0, 4), 7]))
+    assert cast(Cost, host._cost).asked == [StepWork().plus(SIZE, 3 * SIZE, 1)]
 
 
 def test_a_prefix_is_looked_up_once_while_its_sequence_waits(monkeypatch: pytest.MonkeyPatch) -> None:
