@@ -119,7 +119,7 @@ def spelling(
             if name in free:
                 calls[name] = CallText(f"{body.before}{name}{{", "", free="")
                 continue
-            flats = flat_objects(schema) if describes_object(schema) else None
+            flats = _alternatives(schema)
             keyed = None if flats is None else _choice([notation.value(one, schema) for one in flats])
             if keyed is None:
                 return None
@@ -187,7 +187,7 @@ def _parameter_lists(
     """Return the lists of parameters that a function takes, in a format that writes texts without quotes (`value_after`
     ends them; None: texts have quotes). `says_types`: the format says of each value whether it is a text. Return None
     if such lists cannot express the whole schema."""
-    flats = flat_objects(schema) if describes_object(schema) else None
+    flats = _alternatives(schema)
     found = []
     for flat in flats or ():
         properties = flat["properties"]
@@ -199,6 +199,27 @@ def _parameter_lists(
         schemas = {name: properties[name] for name, kind in kinds.items() if kind is None}
         found.append(ParameterList(kinds, flat["required"], schemas))
     return tuple(found) or None
+
+
+def _alternatives(schema: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the flat schemas of a function's arguments, of several only those that some arguments satisfy; None if
+    there are none."""
+    flats = flat_objects(schema) if describes_object(schema) else None
+    if flats is None or len(flats) < 2:
+        return flats
+    found = []
+    for flat in flats:
+        properties = {name: one for name, one in flat["properties"].items() if _has_text(one, schema)}
+        if all(name in properties or name not in flat["properties"] for name in flat["required"]):
+            found.append({**flat, "properties": properties})
+    return found or None
+
+
+def _has_text(schema: Any, root: Mapping[str, Any]) -> bool:
+    """Return whether a schema takes other values than texts, or some text matches all that it says."""
+    if schema_types(schema, root) != {"string"}:
+        return True
+    return (rules := _rules(schema, root)) is None or some_text_matches(rules)
 
 
 def _is_read_as(schema: Any, name: str, root: Mapping[str, Any]) -> bool:

@@ -234,6 +234,12 @@ COMBINED: list[tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]
         [{"k": "x", "b": 1}, {"k": "y"}],
         [{"k": "x"}, {"k": "y", "b": 1}],
     ),
+    (  # no text matches both patterns
+        {"properties": {"a": {"type": "string", "pattern": "^x+$"}, **_B}, "required": ["b"],
+         "anyOf": [{"properties": {"a": {"pattern": "^y$"}}, "required": ["a"]}, {"properties": {"b": {"const": 2}}}]},
+        [{"b": 2}, {"a": "x", "b": 2}],
+        [{"a": "y", "b": 1}, {"b": 1}],
+    ),
     (
         {"properties": _A, "additionalProperties": False, "anyOf": [{"properties": _B, "required": ["b"]}, {}]},
         [{"a": "x"}],
