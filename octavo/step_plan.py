@@ -110,9 +110,9 @@ class PlannedRow(NamedTuple):
 
 
 def new_row(
-    row: int, num_computed: int, num_tokens: int, num_sampled_positions: int, num_last_samples: int
+    row: int, num_computed: int, num_tokens: int, num_sampled_positions: int, num_last_samples: int, /
 ) -> PlannedRow:
-    """Return a row without draft tokens. `PlannedRow` does the same, but takes twice as long to match names; this
+    """Return a row without draft tokens. It takes less time than `PlannedRow`, and less than with keywords; this
     happens for every token."""
     return tuple.__new__(PlannedRow, (row, num_computed, num_tokens, num_sampled_positions, num_last_samples, ()))
 

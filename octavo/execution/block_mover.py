@@ -7,6 +7,7 @@ later steps compute. A step that reads swapped blocks waits for them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -71,7 +72,8 @@ class _PoolMover:
         self._staging_buffers: list[_StagingBuffer] = []
         self._left: list[tuple[Callable[[Pairs], None], Pairs]] = []  # moves still to be made
         self.host_arrays: list[Any] = []  # memory of swapped blocks
-        self._last_moves: dict[int, Event] = {}  # by host block: reached when the block is copied
+        # Copies under way, in order: an event that is reached when they are done, and their host blocks.
+        self._under_way = deque[tuple[Event, set[int]]]()
         if num_host_blocks and caches:  # a pipeline stage may have no layer in the pool
             num_bytes = sum(block_bytes(cache) for cache in caches)
             self._host = device.pinned([num_host_blocks, num_bytes], "uint8")
@@ -108,14 +110,21 @@ class _PoolMover:
         """Return whether no move of these host blocks is under way or left. With `waits`, wait for moves under way."""
         if self._left:
             return False
-        for block in host_blocks:
-            if (last_move := self._last_moves.get(block)) is not None:
-                if waits:
-                    last_move.wait()
-                elif not last_move.is_reached:
+        self._drop_done()
+        for done, copied in self._under_way:
+            if not copied.isdisjoint(host_blocks):
+                if not waits:
                     return False
-                del self._last_moves[block]
+                done.wait()
         return True
+
+    def _note_copies(self, done: Event, host_blocks: set[int]) -> None:
+        self._drop_done()
+        self._under_way.append((done, host_blocks))
+
+    def _drop_done(self) -> None:
+        while self._under_way and self._under_way[0][0].is_reached:
+            self._under_way.popleft()
 
     def settled_host_array(self, host_blocks: Sequence[int]) -> NDArray[np.uint8]:
         """Return the host memory, [num_host_blocks, block_bytes], once no move of these blocks is under way."""
@@ -156,7 +165,7 @@ class _PoolMover:
         copies.wait(compute.record())
         copies.run(download)
         staging.free_event = copies.record()
-        self._last_moves |= dict.fromkeys([host_block for _, host_block in pairs], staging.free_event)
+        self._note_copies(staging.free_event, {host_block for _, host_block in pairs})
 
     def _swap_in(self, pairs: Pairs) -> None:
         device, staging = self._device, self._next_staging_buffer()
@@ -175,7 +184,7 @@ class _PoolMover:
             copies.wait(staging.free_event)
         copies.run(fill)
         compute.wait(filled := copies.record())
-        self._last_moves |= dict.fromkeys([host_block for host_block, _ in pairs], filled)
+        self._note_copies(filled, {host_block for host_block, _ in pairs})
         compute.run(scatter)
         staging.free_event = compute.record()
 

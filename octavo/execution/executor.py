@@ -225,6 +225,7 @@ class MultiprocExecutor(LocalExecutor):
         order, so they need no wait."""
         while self._last_steps:
             self._last_steps.popleft().result()
+        self._copied_last.clear()  # the worker has these copies now
 
     def prepare_adapter(self, source: AdapterSource) -> Future[int]:
         return self.worker_group.prepare_adapter(source, super().prepare_adapter(source))

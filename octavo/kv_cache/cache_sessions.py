@@ -72,8 +72,8 @@ class CacheSessions:
         keep_until = time.time() + request.cache_ttl_s
         tier.pin_pending_blocks(found, keep_until)
         self._remember(session, found.keys(), keep_until)
-        unsaved = tier.unsaved.keys() & self._sessions[session].names  # includes blocks of earlier turns
-        tier.enqueue_task(partial(self._files.keep_session, session, [*found, *unsaved], keep_until), may_skip=True)
+        pending = filter(tier.is_pending, self._sessions[session].names)  # includes blocks of earlier turns
+        tier.enqueue_task(partial(self._files.keep_session, session, [*found, *pending], keep_until), may_skip=True)
         self._forget_old()
 
     def drop(self, session_id: str, salt: str | None) -> int | None:

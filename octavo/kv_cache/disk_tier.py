@@ -10,7 +10,8 @@ block that finds the queue full is not kept. `EngineCore` calls everything here,
 the folder and what is evicted from it, and `cache_sessions` for the sessions that clients keep there.
 
 States of a block: indexed (in a pool) -> unsaved -> queued -> written, or dropped: forgotten while it is unsaved,
-evicted without time or room to save it, or refused by the folder.
+evicted without time or room to save it, or refused by the folder. On GPUs a block may also leave the device before it
+is copied to the host; `HostTier` counts it, and `num_disk_dropped` does not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import logging
 import sys
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Protocol
 
@@ -119,7 +120,7 @@ class DiskTier:
         for pool, watch in zip(self.pools, self.watches, strict=True):
             pool.watchers.append(watch)
         if host_tier is not None:
-            host_tier.on_drop = self.forget_unsaved
+            host_tier.on_drop, host_tier.on_present = self.forget_unsaved, self.note_in_memory
         # Fields belong to the engine's thread, or change only under the lock; then the engine's thread reads single
         # values without it. What bounds saving:
         #
@@ -131,7 +132,9 @@ class DiskTier:
         #                  |                                    |                               | _IDLE_QUEUE_BYTES
         # len(_queue)      | blocks, and tasks (`enqueue_task`) | the writer takes the next one | _MOST_QUEUED; only
         #                  |                                    |                               | `may_skip` tasks obey
-        self.unsaved: dict[Name, int] = {}  # blocks that only a pool has, the oldest first; engine's thread
+        # Blocks that only a pool has, the oldest first; ordered dictionaries lose their first entry in constant time.
+        self.unsaved = OrderedDict[Name, int]()  # engine's thread
+        self._first = OrderedDict[Name, None]()  # blocks to save before others, unsaved or not yet here; engine's
         self._busy_save_s = 0.0  # engine's thread; may be overdrawn
         self._eviction_save_s = _INITIAL_EVICTION_SAVE_S  # engine's thread; may be overdrawn
         self._lock = threading.Condition()  # notified when something is queued, written, forgotten or dropped
@@ -198,7 +201,11 @@ class DiskTier:
         end = time.monotonic() + _CLOSE_TIMEOUT_S
         while time.monotonic() < end and self.save_while_idle():
             pass
-        return self.wait_until_saved(max(0.0, end - time.monotonic()))
+        with self._lock:  # blocks that are unsaved now stay so: the device lacks memory to copy them, or the disk hangs
+            is_written = self._lock.wait_for(
+                lambda: not (self._queue or self._is_writing) or self._is_closed, max(0.0, end - time.monotonic())
+            )
+        return is_written and not self._has_unsaved
 
     def close(self, saves: bool = True) -> None:
         """Save the unsaved blocks if `saves`, and end the threads. A second call does nothing."""
@@ -231,8 +238,15 @@ class DiskTier:
 
     def is_pending(self, name: Name) -> bool:
         """Return whether a block is not written yet: unsaved, or in the writer's queue."""
-        is_on_device = self._host_tier is not None and self._host_tier.copies_later(name)
-        return is_on_device or name in self.unsaved or name in self._queued
+        return name in self.unsaved or name in self._queued or self._comes_later(name)
+
+    def _comes_later(self, name: Name) -> bool:
+        """Return whether a block of a device is still to be copied to its host, and saved then."""
+        return self._host_tier is not None and self._host_tier.copies_later(name) and self._lacks(name)
+
+    def _lacks(self, name: Name) -> bool:
+        """Return whether a block is neither in the folder nor in the writer's queue."""
+        return (self.is_removing_all or not self.files.knows(name)) and name not in self._queued
 
     def is_settled(self, pool: int, blocks: Sequence[int], waits: bool = False) -> bool:
         """Return whether blocks can be read and written now: on GPUs, whether they are neither copied with the next
@@ -250,6 +264,7 @@ class DiskTier:
     def forget_unsaved(self, name: Name) -> None:
         """Do not save a block, unless the writer has it already."""
         self.unsaved.pop(name, None)
+        self._first.pop(name, None)
         with self._lock:
             self.keep_until.pop(name, None)
             self._lock.notify_all()  # `wait_until_saved` looks at `unsaved`
@@ -262,9 +277,9 @@ class DiskTier:
 
     def forget(self, name: Name) -> None:
         """Forget a block in the pools, and do not save it."""
-        self.forget_unsaved(name)
         if self._host_tier is not None:
             self._host_tier.forget(name)
+        self.forget_unsaved(name)
         pool = self.pools[name[0]]
         if (block := pool.lookup(name[1])) is not None:
             pool.forget(block)
@@ -272,19 +287,28 @@ class DiskTier:
     def note_in_memory(self, name: Name) -> None:
         """Save a block of the pools if the folder has lost it."""
         pool, key = name
-        if (block := self.pools[pool].lookup(key)) is not None:
+        if not self._lacks(name):
+            self._note_not_lacking(name)
+        elif (block := self.pools[pool].lookup(key)) is not None:
             self.note_computed(name, block)
         elif self._host_tier is not None and (block := self._cache.pools[pool].lookup(key)) is not None:
             self._host_tier.note_indexed(name, block)
 
     def note_computed(self, name: Name, block: int) -> None:
-        if (self.is_removing_all or not self.files.knows(name)) and name not in self._queued:
+        if self._lacks(name):
             self.unsaved[name] = block
+        else:
+            self._note_not_lacking(name)
+
+    def _note_not_lacking(self, name: Name) -> None:
+        """Wait no longer for a block of a device that the folder has got in another way."""
+        if self._host_tier is not None and name not in self.unsaved and name not in self._queued:
+            self.forget_unsaved(name)
 
     def save_before_eviction(self, name: Name) -> None:
         """Save a block that is about to be overwritten, if it is unsaved, if the writer keeps up, and if a session
         keeps the block or disk hits have saved the time. Drop it otherwise."""
-        block = self.unsaved.pop(name, None)
+        block = self.unsaved.get(name)
         if block is None:
             return
         is_kept = name in self.keep_until
@@ -292,7 +316,7 @@ class DiskTier:
         if not (has_time and self._has_room() and self.is_settled(name[0], [block])):
             self._drop(name)
             return
-        save_s = self._save(name, block)
+        save_s = self._save(name)
         if not is_kept:
             self._eviction_save_s -= save_s
 
@@ -312,7 +336,7 @@ class DiskTier:
         wait_s = self._wait_for_workers()
         self._busy_save_s -= wait_s
         while self._busy_save_s > -2 * wait_s and self._can_save():
-            self._busy_save_s -= self._save_oldest()
+            self._busy_save_s -= self._save(self._next_unsaved())
 
     def save_while_idle(self) -> bool:
         """Save a block, or wait shortly for the writer. Returns False if no block is unsaved, or if the device lacks
@@ -324,18 +348,18 @@ class DiskTier:
         with self._lock:
             has_room = self._lock.wait_for(lambda: self._has_room(_IDLE_QUEUE_BYTES), _IDLE_WAIT_S)
         if has_room:
-            name, block = next(iter(self.unsaved.items()))
-            if not self.is_settled(name[0], [block], waits=True):
+            name = self._next_unsaved()
+            if not self.is_settled(name[0], [self.unsaved[name]], waits=True):
                 return False
-            self._save_oldest()
+            self._save(name)
         return not self._is_closed
 
     def _copy_to_host(self, host_tier: HostTier) -> None:
-        """Make the copies that wait for a plan. Then, if the pools have no unsaved block, copy blocks that only the
-        device has."""
+        """Make the copies that wait for a plan. Then copy blocks that only the device has, if the pools have no unsaved
+        block or if these blocks are to be saved before others."""
         self._memory.move_blocks(self._cache.take_moves())
         host_tier.end_plan()
-        while not self.unsaved and host_tier.has_uncopied:
+        while host_tier.has_uncopied and (not self.unsaved or any(map(host_tier.copies_later, self._first))):
             host_tier.begin_plan()
             self._memory.move_blocks(self._cache.take_moves())
             host_tier.end_plan()
@@ -343,30 +367,40 @@ class DiskTier:
     def fill_queue(self) -> None:
         """Queue unsaved blocks until the writer's queue is full."""
         while self._can_save():
-            self._save_oldest()
+            self._save(self._next_unsaved())
 
     def prioritise(self, names: Iterable[Name]) -> None:
         """Save these blocks before others."""
-        first = {name: self.unsaved.pop(name) for name in names if name in self.unsaved}
-        self.unsaved = first | self.unsaved
+        first = [name for name in names if name in self.unsaved or self._comes_later(name)]
+        self._first.update(dict.fromkeys(first))
+        if self._host_tier is not None:
+            self._host_tier.prioritise(first)
+
+    def _next_unsaved(self) -> Name:
+        """Return the block to save before all others. One must be unsaved."""
+        first = next((name for name in self._first if name in self.unsaved), None)
+        return next(iter(self.unsaved)) if first is None else first
 
     def _can_save(self) -> bool:
-        """Return whether the oldest unsaved block can be saved without a wait."""
+        """Return whether the next unsaved block can be saved without a wait. If it is being copied, the block after it
+        is the next one from now on."""
         if not self.unsaved or not self._has_room():
             return False
-        (pool, _), block = next(iter(self.unsaved.items()))
-        return self.is_settled(pool, [block])
+        name = self._next_unsaved()
+        if self.is_settled(name[0], [self.unsaved[name]]):
+            return True
+        for blocks in (self.unsaved, self._first):
+            if name in blocks:
+                blocks.move_to_end(name)
+        return False
 
-    def _save_oldest(self) -> float:
-        name = next(iter(self.unsaved))
-        return self._save(name, self.unsaved.pop(name))
-
-    def _save(self, name: Name, block: int) -> float:
-        """Queue a copy of a block, for which there is room. Returns the seconds that steps are later for it: those of
-        copying the block and, on CPUs, of writing it."""
+    def _save(self, name: Name) -> float:
+        """Queue a copy of an unsaved block, for which there is room. Returns the seconds that steps are later for it:
+        those of copying the block and, on CPUs, of writing it."""
         wait_s = self._wait_for_workers()
         begin = self._clock()
-        contents = self._memory.read_blocks(name[0], [block])[0]
+        contents = self._memory.read_blocks(name[0], [self.unsaved.pop(name)])[0]
+        self._first.pop(name, None)
         with self._lock:
             self._queue.append((name, contents))
             self._queued.add(name)

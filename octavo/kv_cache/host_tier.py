@@ -64,9 +64,11 @@ class HostTier:
         # contents may come only with this plan's moves.
         self._uncopied: dict[_Name, int] = {}
         self._fresh: dict[_Name, int] = {}
+        self._first: list[_Name] = []  # to be copied before others, once this plan is made
         self._released = deque[Sequence[_Name]]()  # blocks that sequences had, still to be counted as used
         self._is_forgetting = False
         self.on_drop: Callable[[_Name], None] = lambda name: None  # called with a block that the host does not get
+        self.on_present: Callable[[_Name], None] = lambda name: None  # called with one that the host has without a copy
         self.end_plan()
         self._num_hits = self._num_copied = self._num_dropped = 0  # since `take_stats`
 
@@ -81,6 +83,10 @@ class HostTier:
         moves."""
         self._uncopied |= self._fresh
         self._fresh = {}
+        if self._first:
+            first = {name: self._uncopied[name] for name in self._first if name in self._uncopied}
+            self._uncopied = first | self._uncopied
+            self._first.clear()
         while self._uncopied and self._copy_left > 0:
             name = next(iter(self._uncopied))
             self._copy(name, self._uncopied.pop(name))
@@ -102,6 +108,10 @@ class HostTier:
         """Return whether a later plan copies a block to the host."""
         return name in self._uncopied or name in self._fresh
 
+    def prioritise(self, names: Sequence[_Name]) -> None:
+        """Copy these blocks before others."""
+        self._first += names
+
     def forget(self, name: _Name) -> None:
         """Remove a block from the index of the device; it is not copied."""
         self._uncopied.pop(name, None)
@@ -114,11 +124,14 @@ class HostTier:
 
     def forget_prefixes(self) -> None:
         """Empty the prefix index of the device and of the host; nothing is copied."""
-        for blocks in (self._uncopied, self._fresh, self._released):
+        lost = [*self._uncopied, *self._fresh]
+        for blocks in (self._uncopied, self._fresh, self._first, self._released):
             blocks.clear()
         self._is_forgetting = True
         self._cache.forget_prefixes()
         self._is_forgetting = False
+        for name in lost:
+            self.on_drop(name)
 
     def note_indexed(self, name: _Name, block: int) -> None:
         if not self._has(name):
@@ -216,6 +229,7 @@ class HostTier:
     def _copy(self, name: _Name, block: int) -> None:
         """Copy a block to the host, if the host lacks it and has room and the plan has not too many copies."""
         if self._has(name):
+            self.on_present(name)
             return
         if self._copy_left <= 0 or not self._cache.copy_to_host(*name, block):
             self._num_dropped += 1

@@ -56,15 +56,7 @@ class Step:
         if num_computed + num_tokens == len(seq.token_ids) + seq.num_awaited_tokens:
             num_sampled_positions = seq.num_result_positions
         num_last_samples = 1 if seq.beam_search is not None else 1 + seq.num_pending_forks
-        plan.rows.append(
-            new_row(
-                row=row,
-                num_computed=num_computed,
-                num_tokens=num_tokens,
-                num_sampled_positions=num_sampled_positions,
-                num_last_samples=num_last_samples,
-            )
-        )
+        plan.rows.append(new_row(row, num_computed, num_tokens, num_sampled_positions, num_last_samples))
         self.sequences.append(seq)
         self.token_budget -= num_tokens
         if num_tokens > 1 and self.time_limit is not None:

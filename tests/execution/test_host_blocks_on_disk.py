@@ -4,10 +4,12 @@ device has, what comes back has them too, and answers are those of an engine tha
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 from octavo.config import DiskCacheConfig, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.execution.block_mover import BlockMover
+from octavo.execution.executor import MultiprocExecutor
 from octavo.kv_cache import disk_fetches, host_tier
 from octavo.kv_cache.block_files import Name
 from octavo.kv_cache.reader_threads import ReaderThreads
@@ -216,6 +219,27 @@ def test_a_host_block_is_read_after_its_copy_and_written_after_it_is_read() -> N
     assert mover.read_host_blocks(0, [2]).tolist() == [[0] * 8]
     device.compute.record().wait()
     assert keys[3].tolist() == [*range(8, 16)]
+
+
+def test_copies_that_are_done_are_forgotten_where_nobody_asks_for_them() -> None:
+    device = LateDevice(0)
+    ops: Any = torch_ref
+    parts = torch.zeros((4, 8), dtype=torch.uint8), torch.zeros((4, 0), dtype=torch.uint8)
+    mover = BlockMover(ops, device, [[LayerKVCache(*parts)]], [4])
+    for block in range(1, 4):
+        mover.move([BlockMoves(swap_out=[(block, block)])])
+        device.copies.record().wait()
+    [(_, blocks)] = mover._pools[0]._under_way
+    assert blocks == {3}
+
+
+def test_copies_of_steps_that_are_finished_are_not_waited_for() -> None:
+    executor: Any = MultiprocExecutor.__new__(MultiprocExecutor)
+    step, worker = Future[Any](), SimpleNamespace(is_settled=lambda pool, blocks, waits: True)
+    step.set_result(None)
+    executor.worker, executor._last_steps, executor._copied_last = worker, deque([step]), deque([[{3}]])
+    assert executor.is_settled(0, [2]) and not executor.is_settled(0, [3])
+    assert executor.is_settled(0, [3], waits=True) and executor.is_settled(0, [3])
 
 
 def test_other_hardware_finds_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
