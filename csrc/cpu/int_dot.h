@@ -180,8 +180,7 @@ __attribute__((always_inline)) inline void dot_group(const QBlock* const* x, int
             add_step8<R, V>(x, b, step, s, sum);
         }
     }
-    // Instruction sets without VNNI have added in 16 bits. They add the zero-point term only now
-    // (simd_pairs.h).
+    // Instruction sets without VNNI have added in 16 bits (simd_pairs.h). They add the zero-point term only now.
     if constexpr (F::kBits == 4) {
         for (int r = 0; r < R; ++r) {
             const int32_t term = zero_point_term<F>(x[r][b], g);

@@ -112,9 +112,9 @@ inline float scale_value(float scale) { return scale; }
 //   kBlockBytes    bytes of a packed block; of a superblock, a fourth
 //   UnpackedFormat   the IntFormat of unpacked blocks; F itself if blocks are read as they lie
 //   kUnpackedBytes   bytes of the buffer that an unpacked block takes; 0 if blocks are read as they lie
-//   unpack_blocks(panel, block, blocks, with, unpacked)   returns the view of blocks block .. block + blocks - 1,
-//   unpacked
-//                  into `unpacked`; superblocks are unpacked whole. Their scales are divided by the matrix's factor
+//   unpack_blocks(panel, block, blocks, with, unpacked)
+//                  returns the view of blocks block .. block + blocks - 1, unpacked into `unpacked`; superblocks are
+//                  unpacked whole. Their scales are divided by the matrix's factor
 //   column(panel, k, with, out)   writes element k of the panel's outputs to `out`, as floats, divided by the factor
 //   kZeroPointTermOfOne   the zero-point term of a group with the sum 1, if UnpackedFormat has minima of 16 elements
 // An IntFormat also has kGroupElements and the sizes of a block's parts.

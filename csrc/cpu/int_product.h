@@ -10,8 +10,7 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Computes a tile of R rows. A single row would leave half of an I8MM instruction idle, so the vector code handles
-// it.
+// Computes a tile of R rows. The vector code handles a single row, which would leave half of an I8MM instruction idle.
 template <class F, int R>
 inline void vector_tile(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_stride, bool is_first, Vec factor,
                         float* y, TilePrefetch prefetch) {

@@ -252,7 +252,7 @@ struct FormatQ5K : Superblocks<FormatQ5K> {
     }
 };
 
-// Q3_K: a superblock begins with the float16 superblock scales and with sixteen scales of six bits, stored plus 32.
+// Q3_K: a superblock begins with the float16 superblock scale and with sixteen scales of six bits, stored plus 32.
 // The codes of its four blocks follow. Think of a block's codes as eight vectors of nibbles, as codes of four bits lie.
 // Each of the first four words [4][32] has the two low bits of vectors 2i and 2i + 1, in bits 0 to 1 and 2 to 3 of each
 // nibble. Each of the last two words [2][32] has the third bits of four vectors, in bits 0 to 3 of each nibble.
@@ -402,7 +402,7 @@ struct FormatQ2K : Superblocks<FormatQ2K> {
     }
 };
 
-// Q6_K: a superblock begins with the float16 superblock scales and with 16 scales of eight bits, stored plus 128. The
+// Q6_K: a superblock begins with the float16 superblock scale and with 16 scales of eight bits, stored plus 128. The
 // codes of its four blocks follow, three vectors of bytes for each 16 elements. The low six bits of vector s are
 // elements 4s + i; the high two bits of all three are elements 12 + i (fourth_of_six_bits).
 struct FormatQ6K {

@@ -27,8 +27,8 @@ from octavo.step_batch import StepBatch
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingUses:
-    """What later layers and stages need from a step's embedding [T, H]. Layers overwrite the embedding, and then the
-    zeros in these arrays."""
+    """What later layers and stages need from a step's embedding [T, H]: copies, because layers overwrite the
+    embedding. The zeros beside a copy are overwritten too."""
 
     stage_output: Array | None  # [T, stage_width], [zeros, embedding]: the last layer's output is added to the zeros
     padded_embedding: Array | None  # [T, 2 * H], [zeros, embedding]: each reused layer writes its input over the zeros
