@@ -138,9 +138,12 @@ class PeerBlocks:
         Returns None if the peer or the own folder has failed lately."""
         peer = self._peers.pop(source.address, None) or _Peer(source.address)
         self._peers[source.address] = peer
-        if len(self._peers) > _MAX_PEERS:  # servers of a network come and go
-            self._peers.pop(next(iter(self._peers))).threads.close()  # after the copies that they have
         now = self._clock()
+        if len(self._peers) > _MAX_PEERS:  # servers of a network come and go
+            # The oldest, but rather one that works: a failed server that is forgotten would be asked again at once.
+            *others, _ = self._peers.values()
+            dropped = min(others, key=lambda other: now < other.retry_at)
+            self._peers.pop(dropped.address).threads.close()  # after the copies that they have
         if now < max(peer.retry_at, self._retry_at):
             return None
         copy = Copy(peer, source.key, keys, num_known_blocks, compute_s, now + patience_s)

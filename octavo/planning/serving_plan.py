@@ -95,7 +95,7 @@ def make_plan(config: EngineConfig, options: PlanOptions) -> dict[str, Any]:
                 "weight_bytes": weight_bytes,
             },
             "device": _device(options, memory),
-            "weights": _formats(config, description, options, memory),
+            "weights": _formats(description, placed),
             "cache": [_cache(name, sizes) for name, sizes in caches],
             "layout": layout,
             "requests": [
@@ -162,11 +162,9 @@ def _cache(name: str, sizes: CacheSizes) -> dict[str, Any]:
     }
 
 
-def _formats(
-    config: EngineConfig, description: ModelDescription, options: PlanOptions, memory: int
-) -> list[dict[str, Any]]:
+def _formats(description: ModelDescription, placed: _Placed) -> list[dict[str, Any]]:
     """Return the size of the weights in each format."""
-    found = []
+    found, options = [], placed.options
     parameters = model_work(description).num_parameters
     for name in FORMATS:
         if name == "fp8" and options.gpu is None:
@@ -181,7 +179,8 @@ def _formats(
                 "format": name,
                 "bytes": num_bytes,
                 "bits_per_weight": round(8 * num_bytes / parameters, 2),
-                "fits_one_device": num_bytes < memory,
+                "fits_one_device": num_bytes < placed.usable_bytes(1),
+                "fits_all_devices": num_bytes < placed.usable_bytes(options.num_gpus),
             }
         )
     return found
@@ -217,8 +216,12 @@ class _Placed:
 
     def cache_bytes(self, num_devices: int) -> int:
         """Return the bytes left for the cache, over all devices together."""
-        left = num_devices * (self.memory_bytes - self.staging_bytes(num_devices)) - self.weight_bytes
+        left = self.usable_bytes(num_devices) - self.weight_bytes
         return left if self.options.gpu else int(left * self.config.cache.cpu_memory_utilization)
+
+    def usable_bytes(self, num_devices: int) -> int:
+        """Return the bytes that weights and cache may use of devices that share them."""
+        return num_devices * (self.memory_bytes - self.staging_bytes(num_devices))
 
     def staging_bytes(self, num_devices: int) -> int:
         """Return the bytes of one of the GPUs that moves of blocks to and from host memory take."""
@@ -339,11 +342,10 @@ def _chunks(length: int, chunk: int) -> Iterable[StepWork]:
         yield StepWork.of([(0, begin, end - begin, int(end == length), 1, ())])
 
 
-def _fit(weights: dict[str, Any], device: dict[str, Any]) -> str:
+def _fit(weights: dict[str, Any]) -> str:
     if weights["fits_one_device"]:
         return ""
-    fits = weights["bytes"] < device["count"] * device["usable_bytes"]
-    return "more than one device" if fits else "too large"
+    return "more than one device" if weights["fits_all_devices"] else "too large"
 
 
 def as_text(plan: dict[str, Any]) -> str:
@@ -363,9 +365,7 @@ def as_text(plan: dict[str, Any]) -> str:
     ]
     own = (f"{model['format']} ({model['held_in']})", model["weight_bytes"], 8 * model["weight_bytes"])
     rows = [(own[0], _gib(own[1]), f"{own[2] / model['num_parameters']:.1f} bits", "planned for")]
-    rows += [
-        (w["format"], _gib(w["bytes"]), f"{w['bits_per_weight']:.1f} bits", _fit(w, device)) for w in plan["weights"]
-    ]
+    rows += [(w["format"], _gib(w["bytes"]), f"{w['bits_per_weight']:.1f} bits", _fit(w)) for w in plan["weights"]]
     lines += _table(rows)
     lines += ["", "Cache"]
     rows = []

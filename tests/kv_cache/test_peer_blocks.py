@@ -349,5 +349,17 @@ def test_of_servers_that_come_and_go_the_ones_last_used_are_known(
     wait_until(lambda: threading.active_count() <= num_threads + 2 * _COPIES_AT_ONCE)
 
 
+def test_a_server_that_has_failed_is_known_while_others_come_and_go(
+    engines: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.kv_cache.peer_blocks._MAX_PEERS", 2)
+    saved(engines())
+    second = engines()
+    failed = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    for number, address in enumerate([failed[0], peer.address, failed[1]]):
+        run_until_it_starts(second, begin(second, address, [1000 + number, *PROMPT]))
+    assert list(second.tier.fetches._peers._peers) == failed
+
+
 def test_a_peers_key_is_in_no_text() -> None:
     assert KEY not in repr(BlockPeer("http://host", KEY))

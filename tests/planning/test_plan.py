@@ -156,7 +156,12 @@ def test_a_plan_has_this_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             "kind": "str", "name": "str", "count": "int", "usable_bytes": "int", "bytes_per_s": "float",
             "operations_per_s": "float",
         },
-        "weights": [{"format": "str", "bytes": "int", "bits_per_weight": "float", "fits_one_device": "bool"}],
+        "weights": [
+            {
+                "format": "str", "bytes": "int", "bits_per_weight": "float", "fits_one_device": "bool",
+                "fits_all_devices": "bool",
+            }
+        ],
         "cache": [
             {
                 "dtype": "str", "bytes_per_token": "int", "bytes_per_token_beyond_windows": "int",
@@ -244,6 +249,17 @@ def test_formats_whose_files_are_not_here_are_taken_for_what_gpus_make_of_them(
     (tmp_path / "config.json").write_text(json.dumps(_SIZES | _MODELS["full"] | {"quantization_config": settings}))
     plan, _ = planned(tmp_path, capsys, "--gpu", "h100")
     assert any(note.endswith(f"taken to be as large as {like}.") for note in plan["notes"])
+
+
+def test_weights_fit_beside_the_buffers_of_blocks_that_move(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.planning.serving_plan._gpu_memory", lambda *_: 100 << 20)
+    folder, fit = folder_of(tmp_path), []
+    for flags in ([], ["--kv-cache-host-gib", "8"]):
+        plan, _ = planned(folder, capsys, "--gpu", "h100", *flags)
+        fit.append({(entry["fits_one_device"], entry["fits_all_devices"]) for entry in plan["weights"]})
+    assert fit == [{(True, True)}, {(False, False)}]
 
 
 def test_a_host_tier_is_refused_where_the_engine_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
