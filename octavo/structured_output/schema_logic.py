@@ -14,6 +14,7 @@ from octavo.structured_output.schema_keywords import TYPES, Document, Schema, Sc
 from octavo.structured_output.schema_validation import Validator, bounds_of, is_type, same, types_in
 
 _BUDGET = 20_000  # schemas looked at
+_NAMES_AT_ONCE = 16  # required names that take as long as a schema
 _MAX_DEPTH = 4
 _MAX_NUMBERS = 4  # most numbers that a value must differ from
 _ANNOTATIONS = frozenset(
@@ -33,13 +34,14 @@ _CLASSES = [  # classes of values: integers are whole numbers
 class Logic:
     """Proofs within one document."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, budget: int = _BUDGET) -> None:
+        """`budget` is the number of schemas that all proofs together look at."""
         self._document = document
-        self._budget = _BUDGET
+        self._budget = self._max_steps = budget
 
     @cached_property
     def validator(self) -> Validator:
-        return Validator(self._document.root)
+        return Validator(self._document.root, self._max_steps)
 
     @cached_property
     def dynamic_anchors(self) -> list[Schema]:
@@ -129,7 +131,9 @@ class Logic:
             of_one, of_other = one.get("properties", {}), other.get("properties", {})
             if not isinstance(of_one, dict) or not isinstance(of_other, dict):
                 return False
-            for name in one.get("required", ()) if isinstance(one.get("required"), list) else ():
+            required = one["required"] if isinstance(one.get("required"), list) else []
+            self._budget -= len(required) // _NAMES_AT_ONCE
+            for name in required:
                 if not isinstance(name, str):
                     continue
                 if name not in of_other:

@@ -67,7 +67,9 @@ def _steps_to_parse(text: str) -> int:
 class Validator:
     """Checks answers against one schema."""
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: Schema, max_steps: int = _MAX_STEPS) -> None:
+        """A check of one value takes at most `max_steps`, and never more than `_MAX_STEPS`."""
+        self._max_steps = min(max_steps, _MAX_STEPS)
         self._document = Document(schema)
         self._draft = self._document.draft
         self.num_steps = self._num_format_steps = 0  # taken by the last check, with those before it
@@ -115,7 +117,7 @@ class Validator:
 
     def _spend(self, num_steps: int = 1) -> None:
         self.num_steps += num_steps
-        if self.num_steps > _MAX_STEPS:
+        if self.num_steps > self._max_steps:
             raise NotChecked(_TOO_MANY_STEPS)
 
     def _satisfies(self, schema: Schema, base: str, value: Any, depth: int, *, asserts_formats: bool = False) -> bool:
@@ -130,7 +132,7 @@ class Validator:
 
     def _apply(self, schema: Schema, base: str, value: Any, at: str, depth: int) -> None:
         self.num_steps += 1
-        if self.num_steps > _MAX_STEPS:
+        if self.num_steps > self._max_steps:
             raise NotChecked(_TOO_MANY_STEPS)
         if depth > _MAX_DEPTH:
             raise SchemaError("the schema is too deep for this value")

@@ -192,7 +192,9 @@ def _parameter_lists(
     for flat in flats or ():
         properties = flat["properties"]
         is_told = value_after is None or says_types
-        if not is_told and not all(_is_read_as(one, name, schema) for name, one in properties.items()):
+        if not is_told and not all(
+            _is_read_as(one, name, schema) for name, one in properties.items() if one is not False
+        ):
             return None
         if (kinds := _kinds(flat, schema, value_after, says_types=says_types)) is None:
             return None
@@ -235,12 +237,15 @@ def _kinds(
     """Return the form of each parameter of a flat schema: a rule for texts, the texts of an enumeration, or None for
     JSON. Return None if these forms cannot express the whole schema."""
     properties, required = schema["properties"], schema["required"]
-    if schema.get("additionalProperties") and not properties:  # others than those that are named are left out
+    is_empty = all(one is False for one in properties.values())
+    if schema.get("additionalProperties") and is_empty:  # others than those that are named are left out
         return None
     if set(required) - properties.keys():
         return None
     found: dict[str, ValueKind] = {}
     for name, one in properties.items():
+        if one is False and name not in required:
+            continue
         if not isinstance(one, Mapping) or not set(name).isdisjoint('<>"\n') or name != name.strip() or not name:
             return None
         if one.get("enum") == [] and name not in required:  # no value is valid: the parameter is left out
@@ -381,11 +386,10 @@ class _Keyed:
         self, schema: Mapping[str, Any], inner: Callable[[Any], KeyedValue | None], *, is_top: bool
     ) -> KeyedValue | None:
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        if (
-            not isinstance(properties, Mapping)
-            or not isinstance(required, list)
-            or set(map(str, required)) - set(properties)
-        ):
+        if not isinstance(properties, Mapping) or not isinstance(required, list):
+            return None
+        properties = {name: one for name, one in properties.items() if one is not False} if is_top else properties
+        if set(map(str, required)) - set(properties):
             return None
         if not properties:
             others = schema.get("additionalProperties", not is_top)
