@@ -69,8 +69,10 @@ def error_type(status: int) -> str:
 
 # Codes of errors that name none, by status.
 _CODES = {
-    400: "bad_request", 404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "request_too_large",
-    415: "unsupported_media_type", 431: "head_too_large", 500: "internal_error", 503: "unavailable",
+    400: "bad_request", 401: "invalid_api_key", 403: "not_allowed", 404: "not_found", 405: "method_not_allowed",
+    408: "request_timeout", 409: "conflict", 413: "request_too_large", 415: "unsupported_media_type",
+    422: "unprocessable", 429: "rate_limit_exceeded", 431: "head_too_large", 500: "internal_error", 502: "bad_gateway",
+    503: "unavailable", 504: "gateway_timeout",
 }  # fmt: skip
 
 

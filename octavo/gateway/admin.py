@@ -120,24 +120,24 @@ def _settings(body: bytes, before: KeySettings | None = None) -> KeySettings:
     known = {} if before is None else msgspec.to_builtins(before)
 
     def read(data: bytes) -> KeySettings:
-        settings = known | msgspec.json.decode(data, type=dict[str, Any])
+        given = msgspec.json.decode(data, type=dict[str, Any])
         try:
-            found = msgspec.convert(settings, KeySettings)
+            found = msgspec.convert(known | given, KeySettings)
         except msgspec.ValidationError as error:
             reason = reason_of(error, KeySettings)
             unknown = _UNKNOWN.search(reason)
             param = unknown[1] if unknown else reason.split()[0]
             code = "unknown_parameter" if unknown else None
             raise RequestError(f"A key's settings: {reason}.", param=param, code=code) from None
-        # Not in `KeySettings`, as stores may have keys from before these checks.
-        if not found.name.isprintable():  # it is in lines of the log
-            raise RequestError("A key's name must have no control characters.", param="name")
-        if found.expires_at is not None and not 0 <= found.expires_at < _MAX_EXPIRY:
+        # Not in `KeySettings`, and only for given fields, as stores may have keys from before these checks.
+        if "name" in given and not found.name.isprintable():  # it is in lines of the log
+            raise RequestError("A key's name must have only printable characters and plain spaces.", param="name")
+        if "expires_at" in given and found.expires_at is not None and not 0 <= found.expires_at < _MAX_EXPIRY:
             raise RequestError(
                 f"expires_at is in seconds since 1970, and {found.expires_at:g} is not between 0 and {_MAX_EXPIRY:g}; "
                 "are these milliseconds?", param="expires_at",
             )  # fmt: skip
-        if found.priority is not None and abs(found.priority) > _MAX_PRIORITY:
+        if "priority" in given and found.priority is not None and abs(found.priority) > _MAX_PRIORITY:
             raise RequestError(f"priority must be between -{_MAX_PRIORITY} and {_MAX_PRIORITY}.", param="priority")
         return found
 

@@ -27,7 +27,7 @@ from octavo.gateway.proxy import Proxy, WaitLimits
 from octavo.gateway.proxy_request import ProxyRequest, route_of
 from octavo.gateway.request_body import RequestBody, read_body
 from octavo.gateway.request_spans import RequestSpans
-from octavo.gateway.upstream import Headers
+from octavo.gateway.upstream import Headers, is_encoded
 from octavo.gateway.usage_counter import UsageCounter
 from octavo.logs import UNKNOWN_ROUTE, LineLimit
 from octavo.messages_errors import MESSAGES_PREFIX, VERSION_HEADER
@@ -109,10 +109,10 @@ class GatewayApp:
         headers: Headers = _with_sender(scope)
         try:
             key = await self._find_key(scope)
-            self._check(scope, key)
             if self._spans is not None:
                 route = route_of(path) or UNKNOWN_ROUTE
                 span, headers = self._spans.begin(scope["method"], route, headers, arrival)
+            self._check(scope, key)
             if path == "/v1/models" or path.startswith("/v1/models/"):
                 name = path.removeprefix("/v1/models").removeprefix("/")
                 await self._list_models(scope["method"], name, key, client)
@@ -200,7 +200,7 @@ class GatewayApp:
         if scope["method"] not in _METHODS:
             message = f"Not allowed to {scope['method']} on {scope['path']:.200}"
             raise RequestError(message, status=405, allow=", ".join(_METHODS))
-        if dict(scope["headers"]).get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):
+        if is_encoded(scope["headers"]):
             raise RequestError("The body must be sent as it is, without a Content-Encoding.", status=415)
         if self.is_stopping:
             raise RequestError("The gateway is stopping.", status=503, code="stopping")

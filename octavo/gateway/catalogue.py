@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -167,7 +168,7 @@ def _check(catalogue: Catalogue, where: str) -> None:
             for other in others:
                 if other not in catalogue.models or other == name:
                     raise ConfigError(f"{at}.{key}: {other} is not another model of the catalogue.")
-        if (total := sum(entry.canaries.values())) > 100:
+        if (total := math.fsum(entry.canaries.values())) > 100 + 1e-9:  # decimals are not exact
             raise ConfigError(f"{at}.canaries: their percentages are {total:g} together, and 100 is the most.")
         if (helper := entry.prefill_model) is not None:
             if helper not in catalogue.models or helper == name:

@@ -90,6 +90,11 @@ class ProxyRequest:
         return None if not given else hashlib.blake2b(b"session " + given, digest_size=16).digest()
 
     @property
+    def conversation(self) -> bytes | None:
+        """A digest of the client's session, of the conversation's beginning, or else of the body; None without any."""
+        return self.session or self.body.prefixes[1] or self.body.digest
+
+    @property
     def is_of_kept(self) -> bool:
         """Whether the path is of things that one replica keeps."""
         return _KEPT_PATH.match(self.path) is not None
@@ -114,7 +119,8 @@ class ProxyRequest:
         # If the client itself resumes a stream, the gateway lacks the tokens before, so it could not resume it again.
         if self.body.streams and self.path in RESUMABLE_PATHS and not self.body.is_resumed:
             own.append((RESUMABLE, b"1"))
-        own += self.blocks_at
+        # The proof shows whether a guess of the key is right, so only servers that may have the key get it.
+        own += [one for one in self.blocks_at if one[0] != BLOCKS_PROOF.encode() or replica.upstream.is_private]
         own.append((b"accept-encoding", b"identity"))  # the gateway reads events and usages in the answer
         return end_to_end(self.headers, dropped) + own
 
@@ -133,8 +139,9 @@ def check_use(key: Key, deployment: Deployment) -> None:
     """Raise `RequestError` if a key is not for a model."""
     if not deployment.may_be_used_by(key):
         allowed = ", ".join(key.settings.models or ())
+        models = f"its models are: {allowed:.200}" if allowed else "it is for none"
         raise RequestError(
-            f"The API key {key.settings.name} is not for the model {deployment.name}; its models are: {allowed:.200}.",
+            f"The API key {key.settings.name} is not for the model {deployment.name}; {models}.",
             param="model", status=403, code="model_not_allowed",
         )  # fmt: skip
 
@@ -164,7 +171,9 @@ def counted_request(request: ProxyRequest, key: Key, client: Client) -> ProxyReq
             "/generate are not counted.", status=403, code="not_allowed",
         )  # fmt: skip
     if body.is_resumed and request.path == "/v1/responses":
-        raise RequestError("resume would give a response an id of another key's.", param="resume", status=403)
+        raise RequestError(
+            "resume would give a response an id of another key's.", param="resume", status=403, code="not_allowed"
+        )
     if body.is_json and settings.priority is not None and "priority" in request.traits:
         body = body.having(priority=settings.priority)
     if body.streams and not body.wants_usage and "usage" in request.traits:

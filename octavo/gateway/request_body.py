@@ -99,6 +99,12 @@ class RequestBody:
             '"model" first.', param="model",
         )  # fmt: skip
 
+    @property
+    def digest(self) -> bytes | None:
+        """A digest of the bytes, without a form's boundary, as clients draw it; None for an empty body."""
+        boundary = b"" if self.is_json else self.data.partition(b"\r\n")[0]
+        return hashlib.blake2b(self.data.replace(boundary, b""), digest_size=16).digest() if self.data else None
+
     @cached_property
     def prefixes(self) -> tuple[dict[bytes, int], bytes | None]:
         """Two values. The hashes of the conversation's prefixes and their bytes, the shortest first: one for

@@ -30,6 +30,13 @@ HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"te"
                         b"upgrade", b"proxy-authorization", b"proxy-authenticate"})  # fmt: skip
 
 
+def is_encoded(headers: Headers) -> bool:
+    """Return whether any Content-Encoding says that the body is compressed."""
+    return any(
+        name == b"content-encoding" and value.strip().lower() not in (b"", b"identity") for name, value in headers
+    )
+
+
 def end_to_end(headers: Headers, dropped: Collection[bytes]) -> list[tuple[bytes, bytes]]:
     """Return headers without the `dropped` ones and without those that `Connection` names for this hop alone, except
     the client's address: it would let clients hide it."""
@@ -71,6 +78,11 @@ class Upstream:
         except ValueError:
             return "." not in self._host or self._host.endswith(_PRIVATE_NAMES)
         return not address.is_global
+
+    @property
+    def is_private(self) -> bool:
+        """Whether nobody outside reads what is sent: the address is near, or the connection is encrypted."""
+        return self.is_near or self._ssl is not None
 
     async def send(self, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Answer:
         """Send a request and return its answer once the status and headers are here. Raises `UpstreamError`."""
@@ -366,7 +378,7 @@ class _Connection(asyncio.Protocol):
         if status < 200:  # interim
             answer.headers.clear()
             return
-        if answer.header(b"content-encoding").strip().lower() not in (b"", b"identity"):
+        if is_encoded(answer.headers):
             # Neither its events and usage could be read, nor could every client.
             answer.fail(UpstreamError("the replica has compressed its answer, although it was asked not to"))
             return

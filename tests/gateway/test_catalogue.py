@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -62,6 +63,7 @@ from octavo.processes import bind
         ("models: {a: {canaries: {a: 5}}}", "canaries: a is not"),
         ("models: {a: {canaries: {b: 0}}, b: {}}", "canaries"),
         ("models: {a: {canaries: {b: 60, c: 50}}, b: {}, c: {}}", "110 together"),
+        ("models: {a: {canaries: {b: 60.1, c: 40}}, b: {}, c: {}}", "100.1 together"),
         ("models: {a: {addresses: ['http://h'], api_key_env: BLANK_KEY}}", "printable ASCII"),
         ("a: b: c", "YAML"),
     ],
@@ -84,6 +86,15 @@ def test_the_catalogues_of_the_page_can_be_read(tmp_path: Path, monkeypatch: pyt
     for text in examples:
         (tmp_path / "models.yaml").write_text(text)
         assert len(read_catalogue(str(tmp_path / "models.yaml")).models) == 2
+
+
+def test_percentages_that_are_a_hundred_together_are_taken(tmp_path: Path) -> None:
+    parts = {"b": 0.2, "c": 83.9, "d": 15.9}
+    assert sum(parts.values()) > 100, "as decimals are not exact"
+    entries = {"a": {"canaries": parts}, "b": {}, "c": {}, "d": {}}
+    file = tmp_path / "models.yaml"
+    file.write_text(json.dumps({"models": entries}))
+    assert read_catalogue(str(file)).models["a"].canaries == parts
 
 
 def test_names_and_aliases_are_found(tmp_path: Path) -> None:

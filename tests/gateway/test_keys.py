@@ -568,6 +568,21 @@ def test_admins_are_told_which_setting_or_key_is_wrong(clock: Clock, tmp_path: P
     with_keys(clock, tmp_path, test)
 
 
+def test_a_key_from_before_the_checks_can_be_changed(clock: Clock, tmp_path: Path) -> None:
+    async def test(gate: Gateway, keys: Keys) -> None:
+        store = gate.server.store
+        assert store is not None
+        before = KeySettings(name="a\nb", expires_at=1795994424000.0, priority=2**40)
+        key, _ = await store.create(before)
+        answer = await keys.http.patch(f"/keys/{key.id}", json={"is_enabled": False})
+        assert answer.status_code == 200 and (await store.get(key.id)).settings.is_enabled is False
+        for field in ("name", "expires_at", "priority"):
+            refused = await keys.http.patch(f"/keys/{key.id}", json={field: getattr(before, field)})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == field
+
+    with_keys(clock, tmp_path, test)
+
+
 def test_a_key_is_for_its_models_and_sees_no_others(clock: Clock, tmp_path: Path) -> None:
     async def test(gate: Gateway, keys: Keys) -> None:
         assert (await gate.ask()).status_code == 401
@@ -576,6 +591,9 @@ def test_a_key_is_for_its_models_and_sees_no_others(clock: Clock, tmp_path: Path
         refused = await gate.ask("b")
         assert refused.status_code == 403 and refused.json()["error"]["code"] == "model_not_allowed"
         assert refused.json()["error"]["message"].endswith(" is not for the model b; its models are: x.")
+        assert (await keys.http.patch(f"/keys/{key_id}", json={"models": []})).status_code == 200
+        assert (await gate.ask("b")).json()["error"]["message"].endswith(" is not for the model b; it is for none.")
+        assert (await keys.http.patch(f"/keys/{key_id}", json={"models": ["x"]})).status_code == 200
         listed = {one["id"] for one in (await gate.http.get("/v1/models")).json()["data"]}
         assert listed == {"a", "x"} and (await gate.http.get("/v1/models/b")).status_code == 403
         for path in ("show", "generate", "pull"):
@@ -699,7 +717,7 @@ def test_keys_of_flags_have_no_limits_and_admins_a_port_of_their_own(clock: Cloc
         for body, says in (
             (b"{", "JSON"), (b"{}", "name"), (b'{"name": "k", "requests_per_day": -1}', "requests_per_day"),
             (b'{"name": "k", "colour": 1}', "colour"), (b'{"name": ' + b"[" * 99_999, "nested"),
-            (b'{"name": "a\\nb"}', "control characters"), (b'{"name": "k", "expires_at": -1}', "expires_at"),
+            (b'{"name": "a\\nb"}', "printable"), (b'{"name": "k", "expires_at": -1}', "expires_at"),
             (b'{"name": "k", "expires_at": 1795994424000}', "milliseconds"),
             (b'{"name": "k", "priority": 2147483648}', "priority"),
         ):  # fmt: skip

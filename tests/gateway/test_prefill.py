@@ -11,6 +11,10 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.gateway.catalogue import read_catalogue
+from octavo.gateway.proxy_request import ProxyRequest
+from octavo.gateway.replica import Replica
+from octavo.gateway.request_body import RequestBody
+from octavo.gateway.upstream import Upstream
 from octavo.peer_addresses import address_proof
 from tests.gateway.fakes import Asked, FakeLaunch, answer_plainly, fake_servers, gateway, until
 from tests.waiting import Clock
@@ -87,6 +91,16 @@ def test_a_replica_that_was_discovered_is_named_with_a_proof_of_its_key(
             assert sent["x-octavo-blocks-proof"] == address_proof("p", prefill.address)
 
     clock.run(run())
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_far_replica_gets_the_proof_of_a_key_by_https_alone(scheme: str) -> None:
+    at, proof = (b"x-octavo-blocks-at", b"http://10.1.2.3:80"), (b"x-octavo-blocks-proof", b"00")
+    request = ProxyRequest("POST", "/x", b"/x", [], RequestBody(b""), 0.0, blocks_at=(at, proof))
+    for host, is_sent in (("8.8.8.8", scheme == "https"), ("10.0.0.1", True)):
+        upstream = Upstream(f"{scheme}://{host}:8000", timeout_s=1)
+        sent = request.headers_for(Replica("r", upstream, "m", None), keeps_keys=True)
+        assert at in sent and (proof in sent) == is_sent, host
 
 
 @pytest.mark.parametrize("behave", [fail, hang_up])

@@ -89,10 +89,13 @@ def test_the_keys_name_is_told_and_clients_without_a_key_make_no_span(clock: Clo
         _, headers = await keys.create()
         assert (await gate.http.post("/v1/completions", json={"model": "a"}, headers=headers)).status_code == 200
         assert (await gate.http.post("/v1/completions", json={"model": "a"})).status_code == 401
+        for method, more, status in (("HEAD", {}, 405), ("POST", {"content-encoding": "gzip"}, 415)):
+            refused = await gate.http.request(method, "/v1/completions", headers={**headers, **more})
+            assert refused.status_code == status
 
     with_keys(clock, tmp_path, test, answer_plainly, **FLAGS)
-    [span] = spans()
-    assert span.attributes["octavo.key"] == "k"
+    assert {span.attributes["octavo.key"] for span in spans()} == {"k"}
+    assert [span.attributes["http.response.status_code"] for span in spans()] == [200, 405, 415]
 
 
 def test_an_endpoint_that_cannot_be_used_is_refused() -> None:

@@ -121,7 +121,7 @@ def test_a_head_without_an_end_is_bounded(clock: Clock, head: bytes) -> None:
     run_with(clock, behave, work)
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "identity"])
+@pytest.mark.parametrize("encoding", ["gzip", "identity", "identity\r\ncontent-encoding: gzip"])
 def test_an_answer_that_is_compressed_unasked_is_a_fault(clock: Clock, encoding: str) -> None:
     async def behave(asked: Asked) -> None:
         asked.reply(b"abcde", content_encoding=encoding)

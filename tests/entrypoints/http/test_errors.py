@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import httpx
 import openai
 import pytest
 
-from octavo.errors import EngineDeadError
+import octavo.errors
+from octavo.errors import EngineDeadError, error_code
 from octavo.loading.jinja_template import limited_lines
 from tests.entrypoints.fake_engine import FakeEngine, serving
 from tests.waiting import wait_until, within
@@ -27,6 +29,13 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     assert "Traceback" not in response.text
     error: dict[str, Any] = body["error"]
     return error
+
+
+def test_every_status_of_a_refusal_has_a_code_in_words() -> None:
+    sources = [file.read_text("utf-8") for file in Path(octavo.errors.__file__).parent.rglob("*.py")]
+    statuses = {int(one) for source in sources for one in re.findall(r"\bstatus=(\d{3})\b", source)}
+    assert {400 <= status < 600 for status in statuses} == {True} and len(statuses) > 9
+    assert not [status for status in (*statuses, 504) if error_code(status, None, None).isdigit()]
 
 
 @pytest.mark.parametrize(
