@@ -78,6 +78,12 @@ class Attempt:
     request: ProxyRequest
     client: Client
     retry: RetryState  # of all attempts of the request
+    is_canary: bool = False  # the model whose canary it is comes next
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether the canary gives the request to its model once a replica is lost. A stream that has begun stays."""
+        return self.is_canary and not self.client.has_answer
 
     def untried_replicas(self) -> list[Replica]:
         """Return the replicas that may answer and have not been tried."""

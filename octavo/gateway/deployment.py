@@ -83,6 +83,11 @@ class Deployment:
         return self.state == "ready" and not self.num_held
 
     @property
+    def may_start(self) -> bool:
+        """Whether the model has stopped, and no pause after a failed start is under way."""
+        return self.state == "stopped" and (self._failure is None or time.monotonic() >= self._retry_at)
+
+    @property
     def is_stopping(self) -> bool:
         return self.state == "stopping"
 
@@ -120,7 +125,7 @@ class Deployment:
 
     def canary_of(self, conversation: bytes | None) -> str | None:
         """Return the name of the entry that answers a conversation in this one's place, if there is one. All turns of a
-        conversation, of which `conversation` is a digest, have the same."""
+        conversation, of which `conversation` is a digest, have the same; None: a request without any."""
         if not self.entry.canaries:
             return None
         seed = os.urandom(8) if conversation is None else conversation

@@ -124,8 +124,13 @@ class Models:
 
     def start(self, deployment: Deployment) -> None:
         """Start a model that has stopped, though no request waits for it."""
-        if deployment.state == "stopped" and deployment not in self._preloads:
+        if deployment.may_start and deployment not in self._preloads:
             self._preloads[deployment] = self._spawn(self._preload_one(deployment))
+
+    def start_aside(self, deployment: Deployment) -> None:
+        """Start a model that has stopped, if it takes no other model's place in memory."""
+        if self.budget.has_room(deployment.entry.total_gib):
+            self.start(deployment)
 
     async def wait_discovered(self, timeout_s: float) -> None:
         """Wait until every model whose replicas are discovered has addresses, for `timeout_s` at most."""

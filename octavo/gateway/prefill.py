@@ -45,8 +45,7 @@ class Prefill:
         other = self._models.names().get(deployment.entry.prefill_model or "")
         if other is None:  # the catalogue has changed since
             return ()
-        if self._models.budget.has_room(other.entry.total_gib):  # it takes no other model's place
-            self._models.start(other)  # if it has stopped; this request does not wait for it
+        self._models.start_aside(other)  # this request does not wait for it
         prefixes, _ = request.body.prefixes
         with other.hold():
             replica = other.router.choose(other.replicas, prefixes, (), request.session)

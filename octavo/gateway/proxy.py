@@ -116,13 +116,15 @@ class Proxy:
         itself."""
         errors: list[RequestError] = []
         retry = RetryState()
-        for one in self._models_to_try(deployment, pinned_replica, request):
+        canary = self._canary_of(deployment, pinned_replica, request)
+        for one in self._models_to_try(canary, deployment, pinned_replica, request):
             if request.usage_counter is not None:
                 request.usage_counter.model = one.name
             retry.begin_model()
             try:
                 with one.hold():
-                    await self._answer_with_model(Attempt(one, pinned_replica, request, client, retry))
+                    is_canary = one is canary
+                    await self._answer_with_model(Attempt(one, pinned_replica, request, client, retry, is_canary))
                     return
             except RequestError as error:
                 if error.status not in BUSY_STATUSES or client.has_answer:
@@ -131,16 +133,30 @@ class Proxy:
                     errors = [error]
         raise errors.pop()  # popped, as a variable would make a cycle with its traceback
 
-    def _models_to_try(
+    def _canary_of(
         self, deployment: Deployment, pinned_replica: Replica | None, request: ProxyRequest
+    ) -> Deployment | None:
+        """Return the canary that answers this conversation, if there is one and it is ready. One that does not run is
+        started, and this request does not wait for it. Requests about kept things go to the model."""
+        is_of_kept = (
+            pinned_replica is not None or request.kept_id is not None or request.body.refers_to is not None
+            or route_of(request.path) in ("/v1/files", "/v1/batches", "/v1/conversations")
+        )  # fmt: skip
+        if not deployment.entry.canaries or request.method != "POST" or is_of_kept:
+            return None
+        canary = self._models.names().get(deployment.canary_of(request.conversation) or "")
+        if canary is None or (canary.state == "ready" and canary.replicas):
+            return canary
+        self._models.start_aside(canary)
+        return None
+
+    def _models_to_try(
+        self, canary: Deployment | None, deployment: Deployment, pinned_replica: Replica | None, request: ProxyRequest
     ) -> Iterator[Deployment]:
-        """Yield a model and its fallbacks, and before them the canary that answers this conversation. Each is looked up
-        in its turn, as the catalogue may change meanwhile."""
-        is_kept = route_of(request.path) in ("/v1/files", "/v1/batches", "/v1/conversations")
-        if deployment.entry.canaries and pinned_replica is None and request.method == "POST" and not is_kept:
-            canary = deployment.canary_of(request.session or request.body.prefixes[1])
-            if canary is not None and (one := self._models.names().get(canary)) is not None:
-                yield one
+        """Yield a canary, if there is one, then the model, and its fallbacks. Each fallback is looked up in its turn,
+        as the catalogue may change meanwhile."""
+        if canary is not None:
+            yield canary
         yield deployment
         key = None if request.usage_counter is None else request.usage_counter.key
         for name in deployment.entry.fallbacks if pinned_replica is None else ():
@@ -171,7 +187,7 @@ class Proxy:
                 if deployment.state == "ready":
                     await self._pause(attempt)
                 retry.allow_again()
-            elif attempt.pinned_replica is not None or deployment.state == "ready":
+            elif attempt.pinned_replica is not None or deployment.state == "ready" or attempt.may_leave:
                 break
             else:
                 num_rounds -= 1
@@ -217,10 +233,12 @@ class Proxy:
                 retry.last_failure = str(error)
             if self.is_stopping:
                 raise _stopping()
+            if attempt.may_leave and retry.num_lost:
+                break
             if retry.num_lost >= _MAX_LOST:
                 raise RequestError(
-                    f"{retry.num_lost} replicas of {attempt.deployment.name} were lost while they had this request; "
-                    "it is refused, as it may crash another one.", status=500, code="request_kills_replicas",
+                    f"{retry.num_lost} replicas were lost while they had this request; it is refused, as it may crash "
+                    "another one.", status=500, code="request_kills_replicas",
                 )  # fmt: skip
         raise _ReplicaError(retry.last_failure)
 

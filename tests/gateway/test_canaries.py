@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from octavo.gateway.catalogue import Catalogue, ModelEntry
-from tests.gateway.fakes import Asked, FakeLaunch, answer_plainly, fake_servers, gateway
+from octavo.gateway.deployment import Deployment
+from tests.gateway.fakes import Asked, FakeLaunch, answer_plainly, fake_servers, gateway, until
 from tests.gateway.test_keys import Keys, with_keys
 from tests.waiting import Clock
 
@@ -58,10 +61,120 @@ def test_without_a_canary_that_can_answer_the_model_does_and_its_error_is_the_cl
         async with fake_servers(answer_plainly) as (server,):
             models["a"]["addresses"] = [server.address]
             async with gateway(models, launch) as gate:
-                assert (await gate.ask("a", messages=said(1))).status_code == 200 and launch.begun == ["b"]
+                for _ in range(3):
+                    assert (await gate.ask("a", messages=said(1))).status_code == 200
+                await until(lambda: gate.deployment("b").num_failed_starts)
+                assert launch.begun == ["b"], "a start that failed is not tried at once again"
                 server.die()
                 refused = await gate.ask("a", messages=said(1))
                 assert refused.status_code == 503 and "no memory" not in refused.text
+
+    clock.run(run())
+
+
+def test_a_canary_that_is_not_ready_starts_beside_the_requests(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+
+    async def find_nothing(source: object, move_to: object) -> None: ...
+
+    async def discovered(deployment: Deployment) -> None:
+        waits.append(deployment.name)
+
+    monkeypatch.setattr(Deployment, "discovered", discovered)
+    monkeypatch.setattr("octavo.gateway.deployment.follow", find_nothing)
+
+    async def run() -> None:
+        launch = FakeLaunch()
+        launch.may_start.clear()
+        models: dict[str, Any] = {"a": {"canaries": {"b": 50, "c": 50}}, "b": {}}
+        models["c"] = {"discover": "dns+http://nowhere:8000"}
+        async with fake_servers(answer_plainly) as (server,):
+            models["a"]["addresses"] = [server.address]
+            async with gateway(models, launch) as gate:
+                for number in range(20):
+                    assert (await gate.ask("a", messages=said(number))).status_code == 200
+                assert set(waits) == {"a"}, "none waits for the first addresses"
+                assert launch.begun == ["b"] and len(server.asked) == 20
+                launch.may_start.set()
+                await until(lambda: gate.deployment("b").state == "ready")
+                for number in range(20):
+                    assert (await gate.ask("a", messages=said(number))).status_code == 200
+                assert len(launch.last("b").asked) + len(server.asked) == 40 and launch.last("b").asked
+
+    clock.run(run())
+
+
+def test_a_canary_takes_no_other_models_memory(clock: Clock) -> None:
+    async def run() -> None:
+        models: dict[str, Any] = {"a": {"canaries": {"b": 100}, "memory_gib": 3}, "b": {"memory_gib": 3}}
+        async with gateway(models, memory_gib=4) as gate:
+            for number in range(3):
+                assert (await gate.ask("a", messages=said(number))).status_code == 200
+            assert gate.deployment("a").state == "ready" and gate.launch.begun.count("a") == 1
+
+    clock.run(run())
+
+
+def test_a_canary_that_is_lost_leaves_the_request_to_the_model(clock: Clock) -> None:
+    async def hang_up(asked: Asked) -> None:
+        asked.die()
+
+    async def run() -> None:
+        async with fake_servers(hang_up, hang_up, answer_plainly, hang_up) as (one, other, server, last):
+            canary = {"addresses": [one.address, other.address]}
+            models = {
+                "a": {"addresses": [server.address], "canaries": {"b": 100}}, "b": canary,
+                "c": {"addresses": [last.address], "canaries": {"b": 100}},
+            }  # fmt: skip
+            async with gateway(models) as gate:
+                assert (await gate.ask("a", messages=said(1))).status_code == 200
+                assert len(one.asked + other.asked) == len(server.asked) == 1
+                refused = await gate.ask("c", messages=said(2))
+                assert refused.status_code == 500 and refused.json()["error"]["code"] == "request_kills_replicas"
+                assert len(one.asked + other.asked) == 2 and len(last.asked) == 1, "a request ends two replicas at most"
+        async with fake_servers(answer_plainly) as (server,):
+            launch = FakeLaunch(hang_up)
+            models = {"a": {"addresses": [server.address], "canaries": {"b": 100}}, "b": {"preload": True}}
+            async with gateway(models, launch) as gate:
+                await until(lambda: gate.deployment("b").state == "ready")
+                assert (await gate.ask("a", messages=said(1))).status_code == 200
+                assert len(launch.last("b").asked) == len(server.asked) == 1
+
+    clock.run(run())
+
+
+def test_requests_about_kept_things_go_to_the_model(clock: Clock) -> None:
+    async def run() -> None:
+        async with (
+            fake_servers(answer_plainly, answer_plainly) as (a, b),
+            gateway(entries(a.address, b.address, 100)) as gate,
+        ):
+            header = {"x-octavo-model": "a"}
+            for path in ("/v1/responses/resp_x/cancel", "/v1/chat/completions/chatcmpl-x"):
+                assert (await gate.http.post(path, headers=header)).status_code == 200
+            for field in ("previous_response_id", "conversation"):
+                assert (await gate.ask("a", "/v1/responses", input="x", **{field: "unknown"})).status_code == 200
+            assert len(a.asked) == 4 and not b.asked
+
+    clock.run(run())
+
+
+def test_a_request_without_a_conversation_is_known_by_its_body(clock: Clock) -> None:
+    async def run() -> None:
+        async with (
+            fake_servers(answer_plainly, answer_plainly) as (a, b),
+            gateway(entries(a.address, b.address, 50)) as gate,
+        ):
+            for number in range(8):
+                for server in (a, b):
+                    server.asked.clear()
+                for _ in range(4):  # each has another boundary
+                    sound = {"file": ("a.wav", b"sound %d" % number)}
+                    await gate.http.post("/v1/audio/transcriptions", data={"model": "a"}, files=sound)
+                    await gate.ask("a", "/rerank", query=f"q {number}", documents=["d"])
+                for path in ("/v1/audio/transcriptions", "/rerank"):
+                    numbers = {sum(one.target == path for one in server.asked) for server in (a, b)}
+                    assert numbers == {0, 4}, path
 
     clock.run(run())
 
@@ -102,9 +215,9 @@ def test_a_key_for_a_model_is_for_its_canary(clock: Clock, tmp_path: Path) -> No
         for canaries in ({"b": 100.0}, {}):
             models = {"a": ModelEntry(aliases=["x"], canaries=canaries), "b": ModelEntry()}
             gate.server.models.apply(Catalogue(models))
+            assert (await gate.ask("b", messages=said(1))).status_code == (200 if canaries else 403)
             assert (await gate.ask("a", messages=said(1))).status_code == 200
             assert gate.launch.begun == (["b"] if canaries else ["b", "a"])
-            assert (await gate.ask("b", messages=said(1))).status_code == (200 if canaries else 403)
             rows = (await keys.http.get("/usage")).json()["data"]
             counted = {row["model"]: (row["requests"], row["completion_tokens"]) for row in rows}
             assert counted == ({"a": (1, 0), "b": (1, 6)} if canaries else {"a": (2, 3), "b": (1, 6)})
