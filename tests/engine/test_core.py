@@ -11,7 +11,7 @@ import pytest
 
 from octavo.config import SchedulerConfig
 from octavo.engine import core_process
-from octavo.engine.core import EngineCore
+from octavo.engine.core import _MACHINES, EngineCore
 from octavo.engine.wire import (
     Abort,
     CacheWasReset,
@@ -26,6 +26,7 @@ from octavo.errors import RequestError
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
+from octavo.step_cost import StepCostModel, StepWork
 from octavo.step_plan import StepPlan, StepResult
 
 
@@ -160,6 +161,9 @@ def test_steps_are_measured_and_predicted(monkeypatch: pytest.MonkeyPatch) -> No
     first, second = engine.step().stats, engine.step().stats
     assert (first.step_s, second.step_s) == (0.125, 0.125)
     assert first.predicted_step_s > 0
+    derived = StepCostModel.derived(1 << 20, (1 << 20) // (20 * 4), *_MACHINES["cpu"])  # of the executor's bytes
+    work = StepWork().plus(8, 1, 1)
+    assert core()[0].cost.seconds(work) == derived.seconds(work)
     assert abs(second.predicted_step_s / 0.125 - 1) < abs(first.predicted_step_s / 0.125 - 1), "it learns"
     assert first.prompt_token_s > 0
     assert engine.step().stats.step_s == 0, "nothing ran"

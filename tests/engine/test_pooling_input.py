@@ -1,4 +1,4 @@
-"""Texts that are too long are cut to what is asked for."""
+"""Texts that are too long are cut to what is asked for, and templates are filled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from octavo.engine.pooling_input import PoolingInput, num_cut
+from octavo.engine.pooling_input import PoolingInput, _filled, num_cut
 from octavo.pooling_params import PoolingParams
 
 
@@ -30,3 +30,8 @@ def test_special_tokens_stay_and_each_text_is_cut_at_one_side(side: Any, kept: l
     inputs = cast(PoolingInput, SimpleNamespace(_model=model, _limit=lambda params: params.truncate_prompt_tokens))
     params = PoolingParams(truncate_prompt_tokens=7, truncation_side=side)
     assert PoolingInput._cut(inputs, cast(Any, encoding), params) == (kept, 4)
+
+
+def test_a_template_is_filled_with_texts_as_they_are() -> None:
+    texts = {"query": "a{document}", "document": "{query}"}
+    assert _filled("<{query}>, <{document}>", texts) == ("<a{document}>, <{query}>", (16, 23))

@@ -95,6 +95,9 @@ def test_the_prefix_of_a_sequence_that_waits_is_found_once_until_it_changes() ->
     found = cache.find_prefix(waiting)
     assert found.num_tokens == 2 * SIZE and not cache.share_prefix(waiting, found, 100)
     assert cache.find_prefix(waiting) is found, "nothing was looked up"
+    other = sequence([*tokens, *range(200, 220)])
+    its = cache.find_prefix(other)
+    assert not cache.share_prefix(other, its, 100) and cache.find_prefix(other) is its, "now it is the one that waits"
     longer = sequence(tokens[: 3 * SIZE + 1])
     assert cache.share_prefix(longer, cache.find_prefix(longer), 100)
     cache.grow(longer, longer.num_tokens)
