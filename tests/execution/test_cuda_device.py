@@ -86,7 +86,8 @@ def test_results_do_not_wait_for_copies_of_blocks(driver: Driver, monkeypatch: p
 
     for name, value in {
         "Stream": Stream, "Event": lambda blocking: object(), "set_device": lambda device: None,
-        "set_stream": lambda stream: None, "get_device_name": lambda device: "", "graph_pool_handle": lambda: None,
+        "set_stream": lambda stream: None, "get_device_name": lambda device: "",
+        "get_device_capability": lambda device: (9, 0), "graph_pool_handle": lambda: None,
         "stream": lambda stream: entered.append(stream) or nullcontext(),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value, raising=False)
