@@ -21,6 +21,7 @@ _IMPORT = re.compile(
 _NESTED = re.compile(r"%(json|lark|regex)\b|<\[|@")
 _HEAD = re.compile(r"^[ \t]*(\w+)[ \t]*:", re.MULTILINE)
 _DIRECTIVE = re.compile(r"^[ \t]*%[^\n]*", re.MULTILINE)
+_IGNORE = re.compile(r"^[ \t]*%ignore(?!\w)")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ALIAS = re.compile(r"->[ \t]*\w+")
 # A range, a text, an expression, an alias or a name.
@@ -135,13 +136,19 @@ def _as_terminals(grammar: str) -> tuple[str, str] | None:
 def _with_ignored(grammar: str) -> str:
     """Return a grammar with `%ignore` as one that says itself where the ignored texts may stand: before each text of a
     rule, as llguidance takes it."""
+    grammar = _PIECES.sub(
+        lambda found: found[0] if found[1] else "", grammar
+    )  # a comment would hide what is joined to it
     outside = _PIECES.sub(_blank, grammar)
     directives = list(_DIRECTIVE.finditer(outside))
-    ignored = [one for one in directives if one[0].split()[0] == "%ignore"]
+    ignored = [one for one in directives if _IGNORE.match(one[0])]
     if not ignored or _ATTRIBUTES.search(outside) is not None:
         return grammar
+    texts = [_IGNORE.sub("", grammar[one.start() : one.end()]).strip() for one in ignored]
+    if not all(texts):
+        raise ValueError("%ignore names no texts")
     name = f"IGNORED{_unused(grammar)}"
-    lines = [f"{name}: {' | '.join(grammar[one.start() : one.end()].split(None, 1)[1] for one in ignored)}"]
+    lines = [f"{name}: {' | '.join(texts)}"]
     heads = list(_HEAD.finditer(_ALIAS.sub(_blank, outside)))
     begins = sorted({0, len(grammar), *(one.start() for one in (*heads, *directives))})
     of_rules = {one.start(): one.end() for one in heads if not one[1].lstrip("_")[:1].isupper()}

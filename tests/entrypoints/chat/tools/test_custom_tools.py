@@ -133,6 +133,8 @@ TEXTS = [
         "start: /[^x]/i",
         "start: RULE_0__0 b\nb: /[^a]/\nRULE_0__0: /a?/",
         'start: a+ "\\n"?\n%ignore "/" | "-" // x\n%ignore "b"\na: "a".."b" -> x | /["]/',
+        "start: a+\na: /[a-z]/\n%ignore/ +/\n%ignore/-/",
+        'start: a+ # all\na: /[a-z]/ // "\n%ignore / +/ // blanks\n%ignore "-" # "a"\n%ignore /\\//',
         "%import common.WS\n%ignore WS\nstart: [a] LF | a start -> more // a\na: /.*/\n%import common.LF",
         'start: a\n  | /[^\\n]/ "\\n"\na: /.*/ "\\n"\n%ignore " "',
         'start: all -> one\nall: /.*/ [LF] -> all\n  | "b" LF -> b\nb: "x"\n%import common.LF',
@@ -163,7 +165,16 @@ def test_long_grammars_are_rewritten_and_longer_ones_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "grammar", ['start: %json {"type": "object"}', "start: /a b/x", "start: /[a/", "start: <[5]>", 'start: "\\q"']
+    "grammar",
+    [
+        'start: %json {"type": "object"}',
+        "start: /a b/x",
+        "start: /[a/",
+        "start: <[5]>",
+        'start: "\\q"',
+        "start: /a/\n%ignore",
+        "start: /a/\n%ignore // texts",
+    ],
 )
 def test_what_cannot_be_quoted_is_refused(grammar: str) -> None:
     with pytest.raises(RequestError, match="cannot be read") as refused:
