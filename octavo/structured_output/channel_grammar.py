@@ -31,7 +31,8 @@ def channel_rules(indices: Mapping[str, int], special_tokens: Mapping[str, int])
     return [
         "start: PLAIN after_text | begun",
         f"begun: ({' | '.join(roles)}) more | {channel} ({' | '.join(heads)}) more"
-        f" | {channel} HEAD {message} TEXT after_text | {channel} OTHER json {message} TEXT {call} more",
+        f" | {channel} HEAD json {message} TEXT after_text"
+        f" | ({channel} OTHER | OTHER_ROLE {channel} HEAD) json {message} TEXT {call} more",
         f"after_text: ({end} more)?",
         f'more: ({start} "assistant" begun)?',
         f"json: ({constrain} JSON)?",
@@ -39,6 +40,7 @@ def channel_rules(indices: Mapping[str, int], special_tokens: Mapping[str, int])
         r"PLAIN: /(.|\n)*/ & ~/\s*to=(.|\n)*/",
         r"HEAD: /(.|\n)*/ & ~/(.|\n)*to=(.|\n)*/",
         rf"OTHER: /[a-z]* to=[^ ](.|\n)*/ & ~/[a-z]* to={escaped(_NAMESPACE)}(.|\n)*/",
+        rf"OTHER_ROLE: / ?to=[^ ](.|\n)*/ & ~/ ?to={escaped(_NAMESPACE)}(.|\n)*/",
         "KIND: /(commentary|analysis)( (json)?)?/",
         "JSON: / ?json ?/",
         r"TEXT: /(.|\n)*/",

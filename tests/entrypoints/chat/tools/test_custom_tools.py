@@ -149,7 +149,7 @@ def test_a_quoted_grammar_has_the_texts_of_the_grammar_as_json_writes_them(gramm
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "gemma4"])
 def test_ignored_texts_stand_before_the_texts_of_rules(name: str) -> None:
-    text = 'start: _line+\n_line: "say" /.*/ "\\n"\n%ignore /[ \\n]+/\n'
+    text = 'start: _line+\n_line: "say" /.*/ "\\n"\n%ignore / +/ // blanks\n%ignore /\\n+/ # lines\n'
     form, right = FORMATS[name], ["say a\n", "say a\nsay b\n", " say\n\na b\n\n  say\n", "say </x>\n"]
     made = grammar_of(asked(custom(text), tool_choice="required"), form)
     for given in [*right, "sa y a\n", "say a", "a\n", ""]:
