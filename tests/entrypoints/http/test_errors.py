@@ -86,7 +86,7 @@ def test_every_status_of_a_refusal_has_a_code_in_words() -> None:
         ({"length_penalty": 2.0}, "length_penalty", "length_penalty must be 1.0 without use_beam_search"),
         ({"guided_decoding_backend": "x"}, "guided_decoding_backend", "guided_decoding_backend is not built yet"),
         ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend", "always made by llguidance"),
-        ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "vllm_xargs is not built yet; leave it out: nothing here reads it"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "vllm_xargs is not built yet; leave it out: nothing reads it"),
         ({"repetition_detection": {"max_pattern_size": 4}}, "repetition_detection", "frequency_penalty and rep"),
         ({"media_io_kwargs": {"video": {}}}, "media_io_kwargs", "--media-io-kwargs is the server's"),
         ({"prompt_token_ids": [1]}, "prompt_token_ids", "supplied: prompt_token_ids; what is meant is perhaps prompt,"),
