@@ -202,7 +202,11 @@ def test_dimensions_prompts_and_cuts(embeddings: httpx.Client) -> None:
         ("/rerank", {"query": "x", "documents": [{"title": "y"}]}, "objects like"),
         ("/rerank", {"query": "x", "documents": ["y"], "instruction": "z"}, "takes no instruction"),
         ("/v1/completions", {"prompt": "x"}, "is a pooling model and generates no text"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "pools and has no tokens"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}]},
+            "is a pooling model and generates no text",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(embeddings: httpx.Client, path: str, body: dict[str, Any], message: str) -> None:

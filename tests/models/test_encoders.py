@@ -266,7 +266,7 @@ def test_what_cannot_be_is_refused(
 
 def test_a_pooling_model_does_not_generate(small_bert: tuple[Any, Path], tiny_tokenizer: Path) -> None:
     llm = LLM(str(small_bert[1]), tokenizer=str(tiny_tokenizer))
-    with pytest.raises(RequestError, match="pools and has no tokens"):
+    with pytest.raises(RequestError, match="is a pooling model and generates no text"):
         llm.generate("a")
     with pytest.raises(RequestError, match="gives embeddings"):
         llm.classify("a")
