@@ -10,6 +10,7 @@ import pytest
 from octavo.gateway.catalogue import Catalogue, ModelEntry
 from octavo.gateway.deployment import Deployment
 from tests.gateway.fakes import Asked, FakeLaunch, answer_plainly, fake_servers, gateway, until
+from tests.gateway.test_failing import be_busy
 from tests.gateway.test_keys import Keys, with_keys
 from tests.waiting import Clock
 
@@ -139,6 +140,18 @@ def test_a_canary_that_is_lost_leaves_the_request_to_the_model(clock: Clock) -> 
                 await until(lambda: gate.deployment("b").state == "ready")
                 assert (await gate.ask("a", messages=said(1))).status_code == 200
                 assert len(launch.last("b").asked) == len(server.asked) == 1
+
+    clock.run(run())
+
+
+def test_a_busy_canary_leaves_the_request_to_the_model(clock: Clock) -> None:
+    async def run() -> None:
+        async with fake_servers(answer_plainly, be_busy) as (a, b), gateway(entries(a.address, b.address, 100)) as gate:
+            assert (await gate.ask("a", messages=said(1))).status_code == 200
+            assert len(b.asked) == len(a.asked) == 1
+            assert (await gate.ask("b", messages=said(1))).status_code == 429, (
+                "the canary's own name has no other model"
+            )
 
     clock.run(run())
 
