@@ -165,12 +165,14 @@ def started(proxy: str, server: int, peers: Path, folder: Path) -> Iterator[tupl
     try:
         end = time.monotonic() + 120
         while True:
-            found: multiprocessing.Queue[Any] = multiprocessing.Queue()
-            child = multiprocessing.Process(target=ask, args=(port, 1, 1, 1, 1, found))
-            child.start()
-            child.join()
-            if child.exitcode == 0:
-                break
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                found: multiprocessing.Queue[Any] = multiprocessing.Queue()
+                child = multiprocessing.Process(target=ask, args=(port, 1, 1, 1, 1, found))
+                child.start()
+                child.join()
+                if child.exitcode == 0:
+                    break
             if process.poll() is not None or time.monotonic() > end:
                 raise SystemExit(f"{proxy} does not answer:\n{(folder / f'{proxy}.log').read_text()[-2000:]}")
             time.sleep(1)
