@@ -56,8 +56,7 @@ inline int32_t zero_point_term(const QBlock& x, int g) {
 }
 
 // What a tile prefetches for each block: `lines` cache lines of weights from `from` on, and `lora_lines` lines of LoRA
-// factors. A tile calls prefetch_block exactly once for each block: FactorLines::take has counted these calls, and
-// debug builds check them.
+// factors. A tile calls prefetch_block exactly once for each block, as FactorLines::take has counted these calls.
 struct TilePrefetch {
     const char* from;
     int lines;

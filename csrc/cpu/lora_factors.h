@@ -3,8 +3,6 @@
 // by lora_b.h only.
 #pragma once
 
-#include <cassert>
-
 #include "simd.h"
 
 namespace octavo::OCTAVO_ISA {
@@ -65,16 +63,9 @@ class Pieces {
     int64_t num_lines() const { return lines_; }
     void take(int64_t lines) { lines_ -= lines; }
 
-    // Says how often `fetch` is called until the next `expect`. Debug builds check it.
-    void expect([[maybe_unused]] int64_t calls) {
-        assert(calls_left_ == 0);
-        assert((calls_left_ = calls) == calls);
-    }
-
     // Fetches lines, no more than were taken, into the second-level cache: the first has no room beside what products
     // read.
     void fetch(int64_t lines) {
-        assert(calls_left_-- > 0);
         for (int64_t i = 0; i < lines; ++i) {
             Piece& piece = pieces_[at_];
             __builtin_prefetch(piece.begin, 0, 2);
@@ -89,7 +80,6 @@ class Pieces {
         const char *begin, *end;
     };
     int64_t count_ = 0, at_ = 0, lines_ = 0;
-    [[maybe_unused]] int64_t calls_left_ = 0;
     Piece pieces_[kMostPieces];
 };
 
@@ -117,7 +107,6 @@ class FactorLines {
 
     // Returns how many lines of pieces() each of the next `steps` steps fetches. Each step calls `fetch` once.
     int64_t take(int64_t steps) {
-        pieces_.expect(steps);
         if (!a_.has_lora) return 0;
         const int64_t left = pieces_.num_lines();
         const int64_t each = each_ * steps <= left ? each_ : left / steps;

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -94,8 +95,8 @@ class DataParallelEngine(EngineCalls):
             if len(ranks) > len(config.local_ranks):
                 self._hosts = _open_to_others(config, options)
             for place, rank in enumerate(ranks):
-                own_hooks = EngineHooks(
-                    on_loading=hooks.on_loading,
+                own_hooks = replace(
+                    hooks,
                     on_core_death=partial(self._router.forget, place),
                     find_takeover_engine=partial(self._find_takeover_engine, place),
                     make_core=hooks.make_core if rank in config.local_ranks else partial(self._join, rank),

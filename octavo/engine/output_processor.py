@@ -439,7 +439,7 @@ class OutputProcessor:
             if completion.finish_reason is not None:
                 state.num_running -= 1
                 if completion.error is not None:
-                    state.error = RequestError(completion.error, status=422, code="schema_mismatch")
+                    state.error = RequestError(completion.error, status=422, code=str(completion.stop_reason))
         if self.metrics is not None:
             self.metrics.ttft_s.observe_all(first_latencies_s)
             for last, count in last_times.items():

@@ -71,7 +71,7 @@ class EngineControl:
                 await self.resume()
             elif was_halted and not self._is_halted:
                 self._is_halted = True
-                self.pause_again()
+                self.halt_again()
             raise
         finally:
             self._num_halting -= 1
@@ -102,8 +102,8 @@ class EngineControl:
             self._supervisor.tell(SetPaused(False))
             self._is_open.set()
 
-    def pause_again(self) -> None:
-        """Pause a new core if the last one was paused."""
+    def halt_again(self) -> None:
+        """Have a new core compute nothing if the last one was to compute nothing."""
         if self._is_halted:
             self._supervisor.tell(SetPaused(True))
 

@@ -127,8 +127,10 @@ class _PoolMover:
             self._under_way.popleft()
 
     def settled_host_array(self, host_blocks: Sequence[int]) -> NDArray[np.uint8]:
-        """Return the host memory, [num_host_blocks, block_bytes], once no move of these blocks is under way."""
-        assert self.is_settled(host_blocks, waits=True), "moves are left"
+        """Return the host memory, [num_host_blocks, block_bytes], once no move of these blocks is under way. Make the
+        moves that are left before: raise the device's memory error if it still lacks memory for one."""
+        self.run()
+        self.is_settled(host_blocks, waits=True)
         found: list[NDArray[np.uint8]] = self.host_arrays or [np.empty((1 + max(host_blocks), 0), np.uint8)]
         return found[0]
 

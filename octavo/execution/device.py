@@ -93,7 +93,7 @@ class Device(Protocol):
 
     @property
     def hardware(self) -> str:
-        """Return what decides the bits of results, beside the programs."""
+        """Return the name and capability of the hardware. Caches on disk are for equal ones, as bits may differ."""
         ...
 
     @property

@@ -59,7 +59,7 @@ class DeviceTables:
         row_of, samples, no_row = gathered.row_of, gathered.samples, self._num_rows
         num_tokens, num_samples = len(row_of), len(samples.rows)
         # The host may not know the last token of a row yet.
-        is_unknown = arrays.positions[:num_tokens] + self._table.num_ahead >= gathered.num_known[row_of]
+        is_unknown = arrays.positions[:num_tokens] + self._table.num_ahead >= self._table.num_known[row_of]
         arrays.pending_token_rows[:num_tokens] = np.where(is_unknown, row_of, no_row)
         arrays.seq_table_rows[: len(plan.rows)] = [planned.row for planned in plan.rows]
         # Forks are admitted with their token, and the host knows accepted draft tokens, so neither needs the device's

@@ -73,7 +73,7 @@ def _run(leader: Connection, args: FollowerArgs) -> None:
     except OctavoError as e:
         worker_group.tell(CannotStart(str(e), isinstance(e, ConfigError)))
         return
-    worker_group.tell(WorkerReady(list(executor.block_bytes), *executor.hardware))
+    worker_group.tell(WorkerReady(list(executor.block_bytes), executor.hardware[0]))
     gc.freeze()
     steps: deque[SubmittedStep] = deque()  # steps whose tokens are not known yet
     while True:

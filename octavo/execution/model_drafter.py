@@ -96,7 +96,6 @@ class ModelDrafter:
             except DeviceMemoryError as e:
                 rows = [planned.row for planned in first]
                 self._num_drafted[rows] = self._num_filled[rows]
-                self._runner.resend_block_tables_later(changes)
                 logger.debug("no tokens are guessed: %s", e)
             else:
                 for planned in first:  # blocks may be saved, or shared, before the next plan

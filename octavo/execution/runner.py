@@ -355,7 +355,7 @@ class Runner:
             return samples, None
         if not shape.samples:
             return samples, None
-        num_known = None if self._device_tables is None else gathered.num_known
+        num_known = None if self._device_tables is None else self.table.num_known
         batch = self.sampling_table.build(samples, self.table.tokens, num_known)
         if batch is not None:
             write_settings(arrays, batch)

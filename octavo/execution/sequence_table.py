@@ -24,7 +24,6 @@ class GatheredStep(NamedTuple):
 
     row_of: NDArray[np.int64]  # [T]: the table row of each token
     samples: Samples
-    num_known: NDArray[np.int64]  # [max_num_seqs]: leading tokens of each table row that the host knows
 
 
 class SequenceTable:
@@ -127,7 +126,7 @@ class SequenceTable:
             samples = Samples(rows, self._no_forks[:num_seqs], seq_lens + self.num_ahead, {})
         else:
             samples = self._gather_samples(plan.rows, into, starts, seq_lens)
-        return GatheredStep(row_of, samples, self.num_known)
+        return GatheredStep(row_of, samples)
 
     def has_adapters(self, rows: Sequence[int]) -> bool:
         return bool((self.adapter_slots[list(rows)] >= 0).any())  # a tuple would index several dimensions

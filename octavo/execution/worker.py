@@ -457,8 +457,6 @@ class Worker:
         try:
             self._mover.move(moves)
         except self._device.memory_errors:
-            if self._worker_group.connections:  # the others may have moved theirs
-                raise
             self._device.release_memory()
 
     def is_settled(self, pool: int, blocks: Sequence[int], waits: bool) -> bool:

@@ -116,7 +116,7 @@ class WorkerReady(msgspec.Struct, tag="ready"):
     """The worker takes plans."""
 
     block_bytes: list[int]  # of its part of a block of the cache, by pool
-    hardware: str
+    hardware: str  # `Device.hardware`
 
 
 class CannotStart(msgspec.Struct, tag="cannot_start"):

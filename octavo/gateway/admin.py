@@ -99,7 +99,9 @@ class AdminApp:
 
     async def _usage(self, query: dict[str, str]) -> tuple[bytes, bytes]:
         if unknown := query.keys() - {"since", "until", "format"}:
-            raise RequestError(f"/usage takes since, until and format, got {min(unknown):.200}.", param="query")
+            raise RequestError(
+                f"/usage takes since, until and format, got {min(unknown):.200}.", param=min(unknown)[:200]
+            )
         write = {"csv": _as_csv, "json": _as_json}.get(query.get("format", "json"))
         if write is None:
             raise RequestError("format must be csv or json.", param="format")

@@ -56,12 +56,6 @@ class RetryState:
         self.failed_at = time.monotonic()
         self.num_lost = (0 if has_new_tokens else self.num_lost) + had_request
 
-    def record_busy(self, replica: Replica) -> None:
-        self.busy.add(replica)
-
-    def record_cannot_resume(self, replica: Replica) -> None:
-        self.cannot_resume.add(replica)
-
     def allow_again(self) -> None:
         """Let replicas be asked again: busy ones, and ones healthy again since the last loss."""
         may_resume = self.tried - self.cannot_resume
@@ -95,10 +89,8 @@ class Attempt:
         """Return whether a stream that has lost its replica waits: for a busy one, for the lost one to come back, or
         for one that is being started."""
         deployment, retry = self.deployment, self.retry
-        a_replica_may_start = not deployment.replicas or bool(deployment.restarting)
-        return retry.may_still_resume and (
-            a_replica_may_start or not retry.cannot_resume.issuperset(deployment.replicas)
-        )
+        another_may_come = not deployment.replicas or bool(deployment.restarting)
+        return retry.may_still_resume and (another_may_come or not retry.cannot_resume.issuperset(deployment.replicas))
 
     def classify(self, answer: Answer) -> Outcome:
         """Return what a replica's answer means for the request. Changes nothing."""

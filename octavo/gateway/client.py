@@ -105,7 +105,7 @@ class Client:
         self.hides_usage = False  # drops the usage that only the gateway asked the stream for
         # `time.monotonic` since when the client has got nothing while it waits.
         self.silent_since: float | None = None
-        self.loads_s: list[float] = []  # how long the request has waited for models
+        self.loads_s: list[float] = []  # seconds of each wait for a model
 
     @property
     def has_begun(self) -> bool:
@@ -218,6 +218,7 @@ class Client:
     async def end(self) -> None:
         """Complete the answer."""
         if self._failed_status:  # the replica's error, which becomes an event
+            self.has_failed = True
             await self._finish(error_event(self._replicas_error(), self._path))
         else:
             rest = self._seen(self.progress.flush() or self._rest) if self._is_events else self._rest

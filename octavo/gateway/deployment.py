@@ -61,7 +61,7 @@ class Deployment:
         self._restarts: set[asyncio.Task[None]] = set()
         self._idle_timer: asyncio.TimerHandle | None = None
         self._is_retired = self._is_closed = False
-        self.is_shutting_down = False  # its requests are cut off, and send nothing more to a replica
+        self.is_cut_off = False  # its requests are cut off, and send nothing more to a replica
         self._closing: asyncio.Future[None] | None = None
         self._failure: StartError | None = None
         self._asked_keep_alive: float | None = None
@@ -85,7 +85,12 @@ class Deployment:
     @property
     def may_start(self) -> bool:
         """Whether the model has stopped, and no pause after a failed start is under way."""
-        return self.state == "stopped" and (self._failure is None or time.monotonic() >= self._retry_at)
+        return self.state == "stopped" and not self._is_pausing
+
+    @property
+    def _is_pausing(self) -> bool:
+        """Whether a start has failed, and the next one is not due yet."""
+        return self._failure is not None and time.monotonic() < self._retry_at
 
     @property
     def is_stopping(self) -> bool:
@@ -170,7 +175,7 @@ class Deployment:
             if self._is_closed:
                 raise RequestError(f"The model {self.name} is being stopped.", status=503, code="stopping")
             if self._starting is None or self._starting.done():
-                if self._failure is not None and time.monotonic() < self._retry_at:
+                if self._failure is not None and self._is_pausing:
                     raise self._refusal(self._failure, self._retry_at - time.monotonic())
                 self._starting = asyncio.ensure_future(self._start())
                 self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -212,7 +217,7 @@ class Deployment:
 
     def cut(self) -> None:
         """End all requests, waiting or being answered, with errors."""
-        self._is_closed = self.is_shutting_down = True
+        self._is_closed = self.is_cut_off = True
         _cancel(self._starting)
         for wait in self._waits:
             wait.cancel()

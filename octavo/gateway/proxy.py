@@ -137,17 +137,19 @@ class Proxy:
         self, deployment: Deployment, pinned_replica: Replica | None, request: ProxyRequest
     ) -> Deployment | None:
         """Return the canary that answers this conversation, if there is one and it is ready. One that does not run is
-        started, and this request does not wait for it. Requests about kept things go to the model."""
-        is_of_kept = (
+        started once the model itself runs, and this request does not wait for it. Requests about kept things go to the
+        model."""
+        is_for_model = (
             pinned_replica is not None or request.kept_id is not None or request.body.refers_to is not None
             or route_of(request.path) in ("/v1/files", "/v1/batches", "/v1/conversations")
         )  # fmt: skip
-        if not deployment.entry.canaries or request.method != "POST" or is_of_kept:
+        if not deployment.entry.canaries or request.method != "POST" or is_for_model:
             return None
         canary = self._models.names().get(deployment.canary_of(request.conversation) or "")
         if canary is None or (canary.state == "ready" and canary.replicas):
             return canary
-        self._models.start_aside(canary)
+        if deployment.state == "ready":  # else the canary could take the memory that the model needs
+            self._models.start_aside(canary)
         return None
 
     def _models_to_try(
@@ -174,7 +176,7 @@ class Proxy:
                 # 1. Start the model, and have a long prompt computed elsewhere.
                 await self._start(attempt)
                 await self._have_prompt_computed(attempt)
-                if deployment.is_shutting_down:  # meanwhile
+                if deployment.is_cut_off:  # meanwhile
                     raise _stopping()
                 # 2. Ask its replicas.
                 await self._answer_with_replicas(attempt)
@@ -290,9 +292,9 @@ class Proxy:
             replica.count_answer(answer)
         # 2. The retry state.
         if outcome is Outcome.BUSY:
-            retry.record_busy(replica)
+            retry.busy.add(replica)
         elif outcome is Outcome.CANNOT_RESUME:
-            retry.record_cannot_resume(replica)
+            retry.cannot_resume.add(replica)
         elif outcome is Outcome.BROKEN:
             retry.record_lost(has_new_tokens=progress.has_grown())
         elif outcome is not Outcome.DELIVER:
@@ -343,6 +345,7 @@ class Proxy:
         # The replica ended the stream itself, with its own error event.
         has_own_error = client.progress.is_given_up and answer.is_whole
         if has_own_error and not (can_be_resumed and attempt.untried_replicas()):
+            client.has_failed = True
             return
         if can_be_resumed:
             client.silent_since = time.monotonic()

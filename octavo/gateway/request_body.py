@@ -18,6 +18,7 @@ from octavo.errors import RequestError
 
 _MAX_CANDIDATES = 16  # places that look like the model's name, each tried by parsing
 _MAX_MEDIA = 1024  # of a message; later ones count with all their bytes
+_DIGESTED_BYTES = 1 << 16  # of a body without a conversation: enough to tell requests apart
 _MEDIA_BYTES = 4096  # that a picture or sound counts at most: some 1,000 tokens
 # What comes before the base64 of a picture or sound: a data URL's beginning, or Anthropic's or OpenAI's key `data`.
 _MEDIUM = re.compile(rb'(?<!\\)"data(?::[^",]{0,200};base64,|"\s*:\s*")')  # quotes in texts are escaped
@@ -101,9 +102,10 @@ class RequestBody:
 
     @property
     def digest(self) -> bytes | None:
-        """A digest of the bytes, without a form's boundary, as clients draw it; None for an empty body."""
-        boundary = b"" if self.is_json else self.data.partition(b"\r\n")[0]
-        return hashlib.blake2b(self.data.replace(boundary, b""), digest_size=16).digest() if self.data else None
+        """A digest of the first bytes, without a form's boundary, as clients draw it; None for an empty body."""
+        head = self.data[:_DIGESTED_BYTES]
+        boundary = b"" if self.is_json else head.partition(b"\r\n")[0]
+        return hashlib.blake2b(head.replace(boundary, b""), digest_size=16).digest() if head else None
 
     @cached_property
     def prefixes(self) -> tuple[dict[bytes, int], bytes | None]:

@@ -1,4 +1,4 @@
-"""OpenTelemetry: a span for each request that the gateway answers, between the client's span and the server's
+"""OpenTelemetry: a span for each request with a valid key, between the client's span and the server's
 (`octavo.tracing`), which `traceparent` joins to one trace."""
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ swapped sequences evict them too. The scheduler calls everything here.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from octavo.kv_cache.manager import KVCacheManager
@@ -62,7 +62,7 @@ class HostTier:
         cache.on_release.append(self.note_released)
         # Blocks that the host lacks, the oldest first: those indexed before this plan, and those indexed since, whose
         # contents may come only with this plan's moves.
-        self._uncopied: dict[_Name, int] = {}
+        self._uncopied = OrderedDict[_Name, int]()
         self._fresh: dict[_Name, int] = {}
         self._first: list[_Name] = []  # to be copied before others, once this plan is made
         self._released = deque[Sequence[_Name]]()  # blocks that sequences had, still to be counted as used
@@ -83,10 +83,10 @@ class HostTier:
         moves."""
         self._uncopied |= self._fresh
         self._fresh = {}
-        if self._first:
-            first = {name: self._uncopied[name] for name in self._first if name in self._uncopied}
-            self._uncopied = first | self._uncopied
-            self._first.clear()
+        for name in reversed(self._first):
+            if name in self._uncopied:
+                self._uncopied.move_to_end(name, last=False)
+        self._first.clear()
         while self._uncopied and self._copy_left > 0:
             name = next(iter(self._uncopied))
             self._copy(name, self._uncopied.pop(name))

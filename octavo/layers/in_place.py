@@ -6,6 +6,6 @@ from octavo.ops import Array, Ops
 
 
 def scale_in_place(ops: Ops, x: Array, scale: float) -> None:
-    """Multiply x by a factor."""
+    """Multiply x, of any shape, by a factor. A factor of 1 costs nothing."""
     if scale != 1.0:
         ops.add(x, x, scale - 1.0)

@@ -67,8 +67,8 @@ def test_values(path: Path) -> None:
     servers = of_kind(own, "Deployment") + of_kind(own, "LeaderWorkerSet")
     assert {m["metadata"]["name"].removesuffix("-group") for m in servers} == names | routers
     (test,) = containers(pod)
-    assert set(test["args"][1:]) == {f"http://{name}:80/health" for name in names}
-    assert all(f"service/{name} " in release.notes for name in names)
+    assert set(test["args"][1:]) == {f"http://{name}:80/health" for name in names | routers}
+    assert all(f"service/{name} " in release.notes for name in names | routers)
 
 
 def test_several_models_behind_one_ingress() -> None:

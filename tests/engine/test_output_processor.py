@@ -394,9 +394,15 @@ def test_metrics_say_when_things_happened(tokenizer: Any) -> None:
         ("report", '<think>{"a": [1]}</think>\n{"a": [1, 1]}', "stop", "schema_mismatch", None),
         ("report", '<think>so</think>{"a": [1, 2]}', "stop", None, None),
         ("error", '{"a": [1, 2]}', "stop", None, None),
-        ("error", '{"a": [1, 1]}', "stop", None, "the answer does not satisfy its schema: $.a: items are not unique"),
+        (
+            "error",
+            '{"a": [1, 1]}',
+            "stop",
+            "schema_mismatch",
+            "the answer does not satisfy its schema: $.a: items are not unique",
+        ),
         ("report", f'{{"a": [{LONG}]}}', "stop", "schema_unchecked", None),
-        ("error", f'{{"a": [{LONG}]}}', "stop", None, f"{NO_COMPARISON}: it takes too many steps"),
+        ("error", f'{{"a": [{LONG}]}}', "stop", "schema_unchecked", f"{NO_COMPARISON}: it takes too many steps"),
         ("report", f'{{"a": {"9" * 5000}}}', "stop", "schema_unchecked", None),
     ],
 )
@@ -416,7 +422,7 @@ def test_an_answer_is_compared_with_its_schema_when_it_has_ended(
     if error is not None:
         [failed] = results
         assert isinstance(failed, RequestFailed)
-        assert (str(failed.error), failed.error.status) == (error, 422)
+        assert (str(failed.error), failed.error.status, failed.error.code) == (error, 422, stop_reason)
         assert aborts == [Abort("r")]
     else:
         completion = only(results).outputs[0]

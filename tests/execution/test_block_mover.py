@@ -38,8 +38,9 @@ OUT = [BlockMoves(swap_out=[(i, i + 3) for i in range(7)], copy=[(8, 1), (9, 2),
 IN = [BlockMoves(swap_in=[(i + 3, 15 - i) for i in range(7)])]
 
 
-def moved(device: ShortDevice, has_short_start: bool = False) -> list[list[int]]:
-    """What two layers and the host hold after moves of all kinds; with a short start the first ones fail at first."""
+def moved(device: ShortDevice, has_short_start: bool = False, is_read: bool = False) -> list[list[int]]:
+    """What two layers and the host hold after moves of all kinds. With a short start the first ones fail at first, and
+    are made before the next ones, or before the host's blocks are read."""
     caches = [
         LayerKVCache(
             np.arange(NUM_BLOCKS * 8, dtype=np.uint8).reshape(NUM_BLOCKS, 8) + layer, np.zeros((NUM_BLOCKS, 4))
@@ -64,7 +65,11 @@ def moved(device: ShortDevice, has_short_start: bool = False) -> list[list[int]]
     if has_short_start:
         with pytest.raises(MemoryError):
             mover.move(OUT)
+        assert not mover.is_settled(0, [3], waits=True)
         device.room = NUM_BLOCKS
+        if is_read:
+            assert mover.read_host_blocks(0, [3, 4])[:, :8].ravel().tolist() == list(range(16))
+            assert mover.is_settled(0, [3], waits=True)
     else:
         mover.move(OUT)
     mover.move(IN)
@@ -76,11 +81,12 @@ def test_what_there_is_no_memory_for_at_once_is_moved_in_parts(room: int) -> Non
     assert moved(ShortDevice(room)) == moved(ShortDevice(NUM_BLOCKS))
 
 
-def test_what_there_was_no_memory_for_comes_before_the_next_moves() -> None:
+@pytest.mark.parametrize("is_read", [False, True])
+def test_what_there_was_no_memory_for_comes_before_the_next_moves(is_read: bool) -> None:
     """Moves that have failed are made later, in their order: other steps count on them."""
     device = ShortDevice(0)
     device.release_memory = lambda: None  # type: ignore[method-assign]
-    assert moved(device, has_short_start=True) == moved(ShortDevice(NUM_BLOCKS))
+    assert moved(device, has_short_start=True, is_read=is_read) == moved(ShortDevice(NUM_BLOCKS))
 
 
 def test_a_device_that_has_none_at_all_fails() -> None:

@@ -87,7 +87,7 @@ def naive_samples(plan: StepPlan) -> list[tuple[int, int, int]]:
 
 def assert_equal(t: SequenceTable, plan: StepPlan, tokens: dict[int, list[int]], blocks: Tables) -> None:
     found = arrays()
-    row_of, samples, _ = t.gather(plan, found)
+    row_of, samples = t.gather(plan, found)
     expected = naive(plan, tokens, blocks)
     for name, values in expected.items():
         length = len(values[0]) if name == "slot_mapping" else len(values)

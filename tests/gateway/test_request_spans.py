@@ -66,7 +66,7 @@ def test_a_trace_goes_from_the_client_by_the_gateway_to_the_server(clock: Clock,
         "http.request.method": "POST", "http.route": path, "http.response.status_code": 200, "octavo.model": "a",
         "octavo.replica": address,
     }  # fmt: skip
-    assert second.parent is None and second.attributes["octavo.wait_for_model_s"] >= 0
+    assert second.parent is None and "octavo.wait_for_model_s" in second.attributes
     assert second.start_time <= second.end_time and second.status.is_unset
 
 

@@ -335,30 +335,26 @@ def test_blocks_that_take_longer_to_copy_are_computed(engines: Any, peer: Peer) 
     assert num_hits(second, peer.address) == 0 and peer.asked == ["find", "read", "find"]
 
 
-def test_of_servers_that_come_and_go_the_ones_last_used_are_known(
-    engines: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("named", "known"),
+    [
+        ([1, 0, 2, 0, 3, 0, 4, 0, 5, 0], [5, 0]),  # those last used
+        ([1, 0, 2], [1, 2]),  # those that have failed are not asked again at once
+    ],
+)
+def test_of_servers_that_come_and_go_a_few_are_known(
+    engines: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch, named: list[int], known: list[int]
 ) -> None:
+    """Server 0 answers, the others do not."""
     monkeypatch.setattr("octavo.kv_cache.peer_blocks._MAX_PEERS", 2)
+    addresses = [peer.address, *(f"http://127.0.0.1:{number}" for number in range(1, 6))]
     saved(engines())
     second = engines()
     num_threads = threading.active_count()
-    for number in range(5):
-        for address in (f"http://127.0.0.1:{number + 1}", peer.address):
-            run_until_it_starts(second, begin(second, address, [1000 + number, *PROMPT]))
-    assert list(second.tier.fetches._peers._peers) == ["http://127.0.0.1:5", peer.address]
+    for place, number in enumerate(named):
+        run_until_it_starts(second, begin(second, addresses[number], [1000 + place, *PROMPT]))
+    assert list(second.tier.fetches._peers._peers) == [addresses[number] for number in known]
     wait_until(lambda: threading.active_count() <= num_threads + 2 * _COPIES_AT_ONCE)
-
-
-def test_a_server_that_has_failed_is_known_while_others_come_and_go(
-    engines: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("octavo.kv_cache.peer_blocks._MAX_PEERS", 2)
-    saved(engines())
-    second = engines()
-    failed = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
-    for number, address in enumerate([failed[0], peer.address, failed[1]]):
-        run_until_it_starts(second, begin(second, address, [1000 + number, *PROMPT]))
-    assert list(second.tier.fetches._peers._peers) == failed
 
 
 def test_a_peers_key_is_in_no_text() -> None:

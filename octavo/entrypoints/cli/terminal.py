@@ -288,16 +288,12 @@ class ApiClient:
                 raise
         return False
 
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, *, from_root: bool = False) -> Any:
-        """Return the object that answers a request."""
-        with closing(self.request(method, path, body, from_root=from_root)) as response:
-            return self._parsed(response.read())
-
     def ask_for(
         self, kind: type[T], method: str, path: str, body: dict[str, Any] | None = None, *, from_root: bool = False
     ) -> T:
         """Return the object that answers a request, with the fields of `kind`. Raises `OctavoError` if they differ."""
-        return self._read_as(kind, path, self.ask(method, path, body, from_root=from_root))
+        with closing(self.request(method, path, body, from_root=from_root)) as response:
+            return self._read_as(kind, path, self._parsed(response.read()))
 
     def _read_as(self, kind: type[T], path: str, answer: dict[str, Any]) -> T:
         try:

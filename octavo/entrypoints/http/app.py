@@ -20,6 +20,7 @@ from octavo.entrypoints.http import engine_control, openapi, operator_routes
 from octavo.entrypoints.http.auth_and_limits import REQUEST_ID, AuthAndLimits
 from octavo.entrypoints.http.error_responses import (
     CUT_OFF_HEADER,
+    ERROR_CODE,
     REFUSED_NAMES,
     UNBUILT_PATHS,
     add_error_handlers,
@@ -187,7 +188,7 @@ class _App(Starlette):
             scope.pop(SERVER_SEND, None)  # it refers to the scope: a cycle would stay until a full collection
             route = self._route(scope["path"])
             names = scope.get(REFUSED_NAMES, ())
-            self.counts.record(scope["method"], route, status, time.monotonic() - begin, *names[-1:])
+            self.counts.record(scope["method"], route, status, time.monotonic() - begin, scope.get(ERROR_CODE))
             is_line = 400 <= status < 500 and names and self.state.octavo.args.logs_requests
             if is_line and (status not in _ANYBODYS_STATUSES or self.lines.admits(time.monotonic())):
                 said = [str(status), *names]

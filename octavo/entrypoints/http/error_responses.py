@@ -87,8 +87,9 @@ DEV_MODE_PATHS = frozenset({
 })  # fmt: skip
 # Ollama's routes that add or remove models.
 _OF_THE_GATEWAY = frozenset({"/api/pull", "/api/delete"})
-# Scope key of an error's field and code, for the request's log line. It has no text of a client.
+# Scope keys of an error's field and code, for the request's log line and the metrics. They have no text of a client.
 REFUSED_NAMES = "octavo.refused_names"
+ERROR_CODE = "octavo.error_code"
 _FIRST_NAME = re.compile(r"\w*", re.ASCII)
 MAX_MESSAGE_LENGTH = 1000  # messages quote values of clients, which may be megabytes
 
@@ -141,9 +142,10 @@ class _ErrorAnswer(Response):
     """Tells the request's log line what the error is about."""
 
     names: tuple[str, ...] = ()
+    code: str | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[REFUSED_NAMES] = self.names
+        scope[REFUSED_NAMES], scope[ERROR_CODE] = self.names, self.code
         await super().__call__(scope, receive, send)
 
 
@@ -164,8 +166,8 @@ def error_response(
     answer = _ErrorAnswer(body, status, headers=headers, media_type="application/json")
     field = _FIRST_NAME.match(param or "")
     # Further names of `param` may be the client's own.
-    names = field and is_field(field[0]) and field[0], error_code(status, param, code)
-    answer.names = tuple(name for name in names if name)
+    answer.code = error_code(status, param, code)
+    answer.names = (field[0], answer.code) if field and is_field(field[0]) else (answer.code,)
     return answer
 
 
