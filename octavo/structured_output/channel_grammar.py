@@ -1,5 +1,5 @@
 """The grammar of an answer of Harmony's messages, as gpt-oss writes them, in which there may be calls. Its marks are
-special tokens, so no text contains them. `grammar_builder` adds the rules of the arguments."""
+special tokens, so no text contains them. `call_grammars` adds the rules of the arguments."""
 
 from __future__ import annotations
 

@@ -30,3 +30,8 @@ def pieces(text: str, special_tokens: Mapping[str, int]) -> list[str]:
 def escaped(text: str) -> str:
     """Return `text` escaped for a regular expression."""
     return re.sub(r"[\\.+*?()|\[\]{}^$/]", lambda found: "\\" + found[0], text).replace("\n", "\\n")
+
+
+def as_grammar(text: str) -> str:
+    """Return a Lark grammar in llguidance's own form, JSON text; `text` may have this form already."""
+    return text if text.lstrip().startswith("{") else json.dumps({"grammars": [{"lark_grammar": text}]})

@@ -1,7 +1,7 @@
 """Finds out whether a grammar can be followed, in processes of their own that are ended when they take too long, and
 may crash without harm. llguidance bounds most of its work on a grammar (`limits`), but not all: intersected regular
 expressions may keep it busy for ever, and hundreds of chained references overflow its stack, which ends the process.
-`octavo.structured_output.grammar_builder` calls this; a grammar that passes is compiled once more where the model runs.
+`octavo.structured_output.grammar_check` calls this; a grammar that passes is compiled once more where the model runs.
 One process starts with the first grammar, loads llguidance and forks for each trial. So trials run concurrently, and
 slow ones have a lower priority (`nice`), so that they delay nobody.
 """

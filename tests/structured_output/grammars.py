@@ -6,12 +6,8 @@ from typing import Any
 
 from octavo.errors import RequestError
 from octavo.structured_output.answer_parts import ToolCalls
-from octavo.structured_output.grammar_builder import (
-    StructuredOutputsParams,
-    WantedGrammar,
-    _problem,
-    make_checked_grammar,
-)
+from octavo.structured_output.grammar_builder import StructuredOutputsParams, WantedGrammar, make_checked_grammar
+from octavo.structured_output.grammar_check import problem_of
 
 
 def make_grammar(
@@ -22,5 +18,5 @@ def make_grammar(
 
 def check_grammar(grammar: str, field: str) -> None:
     """Raise `RequestError` with the reason if a grammar cannot be followed."""
-    if problem := _problem(grammar, field):
+    if problem := problem_of(grammar, field):
         raise RequestError(f"{field} cannot be followed: {problem}", param=field)

@@ -20,7 +20,7 @@ from jsonschema.validators import validator_for
 
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.structured_output import grammar_builder, schema_keywords
+from octavo.structured_output import schema_grammar, schema_keywords
 from octavo.structured_output.answer_parts import ReasoningMarks
 from octavo.structured_output.final_check import CallChecks
 from octavo.structured_output.grammar_builder import WantedGrammar, make_checked_grammar
@@ -579,7 +579,7 @@ def test_the_number_of_empty_definitions_that_are_looked_for_is_bounded(monkeypa
         num += 1
         return lower(*args, **options)
 
-    monkeypatch.setattr(grammar_builder, "lower", counted)
+    monkeypatch.setattr(schema_grammar, "lower", counted)
     empty = {f"a{i}": {"type": "string", "pattern": "^a$", "allOf": [{"pattern": f"^b{i}$"}]} for i in range(12)}
     properties = {name: {"$ref": f"#/$defs/{name}"} for name in empty}
     with pytest.raises(RequestError, match="more than 8 of its definitions are satisfied by no value") as caught:

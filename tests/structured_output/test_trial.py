@@ -12,10 +12,10 @@ import pytest
 
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.structured_output import grammar_builder
+from octavo.structured_output import grammar_check
 from octavo.structured_output import trial as trial_module
 from octavo.structured_output.answer_parts import CallText, Spelling, ToolCalls
-from octavo.structured_output.grammar_builder import MAX_PIECE_CHARACTERS
+from octavo.structured_output.grammar_check import MAX_PIECE_CHARACTERS
 from octavo.structured_output.trial import GrammarTrial, TrialFailed
 from tests.schemas import chained_schema
 from tests.structured_output.grammars import check_grammar, make_grammar
@@ -67,12 +67,12 @@ def test_a_process_that_has_gone_is_replaced(trial: GrammarTrial) -> None:
 def test_a_verdict_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """That a grammar takes too long, too: sent again, it costs nothing."""
     quick = GrammarTrial(time_limit_s=0)
-    monkeypatch.setattr(grammar_builder, "_trial", quick)
+    monkeypatch.setattr(grammar_check, "_trial", quick)
     text = lark('start: "tried once"')
     with pytest.raises(RequestError, match="tools cannot be followed: to compile it takes more than 0 s"):
         check_grammar(text, "tools")
     quick.close()
-    monkeypatch.setattr(grammar_builder, "_trial", None)
+    monkeypatch.setattr(grammar_check, "_trial", None)
     with pytest.raises(RequestError, match="to compile it takes more than 0 s"):
         check_grammar(text, "tools")
 
@@ -99,7 +99,7 @@ def test_grammars_are_tried_beside_one_that_does_not_end(trial: GrammarTrial) ->
 def test_of_many_slow_grammars_some_are_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial_module, "_MAX_SLOW", 0)
     trial = GrammarTrial()
-    monkeypatch.setattr(grammar_builder, "_trial", trial)
+    monkeypatch.setattr(grammar_check, "_trial", trial)
     with pytest.raises(RequestError, match=r"was not tried to its end: .* send it again later") as refused:
         check_grammar(lark(ENDLESS), "tools")
     assert refused.value.status == 503
@@ -108,7 +108,7 @@ def test_of_many_slow_grammars_some_are_put_off(monkeypatch: pytest.MonkeyPatch)
 
 def test_schemas_and_tools_need_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """llguidance's work on a plain schema is bounded, and so is that on calls with such schemas."""
-    monkeypatch.setattr(grammar_builder, "_trial", None)
+    monkeypatch.setattr(grammar_check, "_trial", None)
     schemas = {f"f{i}": {"type": "object", "properties": {f"p{i}": {"type": "string"}}} for i in range(64)}
     make_grammar(StructuredOutputsParams(json=schemas["f1"]))
     make_grammar(ToolCalls(schemas, Spelling("[", "]", ", ", {name: CallText(f"{name}(", ")") for name in schemas})))
@@ -116,7 +116,7 @@ def test_schemas_and_tools_need_no_trial(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_tool_set_is_tried_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = list[str]()
-    monkeypatch.setattr(grammar_builder, "_trial", SimpleNamespace(problem=lambda text: tried.append(text) or ""))
+    monkeypatch.setattr(grammar_check, "_trial", SimpleNamespace(problem=lambda text: tried.append(text) or ""))
     both = {"type": "string", "allOf": [{"pattern": "^[a-z]+$"}, {"pattern": "[aeiou]"}]}
     schemas = {f"g{i}": {"type": "object", "properties": {"a": both}} for i in range(128)}
     make_grammar(ToolCalls(schemas, Spelling("[", "]", ", ", {name: CallText(f"{name}(", ")") for name in schemas})))

@@ -27,8 +27,8 @@ from octavo.structured_output.answer_parts import (
     TextRule,
     ValueKind,
 )
+from octavo.structured_output.argument_grammars import describes_object
 from octavo.structured_output.flat_objects import flat_objects
-from octavo.structured_output.grammar_builder import describes_object
 from octavo.structured_output.schema_keywords import SILENT
 
 # Keywords that limit the texts of a schema; others are notes, or concern other types.
