@@ -22,9 +22,23 @@ def key_of(variable: str) -> str | None:
     have; its value is not shown."""
     value = os.environ.get(variable, "")
     key = value.strip()  # files often end their keys with a new line
-    if value and not (key and key.isascii() and key.isprintable()):
+    if value and not _can_be_sent(key):
         raise ConfigError(f"The variable {variable} must have a key of printable ASCII characters, and has others.")
     return key or None
+
+
+def check_keys(flag: str, keys: Sequence[str]) -> None:
+    """Raise `ConfigError` for keys of a flag such as --api-key that no header can have; they are not shown."""
+    if not all(keys):  # as of a variable that is not set: anybody could send it
+        raise ConfigError(f"{flag} must not be empty.")
+    if not all(map(_can_be_sent, keys)):
+        raise ConfigError(
+            f"{flag} must have keys of printable ASCII characters without spaces around them, and has others."
+        )
+
+
+def _can_be_sent(key: str) -> bool:
+    return bool(key) and key.isascii() and key.isprintable() and key == key.strip()
 
 
 def sent_by_default() -> str | None:

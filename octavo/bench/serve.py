@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from octavo.api_keys import sent_by_default
+from octavo.api_keys import check_keys, sent_by_default
 from octavo.bench.client import RequestResult, Target, stream
 from octavo.bench.data import BenchPrompt, add_dataset_args, positive_int, sample_prompts
 from octavo.bench.results import METRICS, details, summarize, table, write_json
@@ -178,6 +178,7 @@ class Plan:
         self.backend = _ALIASES.get(args.backend, args.backend)
         headers = dict(_pair(word, "--header") for word in args.header)
         if args.api_key:
+            check_keys("--api-key", [args.api_key])
             headers["Authorization"] = f"Bearer {args.api_key}"
         self.target = Target(base.rstrip("/") + (args.endpoint or ENDPOINTS[self.backend]), headers)
         self.model: str = args.model or ""

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from octavo.api_keys import ApiKeys, key_of, with_environment
+from octavo.api_keys import ApiKeys, check_keys, key_of, with_environment
 from octavo.errors import ConfigError, RequestError
 from octavo.flags import Flags, flag
 from octavo.gateway.admin import AdminApp
@@ -114,8 +114,7 @@ class GatewayArgs(Flags):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(self, name):g}.")
         for name in ("api_key", "admin_key"):
-            if not all(getattr(self, name)):  # as of a variable that is not set: anybody could send it
-                raise ConfigError(f"--{name.replace('_', '-')} must not be empty.")
+            check_keys(f"--{name.replace('_', '-')}", getattr(self, name))
         if self.otlp_traces_endpoint is not None:
             check_endpoint(self.otlp_traces_endpoint)
         if self.admin_port is not None and self.keys is None:

@@ -15,7 +15,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from octavo.api_keys import sent_by_default
+from octavo.api_keys import check_keys, sent_by_default
 from octavo.entrypoints.cli import command, run_command, show_error
 from octavo.entrypoints.cli.answer_view import AnswerView, PlainView, make_view
 from octavo.entrypoints.cli.typed_lines import typed_lines
@@ -240,6 +240,7 @@ class ApiClient:
         self._path = url.path.rstrip("/") or "/v1"
         self._headers = {"Content-Type": "application/json"}
         if args.api_key:
+            check_keys("--api-key", [args.api_key])
             self._headers["Authorization"] = f"Bearer {args.api_key}"
         self._options = {
             name: value for name in ("max_tokens", "temperature") if (value := getattr(args, name, None)) is not None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from octavo import trace_export
-from octavo.api_keys import key_of, with_environment
+from octavo.api_keys import check_keys, key_of, with_environment
 from octavo.entrypoints.chat.reasoning import STYLES
 from octavo.entrypoints.chat.tools.tool_formats import AUTO, FORMATS, NONE
 from octavo.entrypoints.http.request_limits import RequestLimits
@@ -205,7 +205,7 @@ class ServerArgs(RequestLimits, Flags):
     @property
     def peer_key(self) -> str | None:
         """Return the API key for the servers of --kv-cache-peers."""
-        return next(filter(None, [key_of("OCTAVO_KV_CACHE_PEER_KEY"), *map(str.strip, self.api_keys)]), None)
+        return next(filter(None, [key_of("OCTAVO_KV_CACHE_PEER_KEY"), *self.api_keys]), None)
 
     @property
     def logs_requests(self) -> bool:
@@ -230,17 +230,14 @@ class ServerArgs(RequestLimits, Flags):
             port = getattr(self, name)
             if port is not None and not 0 <= port < 65536:
                 raise ConfigError(f"--{name.replace('_', '-')} must be between 0 and 65535, got {port}.")
-        if any(not key for key in self.api_key):
-            raise ConfigError("--api-key must not be empty.")
-        if self.peers.has_networks and (not self.peer_key or self.peer_key in map(str.strip, self.api_keys)):
+        check_keys("--api-key", self.api_key)
+        if self.peers.has_networks and (not self.peer_key or self.peer_key in self.api_keys):
             raise ConfigError(
                 "--kv-cache-peers with a network needs OCTAVO_KV_CACHE_PEER_KEY, a key of the servers there that no "
                 "client has, and so none of this server's API keys: whoever has it can name any host of the network."
             )
         if self.kv_cache_peers and self.peer_key is None:
             raise ConfigError("--kv-cache-peers needs the servers' API key: set --api-key or OCTAVO_KV_CACHE_PEER_KEY.")
-        if self.kv_cache_peers and not _is_header_value(self.peer_key or ""):
-            raise ConfigError("The API key for --kv-cache-peers has characters other than printable ASCII; change it.")
         if self.max_log_len is not None and self.max_log_len < 0:
             raise ConfigError(f"--max-log-len must be 0 or more, got {self.max_log_len}.")
         for name in ("max_queue_len", "max_engine_restarts", "answer_memory_bytes", *_SECONDS):
@@ -312,10 +309,6 @@ class ServerArgs(RequestLimits, Flags):
                 f"--ssl-certfile {certfile} and --ssl-keyfile {self.ssl_keyfile} are not a certificate and its key in "
                 f"PEM form: {error}."
             ) from None
-
-
-def _is_header_value(text: str) -> bool:
-    return text.isascii() and text.isprintable()
 
 
 def _words(name: str, given: list[str]) -> list[str]:

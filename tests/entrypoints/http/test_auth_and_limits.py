@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import select
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +17,14 @@ from starlette.types import Receive
 
 from octavo import http_protocol
 from octavo.api_keys import ApiKeys, sent_by_default, with_environment
+from octavo.bench import serve as bench_serve
+from octavo.entrypoints.cli.run import make_ps_parser
+from octavo.entrypoints.cli.terminal import ApiClient
 from octavo.entrypoints.http import auth_and_limits, body_reader, server_state
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.openai import tokenize
 from octavo.errors import ConfigError, RequestError
+from octavo.gateway.server import GatewayArgs
 from octavo.request import SequenceOutput
 from octavo.stats import EngineStats
 from tests.entrypoints.fake_engine import Address, FakeEngine, serving
@@ -29,6 +33,7 @@ from tests.waiting import Clock, virtual_sleep, wait_until, within
 
 LIMITS = {"max_body_bytes": 2000, "max_queue_len": 2, "max_connections": 12, "max_request_time": 50.0}
 BODY = {"prompt": "a"}
+bench_parser = bench_serve.make_parser("octavo")
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
@@ -256,6 +261,25 @@ def test_a_key_of_a_variable_has_no_space_around_it_and_can_be_sent(monkeypatch:
         assert key not in str(error.value)
     monkeypatch.setenv("OCTAVO_API_KEY", "")
     assert with_environment([]) == []
+
+
+@pytest.mark.parametrize("key", ["hunter\n2", "h\u00fcnter", "hunter ", " "])
+@pytest.mark.parametrize(
+    ("check", "flag"),
+    [
+        (lambda key: ServerArgs(api_key=["a", key]).check(), "--api-key"),
+        (lambda key: GatewayArgs(api_key=[key]).check(), "--api-key"),
+        (lambda key: GatewayArgs(keys="k", admin_port=0, admin_key=["a", key]).check(), "--admin-key"),
+        (lambda key: ApiClient(make_ps_parser("octavo").parse_args(["--api-key", key])), "--api-key"),
+        (lambda key: bench_serve.Plan(bench_parser.parse_args(["--api-key", key]), "http://h", None, 1.0), "--api-key"),
+    ],
+)
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(
+    check: Callable[[str], object], flag: str, key: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{flag}.* printable ASCII") as error:
+        check(key)
+    assert "nter" not in str(error.value)
 
 
 def test_stalled_uploads_take_no_place_in_the_queue(limited: Address, engine: FakeEngine) -> None:
