@@ -27,7 +27,7 @@ Take = Callable[[list[str]], None]  # called with all addresses, when they may h
 DNS_INTERVAL_S = 5.0  # the resolver does not tell a time to live
 WATCH_S = 300  # after which the API server ends a watch, and everything is listed again
 MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0  # between two tries
-MAX_LIST_BYTES = 64 << 20
+MAX_LIST_BYTES, MAX_STATUS_BYTES = 64 << 20, 64 << 10
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # Kubernetes mounts it into every pod
 
 
@@ -110,21 +110,27 @@ async def _follow_dns(name: DnsName, take: Take) -> None:
 
 class _Port(msgspec.Struct, frozen=True):
     name: str | None = None
-    port: int | None = None
+    protocol: str | None = None  # by default TCP
+    port: int | None = None  # None: any
 
 
 class _Conditions(msgspec.Struct, frozen=True):
-    ready: bool | None = None  # unknown counts as ready, as Kubernetes advises
+    ready: bool | None = None  # unknown counts as ready, as Kubernetes advises; false for pods that are terminating
+
+
+class _Target(msgspec.Struct, frozen=True):
+    uid: str = ""
 
 
 class _Endpoint(msgspec.Struct, frozen=True):
     addresses: list[str] = []
-    conditions: _Conditions = _Conditions()
+    conditions: _Conditions | None = None
+    targetRef: _Target | None = None  # Kubernetes' names, here and below
 
 
 class _Metadata(msgspec.Struct, frozen=True):
     name: str = ""
-    resourceVersion: str = ""  # Kubernetes' names, here and below
+    resourceVersion: str = ""
 
 
 class _Slice(msgspec.Struct, frozen=True):
@@ -138,12 +144,35 @@ class _Slice(msgspec.Struct, frozen=True):
 
 class _Slices(msgspec.Struct, frozen=True):
     metadata: _Metadata
-    items: list[_Slice]
+    items: list[_Slice] | None
+
+
+class _Details(msgspec.Struct, frozen=True):
+    retryAfterSeconds: int = 0
+
+
+class _Status(msgspec.Struct, frozen=True):
+    """The API server's errors, as the body of an answer and as the object of an ERROR event."""
+
+    code: int = 0
+    message: str | None = None
+    details: _Details | None = None
 
 
 class _Event(msgspec.Struct, frozen=True):
     type: str  # ADDED, MODIFIED, DELETED, BOOKMARK or ERROR
     object: msgspec.Raw
+
+
+class _RefusedError(UpstreamError):
+    """An error of the API server."""
+
+    def __init__(self, status: _Status) -> None:
+        said = f" ({status.message:.500})" if status.message else ""
+        advice = "; let its service account list and watch endpointslices" if status.code == 403 else ""
+        super().__init__(f"the API server answered {status.code}{said}{advice}")
+        self.is_gone = status.code == 410  # the version to watch from is too old
+        self.retry_after_s = float(min(status.details.retryAfterSeconds if status.details else 0, WATCH_S))
 
 
 async def _follow_service(service: KubernetesService, take: Take) -> None:
@@ -154,10 +183,10 @@ async def _follow_service(service: KubernetesService, take: Take) -> None:
             with contextlib.closing(api):
                 slices, version = await api.list()
                 take(_ready_addresses(slices.values(), service.port))
-                pause_s = MIN_PAUSE_S
                 async for event in api.watch(version):
-                    if event.type == "ERROR":  # the version is too old
-                        break
+                    if event.type == "ERROR":
+                        raise _RefusedError(msgspec.json.decode(event.object, type=_Status))
+                    pause_s = MIN_PAUSE_S
                     if event.type == "BOOKMARK":
                         continue
                     one = msgspec.json.decode(event.object, type=_Slice)
@@ -167,26 +196,56 @@ async def _follow_service(service: KubernetesService, take: Take) -> None:
                         slices[one.metadata.name] = one
                     take(_ready_addresses(slices.values(), service.port))
         except (UpstreamError, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            logger.warning(
+            is_usual, wait_s = False, pause_s
+            if isinstance(error, _RefusedError):
+                is_usual, wait_s = error.is_gone, max(pause_s, error.retry_after_s)
+            logger.log(
+                logging.INFO if is_usual else logging.WARNING,
                 "the endpoints of %s are not known: %s; next try in %g s, and its replicas stay as they are",
-                service.name, error, pause_s,
+                service.name, error, wait_s,
             )  # fmt: skip
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(wait_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
             continue
-        await asyncio.sleep(MIN_PAUSE_S)  # a server that ends each watch at once is not asked without end
+        pause_s = MIN_PAUSE_S
+        await asyncio.sleep(pause_s)  # a server that ends each watch at once is not asked without end
 
 
 def _ready_addresses(slices: Iterable[_Slice], wanted_port: str) -> list[str]:
-    found = set[str]()
-    for one in slices:
-        ports = [p.port for p in one.ports or () if wanted_port in (p.name, str(p.port)) and p.port is not None]
-        if not ports or one.addressType == "FQDN":
+    """Return an address for each ready pod: its IPv4 address, if slices of both kinds have the pod. While the pod moves
+    from one slice to another, both have its address, and the slice that was written last is not known: one that says
+    "ready" is enough."""
+    found = dict[str, tuple[str, bool]]()  # by pod
+    is_missing = False
+    for one in sorted(slices, key=lambda each: each.addressType):  # IPv4 before IPv6
+        if one.addressType == "FQDN" or not one.endpoints:
             continue
-        for endpoint in one.endpoints or ():
-            if endpoint.conditions.ready is not False:
-                found.update(_address(ip, ports[0]) for ip in endpoint.addresses[:1])  # the others are the same pod's
-    return sorted(found)
+        if (port := _port_number(one, wanted_port)) is None:
+            is_missing = True
+            continue
+        for endpoint in one.endpoints:
+            if not endpoint.addresses:
+                continue
+            address = _address(endpoint.addresses[0], port)  # the others are the same pod's
+            pod = (endpoint.targetRef and endpoint.targetRef.uid) or address
+            is_ready = endpoint.conditions is None or endpoint.conditions.ready is not False
+            if pod not in found or found[pod] == (address, False):
+                found[pod] = address, is_ready
+    if is_missing and not found:
+        logger.warning("the service has endpoints, and none of them has the port %s", wanted_port)
+    return sorted({address for address, is_ready in found.values() if is_ready})
+
+
+def _port_number(one: _Slice, wanted: str) -> int | None:
+    """Return the number of the wanted port, None if the slice lacks it. A service without ports has them all."""
+    for port in one.ports or [_Port()]:
+        if port.protocol not in (None, "TCP"):
+            continue
+        if port.port is None and wanted.isdecimal():
+            return int(wanted)
+        if wanted in (port.name, str(port.port)):
+            return port.port
+    return None
 
 
 class _EndpointApi:
@@ -216,10 +275,10 @@ class _EndpointApi:
             found = msgspec.json.decode(await answer.read_all(MAX_LIST_BYTES), type=_Slices)
         finally:
             answer.close()
-        return {one.metadata.name: one for one in found.items}, found.metadata.resourceVersion
+        return {one.metadata.name: one for one in found.items or ()}, found.metadata.resourceVersion
 
     async def watch(self, version: str) -> AsyncIterator[_Event]:
-        """Yield the changes, until the server ends the watch."""
+        """Yield the changes, one a line, until the server ends the watch."""
         asked = {
             "watch": "1",
             "resourceVersion": version,
@@ -231,6 +290,8 @@ class _EndpointApi:
             rest = b""
             while data := await answer.read():
                 *lines, rest = (rest + data).split(b"\n")
+                if len(rest) > MAX_LIST_BYTES:
+                    raise UpstreamError(f"the API server sent an event of more than {MAX_LIST_BYTES} bytes")
                 for line in filter(None, lines):
                     yield msgspec.json.decode(line, type=_Event)
         finally:
@@ -242,6 +303,14 @@ class _EndpointApi:
         answer = await self._upstream.send("GET", target, headers, b"")
         if answer.status == 200:
             return answer
-        answer.close()
-        advice = "; let its service account list and watch endpointslices" if answer.status in (401, 403) else ""
-        raise UpstreamError(f"the API server answered {answer.status}{advice}")
+        try:
+            body = await answer.read_all(MAX_STATUS_BYTES)
+        finally:
+            answer.close()
+        try:
+            message = msgspec.json.decode(body, type=_Status).message
+        except msgspec.DecodeError:  # the refusals of a server with too many requests are plain texts
+            message = body.decode(errors="replace").strip()
+        seconds = answer.header(b"retry-after")
+        details = _Details(int(seconds)) if seconds.isdigit() else None
+        raise _RefusedError(_Status(answer.status, message, details))

@@ -100,7 +100,7 @@ class Upstream:
         try:
             connection = await self._connect()
         except UnreachableError as error:
-            raise UpstreamError(f"the replica hung up: {error}") if was_lost else error from None
+            raise UpstreamError(f"the server hung up: {error}") if was_lost else error from None
         return self._seen_from_outside(await connection.ask(message, self._timeout_s))
 
     def close(self) -> None:
@@ -341,10 +341,10 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            answer.fail(UpstreamError(f"the replica spoke no HTTP: {error}"))
+            answer.fail(UpstreamError(f"the server spoke no HTTP: {error}"))
             self._transport.abort()
         if not self._has_head and self._num_head_bytes > MAX_HEAD_BYTES:
-            answer.fail(UpstreamError(f"the head of the replica's answer has more than {MAX_HEAD_BYTES} bytes"))
+            answer.fail(UpstreamError(f"the head of the server's answer has more than {MAX_HEAD_BYTES} bytes"))
             self._transport.abort()
         answer.deliver()
 
@@ -361,7 +361,7 @@ class _Connection(asyncio.Protocol):
         elif self._num_requests > 1 and not self._num_head_bytes:
             answer.fail(_StaleError("the connection had been closed"))
         else:
-            answer.fail(UpstreamError("the replica hung up"))
+            answer.fail(UpstreamError("the server hung up"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if (answer := self._open_answer()) is not None and not self._has_head:  # later ones are trailers
@@ -373,14 +373,14 @@ class _Connection(asyncio.Protocol):
         if (answer := self._open_answer()) is None:
             return
         if not 100 <= status < 600:
-            answer.fail(UpstreamError(f"the replica spoke no HTTP: status {status}"))
+            answer.fail(UpstreamError(f"the server spoke no HTTP: status {status}"))
             return
         if status < 200:  # interim
             answer.headers.clear()
             return
         if is_encoded(answer.headers):
             # Neither its events and usage could be read, nor could every client.
-            answer.fail(UpstreamError("the replica has compressed its answer, although it was asked not to"))
+            answer.fail(UpstreamError("the server has compressed its answer, although it was asked not to"))
             return
         answer.status = status
         self._has_head = True

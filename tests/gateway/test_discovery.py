@@ -1,16 +1,26 @@
-"""Replicas by the records of a DNS name, and by the endpoints of a Kubernetes service, asked of a server that answers
-as the API server does."""
+"""Replicas by the records of a DNS name, and by the endpoints of a Kubernetes service.
+
+`ApiServer` is asked and told what a test says. `Player` sends the bytes of data/kubernetes_api.jsonl, whose first line
+names their source: each further line has a request, the bytes that answer it, and the replicas that follow from them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
+import re
 import socket
 import ssl
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
+import msgspec
 import pytest
 
 from octavo.errors import ConfigError
@@ -23,6 +33,10 @@ from tests.waiting import Clock
 
 __all__ = ["certificate"]  # the fixture
 SERVICE = KubernetesService("models", "qwen", "http")
+SLICES = "/apis/discovery.k8s.io/v1/namespaces/models/endpointslices"
+PLAYED = [
+    json.loads(line) for line in (Path(__file__).parent / "data" / "kubernetes_api.jsonl").read_text().splitlines()[1:]
+]
 
 
 def test_sources_are_read() -> None:
@@ -188,7 +202,7 @@ def slice_of(name: str, *ips: str, ready: bool | None = True, port: int = 8000) 
         "addressType": "IPv6" if ":" in ips[0] else "IPv4",
         "endpoints": [
             {"addresses": [ip], "conditions": {"ready": ready, "serving": True, "terminating": False},
-             "nodeName": "n", "targetRef": {"kind": "Pod", "name": "p"}} for ip in ips
+             "nodeName": "n", "targetRef": {"kind": "Pod", "name": "p", "uid": f"of {ip}"}} for ip in ips
         ],
         "ports": [{"name": "metrics", "protocol": "TCP", "port": 9}, {"name": "http", "protocol": "TCP", "port": port}],
     }  # fmt: skip
@@ -216,7 +230,7 @@ class ApiServer(FakeServer):
     async def answer(self, asked: Asked) -> None:
         assert asked.headers["authorization"] == "Bearer token-1"
         path, _, query = asked.target.partition("?")
-        assert path == "/apis/discovery.k8s.io/v1/namespaces/models/endpointslices"
+        assert path == SLICES
         assert "labelSelector=kubernetes.io%2Fservice-name%3Dqwen" in query
         if self.status != 200:
             asked.reply(b'{"kind": "Status"}', self.status)
@@ -297,6 +311,155 @@ def test_a_refusal_says_what_to_do_and_keeps_what_is_known(
 
     monkeypatch.setattr(logging.getLogger("octavo"), "propagate", True)
     asyncio.run(run())
+
+
+class Player(ApiServer):
+    """Sends the bytes of PLAYED in pieces of these sizes."""
+
+    def __init__(self, certificate: tuple[str, str], account: Path, sizes: tuple[int, ...]) -> None:
+        super().__init__(certificate)
+        self._rest, self._sizes = iter(PLAYED), itertools.cycle(sizes)
+        self._account = account
+        self.told: list[list[str]] = []
+        self.asked_at: dict[str, float] = {}  # by what is asked about
+        self.is_over = False
+
+    async def answer(self, asked: Asked) -> None:
+        played = next(self._rest)
+        self.asked_at[played["what"]] = time.monotonic()
+        path, _, query = asked.target.partition("?")
+        given = dict(parse_qsl(query))
+        assert asked.headers["authorization"] == f"Bearer {played['token']}", played["what"]
+        assert path == SLICES and given.pop("labelSelector") == "kubernetes.io/service-name=qwen"
+        if played["asks"]:
+            assert given.pop("allowWatchBookmarks") == "true" and given.pop("timeoutSeconds") == "300"
+        assert given == played["asks"], played["what"]
+        (self._account / "token").write_text("token-2\n")  # renewed, before the one that has just been used has expired
+        for sent in played["sends"]:
+            data, num_told = sent["bytes"].encode(), len(self.told)
+            while data:
+                size = next(self._sizes)
+                asked.writer.write(data[:size])
+                await asked.writer.drain()
+                data = data[size:]
+            if sent["replicas"] is not None:
+                await until(lambda num=num_told: len(self.told) > num)  # type: ignore[misc]
+                assert self.told[num_told:] == [sent["replicas"]], played["what"]
+        if played["connection"] == "cut":
+            asked.die()
+        self.is_over = played["connection"] == "open"
+
+
+@pytest.mark.parametrize("sizes", [(1,), (7, 2, 61, 1), (1 << 20,)])
+def test_the_answers_of_an_api_server_are_read_byte_for_byte(
+    cluster: ApiServer, certificate: tuple[str, str], tmp_path: Path, clock: Clock, sizes: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    async def run() -> Player:
+        player = Player(certificate, tmp_path, sizes)
+        await player.start()
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(player.port))
+        following = asyncio.ensure_future(follow(SERVICE, player.told.append))
+        await until(lambda: player.is_over or following.done())
+        following.cancel()
+        player.die()
+        return player
+
+    monkeypatch.setattr(discovery, "MIN_PAUSE_S", 1.0)
+    with caplog.at_level(logging.INFO, logger="octavo.gateway"):
+        player = clock.run(run())
+    assert player.told == [sent["replicas"] for one in PLAYED for sent in one["sends"] if sent["replicas"] is not None]
+    assert player.asked_at["no role may list"] - player.asked_at["too many requests"] >= 7, "as Retry-After says"
+    said = [(one.levelname, one.getMessage()) for one in caplog.records if one.name == "octavo.gateway"]
+    for words in (
+        "answered 401 (Unauthorized)", "answered 429 (Too many requests, please try again later.); next try in 7 s",
+        "answered 403 (endpointslices.discovery.k8s.io is forbidden: User ", "let its service account list and watch",
+        "answered 504 (Timeout: Too large resource version", "the server hung up", "etcdserver: no leader",
+    ):  # fmt: skip
+        assert any(level == "WARNING" and words in message for level, message in said), words
+    assert [level for level, message in said if "answered 410" in message] == ["INFO"] * 2, "versions become too old"
+    assert not any(level == "ERROR" for level, _ in said)
+
+
+def test_kubernetes_own_client_reads_the_same_from_the_bytes() -> None:
+    kubernetes, urllib3 = pytest.importorskip("kubernetes"), pytest.importorskip("urllib3")
+
+    def serve(listening: socket.socket, played: dict[str, Any]) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            while b"\r\n\r\n" not in connection.recv(65536):
+                pass
+            connection.sendall("".join(sent["bytes"] for sent in played["sends"]).encode())
+
+    def ready(slices: Iterable[Any]) -> set[str]:
+        """As the types of the client have it, for slices whose pods have an IPv4 address each."""
+        return {
+            f"http://{endpoint.addresses[0]}:{port.port}"
+            for one in slices
+            if one.address_type == "IPv4"
+            for endpoint in one.endpoints or ()
+            if endpoint.conditions.ready in (True, None)
+            for port in one.ports
+            if port.name == "http"
+        }
+
+    known: dict[str, Any] = {}
+    for played in PLAYED:
+        told = [set(sent["replicas"]) for sent in played["sends"] if sent["replicas"] is not None]
+        refusal = re.search(r'HTTP/1.1 (4..|5..)|"code":(\d+)', "".join(sent["bytes"] for sent in played["sends"]))
+        refused, is_cut = None, False
+        with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
+            answering = pool.submit(serve, listening, played)
+            settings = kubernetes.client.Configuration(host=f"http://127.0.0.1:{listening.getsockname()[1]}")
+            settings.retries = False
+            ask = kubernetes.client.DiscoveryV1Api(kubernetes.client.ApiClient(settings)).list_namespaced_endpoint_slice
+            try:
+                if not played["asks"]:
+                    known = {one.metadata.name: one for one in ask("models").items}
+                else:
+                    version = played["asks"]["resourceVersion"]
+                    watch = kubernetes.watch.Watch()
+                    for event in watch.stream(ask, "models", resource_version=version, timeout_seconds=1):
+                        one = event["object"]
+                        if event["type"] == "DELETED":
+                            del known[one.metadata.name]
+                        elif event["type"] != "BOOKMARK":
+                            known[one.metadata.name] = one
+            except kubernetes.client.ApiException as error:
+                refused = str(error.status)
+            except urllib3.exceptions.ProtocolError:
+                is_cut = True
+            answering.result()
+        assert refused == (refusal and (refusal[1] or refusal[2])), played["what"]
+        assert is_cut == (played["connection"] != "kept"), played["what"]
+        assert not told or ready(known.values()) == told[-1], played["what"]
+
+
+@pytest.mark.parametrize(
+    ("ports", "wanted", "found"),
+    [
+        ([{"name": "http", "port": 8000}], "8000", ["http://10.0.0.1:8000"]),
+        ([{"name": "a", "port": 1}, {"name": "http", "port": 2}], "http", ["http://10.0.0.1:2"]),
+        ([{"name": "http", "protocol": "UDP", "port": 8000}], "http", []),
+        ([{"name": "http", "protocol": "UDP", "port": 8000}], "8000", []),
+        ([{"name": "", "port": 8000}], "http", []),
+        ([{"name": "http", "port": None}], "http", []),
+        ([{"name": None, "port": None}], "8000", ["http://10.0.0.1:8000"]),
+        (None, "8000", ["http://10.0.0.1:8000"]),
+        ([], "8000", ["http://10.0.0.1:8000"]),
+        (None, "http", []),
+    ],
+)
+def test_a_port_is_found_by_its_name_or_number(
+    ports: Any, wanted: str, found: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    conditions = [{"ready": None, "serving": None, "terminating": None}, None, {}, {"ready": True}]
+    for one in conditions:
+        endpoint = {"addresses": ["10.0.0.1", "10.0.0.2"], "conditions": one, "targetRef": None}
+        slices = msgspec.convert([{"endpoints": [endpoint], "ports": ports}], list[discovery._Slice])
+        assert discovery._ready_addresses(slices, wanted) == found
+    assert (f"none of them has the port {wanted}" in caplog.text) == (not found)
 
 
 def test_two_gateways_send_a_conversation_to_the_same_replica(clock: Clock) -> None:
