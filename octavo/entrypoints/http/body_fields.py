@@ -118,7 +118,7 @@ class RequestBody(BaseModel):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema = handler(source)
-        _end_lists_at_first_error(schema)
+        _end_at_first_error(schema)
         return schema
 
 
@@ -135,16 +135,12 @@ def is_field(name: str) -> bool:
     return name in _OF_QUERIES_AND_FORMS
 
 
-def _end_lists_at_first_error(schema: object) -> bool:
-    """Make lists of plain values fail at their first wrong item: collecting 100,000 errors would take a second. Returns
-    whether `schema` has a class of bodies: lists of these report all of their unknown fields."""
-    parts = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list | tuple) else ()
-    has_bodies = True in [_end_lists_at_first_error(one) for one in parts]
-    if isinstance(schema, dict):
-        has_bodies |= schema.get("type") in ("model", "definition-ref")
-        if schema.get("type") == "list" and not has_bodies:
-            schema["fail_fast"] = True
-    return has_bodies
+def _end_at_first_error(schema: object) -> None:
+    """Make lists and objects fail at their first wrong item: collecting 100,000 errors would take a second."""
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list | tuple) else ():
+        _end_at_first_error(part)
+    if isinstance(schema, dict) and schema.get("type") in ("list", "dict"):
+        schema["fail_fast"] = True
 
 
 class ResponseModel(BaseModel):

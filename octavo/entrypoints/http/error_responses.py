@@ -286,7 +286,7 @@ _TAG_FIELD = re.compile(r"(?:discriminator|using) '(\w+)'")
 # Pydantic's words about Python ("a valid dictionary or instance of Tool") or its own work, which mean nothing to
 # clients.
 _WORDS_OF_PYTHON = re.compile(r"a valid dictionary(?: or (?:instance of|object to extract fields from) ?\w*)?")
-_OF_VALIDATION = re.compile(r" after validation, not (?:more than )?\d+")
+_OF_VALIDATION = re.compile(r" after validation, not (?:more$|(?:more than )?\d+)")
 
 
 def _field_name(location: Sequence[int | str]) -> str:

@@ -28,7 +28,6 @@ from octavo.entrypoints.http.streaming import encode_off_loop
 from octavo.errors import EngineDeadError, RequestError
 
 UnknownFields = Literal["error", "warn", "ignore"]
-_MAX_ROUNDS = 8  # rounds of removing unknown fields
 _MAX_NAMED = 8  # fields in one warning
 MAX_INLINE_BYTES = 8192  # largest body for the event loop: about a millisecond at worst, for a list of messages
 
@@ -204,30 +203,17 @@ async def read_json(request: Request, body: bytes, use: Callable[[Any], T]) -> T
 
 def validate_body(parsed: Any, kind: type[BaseModel], unknown: UnknownFields) -> BaseModel:
     """Return a parsed body as an object of `kind`. Raises `RequestError`."""
-    for _ in range(_MAX_ROUNDS):
-        try:
-            return kind.model_validate(parsed)
-        except ValidationError as error:
-            errors = error.errors(include_url=False)
-            extra = [one["loc"] for one in errors if one["type"] == "extra_forbidden"]
-            if unknown == "error" or not extra:
-                raise validation_error(errors, kind.model_fields) from None
-            for location in extra:
-                _remove_field(parsed, location)
-            if unknown == "warn":
-                names = ", ".join(".".join(map(str, location)) for location in extra[:_MAX_NAMED])
-                logger.warning("%d unknown fields of a request are ignored: %.300s", len(extra), names)
-    raise RequestError("The body has too many unknown fields within unknown fields.", code="invalid_body")
-
-
-def _remove_field(body: Any, location: Sequence[int | str]) -> None:
-    """Remove the field that pydantic found at `location`. A location also contains class names for fields with several
-    classes."""
-    *way, last = location
-    for part in way:
-        if isinstance(part, int):
-            body = body[part] if isinstance(body, list) and part < len(body) else body
-        elif isinstance(body, dict):
-            body = body.get(part, body)
-    if isinstance(body, dict):
-        body.pop(last, None)
+    try:
+        return kind.model_validate(parsed)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        extra = [".".join(map(str, one["loc"])) for one in errors if one["type"] == "extra_forbidden"]
+        if unknown == "error" or not extra:
+            raise validation_error(errors, kind.model_fields) from None
+    try:
+        body = kind.model_validate(parsed, extra="ignore", context={"extra": "ignore"})
+    except ValidationError as error:
+        raise validation_error(error.errors(include_url=False), kind.model_fields) from None
+    if unknown == "warn":  # of a list's items, the first that has unknown fields is named
+        logger.warning("Unknown fields of a request are ignored: %.300s", ", ".join(extra[:_MAX_NAMED]))
+    return body

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo
 from typing_extensions import TypedDict
 
 from octavo.entrypoints.http.body_fields import RequestBody, Text
@@ -44,20 +44,21 @@ _CHOICES = (
 )
 
 
-def _read(value: Any) -> Any:
+def _read(value: Any, info: ValidationInfo) -> Any:
     """Return the choice of either form. Raises `ValueError`."""
+    extra = info.context and info.context["extra"]
     if value is None or value in ("auto", "none", "required"):
         return value
     kind = value.get("type") if isinstance(value, dict) else None
     try:
         if kind in ("function", "custom"):
-            return NamedToolChoice.model_validate(_named(value))
+            return NamedToolChoice.model_validate(_named(value), extra=extra)
         if kind == "allowed_tools":
             nested = _nested(value, "allowed_tools")
             allowed = nested["allowed_tools"]
             if isinstance(allowed, dict) and isinstance(tools := allowed.get("tools"), list):
                 nested["allowed_tools"] = {**allowed, "tools": [_named(tool) for tool in tools]}
-            return AllowedToolsChoice.model_validate(nested)
+            return AllowedToolsChoice.model_validate(nested, extra=extra)
     except ValidationError as error:
         if all(one["type"] == "extra_forbidden" for one in error.errors(include_url=False)):
             raise  # unknown fields are reported, or ignored by --unknown-fields

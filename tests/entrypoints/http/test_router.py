@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import re
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import BaseModel, ValidationError
 
+from octavo.entrypoints.anthropic.messages_protocol import CountTokensRequest, MessagesRequest
 from octavo.entrypoints.chat import reasoning_effort
 from octavo.entrypoints.chat.reasoning_effort import effort_options
 from octavo.entrypoints.http import engine_control
@@ -17,7 +20,8 @@ from octavo.entrypoints.http.app import LAZY_ROUTES, ROUTERS
 from octavo.entrypoints.http.error_responses import UNBUILT_PATHS
 from octavo.entrypoints.http.pagination import read_boolean
 from octavo.entrypoints.openai.invocations import _path_of
-from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, CompletionRequest
+from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
 from octavo.errors import RequestError
 from octavo.pooling_params import PoolingConfig
 from octavo.stats import EngineStats
@@ -153,6 +157,39 @@ def test_unknown_fields_are_refused_or_overlooked(tiny_tokenizer: Path, caplog: 
             refused = httpx.post(f"{url}/v1/chat/completions", json={"messages": HELLO, "audio": {"voice": "x"}})
             assert refused.status_code == 400
         assert ("nonsense" in caplog.text) == (policy == "warn")
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "wrong"),
+    [
+        (ChatCompletionRequest, {"messages": []}, {"odd": 1}),
+        (
+            ChatCompletionRequest,
+            {"messages": HELLO, "tools": []},
+            {"type": "function", "function": {"name": "f", "a": 1}},
+        ),
+        (CompletionRequest, {"prompt": "a", "stop": []}, 1),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {}}, "x"),
+        (ResponsesRequest, {"input": "a", "metadata": {}}, 1),
+        (ResponsesRequest, {"input": "a", "tools": []}, {"odd": 1}),
+        (MessagesRequest, {"messages": [], "max_tokens": 1}, {"role": "user", "content": [1]}),
+        (CountTokensRequest, {"messages": HELLO, "system": []}, "a"),
+    ],
+)
+def test_lists_and_objects_end_at_their_first_wrong_item(kind: type[BaseModel], body: Any, wrong: Any) -> None:
+    # A server that collected all errors of a body of 16 MB would stop for a second.
+    def num_errors(num_wrong: int) -> int:
+        changed = copy.deepcopy(body)
+        given = next(one for one in changed.values() if one in ([], {}))
+        if isinstance(given, dict):
+            given.update({str(i): wrong for i in range(num_wrong)})
+        else:
+            given.extend([wrong] * num_wrong)
+        with pytest.raises(ValidationError) as caught:
+            kind.model_validate(changed)
+        return caught.value.error_count()
+
+    assert num_errors(1000) == num_errors(1)
 
 
 @pytest.mark.parametrize(
