@@ -68,7 +68,6 @@ BENCHMARKS: Commands = {
     ),
     "serve": Command("octavo.bench.serve", "main", "what clients of a running server see"),
     "startup": Command("octavo.bench.startup", "main", "how long a server takes to be ready, and what it holds then"),
-    "claims": Command("octavo.bench.claims", "main", "the table of figures in README, in a checkout"),
 }
 
 

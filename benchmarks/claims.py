@@ -1,4 +1,6 @@
-"""`octavo bench claims`: runs the commands behind the table of figures in README, and prints the table.
+"""Runs the commands behind the table of figures in README, and prints the table.
+
+    python benchmarks/claims.py [CLAIM ...] [--embedding-model FOLDER]
 
 Each claim is a command that stands in the table, and how its figure is read from what the command prints or writes.
 A row of README whose command differs was measured earlier, by the command beside it.
@@ -25,7 +27,7 @@ from octavo.errors import OctavoError
 from octavo.flags import FlagParser
 from octavo.processes import python_command
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[1]
 # In processors. A measurement beside other work is worth nothing; a mean over a minute decays slowly.
 BUSY_LOAD = 0.25
 
@@ -93,7 +95,7 @@ def make_parser(prog: str) -> FlagParser:
     return parser
 
 
-@command(make_parser, "octavo bench claims")
+@command(make_parser, "python benchmarks/claims.py")
 def main(args: argparse.Namespace) -> None:
     """Measure and print."""
     _measure_all(args.claims or list(CLAIMS), args.embedding_model)
@@ -118,12 +120,8 @@ def _measure_all(names: Sequence[str], embedding_model: str | None) -> None:
 def measure(claim: Claim, embedding_model: str | None = None) -> str:
     """Run a claim's command, and return its figure. Raises `OctavoError` with the last line of a command that fails."""
     program, *words = [embedding_model or word if word == "FOLDER" else word for word in claim.command.split()]
-    if program == "octavo":
-        command = python_command("octavo.entrypoints.cli.main", *words)
-    else:
-        command = [sys.executable, *words]
-        if not (CHECKOUT / words[0]).is_file():
-            raise OctavoError(f"{words[0]} is not there: `octavo bench claims` runs in a checkout of Octavo.")
+    start = python_command("octavo.entrypoints.cli.main") if program == "octavo" else [sys.executable]
+    command = [*start, *words]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         if claim.writes_json:
@@ -160,3 +158,7 @@ def _machine(load: float) -> str:
 
 def _today() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
