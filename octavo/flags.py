@@ -110,7 +110,6 @@ class FlagParser(argparse.ArgumentParser):
         self.usage = " ".join([*words, "[--flags]"]).replace("%", "%%")
 
     def format_help(self) -> str:
-        """Return the text of `--help`."""
         self._shorten_usage()
         if not self.common_flags:
             return super().format_help()

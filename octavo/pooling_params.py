@@ -52,7 +52,6 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def is_by_token(self) -> bool:
-        """Return whether each token has a vector."""
         return self.kind == "ALL"
 
 

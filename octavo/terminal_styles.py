@@ -14,5 +14,4 @@ def has_styles(stream: TextIO) -> bool:
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:
-    """Return `text` in a style, if `stream` has styles."""
     return f"\x1b[{style}m{text}\x1b[0m" if has_styles(stream) else text

@@ -64,7 +64,6 @@ def make_latency_parser(prog: str) -> FlagParser:
 
 @command(make_throughput_parser, "octavo bench throughput")
 def throughput(args: argparse.Namespace) -> None:
-    """Measure and print."""
     engine_args, adapter = _engine_args(args), _adapter(args)
     if args.async_engine:
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
@@ -100,7 +99,6 @@ def throughput(args: argparse.Namespace) -> None:
 
 @command(make_latency_parser, "octavo bench latency")
 def latency(args: argparse.Namespace) -> None:
-    """Measure and print."""
     if args.num_iters_warmup < 0:
         raise ConfigError(f"--num-iters-warmup must be 0 or more, got {args.num_iters_warmup}.")
     from octavo.entrypoints.llm import LLM

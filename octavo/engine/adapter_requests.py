@@ -18,8 +18,6 @@ from octavo.request import AdapterSource
 
 
 class AdapterRequests:
-    """The adapters of one engine."""
-
     def __init__(self, supervisor: Supervisor, inputs: InputProcessor) -> None:
         self._supervisor, self._inputs = supervisor, inputs
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}  # by the adapter's identity
@@ -67,7 +65,6 @@ class AdapterRequests:
         self._end(self._waiting.pop(loaded.identity, []), error)
 
     def core_ended(self, error: OctavoError) -> None:
-        """Fail all waiting callers, as the core has ended."""
         waiting, self._waiting = self._waiting, {}
         for of_one in waiting.values():
             self._end(of_one, error)

@@ -39,8 +39,6 @@ def length_of(prompt: PromptInput) -> int:
 
 
 class GenerateArgs(NamedTuple):
-    """The arguments of `generate`."""
-
     prompt: PromptInput
     sampling_params: SamplingParams | None
     request_id: str

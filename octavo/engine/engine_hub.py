@@ -253,7 +253,6 @@ class _Engine:
 
 
 async def _end_core(engine: _Engine) -> None:
-    """End a core, and tell the front ends."""
     engine.has_ended.clear()
     await engine.supervisor.end_core()
     await engine.has_ended.wait()

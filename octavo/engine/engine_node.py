@@ -186,8 +186,6 @@ class _Engine:
 
 
 class EngineNode:
-    """The engines of a host."""
-
     def __init__(
         self, config: EngineConfig, *, max_restarts: int, ready_timeout_s: float | None, shutdown_timeout_s: float
     ) -> None:

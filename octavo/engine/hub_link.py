@@ -81,7 +81,6 @@ class Channels(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
 
     async def open(self, sock: socket.socket) -> None:
-        """Begin to receive."""
         sock.setblocking(False)
         await asyncio.get_running_loop().create_connection(lambda: self, sock=sock)
 

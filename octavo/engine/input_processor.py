@@ -120,7 +120,6 @@ class InputProcessor:
         self._seeds = random.Random(f"{self.model.seed}, {place}")
 
     def new_id(self) -> str:
-        """Return a new, unique request id."""
         return f"{self._id_prefix}{next(self._ids)}"
 
     def _begin(self, token_ids: list[int]) -> list[int]:

@@ -81,7 +81,6 @@ class RequestStream:
                 self.fail(error)
 
     def wake(self) -> None:
-        """Wake the caller."""
         self._is_awaited = False
         self._woken.set()
 

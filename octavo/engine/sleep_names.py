@@ -28,6 +28,5 @@ def check_mode(mode: str, modes: tuple[str, ...]) -> None:
 
 
 def check_level(level: int) -> None:
-    """Raise `RequestError` for an unknown level."""
     if level not in (1, 2):
         raise RequestError(f"level must be 1 or 2, got {level}.", param="level")

@@ -162,7 +162,6 @@ def log_capacity(
     num_blocks: Sequence[int],
     num_host_blocks: Sequence[int],
 ) -> None:
-    """Log the size of the cache."""
     num_states = min((num_blocks[group.pool] for group in groups if group.spec.kind == "state"), default=0)
     states = f"; states of {num_states} sequences" if num_states else ""
     swapped = f"; {sum(num_host_blocks)} more blocks on the host" if any(num_host_blocks) else ""

@@ -52,7 +52,6 @@ class DraftedStep:
 
     @property
     def is_done(self) -> bool:
-        """Whether the result is known."""
         return self._result is not None
 
     def result(self) -> StepResult:

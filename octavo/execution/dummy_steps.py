@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 
 class DummySteps:
-    """The dummy steps of a runner."""
-
     def __init__(self, runner: Runner) -> None:
         self._runner, self._device = runner, runner.device
         self._limits, self._largest = runner.limits, runner.limits.largest

@@ -41,7 +41,6 @@ class FollowerArgs:
 
 
 def configured_worker_ranks(config: EngineConfig) -> list[WorkerRank]:
-    """Return the ranks of all workers, on all hosts."""
     return worker_ranks_of(config.pipeline_parallel_size, config.tensor_parallel_size, config.nodes.size)
 
 

@@ -20,8 +20,6 @@ from octavo.step_plan import PlannedRow, RowColumns, StepPlan
 
 
 class GatheredStep(NamedTuple):
-    """A step that `SequenceTable.gather` has gathered."""
-
     row_of: NDArray[np.int64]  # [T]: the table row of each token
     samples: Samples
 

@@ -42,8 +42,6 @@ class CapturedEntry:
 
 
 class SubmittedStep:
-    """A step that was submitted to the device."""
-
     def __init__(
         self,
         runner: Runner,

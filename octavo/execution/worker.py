@@ -255,7 +255,6 @@ class Worker:
         return description, weights
 
     def _load_draft(self, own: ModelConfig, phases: Phases) -> Draft:
-        """Load the draft model, or draft heads."""
         from octavo.execution.draft_model import Draft, build_head, check_vocabulary
 
         config, target = self._config, self.runner
@@ -336,7 +335,6 @@ class Worker:
         return dtype if config.cache.dtype == config.model.dtype else config.cache.dtype
 
     def _allocate(self, phases: Phases) -> None:
-        """Size the cache and allocate it."""
         config, device = self._config, self._device
         small = self._caches([1] * capacity.num_pools(self.groups))
         own_sizes = [sum(map(block_bytes, of_pool)) for of_pool in small]

@@ -89,7 +89,6 @@ class AttentionDescription(ShardedHeads):
 
     @property
     def value_size(self) -> int:
-        """Return the size of a head's values."""
         return self.head_size if self.head_value_size is None else self.head_value_size
 
     @property

@@ -67,7 +67,6 @@ class MLADescription(ShardedHeads):
 
     @property
     def query_size(self) -> int:
-        """Return the size of a head's query."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     def query_order(self) -> NDArray[np.intp]:

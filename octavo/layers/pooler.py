@@ -35,7 +35,6 @@ class PoolingDescription:
     output_rows: int | None = None  # rows of the output matrix; None: the vocabulary size
 
     def size(self, hidden_size: int) -> int:
-        """Return the size of a vector."""
         if self.label_tokens:
             return 1 if self.is_difference else len(self.label_tokens)
         return self.head[-1].size if self.head else hidden_size

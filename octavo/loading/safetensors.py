@@ -44,8 +44,6 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """An open file."""
-
     file: MappedFile
     tensors: dict[str, StoredTensor]
 

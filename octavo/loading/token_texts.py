@@ -34,7 +34,6 @@ def _misread(tokenizer: Tokenizer) -> dict[int, tuple[str, bool]]:
 
 
 def decode(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-    """Return the text of tokens."""
     misread = _misread(tokenizer)
     if misread and not misread.keys().isdisjoint(token_ids):
         return "".join(_parts(tokenizer, token_ids, misread, skip_special_tokens))

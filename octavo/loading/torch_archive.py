@@ -70,8 +70,6 @@ class ArchivedTensor:
 
 @dataclass(frozen=True, slots=True)
 class TorchArchive:
-    """An open file."""
-
     file: MappedFile
     tensors: dict[str, ArchivedTensor]
     starts: dict[str, int]  # where each storage begins, in bytes from the start of the file

@@ -52,7 +52,6 @@ class LogLine:
         return line
 
     def log(self, now: float) -> None:
-        """Log the line of `sample`."""
         if (line := self.sample(now)) is not None:
             logger.info(line)
 

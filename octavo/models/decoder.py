@@ -109,7 +109,6 @@ class Decoder:
             self._stage_rows = ZeroRows(size, description.stage_width, parameters)
 
     def _build_blocks(self, block: BlockBuilder, parameters: Parameters) -> dict[int, BlockLike]:
-        """Build the blocks of this stage, by layer."""
         description, blocks = self.description, dict[int, BlockLike]()
         for i in description.stage:
             with parameters.sixteen_bit_inputs(i < description.num_precise_layers):

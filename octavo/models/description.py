@@ -162,7 +162,6 @@ class ModelDescription:
 
     @property
     def stage(self) -> range:
-        """Return the layers of this stage."""
         return range(len(self.layers)) if self.own_layers is None else self.own_layers
 
     def cache_indices(self, layers: range) -> range:
@@ -180,7 +179,6 @@ class ModelDescription:
 
     @property
     def makes_logits(self) -> bool:
-        """Return whether this stage makes logits."""
         return self.pooling is None and self.is_last_stage
 
     @property

@@ -65,7 +65,6 @@ class Speculation:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sequence has a proposal."""
         return not (self._num_sequences if self.needs_every_token else self._num_predicted)
 
     def count_running(self, num_running: int) -> None:
@@ -154,7 +153,6 @@ class Speculation:
         return counts
 
     def note_planned(self, rows: list[PlannedRow]) -> None:
-        """Note that a step of `rows` was planned."""
         was_asked, self._was_asked = self._was_asked, False
         has_drafts = not self.is_idle and any(row.wants_drafts for row in rows)
         if has_drafts and self._num_idle_steps < self._next_trial:

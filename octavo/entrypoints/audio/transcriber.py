@@ -36,8 +36,6 @@ _MAX_TOKEN_CHARACTERS = 32  # of a prompt that is far too long only an end is to
 
 @dataclass(frozen=True, slots=True)
 class TranscriptionOptions:
-    """The options of a transcription."""
-
     task: str  # "transcribe" or "translate"
     language: str | None = None  # language code; None: detect it
     prompt: str | None = None  # preceding text, in the wanted style

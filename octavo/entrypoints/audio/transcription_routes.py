@@ -258,7 +258,6 @@ class TranscriptionJob:
         state.check_ttft(self._transcriber.check(self._options))
 
     async def whole(self, upload: UploadFile) -> Response:
-        """Return the whole answer."""
         async with self._state.transcription_slots:
             spectrum = await self.hear(upload)
             language = await self._language(spectrum)

@@ -102,7 +102,6 @@ class BatchFiles:
                 raise
 
     def close(self) -> None:
-        """Close and unlock the output."""
         os.close(self._output)
 
     async def _left(self) -> AsyncIterator[tuple[int, bytes]]:

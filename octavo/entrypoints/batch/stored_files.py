@@ -53,7 +53,6 @@ def find(database: Database, kind: str, id: str) -> Stored:
 
 
 def read(stored: Stored) -> dict[str, Any]:
-    """The object."""
     found: dict[str, Any] = _decode(stored.body)
     return found
 
@@ -61,7 +60,6 @@ def read(stored: Stored) -> dict[str, Any]:
 def write(
     database: Database, kind: str, value: dict[str, Any], *, is_owned: bool = False, needs_room: bool = True
 ) -> None:
-    """Store an object."""
     database.put(kind, value["id"], encode_json(value), is_owned=is_owned, needs_room=needs_room)
 
 
@@ -79,7 +77,6 @@ def _user_of(database: Database, file_id: str) -> str | None:
 
 
 def delete_expired(database: Database) -> None:
-    """Delete the files that have expired."""
     for stored in database.expired(FILE):
         if _is_over(database, read(stored)):
             database.delete(FILE, stored.id)
@@ -94,7 +91,6 @@ def begin_upload(database: Database, file: dict[str, Any]) -> None:
 
 
 def add_piece(database: Database, file_id: str, number: int, piece: bytes) -> None:
-    """Store a piece of an upload."""
     database.beat()
     database.add_chunks(file_id, [(number, piece)])
 

@@ -17,7 +17,6 @@ def make_parser(prog: str) -> FlagParser:
 
 @command(make_parser, "octavo collect-env")
 def main(args: argparse.Namespace) -> None:
-    """Print the facts."""
     from octavo.planning.environment import as_text, environment
 
     found = environment()

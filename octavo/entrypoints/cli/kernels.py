@@ -38,7 +38,6 @@ def make_parser(prog: str) -> FlagParser:
 
 @command(make_parser, "octavo kernels")
 def main(args: argparse.Namespace) -> None:
-    """Write the archive."""
     from octavo import hardware
 
     hardware.expect_cuda()

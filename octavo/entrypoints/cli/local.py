@@ -57,7 +57,6 @@ def make_rm_parser(prog: str) -> FlagParser:
 
 @command(make_pull_parser, "octavo pull")
 def pull(args: argparse.Namespace) -> None:
-    """Fetch a model."""
     if args.json:
         _print_json_progress(args.model)
         return
@@ -67,7 +66,6 @@ def pull(args: argparse.Namespace) -> None:
 
 @command(make_list_parser, "octavo list")
 def list_models(args: argparse.Namespace) -> None:
-    """Print the models on this machine."""
     rows = [("NAME", "SIZE", "MODIFIED")]
     for model in local_models(args.models_dir):
         moment = datetime.fromtimestamp(model.modified).strftime("%Y-%m-%d %H:%M")
@@ -97,7 +95,6 @@ def show(args: argparse.Namespace) -> None:
 
 @command(make_rm_parser, "octavo rm")
 def rm(args: argparse.Namespace) -> None:
-    """Delete models."""
     for name in args.models:
         found = _find(name, local_models(args.models_dir))
         remove(found)

@@ -15,8 +15,6 @@ from octavo.version import __version__
 
 
 class Command(NamedTuple):
-    """A command of `octavo`."""
-
     module: str
     run: str  # name of its function (argv, prog=...) -> exit code
     help: str  # one line
@@ -90,7 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def bench(argv: Sequence[str], *, prog: str) -> int:
-    """Run a benchmark and return its exit code."""
     return _run_named(BENCHMARKS, argv, _bench_parser(prog))
 
 

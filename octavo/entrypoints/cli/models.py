@@ -16,5 +16,4 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
 
 @command(make_parser, "octavo models")
 def main(args: argparse.Namespace) -> None:
-    """Print the table."""
     print(catalogue.as_markdown() if args.markdown else catalogue.as_text())

@@ -42,7 +42,6 @@ def make_parser(prog: str) -> FlagParser:
 
 @command(make_parser, "octavo run-batch")
 def main(args: argparse.Namespace) -> None:
-    """Answer a file."""
     metrics = {"enable_prometheus": True, "prometheus_port": args.port} if args.enable_metrics else {}
     server_args = ServerArgs.from_cli_args(args, disable_log_requests=True, **metrics)
     run_batch(AsyncEngineArgs.from_cli_args(args), server_args, args.input_file, args.output_file)

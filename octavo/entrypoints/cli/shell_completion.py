@@ -28,7 +28,6 @@ def make_parser(prog: str) -> FlagParser:
 
 @command(make_parser, "octavo completion")
 def main(args: argparse.Namespace) -> None:
-    """Print the script."""
     import shtab
 
     from octavo.entrypoints.cli import main

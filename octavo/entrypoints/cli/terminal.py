@@ -271,7 +271,6 @@ class ApiClient:
         return names[0]
 
     def model_names(self) -> list[str]:
-        """Return the names of the models that the server lists."""
         return [one.id for one in self.models()]
 
     def models(self) -> list[Served]:
