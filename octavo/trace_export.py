@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import time
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
 PROTOCOLS = ("grpc", "http/protobuf")
@@ -41,17 +41,27 @@ def _protocol() -> str:
     )
 
 
-def make_provider(endpoint: str, service: str, exporter: SpanExporter | None = None) -> TracerProvider:
-    """Return what makes tracers, whose spans go to the endpoint, or to `exporter`. OTEL_SERVICE_NAME replaces
-    `service`."""
-    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+class SpanMaker:
+    """Makes spans, whose times are of `time.monotonic`, and sends them to the endpoint, or to `exporter`.
+    OTEL_SERVICE_NAME replaces `service`."""
 
-    resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", service)})
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(exporter or _make_exporter(endpoint)))
-    return provider
+    def __init__(self, endpoint: str, service: str, exporter: SpanExporter | None = None) -> None:
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", service)})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter or _make_exporter(endpoint)))
+        self._tracer = self._provider.get_tracer(service)
+        self._wall_offset_ns = time.time_ns() - time.monotonic_ns()
+
+    def _wall_ns(self, monotonic_s: float) -> int:
+        return int(monotonic_s * 1e9) + self._wall_offset_ns
+
+    def flush(self, timeout_s: float) -> None:
+        """Send the finished spans. Blocks."""
+        self._provider.force_flush(int(timeout_s * 1000))
 
 
 def _make_exporter(endpoint: str) -> SpanExporter:

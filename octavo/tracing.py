@@ -6,27 +6,24 @@ A request's `traceparent` header, if present, is the parent of its span.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING
 
 from octavo.outputs import RequestMetrics, RequestOutput
 from octavo.request import EngineRequest
-from octavo.trace_export import make_provider
+from octavo.trace_export import SpanMaker
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
 
-class Tracer:
+class Tracer(SpanMaker):
     """Makes the spans of one server."""
 
     def __init__(self, endpoint: str, model_name: str, exporter: SpanExporter | None = None) -> None:
-        self._provider = make_provider(endpoint, "octavo", exporter)
-        self._tracer = self._provider.get_tracer("octavo")
+        super().__init__(endpoint, "octavo", exporter)
         self._model_name = model_name
-        self._wall_offset_ns = time.time_ns() - time.monotonic_ns()
 
     async def trace(
         self, request: EngineRequest, outputs: AsyncGenerator[RequestOutput, None], headers: Mapping[str, str]
@@ -89,10 +86,3 @@ class Tracer:
                 phase = self._tracer.start_span(name, parent, start_time=self._wall_ns(begin))
                 phase.end(self._wall_ns(end))
         span.set_attributes(attributes)
-
-    def _wall_ns(self, monotonic_s: float) -> int:
-        return int(monotonic_s * 1e9) + self._wall_offset_ns
-
-    def flush(self, timeout_s: float) -> None:
-        """Send the finished spans. Blocks."""
-        self._provider.force_flush(int(timeout_s * 1000))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from octavo.gateway.client import Client
 from octavo.gateway.keys import Key
 from octavo.gateway.upstream import Headers
-from octavo.trace_export import make_provider
+from octavo.trace_export import SpanMaker
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -17,15 +17,14 @@ if TYPE_CHECKING:
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 
 
-class RequestSpans:
+class RequestSpans(SpanMaker):
     """Makes the spans of a gateway."""
 
     def __init__(self, endpoint: str) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider = make_provider(endpoint, "octavo-gateway")
-        self._tracer, self._propagator = self._provider.get_tracer("octavo.gateway"), TraceContextTextMapPropagator()
-        self._wall_offset_ns = time.time_ns() - time.monotonic_ns()
+        super().__init__(endpoint, "octavo-gateway")
+        self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, method: str, route: str, headers: Headers, arrival: float) -> tuple[Span, Headers]:
         """Return a span that continues the trace of a request's headers, and the headers with which a server continues
@@ -59,10 +58,3 @@ class RequestSpans:
         if client.has_failed or client.status >= 500:
             span.set_status(StatusCode.ERROR)
         span.end(self._wall_ns(time.monotonic()))
-
-    def _wall_ns(self, monotonic_s: float) -> int:
-        return int(monotonic_s * 1e9) + self._wall_offset_ns
-
-    def flush(self, timeout_s: float) -> None:
-        """Send the finished spans. Blocks."""
-        self._provider.force_flush(int(timeout_s * 1000))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from octavo import trace_export
 from octavo.errors import ConfigError
-from octavo.gateway import request_spans
 from octavo.gateway.server import GatewayArgs
 from tests.gateway.fakes import Asked, FakeLaunch, Gateway, answer_plainly, fake_servers, gateway
 from tests.gateway.test_keys import Keys, with_keys
@@ -23,8 +23,7 @@ FLAGS = {"otlp_traces_endpoint": "http://127.0.0.1:1"}
 def spans(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The finished spans, which go nowhere else."""
     memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter").InMemorySpanExporter()
-    make = request_spans.make_provider
-    monkeypatch.setattr(request_spans, "make_provider", lambda endpoint, service: make(endpoint, service, memory))
+    monkeypatch.setattr(trace_export, "_make_exporter", lambda endpoint: memory)
     monkeypatch.setattr(memory, "shutdown", lambda: None)
     return memory.get_finished_spans
 
