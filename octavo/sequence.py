@@ -21,7 +21,6 @@ class Chooser(Protocol):
     def propose(self, seq: Sequence, found: TokenLogprobs) -> list[SequenceOutput]:
         """Take the most likely next tokens of `seq`, which is held until its next token is chosen, in this call or a
         later one. `found` starts with any token; the most likely ones follow, best first. Returns the new outputs."""
-        ...
 
 
 @dataclass(slots=True)

@@ -43,11 +43,9 @@ class Starter(Protocol):
     def start(self, fail: Callable[[int, str, str], None]) -> None:
         """Start the nodes. Any thread calls `fail` when a node will not join or has ended, with its rank, what
         happened, and details for the log."""
-        ...
 
     def close(self) -> None:
         """End the remaining nodes. May be called twice."""
-        ...
 
 
 class NodeGroup:

@@ -24,11 +24,9 @@ class Detokenizer(Protocol):
 
     def add(self, token_ids: list[int]) -> str:
         """Add tokens. Returns the text that they complete."""
-        ...
 
     def flush(self) -> str:
         """Return the text held back, if the sequence ends within a character."""
-        ...
 
 
 def make_detokenizer(

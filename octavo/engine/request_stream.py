@@ -19,11 +19,9 @@ class Sink(Protocol):
     @property
     def is_open(self) -> bool:
         """Whether it can take an output now."""
-        ...
 
     def take(self, state: RequestState) -> None:
         """Take the new output of a request that goes on."""
-        ...
 
 
 if TYPE_CHECKING:

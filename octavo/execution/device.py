@@ -24,11 +24,9 @@ class Event(Protocol):
     @property
     def is_reached(self) -> bool:
         """Whether the device has reached it."""
-        ...
 
     def wait(self) -> None:
         """Wait on the host until the device has reached it."""
-        ...
 
 
 class Stream(Protocol):
@@ -39,15 +37,12 @@ class Stream(Protocol):
     ) -> None:
         """Append work. `reads` and `writes` are the pinned host arrays that the work uses: until it is done, no other
         code may write `reads` or touch `writes`."""
-        ...
 
     def record(self) -> Event:
         """Return the point after all work so far."""
-        ...
 
     def wait(self, event: Event) -> None:
         """Let later work wait for `event` of another stream."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +64,6 @@ class StepModel(Protocol):
 
     def logits(self, inputs: StepArrays[Array], hidden: Array) -> tuple[Array, Array]:
         """Return logits and the most likely tokens."""
-        ...
 
 
 class CapturedStep(Protocol):
@@ -79,7 +73,6 @@ class CapturedStep(Protocol):
 
     def replay(self, used: StepShape) -> None:
         """Run it for a step of this shape."""
-        ...
 
 
 class Device(Protocol):
@@ -94,7 +87,6 @@ class Device(Protocol):
     @property
     def hardware(self) -> str:
         """Return the name and capability of the hardware. Caches on disk are for equal ones, as bits may differ."""
-        ...
 
     @property
     def compute(self) -> Stream: ...
@@ -104,59 +96,45 @@ class Device(Protocol):
 
     def free_bytes(self) -> int:
         """Return the memory that weights may take."""
-        ...
 
     def cache_bytes(self, config: CacheConfig, step: Callable[[], None], other_bytes: int) -> tuple[int, str]:
         """Return the memory for the KV cache once the weights are loaded, and what limits it, for messages. `step` runs
         the largest step; captured steps and towers will take `other_bytes` more."""
-        ...
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         """Return the peak of device memory that `work` takes beyond what is in use. A device without memory of its own
         returns 0 and runs nothing."""
-        ...
 
     def release_memory(self) -> None:
         """Free reserved memory, after a step that found too little."""
-        ...
 
     def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
         """Allocate pinned host memory, zeroed."""
-        ...
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Array:
         """Allocate device memory, zeroed."""
-        ...
 
     def upload_target(self, pinned: NDArray[Any]) -> Array:
         """Return device memory that `pinned` is uploaded to: `pinned` itself, if the device shares the host's
         memory."""
-        ...
 
     def as_input(self, array: Array) -> Array:
         """Mark an array as an input of captured steps: each replay reads its current contents."""
-        ...
 
     def view(self, array: Array, dtype: str) -> Array:
         """Return an array's bytes, [num_bytes] uint8 or rows, as another type."""
-        ...
 
     def copy(self, source: Any, target: Any) -> None:
         """Copy between pinned and device memory, or on the device, in the stream that runs it."""
-        ...
 
     def capture_shapes(self, limits: StepLimits) -> list[StepShape]:
         """Return the shapes of steps to capture, the smallest first."""
-        ...
 
     def can_replay(self, captured: StepShape, used: StepShape) -> bool:
         """Return whether a step of one shape can be replayed by a captured step of another."""
-        ...
 
     def capture(self, model: StepModel, inputs: StepArrays[Array]) -> CapturedStep:
         """Capture the model's part of a step with these `inputs`."""
-        ...
 
     def fetch(self, arrays: Sequence[Array], after: Event) -> list[NDArray[Any]]:
         """Return copies on the host, made once `after` is reached, without waiting for later work of `compute`."""
-        ...

@@ -30,11 +30,9 @@ class Drafter(Protocol):
     def draft(self, plan: StepPlan) -> DraftBatch:
         """Make the draft tokens that the rows of a plan ask for, or as many as possible. The model's runner has applied
         the plan's updates; the drafter sees every plan once."""
-        ...
 
     def observe(self, plan: StepPlan, step: SubmittedStep, result: StepResult) -> None:
         """Read a finished step, whose plan has its draft tokens by now."""
-        ...
 
 
 class DraftedStep:

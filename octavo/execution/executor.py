@@ -36,7 +36,6 @@ class PendingStep(Protocol):
 
     def result(self) -> StepResult:
         """Wait until it is computed, and return its result."""
-        ...
 
 
 class LocalExecutor:

@@ -27,7 +27,6 @@ class MediaRows(Protocol):
 
     def rows(self, content_hash: bytes) -> NDArray[np.float32]:
         """[parts, tokens, H]"""
-        ...
 
 
 class MediaTable:

@@ -79,11 +79,9 @@ class Link(Protocol):
 
     def send(self, rows: NDArray[np.uint8]) -> None:
         """Send the rows [T, bytes] of the next step. Raises `OSError` if the other end is closed."""
-        ...
 
     def receive(self, rows: NDArray[np.uint8]) -> None:
         """Wait for the rows [T, bytes] of the next step. Raises `OSError` if the other end is closed."""
-        ...
 
 
 class _Watched:

@@ -53,16 +53,13 @@ class Proposer(Protocol):
 
     def start(self, seq: Sequence) -> Any:
         """Return the state of a new sequence or fork, which is kept through preemptions until `end`."""
-        ...
 
     def propose(self, seq: Sequence, state: Any, most: int) -> Proposal:
         """Return up to `most` tokens that may follow `seq`, whose tokens are all known. Called after each step with new
         tokens."""
-        ...
 
     def end(self, seq: Sequence, state: Any) -> None:
         """Drop the state of `seq`, which has ended."""
-        ...
 
 
 class ToBeDrafted:

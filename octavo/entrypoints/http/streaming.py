@@ -103,7 +103,6 @@ class Connection(Protocol):
 
     def attach(self, push: Push) -> None:
         """Open `push`, if the answer has chunks, and close it while the client is late."""
-        ...
 
 
 def _encode_nothing(output: RequestOutput) -> bytes:
