@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,22 +78,11 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
 
-    @property
-    def queued_ts(self) -> float:
-        """Return the arrival time. This and the next properties are vLLM's newer names."""
-        return self.arrival_time
-
-    @property
-    def scheduled_ts(self) -> float | None:
-        return self.first_scheduled_time
-
-    @property
-    def first_token_ts(self) -> float | None:
-        return self.first_token_time
-
-    @property
-    def last_token_ts(self) -> float | None:
-        return self.last_token_time
+    # vLLM's newer names.
+    queued_ts = property(attrgetter("arrival_time"))
+    scheduled_ts = property(attrgetter("first_scheduled_time"))
+    first_token_ts = property(attrgetter("first_token_time"))
+    last_token_ts = property(attrgetter("last_token_time"))
 
     @property
     def first_token_latency(self) -> float | None:
@@ -147,17 +137,10 @@ class RequestOutput:
     alignment: bytes | None = None
     lora_request: LoRARequest | None = None  # the adapter that a Python caller named
 
-    @property
-    def encoder_prompt(self) -> None:
-        """Return None. vLLM's field for models whose encoder reads a text, which Octavo does not have."""
-
-    @property
-    def encoder_prompt_token_ids(self) -> None:
-        """Return None, like `encoder_prompt`."""
-
-    @property
-    def kv_transfer_params(self) -> None:
-        """Return None. vLLM's field for caches that move between servers, which is not built."""
+    # vLLM's fields for what is not built: models whose encoder reads a text, caches that move between servers.
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
 
 
 @dataclass(slots=True)

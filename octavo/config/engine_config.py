@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -140,9 +141,7 @@ class CacheConfig:
     num_gpu_blocks: int | None = None
     num_cpu_blocks: int | None = None
 
-    @property
-    def cache_dtype(self) -> str:
-        return self.dtype
+    cache_dtype = property(attrgetter("dtype"))  # vLLM's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +206,7 @@ class LoRAConfig:
     memory_bytes: int | None = None  # on the device; None: enough for `max_loras` of the largest rank
     takes_requests: bool = True  # callers name adapters; False: a prompt's media choose the model's own
 
-    @property
-    def max_lora_rank(self) -> int:
-        return self.max_rank
+    max_lora_rank = property(attrgetter("max_rank"))  # vLLM's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,17 +336,13 @@ class EngineConfig:
         """Return the most requests that run at once, in all engines of the server."""
         return self.scheduler.max_num_seqs * len(self.served_ranks)
 
-    @property
-    def model_config(self) -> ModelConfig:
-        return self.model
-
-    @property
-    def cache_config(self) -> CacheConfig:
-        return self.cache
-
-    @property
-    def scheduler_config(self) -> SchedulerConfig:
-        return self.scheduler
+    # vLLM's names of the groups.
+    model_config = property(attrgetter("model"))
+    cache_config = property(attrgetter("cache"))
+    scheduler_config = property(attrgetter("scheduler"))
+    lora_config = property(attrgetter("lora"))
+    speculative_config = property(attrgetter("speculative"))
+    kv_events_config = property(attrgetter("cache.events"))
 
     @property
     def parallel_config(self) -> ParallelConfig:
@@ -359,23 +352,11 @@ class EngineConfig:
         )  # fmt: skip
 
     @property
-    def kv_events_config(self) -> KVEventsConfig | None:
-        return self.cache.events
-
-    @property
-    def lora_config(self) -> LoRAConfig | None:
-        return self.lora
-
-    @property
     def supported_tasks(self) -> tuple[str, ...]:
         """Return the tasks that requests may ask for, by vLLM's names."""
         if self.model.pooling is not None:
             return self.model.pooling.tasks
         return ("generate",) if self.sound is None else ("generate", "transcription")
-
-    @property
-    def speculative_config(self) -> SpeculativeConfig | None:
-        return self.speculative
 
     def stages(self, description: ModelDescription) -> list[range]:
         """Return the layers of each stage. Raises `ConfigError`."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from octavo.config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from octavo.config import EngineConfig, ModelConfig
 from octavo.errors import RequestError
-from octavo.speculative_config import SpeculativeConfig
 
 # Attributes of vLLM's engines and its `LLM` that Octavo lacks, with what to do instead.
 ABSENT = {
@@ -51,35 +51,13 @@ class ConfigNames:
             advice = f": {ABSENT[name]}" if name in ABSENT else ""
             raise AttributeError(f"{type(self).__name__} has no {name}{advice}.", name=name, obj=self)
 
-    @property
-    def vllm_config(self) -> EngineConfig:
-        """The whole configuration; the groups below are its attributes too."""
-        return self.config
-
-    @property
-    def model_config(self) -> ModelConfig:
-        return self.config.model_config
-
-    @property
-    def cache_config(self) -> CacheConfig:
-        """The cache's settings, with `num_gpu_blocks` once the engine is ready."""
-        return self.config.cache_config
-
-    @property
-    def scheduler_config(self) -> SchedulerConfig:
-        return self.config.scheduler_config
-
-    @property
-    def parallel_config(self) -> ParallelConfig:
-        return self.config.parallel_config
-
-    @property
-    def lora_config(self) -> LoRAConfig | None:
-        return self.config.lora_config
-
-    @property
-    def speculative_config(self) -> SpeculativeConfig | None:
-        return self.config.speculative_config
+    vllm_config = property(attrgetter("config"))  # the groups below are its attributes too
+    model_config = property(attrgetter("config.model_config"))
+    cache_config = property(attrgetter("config.cache_config"))  # with `num_gpu_blocks` once the engine is ready
+    scheduler_config = property(attrgetter("config.scheduler_config"))
+    parallel_config = property(attrgetter("config.parallel_config"))
+    lora_config = property(attrgetter("config.lora_config"))
+    speculative_config = property(attrgetter("config.speculative_config"))
 
 
 class AsyncConfigNames(ConfigNames):
@@ -89,7 +67,7 @@ class AsyncConfigNames(ConfigNames):
         return self.config
 
     async def get_model_config(self) -> ModelConfig:
-        return self.config.model_config
+        return self.config.model
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return self.config.supported_tasks

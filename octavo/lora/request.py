@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass
+from operator import attrgetter
 
 from octavo.errors import RequestError
 
@@ -33,14 +34,6 @@ class LoRARequest:
         if not isinstance(self.lora_path, str) or not self.lora_path:
             raise RequestError(f"adapter {self.lora_name!r} has no lora_path.", param="lora_path")
 
-    @property
-    def adapter_id(self) -> int:
-        return self.lora_int_id
-
-    @property
-    def name(self) -> str:
-        return self.lora_name
-
-    @property
-    def path(self) -> str:
-        return self.lora_path
+    adapter_id = property(attrgetter("lora_int_id"))
+    name = property(attrgetter("lora_name"))
+    path = property(attrgetter("lora_path"))

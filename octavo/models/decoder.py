@@ -70,6 +70,7 @@ class Decoder:
         parameters = Parameters(weights, ops, max_positions, dtype)
         # 1. From tokens to the first layer.
         self._input = InputLayer(description, parameters)
+        self.embed, self.can_embed_locally = self._input.embed, self._input.can_embed_locally
         self._altup: AltUp | None = None
         if description.altup is not None:
             is_first, is_last = description.is_first_stage, description.is_last_stage
@@ -90,6 +91,9 @@ class Decoder:
         self.on_layer_input: Callable[[int, Array], None] | None = None
         # 3. From the last layer to logits or vectors.
         self._output = OutputLayer(description, parameters, self._input.embedding)
+        self.can_compute_logits_locally = self._output.can_compute_logits_locally
+        self.logits, self.pool = self._output.logits, self._output.pool
+        self.final_norm, self.logits_of_normed = self._output.final_norm, self._output.logits_of_normed
         # 4. Facts for workers and adapters.
         self.residual_dtype = self._choose_residual_dtype()
         self._num_weight_bytes = parameters.num_matrix_bytes
@@ -285,36 +289,3 @@ class Decoder:
         first = self.description.cache_indices(self.description.stage).start
         layers = [(block.cross_attention, i) for i, block in self._blocks.items()]
         return [(layer, self._cache_indices_by_layer[i][0] - first) for layer, i in layers if layer is not None]
-
-    @property
-    def can_embed_locally(self) -> bool:
-        """Return whether this worker can `embed` without other workers."""
-        return self._input.can_embed_locally
-
-    def embed(self, token_ids: Array, dtype: str | None = None) -> Array:
-        """Return the embeddings of token_ids [T] int32, without positions: [T, H], or [T, embedding_size] if the model
-        `projects_after_norm`. The default `dtype` is that of the model. For the first stage."""
-        return self._input.embed(token_ids, dtype)
-
-    @property
-    def can_compute_logits_locally(self) -> bool:
-        """Return whether this worker can compute logits without other workers."""
-        return self._output.can_compute_logits_locally
-
-    def logits(self, hidden: Array) -> Array:
-        """Return the logits [N, vocab_size] float32 of hidden states [N, H] before the final norm. For the last
-        stage."""
-        return self._output.logits(hidden)
-
-    def logits_of_normed(self, hidden: Array) -> Array:
-        """Return the logits [N, vocab_size] float32 of hidden states [N, H] after the final norm."""
-        return self._output.logits_of_normed(hidden)
-
-    def final_norm(self, hidden: Array) -> Array:
-        """Return the final norm of hidden states [N, H], not quantized."""
-        return self._output.final_norm(hidden)
-
-    def pool(self, hidden: Array, starts: Array, ends: Array) -> Array:
-        """Return vectors [N, size] float32. Vector n pools the rows starts[n] .. ends[n], [N] int64 each, of hidden
-        [T, H]."""
-        return self._output.pool(hidden, starts, ends)
