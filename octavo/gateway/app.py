@@ -198,8 +198,9 @@ class GatewayApp:
         if self._store is not None and key is not None:
             self._store.check(key)
         if scope["method"] not in _METHODS:
-            message = f"Not allowed to {scope['method']} on {scope['path']:.200}"
-            raise RequestError(message, status=405, allow=", ".join(_METHODS))
+            allowed = ", ".join(_METHODS)
+            message = f"Not allowed to {scope['method']} on {scope['path']:.200}; it takes {allowed}."
+            raise RequestError(message, status=405, allow=allowed)
         if is_encoded(scope["headers"]):
             raise RequestError("The body must be sent as it is, without a Content-Encoding.", status=415)
         if self.is_stopping:
@@ -279,7 +280,7 @@ class GatewayApp:
 
     async def _list_models(self, method: str, name: str, key: Key | None, client: Client) -> None:
         if method != "GET":
-            raise RequestError(f"Not allowed to {method} on /v1/models", status=405, allow="GET")
+            raise RequestError(f"Not allowed to {method} on /v1/models; it takes GET.", status=405, allow="GET")
         await self.models.look_for_more()
         if name and not self.models.find(name).may_be_used_by(key):
             raise RequestError(f"The API key is not for the model {name:.200}.", status=403, code="model_not_allowed")

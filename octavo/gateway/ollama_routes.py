@@ -63,7 +63,7 @@ class OllamaRoutes:
         if wanted is None:
             raise RequestError(f"Invalid URL ({method} {path:.200})", status=404)
         if method != wanted:
-            raise RequestError(f"Not allowed to {method} on {path}", status=405, allow=wanted)
+            raise RequestError(f"Not allowed to {method} on {path}; it takes {wanted}.", status=405, allow=wanted)
         if path in PATHS:
             return self._begin_generation(request, client)
         if path == "/api/version":

@@ -15,6 +15,7 @@ from octavo.gateway.router import CreatedIds
 _CREATED = re.compile(
     rb'"(?:id|output_file_id|error_file_id)"\s*:\s*"((?:resp|conv|chatcmpl|file|batch)[-_][\w-]{1,100})"'
 )
+_ADMIN_PATHS = ("/usage", "/keys")
 _HEAD_BYTES = 8192  # of an answer, which has the ids
 
 
@@ -62,6 +63,8 @@ class Placement:
                 status=404, code="not_found",
             )  # fmt: skip
         else:
+            if request.path.startswith(_ADMIN_PATHS):
+                raise RequestError(f"{request.path:.200} is a route of the admin port (--admin-port).", status=404)
             raise RequestError(
                 f"{request.path:.200} names no model, and there are {len(self._models)}: give it as `model` in the "
                 f"body, or in the header {MODEL_HEADER.decode()}.",

@@ -160,7 +160,7 @@ def counted_request(request: ProxyRequest, key: Key, client: Client) -> ProxyReq
     is_uncounted = not has_plain_path or "uncounted" in request.traits
     if has_budget and request.method == "POST" and has_plain_path and route_of(request.path) is None:
         meant = similar(request.path, ROUTES)
-        perhaps = f"; what is meant is perhaps {meant}." if meant else "."
+        perhaps = f"; did you mean {meant}?" if meant else "."
         raise RequestError(
             f"{request.path:.200} is no route that the gateway knows, and others are not for the API key "
             f"{settings.name}, which has a limit of tokens{perhaps}", status=404, code="not_found",

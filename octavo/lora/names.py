@@ -79,7 +79,8 @@ class AdapterNames:
         if place is None:
             roots = ", ".join(self._config.roots) or "none is given"
             raise RequestError(
-                f"lora_path must be a folder or a .gguf file below a folder of --lora-root ({roots}).",
+                "lora_path must be a folder or a .gguf file below a folder of --lora-root "
+                f"({roots}), where relative paths begin.",
                 param="lora_path",
             )
         try:

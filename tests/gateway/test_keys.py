@@ -658,7 +658,7 @@ def test_limits_refuse_with_the_time_to_come_back(clock: Clock, tmp_path: Path) 
         for path in ("/llm/generate", "/llm/v1/chat/completions", "/v1/nothing"):  # of a replica with --root-path /llm
             assert (await gate.ask(path=path)).status_code == 404
         unknown = await gate.ask(path="/v1/chat/completion")
-        assert "what is meant is perhaps /v1/chat/completions." in unknown.json()["error"]["message"]
+        assert "did you mean /v1/chat/completions?" in unknown.json()["error"]["message"]
         assert (unknown.status_code, len(asked)) == (404, num_asked)
         assert (await gate.ask(path="/v1/responses", background=True)).status_code == 403
         assert (await gate.ask()).status_code == 200 and (await gate.ask()).status_code == 429

@@ -150,6 +150,20 @@ def read_answered(line: bytes) -> tuple[int, int] | None:
     return None if found is None else (int(found[1]), int(found[2], 16))
 
 
+def is_success(line: bytes) -> bool:
+    """Return whether an output line has an answer with a status of success."""
+    return b'"response":{"status_code":2' in line  # not within a text, where quotes have backslashes
+
+
+def failure(line: bytes) -> str:
+    """Return which request an output line without success is about, and the reason."""
+    found = _decode(line)
+    body = (found["response"] or {"body": found})["body"]
+    error = body.get("error") if isinstance(body, dict) else None
+    reason = error["message"] if isinstance(error, dict) and "message" in error else body
+    return f"custom_id {found['custom_id']!r:.100}: {reason!s:.1000}"
+
+
 def _head(number: int, sum: int) -> bytes:
     return b'{"id":"%b"' % _id(number, sum)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.entrypoints.batch.answer_lines import answer_lines
-from octavo.entrypoints.batch.batch_lines import CustomIds, checksum, read_answered, read_custom_id
+from octavo.entrypoints.batch.batch_lines import CustomIds, checksum, failure, is_success, read_answered, read_custom_id
 from octavo.errors import ConfigError
 from octavo.file_lock import lock
 
@@ -37,7 +37,8 @@ class BatchFiles:
         self._sums = array("L")  # by number: checksums of the input's lines
         self._is_done = bytearray()  # by number: whether the line is answered
         self.num_lines = 0
-        self.num_failed = 0  # failed lines among those answered by this object
+        self.num_failed = 0  # failed lines among the answered ones
+        self._first_failed = b""  # the output line of the first that was found
         try:
             with open(input_path, "rb") as file:
                 ids = CustomIds()
@@ -61,12 +62,22 @@ class BatchFiles:
         """Return the number of answered lines."""
         return sum(self._is_done)
 
+    def summary(self) -> str:
+        """Return how many lines failed, and why the first of them did."""
+        text = f"{self.num_lines} requests, {self.num_failed} of them refused"
+        return f"{text}; {failure(self._first_failed)}" if self.num_failed else f"{text}."
+
+    def _count_failed(self, line: bytes) -> None:
+        self.num_failed += 1
+        self._first_failed = self._first_failed or line
+
     async def run(self, app: Starlette, *, at_once: int, progress: tqdm[Any]) -> None:
         """Answer the remaining lines. Raises `OSError` if the disk is full; written answers are kept."""
 
         async def write(number: int, is_good: bool, line: bytes) -> None:
             self._append(line)
-            self.num_failed += not is_good
+            if not is_good:
+                self._count_failed(line)
             progress.update()
 
         await answer_lines(app, self._left(), write, at_once=at_once)
@@ -136,6 +147,8 @@ class BatchFiles:
                         "has. Give another output file; for requests that were changed, an input file of these alone."
                     )
                 self._is_done[number] = True
+                if not is_success(line):
+                    self._count_failed(line)
                 end += len(line)
         os.ftruncate(self._output, end)
 

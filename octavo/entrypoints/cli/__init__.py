@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -36,6 +37,26 @@ def command(
         return run
 
     return make
+
+
+def check_lists_took_no_model(args: Namespace, names: Iterable[str]) -> None:
+    """Raise `ConfigError` if the last value of a list flag, of the fields `names`, looks like the model: argparse gives
+    a list all words up to the next flag. Call it only if no model is given."""
+    from octavo.loading.checkpoint import is_hub_id
+
+    for name in names:
+        values = getattr(args, name, None)
+        if not isinstance(values, list) or not values:
+            continue
+        last = os.path.expanduser(values[-1])
+        is_model = last.endswith(".gguf") or os.path.isfile(os.path.join(last, "config.json"))
+        is_model = is_model or (os.path.isdir(last) and any(one.endswith(".gguf") for one in os.listdir(last)))
+        if is_model or (len(values) > 1 and "/" in values[-1] and is_hub_id(values[-1])):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(  # without the value, which may be a key
+                f"there is no MODEL, and the last value of {flag} looks like one: a list takes all words up to the "
+                f"next flag. Put the model first: MODEL {flag} …"
+            )
 
 
 def run_command(command: Callable[[], int | None]) -> int:

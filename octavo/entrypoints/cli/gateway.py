@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from functools import partial
 
-from octavo.entrypoints.cli import command
+from octavo.entrypoints.cli import check_lists_took_no_model, command
 from octavo.flags import FlagParser
 from octavo.gateway.catalogue import ModelEntry
 from octavo.gateway.server import GatewayArgs, run_gateway
@@ -31,7 +31,15 @@ def make_parser(prog: str) -> FlagParser:
 @command(make_parser, "octavo gateway")
 def main(args: argparse.Namespace) -> None:
     """Serve until a signal stops the gateway."""
-    run_gateway(GatewayArgs.from_cli_args(args), args.models, partial(local_entries, args.models_dir))
+    run_gateway(GatewayArgs.from_cli_args(args), models(args), partial(local_entries, args.models_dir))
+
+
+def models(args: argparse.Namespace) -> list[str]:
+    """Return the models that the command line names. Raises `ConfigError` if a flag has taken one of them."""
+    if not args.models and not args.catalogue:
+        check_lists_took_no_model(args, ("api_key", "admin_key"))
+    named: list[str] = args.models
+    return named
 
 
 def local_entries(folders: Sequence[str]) -> dict[str, ModelEntry]:

@@ -56,7 +56,9 @@ def run_batch(engine_args: AsyncEngineArgs, args: ServerArgs, input_path: Path, 
     files = BatchFiles(input_path, output_path, args.max_body_bytes)
     try:
         if files.num_done == files.num_lines:
-            print(f"{output_path} has all {files.num_lines} answers already.", file=sys.stderr)
+            print(f"{output_path} has all answers already: {files.summary()}", file=sys.stderr)
+            if files.num_failed:
+                print("To send the refused requests again, give another output file.", file=sys.stderr)
         else:
             asyncio.run(_run(engine_args, args, files))
         files.put_in_order()  # needed also if a run was killed just before this
@@ -93,7 +95,7 @@ async def _run(engine_args: AsyncEngineArgs, args: ServerArgs, files: BatchFiles
         num_done = files.num_done
         with tqdm(total=files.num_lines, initial=num_done, unit=" requests", smoothing=0.05) as progress:
             await files.run(build_app(engine, args), at_once=at_once, progress=progress)
-        print(f"{files.num_lines} requests, {files.num_failed} of them refused.", file=sys.stderr)
+        print(files.summary(), file=sys.stderr)
     except BatchStopped as error:
         raise OctavoError(f"the engine answers no more: {error}; what is there stands, call it again.") from None
     finally:

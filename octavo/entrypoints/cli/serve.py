@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.config import AsyncEngineArgs
-from octavo.entrypoints.cli import run_command
+from octavo.entrypoints.cli import check_lists_took_no_model, run_command
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError, OctavoError
 from octavo.flags import FlagParser, read_yaml, with_hyphens
@@ -31,6 +31,11 @@ _COMMON_FLAGS = {
     ),
     "adapters": ("--enable-lora", "--lora-modules"),
 }  # fmt: skip
+# Fields with lists, none of whose values is a path of a model.
+_LISTS_OF_NAMES = (
+    "served_model_name", "api_key", "lora_modules", "lora_target_modules", "allowed_media_domains", "kv_cache_peers",
+    "middleware", "allowed_origins", "allowed_methods", "allowed_headers",
+)  # fmt: skip
 
 
 def make_parser(prog: str) -> FlagParser:
@@ -61,6 +66,8 @@ def both_args(args: argparse.Namespace) -> tuple[AsyncEngineArgs, ServerArgs]:
     engine_args, server_args = AsyncEngineArgs.from_cli_args(args), ServerArgs.from_cli_args(args)
     named = getattr(args, "model_tag", None)
     if named is None:
+        if not engine_args.model:
+            check_lists_took_no_model(args, _LISTS_OF_NAMES)
         return engine_args, server_args
     if engine_args.model and engine_args.model != named:
         raise ConfigError(f"two models are given: {named} and --model {engine_args.model}.")

@@ -170,7 +170,7 @@ class AuthAndLimits:
         allowed = self._methods_of(path)
         if allowed is not None and method not in allowed:
             allow = {"Allow": ", ".join(sorted(allowed))}
-            return error_response(method_not_allowed_message(method, path), 405, headers=allow)
+            return error_response(method_not_allowed_message(method, path, allow["Allow"]), 405, headers=allow)
         unavailable = await self._state.unavailable()
         if unavailable is not None:
             status, reason = unavailable

@@ -74,7 +74,7 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 # For some of these fields, what to do instead.
 _INSTEAD = {
-    "ebnf": "structured_outputs.grammar takes it",
+    "ebnf": "use structured_outputs.grammar",
     "documents": 'chat_template_kwargs {"documents": [...]} gives them to the chat template',
     "function_call": "tool_choice takes its place",
     "functions": "tools takes functions",
@@ -84,7 +84,7 @@ _INSTEAD = {
     "media_io_kwargs": "--media-io-kwargs is the server's",
     "mm_processor_kwargs": "the model's own settings are taken",
     "prompt_embeds": "completions take them, and messages as parts of type prompt_embeds, with --enable-prompt-embeds",
-    "regex": "structured_outputs.regex takes it",
+    "regex": "use structured_outputs.regex",
     "repetition_detection": "frequency_penalty and repetition_penalty keep answers from repeating themselves",
     "rid": "X-Request-Id names a request",
     "stream_interval": "--stream-interval is the server's",
@@ -104,8 +104,8 @@ def refuse_unbuilt(
     for name in found:
         value = data[name]
         if value is not None and not any(type(value) is type(idle) and value == idle for idle in unbuilt[name]):
-            instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-            raise RequestError(f"{within}{name} is not built yet; leave it out{instead}.", param=within + name)
+            said = f"is not a field here: {_INSTEAD[name]}" if name in _INSTEAD else "is not built yet; leave it out"
+            raise RequestError(f"{within}{name} {said}.", param=within + name)
     return {name: value for name, value in data.items() if name not in found} if found else data
 
 

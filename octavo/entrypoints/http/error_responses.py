@@ -34,6 +34,7 @@ from octavo.errors import (
 )  # fmt: skip
 from octavo.ollama import UNBUILT as UNBUILT_IN_OLLAMA
 from octavo.ollama import unbuilt_message as unbuilt_in_ollama
+from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output.schema_keywords import LISTS, MAPS, ONE, SILENT
 
 logger = logging.getLogger("octavo.server")
@@ -43,7 +44,10 @@ CUT_OFF_HEADER = "X-Octavo-Cut-Off"
 # Unknown fields that users often send, most of them another API's, and what they mean. What begins with a field of the
 # API counts, and of several the first.
 _SUGGESTED_FIELDS = {
+    "choice": ("structured_outputs.choice",),
     "enable_thinking": ('chat_template_kwargs {"enable_thinking": ...}',),
+    "format": ("response_format", "text.format", "output_config.format"),
+    "grammar": ("structured_outputs.grammar",),
     "input": ("messages", "prompt"),
     "instructions": ("system", 'messages, whose first may have the role "system"'),
     "lora_request": ("model, which is the adapter's name",),
@@ -52,11 +56,13 @@ _SUGGESTED_FIELDS = {
     "max_output_tokens": ("max_completion_tokens", "max_tokens"),
     "max_tokens": ("max_output_tokens",),
     "messages": ("input", "prompt"),
+    "num_predict": ("max_tokens", "max_output_tokens"),
     "output_config": ("response_format", "text.format"),
     "prompt": ("input", "messages"),
     "prompt_token_ids": ("prompt, which takes token ids too",),
     "reasoning": ("reasoning_effort", "thinking"),
     "reasoning_effort": ("reasoning.effort", "output_config.effort"),
+    "repeat_penalty": ("repetition_penalty",),
     "response_format": ("text.format", "output_config.format"),
     "stop": ("stop_sequences",),
     "stop_sequences": ("stop",),
@@ -66,7 +72,10 @@ _SUGGESTED_FIELDS = {
 # Fields that tools in the form of Responses or Messages lack in chats.
 _OF_TOOLS = re.compile(r"tools\[\d+\]\.(type|function)", re.ASCII)
 _FORM_OF_TOOLS = ': a tool is {"type": "function", "function": {"name": ..., "parameters": {...}}}'
+_EXAMPLES = {"response_format": ' such as {"type": "json_object"}'}
 _JSON_SCHEMA = "response_format.json_schema."
+_STRUCTURED = "structured_outputs."
+_OF_STRUCTURED = StructuredOutputsParams.__struct_fields__
 _BESIDE_SCHEMA = ("name", "description", "schema", "strict")
 # Keywords that show that a client sent a bare schema instead of the object around it.
 _OF_SCHEMAS = ONE | LISTS | MAPS | SILENT | {"type", "required", "items", "enum", "const", "format", "pattern", "$ref"}
@@ -225,7 +234,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], fields: Collection[str
         return RequestError(f"{param} should be {' or '.join(wanted.split(', '))}, got {said}.", param=param)
     if error["type"] == "extra_forbidden":
         meant = _meant_field(param, fields)
-        said = f"; what is meant is perhaps {meant}." if meant else ""
+        said = f"; did you mean {meant}?" if meant else ""
         return RequestError(
             f"Unrecognized request argument supplied: {param}{said}", param=param, code="unknown_parameter"
         )
@@ -237,6 +246,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], fields: Collection[str
         # A field with several types has an error for each type.
         others = [one for one in of_field if one["type"].endswith(("_type", "literal_error"))]
         message = " or ".join([message, *(_predicate(one).removeprefix("should be ") for one in others)])
+    message += _EXAMPLES.get(param, "")
     return RequestError(f"{param} {message}, got {_SHOWN.repr(error.get('input'))}.", param=param)
 
 
@@ -257,6 +267,9 @@ def _meant_field(unknown: str, fields: Collection[str]) -> str | None:
     for suggested in _SUGGESTED_FIELDS.get(unknown, ()):
         if _FIRST_NAME.match(suggested)[0] in fields:  # type: ignore[index]
             return suggested
+    if unknown.startswith(_STRUCTURED):
+        meant = similar(unknown.removeprefix(_STRUCTURED), _OF_STRUCTURED)
+        return meant and _STRUCTURED + meant
     return similar(unknown, fields) if unknown.isidentifier() else None
 
 
@@ -353,9 +366,9 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         elif route in _OF_THE_GATEWAY:
             message = f"{route} is for octavo gateway, which fetches and deletes models; octavo serve has one model."
         elif meant := similar(route, _paths(request) - UNBUILT_PATHS):
-            message += f"; what is meant is perhaps {meant}."
+            message += f"; did you mean {meant}?"
     elif error.status_code == 405:
-        message = method_not_allowed_message(request.method, path)
+        message = method_not_allowed_message(request.method, path, (error.headers or {}).get("Allow", ""))
     return error_response(message, error.status_code, headers=error.headers)
 
 
@@ -364,8 +377,9 @@ def _paths(request: Request) -> set[str]:
     return {path for route in request.app.routes if isinstance(path := getattr(route, "path", None), str)}
 
 
-def method_not_allowed_message(method: str, path: str) -> str:
-    return f"Not allowed to {method} on {path}"
+def method_not_allowed_message(method: str, path: str, allowed: str) -> str:
+    """`allowed` are the methods that the path takes, as in the header Allow."""
+    return f"Not allowed to {method} on {path}" + (f"; it takes {allowed}." if allowed else "")
 
 
 def add_error_handlers(app: Starlette) -> None:

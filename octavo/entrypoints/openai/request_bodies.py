@@ -492,7 +492,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
         if choice is None or choice == "none":
             return self
         if not names:
-            raise RequestError("tool_choice needs tools.", param="tool_choice")
+            raise RequestError("tool_choice needs tools; give some, or leave it out.", param="tool_choice")
         chosen = [choice] if isinstance(choice, NamedToolChoice) else []
         if isinstance(choice, AllowedToolsChoice):
             chosen = choice.allowed_tools.tools
@@ -546,7 +546,9 @@ class LoadAdapterRequest(RequestBody):
     """Body of POST /v1/load_lora_adapter."""
 
     lora_name: Text = Field(description="The name by which requests ask for the adapter, as their model.")
-    lora_path: Text = Field(description="The adapter's folder or .gguf file, below a folder of --lora-root.")
+    lora_path: Text = Field(
+        description="The adapter's folder or .gguf file, below a folder of --lora-root, where a relative path begins."
+    )
     load_inplace: bool = Field(default=False, description="Replace an adapter of the same name.")
 
 

@@ -405,6 +405,22 @@ def answer_files(engine: FakeEngine, source: Path, target: Path) -> None:
         files.close()
 
 
+def test_a_summary_says_why_a_request_is_refused(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    refused = json.loads(line("1")) | {"body": {"model": "none", "messages": []}}
+    source.write_bytes(line("0") + b"\n" + json.dumps(refused).encode() + b"\nno JSON\n")
+    answer_files(FakeEngine(tiny_tokenizer), source, target)
+    files = BatchFiles(source, target, 10_000)
+    said = files.summary()
+    files.close()
+    assert said == "3 requests, 2 of them refused; custom_id '1': messages should have at least 1 item, got []."
+    target.write_bytes(target.read_bytes().splitlines(keepends=True)[2])
+    files = BatchFiles(source, target, 10_000)
+    said = files.summary()
+    files.close()
+    assert said.startswith("3 requests, 1 of them refused; custom_id None: Request 3: The line is not valid JSON")
+
+
 def test_answers_are_in_the_order_of_the_input_whatever_came_first(tiny_tokenizer: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "folder" / "out.jsonl"
     target.parent.mkdir()

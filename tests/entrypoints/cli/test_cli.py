@@ -19,6 +19,8 @@ import pytest
 from octavo.bench import offline
 from octavo.bench import serve as bench_serve
 from octavo.entrypoints.cli import kernels, local, main, plan, run_batch, serve
+from octavo.entrypoints.cli.gateway import make_parser as gateway_parser
+from octavo.entrypoints.cli.gateway import models as gateway_models
 from octavo.entrypoints.cli.run import make_ps_parser, make_run_parser, ps, run
 from octavo.entrypoints.cli.serve import parse_args
 from octavo.entrypoints.cli.terminal import chat, complete, make_chat_parser
@@ -68,6 +70,23 @@ def test_a_model_is_given_by_position_or_by_flag() -> None:
     assert parse_args([], "octavo serve")[0].model == ""
     with pytest.raises(ConfigError, match="two models are given"):
         parse_args(["one", "--model", "two"], "octavo serve")
+
+
+def test_a_model_that_a_list_has_taken_is_refused(tmp_path: Path) -> None:
+    """Else the default model would be served, and the model's path would be a key or a name."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    parse_args(["--api-key", "a", str(folder)], "octavo serve")
+    (folder / "config.json").touch()
+    for words in (["--api-key", "a", str(folder)], ["--served-model-name", "a", "model.gguf", "--port", "1"],
+                  ["--api-key", "a", "org/name"]):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"Put the model first: MODEL {words[0]}"):
+            parse_args(words, "octavo serve")
+    with pytest.raises(ConfigError, match="Put the model first"):
+        gateway_models(gateway_parser("octavo gateway").parse_args(["--api-key", "a", str(folder)]))
+    for words in ([str(folder), "--api-key", "a", "org/name"], ["--served-model-name", "org/name"],
+                  ["--api-key", "a", "n" * 5000], ["--lora-root", str(folder)]):  # fmt: skip
+        parse_args(words, "octavo serve")
 
 
 def test_flags_may_be_written_with_underscores_and_lists_repeated() -> None:

@@ -84,21 +84,28 @@ def test_every_status_of_a_refusal_has_a_code_in_words() -> None:
         ({"suffix": "end", "echo": True}, "suffix", "suffix goes with prompts that are text, without echo"),
         ({"use_beam_search": True, "top_p": 0.5}, "top_p", "top_p must be left out with use_beam_search"),
         ({"length_penalty": 2.0}, "length_penalty", "length_penalty must be 1.0 without use_beam_search"),
-        ({"guided_decoding_backend": "x"}, "guided_decoding_backend", "guided_decoding_backend is not built yet"),
+        ({"guided_decoding_backend": "x"}, "guided_decoding_backend", "guided_decoding_backend is not a field here"),
         ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend", "always made by llguidance"),
-        ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "vllm_xargs is not built yet; leave it out: nothing reads it"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "vllm_xargs is not a field here: nothing reads it"),
         ({"repetition_detection": {"max_pattern_size": 4}}, "repetition_detection", "frequency_penalty and rep"),
         ({"media_io_kwargs": {"video": {}}}, "media_io_kwargs", "--media-io-kwargs is the server's"),
-        ({"prompt_token_ids": [1]}, "prompt_token_ids", "supplied: prompt_token_ids; what is meant is perhaps prompt,"),
-        ({"lora_request": {}}, "lora_request", "what is meant is perhaps model, which is the adapter's name."),
+        ({"prompt_token_ids": [1]}, "prompt_token_ids", "supplied: prompt_token_ids; did you mean prompt,"),
+        ({"lora_request": {}}, "lora_request", "did you mean model, which is the adapter's name?"),
+        ({"choice": ["a"]}, "choice", "; did you mean structured_outputs.choice?"),
+        ({"num_predict": 4}, "num_predict", "; did you mean max_tokens?"),
+        ({"structured_outputs": {"choices": ["a"]}}, "structured_outputs.choices", "structured_outputs.choice?"),
         ({"colour": "red"}, "colour", "Unrecognized request argument supplied: colour"),
-        ({"temprature": 0}, "temprature", "supplied: temprature; what is meant is perhaps temperature."),
+        ({"temprature": 0}, "temprature", "supplied: temprature; did you mean temperature?"),
         ({"guided_choice": []}, "guided_choice", "guided_choice must be a list of non-empty strings"),
-        ({"response_format": "json"}, "response_format", "response_format should be an object, got 'json'."),
+        (
+            {"response_format": "json"},
+            "response_format",
+            'response_format should be an object such as {"type": "json_object"}, got \'json\'.',
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"type": "object"}}},
             "response_format.json_schema.type",
-            "what is meant is perhaps response_format.json_schema.schema, which holds the schema.",
+            "did you mean response_format.json_schema.schema, which holds the schema?",
         ),
     ],
 )
@@ -112,8 +119,8 @@ def test_a_bad_field_is_named(http: httpx.Client, fields: dict[str, Any], param:
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("stricct", "; what is meant is perhaps response_format.json_schema.strict."),
-        ("$schema", "; what is meant is perhaps response_format.json_schema.schema, which holds the schema."),
+        ("stricct", "; did you mean response_format.json_schema.strict?"),
+        ("$schema", "; did you mean response_format.json_schema.schema, which holds the schema?"),
         ("colour", ""),
     ],
 )
@@ -182,7 +189,7 @@ def test_fields_of_another_api_are_refused_with_those_of_this_one(
     http: httpx.Client, path: str, fields: Any, unknown: str, meant: str
 ) -> None:
     error = http.post(f"/v1/{path}", json={**fields, unknown: 1}).json()["error"]
-    assert error["message"] == f"Unrecognized request argument supplied: {unknown}; what is meant is perhaps {meant}."
+    assert error["message"] == f"Unrecognized request argument supplied: {unknown}; did you mean {meant}?"
 
 
 @pytest.mark.parametrize(
@@ -279,10 +286,10 @@ def test_unknown_routes_and_methods_have_the_error_body_too(
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("/chat/completions", "perhaps /v1/chat/completions."),
-        ("/v1/v1/chat/completions", "perhaps /v1/chat/completions."),
-        ("/v1/chat/completion", "perhaps /v1/chat/completions."),
-        ("/v1/embedding", "perhaps /v1/embeddings."),
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/v1/embedding", "did you mean /v1/embeddings?"),
         ("/api/pull", "/api/pull is for octavo gateway"),
         ("/api/create", "/api/create is not built; docs/gateway.md lists"),
     ],

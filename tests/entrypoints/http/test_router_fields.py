@@ -30,8 +30,8 @@ def test_a_router_may_add_what_asks_for_nothing(http: httpx.Client) -> None:
         ({"no_stop_trim": True}, "no_stop_trim is not built yet; leave it out."),
         ({"return_hidden_states": True}, "return_hidden_states is not built yet; leave it out."),
         ({"separate_reasoning": False}, "separate_reasoning is not built yet; leave it out."),
-        ({"rid": "a"}, "rid is not built yet; leave it out: X-Request-Id names a request."),
-        ({"regex": "a+"}, "regex is not built yet; leave it out: structured_outputs.regex takes it."),
+        ({"rid": "a"}, "rid is not a field here: X-Request-Id names a request."),
+        ({"regex": "a+"}, "regex is not a field here: use structured_outputs.regex."),
     ],
 )
 def test_what_asks_for_something_is_refused(http: httpx.Client, field: dict[str, Any], message: str) -> None:

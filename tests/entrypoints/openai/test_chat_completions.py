@@ -348,10 +348,10 @@ def test_a_message_of_the_assistant_may_be_empty(
             {"structured_outputs": {"structural_tag": "{"}},
             "structured_outputs.structural_tag cannot be read: Expecting",
         ),
-        ({"functions": [{}]}, "functions is not built yet; leave it out: tools takes functions."),
+        ({"functions": [{}]}, "functions is not a field here: tools takes functions."),
         ({"documents": [{"text": "a"}]}, 'chat_template_kwargs {"documents": [...]} gives them to the chat template'),
         ({"chat_template": "x"}, "this server takes no chat_template from requests: start it with --trust-request-"),
-        ({"enable_thinking": False}, 'what is meant is perhaps chat_template_kwargs {"enable_thinking": ...}.'),
+        ({"enable_thinking": False}, 'did you mean chat_template_kwargs {"enable_thinking": ...}?'),
         (
             {"structured_outputs": {"regex": "(a"}},
             'followed: the regular expression "(a" cannot be read: unclosed group.',
