@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
+
+import numpy as np
 
 from octavo.errors import DeviceMemoryError
 from octavo.execution.model_drafter import DraftBatch
@@ -107,3 +109,8 @@ class DraftingRunner:
         rows = {planned.row for step in self._waiting for planned in step.plan.rows}
         changed = {change.row for changes in (plan.admissions, plan.new_blocks) for change in changes}
         return not rows.isdisjoint(changed | {row for row, _, _ in plan.new_tokens})
+
+    def waiting_steps_use(self, groups: Sequence[int], blocks: Sequence[int]) -> bool:
+        """Return whether the tables of these groups have any of the blocks for a row of a step that waits."""
+        rows = sorted({planned.row for step in self._waiting if not step.is_done for planned in step.plan.rows})
+        return bool(np.isin(self._runner.table.blocks[np.ix_(groups, rows)], blocks).any())

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,9 +80,11 @@ class LocalExecutor:
         with several stages; on GPUs the host tier's, after the moves under way."""
         return self.worker.read_blocks(pool, blocks)
 
-    def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
-        """Overwrite blocks with `contents`, as `read_blocks` has returned them."""
+    def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> bool:
+        """Overwrite blocks with `contents`, as `read_blocks` has returned them, behind the steps in flight and before
+        the next one. Returns False, and changes nothing, where that needs a wait for steps in flight."""
         self.worker.write_blocks(pool, blocks, contents)
+        return True
 
     def move_blocks(self, moves: Sequence[BlockMoves]) -> None:
         """Move blocks, by pool, outside of a step, after all steps submitted before."""
@@ -152,9 +154,11 @@ class MultiprocExecutor(LocalExecutor):
             self.worker_group.abandon(str(error))
             raise
         # The last steps, at least all in flight, of several stages.
-        self._last_steps = deque[PendingStep](maxlen=self.num_stages)
+        self._last_steps = deque[_LateStep](maxlen=self.num_stages)
         # By pool: host blocks that get their contents with one of these steps.
         self._copied_last = deque[list[set[int]]](maxlen=self.num_stages)
+        self._num_submitted = 0  # steps
+        self._unwritten = deque[_LateWrite]()  # in order
         # Blocks of the cache that are read may be those that a step in flight has still to compute.
         self._indexes_early = config.device == "cpu" and any(group.spec.kind != "full" for group in self.cache_groups)
         self._parts = list(zip(self.worker.block_bytes, *self.worker_group.block_bytes, strict=True))  # by pool
@@ -172,18 +176,18 @@ class MultiprocExecutor(LocalExecutor):
             self.worker_group.send_plan(plan)
         if self.num_stages == 1:
             return super().submit(plan)
-        step: PendingStep
-        if self._has_drafter:
-            step = self._submit_late(plan, rows)  # it drafts now and computes later
-        else:
-            step = _LastStage(partial(self._submit_late, plan, rows))
+        self._num_submitted += 1
+        submit = partial(self._submit_late, plan, rows, self._num_submitted)
+        # With a drafter the worker drafts now, and computes later.
+        step = cast("_LateStep", submit()) if self._has_drafter else _LastStage(submit)
         self._last_steps.append(step)
         self._copied_last.append([{host_block for _, host_block in moves.swap_out} for moves in plan.moves])
         return step
 
-    def _submit_late(self, plan: StepPlan, rows: dict[bytes, NDArray[np.float32]]) -> PendingStep:
+    def _submit_late(self, plan: StepPlan, rows: dict[bytes, NDArray[np.float32]], number: int) -> PendingStep:
         """Submit a step of the last stage, which is computed later: `rows` are kept, as their requests may have ended
-        by then."""
+        by then. `number` counts the steps."""
+        self._write_before(number)
         if rows:
             self.worker.take_rows(rows)
         return super().submit(plan)
@@ -207,24 +211,40 @@ class MultiprocExecutor(LocalExecutor):
         return super().is_settled(pool, blocks, waits)
 
     def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
-        if self._indexes_early:
+        is_unwritten = any(one.pool == pool and not one.blocks.isdisjoint(blocks) for one in self._unwritten)
+        if self._indexes_early or is_unwritten:
             self._finish_steps()
         parts = self.worker_group.read_blocks(pool, blocks)
         return np.concatenate([super().read_blocks(pool, blocks), *parts], axis=1)
 
-    def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
-        self._finish_steps()
+    def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> bool:
+        if self.worker.waiting_steps_use(pool, blocks):
+            return False
         ends = np.cumsum(self._parts[pool])
         own, *parts = np.split(contents, ends[:-1], axis=1)
         self.worker_group.write_blocks(pool, blocks, parts)
-        super().write_blocks(pool, blocks, np.ascontiguousarray(own))
+        write = partial(super().write_blocks, pool, blocks, np.ascontiguousarray(own))
+        # The last stage computes steps late. They may use the blocks for sequences that have ended since. Those of a
+        # drafter do not, which has to have the contents for the drafts of the next step.
+        is_late = not self._has_drafter and not all(step.is_done for step in self._last_steps)
+        if is_late or self._unwritten:
+            self._unwritten.append(_LateWrite(self._num_submitted + 1, pool, set(blocks), write))
+        else:
+            write()
+        return True
 
     def _finish_steps(self) -> None:
         """Compute the last stage of the steps in flight. Earlier stages handle plans, reads and writes of blocks in
         order, so they need no wait."""
         while self._last_steps:
             self._last_steps.popleft().result()
+        self._write_before(self._num_submitted + 1)
         self._copied_last.clear()  # the worker has these copies now
+
+    def _write_before(self, number: int) -> None:
+        """Write the blocks that the step of this number, or one before it, may read."""
+        while self._unwritten and self._unwritten[0].before <= number:
+            self._unwritten.popleft().write()
 
     def prepare_adapter(self, source: AdapterSource) -> Future[int]:
         return self.worker_group.prepare_adapter(source, super().prepare_adapter(source))
@@ -238,12 +258,34 @@ class MultiprocExecutor(LocalExecutor):
         super().release_cache()
 
 
+class _LateStep(PendingStep, Protocol):
+    """A step that earlier stages compute now."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the result is known."""
+        ...
+
+
+class _LateWrite(NamedTuple):
+    """Contents of blocks that the last stage writes before it computes a step."""
+
+    before: int  # the number of the step
+    pool: int
+    blocks: set[int]
+    write: Callable[[], object]
+
+
 class _LastStage:
     """A step that earlier stages compute now; the last stage computes it when its result is wanted."""
 
     def __init__(self, submit: Callable[[], PendingStep]) -> None:
         self._submit = submit
         self._result: StepResult | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._result is not None
 
     def result(self) -> StepResult:
         if self._result is None:

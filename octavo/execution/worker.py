@@ -51,7 +51,7 @@ from octavo.structured_output.grammar_matching import GrammarCompiler
 if TYPE_CHECKING:
     from octavo.execution.adapter_store import AdapterStore
     from octavo.execution.draft_model import Draft
-    from octavo.execution.drafting_runner import DraftedStep
+    from octavo.execution.drafting_runner import DraftedStep, DraftingRunner
     from octavo.lora.ops import AdaptedOps
     from octavo.models.draft_heads import MedusaHeads
     from octavo.multimodal.tower import ReceivedRows, TowerCache
@@ -102,6 +102,7 @@ class Worker:
             model_config.pooling, worker_group, self._media_table, self._cross,
         )  # fmt: skip
         self._draft: Draft | None = None
+        self._drafting: DraftingRunner | None = None
         if config.draft is not None and worker_group.is_leader:  # the other workers get its draft tokens
             self._draft = self._load_draft(config.draft, phases)
         self.submit: Callable[[StepPlan], SubmittedStep | DraftedStep] = self.runner.submit
@@ -447,6 +448,14 @@ class Worker:
         else:
             self._mover.write_host_blocks(pool, blocks, contents)
 
+    def waiting_steps_use(self, pool: int, blocks: Sequence[int]) -> bool:
+        """Return whether a step whose drafts are made, but which waits for earlier stages, may use blocks in the host's
+        memory. On GPUs none does: the moves of its plan were made with the drafts."""
+        if self._drafting is None or not self._device.shares_memory:
+            return False
+        groups = [number for number, group in enumerate(self.groups) if group.pool == pool]
+        return self._drafting.waiting_steps_use(groups, blocks)
+
     def move_blocks(self, moves: Sequence[BlockMoves]) -> None:
         """Move blocks outside of a step, after all steps submitted before. What the device lacks memory for is moved
         with the next moves, or before the next step."""
@@ -507,7 +516,8 @@ class Worker:
             in_pool = caches[draft.pool]
             of_draft = in_pool[len(in_pool) - len(draft.layer_caches) :]
             drafter = draft.use_caches(of_draft, in_pool[0].num_blocks, num_host_blocks[draft.pool])
-            self.submit = DraftingRunner(self.runner, drafter, self._worker_group).submit
+            self._drafting = DraftingRunner(self.runner, drafter, self._worker_group)
+            self.submit = self._drafting.submit
 
 
 def _agree_on_stream(model: StageModel, dtype: str, worker_group: WorkerGroup) -> None:

@@ -40,7 +40,9 @@ _NUM_READERS = 2
 _PATIENCE = 2.0
 _LEAST_PATIENCE_S = 1.0  # and at least this long: a busy machine may read slowly
 _MAX_FAILED_LOOKUPS = 4  # files that a lookup may find missing, for one pool and prompt: each costs microseconds
-_LOOKUP_S = 0.01  # for all lookups of a prompt; if the disk takes longer, only known files are used
+# Longest wait of a step for the lookups of a prompt: enough on a local disk. Otherwise a later step has the result.
+_LOOKUP_GRACE_S = 0.001
+_LOOKUP_S = 0.05  # for all lookups of a prompt; if the disk takes longer, only known files are used
 
 _Part = tuple[list[bytes], NDArray[np.uint8]]  # keys of one pool, and the contents of their blocks
 
@@ -115,7 +117,8 @@ class DiskFetches:
         self._read_cost = ReadCost()
         self._readers = ReaderThreads(_NUM_READERS, "read blocks of the disk")
         self._lookup_thread = ReaderThreads(1, "look for blocks on disk")
-        self._last_lookup: Future[int] | None = None
+        self._lookups: dict[str, tuple[Future[int], float]] = {}  # by request, and when they began on the tier's clock
+        self._late_lookup: Future[int] | None = None  # while the disk has not answered it, nobody looks
         self._abandoned: list[Future[_Chunk]] = []  # chunks that are being read for fetches that have ended
         self._num_hits = self._read_bytes = 0  # since `take_stats`
 
@@ -137,16 +140,19 @@ class DiskFetches:
         for fetch in list(self._fetches):
             self._end(fetch)
 
-    def prepare(self, seq: TokenSequence) -> Readiness:
+    def prepare(self, seq: TokenSequence, may_wait: bool) -> Readiness:
         """Have the blocks of a waiting sequence read, now that it is its turn: begin once the pools have room, and put
-        into the pools what has been read."""
+        into the pools what has been read. With `may_wait`, as nothing runs, wait for copies of host blocks that are
+        under way; otherwise what has been read waits for a later call."""
         if seq.host_blocks or (seq.beam_search is not None and seq.num_preemptions):  # beams wait for each other
             return Readiness.READY
         request_id = seq.request_id
         if request_id not in self._by_request:
             if seq.request.blocks_from is not None and self._copies_blocks(seq, seq.request.blocks_from):
                 return Readiness.READING
-            self._by_request[request_id] = self._plan(seq)
+            if (num_found := self._num_found(seq)) is None:
+                return Readiness.READING
+            self._by_request[request_id] = self._plan(seq, num_found)
         fetch = self._by_request[request_id]
         if fetch is None:
             return Readiness.READY
@@ -154,34 +160,30 @@ class DiskFetches:
             if not self._fit(fetch.missing):
                 return Readiness.NO_ROOM
             self._begin(fetch)
-        return Readiness.READY if self._advance(fetch) else Readiness.READING
+        return Readiness.READY if self._advance(fetch, may_wait) else Readiness.READING
 
     def forget(self, seq: TokenSequence) -> None:
         """Forget the fetch of a sequence that has started or ended."""
+        self._lookups.pop(seq.request_id, None)
         if (copy := self._copies.pop(seq.request_id, None)) is not None:
             copy.is_cancelled = True
         if (fetch := self._by_request.pop(seq.request_id, None)) is not None:
             self._end(fetch)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a chunk has been read, or blocks have been copied, if any are under way."""
+        """Wait until a chunk has been read, or blocks have been found or copied, if any are under way."""
         working: list[Future[Any]] = [fetch.reading[0] for fetch in self._fetches if fetch.reading]
+        working += [lookup for lookup, _ in self._lookups.values()]
         working += [copy.done for copy in self._copies.values() if copy is not None and not copy.done.done()]
         if working:
             wait(working, timeout_s, FIRST_COMPLETED)
 
-    def _plan(self, seq: TokenSequence) -> Fetch | None:
-        """Return the blocks to read for a sequence's prefix. Returns None if the pools have as much of the prefix, or
-        if computing the tokens is faster; then the files of the prefix count as used now. In the latter case the
-        predicted cost of reading is lowered a little (`ReadCost.doubt`)."""
+    def _plan(self, seq: TokenSequence, num_found: int) -> Fetch | None:
+        """Return the blocks to read for a sequence's prefix, of which pools and folder have `num_found` blocks. Returns
+        None if the pools have as much of the prefix, or if computing the tokens is faster; then the files of the prefix
+        count as used now. In the latter case the predicted cost of reading is lowered a little (`ReadCost.doubt`)."""
         keys, pools = seq.block_hashes, self._tier.pools
-        limit = self._most_blocks(seq)
-        if limit <= 0:
-            return None
-        self._drop_done_abandoned()
-        if self._tier.is_removing_all or self._abandoned:  # an abandoned chunk is still being read: the disk hangs
-            return None
-        num_cached, num_found = self._cache.num_prefix_blocks(keys, limit, pools), self._num_found(keys, limit)
+        num_cached = self._cache.num_prefix_blocks(keys, self._most_blocks(seq), pools)
         used = self._cache.prefix_names(keys, num_found)
         missing = [name for name in used if not self._tier.is_in_memory(name)]
         counts = Counter(pool for pool, _ in missing)
@@ -225,32 +227,48 @@ class DiskFetches:
         self._fetches.append(fetch)
         self._read_ahead(fetch)
 
-    def _num_found(self, keys: list[bytes], limit: int) -> int:
-        """Return the longest prefix, in blocks up to `limit`, that pools and folder have together. A thread looks for
-        other servers' files; if it takes too long, or is still busy with an earlier lookup, only known files count."""
+    def _num_found(self, seq: TokenSequence) -> int | None:
+        """Return the longest prefix of a sequence, in blocks, that pools and folder have together. A thread looks for
+        other servers' files. None: it is still looking. If it takes too long, only known files count, for this sequence
+        and for others until it has looked."""
+        limit, request_id = self._most_blocks(seq), seq.request_id
+        self._drop_done_abandoned()
+        if limit <= 0 or self._tier.is_removing_all or self._abandoned:
+            return 0  # an abandoned chunk is still being read: the disk hangs
+        keys = seq.block_hashes
         num_known = self._cache.num_prefix_blocks(keys, limit, self._tier.watches)
-        if num_known == limit or (self._last_lookup is not None and not self._last_lookup.done()):
-            return num_known
-        lookups = [_DiskLookups(watch, self._tier.files, pool) for pool, watch in enumerate(self._tier.watches)]
-        lookup = self._lookup_thread.run(partial(self._cache.num_prefix_blocks, keys, limit, lookups))
-        self._last_lookup = lookup
-        wait([lookup], _LOOKUP_S)
+        if request_id not in self._lookups:
+            if num_known == limit or (self._late_lookup is not None and not self._late_lookup.done()):
+                return num_known
+            grace_s = 0.0 if self._lookups else _LOOKUP_GRACE_S  # behind others it will not be done
+            pools = [_DiskLookups(watch, self._tier.files, pool) for pool, watch in enumerate(self._tier.watches)]
+            lookup = self._lookup_thread.run(partial(self._cache.num_prefix_blocks, keys, limit, pools))
+            self._lookups[request_id] = lookup, self._clock()
+            wait([lookup], grace_s)
+        lookup, began = self._lookups[request_id]
+        if not lookup.done():
+            if self._clock() - began < _LOOKUP_S:
+                return None
+            self._late_lookup = lookup
+        del self._lookups[request_id]
         return lookup.result() if lookup.done() and lookup.exception() is None else num_known
 
-    def _advance(self, fetch: Fetch) -> bool:
+    def _advance(self, fetch: Fetch, may_wait: bool) -> bool:
         """Put the chunks that have been read into the pools, and end the fetch if all are, or if it takes too long.
         Returns whether the prompt may start."""
         while not fetch.has_ended and fetch.reading and fetch.reading[0].done():
-            future = fetch.reading.popleft()
-            del self._reading_bytes[future]
-            if future.exception() is not None:
-                self._end(fetch)
+            future = fetch.reading[0]
+            chunk = future.result() if future.exception() is None else None
+            taken = Readiness.NO_ROOM if chunk is None else self._take_in(chunk, may_wait)
+            if taken is Readiness.READING:
                 break
-            chunk = future.result()
-            num_bytes = sum(contents.nbytes for _, contents in chunk.parts.values())
-            self._read_bytes += num_bytes
-            self._read_cost.observe(num_bytes, chunk.seconds)
-            if not self._take_in(chunk) or not chunk.is_whole:
+            fetch.reading.popleft()
+            del self._reading_bytes[future]
+            if chunk is not None:
+                num_bytes = sum(contents.nbytes for _, contents in chunk.parts.values())
+                self._read_bytes += num_bytes
+                self._read_cost.observe(num_bytes, chunk.seconds)
+            if taken is Readiness.NO_ROOM or (chunk is not None and not chunk.is_whole):
                 self._end(fetch)
             self._read_ahead(fetch)
         is_late = self._clock() - fetch.began > fetch.patience_s
@@ -339,27 +357,28 @@ class DiskFetches:
                 num_read += count
         return _Chunk(parts, num_read == len(names), time.monotonic() - begin)
 
-    def _take_in(self, chunk: _Chunk) -> bool:
-        """Put blocks into the pools, as free, indexed blocks. Returns False if there are too few free blocks, or if a
-        block has still to be copied to one of them."""
+    def _take_in(self, chunk: _Chunk, may_wait: bool) -> Readiness:
+        """Put blocks into the pools, as free, indexed blocks. Returns `NO_ROOM` if there are too few free blocks, and
+        `READING`, for a later step, if copies or steps under way still use a block that it would overwrite."""
         for number, (keys, contents) in chunk.parts.items():
             pool = self._tier.pools[number]
             missing = [i for i, key in enumerate(keys) if pool.lookup(key) is None]
             if len(missing) > pool.num_free:
-                return False
-            if missing:
-                blocks = [pool.allocate() for _ in missing]
-                own = contents if len(missing) == len(keys) else contents[missing]
-                is_settled = self._tier.is_settled(number, blocks, waits=True)
-                if is_settled:
-                    self._memory.write_blocks(number, blocks, own)
-                for block, i in zip(blocks, missing, strict=True):
-                    if is_settled:
-                        pool.register(block, keys[i])
-                    pool.release(block)
-                if not is_settled:
-                    return False
-        return True
+                return Readiness.NO_ROOM
+            if not missing:
+                continue
+            blocks = [pool.allocate() for _ in missing]
+            own = contents if len(missing) == len(keys) else contents[missing]
+            is_taken = self._tier.is_settled(number, blocks, may_wait) and self._memory.write_blocks(
+                number, blocks, own
+            )
+            for block, i in zip(blocks, missing, strict=True):
+                if is_taken:
+                    pool.register(block, keys[i])
+                pool.release(block)
+            if not is_taken:  # where a wait does not help, the device lacks memory
+                return Readiness.NO_ROOM if may_wait else Readiness.READING
+        return Readiness.READY
 
 
 def _patience_s(compute_s: float) -> float:

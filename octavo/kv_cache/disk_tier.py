@@ -23,6 +23,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import chain, islice
 from typing import Protocol
 
 import numpy as np
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 _QUEUE_BYTES = 64 << 20  # of blocks on their way to the folder
 _IDLE_QUEUE_BYTES = 4 << 20  # the limit while the engine is idle, so that the writer is done when the next step begins
 _MOST_QUEUED = 10_000  # entries of the queue; beyond this, last-used updates are dropped
+_MOST_PASSED = 64  # unsaved blocks that are looked at for one that is not being copied
 _BUSY_SHARE = 0.003  # of a busy engine's time that saving may take, the writer's time included
 _GPU_BUSY_SHARE = 0.03  # on GPUs, where the writer delays no step, and planning has time while a step is computed
 _INITIAL_EVICTION_SAVE_S = 1.0  # for eviction-time saves, before disk hits have saved any time
@@ -69,8 +71,9 @@ class BlockMemory(Protocol):
         """Wait until `read_blocks` takes only the time of copying. Returns True if the wait delays the next step."""
         ...
 
-    def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
-        """Overwrite blocks with `contents`, [len(blocks), block_bytes[pool]]."""
+    def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> bool:
+        """Overwrite blocks with `contents`, [len(blocks), block_bytes[pool]]. Returns False, and changes nothing, while
+        a step in flight uses them."""
         ...
 
     def move_blocks(self, moves: Sequence[BlockMoves]) -> None:
@@ -330,13 +333,13 @@ class DiskTier:
             return
         share = _BUSY_SHARE if self._host_tier is None else _GPU_BUSY_SHARE
         self._busy_save_s = min(self._busy_save_s + share * step_s, _MAX_BUSY_SAVE_S)
-        if self._busy_save_s <= 0 or not self._can_save():
+        if self._busy_save_s <= 0 or self._next_savable() is None:
             return
         # After paying the wait once, save for at least as long as it took.
         wait_s = self._wait_for_workers()
         self._busy_save_s -= wait_s
-        while self._busy_save_s > -2 * wait_s and self._can_save():
-            self._busy_save_s -= self._save(self._next_unsaved())
+        while self._busy_save_s > -2 * wait_s and (name := self._next_savable()) is not None:
+            self._busy_save_s -= self._save(name)
 
     def save_while_idle(self) -> bool:
         """Save a block, or wait shortly for the writer. Returns False if no block is unsaved, or if the device lacks
@@ -348,8 +351,7 @@ class DiskTier:
         with self._lock:
             has_room = self._lock.wait_for(lambda: self._has_room(_IDLE_QUEUE_BYTES), _IDLE_WAIT_S)
         if has_room:
-            name = self._next_unsaved()
-            if not self.is_settled(name[0], [self.unsaved[name]], waits=True):
+            if (name := self._next_savable(waits=True)) is None:
                 return False
             self._save(name)
         return not self._is_closed
@@ -366,8 +368,8 @@ class DiskTier:
 
     def fill_queue(self) -> None:
         """Queue unsaved blocks until the writer's queue is full."""
-        while self._can_save():
-            self._save(self._next_unsaved())
+        while (name := self._next_savable()) is not None:
+            self._save(name)
 
     def prioritise(self, names: Iterable[Name]) -> None:
         """Save these blocks before others."""
@@ -376,23 +378,14 @@ class DiskTier:
         if self._host_tier is not None:
             self._host_tier.prioritise(first)
 
-    def _next_unsaved(self) -> Name:
-        """Return the block to save before all others. One must be unsaved."""
-        first = next((name for name in self._first if name in self.unsaved), None)
-        return next(iter(self.unsaved)) if first is None else first
-
-    def _can_save(self) -> bool:
-        """Return whether the next unsaved block can be saved without a wait. If it is being copied, the block after it
-        is the next one from now on."""
-        if not self.unsaved or not self._has_room():
-            return False
-        name = self._next_unsaved()
-        if self.is_settled(name[0], [self.unsaved[name]]):
-            return True
-        for blocks in (self.unsaved, self._first):
-            if name in blocks:
-                blocks.move_to_end(name)
-        return False
+    def _next_savable(self, waits: bool = False) -> Name | None:
+        """Return the block to save before all others, of those that are not being copied. With `waits`, wait for copies
+        under way. Returns None if there is none, or if the queue has no room."""
+        if not self._has_room():
+            return None
+        in_order = chain(filter(self.unsaved.__contains__, self._first), self.unsaved)
+        candidates = islice(in_order, _MOST_PASSED)
+        return next((name for name in candidates if self.is_settled(name[0], [self.unsaved[name]], waits)), None)
 
     def _save(self, name: Name) -> float:
         """Queue a copy of an unsaved block, for which there is room. Returns the seconds that steps are later for it:

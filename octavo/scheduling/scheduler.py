@@ -295,7 +295,8 @@ class Scheduler:
                     break
                 i += 1
                 continue
-            if self.fetches is not None and (readiness := self.fetches.prepare(seq)) is not Readiness.READY:
+            may_wait = not (self._in_flight or step.sequences)
+            if self.fetches is not None and (readiness := self.fetches.prepare(seq, may_wait)) is not Readiness.READY:
                 # No room for its disk blocks yet. Stop, so that later sequences do not take what running ones will
                 # free. If nothing runs, a later waiting sequence already holds that room, so go on to it.
                 if readiness is Readiness.NO_ROOM and (step.sequences or self.queues.running):

@@ -39,7 +39,7 @@ def reads_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models compute faster than a disk answers, and a busy machine's lookups may be late."""
     monkeypatch.setattr(ReadCost, "seconds", lambda self, num_bytes: 0.0)
     monkeypatch.setattr(disk_fetches, "_PATIENCE", 1e9)
-    monkeypatch.setattr(disk_fetches, "_LOOKUP_S", 60.0)
+    monkeypatch.setattr(disk_fetches, "_LOOKUP_GRACE_S", 60.0)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_block_from_disk_has_the_bits_of_a_computed_one(case: str, model: Any)
     second = model(name, **settings)
     find = second.core.disk.fetches._plan
     found: list[Any] = []
-    second.core.disk.fetches._plan = lambda seq: found.append(find(seq)) or found[-1]
+    second.core.disk.fetches._plan = lambda *asked: found.append(find(*asked)) or found[-1]
     assert answers(second, PROMPTS) == expected
     assert found[0] is not None and found[0].num_found_blocks >= 5
     plain = model(name, kv_cache_disk=None, **settings)
@@ -222,10 +222,24 @@ def test_blocks_are_read_and_written_after_the_steps_in_flight(model: Any) -> No
     read = executor.read_blocks(0, first)
     llm.core.step()
     second = seq.block_tables[0][len(first) :]
-    executor.write_blocks(0, second, np.zeros_like(read))
+    assert executor.write_blocks(0, second, np.zeros_like(read))
+    assert not executor._last_steps[-1].is_done, "nobody has waited for it"
     llm.core.step()
     assert len(first) == len(second) == 2 and read.any()
     assert (executor.read_blocks(0, first) == read).all() and not executor.read_blocks(0, second).any()
+
+
+def test_what_is_written_behind_the_steps_in_flight_is_read_at_once(model: Any) -> None:
+    llm = model("qwen3", pipeline_parallel_size=2, max_num_batched_tokens=16, kv_cache_disk=None)
+    llm.core.add(EngineRequest("r", Prompt(DOCUMENT), SamplingParams(max_tokens=1), [0], 1, 0.0))
+    llm.core.step()
+    llm.core.step()
+    executor, written = llm.core.executor, []
+    for value in (1, 2):
+        written.append(np.full((2, executor.block_bytes[0]), value, np.uint8))
+        assert executor.write_blocks(0, [60, 61], written[-1])
+        assert not executor._last_steps[-1].is_done
+    assert (executor.read_blocks(0, [60, 61]) == written[-1]).all()
 
 
 def test_computed_blocks_are_read_while_steps_are_in_flight(model: Any) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.engine import core
 from octavo.engine.core import EngineCore
+from octavo.request import EngineRequest, Prompt
 from octavo.speculative.proposer import ToBeDrafted
 from octavo.speculative.speculation import Speculation
 from octavo.step_plan import PlannedRow, StepPlan
@@ -148,3 +150,21 @@ def test_a_draft_reads_from_disk_what_it_computed_at_times(
         assert engine.disk is not None and num_drafted > 50
         engine.disk.close()
     assert read.called
+
+
+def test_a_block_of_a_step_that_is_drafted_but_not_computed_is_not_overwritten(start: Start) -> None:
+    llm = start("draft_model", **STAGES, max_num_batched_tokens=16)
+    llm.core.add(EngineRequest("r", Prompt(DOCUMENT), SamplingParams(max_tokens=1), [0], 1, 0.0))
+    llm.core.step()
+    llm.core.step()
+    executor: Any = llm.core.executor
+    [seq] = llm.core.scheduler.queues.running
+    own, free = list(seq.block_tables[0]), [60, 61]
+    contents = np.full((2, executor.block_bytes[0]), 1, np.uint8)
+    before = executor.read_blocks(0, own[:2])
+    assert not executor.write_blocks(0, own[:2], contents) and executor.write_blocks(0, free, contents)
+    assert not executor._last_steps[-1].is_done, "nobody has waited for it"
+    assert (executor.read_blocks(0, own[:2]) == before).all() and (executor.read_blocks(0, free) == contents).all()
+    while llm.core.has_work:
+        llm.core.step()
+    assert executor.write_blocks(0, own[:2], contents)

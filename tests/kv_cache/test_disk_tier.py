@@ -35,6 +35,8 @@ STATE = LayerCacheSpec("state", num_bytes=32)
 class Memory:
     """The memory of the pools."""
 
+    is_in_use = False  # by a step in flight
+
     def __init__(self, num_blocks: list[int]) -> None:
         self.block_bytes = [BLOCK_BYTES] * len(num_blocks)
         self.blocks = [np.zeros((count, BLOCK_BYTES), np.uint8) for count in num_blocks]
@@ -45,8 +47,11 @@ class Memory:
     def wait_for_workers(self) -> bool:
         return False
 
-    def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
+    def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> bool:
+        if self.is_in_use:
+            return False
         self.blocks[pool][list(blocks)] = contents
+        return True
 
 
 class Engine:
@@ -95,18 +100,20 @@ class Engine:
             pass
         self.tier.wait_until_saved()
 
-    def begin(self, tokens: list[int], name: str = "r", **params: Any) -> tuple[TokenSequence, Fetch | None]:
+    def begin(
+        self, tokens: list[int], name: str = "r", may_wait: bool = True, **params: Any
+    ) -> tuple[TokenSequence, Fetch | None]:
         """Let it be the turn of a prompt."""
         asked = request(tokens, **params)
         asked.request_id = name
         seq = TokenSequence(request=asked, key=(0, 0), seed=0, token_ids=list(tokens))  # type: ignore[arg-type]
-        self.tier.fetches.prepare(seq)
+        self.tier.fetches.prepare(seq, may_wait)
         return seq, self.tier.fetches._by_request[name]
 
     def fetched(self, tokens: list[int], **params: Any) -> Fetch | None:
         """Let it be the turn of a prompt until it starts."""
         seq, fetch = self.begin(tokens, **params)
-        wait_until(lambda: self.tier.fetches.prepare(seq) is Readiness.READY)
+        wait_until(lambda: self.tier.fetches.prepare(seq, may_wait=True) is Readiness.READY)
         self.tier.fetches.forget(seq)
         return fetch
 
@@ -122,7 +129,7 @@ def request(tokens: list[int], **params: Any) -> EngineRequest:
 
 @pytest.fixture
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(disk_fetches, "_LOOKUP_S", 60.0)
+    monkeypatch.setattr(disk_fetches, "_LOOKUP_GRACE_S", 60.0)
     made: list[Engine] = []
 
     def make(layers: Sequence[LayerCacheSpec] = (FULL,)) -> Engine:
@@ -350,10 +357,10 @@ def test_a_disk_that_hangs_is_waited_for_no_longer_than_computing_takes(engines:
     second = engines()
     second.files.read, began, may_go = held(second.files.read)
     seq, fetch = second.begin(list(range(22)))
-    assert fetch is not None and not second.tier.fetches._advance(fetch)
+    assert fetch is not None and not second.tier.fetches._advance(fetch, may_wait=True)
     began.wait()
     second.now = fetch.patience_s + 1
-    assert second.tier.fetches.prepare(seq) is Readiness.READY and second.contents() == {}
+    assert second.tier.fetches.prepare(seq, may_wait=True) is Readiness.READY and second.contents() == {}
     second.tier.fetches.forget(seq)
     assert second.fetched(list(range(22))) is None, "and the next request does not wait at all"
     may_go.set()
@@ -389,7 +396,8 @@ def test_blocks_that_nobody_reads_any_more_are_not_waited_for(engines: Any) -> N
 def test_a_disk_that_hangs_while_others_blocks_are_looked_for_stops_nobody(
     engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_fetches, "_LOOKUP_S", 0.0)
+    for limit in ("_LOOKUP_GRACE_S", "_LOOKUP_S"):
+        monkeypatch.setattr(disk_fetches, limit, 0.0)
     one, other, may_go, looks = engines(), engines(), threading.Event(), list[Name]()
     one.compute(list(range(22)))
     one.save()
@@ -405,8 +413,54 @@ def test_a_disk_that_hangs_while_others_blocks_are_looked_for_stops_nobody(
     wait_until(lambda: looks)
     assert len(looks) == 1, "nobody looks again before the disk answers"
     may_go.set()
-    wait_until(lambda: other.tier.fetches._last_lookup.done())
+    wait_until(lambda: other.tier.fetches._late_lookup.done())
     assert other.fetched(list(range(22))) is not None, "the thread has found them"
+
+
+def test_what_other_servers_have_is_looked_for_while_others_are_computed(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = engines(), engines()
+    one.compute(list(range(22)))
+    one.save()
+    monkeypatch.setattr(disk_fetches, "_LOOKUP_GRACE_S", 0.0)
+    other.files.has, began, may_go = held(other.files.has)
+    fetches = other.tier.fetches
+    seqs = [TokenSequence(request=request(one), key=(0, 0), seed=0, token_ids=one) for one in ([*range(22)], [9] * 22)]  # type: ignore[arg-type]
+    for number, seq in enumerate(seqs):
+        seq.request.request_id = str(number)
+        assert fetches.prepare(seq, may_wait=False) is Readiness.READING, "nobody waits for the disk"
+    began.wait()
+    assert fetches.prepare(seqs[0], may_wait=True) is Readiness.READING
+    may_go.set()
+    fetches.wait(60.0)
+    wait_until(lambda: fetches.prepare(seqs[0], may_wait=False) is Readiness.READY)
+    assert other.stats().num_disk_hits == 20
+    wait_until(lambda: fetches.prepare(seqs[1], may_wait=False) is Readiness.READY)
+    for seq in seqs:
+        fetches.forget(seq)
+    assert fetches._lookups == {} and fetches._late_lookup is None
+
+
+def test_blocks_that_a_step_in_flight_uses_are_filled_after_it(engines: Any) -> None:
+    first = engines()
+    first.compute(list(range(22)))
+    first.save()
+    second = engines()
+    second.compute(list(range(100, 140)))
+    seq, fetch = second.begin(list(range(22)))
+    assert fetch is not None
+    wait_until(lambda: fetch.reading[0].done())
+    second.memory.is_in_use = True
+    num_free = second.cache.pools[0].num_free
+    for _ in range(3):
+        assert second.tier.fetches.prepare(seq, may_wait=False) is Readiness.READING
+    assert second.cache.pools[0].num_free == num_free
+    kept = len(second.cache.pools[0]._index)
+    second.memory.is_in_use = False
+    assert second.tier.fetches.prepare(seq, may_wait=False) is Readiness.READY
+    expected, found = first.contents(), second.contents()
+    assert kept + 5 == len(found) and expected.items() <= found.items() and second.stats().num_disk_hits == 20
 
 
 def test_errors_end_no_thread(engines: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -443,7 +497,7 @@ def test_what_is_forgotten_does_not_come_back(engines: Any) -> None:
     seq, fetch = other.begin(list(range(22)))
     assert fetch is not None
     other.tier.forget_pools(removes_files=False)  # as when memory is freed: what was on its way is not put there
-    assert other.tier.fetches.prepare(seq) is Readiness.READY and other.contents() == {}
+    assert other.tier.fetches.prepare(seq, may_wait=True) is Readiness.READY and other.contents() == {}
     other.tier.fetches.forget(seq)
     assert other.fetched(list(range(22))) is not None
     other.tier.forget_pools(removes_files=True)
@@ -640,11 +694,15 @@ def test_what_is_read_for_a_waiting_request_is_not_replaced_by_what_others_want(
     other = engines()
     first, _ = other.begin(prompts[0], "0")
     second, fetch = other.begin(prompts[1], "1")
-    assert other.tier.fetches.prepare(second) is Readiness.NO_ROOM, "two need 14 blocks of 12"
-    wait_until(lambda: other.tier.fetches.prepare(first) is Readiness.READY)
-    assert other.tier.fetches.prepare(second) is Readiness.NO_ROOM and fetch is not None and not fetch.has_begun
+    assert other.tier.fetches.prepare(second, may_wait=True) is Readiness.NO_ROOM, "two need 14 blocks of 12"
+    wait_until(lambda: other.tier.fetches.prepare(first, may_wait=True) is Readiness.READY)
+    assert (
+        other.tier.fetches.prepare(second, may_wait=True) is Readiness.NO_ROOM
+        and fetch is not None
+        and not fetch.has_begun
+    )
     other.tier.fetches.forget(first)
-    wait_until(lambda: other.tier.fetches.prepare(second) is Readiness.READY)
+    wait_until(lambda: other.tier.fetches.prepare(second, may_wait=True) is Readiness.READY)
     assert fetch.has_ended
     other.tier.fetches.forget(second)
     third, _ = other.begin(prompts[2], "2")

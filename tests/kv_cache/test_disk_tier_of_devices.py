@@ -12,6 +12,7 @@ import pytest
 
 from octavo.kv_cache import disk_tier
 from octavo.kv_cache.block_files import Name
+from octavo.kv_cache.disk_fetches import Readiness
 from octavo.kv_cache.disk_tier import DiskTier
 from octavo.kv_cache.groups import group_layers
 from octavo.kv_cache.host_tier import HostTier
@@ -164,6 +165,36 @@ def test_a_device_that_lacks_memory_is_not_waited_for(
     assert not one.tier.save_all()
 
 
+def test_copies_under_way_are_waited_for_only_while_nothing_runs(engines: Callable[[], DeviceEngine]) -> None:
+    one = engines()
+    one.compute(list(range(22)))
+    one.save()
+    other, waits = engines(), list[bool]()
+
+    def is_settled(pool: int, blocks: Sequence[int], may_wait: bool = False) -> bool:
+        waits.append(may_wait)
+        return may_wait
+
+    other.memory.is_settled = is_settled  # type: ignore[method-assign]
+    seq, fetch = other.begin(list(range(22)), may_wait=False)
+    assert fetch is not None
+    wait_until(lambda: fetch.reading[0].done())
+    for _ in range(3):
+        assert other.tier.fetches.prepare(seq, may_wait=False) is Readiness.READING
+    assert waits and not any(waits) and not other.cache.host_pools[0]._index
+    assert other.tier.fetches.prepare(seq, may_wait=True) is Readiness.READY
+    assert waits[-1] and len(other.cache.host_pools[0]._index) == 5
+
+
+def test_a_device_that_lacks_memory_computes_what_has_been_read(engines: Callable[[], DeviceEngine]) -> None:
+    one = engines()
+    one.compute(list(range(22)))
+    one.save()
+    other = engines()
+    other.memory.has_left = True
+    assert other.fetched(list(range(22))) is not None and not other.cache.host_pools[0]._index
+
+
 def test_a_block_that_is_being_copied_leaves_its_turn_to_others(engines: Callable[[], DeviceEngine]) -> None:
     one = engines()
     names = one.names(one.compute(list(range(12))))
@@ -171,6 +202,8 @@ def test_a_block_that_is_being_copied_leaves_its_turn_to_others(engines: Callabl
     copied = one.tier.unsaved[names[0]]
     one.memory.is_settled = lambda pool, blocks, waits=False: copied not in blocks  # type: ignore[method-assign]
     one.cache.take_moves()
-    one.tier.fill_queue()
+    order = [*one.tier.unsaved]
+    assert one.tier._next_savable() == one.tier._next_savable() == order[1], "who asks changes nothing"
+    assert [*one.tier.unsaved] == order
     one.tier.fill_queue()
     assert [*one.tier.unsaved] == [names[0]]

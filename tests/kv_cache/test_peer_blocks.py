@@ -70,6 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     """Makes engines, each with a folder of its own."""
     monkeypatch.setattr("octavo.kv_cache.peer_blocks._TIMEOUT_S", 600.0)
+    monkeypatch.setattr("octavo.kv_cache.disk_fetches._LOOKUP_GRACE_S", 60.0)
     made: list[Engine] = []
 
     def make(layers: Sequence[LayerCacheSpec] = (FULL,)) -> Engine:
@@ -117,7 +118,7 @@ def found(engine: Engine, address: str, tokens: list[int] = PROMPT) -> EngineSta
 
 def run_until_it_starts(engine: Engine, seq: TokenSequence) -> None:
     fetches = engine.tier.fetches
-    wait_until(lambda: fetches.prepare(seq) is Readiness.READY or fetches.wait(1.0))
+    wait_until(lambda: fetches.prepare(seq, may_wait=True) is Readiness.READY or fetches.wait(1.0))
     fetches.forget(seq)
 
 
@@ -240,13 +241,13 @@ def test_a_copy_behind_others_is_no_failure_of_its_server(engines: Any, peer: Pe
     fetches = second.tier.fetches
     seqs = [begin(second, peer.address, name=str(number)) for number in range(_COPIES_AT_ONCE + 1)]
     for seq in seqs:
-        assert fetches.prepare(seq) is Readiness.READING
+        assert fetches.prepare(seq, may_wait=True) is Readiness.READING
     wait_until(lambda: len(peer.asked) == _COPIES_AT_ONCE)
     copies = list(fetches._copies.values())
     second.now = max(copy.until for copy in copies if copy is not None)
-    assert fetches.prepare(seqs[-1]) is Readiness.READY
+    assert fetches.prepare(seqs[-1], may_wait=True) is Readiness.READY
     assert known(second, peer).retry_at == 0.0
-    assert fetches.prepare(seqs[0]) is Readiness.READY
+    assert fetches.prepare(seqs[0], may_wait=True) is Readiness.READY
     assert known(second, peer).retry_at > second.now
     may_go.set()
     wait_until(lambda: all(copy is not None and copy.done.done() for copy in copies))
@@ -258,9 +259,9 @@ def test_copies_under_way_make_another_one_slower(engines: Any, peer: Peer) -> N
     fetches, seqs = second.tier.fetches, [begin(second, peer.address, name=name) for name in "ab"]
     fetches._peers._peers[peer.address] = known_peer = _Peer(peer.address)
     known_peer.cost._s_per_byte = 0.6 * fetches._compute_s(0, 5) / (5 * BLOCK_BYTES)
-    assert fetches.prepare(seqs[0]) is Readiness.READING
+    assert fetches.prepare(seqs[0], may_wait=True) is Readiness.READING
     wait_until(lambda: peer.asked == ["find", "read"])
-    wait_until(lambda: fetches.prepare(seqs[1]) is Readiness.READY or len(peer.asked) > 3)
+    wait_until(lambda: fetches.prepare(seqs[1], may_wait=True) is Readiness.READY or len(peer.asked) > 3)
     assert peer.asked == ["find", "read", "find"] and second.stats().num_disk_hits == 0
     may_go.set()
     run_until_it_starts(second, seqs[0])
@@ -296,12 +297,15 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_computing_takes(engine
     saved(engines())
     second, may_go = engines(), hang(peer)
     seq, fetches = begin(second, peer.address), second.tier.fetches
-    assert fetches.prepare(seq) is Readiness.READING and fetches.prepare(seq) is Readiness.READING
+    assert (
+        fetches.prepare(seq, may_wait=True) is Readiness.READING
+        and fetches.prepare(seq, may_wait=True) is Readiness.READING
+    )
     wait_until(lambda: peer.asked)
     copy = fetches._copies["r"]
     assert copy is not None
     second.now = copy.until
-    assert fetches.prepare(seq) is Readiness.READY
+    assert fetches.prepare(seq, may_wait=True) is Readiness.READY
     fetches.forget(seq)
     assert num_hits(second, peer.address) == 0 and peer.asked == ["find"], "the next request does not wait at all"
     may_go.set()
@@ -316,7 +320,7 @@ def test_nothing_is_copied_for_a_request_that_has_ended_or_while_the_folder_is_e
     second, may_go = engines(), hang(peer)
     seqs = [begin(second, peer.address, name=name) for name in "ab"]
     for seq in seqs:
-        assert second.tier.fetches.prepare(seq) is Readiness.READING
+        assert second.tier.fetches.prepare(seq, may_wait=True) is Readiness.READING
     copies = list(second.tier.fetches._copies.values())
     second.tier.fetches.forget(seqs[0])
     second.tier.forget_pools(removes_files=True)

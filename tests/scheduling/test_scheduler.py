@@ -118,7 +118,7 @@ def test_a_sequence_that_waits_for_room_to_read_its_blocks_stops_others_only_whi
     s = scheduler()
     readiness = {"first": Readiness.NO_ROOM, "second": Readiness.READING}
     s.fetches = SimpleNamespace(
-        prepare=lambda seq: readiness.get(seq.request.request_id, Readiness.READY), forget=lambda seq: None
+        prepare=lambda seq, may_wait: readiness.get(seq.request.request_id, Readiness.READY), forget=lambda seq: None
     )  # type: ignore[assignment]
     for name in readiness:
         s.add(request(name, 3))
@@ -127,6 +127,27 @@ def test_a_sequence_that_waits_for_room_to_read_its_blocks_stops_others_only_whi
     assert computed(s) == {"second": 3}
     s.add(request("third", 3))
     assert computed(s) == {"second": 1}, "blocks become free when it ends: nobody passes the first one"
+
+
+def test_copies_for_a_sequence_are_waited_for_only_while_nothing_runs() -> None:
+    s = scheduler()
+    asked: dict[str, list[bool]] = {"a": [], "b": [], "c": []}
+
+    def prepare(seq: Sequence, may_wait: bool) -> Readiness:
+        asked[seq.request_id].append(may_wait)
+        return Readiness.READING if seq.request_id == "b" else Readiness.READY
+
+    s.fetches = SimpleNamespace(prepare=prepare, forget=lambda seq: None)  # type: ignore[assignment]
+    for name in asked:
+        s.add(request(name, 3))
+    assert computed(s) == {"a": 3, "c": 3}
+    assert asked == {"a": [True], "b": [False], "c": [False]}, "the rows of this step would wait, too"
+    plan = s.schedule()
+    assert asked["b"] == [False, False]
+    s.update(plan, result_of(plan))
+    for name in "ac":
+        s.abort(name)
+    assert step(s) == [] and asked["b"] == [False, False, True]
 
 
 def test_a_long_prompt_in_front_leaves_one_token_to_each_decode_behind() -> None:
