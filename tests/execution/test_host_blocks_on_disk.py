@@ -238,6 +238,7 @@ def test_copies_of_steps_that_are_finished_are_not_waited_for() -> None:
     step, worker = Future[Any](), SimpleNamespace(is_settled=lambda pool, blocks, waits: True)
     step.set_result(None)
     executor.worker, executor._last_steps, executor._copied_last = worker, deque([step]), deque([[{3}]])
+    executor._num_submitted, executor._unwritten = 1, deque()
     assert executor.is_settled(0, [2]) and not executor.is_settled(0, [3])
     assert executor.is_settled(0, [3], waits=True) and executor.is_settled(0, [3])
 
