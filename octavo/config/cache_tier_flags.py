@@ -46,12 +46,8 @@ def disk_cache_config(args: EngineArgs, device: str, *, shares_prefixes: bool) -
         return None
     if not args.kv_cache_disk:
         raise ConfigError("--kv-cache-disk is empty; name a folder, or leave it out.")
-    for what, is_so in {
-        "on Windows": sys.platform == "win32",
-        "with several nodes (--nnodes)": args.nnodes > 1,
-    }.items():
-        if is_so:
-            raise ConfigError(f"--kv-cache-disk is not built yet {what}; leave it out.")
+    if sys.platform == "win32":
+        raise ConfigError("--kv-cache-disk is not built yet on Windows; leave it out.")
     if device != "cpu" and args.kv_cache_host_gib == 0:
         raise ConfigError(
             "--kv-cache-disk needs --kv-cache-host-gib on GPUs: blocks go to the disk, and come back, by way of host "

@@ -17,7 +17,7 @@ from octavo.loading.file_weights import tensor_index
 _OWN = (
     "nodes", "engine_hosts", "cpu_threads", "cpus", "log_stats", "cache.cpu_memory_utilization",
     "cache.gpu_memory_utilization", "cache.memory_bytes", "cache.num_gpu_blocks", "cache.num_cpu_blocks",
-    "model.checkpoint", "model.served_model_names", "model.chat_template", "model.code_folder",
+    "cache.disk.folder", "model.checkpoint", "model.served_model_names", "model.chat_template", "model.code_folder",
     "model.default_sampling_params", "model.default_max_tokens", "lora.modules", "lora.roots", "lora.download_dir",
     "media",
 )  # fmt: skip

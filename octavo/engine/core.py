@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 import weakref
 from collections import deque
@@ -73,7 +72,9 @@ class EngineCore:
         speculation of their own."""
         weights: Future[list[str]] | None = None
         if config.cache.disk is not None:
-            weights = _identify_weights(config, config.cache.disk)  # while they are loaded
+            from octavo.execution.cache_fingerprint import identify_weights
+
+            weights = identify_weights(config, config.cache.disk)  # while they are loaded
         if executor is None:
             from octavo.execution.executor import make_executor  # late: it imports kernels
 
@@ -419,27 +420,6 @@ class EngineCore:
         stats.num_adapters_on_host, stats.num_adapters_on_device = len(adapters), len(pool.resident)
 
 
-def _identify_weights(config: EngineConfig, disk: DiskCacheConfig) -> Future[list[str]]:
-    """Start to hash the files of the model and of its draft model. Raises `ConfigError` if the folder cannot be
-    used."""
-    from octavo.execution.cache_fingerprint import model_identity
-    from octavo.kv_cache.block_files import check_folder, notes_folder
-
-    check_folder(disk.folder)
-    found = Future[list[str]]()
-    models = [config.model] if config.draft is None else [config.model, config.draft]
-
-    def identify() -> None:
-        try:
-            found.set_result([model_identity(model, notes_folder(disk.folder)) for model in models])
-        except Exception as e:
-            found.set_exception(e)
-
-    # A daemon: where the model cannot be loaded, the process ends at once.
-    threading.Thread(target=identify, name="weight-identity", daemon=True).start()
-    return found
-
-
 def _open_disk(
     config: EngineConfig, disk: DiskCacheConfig, weights: list[str], executor: LocalExecutor, scheduler: Scheduler,
     cost: StepCostModel,
@@ -450,8 +430,9 @@ def _open_disk(
     from octavo.kv_cache.block_files import BlockFiles
 
     fingerprint = cache_fingerprint(
-        config, weights, executor.cache_groups, executor.block_bytes, executor.max_model_len, executor.hardware
-    )
+        config, weights, executor.cache_groups, executor.block_bytes, executor.max_model_len, executor.hardware,
+        executor.other_nodes,
+    )  # fmt: skip
     files = BlockFiles(disk.folder, fingerprint, disk.limit_bytes)
     logger.info(
         "KV cache on disk: %s holds %.2f of %.2f GiB", disk.folder, files.num_bytes / GIB, disk.limit_bytes / GIB

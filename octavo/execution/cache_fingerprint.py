@@ -9,14 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from octavo.config import EngineConfig, ModelConfig
+from octavo.config import DiskCacheConfig, EngineConfig, ModelConfig
 from octavo.errors import ConfigError
+from octavo.kv_cache.block_files import check_folder, notes_folder
 from octavo.kv_cache.groups import CacheGroup
 from octavo.loading.weight_identity import weight_identity
 from octavo.version import __version__
@@ -39,12 +42,38 @@ def model_identity(model: ModelConfig, notes: Path) -> str:
         raise ConfigError(f"--kv-cache-disk reads the model's files, and {e.filename}: {e.strerror}.") from None
 
 
+def identify_weights(config: EngineConfig, disk: DiskCacheConfig) -> Future[list[str]]:
+    """Start to hash the files of the model and of its draft model. Raises `ConfigError` if the folder cannot be
+    used."""
+    check_folder(disk.folder)
+    found = Future[list[str]]()
+    models = [config.model] if config.draft is None else [config.model, config.draft]
+
+    def identify() -> None:
+        try:
+            found.set_result([model_identity(model, notes_folder(disk.folder)) for model in models])
+        except Exception as e:
+            found.set_exception(e)
+
+    # A daemon: where the model cannot be loaded, the process ends at once.
+    threading.Thread(target=identify, name="weight-identity", daemon=True).start()
+    return found
+
+
+def node_identity(weights: str) -> str:
+    """Return a hash of what decides the bits of a node's part of a block and may differ from other nodes: the model's
+    files, whose `model_identity` is `weights`, and the installed software."""
+    packages = ("numpy", "ml_dtypes", "torch", "triton", "transformers")
+    facts = [weights, _code_hash(), *(_version(package) for package in packages)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
 def cache_fingerprint(
     config: EngineConfig, weights: Sequence[str], groups: Sequence[CacheGroup], block_bytes: Sequence[int],
-    max_model_len: int, hardware: Sequence[str],
+    max_model_len: int, hardware: Sequence[str], other_nodes: Sequence[str] = (),
 ) -> bytes:  # fmt: skip
     """Return the fingerprint, 16 bytes. `weights` are the `model_identity` of the model and of its draft model,
-    `block_bytes` are by pool, `hardware` is by worker."""
+    `block_bytes` are by pool, `hardware` is by worker, and `other_nodes` are their `node_identity`."""
     model, cache, draft = config.model, config.cache, config.draft
     facts: dict[str, Any] = {
         "code": _code_hash(),
@@ -59,6 +88,8 @@ def cache_fingerprint(
     }
     if config.tensor_parallel_size > 1:
         facts["workers"] = config.tensor_parallel_size  # sums over several workers round differently
+    if set(other_nodes) - {node_identity(weights[0])}:
+        facts["nodes"] = list(other_nodes)
     if config.pipeline_parallel_size > 1:  # a block has the stages' parts side by side
         facts["stages"] = [config.pipeline_parallel_size, config.pipeline_layer_partition]
     uses_torch = model.impl == "transformers"

@@ -65,6 +65,7 @@ class LocalExecutor:
         self.block_bytes: Sequence[int] = worker.block_bytes  # of a block of the cache, by pool
         self.part_bytes = self.block_bytes  # of the largest part of a block that one worker has, by pool
         self.hardware = [device.hardware]  # by worker
+        self.other_nodes: list[str] = []  # `node_identity` of each, with a cache on disk
         self.startup = phases.seconds  # by phase
         adapters = worker.adapters
         self.adapter_memory = AdapterMemory(0, 0, 0, 1) if adapters is None else adapters.memory
@@ -165,6 +166,7 @@ class MultiprocExecutor(LocalExecutor):
         self.block_bytes = [sum(of_pool) for of_pool in self._parts]
         self.part_bytes = [max(of_pool) for of_pool in self._parts]
         self.hardware += self.worker_group.hardware
+        self.other_nodes = self.worker_group.other_nodes
 
     def submit(self, plan: StepPlan) -> PendingStep:
         media, rows = self.worker.media, dict[bytes, NDArray[np.float32]]()

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from octavo.errors import ConfigError, OctavoError
+from octavo.execution.cache_fingerprint import identify_weights, node_identity
 from octavo.execution.executor import LocalExecutor
 from octavo.execution.host_workers import FollowerArgs
 from octavo.execution.submitted_step import SubmittedStep
@@ -68,12 +69,18 @@ def main() -> None:
 def _run(leader: Connection, args: FollowerArgs) -> None:
     configure_logging(f"worker {args.worker_rank.number}", args.log_level, log_format=args.log_format)
     worker_group = Follower(leader, args)
+    node = ""
     try:
-        executor = LocalExecutor(args.config, worker_group=worker_group)
+        if args.config.cache.disk is not None and args.worker_rank.node and not args.worker_rank.on_host.rank:
+            weights = identify_weights(args.config, args.config.cache.disk)  # while they are loaded
+            executor = LocalExecutor(args.config, worker_group=worker_group)
+            node = node_identity(weights.result()[0])
+        else:
+            executor = LocalExecutor(args.config, worker_group=worker_group)
     except OctavoError as e:
         worker_group.tell(CannotStart(str(e), isinstance(e, ConfigError)))
         return
-    worker_group.tell(WorkerReady(list(executor.block_bytes), executor.hardware[0]))
+    worker_group.tell(WorkerReady(list(executor.block_bytes), executor.hardware[0], node))
     gc.freeze()
     steps: deque[SubmittedStep] = deque()  # steps whose tokens are not known yet
     while True:

@@ -153,6 +153,7 @@ class Leader(WorkerGroup):
         self._inboxes = [_Inbox(*one) for one in zip(self._worker_ranks, self._followers, strict=True)]
         self.block_bytes: list[list[int]] = []  # by follower and pool, once they are ready
         self.hardware: list[str] = []  # by follower
+        self.other_nodes: list[str] = []  # `WorkerReady.node`
         # Runs at `close`, and when the group is garbage-collected.
         self.close = weakref.finalize(
             self, _end, collectives.leave_group, self._followers, host.processes, self.memory, self._group
@@ -195,6 +196,7 @@ class Leader(WorkerGroup):
         """Return when all followers are ready. Raises the error of one that could not start."""
         ready = self._hear_all(WorkerReady)
         self.block_bytes, self.hardware = [one.block_bytes for one in ready], [one.hardware for one in ready]
+        self.other_nodes = [one.node for one in ready if one.node]
         if self._group is not None:
             self._group.be_ready()
 

@@ -117,6 +117,7 @@ class WorkerReady(msgspec.Struct, tag="ready"):
 
     block_bytes: list[int]  # of its part of a block of the cache, by pool
     hardware: str  # `Device.hardware`
+    node: str = ""  # `node_identity`, with --kv-cache-disk from the first worker of each node other than node 0
 
 
 class CannotStart(msgspec.Struct, tag="cannot_start"):

@@ -22,18 +22,20 @@ from octavo.entrypoints.http.server import run_server
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError, LoadError
 from octavo.execution import node
+from octavo.execution.cache_fingerprint import cache_fingerprint, model_identity, node_identity
 from octavo.execution.executor import MultiprocExecutor, make_executor
 from octavo.execution.node import Node
 from octavo.models.registry import describe
 from octavo.speculative.proposer import ToBeDrafted
 from octavo.speculative.speculation import Speculation
 from tests.execution.test_draft_tokens import guessed_requests
+from tests.execution.test_host_blocks_on_disk import counted, reads_are_worth_it
 from tests.execution.test_runner import config_of, model, run, told
 from tests.open_files import open_files
 from tests.ports import held_port
 from tests.waiting import within
 
-__all__ = ["model"]
+__all__ = ["model", "reads_are_worth_it"]
 
 RAY = {"distributed_executor_backend": "ray", "pipeline_parallel_size": 2}
 ELSEWHERE = {"data_parallel_size": 4, "data_parallel_size_local": 2}
@@ -109,6 +111,49 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], flags: dict[str
         tolerance = 2e-3 if "tensor_parallel_size" in flags else 0
         assert was.pop("values") == pytest.approx(should_be.pop("values"), abs=tolerance)
         assert was == should_be
+
+
+def test_blocks_on_disk_have_the_parts_of_all_nodes(
+    model: Path, port: int, pool: Beside, tmp_path: Path, reads_are_worth_it: None
+) -> None:
+    """Node 0 keeps them. A damaged file is found, whichever node's part it is that is damaged."""
+    expected = run(EngineCore(config_of(model, **FOUR_LAYERS)), guessed_requests(1), 1)
+    found = list[tuple[bool, bool]]()
+    for number in range(3):
+        configs = [node_config(model, port, rank, kv_cache_disk=str(tmp_path / f"disk {rank}")) for rank in range(2)]
+        other = pool.submit(Node(configs[1], 60).run)
+        executor = MultiprocExecutor(configs[0])
+        core = EngineCore(configs[0], executor)
+        total = counted(core)
+        try:
+            assert_same(run(core, guessed_requests(1), 1), expected, {})
+            assert core.disk is not None and core.disk.save_all()
+            core.disk.close()
+        finally:
+            executor.worker_group.close()
+        other.result(within(60))
+        found.append((total.num_disk_hits > 0, total.num_disk_damaged > 0))
+        own, part = executor._parts[0]
+        if number == 1:
+            [fingerprint] = {file.parent.parent for file in tmp_path.glob("disk 0/octavo-kv-1/*/*/*-0")}
+            for file in fingerprint.glob("*/*-0"):
+                contents = bytearray(file.read_bytes())
+                contents[own + part - 1] ^= 1  # of node 1's part
+                file.write_bytes(contents)
+    assert found == [(False, False), (True, False), (False, True)]
+    assert not list(tmp_path.glob("disk 1/octavo-kv-1/*/*/*-0"))
+    assert executor.other_nodes == [node_identity(model_identity(configs[0].model, tmp_path))]
+
+
+def test_blocks_of_a_node_with_other_files_are_others(model: Path) -> None:
+    config = node_config(model, 29501, 0)
+
+    def fingerprint(*other_nodes: str) -> bytes:
+        return cache_fingerprint(config, ["w"], [], [], 96, [], other_nodes)
+
+    same = node_identity("w")
+    assert fingerprint() == fingerprint(same) == fingerprint(same, same) != fingerprint(node_identity("v"))
+    assert fingerprint(same, node_identity("v")) != fingerprint(node_identity("v"), same)
 
 
 def of_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
