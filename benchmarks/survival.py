@@ -1,5 +1,5 @@
 """Streams that outlive their engine: `python benchmarks/survival.py [--requests 64] [--deaths core hang] [--seed 1]
-[--runs 10]`.
+[--runs 10] [--beside VICTIM COMMAND]`.
 
 A server gets mixed requests at once: chats, completions, responses and messages, streamed and whole, greedy and drawn,
 with grammars, tools, adapters, log-probabilities, beams and n = 3. The first time nothing disturbs it. The second time
@@ -8,21 +8,30 @@ its engine's process is killed with -9 (`core`) or stopped (`hang`), or one of i
 are how many requests were lost, how many answers differ, and how long streams paused at a death, with the 0, 1, 2, 4, …
 seconds after which the engine is started again when deaths follow each other. Each of `--runs` has a server and a seed
 of its own. Exit code 1: one was lost or differs.
+
+`--beside VICTIM COMMAND`, which may be given again, sends plain chats, greedy and drawn, first to Octavo and then to
+the server that COMMAND starts at the port {port}. The process killed there is the one whose command line has the word
+VICTIM: the server's own, or one of its children. When the server has ended, COMMAND is run again at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import random
 import re
+import shlex
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.e2e.server import MODEL, Server, running_server
 from tests.lora.random_adapters import write_random_adapter
+from tests.ports import held_port
 from tests.waiting import wait_until
 
 PATIENCE_S = 1800.0  # a request is lost when its connection ends: a busy machine may start an engine for minutes
@@ -81,14 +91,23 @@ def kinds(about: str, seed: int) -> list[tuple[str, dict[str, Any]]]:
     ]  # fmt: skip
 
 
-def requests(count: int) -> list[tuple[str, dict[str, Any]]]:
+def plain_kinds(about: str, seed: int) -> list[tuple[str, dict[str, Any]]]:
+    """Return a greedy and a drawn chat, which all servers stream."""
+    messages = [{"role": "user", "content": f"Tell me a long story about {about}."}]
+    shared = {"messages": messages, "stream": True, "max_tokens": NUM_TOKENS}
+    drawn = {"temperature": 0.8, "top_p": 0.95, "seed": seed}
+    return [("/v1/chat/completions", shared | {"temperature": 0}), ("/v1/chat/completions", shared | drawn)]
+
+
+def requests(count: int, is_plain: bool = False) -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
     while len(found) < count:
         number = len(found)
-        found += kinds(f"{SUBJECTS[number % len(SUBJECTS)]}, number {number}", number)
+        make = plain_kinds if is_plain else kinds
+        found += make(f"{SUBJECTS[number % len(SUBJECTS)]}, number {number}", number)
     for path, body in found[:count]:
         body.setdefault("model", MODEL)
-        if body.get("stream") and path.endswith("completions"):
+        if body.get("stream") and path.endswith("completions") and not is_plain:
             body["stream_options"] = {"include_usage": True}
     return found[:count]
 
@@ -158,8 +177,7 @@ def whole_of(events: list[dict[str, Any]]) -> Any:
 class Run:
     """All requests at once: their answers, and when their events came."""
 
-    def __init__(self, server: Server) -> None:
-        self.server = server
+    def __init__(self) -> None:
         self.answers: dict[int, Any] = {}
         self.lost: dict[int, str] = {}
         self.num_events = 0
@@ -171,11 +189,14 @@ class Run:
     async def ask(self, http: httpx.AsyncClient, number: int, path: str, body: dict[str, Any]) -> None:
         try:
             if body.get("stream"):
-                self.answers[number] = whole_of([event async for event in self._events(http, number, path, body)])
+                whole = whole_of([event async for event in self._events(http, number, path, body)])
+                if path.endswith("completions") and not all(one.get("finish_reason") for one in whole["choices"]):
+                    raise ValueError("it ended without a finish_reason")
+                self.answers[number] = whole
             else:
                 response = await http.post(path, json=body)
                 self.answers[number] = compared(response.raise_for_status().json())
-        except (httpx.HTTPError, ValueError, IndexError) as error:
+        except (httpx.HTTPError, ValueError, LookupError) as error:
             self.lost[number] = f"{type(error).__name__}: {error}"
         self.last_event.pop(number, None)
         self.has_news.set()
@@ -209,25 +230,31 @@ class Run:
 
 
 async def run(
-    server: Server, todo: list[tuple[str, dict[str, Any]]], deaths: list[str], moments: list[int], rng: random.Random
+    url: str, todo: list[tuple[str, dict[str, Any]]], deaths: list[str], moments: list[int], kill: Callable[[str], None]
 ) -> Run:
-    """Ask all at once. The engine dies in the ways of `deaths`, each after so many events of all streams."""
-    found = Run(server)
+    """Ask all at once. The engine dies in the ways of `deaths`, each after so many events of all streams. `kill`
+    returns when requests are taken again."""
+    found = Run()
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits) as http:
         asked = [asyncio.create_task(found.ask(http, i, path, body)) for i, (path, body) in enumerate(todo)]
         for how, moment in zip(deaths, moments, strict=True):
             await found.until(moment, len(todo))
-            cores = cores_of(server)
-            victim = core = rng.choice(cores)
-            if how == "worker":
-                victim = next(one for one in core.children() if "octavo.execution.follower" in one.cmdline())
-            victim.send_signal(signal.SIGSTOP if how == "hang" else signal.SIGKILL)
             found.deaths.append(time.monotonic())
             found.pauses_s.append([])
-            await asyncio.to_thread(wait_for_another_core, server, core.pid, len(cores))
+            await asyncio.to_thread(kill, how)
         await asyncio.gather(*asked)
     return found
+
+
+def kill_engine(server: Server, rng: random.Random, how: str) -> None:
+    """Have an engine of Octavo die, and return when there is another."""
+    cores = cores_of(server)
+    victim = core = rng.choice(cores)
+    if how == "worker":
+        victim = next(one for one in core.children() if "octavo.execution.follower" in one.cmdline())
+    victim.send_signal(signal.SIGSTOP if how == "hang" else signal.SIGKILL)
+    wait_for_another_core(server, core.pid, len(cores))
 
 
 def cores_of(server: Server) -> list[psutil.Process]:
@@ -248,9 +275,17 @@ def wait_for_another_core(server: Server, pid: int, count: int) -> None:
     wait_until(is_there, timeout_s=PATIENCE_S)
 
 
-def survive(count: int, deaths: list[str], seed: int, log: Path | None, flags: list[str]) -> dict[str, Any]:
+def choose_moments(rng: random.Random, num_events: int, num_deaths: int) -> list[int]:
+    """Return after how many of all streams' events the engine dies."""
+    share = 0.9 * num_events / max(1, num_deaths)
+    return [int(share * (number + rng.random())) for number in range(num_deaths)]
+
+
+def survive(
+    count: int, deaths: list[str], seed: int, log: Path | None, flags: list[str], is_plain: bool = False
+) -> dict[str, Any]:
     rng = random.Random(seed)
-    todo = requests(count)
+    todo = requests(count, is_plain)
     with tempfile.TemporaryDirectory() as folder:
         adapter = write_random_adapter(Path(folder, "adapter"), 1)
         with running_server(
@@ -258,27 +293,29 @@ def survive(count: int, deaths: list[str], seed: int, log: Path | None, flags: l
             "--lora-modules", f"adapter={adapter}", "--max-engine-restarts", str(len(deaths) + 3),
             "--engine-step-timeout", str(STEP_TIMEOUT_S), *flags,
         ) as server:  # fmt: skip
-            expected = asyncio.run(run(server, todo, [], [], rng))
+            kill = partial(kill_engine, server, rng)
+            expected = asyncio.run(run(server.url, todo, [], [], kill))
             assert not expected.lost, expected.lost
-            share = 0.9 * expected.num_events / max(1, len(deaths))
-            moments = [int(share * (number + rng.random())) for number in range(len(deaths))]
-            found = asyncio.run(run(server, todo, deaths, moments, rng))
+            moments = choose_moments(rng, expected.num_events, len(deaths))
+            found = asyncio.run(run(server.url, todo, deaths, moments, kill))
             server.wait_until_idle()
             counts = re.findall(r"^octavo:requests_continued_total\{.* (.*)$", server.get("/metrics")[1], re.MULTILINE)
             server.stop()
             if log is not None:
                 log.write_text(server.log.read_text())
+    counted = sum(map(int, map(float, counts)))
+    died = {"deaths": deaths, "seed": seed, "after_events": moments}
+    return {**died, **compare(todo, expected, found), "continued": counted}
+
+
+def compare(todo: list[tuple[str, dict[str, Any]]], expected: Run, found: Run) -> dict[str, Any]:
     differing = [i for i, answer in sorted(found.answers.items()) if answer != expected.answers[i]]
     pauses_s = sorted(pause for of_death in found.pauses_s for pause in of_death)
     return {
-        "requests": count,
-        "deaths": deaths,
-        "seed": seed,
-        "after_events": moments,
+        "requests": len(todo),
         "events": expected.num_events,
         "lost": len(found.lost),
         "not_equal": len(differing),
-        "continued": sum(map(int, map(float, counts))),
         "pauses": len(pauses_s),
         "pause_p50_s": round(statistics.median(pauses_s), 2) if pauses_s else None,
         "pause_p99_s": round(pauses_s[int(0.99 * (len(pauses_s) - 1))], 2) if pauses_s else None,
@@ -290,6 +327,66 @@ def survive(count: int, deaths: list[str], seed: int, log: Path | None, flags: l
     }
 
 
+class Other:
+    """A server that is not Octavo's. It is started again at once when it has ended, as a supervisor does."""
+
+    def __init__(self, victim: str, command: str, log: Path) -> None:
+        port = held_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._victim, self._command, self._log = victim, shlex.split(command.replace("{port}", str(port))), log
+        self._process = self._start()
+        self._wait_until_ready()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with open(self._log, "ab") as out:
+            return subprocess.Popen(self._command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def _wait_until_ready(self) -> None:
+        def is_ready() -> bool:
+            with contextlib.suppress(httpx.HTTPError):
+                return httpx.get(f"{self.url}/v1/models").status_code == 200
+            assert self._process.poll() is None, f"{self._command} has ended:\n{self._log.read_text()[-3000:]}"
+            return False
+
+        wait_until(is_ready, timeout_s=PATIENCE_S)
+
+    def kill(self, _how: str) -> None:
+        """Kill the victim with -9. A server that outlives it has a minute to end, or to take requests again."""
+        own = psutil.Process(self._process.pid)
+        processes = [own, *own.children(recursive=True)]
+        next(one for one in processes if self._victim in " ".join(one.cmdline())).kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(60)
+            self.close()  # what is left of its children
+            self._process = self._start()
+        self._wait_until_ready()
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def survive_beside(count: int, num_deaths: int, seed: int, victim: str, command: str) -> dict[str, Any]:
+    """Return what another server loses of the plain chats."""
+    rng, todo = random.Random(seed), requests(count, is_plain=True)
+    with tempfile.TemporaryDirectory() as folder:
+        server = Other(victim, command, Path(folder, "log"))
+        try:
+            expected = asyncio.run(run(server.url, todo, [], [], server.kill))
+            assert not expected.lost, expected.lost
+            moments = choose_moments(rng, expected.num_events, num_deaths)
+            found = asyncio.run(run(server.url, todo, ["core"] * num_deaths, moments, server.kill))
+        finally:
+            server.close()
+    died = {"command": command, "killed": [victim] * num_deaths, "seed": seed, "after_events": moments}
+    return died | compare(todo, expected, found)
+
+
+def show(measured: dict[str, Any]) -> None:
+    print(json.dumps({key: value for key, value in measured.items() if key != "differing"}, indent=1), flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=64)
@@ -298,17 +395,28 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--log", type=Path, help="Keep the server's log there.")
     parser.add_argument("--json", type=Path, help="Write what was measured there, with the answers that differ.")
+    parser.add_argument(
+        "--beside", nargs=2, action="append", default=[], metavar=("VICTIM", "COMMAND"), help="Another server."
+    )
     parser.add_argument("flags", nargs="*", help="Flags of the server, behind --.")
     args = parser.parse_args()
-    runs = []
+    if args.beside and set(args.deaths) - {"core"}:
+        parser.error("--beside kills only cores")
+    runs, others = [], []
     for seed in range(args.seed, args.seed + args.runs):
-        runs.append(measured := survive(args.requests, args.deaths, seed, args.log, args.flags))
+        runs.append(measured := survive(args.requests, args.deaths, seed, args.log, args.flags, bool(args.beside)))
         total = {what: sum(one[what] for one in runs) for what in ("lost", "not_equal")}
-        if args.json is not None:
-            args.json.write_text(json.dumps({**total, "runs": runs}, indent=1) + "\n")
-        print(json.dumps({key: value for key, value in measured.items() if key != "differing"}, indent=1), flush=True)
+        show(measured)
         for one in measured["differing"]:
             print(f"{one['request']} differs at {first_difference(one['expected'], one['got'])}", flush=True)
+        for victim, command in args.beside:
+            others.append(survive_beside(args.requests, len(args.deaths), seed, victim, command))
+            show(others[-1])
+        if args.json is not None:
+            args.json.write_text(json.dumps({**total, "runs": runs, "others": others}, indent=1) + "\n")
+    for victim, command in args.beside:
+        lost = sum(one["lost"] for one in others if one["command"] == command)
+        print(f"{command}: {lost} of {args.runs * args.requests} lost, {victim} killed {len(args.deaths)} times a run")
     print(f"{args.runs} runs, {len(args.deaths)} deaths each: {total['lost']} lost, {total['not_equal']} not equal")
     return int(any(total.values()))
 
