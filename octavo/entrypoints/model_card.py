@@ -47,7 +47,7 @@ def model_card(config: EngineConfig, tokenizer: ModelTokenizer, formats: ModelFo
         "vision": config.media is not None and config.media.kind == "image",
         "audio": config.media is not None and config.media.kind == "audio",
         "tools": model.pooling is None and formats.tools is not None,
-        "thinking": model.pooling is None and formats.reasoning is not None,
+        "thinking": model.pooling is None and formats.reasoning is not None and bool(formats.reasoning.start),
         "insert": model.pooling is None and fills_in(tokenizer),
     }
     template = tokenizer.chat_template

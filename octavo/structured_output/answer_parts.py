@@ -94,6 +94,7 @@ class CallText:
     lists: tuple[ParameterList, ...] = ()  # a call has the parameters of one of them
     keyed: KeyedValue | None = None  # an object, or a choice of objects
     free: str | None = None  # a regular expression for free arguments; "" is any text up to `after`
+    address: str = ""  # text before the call; optional calls have any text instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +131,19 @@ class ToolCalls:
     marks: tuple[str, ...] | None = None
     has_channels: bool = False  # optional calls stand among Harmony's messages
     inputs: Mapping[str, str] = field(default_factory=dict)  # Lark grammars of the texts that custom tools get, by name
+    # Of an answer with optional calls: marks that its text may contain, and a text without which it begins with a call.
+    text_marks: tuple[str, ...] = ()
+    text_start: str = ""
 
     @property
     def heads(self) -> dict[str, str]:
         """Return, by function, the beginning of an answer that calls this function first."""
-        return {name: self.spelling.open + call.before for name, call in self.spelling.calls.items()}
+        return {name: self.spelling.open + call.address + call.before for name, call in self.spelling.calls.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """The texts around the reasoning at the beginning of an answer."""
+    """The texts around the reasoning at the beginning of an answer. Without an `end` it has none."""
 
     start: str | None  # None if the answer begins inside of the reasoning
     end: str

@@ -26,7 +26,7 @@ from octavo.structured_output.flat_objects import flat_objects
 from octavo.structured_output.grammar_check import MAX_CHARACTERS, checked_lark, problem_of
 from octavo.structured_output.lark import escaped, pieces
 from octavo.structured_output.lark_in_calls import lark_before, lark_without, quoted_lark
-from octavo.structured_output.schema_grammar import GrammarDraft, schema_grammar
+from octavo.structured_output.schema_grammar import GrammarDraft, has_no_value, schema_grammar
 from octavo.structured_output.schema_keywords import IN_PLACE, SILENT
 
 _ANY_SCALAR = {"type": ["number", "boolean", "null"]}
@@ -81,7 +81,13 @@ class ArgumentGrammars:
             head, end = literal(before), literal(after_value)
             if kind is None:
                 # References are to the whole schema.
-                grammar = schema_grammar(self._draft, dict(schema), field, start=wanted.schemas[name])
+                try:
+                    grammar = schema_grammar(self._draft, dict(schema), field, start=wanted.schemas[name])
+                except RequestError as e:
+                    if name in wanted.required or not has_no_value(e):
+                        raise
+                    lines += [f"{rule}{here}: {rule}{index}_{j + 1}" for rule in ("first", "more")]  # it is left out
+                    continue
                 grammars.append({**grammar, "name": f"value{here}"})
                 lines.append(f"parameter{here}: {head} @value{here} {end}")
             elif isinstance(kind, list):
@@ -130,8 +136,15 @@ class ArgumentGrammars:
         elif isinstance(value, KeyedObject) and value.fields is not None:
             lines.append(f'{rule}: "{{" first{here}_0 "}}"')
             for j, (name, (one, is_required)) in enumerate(value.fields.items()):
-                pair = f"{literal(name + ':')} {self.of_keyed(one, call, f'{here}_{j}', lines, grammars)}"
-                following = f"{here}_{j + 1}"
+                following, num_lines = f"{here}_{j + 1}", len(lines)
+                try:
+                    pair = f"{literal(name + ':')} {self.of_keyed(one, call, f'{here}_{j}', lines, grammars)}"
+                except RequestError as e:
+                    if is_required or not has_no_value(e):
+                        raise
+                    del lines[num_lines:]
+                    lines += [f"{rule}{here}_{j}: {rule}{following}" for rule in ("first", "more")]  # it is left out
+                    continue
                 lines.append(f"first{here}_{j}: {pair} more{following}{'' if is_required else f' | first{following}'}")
                 lines.append(
                     f'more{here}_{j}: "," {pair} more{following}{"" if is_required else f" | more{following}"}'

@@ -13,7 +13,7 @@ from octavo.structured_output.answer_parts import ToolCalls
 from octavo.structured_output.argument_grammars import ArgumentGrammars, field_of_arguments
 from octavo.structured_output.channel_grammar import channel_rules
 from octavo.structured_output.lark import escaped, pieces
-from octavo.structured_output.schema_grammar import GrammarDraft
+from octavo.structured_output.schema_grammar import GrammarDraft, has_no_value
 
 MAX_CALLS = 32  # in one answer
 
@@ -51,18 +51,26 @@ def calls_grammar(draft: GrammarDraft, calls: ToolCalls, *, is_beside_json: bool
             lines.append(f"rest{i}: @arguments{i} {literal(call.after)}")
             grammars.append({**arguments.of_arguments(schema, i), "name": f"arguments{i}"})
         else:
-            lists = []
+            lists, problem = list[str](), None
             for j, one in enumerate(call.lists):
                 here = f"{i}_{j}"
+                try:
+                    more, their_grammars = arguments.of_parameters(call, one, schema, here)
+                except RequestError as e:
+                    if not has_no_value(e):
+                        raise
+                    problem = e
+                    continue
                 lists.append(f"first{here}_0 {literal(call.after)}")
-                more, their_grammars = arguments.of_parameters(call, one, schema, here)
                 lines += more
                 grammars += their_grammars
+            if problem is not None and not lists:
+                raise problem
             lines.append(f"rest{i}: {' | '.join(lists)}")
-        lines.append(f"call{i}: {literal(call.before)} rest{i}")
+        lines.append(f"call{i}: {literal(call.address + call.before)} rest{i}")
         # Separator and the text before a call are one lexeme, because the lexer cannot go back to the end of a
         # shorter one.
-        lines.append(f"next{i}: {literal(spelling.separator + call.before)} rest{i}")
+        lines.append(f"next{i}: {literal(spelling.separator + call.address + call.before)} rest{i}")
     draft.held |= {
         name: calls.schemas[name]
         for name, call in spelling.calls.items()
@@ -105,11 +113,14 @@ def _after_free_text(
     """Return the rules of an answer that is any text, with or without calls after it. Text that begins like a call must
     continue as one."""
     spelling, marks = calls.spelling, calls.marks or ()
-    heads = calls.heads
+    heads = {name: spelling.open + call.before for name, call in spelling.calls.items()}
     if not marks:
         start = [f"start: {literal(spelling.open)} call {ending} | FREE", "FREE: /(.|\\n)*/ & ~/\\s*[{\\[](.|\\n)*/"]
         return start
-    trigger = next(text for text in sorted(marks, key=len) if all(head.startswith(text) for head in heads.values()))
+    if calls.text_start:
+        trigger = spelling.separator
+    else:
+        trigger = next(text for text in sorted(marks, key=len) if all(head.startswith(text) for head in heads.values()))
     first, *_ = pieces(trigger, special_tokens)
     others = [text for text in marks if pieces(text, special_tokens)[0] not in special_tokens]
     kept_out = "".join(f" & ~/(.|\\n)*{escaped(text)}(.|\\n)*/" for text in others)
@@ -118,8 +129,18 @@ def _after_free_text(
         trigger, before = first, f"before: FREE {literal(first)}"
     else:
         before = f"before[lazy]: /(.|\\n)*{escaped(trigger)}/"
-    heads_left = [f"{literal(head[len(trigger) :])} rest{indices[name]}" for name, head in heads.items()]
+    heads_left = [f"{literal(head.removeprefix(trigger))} rest{indices[name]}" for name, head in heads.items()]
     # Text after the calls must not begin with a blank, because blanks begin another call.
     after = f"AFTER: /[^ \\t\\r\\n](.|\\n)*/{kept_out}"
     begun = f"begun: {' | '.join(heads_left)}"
-    return [f"start: FREE | before begun {ending} AFTER?", before, free, after, begun]
+    if calls.text_start:
+        spoken = f"{literal(calls.text_start)} (FREE | before begun {ending} AFTER?)"
+        return [f"start: {spoken} | begun {ending} AFTER?", before, free, after, begun]
+    # Free text contains no special tokens.
+    marked = [
+        literal(text) for text in calls.text_marks if not special_tokens.keys().isdisjoint(pieces(text, special_tokens))
+    ]
+    if not marked:
+        return [f"start: FREE | before begun {ending} AFTER?", before, free, after, begun]
+    answer = f"(FREE mark)* (FREE | before begun {ending} AFTER? (mark FREE)*)"
+    return [f"start: {answer}", f"mark: {' | '.join(marked)}", before, free, after, begun]

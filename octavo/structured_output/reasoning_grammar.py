@@ -34,6 +34,11 @@ def after_reasoning(
     """Return the grammar of reasoning (any text up to its end mark; it may be optional), then `grammar` or
     `or_calls`."""
     literal = partial(lark.literal, special_tokens=special_tokens)
+    answer = "@answer" if is_call else f"{literal(marks.answer_start)} @answer {literal(marks.answer_end)}"
+    if or_calls is not None:
+        answer = f"({answer} | @calls)"
+    if not marks.end:
+        return joined(f"start: {answer}", grammar, or_calls, field)
     end, *more = pieces(marks.end, special_tokens)
     after = " ".join(map(literal, more))
     start = literal(marks.start or "")
@@ -44,9 +49,6 @@ def after_reasoning(
         thought = f"thought: /(.|\\n)*/ {literal(end)} {after}"
     else:
         thought = f"thought: upto {after}\nupto[lazy]: /(.|\\n)*/ {literal(end)}"
-    answer = "@answer" if is_call else f"{literal(marks.answer_start)} @answer {literal(marks.answer_end)}"
-    if or_calls is not None:
-        answer = f"({answer} | @calls)"
     rules = (
         f"start: {'reasoning?' if marks.is_optional else 'reasoning'} {answer}\n"
         f"reasoning: {start} thought SPACE?\n{thought}\nSPACE: /\\n{{1,2}}/\n"

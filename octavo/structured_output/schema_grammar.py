@@ -23,6 +23,7 @@ _TOO_MANY_MERGES = (
 _EMPTY_DEFINITION = re.compile(r"^Unsatisfiable.* while processing \S*#/\$defs/(\d+)$")
 _WHERE = re.compile(r" while processing \S*#/\$defs/\d+\S*$")  # a place with numbers that mean nothing to callers
 _PLAIN = StructuredOutputsParams(json={})  # options of JSON in calls
+_UNSATISFIABLE = "Unsatisfiable schema"  # begins errors about schemas that no value satisfies
 _MAX_ROUNDS = 8  # each round finds one empty definition, and tries the whole schema
 
 
@@ -94,7 +95,7 @@ def schema_grammar(
             continue
         levels.pop()
         # If no value satisfies a part of the schema, none satisfies the whole.
-        if not levels or problem.startswith("Unsatisfiable"):
+        if not levels or problem.startswith(_UNSATISFIABLE):
             raise RequestError(f"{field} cannot be followed: {without_place(problem)}", param=field)
     if lowered.unheld or lowered.has_open_objects:
         draft.fields_held_in_part.add(field)
@@ -103,6 +104,11 @@ def schema_grammar(
     draft.is_simple &= lowered.is_simple and options.whitespace_pattern is None
     draft.is_certain &= lowered.is_certain
     return grammar
+
+
+def has_no_value(error: RequestError) -> bool:
+    """Return whether a schema was refused because no value satisfies it."""
+    return _UNSATISFIABLE in str(error)
 
 
 def without_place(problem: str) -> str:

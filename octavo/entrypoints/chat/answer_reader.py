@@ -170,14 +170,15 @@ def wanted_grammar(
             body.chosen_tools, spelled, is_parallel and not is_named, inputs=_grammars(body, spelled.calls)
         )
     elif _may_call_instead(body) and formats.tools is not None:
-        or_calls = _optional_calls(body, formats.tools, is_parallel, special_tokens, is_whole=True)
+        or_calls = _optional_calls(body, formats, formats.tools, is_parallel, special_tokens, is_whole=True)
     elif content is None and formats.tools is not None and _has_strict_tools(body):
-        content = _optional_calls(body, formats.tools, is_parallel, special_tokens)
+        content = _optional_calls(body, formats, formats.tools, is_parallel, special_tokens)
     if content is None:
         return None if budget is None else WantedGrammar(None, budget=budget)
     marks = None
     has_channels = isinstance(content, ToolCalls) and content.has_channels  # one of which is the reasoning's
-    if (reasoning := form.reasoning) is not None and not reasoning.is_ended and not has_channels:
+    reasoning = form.reasoning
+    if reasoning is not None and not has_channels and (not reasoning.is_ended or reasoning.has_header):
         style = reasoning.style
         marks = ReasoningMarks(
             None if reasoning.is_open else style.start, style.end, reasoning.is_optional, style.answer_start,
@@ -217,6 +218,7 @@ def _is_object(body: ChatCompletionRequest) -> bool:
 
 def _optional_calls(
     body: ChatCompletionRequest,
+    formats: ModelFormats,
     form: ToolFormat,
     is_parallel: bool,
     special_tokens: Mapping[str, int],
@@ -239,7 +241,11 @@ def _optional_calls(
     if spelled is None or (is_whole and not trigger_marks(form) and spelled.keys is None and not _is_object(body)):
         return None
     marks = None if is_whole else trigger_marks(form)
-    return ToolCalls(schemas, spelled, is_parallel, marks, has_channels, _grammars(body, held))
+    style = formats.reasoning
+    text_marks = () if style is None or has_channels else style.text_marks
+    text_marks += tuple(call.address for call in spelled.calls.values() if call.address)
+    inputs = _grammars(body, held)
+    return ToolCalls(schemas, spelled, is_parallel, marks, has_channels, inputs, text_marks, form.text_start)
 
 
 class AnswerReader:

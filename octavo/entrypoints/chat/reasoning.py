@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from octavo.entrypoints.chat.tools.tool_parser_base import ToolParser
 
 
+_RECIPIENT_MARK = ">>>"
 _MAX_TRIALS = 32  # false marks of calls in one answer's reasoning, after which no more are tried
 
 
@@ -33,7 +34,7 @@ class ReasoningStyle:
     """The marks of a model's reasoning. `is_implied`: an answer begins with reasoning even without a mark. Some models
     mark the content after the reasoning, too. With `has_channels` an answer consists of Harmony's messages, each of
     which names its channel; with `blocks` it consists of blocks. With `stays_in_content` reasoning and its marks are
-    part of the content."""
+    part of the content. Without marks (`FUNCTIONARY`) there is no reasoning, but content has a mark beside calls."""
 
     start: str
     end: str
@@ -48,11 +49,19 @@ class ReasoningStyle:
     def marks(self) -> tuple[str, ...]:
         """Return the texts that must be visible to read an answer."""
         more = () if self.blocks is None else (self.blocks.last, self.blocks.header)
-        return (self.start, self.end, *filter(None, (self.answer_start, self.answer_end, *more)))
+        return tuple(filter(None, (self.start, self.end, self.answer_start, self.answer_end, *more)))
+
+    @property
+    def text_marks(self) -> tuple[str, ...]:
+        """Return the marks that may stand in the answer beside calls."""
+        if self.blocks is not None:
+            return self.marks
+        return tuple(filter(None, (self.answer_start, self.answer_end)))
 
 
 _THINK = ReasoningStyle("<think>", "</think>")
 _IMPLIED = ReasoningStyle("<think>", "</think>", is_implied=True)
+FUNCTIONARY = ReasoningStyle("", "", answer_start="all\n")
 
 # By vLLM's names for --reasoning-parser.
 STYLES = {
@@ -83,6 +92,10 @@ STYLES = {
     "minimax_m2_append_think": ReasoningStyle("<think>", "</think>", stays_in_content=True),
     "minimax_m3": ReasoningStyle("<mm:think>", "</mm:think>"),
     "mistral": ReasoningStyle("[THINK]", "[/THINK]"),
+    "muse_glimmer": ReasoningStyle(
+        " to=self<|message|>", "<|eom|><|start|>assistant", answer_start=" to=user<|message|>", answer_end="<|eom|>",
+        blocks=Blocks("<atem:function_calls>", "</atem:function_calls>", "<|eot|>", "<|start|>assistant"),
+    ),
     "olmo3": _THINK,
     "openai_gptoss": ReasoningStyle(
         "<|channel|>analysis<|message|>", "<|end|><|start|>assistant", answer_start="<|channel|>final<|message|>",
@@ -112,7 +125,7 @@ class Reasoning:
     style: ReasoningStyle
     is_open: bool  # an answer begins inside the reasoning, or is read as if it did
     is_optional: bool  # an answer may have none
-    has_header: bool = False  # the prompt ends with the header of a block
+    has_header: bool = False  # the prompt ends with the header of a block, or with the mark before a recipient
     goes_on: bool = False  # an answer begins within the text of the reasoning, so that its first line breaks count
     is_ended: bool = False  # the prompt has ended the reasoning: an answer has none, only marks around its content
 
@@ -122,6 +135,9 @@ class Reasoning:
         do when thinking is off, and the content has no marks. An answer that continues a message, whose content so far
         is `begun`, may begin in the middle of its reasoning."""
         end = prompt.rstrip()
+        if style is FUNCTIONARY:
+            is_begun = end.endswith(_RECIPIENT_MARK)
+            return cls(style, is_open=False, is_optional=True, has_header=is_begun, is_ended=True)
         if style.has_channels:
             return cls(style, is_open=False, is_optional=True)
         if style.blocks is not None:
@@ -143,6 +159,8 @@ def new_splitter(
     """Return a splitter for one answer."""
     if reasoning.style.stays_in_content:
         return WholeContent(reasoning.style.start if reasoning.is_open else "")
+    if reasoning.style is FUNCTIONARY:
+        return RecipientSplitter(reasoning.has_header)
     if reasoning.style.blocks is not None:
         return BlockSplitter(reasoning, reasoning.style.blocks)
     if reasoning.style.has_channels:
@@ -420,7 +438,7 @@ class BlockSplitter:
     def __init__(self, reasoning: Reasoning, blocks: Blocks) -> None:
         style, self._blocks = reasoning.style, blocks
         end = style.end.removesuffix(blocks.header) if blocks.header else style.end
-        self._states = {style.start: "reasoning", style.answer_start: "content", blocks.calls: "calls"}
+        self._states = {style.start.strip(): "reasoning", style.answer_start.strip(): "content", blocks.calls: "calls"}
         self._marks = {*self._states, end, style.answer_end, blocks.calls_end, blocks.last, blocks.header} - {""}
         self._any_mark = re.compile("|".join(map(re.escape, self._marks)))
         self._state = "reasoning" if reasoning.is_open else "header" if reasoning.has_header else "content"
@@ -473,6 +491,46 @@ class BlockSplitter:
         return "" if mark in self._states else name
 
 
+class RecipientSplitter:
+    """Reads an answer of Functionary 3.2's messages. Each begins with `>>>` and a line: "all" before content, otherwise
+    the name of a function. Calls stay in the content, with their lines. The sums do not depend on how the text is
+    cut."""
+
+    is_inside = is_undecided = is_ended_by_call = False
+    is_over = True  # there is no reasoning
+
+    _LINE = re.compile(r">>>(?:(all)[ \t]*\n|[\w.\-]{1,256}[ \t]*\n\s{0,32}\{)")
+    _LINE_SO_FAR = re.compile(r">{0,3}|>>>[\w.\-]{0,256}[ \t]{0,32}(?:\n\s{0,32})?")
+
+    def __init__(self, is_begun: bool) -> None:
+        """`is_begun`: the prompt ends with the first mark."""
+        self._held = _RECIPIENT_MARK if is_begun else ""
+        self._is_first = is_begun  # whether the held text begins with the prompt's mark
+
+    def add(self, text: str) -> tuple[str, str]:
+        """Return no reasoning, and the content that `text` completes."""
+        held, begin, at, taken = self._held + text, 0, 0, list[str]()
+        while (at := held.find(">", at)) >= 0:
+            if (line := self._LINE.match(held, at)) is not None:
+                taken += (held[begin:at], "" if line[1] else line[0])
+                begin = at = line.end()
+            elif self._LINE_SO_FAR.fullmatch(held, at):
+                break
+            elif self._is_first:
+                begin = at = len(_RECIPIENT_MARK)
+            else:
+                at += 1
+            self._is_first = False
+        end = len(held) if at < 0 else at
+        self._held = held[end:]
+        return "", "".join(taken) + held[begin:end]
+
+    def finish(self) -> tuple[str, str]:
+        """Return the text still held back when the answer ends."""
+        held, self._held = self._held, ""
+        return "", held.removeprefix(_RECIPIENT_MARK) if self._is_first else held
+
+
 class WholeContent:
     """Returns an answer as content, with the mark of reasoning that the prompt has opened."""
 
@@ -490,7 +548,7 @@ class WholeContent:
         return "", ""
 
 
-Splitter = ReasoningSplitter | ChannelSplitter | BlockSplitter | WholeContent
+Splitter = ReasoningSplitter | ChannelSplitter | BlockSplitter | RecipientSplitter | WholeContent
 
 
 def held_back(text: str, mark: str) -> int:

@@ -40,7 +40,7 @@ def num_read(template: str) -> tuple[int, int]:
     tokenizer = tokenizer_of(template)
     formats = model_formats(tokenizer)
     style = formats.reasoning
-    has_own_splitter = style is not None and (style.has_channels or style.blocks is not None)
+    has_own_splitter = style is not None and (style.has_channels or style.blocks is not None or not style.start)
     rendered = rendered_calls(tokenizer, template) if has_own_splitter else _cut_calls(tokenizer, template)
     if formats.tools is not None and formats.tools.is_whole_answer:
         rendered = [one for one in rendered if not one.says]
@@ -65,7 +65,9 @@ def main() -> None:
         style = next((one for one in ("qwen3", *STYLES) if STYLES[one] == formats.reasoning), None)
         right, number = num_read(template)
         shown = f"`{known[0]}`" if known else "read off" if formats.tools else "refused"
-        thinks = f" ({style})" if style else " (marks read off)" if formats.reasoning else ""
+        thinks = (
+            f" ({style})" if style else " (marks read off)" if formats.reasoning and formats.reasoning.start else ""
+        )
         rows.setdefault(f"{shown} | {f'{right} of {number}' if number else 'none are written'}", []).append(
             name + thinks
         )

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.entrypoints.chat.answer_reader import AnswerFormat, AnswerReader, CallDelta, ReasoningDelta, TextDelta
-from octavo.entrypoints.chat.reasoning import STYLES, Reasoning, held_back, new_splitter
+from octavo.entrypoints.chat.reasoning import FUNCTIONARY, STYLES, Reasoning, held_back, new_splitter
 from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS
 
@@ -71,6 +71,8 @@ K3_END, K3_LAST = "<|close|>think<|sep|>", "<|close|>message<|sep|>"
 K3_ANSWER = "<|open|>response<|sep|>Four.<|close|>response<|sep|>"
 K3_CALL = '<|open|>tools<|sep|><|open|>call tool="now" index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
 MODEL, END, INVOKE = "<|message_model|>", "<|end_message|>", "<|content_invoke_tool_json|>"
+MUSE = "<|start|>assistant"
+ATEM = '<atem:function_calls>\n<atem:invoke name="f">\n</atem:invoke>\n</atem:function_calls>'
 CASES = [
     ("qwen3", "assistant\n", "<think>\nSo: 2 + 2.\n\nIs 4.\n</think>\n\nFour.\n", "So: 2 + 2.\n\nIs 4.", "Four.\n"),
     ("qwen3", "assistant\n", "Four, <think> or not.", "", "Four, <think> or not."),
@@ -135,6 +137,11 @@ CASES = [
         f"{INVOKE}{{}}{END}{MODEL}{INVOKE}{{}}{END}",
     ),
     ("inkling", f"{MODEL}<|content_text|>", f"Four.{END}", "", "Four."),
+    ("muse_glimmer", MUSE, f" to=self<|message|>So.<|eom|>{MUSE} to=user<|message|>Four.<|eot|>", "So.", "Four."),
+    ("muse_glimmer", MUSE, f" to=f<|message|>{ATEM}<|eom|>{MUSE} to=f<|message|>{ATEM}<|eot|>", "", ATEM + ATEM),
+    ("muse_glimmer", MUSE, f"to=self<|message|>So.<|eom|>{MUSE} to=f<|message|>{ATEM}<|eot|>", "So.", ATEM),
+    ("muse_glimmer", MUSE, " to=user<|message|>a to=user b<|eom|>", "", "a to=user b"),
+    ("muse_glimmer", MUSE, "Four.", "", "Four."),
     ("inkling", MODEL, "Four.", "", "Four."),
 ]
 
@@ -147,6 +154,33 @@ def test_reasoning_and_content_are_told_apart(style: str, prompt: str, text: str
     for _ in range(30):
         cuts = sorted(rng.sample(range(len(text) + 1), min(len(text), rng.randint(1, 4))))
         assert split(style, prompt, text, cuts) == (reasoning, content)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "content"),
+    [
+        (">>>", "all\nFour > 3.", "Four > 3."),
+        (">>>", "all\n>>> print({})\n>>>> 1 >>", ">>> print({})\n>>>> 1 >>"),
+        (">>>", 'f-1\n{"a": ">>>all"}', '>>>f-1\n{"a": ">>>all"}'),
+        (">>>", 'all\nOne.>>>f\n{}>>>g\n {}>>>all\nTwo.', 'One.>>>f\n{}>>>g\n {}Two.'),
+        (">>>", 'f\n{}>>>all', '>>>f\n{}>>>all'),
+        (">>>", "Four.", "Four."),
+        (">>>", "all", "all"),
+        (">>>", "all right\n", "all right\n"),
+        (">>>", "", ""),
+        (">>>", ">>>f\n{", ">>>f\n{"),
+        ("", ">>>all\nFour", "Four"),
+        ("", "f\n{}", "f\n{}"),
+    ],
+)  # fmt: skip
+def test_recipients_of_functionary_are_told_from_content(prompt: str, text: str, content: str) -> None:
+    reasoning = Reasoning.after(f"assistant\n\n{prompt}", FUNCTIONARY)
+    assert reasoning is not None
+    for begin in range(len(text) + 1):
+        for end in range(begin, len(text) + 1):
+            splitter = new_splitter(reasoning)
+            parts = [splitter.add(part) for part in (text[:begin], text[begin:end], text[end:])] + [splitter.finish()]
+            assert ("".join(part[0] for part in parts), "".join(part[1] for part in parts)) == ("", content)
 
 
 HARMONY = (

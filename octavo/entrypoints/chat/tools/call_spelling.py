@@ -66,6 +66,8 @@ def spelling(
     ambiguous for some values. Functions named in `free` get any arguments where these are not one JSON object."""
     body = form.body
     opened, separator, start, end = form.open, form.separator, form.start, form.end
+    if form.text_start:
+        separator, start = separator + start, ""
     closed = "" if form.is_whole_answer else form.close  # models write it after a skipped start
     if isinstance(body, JsonCalls):
         calls = {name: CallText(f"{{{_head_of_json(body, name)}: ", "}") for name in tools}
@@ -124,7 +126,12 @@ def spelling(
             if keyed is None:
                 return None
             calls[name] = CallText(f"{body.before}{name}", "", parameter, keyed=keyed)
-    wrapped = {name: replace(call, before=start + call.before, after=call.after + end) for name, call in calls.items()}
+    wrapped = {
+        name: replace(
+            call, before=start + call.before, after=call.after + end, address=form.address.replace("{name}", name)
+        )
+        for name, call in calls.items()
+    }
     is_json = isinstance(body, JsonCalls) and bool(body.name) and not (body.first or opened or start or end)
     keys = (body.name, body.arguments) if isinstance(body, JsonCalls) and is_json else None
     return Spelling(opened, closed, separator, wrapped, keys)
@@ -147,7 +154,8 @@ def written_calls(form: ToolFormat, calls: Sequence[tuple[str, Any]]) -> str:
             counted = form.body.call_id.replace("\\d", str(i))
             before = before.replace(form.body.call_id.replace("\\d", "0"), counted)
         texts.append(f"{before}{_written_arguments(call, arguments)}{call.after}")
-    return f"{spelled.open}{spelled.separator.join(texts)}{spelled.close}"
+    opened = form.start if form.text_start else spelled.open
+    return f"{opened}{spelled.separator.join(texts)}{spelled.close}"
 
 
 def _written_arguments(call: CallText, arguments: Any) -> str:
@@ -204,13 +212,11 @@ def _parameter_lists(
 
 
 def _alternatives(schema: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the flat schemas of a function's arguments, of several only those that some arguments satisfy; None if
-    there are none."""
+    """Return the flat schemas of a function's arguments that some arguments satisfy, without optional texts that
+    nothing satisfies; None if there are none."""
     flats = flat_objects(schema) if describes_object(schema) else None
-    if flats is None or len(flats) < 2:
-        return flats
     found = []
-    for flat in flats:
+    for flat in flats or ():
         properties = {name: one for name, one in flat["properties"].items() if _has_text(one, schema)}
         if all(name in properties or name not in flat["properties"] for name in flat["required"]):
             found.append({**flat, "properties": properties})

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from octavo.entrypoints.chat.reasoning import FUNCTIONARY as FUNCTIONARY_STYLE
 from octavo.entrypoints.chat.reasoning import STYLES, ReasoningStyle
 from octavo.entrypoints.chat.template_traits import (
     ANSWER,
@@ -34,6 +35,7 @@ from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_ma
 from octavo.entrypoints.chat.tools.tool_formats import (
     AUTO,
     FORMATS,
+    FUNCTIONARY,
     HARMONY,
     HERMES,
     NONE,
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 _SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 _HARMONY_MARK = "<|channel|>commentary"
+_FUNCTIONARY_MARK = ">>>all"
 _MARK = r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,40}\]"
 _LAST_MARK = re.compile(rf"({_MARK})\s*\Z")
 _FIRST_MARK = re.compile(rf"\s*({_MARK})")
@@ -65,6 +68,7 @@ _INSTRUCTIONS = (
 # Marks that end a turn without being special tokens.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>", "<|end|>",
               "<|endoftext|>", "<|end_of_text|>", "</s>", "[e~[")  # fmt: skip
+_ATTRIBUTE_PIECE = re.compile(r"""[^\s"'>]+|["']|\s+|>""")
 _PIECE = re.compile(r"<[^<>\s]*>?|\[/?[A-Z_]+\]|\s+|[^\s<>\[\]]+|.", re.DOTALL)
 
 
@@ -170,6 +174,8 @@ def _stated_reasoning(fields: Mapping[str, Any]) -> ReasoningStyle | None:
 def _recognised_tools(tokenizer: ModelTokenizer, template: str, model_type: str | None) -> ToolFormat | None:
     if _HARMONY_MARK in template:
         return HARMONY
+    if _FUNCTIONARY_MARK in template:
+        return FUNCTIONARY
     rendered = _cut_calls(tokenizer, template)
     form = _rendered_format(rendered) if rendered else None
     if form is not None and not form.is_whole_answer:
@@ -410,24 +416,36 @@ def _tags_place(text: str, call: ProbeCall, position: int) -> _Place | None:
             return None
         between.append(text[position:found])
         position = found + len(part)
-    _, name_to_key, key_to_value, value_to_key, _ = between
+    _, name_to_key, key_to_value, value_to_key, key_to_number = between
     key_before = "".join(_common_end(_pieces(name_to_key), _pieces(value_to_key)))
     value_after = value_to_key.removesuffix(key_before).replace(first_key, "{key}")
     if not (key_before.strip() and key_to_value.strip() and value_after.strip()):
         return None
+    kept = key_before.lstrip()
+    blanks = key_before.removesuffix(kept)  # they follow the name and each value
+    value_after += blanks
     last = value_after.replace("{key}", second_key)
     if not text.startswith(last.rstrip(), position):
         return None
     size = len(last) if text.startswith(last, position) else len(last.rstrip())
-    kept = key_before.lstrip()
-    value_after = value_after + key_before[: len(key_before) - len(kept)]
-    name_after = name_to_key.removesuffix(key_before)
+    name_after = name_to_key.removesuffix(kept)
     is_line = key_to_value.endswith("\n")
-    tags = Tags("", name_after, kept, key_to_value.removesuffix("\n"), "\n" if is_line else "", value_after)
+    key_after, value_before, attributes = key_to_value.removesuffix("\n"), "\n" if is_line else "", ("", "")
+    if key_to_value != key_to_number:  # the first value is a text, the second is none
+        pieces = [_ATTRIBUTE_PIECE.findall(one) for one in (key_to_value, key_to_number)]
+        same = "".join(_common_end(*(one[::-1] for one in pieces))[::-1])
+        key_after, value_before = same[: same.rfind(" ")], "".join(_common_end(*pieces))
+        if " " not in same or not value_before:
+            return None
+        text, number = (one[len(key_after) : len(one) - len(value_before)] for one in (key_to_value, key_to_number))
+        attributes = text, number
+    tags = Tags("", name_after, kept, key_after, value_before, value_after, "", *attributes)
     return _Place(begin, position + size, replace(tags, has_nested="{key}" in value_after))
 
 
 def _recognised_reasoning(tokenizer: ModelTokenizer, template: str) -> ReasoningStyle | None:
+    if _FUNCTIONARY_MARK in template:
+        return FUNCTIONARY_STYLE
     text = rendered_answer(tokenizer, template, reasoning_content=THOUGHT)
     if text is not None and THOUGHT in text and ANSWER in text.partition(THOUGHT)[2]:
         before, _, after = text.partition(THOUGHT)

@@ -215,7 +215,8 @@ class FormatParser(TextParser):
         is_bare = end >= 0 and (brace < 0 or end < brace)  # a call without arguments
         self._seen = end if is_bare else brace
         head = self._head.fullmatch(" ".join(self._text[begin : self._seen].split()))
-        if head is None or (is_bare and head["name"] not in self._tools):
+        # Without a mark of its own a call is known by its name only.
+        if head is None or ((is_bare or self._form.text_start) and head["name"] not in self._tools):
             return None
         value = {} if is_bare else (yield from self._take_json())
         if not isinstance(value, dict):

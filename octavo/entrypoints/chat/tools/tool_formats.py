@@ -91,6 +91,11 @@ class ToolFormat:
     close: str = ""
     also: tuple[CallSyntax, ...] = ()  # further forms that are read
     skipped: tuple[str, ...] = ()  # texts allowed before calls that are the whole answer
+    # Text before `start`, with the function as `{name}`. The style of the model's reasoning takes it out of answers.
+    address: str = ""
+    # Not empty: prompts end with `start`, so that answers begin with this text and content, or with a call without its
+    # start mark.
+    text_start: str = ""
 
     @property
     def is_whole_answer(self) -> bool:
@@ -152,6 +157,7 @@ HARMONY = ToolFormat(
     NamedJson("functions.", " <|constrain|>json<|message|>"), start="<|channel|>commentary to=", end="<|call|>"
 )
 
+FUNCTIONARY = ToolFormat(NamedJson(after="\n"), start=">>>", separator="", text_start="all\n")
 _COHERE = ToolFormat(
     JsonCalls("tool_name", "parameters", is_list=True, first='"tool_call_id": "0", '), start="<|START_ACTION|>",
     end="<|END_ACTION|>",
@@ -188,6 +194,7 @@ FORMATS: dict[str, ToolFormat] = {
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
     "ernie45": HERMES,
+    "functionary": FUNCTIONARY,
     "functiongemma": ToolFormat(
         KeyedValues("call:", "<escape>"), start="<start_function_call>", end="<end_function_call>", separator=""
     ),
@@ -248,6 +255,10 @@ FORMATS: dict[str, ToolFormat] = {
     ),
     "mistral": _MISTRAL,
     "mistral_list": _MISTRAL_LIST,
+    "muse_glimmer": ToolFormat(
+        _invoke("atem:"), start="<atem:function_calls>\n", end="</atem:function_calls>",
+        separator="<|eom|><|start|>assistant", address=" to={name}<|message|>",
+    ),
     "nemotron_nano_v2": ToolFormat(JsonCalls(is_list=True), start="<TOOLCALL>", end="</TOOLCALL>"),
     "olmo3": ToolFormat(PythonCalls(is_list=False), start="<function_calls>", end="</function_calls>"),
     "openai": HARMONY,

@@ -16,7 +16,7 @@ from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
 from octavo.structured_output.grammar_builder import make_checked_grammar
 from octavo.structured_output.lark_in_calls import lark_without, quoted_lark
-from tests.entrypoints.chat.tools.written import write
+from tests.entrypoints.chat.tools.written import content_of, write
 from tests.structured_output.test_grammar import follows
 
 PATCH = r"""
@@ -78,7 +78,7 @@ def test_inputs_follow_the_grammar_in_every_format(form: ToolFormat, choice: str
     for text in WRONG:
         call = written([("patch", {"input": text})]).replace(repr(text), json.dumps(text, ensure_ascii=False))
         assert not follows(grammar, call)
-    deltas = read(body, form, right)
+    deltas = read(body, form, content_of(form, right))
     assert all(delta.is_custom for delta in deltas) and deltas[0].name == "patch" and deltas[-1].is_whole
     assert "".join(delta.arguments for delta in deltas) == RIGHT
 

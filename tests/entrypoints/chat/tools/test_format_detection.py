@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from octavo.entrypoints.chat.reasoning import STYLES, ReasoningStyle
+from octavo.entrypoints.chat.reasoning import FUNCTIONARY, STYLES, ReasoningStyle
 from octavo.entrypoints.chat.template_traits import rendered_calls
 from octavo.entrypoints.chat.tools.call_spelling import spelling
 from octavo.entrypoints.chat.tools.format_detection import _INSTRUCTIONS, model_formats
 from octavo.entrypoints.chat.tools.format_parser import FormatParser
-from octavo.entrypoints.chat.tools.tool_formats import FORMATS, JsonCalls, NamedJson, ToolFormat
+from octavo.entrypoints.chat.tools.tool_formats import FORMATS, JsonCalls, NamedJson, Tags, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser_base import Call
 from octavo.loading.jinja_template import render_template
 from tests.entrypoints.chat.published import num_read, published, tokenizer_of
@@ -242,6 +242,19 @@ K3 = (
     "{% for k, v in c.function.arguments.items() %}{{ put('open', 'argument key=\"' ~ k ~ '\" type=\"' ~ ('string' if v is string else 'number') ~ '\"') }}{{ v }}{{ put('close', 'argument') }}{% endfor %}"
     "{{ put('close', 'call') }}{% endfor %}{{ put('close', 'tools') }}{% endif %}{% else %}{{ m.content }}{% endif %}{{ put('close', 'message') }}{% endfor %}"
 )
+MUSE = (
+    "{{ tools | tojson if tools }}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if m.reasoning_content %}{{ '<|start|>assistant to=self<|message|>' + m.reasoning_content + '<|eom|>' }}{% endif %}"
+    "{% for c in m.tool_calls %}{{ '<|start|>assistant to=' + c.function.name + '<|message|><atem:function_calls>\n<atem:invoke name=\"' + c.function.name + '\">\n' }}"
+    "{% for k, v in c.function.arguments.items() %}{{ '<atem:parameter name=\"' + k + '\">' ~ v ~ '</atem:parameter>\n' }}{% endfor %}"
+    "{{ '</atem:invoke>\n</atem:function_calls>' + ('<|eot|>' if loop.last else '<|eom|>') }}{% else %}"
+    "{{ '<|start|>assistant to=user<|message|>' + m.content + '<|eot|>' }}{% endfor %}"
+    "{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|eot|>' }}{% endif %}{% endfor %}"
+)
+RECIPIENTS = (
+    "{{ tools | tojson if tools }}{% for m in messages %}{{ m.role + '\n\n' }}{{ '>>>all\n' if m.role == 'assistant' and m.content }}"
+    "{{ m.content or '' }}{% for c in m.tool_calls or () %}{{ '>>>' + c.function.name + '\n' + c.function.arguments }}{% endfor %}<|eot_id|>{% endfor %}"
+)
 HERMES_CALL = f"<tool_call>\n{OBJECT}\n</tool_call>"
 
 
@@ -270,6 +283,8 @@ HERMES_CALL = f"<tool_call>\n{OBJECT}\n</tool_call>"
             "qwen3",
         ),
         (K3, "kimi_k3", "kimi_k3"),
+        (MUSE, "muse_glimmer", "muse_glimmer"),
+        (RECIPIENTS, "functionary", "functionary"),
     ],
 )
 def test_what_stands_around_calls_and_answers_is_no_part_of_their_format(
@@ -277,7 +292,7 @@ def test_what_stands_around_calls_and_answers_is_no_part_of_their_format(
 ) -> None:
     found = model_formats(Templated(template))  # type: ignore[arg-type]
     assert found.tools == FORMATS[tools]
-    assert found.reasoning == (None if reasoning is None else STYLES[reasoning])
+    assert found.reasoning == (None if reasoning is None else {**STYLES, "functionary": FUNCTIONARY}[reasoning])
 
 
 def test_blocks_of_reasoning_are_recognised_where_the_template_reads_the_field_reasoning() -> None:
@@ -324,6 +339,17 @@ NEW_MARKS: dict[str, tuple[str, ToolFormat]] = {
                                ToolFormat(NamedJson(after=" <with>"), start="<run> ", end="</run>", separator="")),
     "a name in a mark, then an object": (chat(each("<function={{ f.name }}>{{ f.arguments | tojson }}</function>")),
                                          ToolFormat(NamedJson(after=">"), start="<function=", end="</function>", separator="")),
+    "attributes of types": (
+        chat(DSML.replace("DSML", "GCML").replace("SECTION", "calls")),
+        ToolFormat(
+            Tags(
+                "", '">\n', '<｜GCML｜parameter name="', '"', '">', "</｜GCML｜parameter>\n", "", ' string="true',
+                ' string="false',
+            ),
+            open="<｜GCML｜calls>", start='\n<｜GCML｜invoke name="', end="</｜GCML｜invoke>", separator="",
+            close="\n</｜GCML｜calls>",
+        ),
+    ),
 }  # fmt: skip
 
 

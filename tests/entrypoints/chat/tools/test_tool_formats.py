@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from octavo.entrypoints.chat.answer_reader import AnswerFormat, AnswerReader, answer_format, wanted_grammar
-from octavo.entrypoints.chat.reasoning import STYLES
+from octavo.entrypoints.chat.reasoning import FUNCTIONARY, STYLES
 from octavo.entrypoints.chat.tools.call_spelling import list_of_calls, spelling
 from octavo.entrypoints.chat.tools.forced_calls import ForcedCallsReader
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats
@@ -33,7 +33,7 @@ from octavo.structured_output.answer_parts import ReasoningMarks, ToolCalls
 from octavo.structured_output.grammar_builder import WantedGrammar, make_checked_grammar
 from octavo.structured_output.schema_formats import has_format
 from tests.entrypoints.chat.test_answer_memory import bytes_tokenizer
-from tests.entrypoints.chat.tools.written import TOOLS, write
+from tests.entrypoints.chat.tools.written import TOOLS, content_of, write
 from tests.structured_output.corpus import random_answer
 from tests.structured_output.grammars import make_grammar
 from tests.structured_output.test_grammar import follows
@@ -41,6 +41,7 @@ from tests.structured_output.test_grammar import follows
 NAMES = {form: name for name, form in FORMATS.items()}  # once each
 BY_FORMAT = pytest.mark.parametrize("form", [pytest.param(form, id=name) for form, name in NAMES.items()])
 SOME = ("gemma4", "hermes", "llama3_json", "pythonic", "qwen3_coder")
+TEXT = {"type": "string"}
 NEVER_ENDING = ("hy_v3", "hy_v3_plain", "minimax", "minimax_m2", "minimax_m3")  # at random, within 500 bytes
 # Letters, blanks, what JSON and Python escape, and parts of marks.
 TEXTS = st.text(st.sampled_from("ab é世\n\t\"'\\{}[]<>|/=:,`0"), max_size=12)
@@ -131,6 +132,7 @@ def test_forced_calls_are_written_and_read_in_the_format(form: ToolFormat) -> No
     assert not follows(grammar, forced(form, [("get_weather", {"city": "A", "unit": "K"})]))
     assert not follows(grammar, forced(form, [("other", {})]))
     assert not follows(make_grammar(ToolCalls(TOOLS, spelled, is_parallel=False)), text)
+    text = content_of(form, text)
     readers: list[Callable[[], ToolParser]] = [lambda: FormatParser(form, TOOLS)]
     if spelled.has_json_arguments:
         readers.append(lambda: ForcedCallsReader(spelled))
@@ -354,6 +356,7 @@ def test_any_forced_calls_are_read_as_their_schemas_say(form: ToolFormat) -> Non
         new_reader: Callable[[], ToolParser] = partial(FormatParser, form, tools)
         if spelled.has_json_arguments:
             new_reader = partial(ForcedCallsReader, spelled)
+        answer = content_of(form, answer)
         content, calls = read(new_reader, answer, rng.sample(range(len(answer)), min(len(answer), 5)))
         assert content == "" and calls, answer
         for name, arguments in calls:
@@ -475,6 +478,32 @@ def test_a_parameter_without_valid_values_is_left_out(name: str) -> None:
     assert not follows(grammar, write(form, [("f", {"a": "", "b": "x"})], as_forced=True).replace("'", '"'))
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        {**TEXT, "pattern": "^a$", "allOf": [{"pattern": "^b$"}]},
+        {**TEXT, "minLength": 3, "maxLength": 2},
+        {"type": "integer", "minimum": 3, "maximum": 2},
+        {"type": "array", "minItems": 3, "maxItems": 2},
+        {"type": "array", "minItems": 1, "items": {**TEXT, "pattern": "^a$", "allOf": [{"pattern": "^b$"}]}},
+        {"type": "object", "properties": {"x": {"enum": []}}, "required": ["x"]},
+        {"not": {}},
+    ],
+)
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic", "gemma4"])
+def test_an_optional_parameter_that_contradicts_itself_is_left_out(name: str, own: dict[str, Any]) -> None:
+    """The whole request was refused in Python's notation, and between tags for lists and objects."""
+    form = FORMATS[name]
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": own, "b": {"type": "integer"}}}
+    for one in (schema, {**schema, "properties": {"a": {}, "b": {"type": "integer"}}, "allOf": [schema]}):
+        spelled = spelling(form, {"f": one})
+        call = write(form, [("f", {"b": 1})], as_forced=True) if spelled else '[{"name": "f", "parameters": {"b": 1}}]'
+        assert follows(make_grammar(ToolCalls({"f": one}, spelled or list_of_calls({"f": one}))), call)
+        wanted = {"f": {**one, "required": ["a"]}}
+        with pytest.raises(RequestError, match="cannot be followed"):
+            make_grammar(ToolCalls(wanted, spelling(form, wanted) or list_of_calls(wanted)))
+
+
 def test_special_tokens_are_named_by_their_ids() -> None:
     form = FORMATS["deepseek_v31"]
     spelled = spelling(form, TOOLS)
@@ -486,7 +515,6 @@ def test_special_tokens_are_named_by_their_ids() -> None:
     assert "begin" not in grammar
 
 
-TEXT = {"type": "string"}
 # What a schema says of texts, valid ones and others. None is null.
 RULES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({**TEXT, "minLength": 2, "maxLength": 3}, ["ab", "é世\n", "\n\n"], ["a", "abcd", "", None]),
@@ -717,6 +745,81 @@ def test_strict_functions_are_held_among_harmonys_channels(
     assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is is_right
     # Without tokens for the marks the calls are only checked.
     assert wanted_grammar(body, answer_format(body, formats, "Hi"), formats, None, {}, None) is None
+
+
+BLOCKS = {
+    "cohere": ("", "<|START_THINKING|>So.<|END_THINKING|>", "<|START_RESPONSE|>{}<|END_RESPONSE|>", ""),
+    "inkling": (
+        "<|message_model|>", "<|content_thinking|>So.<|end_message|><|message_model|>",
+        "<|content_text|>{}<|end_message|>", "<|message_model|>",
+    ),
+    "kimi_k3": (
+        "", "<|open|>think<|sep|>So.<|close|>think<|sep|>", "<|open|>response<|sep|>{}<|close|>response<|sep|>", ""
+    ),
+    "muse_glimmer": (
+        "<|start|>assistant", " to=self<|message|>So.<|eom|><|start|>assistant", " to=user<|message|>{}<|eom|>",
+        "<|start|>assistant",
+    ),
+    "solar_open": (
+        "<|begin|>assistant", "<|think|>So.<|end|><|begin|>assistant", "<|content|>{}<|end|>", "<|begin|>assistant"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_strict_functions_are_held_among_the_blocks_of_an_answer(name: str) -> None:
+    """The grammar had no place for the marks of content and reasoning, so that a model could not say anything."""
+    form, style = FORMATS[name], STYLES[name]
+    prompt, thought, content, header = BLOCKS[name]
+    marks = sorted(set(re.findall(r"<\|[^|]*\|>", "".join((*form.marks, *style.marks, prompt)))))
+    backend = bytes_tokenizer("", marks).backend_tokenizer
+    special = {mark: backend.token_to_id(mark) for mark in marks}
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {
+        "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}}  # fmt: skip
+    for choice in ("auto", "required"):
+        body = ChatCompletionRequest.model_validate(
+            {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool], "tool_choice": choice}
+        )
+        formats = ModelFormats(form, style)
+        wanted = wanted_grammar(body, answer_format(body, formats, prompt), formats, None, special, None)
+        assert wanted is not None
+        made = make_checked_grammar(wanted).text
+
+        def takes(text: str, made: str = made) -> bool:
+            matcher = LLMatcher(LLTokenizer(backend.to_str()), made)
+            assert not matcher.is_error(), matcher.get_error()
+            ids = backend.encode(text).ids
+            return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+        right, wrong = (write(form, [("f", {"a": value})], as_forced=True) for value in (1, "x"))
+        twice = write(form, [("f", {"a": 1}), ("f", {"a": 2})], as_forced=True)
+        spoken = content.format("One moment.") + header
+        for before in ("", thought) if choice == "required" else ("", thought, spoken, thought + spoken):
+            assert takes(before + right) and takes(before + twice) and not takes(before + wrong), before
+            assert takes(before) is (choice == "auto")
+
+
+def test_strict_functions_are_held_where_the_prompt_has_begun_a_message() -> None:
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {
+        "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}}  # fmt: skip
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool]}
+    of_json = {"response_format": {"type": "json_object"}}
+    call, wrong, spoken = 'f\n{"a": 1}', 'f\n{"a": "x"}', "all\nOne > 0."
+    for style in (FUNCTIONARY, None):
+        formats = ModelFormats(FORMATS["functionary"], style)
+        for more, right, others in (
+            ({}, [call, f"{call}>>>{call}", f"{spoken}>>>{call}", spoken], [wrong, f"{spoken}>>>{wrong}", spoken[3:]]),
+            ({"tool_choice": "required"}, [call, f"{call}>>>{call}"], [wrong, spoken, f">>>{call}"]),
+            (of_json, [call, f"{call}>>>{call}", 'all\n{"b": 1}' if style else '{"b": 1}'], [wrong, spoken]),
+            ({**of_json, "tools": []}, ['all\n{"b": 1}' if style else '{"b": 1}'], [call, spoken]),
+        ):
+            body = ChatCompletionRequest.model_validate({**asked, **more})
+            structure = body.structure()
+            read_as = answer_format(body, formats, "assistant\n\n>>>")
+            wanted = wanted_grammar(body, read_as, formats, structure and structure[1], {}, None)
+            assert wanted is not None
+            made = make_checked_grammar(wanted).text
+            assert all(follows(made, text) for text in right) and not any(follows(made, text) for text in others)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "gemma3", "olmo3", "gemma4", "functiongemma", "llama4_pythonic", "hermes"])

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from octavo.entrypoints.chat.reasoning import FUNCTIONARY, STYLES, Reasoning, new_splitter
 from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
 
 SCHEMA: dict[str, Any] = {
@@ -29,7 +30,21 @@ def write(form: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any]]], *, a
         whole = f"[{', '.join(texts)}]" if body.is_list else "\n".join(texts)
         return f"{form.open}{form.start}{whole}{form.end}"
     texts = [f"{form.start}{one(body, *call, as_forced=as_forced)}{form.end}" for call in calls]
-    return form.open + form.separator.join(texts) + form.close
+    if as_forced and form.address:
+        texts = [form.address.replace("{name}", name) + text for text, (name, _) in zip(texts, calls, strict=True)]
+    text = form.open + form.separator.join(texts) + form.close
+    return text.removeprefix(form.start) if as_forced and form.text_start else text
+
+
+def content_of(form: ToolFormat, answer: str) -> str:
+    """The content of an answer, which readers of calls get: without the addresses of calls."""
+    style, prompt = (FUNCTIONARY, ">>>") if form.text_start else (STYLES["muse_glimmer"], "<|start|>assistant")
+    if not (form.text_start or form.address):
+        return answer
+    reasoning = Reasoning.after(prompt, style)
+    assert reasoning is not None
+    splitter = new_splitter(reasoning)
+    return splitter.add(answer)[1] + splitter.finish()[1]
 
 
 def one(body: Any, name: str, arguments: Mapping[str, Any], *, as_forced: bool = False) -> str:
