@@ -271,6 +271,12 @@ class Worker:
             weights.check_all_taken()
             weights.close()
         draft = Draft(config, own, model, target, self.groups, ops, self._device)
+        if 2 * draft.num_weight_bytes > self.weight_bytes:
+            logger.warning(
+                "the draft model has %.2f GiB of weights and the model %.2f GiB: a draft token takes more than "
+                "half the time of a token, so little is gained; choose a smaller draft, or a smaller format for it",
+                draft.num_weight_bytes / _GIB, self.weight_bytes / _GIB,
+            )  # fmt: skip
         self.weight_bytes += draft.num_weight_bytes
         phases.end("draft")
         return draft

@@ -186,6 +186,15 @@ def test_the_model_itself_guesses_right(model: Path, temperature: float, place: 
     assert num_steps <= (1 + -(-23 // 4) if place == "cpu" else 4 + -(-21 // 4))
 
 
+def test_a_draft_as_large_as_the_model_gets_a_warning(
+    model: Path, drafts: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    for draft, is_warned in (("small", False), ("the model", True)):
+        caplog.clear()
+        EngineCore(config_of(model, speculative_config={"model": str(drafts[draft])}))
+        assert ("choose a smaller draft" in caplog.text) == is_warned, draft
+
+
 def test_a_draft_of_another_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
     folder = other_model(model, tmp_path)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
