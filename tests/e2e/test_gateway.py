@@ -263,42 +263,106 @@ def admin(server: Server, method: str, path: str, **fields: Any) -> Any:
     return httpx.request(method, address + path, headers=headers, timeout=within(60), **fields).json()
 
 
-def test_every_count_is_exact_after_a_kill(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_keys", "limit"), [(8, 40), pytest.param(100, 100, marks=pytest.mark.long)])
+def test_every_count_is_exact_and_limits_hold_after_a_kill(tmp_path: Path, num_keys: int, limit: int) -> None:
+    """The keys use up their limits, half of it before the kill. Each key has one request under way at a time."""
     file = tmp_path / "models.yaml"
     flags = ("--catalogue", str(file), "--keys", str(tmp_path / "keys.db"), "--admin-port", "0", "--admin-key", "root")
+    days = {int(time.time() // DAY_S)}
     answered: Counter[str] = Counter()
-    num_keys = 8
 
-    def ask(url: str, key_id: str, secret: str) -> None:
-        with httpx.Client(headers={"authorization": f"Bearer {secret}"}, timeout=within(60)) as client:
-            for _ in range(2000):
-                try:
-                    response = client.post(url + "/v1/chat/completions", json={"model": "m", "user": key_id})
-                except httpx.TransportError:
-                    return
-                answered[key_id] += response.status_code == 200
+    def use_up(url: str, keys: list[dict[str, str]]) -> None:
+        """Ask with each key in turn until it is refused, or the gateway has gone."""
+        left = list(keys)
+        with httpx.Client(timeout=within(60)) as client:
+            while left:
+                for key in list(left):
+                    headers, body = {"authorization": f"Bearer {key['key']}"}, {"model": "m", "user": key["id"]}
+                    try:
+                        response = client.post(url + "/v1/chat/completions", json=body, headers=headers)
+                    except httpx.TransportError:
+                        return
+                    assert response.status_code in (200, 429), response.text
+                    answered[key["id"]] += response.status_code == 200
+                    if response.status_code == 429:
+                        left.remove(key)
 
-    with Upstream() as upstream, ThreadPoolExecutor(num_keys + 1) as threads:
+    with Upstream() as upstream, ThreadPoolExecutor(9) as threads:
         threads.submit(upstream.serve_forever)
         try:
             file.write_text(f"models:\n  m: {{addresses: ['http://127.0.0.1:{upstream.server_port}']}}\n")
             with running_server(tmp_path, *flags, command=GATEWAY) as server:
-                made = [admin(server, "POST", "/keys", json={"name": f"k{number}"}) for number in range(num_keys)]
-                asking = [threads.submit(ask, server.url, key["id"], key["key"]) for key in made]
-                wait_until(lambda: upstream.seen.total() >= 200)
+                settings = [{"name": f"k{number}", "requests_per_day": limit} for number in range(num_keys)]
+                made = [admin(server, "POST", "/keys", json=one) for one in settings]
+                asking = [threads.submit(use_up, server.url, made[number::8]) for number in range(8)]
+                wait_until(lambda: upstream.seen.total() >= num_keys * limit / 2, timeout_s=240)
                 os.kill(server.process.pid, signal.SIGKILL)
                 for one in asking:
                     one.result()
+            assert num_keys * limit / 4 <= answered.total() < num_keys * limit, "the kill was amid them"
             with running_server(tmp_path, *flags, command=GATEWAY) as server:
+                for one in [threads.submit(use_up, server.url, made[number::8]) for number in range(8)]:
+                    one.result()
                 used = {key["id"]: key["used"] for key in admin(server, "GET", "/keys")["data"]}
         finally:
             upstream.shutdown()
-    assert answered.total() >= 100 and used.keys() == {key["id"] for key in made}
+    days.add(int(time.time() // DAY_S))  # two, at midnight, when limits begin anew
+    assert used.keys() == {key["id"] for key in made}
     for key_id, counts in used.items():
+        assert counts["requests"] in {limit, limit * len(days)}, "no more, and no less"
         num_counted, rest = divmod(counts["completion_tokens"], 3)
         assert rest == 0 and counts["prompt_tokens"] == 4 * num_counted
-        # At the kill a key had one request under way at most.
         assert answered[key_id] <= num_counted <= upstream.seen[key_id] <= counts["requests"] <= answered[key_id] + 1
+        assert len(days) == 2 or answered[key_id] >= limit - 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+@pytest.mark.parametrize("on_loss", ["refuse", "admit"])
+def test_a_full_disk_refuses_or_admits_and_every_count_is_exact_once_there_is_room(
+    tmp_path: Path, on_loss: str
+) -> None:
+    file, disk = tmp_path / "models.yaml", tmp_path / "disk"
+    disk.mkdir()
+    mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m none "$0" && exec "$@"', str(disk)]
+    flags = ("--catalogue", str(file), "--keys", str(disk / "keys.db"), "--on-keys-lost", on_loss,
+             "--admin-port", "0", "--admin-key", "root")  # fmt: skip
+    statuses: Counter[int] = Counter()
+
+    with Upstream() as upstream, ThreadPoolExecutor(1) as threads:
+        threads.submit(upstream.serve_forever)
+        try:
+            file.write_text(f"models:\n  m: {{addresses: ['http://127.0.0.1:{upstream.server_port}']}}\n")
+            with running_server(tmp_path, *flags, command=[*mount, *GATEWAY]) as server:
+                key = admin(server, "POST", "/keys", json={"name": "a"})
+
+                def ask() -> int:
+                    status = httpx.post(
+                        server.url + "/v1/chat/completions", json={"model": "m", "user": "u"}, timeout=within(60),
+                        headers={"authorization": f"Bearer {key['key']}"},
+                    ).status_code  # fmt: skip
+                    statuses[status] += 1
+                    return status
+
+                assert ask() == 200
+                ballast = Path(f"/proc/{server.process.pid}/root{disk}/ballast")
+                with ballast.open("wb", buffering=0) as out, contextlib.suppress(OSError):  # "No space left"
+                    while True:
+                        out.write(bytes(1024))
+                while "disk is full" not in server.log.read_text():
+                    assert ask() in (200, 503) and statuses.total() < 500
+                assert ask() == (503 if on_loss == "refuse" else 200)
+                ballast.unlink()
+                wait_until(lambda: ask() == 200)
+                assert set(statuses) == ({200, 503} if on_loss == "refuse" else {200})
+
+                def used() -> list[int]:
+                    counts = admin(server, "GET", f"/keys/{key['id']}").get("used", {})  # an error for a moment
+                    return [counts.get(name, -1) for name in ("requests", "prompt_tokens", "completion_tokens")]
+
+                wait_until(lambda: used() == [statuses[200] * each for each in (1, 4, 3)], used)
+                assert upstream.seen["u"] == statuses[200]
+        finally:
+            upstream.shutdown()
 
 
 @pytest.mark.long
