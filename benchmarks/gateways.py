@@ -5,9 +5,11 @@
 The server is one process that computes nothing: a chat gets a chunk every `--step-ms`. A process holds `--streams`
 chats at once, each on a connection of its own that it keeps, through each proxy and without one. Printed are, for each:
 the time to the first chunk and what it adds at the median and the 99th percentile, the processor time of the proxy for
-a chat and for a chunk, and the chunks in a second if the server does not wait between them. `--peers` is the
-environment that has the other proxies (`pip install sglang-router vllm-router 'litellm[proxy]'`); each is started with
-its defaults. All want a processor: with fewer than three the times are longer than they would be.
+a chat and for a chunk, and the chunks in a second if the server does not wait between them, with the processor time of
+the proxy, the server and the client for each of these: the slowest of the three would set the speed if each had a
+processor of its own. `--peers` is the environment that has the other proxies (`pip install sglang-router vllm-router
+'litellm[proxy]'`); each is started with its defaults. All want a processor: with fewer than three the times are longer
+than they would be.
 """
 
 from __future__ import annotations
@@ -104,7 +106,7 @@ async def _chat(port: int, num_chats: int, num_chunks: int, step_ms: int, first_
 def ask(port: int, num_streams: int, num_chats: int, num_chunks: int, step_ms: int, found: Any) -> None:
     async def run() -> None:
         first_s: list[float] = []
-        begin = time.monotonic()
+        begin, begin_processor = time.monotonic(), time.process_time()
         chat_s = num_chunks * step_ms / 1e3  # within which all streams begin, evenly
         await asyncio.gather(
             *(
@@ -112,7 +114,7 @@ def ask(port: int, num_streams: int, num_chats: int, num_chunks: int, step_ms: i
                 for i in range(num_streams)
             )
         )
-        found.put((first_s, time.monotonic() - begin))
+        found.put((first_s, time.monotonic() - begin, time.process_time() - begin_processor))
 
     uvloop.run(run())
 
@@ -189,7 +191,10 @@ def processor_s(process: psutil.Process | None) -> float:
     return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
 
 
-def measure(port: int, num_streams: int, num_chats: int, num_chunks: int, step_ms: int) -> tuple[list[float], float]:
+def measure(
+    port: int, num_streams: int, num_chats: int, num_chunks: int, step_ms: int
+) -> tuple[list[float], float, float]:
+    """Return the seconds to each chat's first chunk, those of all chats, and the client's seconds of a processor."""
     found: multiprocessing.Queue[Any] = multiprocessing.Queue()
     child = multiprocessing.Process(target=ask, args=(port, num_streams, num_chats, num_chunks, step_ms, found))
     child.start()
@@ -197,7 +202,7 @@ def measure(port: int, num_streams: int, num_chats: int, num_chunks: int, step_m
         time.sleep(0.05)
     if found.empty():
         raise SystemExit("a chat failed")
-    result: tuple[list[float], float] = found.get()
+    result: tuple[list[float], float, float] = found.get()
     child.join()
     return result
 
@@ -216,19 +221,23 @@ def main() -> None:
     server_port = int(listening.getsockname()[1])
     server = multiprocessing.Process(target=serve, args=(listening,), daemon=True)
     server.start()
-    print("| | first chunk, ms (p50, p99) | added, ms | processor: ms a chat | µs a chunk | chunks/s, no waits |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| | first chunk, ms (p50, p99) | added, ms | processor: ms a chat | µs a chunk | chunks/s, no waits | "
+        "processor: µs a chunk of proxy, server, client |\n|---|---|---|---|---|---|---|"
+    )
     plain: list[float] = []
     for proxy in ("none", *args.proxies.split(",")):
         with started(proxy, server_port, args.peers, folder) as (port, process):
             measure(port, args.streams, 2, 4, 1)  # connections, caches
             begin = processor_s(process)
-            first_s, _ = measure(port, args.streams, args.chats, args.chunks, args.step_ms)
+            first_s, *_ = measure(port, args.streams, args.chats, args.chunks, args.step_ms)
             long_s = processor_s(process) - begin
             begin = processor_s(process)
             measure(port, args.streams, args.chats, 1, args.step_ms)
             short_s = processor_s(process) - begin
-            _, whole_s = measure(port, args.streams, 2, 1000, 0)
+            begin, server_begin = processor_s(process), processor_s(psutil.Process(server.pid))
+            _, whole_s, client_s = measure(port, args.streams, 2, 1000, 0)
+            costs_s = processor_s(process) - begin, processor_s(psutil.Process(server.pid)) - server_begin, client_s
         num_chats = args.streams * args.chats
         points = [median(first_s) * 1e3, quantiles(first_s, n=100)[98] * 1e3]
         plain = plain or points
@@ -236,7 +245,9 @@ def main() -> None:
         per_chunk_us = (long_s - short_s) / (num_chats * (args.chunks - 1)) * 1e6
         print(
             f"| {proxy} | {points[0]:.2f}, {points[1]:.2f} | {added} | {short_s / num_chats * 1e3:.2f} | "
-            f"{per_chunk_us:.1f} | {args.streams * 2000 / whole_s:,.0f} |",
+            f"{per_chunk_us:.1f} | {args.streams * 2000 / whole_s:,.0f} | "
+            + ", ".join(f"{cost_s / (args.streams * 2000) * 1e6:.1f}" for cost_s in costs_s)
+            + " |",
             flush=True,
         )
     server.terminate()
