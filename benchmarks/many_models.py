@@ -1,12 +1,13 @@
 """Many models behind one gateway: cold starts, more models than fit, new versions under load.
 
-    python benchmarks/many_models.py cold [--times 10]          # first tokens of a model that is not loaded
+    python benchmarks/many_models.py cold [--times 10] [--model FILE.gguf [--evict]]  # first tokens of a stopped model
     python benchmarks/many_models.py zipf [--minutes 10]        # five models in the memory of two
     python benchmarks/many_models.py versions [--streams 64]    # ten changes of a model's flags, and a broken file
 
-The gateway and its servers are real, and each model is the default model under another name. `zipf` draws the model of
-each request by Zipf's law (the n-th is asked for 1/n as often as the first) and the times by Poisson's; it looks at the
-servers that run every 50 ms. `versions` changes the catalogue while streams run, each of which must end whole.
+The gateway and its servers are real, and each model is the default model, or `--model`, under another name. With
+`--evict` the file leaves the page cache before each start. `zipf` draws the model of each request by Zipf's law (the
+n-th is asked for 1/n as often as the first) and the times by Poisson's; it looks at the servers that run every 50 ms.
+`versions` changes the catalogue while streams run, each of which must end whole.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import sys
@@ -85,10 +87,17 @@ class Load:
 
 async def cold(load: Load, args: argparse.Namespace, file: Path) -> None:
     for _ in range(args.times):
+        if args.evict:
+            await asyncio.to_thread(evict, args.model)
         await load.ask("m0", 4)
         while servers_of(load.server):  # noqa: ASYNC110 - it stops at once
             await asyncio.sleep(0.05)
     load.report("cold requests")
+
+
+def evict(file: str) -> None:
+    with open(file, "rb") as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 async def zipf(load: Load, args: argparse.Namespace, file: Path) -> None:
@@ -129,7 +138,7 @@ async def versions(load: Load, args: argparse.Namespace, file: Path) -> None:
             await asyncio.to_thread(file.write_text, "models: {m0: {flgs: {}}}")
             await asyncio.sleep(3)
         before = {one.pid for one in servers_of(load.server)}
-        models = {"m0": entry(replicas=2, flags=FLAGS | {"max-num-seqs": 64 + number})}
+        models = {"m0": entry(model=args.model, replicas=2, flags=FLAGS | {"max-num-seqs": 64 + number})}
         await asyncio.to_thread(file.write_text, json.dumps({"models": models}))
         while len(after := {one.pid for one in servers_of(load.server)}) != 2 or after & before:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
@@ -162,12 +171,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("--times", type=int, default=10)
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--evict", action="store_true")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--rate", type=float, default=1.0)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     work, models = MODES[args.mode]
+    models = {name: fields | {"model": args.model} for name, fields in models.items()}
     with tempfile.TemporaryDirectory() as name:
         flags = ["--memory-gib", str(NUM_FIT)] if args.mode == "zipf" else []
         with running_gateway(Path(name), models, *flags) as server:
