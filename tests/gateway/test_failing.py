@@ -124,10 +124,15 @@ def test_a_request_that_ends_replicas_over_kept_connections_ends_two_at_most(clo
     clock.run(run())
 
 
-def test_a_stream_that_breaks_ends_with_an_error_event(clock: Clock) -> None:
+@pytest.mark.parametrize("end", [b"\r\n", b"\r", b"", b' of it"}\n', b"\r\n2", b"\r\n20\r\n"], ids=repr)
+def test_a_stream_that_breaks_ends_with_an_error_event(clock: Clock, end: bytes) -> None:
+    """It ends between two chunks, amid a chunk or its size."""
+    part = b'data: {"x": 1}\n\ndata: {"half'
+    size = len(part) + (40 if b"of it" in end else 0)
+
     async def behave(asked: Asked) -> None:
         asked.begin_stream()
-        asked.piece(b'data: {"x": 1}\n\ndata: {"half')
+        asked.writer.write(b"%x\r\n%b%b" % (size, part, end))
         await asked.writer.drain()
         await go_on.wait()
         asked.die()

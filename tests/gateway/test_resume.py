@@ -45,8 +45,9 @@ def lost_at(event: asyncio.Event, lose: Callable[[Asked], None]) -> Behave:
     return behave
 
 
-def replica(dies_after: int | None = None, cut: int = 0) -> Behave:
-    """A server that dies after so many entries of the script, and `cut` bytes of the next one."""
+def replica(dies_after: int | None = None, cut: int = 0, *, is_amid_chunk: bool = False) -> Behave:
+    """A server that dies after so many entries of the script, and `cut` bytes of the next one: behind a chunk or amid
+    one."""
 
     async def behave(asked: Asked) -> None:
         if asked.method == "GET":
@@ -60,7 +61,11 @@ def replica(dies_after: int | None = None, cut: int = 0) -> Behave:
             piece = events + b"\n\n" if events else b""
             piece += b": tokens " + json.dumps(tokens).encode() + b"\n\n" if tokens else b""
             if number == dies_after:
-                asked.piece(data + piece[:cut] if data + piece[:cut] else b": keep-alive\n\n")
+                sent = data + piece[:cut] or b": keep-alive\n\n"
+                if is_amid_chunk:
+                    asked.writer.write(b"%x\r\n%s" % (len(sent) + 40, sent))
+                else:
+                    asked.piece(sent)
                 await asked.writer.drain()
                 asked.die()
                 return
@@ -80,10 +85,11 @@ def at(servers: list[FakeServer]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dies_after", range(len(SCRIPT)))
-@pytest.mark.parametrize("cut", [0, 9, 20, 30])
-def test_no_byte_is_lost_and_none_comes_twice(clock: Clock, dies_after: int, cut: int) -> None:
+@pytest.mark.parametrize(("cut", "is_amid_chunk"), [(0, False), (9, True), (20, False), (30, True)])
+def test_no_byte_is_lost_and_none_comes_twice(clock: Clock, dies_after: int, cut: int, is_amid_chunk: bool) -> None:
     async def run() -> None:
-        async with fake_servers(replica(dies_after, cut), replica()) as servers, gateway(at(servers)) as gate:
+        first = replica(dies_after, cut, is_amid_chunk=is_amid_chunk)
+        async with fake_servers(first, replica()) as servers, gateway(at(servers)) as gate:
             number = 0
             while not servers[0].asked:  # either may be chosen
                 number += 1
