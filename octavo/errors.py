@@ -82,7 +82,7 @@ def error_code(status: int, param: str | None, code: str | None) -> str:
 
 
 def aborted(stop_reason: int | str | None) -> RequestError:
-    """Return the error of an aborted request that has nothing to show. `stop_reason` is that of its completion."""
+    """Return the error of an aborted request without output. `stop_reason` is its completion's."""
     if stop_reason == "timeout":
         return RequestError("the request was not answered before its timeout.", status=408, code="timeout")
     return RequestError("the request was aborted before its answer.", status=503, code="aborted")

@@ -92,7 +92,7 @@ class FlagParser(argparse.ArgumentParser):
         return found
 
     def format_usage(self) -> str:
-        """Return the usage, which errors begin with. Of many flags it has only those that are required."""
+        """Return the usage, which errors begin with. A parser of many flags lists only the required ones."""
         self._shorten_usage()
         return super().format_usage()
 

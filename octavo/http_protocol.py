@@ -257,7 +257,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if (sock := self.transport.get_extra_info("socket")) is not None:
             with contextlib.suppress(OSError):  # it is closed already
-                # Without it the kernel would keep what the client does not read.
+                # Otherwise the kernel would keep the bytes that the client does not read.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 

@@ -175,7 +175,7 @@ class ScoringOutput:
     score: float
 
 
-O = TypeVar("O")  # noqa: E741  # what a request gives
+O = TypeVar("O")  # noqa: E741  # the type of a request's result
 P = TypeVar("P")
 
 

@@ -342,7 +342,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         return self.logprobs is not None or self.num_sequences > self.n or self.use_beam_search
 
     def _check_types(self, given: set[str]) -> None:
-        """Check the types of the `given` fields, which are those that differ from their defaults."""
+        """Check the types of the `given` fields, whose values differ from their defaults."""
         for name in filter(given.__contains__, _NUMBERS):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:

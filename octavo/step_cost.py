@@ -127,8 +127,8 @@ class StepCostModel:
 
     @classmethod
     def derived(cls, weight_bytes: int, key_bytes: int, bytes_per_s: float, operations_per_s: float) -> StepCostModel:
-        """Start from what a step must read and compute: `weight_bytes` once, `key_bytes` for each key. The machine's
-        figures may be rough: the first steps correct the speed, and until then only proportions matter."""
+        """Return a model for steps that read `weight_bytes` once and `key_bytes` for each key. The machine's figures
+        may be rough: the first steps correct the speed, and until then only proportions matter."""
         num_weights = weight_bytes  # about one byte each
         read_s, token_s = weight_bytes / bytes_per_s, 2 * num_weights / operations_per_s
         key_s, pair_s = key_bytes / bytes_per_s, key_bytes / operations_per_s

@@ -1,5 +1,5 @@
-"""What scripts for vLLM call when they have deleted an engine. Nothing global outlives one here; but its parts refer to
-each other, so that their memory comes back with a collection, which each of these is."""
+"""Functions that scripts for vLLM call after they have deleted an engine. Octavo keeps nothing global. An engine's
+parts refer to each other, so a garbage collection frees their memory: each of these functions runs one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def destroy_model_parallel() -> None:
 
 
 def destroy_distributed_environment() -> None:
-    """The same."""
+    """Do what `destroy_model_parallel` does."""
     destroy_model_parallel()
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """The same, and end this process's connection to Ray, if that is asked for."""
+    """Do what `destroy_model_parallel` does. With `shutdown_ray` also end this process's connection to Ray."""
     destroy_model_parallel()
     ray = sys.modules.get("ray")
     if shutdown_ray and ray is not None:

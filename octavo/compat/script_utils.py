@@ -1,4 +1,4 @@
-"""What scripts for vLLM import from its `utils`. Octavo itself uses none of it."""
+"""Functions of vLLM's `utils` that scripts import. Octavo itself does not use them."""
 
 from __future__ import annotations
 

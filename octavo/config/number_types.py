@@ -20,8 +20,8 @@ _FILE_METHODS = (
     "gguf", "gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "mxfp4", "bitsandbytes", "squeezellm",
 )  # fmt: skip
 _GGUF_TYPE = re.compile(r"(?i)(i|t)?q\d")
-# The number of layers for which one layer, the first, is precise by default. What the first layer turns on or off, such
-# as attention sinks, stays on or off in all others (docs/performance.md).
+# By default one of so many layers is precise, from the first one on. Effects that the first layer turns on or off, such
+# as attention sinks, stay on or off in all others (docs/performance.md).
 _LAYERS_OF_ONE_PRECISE = 10
 # Values of --kv-cache-dtype that differ from the model's type. No CPU multiplies eight-bit floats, so there fp8 is
 # int8.

@@ -96,8 +96,8 @@ def is_reproducible(args: EngineArgs, device: str) -> bool | None:
 
 
 def uses_ray(args: EngineArgs) -> bool:
-    """Return whether Ray starts the other nodes. Without stages there are none: workers of one host are its processes,
-    whatever the backend."""
+    """Return whether Ray starts the other nodes. Without stages there are no other nodes: this host starts all workers
+    itself, whatever the backend."""
     return args.distributed_executor_backend == "ray" and args.pipeline_parallel_size > 1
 
 

@@ -177,7 +177,7 @@ class NodeGroup:
         self._members[join.rank] = member
 
     def _wait_for_connections(self) -> None:
-        """Wait for the connections of the other nodes' workers, and for those that carry rows."""
+        """Wait for the connections of the other nodes' workers, and for the connections that carry rows."""
         own = self._num_seats // self._nodes.size
         links: dict[int, int] = {}
         while len(self.controls) < self._num_seats - own or len(links) < self._size:

@@ -513,7 +513,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             asyncio.get_running_loop().call_soon(self._deliver)
 
     def _core_is_ready(self, ready: Ready) -> None:
-        """Give a new core what the last one had: its halt, its pinned adapters and its requests."""
+        """Give a new core the last core's halt, pinned adapters and requests."""
         self._control.halt_again()
         self._adapters.pin_again()
         if number := self._resubmission.core_is_ready():

@@ -213,7 +213,7 @@ class EngineCore:
 
     @staticmethod
     def _disk_hooks(disk: DiskTier) -> list[Callable[[Sequence], None]]:
-        """Return what is to be called with each sequence that has ended."""
+        """Return the functions to call with each sequence that has ended."""
         return [disk.fetches.forget, disk.sessions.keep, disk.saved_prompts.end]
 
     def _step(self) -> StepOutputs:
@@ -368,14 +368,14 @@ class EngineCore:
                 self._has_adapter_room = False
 
     def _adapters_in_use(self) -> set[str]:
-        """Return the identities of adapters that must stay on the host: those of queued requests, and those that
-        pending requests or `load_adapter` wait for."""
+        """Return the identities of adapters that must stay on the host: queued requests have them, or pending requests
+        or `load_adapter` wait for them."""
         found = {seq.adapter for seq in self.scheduler.queues if seq.adapter is not None}
         found |= {one.source.identity for one in self._loading if one.ready is not None}
         return found | {one.request.prompt.adapter or "" for one in self._pending.values() if one.adapter is not None}
 
     def _take_in_adapters(self) -> list[AdapterLoaded]:
-        """Try again to read adapters that found no room, and report those that are ready or have failed."""
+        """Try again to read adapters that found no room. Returns the adapters that are ready or have failed."""
         loaded = []
         for one in list(self._loading):
             try:

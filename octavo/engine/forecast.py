@@ -22,7 +22,7 @@ class FirstTokenForecast:
         self._num_waiting_tokens = 0
         self._num_queries = self._num_hits = 0.0  # recent tokens looked up in the prefix index, and found
         self._stats = EngineStats()
-        # Takes the tokens that wait in this front end, and returns those of all front ends that share the core.
+        # Takes the number of tokens that wait in this front end. Returns the sum of all front ends that share the core.
         self.share: Callable[[int], float] = lambda own: own
 
     def add(self, request_id: str, num_tokens: int) -> None:

@@ -115,7 +115,7 @@ class InputProcessor:
         return ids
 
     def be_one_of_several(self, number: int, place: int) -> None:
-        """Make the ids and seeds that front end `number` draws differ from those of other front ends."""
+        """Draw other ids and seeds than the other front ends. This one is front end `number`."""
         self._id_prefix = f"{number}-"
         self._seeds = random.Random(f"{self.model.seed}, {place}")
 

@@ -184,7 +184,7 @@ class EngineControl:
         self._views.pop(0).set_result(found)
 
     def core_ended(self) -> None:
-        """Complete what a core that has ended did not answer."""
+        """Complete the futures that the ended core has not answered."""
         unanswered: list[asyncio.Future[Any]] = [*self._changes, *self._views]
         for done in unanswered:
             if not done.done():

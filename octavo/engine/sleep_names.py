@@ -1,4 +1,4 @@
-"""Levels and tags of sleep, by vLLM's names: what a sleeping engine has freed."""
+"""Levels and tags of sleep, by vLLM's names. A tag names memory that a sleeping engine has freed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLEEP_MODES = ("abort", "wait")
 
 
 def check_mode(mode: str, modes: tuple[str, ...]) -> None:
-    """Raise `RequestError` for a `mode` that is none of `modes`."""
+    """Raise `RequestError` for a `mode` that is not in `modes`."""
     if mode not in modes:
         raise RequestError(f"mode must be one of {', '.join(modes)}, got {mode!r}.", param="mode")
 

@@ -1,4 +1,4 @@
-"""What programs written for vLLM read of an engine, under vLLM's names. All of it follows from the configuration."""
+"""Attributes of an engine that programs for vLLM read, under vLLM's names. They follow from the configuration."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class AbortAll(msgspec.Struct, tag="abort_all"):
-    """Ends all requests whose ids begin with `prefix`: those of a front end that has ended."""
+    """Ends all requests of a front end that has ended. Their ids begin with `prefix`."""
 
     prefix: str
 

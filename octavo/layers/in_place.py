@@ -1,4 +1,4 @@
-"""Operations that change an array in place, made of those that backends have."""
+"""Operations that change an array in place, composed of the backends' operations."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ Report = Callable[[str, str, int, int], None]
 
 
 def fetch_large_files(repo: str, revision: str, names: Sequence[str], report: Report) -> None:
-    """Fetch those of the files that the hub knows by their SHA-256 into its cache. Raises `LoadError` for a file whose
-    bytes are not the hub's."""
+    """Fetch the files whose SHA-256 the hub knows into the hub's cache. Raises `LoadError` for a file with other
+    bytes."""
     from huggingface_hub import HfApi, hf_hub_url
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 

@@ -36,7 +36,7 @@ class RecordedTensor:
 
 
 class RecordingWeights(Weights):
-    """`Weights` that return zeros which take no memory, and record what is taken.
+    """`Weights` that record the tensors that are taken, and return zeros that take no memory.
 
     `tensors` lists the taken tensors in order. `repeated` lists the tensors that a layer shares with an earlier layer,
     once for each such layer. `weights` is a checkpoint to look up formats and optional tensors in; nothing is taken

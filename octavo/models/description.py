@@ -37,8 +37,8 @@ _LARGEST = (1 << 31) - 1
 
 
 def check_numbers(description: Any) -> None:
-    """Raise `LoadError` if a field that should be a number is none, in a description or in one inside it:
-    configurations may have a list or a text there."""
+    """Raise `LoadError` if a description, or one inside it, has something else than a number in a field for numbers.
+    Configurations may have a list or a text there."""
     for field in fields(description):
         value, kind = getattr(description, field.name), _NUMBERS.get(str(field.type))
         if kind is not None and not (isinstance(value, kind) and (value is None or abs(value) <= _LARGEST)):

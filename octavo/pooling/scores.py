@@ -9,8 +9,8 @@ from octavo.pooling.vectors import activated
 
 
 def similarity(query: NDArray[np.float32], document: NDArray[np.float32]) -> float:
-    """The cosine of two embeddings [size]; of the tokens' [tokens, size] the sum, over those of the query, of the best
-    product with one of the document's (late interaction, Khattab & Zaharia 2020)."""
+    """Return the cosine of two embeddings [size]. For embeddings of tokens [tokens, size], return the sum, over the
+    query's tokens, of the best product with a token of the document (late interaction, Khattab & Zaharia 2020)."""
     if query.ndim == 2:
         return float((query @ document.T).max(1).sum())
     one, other = (activated(x[None], "normalize")[0] for x in (query, document))

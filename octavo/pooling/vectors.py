@@ -1,4 +1,4 @@
-"""From what a model has pooled to what a request wants: cut, of length 1, or as probabilities. In float32."""
+"""Turns a model's pooled vectors into a request's: cut, normalized to length 1, or as probabilities. In float32."""
 
 from __future__ import annotations
 

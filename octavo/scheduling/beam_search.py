@@ -18,7 +18,7 @@ from octavo.sequence import Sequence
 
 
 class Siblings(Protocol):
-    """What a search does with the sequences of its request: `SequenceQueues`."""
+    """The changes that a search makes to the sequences of its request. `SequenceQueues` implements them."""
 
     def fork(self, parent: Sequence, index: int) -> Sequence: ...
 
@@ -71,8 +71,8 @@ class BeamSearch:
         self._siblings = siblings
 
     def propose(self, seq: Sequence, found: TokenLogprobs) -> list[SequenceOutput]:
-        """Take a beam's most likely next tokens. With those of the last beam, go on with the best continuations, or end
-        the search. Returns the request's outputs at the end."""
+        """Take a beam's most likely next tokens. Once all beams have given theirs, go on with the best continuations,
+        or end the search. Returns the request's outputs at the end."""
         self.beams[seq.index].top_tokens = found
         self.prompt_logprobs = self.prompt_logprobs or seq.prompt_logprobs
         if any(beam.top_tokens is None for beam in self.beams.values()):

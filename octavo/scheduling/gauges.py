@@ -42,8 +42,8 @@ def progress_of(seq: Sequence, num_step_tokens: int) -> SequenceProgress:
 
 
 def _num_unfilled_slots(running: list[Sequence], has_forks: bool, cache: KVCacheManager) -> int:
-    """Return the slots of referenced blocks that hold no token: those at the end of each block table, and those of
-    draft tokens in flight."""
+    """Return the number of slots in referenced blocks that hold no token: the slots behind each sequence's tokens, and
+    the slots of draft tokens in flight."""
     size, unfilled = cache.block_size, 0
     for group in [attention.group for attention in cache.attention]:
         # A step reads the numbers of slots, but few block tables: by now these are in no cache of the processor.

@@ -48,7 +48,7 @@ def start_forks(queues: SequenceQueues, seq: Sequence, tokens: list[int], logpro
 def accept_drafts(
     queues: SequenceQueues, seq: Sequence, num_valid: int, tokens: list[int], logprobs: Logprobs
 ) -> SequenceOutput:
-    """Add the first `num_valid` tokens, and undo what was computed of rejected draft tokens."""
+    """Add the first `num_valid` tokens, and undo the computation of rejected draft tokens."""
     if seq.row is None:  # it was preempted meanwhile: nothing computed is left
         return extend(queues, seq, tokens[:num_valid], logprobs)
     seq.num_computed_tokens += num_valid - 1  # the accepted draft tokens; the token after them was not computed
