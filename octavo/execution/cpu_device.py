@@ -23,20 +23,10 @@ from octavo.ops.cpu_program import Program
 _GIB = 1 << 30
 
 
-class _Done:
-    """The event of a stream that has no work left."""
+class _InlineStream:
+    """A stream that runs work when it is appended. It is also its own event, which is always reached."""
 
     is_reached = True
-
-    def wait(self) -> None:
-        pass
-
-
-_DONE = _Done()
-
-
-class _InlineStream:
-    """A stream that runs work when it is appended."""
 
     def run(
         self, work: Callable[[], None], reads: Sequence[NDArray[Any]] = (), writes: Sequence[NDArray[Any]] = ()
@@ -44,10 +34,10 @@ class _InlineStream:
         work()
 
     def record(self) -> Event:
-        return _DONE
+        return self
 
-    def wait(self, event: Event) -> None:
-        pass
+    def wait(self, event: Event | None = None) -> None:
+        """Do nothing: all work is done."""
 
 
 class CapturedProgram:
