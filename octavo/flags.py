@@ -51,6 +51,14 @@ def flag(
     return field(default=default, metadata=metadata)
 
 
+def positive_int(text: str) -> int:
+    """Parse a whole number of 1 or more, for argparse."""
+    with contextlib.suppress(ValueError):
+        if (number := int(text)) > 0:
+            return number
+    raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, got {text!r}")
+
+
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 _MANY_FLAGS = 16  # more of them make a usage that nobody reads
 
@@ -88,7 +96,8 @@ class FlagParser(argparse.ArgumentParser):
         if unknown:
             names = [word.partition("=")[0].removeprefix("--") for word in unknown if word.startswith("--")]
             known = [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
-            self.error("\n  ".join([f"unrecognized arguments: {' '.join(unknown)}", *advice_on(names, known)]))
+            advice = advice_on(names, known) or [f"{self.prog} --help=all lists the flags."] * bool(names)
+            self.error("\n  ".join([f"unrecognized arguments: {' '.join(unknown)}", *advice]))
         return found
 
     def format_usage(self) -> str:

@@ -163,7 +163,7 @@ class _Named(type(msgspec.Struct)):  # type: ignore[misc]
                 if not strange:  # callers pass None for values that they were not given
                     return cls(*args, **{name: value for name, value in given.items() if name not in unknown})
                 close = [difflib.get_close_matches(name, cls.__struct_fields__, 1, 0.7) for name in strange]
-                advice = [f" Perhaps {found[0]} is meant." for found in close if found]
+                advice = [f" Did you mean {found[0]}?" for found in close if found]
                 raise TypeError(f"{cls.__name__}() has no parameter {', '.join(strange)}.{''.join(advice)}") from None
 
 

@@ -94,6 +94,24 @@ _ADVICE = {
     "use_v2_block_manager": f"{_NEEDLESS}there is one block manager",
     "worker_use_ray": "--distributed-executor-backend ray",
 }  # fmt: skip
+# Names in SGLang and llama.cpp of flags that Octavo has.
+_ELSEWHERE = {
+    other: name
+    for name, others in {
+        "cpu_threads": ("threads",),
+        "data_parallel_size": ("dp", "dp_size"),
+        "gpu_memory_utilization": ("mem_fraction_static",),
+        "lora_modules": ("lora", "lora_paths"),
+        "max_model_len": ("context_length", "ctx_size", "num_ctx"),
+        "max_num_batched_tokens": ("chunked_prefill_size", "ubatch_size"),
+        "max_num_seqs": ("max_running_requests", "parallel"),
+        "model": ("hf", "hf_repo", "model_path"),
+        "served_model_name": ("alias", "name"),
+        "speculative_config": ("model_draft", "speculative_algorithm"),
+        "tensor_parallel_size": ("tp", "tp_size"),
+    }.items()
+    for other in others
+}
 _ON_IN_VLLM = {"multi_step_stream_outputs", "use_tqdm_on_load"}  # true by default in vLLM: False asks for something
 
 
@@ -117,10 +135,13 @@ def advice_on(names: Iterable[str], known: Iterable[str]) -> list[str]:
     fields, or flags with hyphens."""
     known = list(known)
     lines = [(name, _advice(name, known)) for name in names]
-    return [f"{name}: {advice}." for name, advice in lines if advice]
+    return [f"{name}: {advice}" for name, advice in lines if advice]
 
 
 def _advice(name: str, known: list[str]) -> str | None:
-    found = _ADVICE.get(name.replace("-", "_").removeprefix("no_"))
-    close = similar(name, known)
-    return found or (f"perhaps {close} is meant" if close else None)
+    field = name.replace("-", "_")
+    if found := _ADVICE.get(field.removeprefix("no_")):
+        return f"{found}."
+    same = _ELSEWHERE.get(field)
+    meant = next((one for one in known if one.replace("-", "_") == same), None) or similar(name, known)
+    return f"did you mean {meant}?" if meant else None

@@ -146,8 +146,10 @@ def test_an_unknown_flag_ends_the_command(capsys: pytest.CaptureFixture[str]) ->
     [
         (["--cpu-offload-gb=4"], "cpu-offload-gb: weights stay where the model runs; --quantization int8"),
         (["--guided_decoding_backend", "xgrammar"], "guided-decoding-backend: leave it out: structured outputs are"),
+        (["--ctx-size", "4096"], "ctx-size: did you mean max-model-len?"),
+        (["--mem_fraction_static", "0.9"], "mem-fraction-static: did you mean gpu-memory-utilization?"),
         (["--no-enable-dbo"], "no-enable-dbo: it is not built yet; leave it out."),
-        (["--gpu-memory-utilisation", "0.5"], "perhaps gpu-memory-utilization is meant."),
+        (["--gpu-memory-utilisation", "0.5"], "did you mean gpu-memory-utilization?"),
         # Values with spaces, as manifests write them, are not taken for a model.
         (["--kv-transfer-config={'kv_connector': 'x'}"], "kv-transfer-config: it is not built yet"),
         (["--structured-outputs-config.backend=guidance"], "structured-outputs-config: leave it out"),
@@ -178,12 +180,12 @@ def test_keywords_and_keys_of_a_file_get_the_same_advice(tmp_path: Path) -> None
     with pytest.raises(TypeError, match=r"no arguments multi_step_stream_outputs\. multi_step"):
         octavo.LLM(multi_step_stream_outputs=False)
     with pytest.raises(
-        TypeError, match=r"^AsyncEngineArgs\(\) has no arguments max_modal_len. max_modal_len: perhaps max_"
+        TypeError, match=r"^AsyncEngineArgs\(\) has no arguments max_modal_len. max_modal_len: did you mean max_"
     ):
         AsyncEngineArgs(max_modal_len=5, engine_use_ray=False, worker_use_ray=None)
     assert AsyncEngineArgs(model="a", engine_use_ray=False, max_log_len=3) == AsyncEngineArgs(model="a", max_log_len=3)
     (tmp_path / "config.yaml").write_text("max-modal-len: 5")
-    with pytest.raises(ConfigError, match=r"unknown key 'max-modal-len'.*perhaps max_model_len is meant"):
+    with pytest.raises(ConfigError, match=r"unknown key 'max-modal-len'.*did you mean max_model_len\?"):
         parse_args(["--config", str(tmp_path / "config.yaml")], "octavo serve")
 
 

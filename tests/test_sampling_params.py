@@ -99,7 +99,7 @@ def test_values_at_the_edge_are_accepted(values: dict[str, Any]) -> None:
         ("max_new_tokens", 5, RequestError, "max_tokens bounds what is generated"),
         ("guided_json", {}, RequestError, r"json=\.\.\.\) as structured_outputs"),
         ("thinking_token_budget", None, None, ""), ("flat_logprobs", False, None, ""),
-        ("temprature", 1, TypeError, r"^SamplingParams\(\) has no parameter temprature\. Perhaps temperature is"),
+        ("temprature", 1, TypeError, r"^SamplingParams\(\) has no parameter temprature\. Did you mean temperature"),
         ("colour", None, TypeError, r"^SamplingParams\(\) has no parameter colour.$"),
     ],
 )  # fmt: skip

@@ -16,6 +16,7 @@ import numpy as np
 
 from octavo.bench.texts import as_chat, custom_texts, sonnet_texts
 from octavo.errors import ConfigError
+from octavo.flags import positive_int
 
 if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
@@ -85,14 +86,6 @@ def add_dataset_args(parser: argparse.ArgumentParser) -> None:
     ):  # fmt: skip
         group.add_argument(f"--{name}", type=positive_int, default=default, help=f"{what} (default: %(default)s).")
     group.add_argument("--no-oversample", action="store_true", help="Use no prompt of a file twice.")
-
-
-def positive_int(text: str) -> int:
-    """Parse an integer of 1 or more, for argparse."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
-    return number
 
 
 def sample_prompts(args: argparse.Namespace, tokenizer: ModelTokenizer) -> list[BenchPrompt]:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.bench.data import add_dataset_args, encode, positive_int, sample_prompts
+from octavo.bench.data import add_dataset_args, encode, sample_prompts
 from octavo.bench.results import write_json
 from octavo.config import EngineArgs
 from octavo.engine.input_processor import PromptInput
 from octavo.entrypoints.cli import command
 from octavo.errors import ConfigError
-from octavo.flags import FlagParser
+from octavo.flags import FlagParser, positive_int
 from octavo.lora.request import LoRARequest
 from octavo.outputs import RequestOutput
 from octavo.processes import event_loop_factory

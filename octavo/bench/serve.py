@@ -26,11 +26,11 @@ import numpy as np
 
 from octavo.api_keys import check_keys, sent_by_default
 from octavo.bench.client import RequestResult, Target, stream
-from octavo.bench.data import BenchPrompt, add_dataset_args, positive_int, sample_prompts
+from octavo.bench.data import BenchPrompt, add_dataset_args, sample_prompts
 from octavo.bench.results import METRICS, details, summarize, table, write_json
 from octavo.entrypoints.cli import command
 from octavo.errors import ConfigError, OctavoError
-from octavo.flags import FlagParser
+from octavo.flags import FlagParser, positive_int
 from octavo.processes import allow_files, event_loop_factory
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}

@@ -25,12 +25,11 @@ from typing import IO, Any
 
 import msgspec
 
-from octavo.bench.data import positive_int
 from octavo.bench.results import write_json
 from octavo.config import AsyncEngineArgs
 from octavo.entrypoints.cli import run_command
 from octavo.errors import OctavoError
-from octavo.flags import FlagParser
+from octavo.flags import FlagParser, positive_int
 from octavo.processes import python_command
 
 TIMEOUT_S = 600

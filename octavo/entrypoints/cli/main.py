@@ -118,7 +118,7 @@ def _run_named(commands: Commands, argv: Sequence[str], parser: argparse.Argumen
         return code
     if argv and not argv[0].startswith("-"):
         meant = similar(argv[0], commands)
-        hint = f"perhaps {parser.prog} {meant} is meant" if meant else f"{parser.prog} --help lists them"
+        hint = f"did you mean {parser.prog} {meant}?" if meant else f"{parser.prog} --help lists them"
         parser.error(f"there is no command {argv[0]!r}; {hint}")
     listed = commands is COMMANDS  # the description lists them by task
     names = parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS if listed else None)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from octavo.config import EngineArgs
 from octavo.entrypoints.cli import command
 from octavo.errors import ConfigError, LoadError
-from octavo.flags import FlagParser
+from octavo.flags import FlagParser, positive_int
 
 _ENGINE_FLAGS = (
     "revision", "download_dir", "dtype", "kv_cache_dtype", "max_model_len", "block_size", "max_num_seqs",
@@ -31,20 +31,25 @@ def make_parser(prog: str) -> FlagParser:
     device = parser.add_mutually_exclusive_group()
     device.add_argument("--cpu", action="store_true", help="This machine's processors, which are measured (default).")
     device.add_argument("--gpu", choices=_GPUS, help="GPUs of this kind, which need not be here.")
-    parser.add_argument("--count", type=_positive, help="GPUs (default: 1).")
+    parser.add_argument("--count", type=positive_int, help="GPUs (default: 1).")
     parser.add_argument(
         "--format", choices=_FORMATS, default="as-is", help="Format of the weights (default: as the model's files are)."
     )
     parser.add_argument(
-        "--lengths", type=_positive, nargs="+", default=[], metavar="N", help="Tokens per request that must fit."
+        "--lengths", type=positive_int, nargs="+", default=[], metavar="N", help="Tokens per request that must fit."
     )
     parser.add_argument(
-        "--batch-sizes", type=_positive, nargs="+", metavar="N", default=[1, 4, 16, 64],
+        "--batch-sizes", type=positive_int, nargs="+", metavar="N", default=[1, 4, 16, 64],
         help="Sequences in a decode step (default: 1 4 16 64).",
     )  # fmt: skip
-    parser.add_argument("--input-len", type=_positive, default=512, help="Tokens of a prompt (default: %(default)s).")
     parser.add_argument(
-        "--context-len", type=_positive, default=256, help="Tokens of a sequence that decodes (default: %(default)s)."
+        "--input-len", type=positive_int, default=512, help="Tokens of a prompt (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--context-len",
+        type=positive_int,
+        default=256,
+        help="Tokens of a sequence that decodes (default: %(default)s).",
     )
     parser.add_argument("--no-measure", action="store_true", help="Measure nothing: sizes only, on a CPU.")
     parser.add_argument("--json", action="store_true", help="Print JSON, as docs/planning.md describes it.")
@@ -86,10 +91,3 @@ def main(args: argparse.Namespace) -> int:
     plan = make_plan(config, options)
     print(json.dumps(plan, indent=2) if args.json else as_text(plan))
     return int(not plan["layout"]["fits"])
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number <= 0:
-        raise ValueError(f"{number} is not greater than 0")
-    return number

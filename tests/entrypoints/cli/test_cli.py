@@ -162,15 +162,21 @@ def test_values_of_the_file_are_checked_as_flags_are(tmp_path: Path, capsys: pyt
     assert "invalid int value: 'many'" in capsys.readouterr().err
 
 
+def test_a_word_in_a_list_of_numbers_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan.make_parser("octavo plan").parse_args(["--lengths", "2048", "./model"])
+    assert "--lengths: must be a whole number of 1 or more, got './model'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--colour", "red"], "unrecognized arguments: --colour"),
-        (["--prot", "1"], "prot: perhaps port is meant."),
+        (["--colour", "red"], "unrecognized arguments: --colour\n  octavo serve --help=all lists the flags."),
+        (["--prot", "1"], "prot: did you mean port?"),
         (["--max-model-len", "abc"], "--max-model-len: must be auto or a whole number such as 32000, 32k (32,000)"),
         (["--kv-cache-memory-bytes", "1.5K"], "must be a whole number such as 32000, 32k (32,000) or 32K (32,768)"),
         (["--target-step-time", "fast"], "must be auto or a number of milliseconds, got 'fast'"),
-        (["--max-model", "5"], "unrecognized arguments: --max-model"),
+        (["--max-model", "5"], "unrecognized arguments: --max-model\n  max-model: did you mean max-model-len?"),
         (["--dtype", "int3"], "invalid choice: 'int3'"),
         (["--speculative-config", "{method: ngram}"], "is not JSON (Expecting property name"),
         (["--speculative-config", "[1]"], "a JSON list is no object: [1]"),
@@ -304,10 +310,10 @@ def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(monkeypa
     ("words", "said"),
     [
         (["sing"], "octavo: error: there is no command 'sing'; octavo --help lists them\n"),
-        (["serv", "model"], "octavo: error: there is no command 'serv'; perhaps octavo serve is meant\n"),
+        (["serv", "model"], "octavo: error: there is no command 'serv'; did you mean octavo serve?\n"),
         (
             ["bench", "latancy"],
-            "octavo bench: error: there is no command 'latancy'; perhaps octavo bench latency is meant\n",
+            "octavo bench: error: there is no command 'latancy'; did you mean octavo bench latency?\n",
         ),
     ],
 )
