@@ -107,8 +107,8 @@ def _processors() -> Iterator[Finding]:
     load = os.getloadavg()[0]
     if load > 0.5 * usable:
         yield Finding(
-            "slow", "other programs", f"{load:.1f} programs wanted a processor in the last minute, of {usable}: every "
-            "step waits for the slowest thread, so that neighbours cost more than their share.",
+            "slow", "other programs", f"in the last minute {load:.1f} programs wanted one of {usable} processors: "
+            "every step waits for the slowest thread, so neighbours cost more than their share.",
         )  # fmt: skip
 
 
