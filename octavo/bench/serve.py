@@ -178,7 +178,7 @@ class Plan:
         self.backend = _ALIASES.get(args.backend, args.backend)
         headers = dict(_pair(word, "--header") for word in args.header)
         if args.api_key:
-            check_keys("--api-key", [args.api_key])
+            check_keys("--api-key or its variable", [args.api_key])
             headers["Authorization"] = f"Bearer {args.api_key}"
         self.target = Target(base.rstrip("/") + (args.endpoint or ENDPOINTS[self.backend]), headers)
         self.model: str = args.model or ""

@@ -240,7 +240,7 @@ class ApiClient:
         self._path = url.path.rstrip("/") or "/v1"
         self._headers = {"Content-Type": "application/json"}
         if args.api_key:
-            check_keys("--api-key", [args.api_key])
+            check_keys("--api-key or its variable", [args.api_key])
             self._headers["Authorization"] = f"Bearer {args.api_key}"
         self._options = {
             name: value for name in ("max_tokens", "temperature") if (value := getattr(args, name, None)) is not None
