@@ -229,8 +229,8 @@ class Upstream(ThreadingHTTPServer):
 
     request_queue_size = 512
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Answer)
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        super().__init__((host, port), _Answer)
         self.seen: Counter[str] = Counter()
 
 
@@ -363,6 +363,42 @@ def test_a_full_disk_refuses_or_admits_and_every_count_is_exact_once_there_is_ro
                 assert upstream.seen["u"] == statuses[200]
         finally:
             upstream.shutdown()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a process another /etc/hosts")
+def test_the_addresses_of_a_name_are_followed(tmp_path: Path) -> None:
+    file, hosts = tmp_path / "models.yaml", tmp_path / "hosts"
+    script = 'mount --bind "$0" /etc/hosts && mount --bind /dev/null /etc/resolv.conf && exec "$@"'
+    resolver = ["env", "RESOLV_MULTI=on", "unshare", "--mount", "sh", "-c", script, str(hosts)]
+    with Upstream() as one, Upstream("127.0.0.2", one.server_port) as other, ThreadPoolExecutor(2) as threads:
+        for upstream in (one, other):
+            threads.submit(upstream.serve_forever)
+        try:
+            file.write_text(f"models: {{m: {{discover: 'dns+http://replicas:{one.server_port}'}}}}")
+            hosts.write_text("127.0.0.1 replicas\n")
+            with running_server(tmp_path, "--catalogue", str(file), command=[*resolver, *GATEWAY]) as server:
+
+                def ask() -> tuple[int, int]:
+                    """Return how often each was asked, once one of them has been asked again."""
+                    body = {"model": "m", "user": "u"}
+                    response = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=within(60))
+                    assert response.status_code == 200, response.text
+                    return one.seen["u"], other.seen["u"]
+
+                assert ask() == (1, 0)
+                hosts.write_text("127.0.0.1 replicas\n127.0.0.2 replicas\n")
+                wait_until(lambda: ask()[1] > 0)
+                hosts.write_text("127.0.0.2 replicas\n")
+                up = f'replica_up{{model="m",replica="http://127.0.0.1:{one.server_port}"}}'
+                wait_until(lambda: up not in server.get("/metrics")[1])
+                num_asked, before = ask()
+                hosts.write_text("")
+                wait_until(lambda: "replicas has no address now" in server.log.read_text())
+                assert ask() == (num_asked, before + 1), "its replicas stay as they are"
+        finally:
+            one.shutdown()
+            other.shutdown()
 
 
 @pytest.mark.long
