@@ -69,6 +69,8 @@ class FlagParser(argparse.ArgumentParser):
 
     # Flags that --help shows: their names by the title of their group. Empty: all flags.
     common_flags: Mapping[str, Sequence[str]] = types.MappingProxyType({})
+    # What to do instead of giving more words than the parser takes.
+    for_more_words = ""
     # Returns words to append to the command line, from the parsed arguments and the words so far.
     more_words: Callable[[argparse.Namespace, Sequence[str]], Sequence[str]] | None = None
 
@@ -96,7 +98,11 @@ class FlagParser(argparse.ArgumentParser):
         if unknown:
             names = [word.partition("=")[0].removeprefix("--") for word in unknown if word.startswith("--")]
             known = [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
-            advice = advice_on(names, known) or [f"{self.prog} --help=all lists the flags."] * bool(names)
+            advice = advice_on(names, known)
+            if not names and self.for_more_words:
+                advice = [self.for_more_words]
+            elif names and not advice:
+                advice = [f"{self.prog} --help=all lists the flags."]
             self.error("\n  ".join([f"unrecognized arguments: {' '.join(unknown)}", *advice]))
         return found
 

@@ -43,6 +43,7 @@ def make_parser(prog: str) -> FlagParser:
     about = "Serve MODEL (a Hugging Face id, a folder or a .gguf file; by default a small one) over the OpenAI API."
     parser = add_flags(FlagParser(prog=prog, usage="%(prog)s [MODEL] [--flags]", description=about))
     parser.common_flags = _COMMON_FLAGS
+    parser.for_more_words = "A server has one model; `octavo gateway MODEL MODEL` serves several."
     return parser
 
 

@@ -31,6 +31,7 @@ _HISTORY = "$XDG_STATE_HOME/octavo/history, by default in ~/.local/state"
 
 def make_chat_parser(prog: str) -> FlagParser:
     parser = _make_parser(prog, "Talk to a running server. Ctrl-C stops an answer, Ctrl-D ends.")
+    parser.for_more_words = "A message follows -q; `octavo run MODEL` starts a server of MODEL and chats with it."
     parser.add_argument("--system-prompt", help="The system message before the conversation.")
     parser.add_argument("-q", "--quick", metavar="MESSAGE", help="Send one message, print the answer and end.")
     parser.add_argument(
@@ -41,6 +42,7 @@ def make_chat_parser(prog: str) -> FlagParser:
 
 def make_complete_parser(prog: str) -> FlagParser:
     parser = _make_parser(prog, "Continue texts with a running server. Ctrl-C stops a text, Ctrl-D ends.")
+    parser.for_more_words = "A text follows -q; `octavo serve MODEL` starts a server."
     parser.add_argument("-q", "--quick", metavar="TEXT", help="Continue one text and end.")
     return parser
 

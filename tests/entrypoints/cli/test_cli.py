@@ -23,7 +23,7 @@ from octavo.entrypoints.cli.gateway import make_parser as gateway_parser
 from octavo.entrypoints.cli.gateway import models as gateway_models
 from octavo.entrypoints.cli.run import make_ps_parser, make_run_parser, ps, run
 from octavo.entrypoints.cli.serve import parse_args
-from octavo.entrypoints.cli.terminal import chat, complete, make_chat_parser
+from octavo.entrypoints.cli.terminal import chat, complete, make_chat_parser, make_complete_parser
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError
 from octavo.flags import FlagParser
@@ -166,6 +166,26 @@ def test_a_word_in_a_list_of_numbers_is_named(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         plan.make_parser("octavo plan").parse_args(["--lengths", "2048", "./model"])
     assert "--lengths: must be a whole number of 1 or more, got './model'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("parser", "argv", "advice"),
+    [
+        (
+            serve.make_parser,
+            ["./one", "./two"],
+            "unrecognized arguments: ./two\n  A server has one model; `octavo gateway",
+        ),
+        (make_chat_parser, ["./model"], "unrecognized arguments: ./model\n  A message follows -q; `octavo run MODEL`"),
+        (make_complete_parser, ["Hello"], "unrecognized arguments: Hello\n  A text follows -q;"),
+    ],
+)
+def test_a_word_too_many_says_where_it_belongs(
+    parser: Callable[[str], FlagParser], argv: list[str], advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parser("octavo x").parse_args(argv)
+    assert advice in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
