@@ -312,7 +312,8 @@ def test_swap_space_must_fit_the_memory() -> None:
 
 
 def test_the_caches_bytes_may_be_given() -> None:
-    llm = LLM(max_model_len=256, kv_cache_memory_bytes=10 << 20, cpu_memory_utilization=0.01)
+    """Also those of more blocks than a request can use, which the prefix cache has then."""
+    llm = LLM(max_model_len=256, max_num_seqs=1, kv_cache_memory_bytes=10 << 20, cpu_memory_utilization=0.01)
     # 30 layers, 3 heads of 64, keys and values, two bytes, 16 tokens
     assert llm.core.executor.num_blocks == [(10 << 20) // (30 * 3 * 64 * 2 * 2 * 16)]
     for num_bytes, message in (

@@ -20,6 +20,7 @@ import zmq
 from octavo import logs
 from octavo.config import EngineConfig
 from octavo.engine.wire import (
+    SAVING_S,
     CoreMessage,
     CoreProcessArgs,
     FrontendMessage,
@@ -46,10 +47,12 @@ class CoreProcess:
         """`environment` is added to this process's variables."""
         command = child_command("octavo.engine.core_process", str(time.monotonic()), logs.current_format())
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | (environment or {}))
+        self._saving_s = 0.0
 
     def configure(self, args: CoreProcessArgs) -> None:
         """Send the configuration."""
         assert self.process.stdin is not None
+        self._saving_s = 0.0 if args.config.cache.disk is None else SAVING_S
         with contextlib.suppress(BrokenPipeError):  # it died at once: `CoreClient.receive` notices
             self.process.stdin.write(msgspec.json.encode(args) + b"\n")
             self.process.stdin.flush()
@@ -60,9 +63,9 @@ class CoreProcess:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
         try:
-            self.process.wait(_EXIT_GRACE_S)
+            self.process.wait(grace_s := _EXIT_GRACE_S + self._saving_s)
         except subprocess.TimeoutExpired:
-            logger.warning("the engine core did not exit within %.0f s and is killed", _EXIT_GRACE_S)
+            logger.warning("the engine core did not exit within %.0f s and is killed", grace_s)
             self.process.kill()
             self.process.wait()
 

@@ -24,6 +24,7 @@ import zmq
 
 from octavo.engine.core import EngineCore
 from octavo.engine.wire import (
+    SAVING_S,
     Abort,
     AbortAll,
     CacheWasReset,
@@ -44,6 +45,7 @@ from octavo.engine.wire import (
     is_readable,
 )
 from octavo.errors import OctavoError
+from octavo.kv_cache.disk_tier import DiskTier
 from octavo.logs import configure_logging
 from octavo.phases import Phases
 from octavo.processes import follow_parent
@@ -52,7 +54,7 @@ from octavo.request import EngineRequest
 logger = logging.getLogger("octavo.engine.core_process")  # not __name__, which may be __main__
 
 _LOSS_S = 1.0  # the watcher of the workers reports within this time which worker died first
-_SAVING_S = 2.0  # at the end, for blocks on their way to disk; the parent waits 5 s
+_ORPHAN_SAVING_S = 2.0  # in place of `SAVING_S` without a parent: the next server may need this process's memory
 
 _goodbyes: list[Callable[[], object]] = []  # called before the process ends with its parent
 
@@ -99,7 +101,7 @@ def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sen
         executor.worker_group.on_death(partial(_die, args.end_path))
         _goodbyes.append(executor.worker_group.say_goodbye)
     if core.disk is not None:
-        _goodbyes.append(partial(core.disk.wait_until_saved, _SAVING_S))
+        _goodbyes.append(partial(_save_blocks, core.disk, os.getppid()))
     ready = Ready(
         max_model_len=executor.max_model_len,
         num_blocks=sum(executor.num_blocks),
@@ -179,6 +181,13 @@ def _handle(core: EngineCore, sender: zmq.Socket[bytes], data: bytes) -> bool:
 def _say_goodbye() -> None:
     for say in _goodbyes:
         say()
+
+
+def _save_blocks(disk: DiskTier, parent: int) -> None:
+    """Wait until the engine's thread has saved all blocks."""
+    seconds = SAVING_S if os.getppid() == parent else _ORPHAN_SAVING_S
+    if not disk.wait_until_saved(seconds):
+        logger.warning("%d blocks of the KV cache were not saved on disk within %g s", len(disk.unsaved), seconds)
 
 
 def _die(end_path: str, why: str) -> None:

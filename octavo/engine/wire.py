@@ -15,6 +15,9 @@ from octavo.config import EngineConfig
 from octavo.request import AdapterSource, EngineRequest, SequenceOutput, pack_tokens
 from octavo.stats import EngineStats, SequenceProgress
 
+# At the end of a server, for blocks on their way to disk: less than Kubernetes' terminationGracePeriodSeconds (30).
+SAVING_S = 20.0
+
 
 class CoreProcessArgs(msgspec.Struct):
     """The arguments of a core process: JSON on its standard input."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -32,7 +33,8 @@ def num_blocks(
     config: EngineConfig, groups: Sequence[CacheGroup], block_bytes: Sequence[int], budget_bytes: int, source: str
 ) -> list[int]:
     """Return, by pool, how many blocks `budget_bytes` hold. The numbers are in the proportion that the longest request
-    needs, at least what it needs, and at most what can be in use. `block_bytes` are by pool.
+    needs, at least what it needs, and at most what can be in use, unless --kv-cache-memory-bytes asks for more blocks
+    to share prefixes. `block_bytes` are by pool.
 
     Each running sequence needs a state, and one for each draft token. They get up to a quarter of the budget, but leave
     enough keys and values for the longest request.
@@ -56,7 +58,10 @@ def num_blocks(
         )
         num_states = min(num_states, limits.max_num_seqs * (1 + num_draft_tokens))
     if override is None and token_bytes:
-        share = min((budget_bytes - num_states * state_bytes) / token_bytes, limits.max_num_seqs)
+        most = limits.max_num_seqs
+        if config.cache.memory_bytes is not None and config.cache.enable_prefix_caching:
+            most = sys.maxsize
+        share = min((budget_bytes - num_states * state_bytes) / token_bytes, most)
     found = [int(max(0.0, num_states if pool in state_pools else share) * count) for pool, count in enumerate(least)]
     if override is None:
         source, needed = f"{source} buys {found[counted]} blocks and", f"{sum(costs) / 2**30:.2g} GiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +14,7 @@ from octavo.config import SchedulerConfig
 from octavo.engine import core_process
 from octavo.engine.core import _MACHINES, EngineCore
 from octavo.engine.wire import (
+    SAVING_S,
     Abort,
     CacheWasReset,
     DropCacheSession,
@@ -196,3 +198,14 @@ def test_an_idle_core_saves_blocks_until_a_message_comes(
     with pytest.raises(EOFError):
         core_process._serve(engine, Mock(recv=Mock(side_effect=EOFError)), Mock())
     assert engine.save_blocks.call_count == num_saved
+
+
+@pytest.mark.parametrize(("parent", "seconds"), [(os.getppid(), SAVING_S), (0, core_process._ORPHAN_SAVING_S)])
+def test_blocks_are_saved_at_the_end_for_longer_while_somebody_waits(
+    parent: int, seconds: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    for is_saved in (True, False):
+        disk = Mock(unsaved=[1, 2], wait_until_saved=Mock(return_value=is_saved))
+        core_process._save_blocks(disk, parent)
+        disk.wait_until_saved.assert_called_once_with(seconds)
+        assert ("2 blocks of the KV cache were not saved on disk within" in caplog.text) != is_saved

@@ -10,14 +10,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from octavo.config import EngineConfig
+from octavo.config import DiskCacheConfig, EngineArgs, EngineConfig
 from octavo.engine import core_client
 from octavo.engine.core_client import CoreClient, CoreProcess, _make_socket_folder
+from octavo.engine.wire import CoreProcessArgs
 from octavo.errors import OctavoError
+from tests.waiting import within
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +70,22 @@ def test_a_core_that_hangs_before_it_has_a_configuration_does_not_keep_its_paren
     core.close()
     assert core.process.returncode == -signal.SIGKILL
     core.close()
+
+
+@pytest.mark.parametrize(("disk", "takes_s"), [(None, 1e6), (DiskCacheConfig("/tmp", 1 << 30), 0.3)])
+def test_a_core_with_blocks_to_save_gets_more_time_to_end(
+    monkeypatch: pytest.MonkeyPatch, disk: DiskCacheConfig | None, takes_s: float
+) -> None:
+    monkeypatch.setattr(core_client, "_EXIT_GRACE_S", 0.01)
+    monkeypatch.setattr(core_client, "SAVING_S", within(60))
+    ends_late = f"import sys, time; sys.stdin.read(); time.sleep({takes_s})"
+    monkeypatch.setattr(core_client, "child_command", lambda *args: [sys.executable, "-c", ends_late])
+    core = CoreProcess()
+    config = EngineArgs().create_engine_config()
+    config = replace(config, cache=replace(config.cache, disk=disk))
+    core.configure(CoreProcessArgs(config, "", "", "", 0))
+    core.close()
+    assert core.process.returncode == (-signal.SIGKILL if disk is None else 0)
 
 
 CONNECTS_LATE = """
