@@ -182,7 +182,7 @@ async def _follow_service(service: KubernetesService, take: Take) -> None:
             api = _EndpointApi(service)  # anew each time, as certificates and tokens are renewed in their files
             with contextlib.closing(api):
                 slices, version = await api.list()
-                take(_ready_addresses(slices.values(), service.port))
+                take(_ready_addresses(slices.values(), service))
                 async for event in api.watch(version):
                     if event.type == "ERROR":
                         raise _RefusedError(msgspec.json.decode(event.object, type=_Status))
@@ -194,7 +194,7 @@ async def _follow_service(service: KubernetesService, take: Take) -> None:
                         slices.pop(one.metadata.name, None)
                     else:
                         slices[one.metadata.name] = one
-                    take(_ready_addresses(slices.values(), service.port))
+                    take(_ready_addresses(slices.values(), service))
         except (UpstreamError, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             is_usual, wait_s = False, pause_s
             if isinstance(error, _RefusedError):
@@ -211,17 +211,17 @@ async def _follow_service(service: KubernetesService, take: Take) -> None:
         await asyncio.sleep(pause_s)  # a server that ends each watch at once is not asked without end
 
 
-def _ready_addresses(slices: Iterable[_Slice], wanted_port: str) -> list[str]:
+def _ready_addresses(slices: Iterable[_Slice], service: KubernetesService) -> list[str]:
     """Return an address for each ready pod: its IPv4 address, if slices of both kinds have the pod. While the pod moves
     from one slice to another, both have its address, and the slice that was written last is not known: one that says
     "ready" is enough."""
     found = dict[str, tuple[str, bool]]()  # by pod
-    is_missing = False
+    other_ports = set[str]()
     for one in sorted(slices, key=lambda each: each.addressType):  # IPv4 before IPv6
         if one.addressType == "FQDN" or not one.endpoints:
             continue
-        if (port := _port_number(one, wanted_port)) is None:
-            is_missing = True
+        if (port := _port_number(one, service.port)) is None:
+            other_ports.update(f"{each.name or each.port} ({each.protocol or 'TCP'})" for each in one.ports or ())
             continue
         for endpoint in one.endpoints:
             if not endpoint.addresses:
@@ -231,8 +231,13 @@ def _ready_addresses(slices: Iterable[_Slice], wanted_port: str) -> list[str]:
             is_ready = endpoint.conditions is None or endpoint.conditions.ready is not False
             if pod not in found or found[pod] == (address, False):
                 found[pod] = address, is_ready
-    if is_missing and not found:
-        logger.warning("the service has endpoints, and none of them has the port %s", wanted_port)
+    if other_ports and not found:
+        logger.warning(
+            "no endpoint of %s has the port %s (TCP), but %s",
+            service.name,
+            service.port,
+            ", ".join(sorted(other_ports)),
+        )
     return sorted({address for address, is_ready in found.values() if is_ready})
 
 

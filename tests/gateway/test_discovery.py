@@ -458,8 +458,8 @@ def test_a_port_is_found_by_its_name_or_number(
     for one in conditions:
         endpoint = {"addresses": ["10.0.0.1", "10.0.0.2"], "conditions": one, "targetRef": None}
         slices = msgspec.convert([{"endpoints": [endpoint], "ports": ports}], list[discovery._Slice])
-        assert discovery._ready_addresses(slices, wanted) == found
-    assert (f"none of them has the port {wanted}" in caplog.text) == (not found)
+        assert discovery._ready_addresses(slices, SERVICE._replace(port=wanted)) == found
+    assert (f"no endpoint of qwen has the port {wanted} (TCP), but " in caplog.text) == (bool(ports) and not found)
 
 
 def test_two_gateways_send_a_conversation_to_the_same_replica(clock: Clock) -> None:
