@@ -2,12 +2,20 @@
 
     python benchmarks/routing.py [--router engines|gateway|round-robin|two-choices] [--replicas 4,64]
         [--patterns chat,agents] [--seeds 20-29] [--memory 1]
+        [--gateways 2] [--several-gateways] [--gateway-restart SECONDS] [--without-notes] [--replica-restart SECONDS]
+        [--exact]
+    python benchmarks/routing.py --adapters 8 [--max-loras 2] [--replicas 4] [--gateways 2] [--without-notes]
 
 Each replica is a real scheduler with its KV cache and an executor that computes nothing. Conversations grow by a
 message and an answer a turn and begin at times of their own; one turn follows the other after a pause. A step takes as
 long as its tokens do, on a clock that all replicas share. The router is that of a server with several engines, or the
 gateway's, which knows texts and what it has sent where. Two others are for comparison: replicas in turn, and of two
-that are drawn the one with fewer requests.
+that are drawn the one with fewer requests. Requests may come through several gateways at random, which may start again
+every so many seconds. Each reads the replicas' notes every 5 s. Replicas may lose their caches, in turn. With --exact
+gateways know each cache's blocks at all times, as no feed of events can do better.
+
+With --adapters it prints how many of 10,000 requests for adapters load one onto a device. Some adapters get more
+requests than others (1/1, 1/2, 1/3, ...). A request takes 2 s, and replicas have four at a time on average.
 """
 
 from __future__ import annotations
@@ -15,10 +23,12 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,14 +37,19 @@ from octavo.config import SchedulerConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.data_parallel_routing import Router, block_hashes
 from octavo.gateway import router as gateway_router
+from octavo.gateway.replica import Notes
 from octavo.gateway.replica import Replica as GatewayReplica
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
+from octavo.kv_cache.manager import KVCacheManager
+from octavo.lora.pool import AdapterPool
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.step_plan import StepPlan, StepResult
 
 BLOCK_SIZE = 16
 STEP_S, TOKEN_S = 0.01, 0.0001  # a step's time: so much, and so much for each token
+ADAPTER_REQUEST_S = 2.0
+NOTES_S = 5.0  # between two readings of the notes, as gateways have it by default
 MAX_TOKENS = 4096  # which callers allow; answers are far shorter
 
 
@@ -133,23 +148,74 @@ class EnginesRouter:
         self._router.end(request_id, answer)
 
 
+class Gateway:
+    """One gateway's router and replicas, and what it has read of each replica's notes."""
+
+    def __init__(self, num_replicas: int, seed: int) -> None:
+        self.router = gateway_router.Router(random.Random(seed))
+        self.fleet = [GatewayReplica(str(i), cast(Any, None), "") for i in range(num_replicas)]
+        self.num_read = [0] * num_replicas
+        self.reads_at = 0.0
+
+    def read(self, notes: list[list[str]]) -> None:
+        for i, prompts in enumerate(notes):
+            new = prompts[self.num_read[i] :]
+            self.router.learn(self.fleet[i], Notes("", 0, has_more=False, prompts=new, adapters={}))
+            self.num_read[i] = len(prompts)
+
+
 class GatewayRouter:
     """Knows the ends of messages, at four bytes a token."""
 
-    def __init__(self, num_replicas: int, num_blocks: int, seed: int) -> None:
-        self._router = gateway_router.Router(random.Random(seed))
-        self._fleet = [GatewayReplica(str(i), cast(Any, None), "") for i in range(num_replicas)]
-        self._routed: dict[str, GatewayReplica] = {}
+    def __init__(
+        self, num_replicas: int, num_blocks: int, seed: int, num_gateways: int = 1, restart_s: float = math.inf,
+        *, agrees: bool = False, has_notes: bool = True,
+    ) -> None:  # fmt: skip
+        self._num_replicas, self._num_gateways, self._seeds = num_replicas, num_gateways, itertools.count(seed)
+        self._restart_s, self._restarts_at, self._has_notes, self._agrees = restart_s, 0.0, has_notes, agrees
+        self._random = random.Random(seed)
+        self._notes: list[list[str]] = [[] for _ in range(num_replicas)]
+        self._routed: dict[str, tuple[Gateway, GatewayReplica]] = {}
+        self._under_way: dict[str, tuple[str, set[bytes]]] = {}  # replica's name and blocks of each request
+        self.caches: list[KVCacheManager] = []  # of the replicas, if they are known
 
     def route(self, request: EngineRequest, messages: dict[bytes, int]) -> int:
-        chosen = self._router.choose(self._fleet, messages)
+        now = request.arrival_time
+        if now >= self._restarts_at:
+            self._restarts_at += self._restart_s
+            self._all = [Gateway(self._num_replicas, next(self._seeds)) for _ in range(self._num_gateways)]
+        gateway = self._random.choice(self._all)
+        hashes_of_blocks = block_hashes(request, BLOCK_SIZE) if self.caches else []
+        if self.caches:
+            known = self._cached(gateway, hashes_of_blocks)
+            gateway.router._known = lambda _: known  # type: ignore[method-assign]
+        if self._has_notes and now >= gateway.reads_at:
+            gateway.reads_at = now + NOTES_S
+            gateway.read(self._notes)
+        hashes = {name.rjust(16, b"."): count for name, count in messages.items()}
+        chosen = gateway.router.choose(gateway.fleet, hashes, agreed=next(iter(hashes)) if self._agrees else None)
         assert chosen is not None
-        chosen.num_in_flight += 1
-        self._routed[request.request_id] = chosen
-        return self._fleet.index(chosen)
+        gateway.router.begin(chosen)
+        self._routed[request.request_id] = gateway, chosen
+        self._under_way[request.request_id] = chosen.name, set(hashes_of_blocks)
+        place = gateway.fleet.index(chosen)
+        self._notes[place].append(gateway_router.written_names("", hashes, None).decode())
+        return place
 
     def end(self, request_id: str, answer: list[int]) -> None:
-        self._routed.pop(request_id).num_in_flight -= 1
+        gateway, replica = self._routed.pop(request_id)
+        gateway.router.end(replica)
+        del self._under_way[request_id]
+
+    def _cached(self, gateway: Gateway, hashes: list[bytes]) -> dict[GatewayReplica, int]:
+        """Return the bytes of a prompt that each replica has, or computes for another request; the most first."""
+        found = {}
+        for one, cache in zip(gateway.fleet, self.caches, strict=True):
+            coming = set().union(*(blocks for name, blocks in self._under_way.values() if name == one.name))
+            pool, suffix = cache.attention[0].pool, cache.attention[0].key_suffix
+            is_there = (key + suffix in pool or key in coming for key in hashes)
+            found[one] = 4 * BLOCK_SIZE * sum(itertools.takewhile(bool, is_there))
+        return dict(sorted(((one, count) for one, count in found.items() if count), key=lambda item: -item[1]))
 
 
 class RoundRobin:
@@ -201,12 +267,16 @@ class Figures:
 
 
 def simulate(
-    num_replicas: int, num_conversations: int, pattern: Pattern, num_blocks: int, seed: int, router_name: str
-) -> Figures:
+    num_replicas: int, num_conversations: int, pattern: Pattern, num_blocks: int, seed: int, router_name: str,
+    restart_s: float = math.inf, *, is_exact: bool = False,
+) -> Figures:  # fmt: skip
     """`num_blocks` are each replica's. The same `seed` gives the same conversations to any number of replicas."""
     rng = random.Random(seed)
     replicas = [Replica(num_blocks) for _ in range(num_replicas)]
     router = ROUTERS[router_name](num_replicas, num_blocks, seed)
+    if is_exact:
+        router.caches = [one.core.scheduler.cache for one in replicas]
+    restarts_at, restarting = restart_s, itertools.cycle(replicas)
     shared = [[rng.randrange(1000) for _ in range(pattern.shared)] for _ in range(pattern.num_shared)] or [[]]
     talks = []
     for _ in range(num_conversations):
@@ -230,6 +300,9 @@ def simulate(
     waits: list[float] = []
     while events:
         now, _, kind, number = heapq.heappop(events)
+        if now >= restarts_at:
+            restarts_at += restart_s
+            next(restarting).core.scheduler.cache.forget_prefixes()
         if kind == "turn":
             talk = talks[number]
             _, num_message, num_answer = drawn[number][-talk.turns_left]
@@ -278,12 +351,70 @@ def simulate(
     return Figures(num_hits, [replica.executor.num_tokens for replica in replicas], sum(waits) / len(waits), busiest_s)
 
 
-def compare(num_replicas: int, pattern: Pattern, seed: int, router: str = "engines") -> tuple[float, Figures]:
+def compare(
+    num_replicas: int, pattern: Pattern, seed: int, router: str = "engines", **options: Any
+) -> tuple[float, Figures]:
     """The hits of so many replicas over those of one with all their memory, and their figures."""
     num_conversations = num_replicas * pattern.each
     one = simulate(1, num_conversations, pattern, num_replicas * pattern.num_blocks, seed, "engines")
-    many = simulate(num_replicas, num_conversations, pattern, pattern.num_blocks, seed, router)
+    many = simulate(num_replicas, num_conversations, pattern, pattern.num_blocks, seed, router, **options)
     return many.num_hits / one.num_hits, many
+
+
+def adapter_loads(
+    num_replicas: int, num_adapters: int, max_loras: int, seed: int, num_gateways: int, *, has_notes: bool
+) -> tuple[int, int]:
+    """Return the loads of adapters, and the most requests that a replica had at a time."""
+    rng = random.Random(seed)
+    names = [str(i) for i in range(num_adapters)]
+    pools = [AdapterPool(0, max_loras, num_adapters) for _ in range(num_replicas)]
+    for pool, name in itertools.product(pools, names):
+        pool.register(name, 0)
+    gateways = []
+    for _ in range(num_gateways):
+        load = gateway_router.Load()
+        routers = [gateway_router.Router(random.Random(rng.random()), load if has_notes else None) for _ in names]
+        fleets = [[GatewayReplica(str(i), cast(Any, None), name) for i in range(num_replicas)] for name in names]
+        gateways.append((routers, fleets))
+    now = read_at = 0.0
+    ends: list[tuple[float, int, Callable[[], None]]] = []
+    num_running, most = [0] * num_replicas, 0
+    for number in range(10_000):
+        now += rng.expovariate(num_replicas * 4 / ADAPTER_REQUEST_S)
+        while ends and ends[0][0] <= now:
+            heapq.heappop(ends)[2]()
+        if has_notes and now >= read_at:
+            read_at = now + NOTES_S
+            for (routers, fleets), (place, pool) in itertools.product(gateways, enumerate(pools)):
+                notes = Notes(
+                    "", 0, has_more=False, prompts=[], adapters={name: name in pool.resident for name in names}
+                )
+                for router, fleet in zip(routers, fleets, strict=True):
+                    router.learn(fleet[place], notes)
+        routers, fleets = rng.choice(gateways)
+        [wanted] = rng.choices(range(num_adapters), [1 / (1 + i) for i in range(num_adapters)])
+        router, fleet = routers[wanted], fleets[wanted]
+        chosen = router.choose(fleet, {b"%d" % number: 2_000})
+        assert chosen is not None
+        router.begin(chosen)
+        place = fleet.index(chosen)
+        num_running[place] += 1
+        most = max(most, num_running[place])
+        # A request that would have to wait for a place runs at once, beside the others, and its adapter is loaded.
+        pool, name = pools[place], names[wanted]
+        if can_start := pool.can_start(name):
+            pool.pin(name)
+        else:
+            pool.num_loads += 1
+
+        def end(router=router, chosen=chosen, place=place, pool=pool if can_start else None, name=name) -> None:  # type: ignore[no-untyped-def]
+            router.end(chosen)
+            num_running[place] -= 1
+            if pool is not None:
+                pool.unpin(name)
+
+        heapq.heappush(ends, (now + ADAPTER_REQUEST_S, number, end))
+    return sum(pool.num_loads for pool in pools), most
 
 
 def main() -> None:
@@ -293,13 +424,37 @@ def main() -> None:
     parser.add_argument("--patterns", default=",".join(PATTERNS))
     parser.add_argument("--seeds", default="20-29")
     parser.add_argument("--memory", type=float, default=1.0, help="a replica's, as a share of the pattern's")
+    parser.add_argument("--gateways", type=int, default=1)
+    parser.add_argument("--several-gateways", action="store_true", help="they have the flag of this name")
+    parser.add_argument("--gateway-restart", type=float, default=math.inf, help="seconds from one to the next")
+    parser.add_argument("--without-notes", action="store_true", help="gateways know only their own history")
+    parser.add_argument("--replica-restart", type=float, default=math.inf, help="seconds from one to the next")
+    parser.add_argument("--exact", action="store_true", help="gateways know the replicas' caches")
+    parser.add_argument("--adapters", type=int, default=0)
+    parser.add_argument("--max-loras", type=int, default=2)
     args = parser.parse_args()
+    ROUTERS["gateway"] = partial(
+        GatewayRouter, num_gateways=args.gateways, restart_s=args.gateway_restart, agrees=args.several_gateways,
+        has_notes=not args.without_notes,
+    )  # fmt: skip
     first, last = map(int, args.seeds.split("-"))
     for num in map(int, args.replicas.split(",")):
+        if args.adapters:
+            each = [
+                adapter_loads(num, args.adapters, args.max_loras, seed, args.gateways, has_notes=not args.without_notes)
+                for seed in range(first, last + 1)
+            ]
+            share, most = (fmean(values) for values in zip(*each, strict=True))
+            print(f"{num:3} replicas, {args.adapters} adapters: {share / 100:.1f}% of requests load one; at most "
+                  f"{most:.0f} requests at a replica", flush=True)  # fmt: skip
+            continue
         for name in args.patterns.split(","):
             pattern = PATTERNS[name]
             pattern = replace(pattern, num_blocks=round(args.memory * pattern.num_blocks))
-            found = [compare(num, pattern, seed, args.router) for seed in range(first, last + 1)]
+            found = [
+                compare(num, pattern, seed, args.router, restart_s=args.replica_restart, is_exact=args.exact)
+                for seed in range(first, last + 1)
+            ]
             hits = [share for share, _ in found]
             loads = [figures.largest_share for _, figures in found]
             ttft_s = fmean(figures.ttft_s for _, figures in found)

@@ -46,7 +46,7 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_adapter_loads: int = 0  # onto the device
     num_adapter_evictions: int = 0  # from the device
     num_adapters_on_host: int = 0  # a gauge, like the next ones
-    num_adapters_on_device: int = 0
+    resident_adapters: list[str] = []  # names of those on the device
     running_adapters: list[str] = []  # names
     waiting_adapters: list[str] = []
     num_drafts: int = 0  # verified drafts, of one token or several

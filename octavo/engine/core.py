@@ -413,11 +413,12 @@ class EngineCore:
         waiting = [adapter for adapter in self.scheduler.queues.num_waiting if adapter is not None]
         preparing = [one.request.adapter.name for one in self._pending.values() if one.request.adapter is not None]
         stats.running_adapters = [adapters.names.get(identity, identity) for identity in running]
+        stats.resident_adapters = [adapters.names.get(identity, identity) for identity in pool.resident]
         stats.waiting_adapters = [*dict.fromkeys([*(adapters.names.get(one, one) for one in waiting), *preparing])]
         stats.num_adapter_loads, pool.num_loads = pool.num_loads, 0
         stats.num_adapter_evictions, pool.num_evictions = pool.num_evictions, 0
         stats.num_adapter_reads, stats.adapter_read_s = adapters.take_reads()
-        stats.num_adapters_on_host, stats.num_adapters_on_device = len(adapters), len(pool.resident)
+        stats.num_adapters_on_host = len(adapters)
 
 
 def _open_disk(

@@ -23,6 +23,7 @@ import msgspec
 from octavo.config import EngineConfig
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.hub_link import Answering, Channels, CoreEnded
+from octavo.engine.prompt_notes import PromptNotes
 from octavo.engine.sleep_names import PAUSE_MODES, SLEEP_MODES, SLEEPERS, check_level, check_mode, woken_by
 from octavo.engine.supervisor import Supervisor, record_ready
 from octavo.engine.wire import (
@@ -280,6 +281,7 @@ class EngineHub:
         # Calls that a new front end must make too, by topic ("pause", "adapter NAME", ...): name and arguments.
         self._standing: dict[str, tuple[str, dict[str, Any]]] = {}
         self._num_holding = self._num_resumes = 0  # pauses under way; resumes so far
+        self._prompt_notes = PromptNotes()
         self.answering: dict[str, Answering] = {
             "pause_generation": self._pause,
             "resume_generation": self._resume,
@@ -288,6 +290,8 @@ class EngineHub:
             _LOAD: partial(self._change_adapter, _LOAD),
             _UNLOAD: partial(self._change_adapter, _UNLOAD),
             "metrics": self._render,
+            "note_prompt": self._prompt_notes.add,
+            "read_notes": self._read_notes,
             "named_adapters_loaded": self._note_named_adapters,
         }
         self._named_adapters = asyncio.Event()  # set when a front end has loaded them, or one has failed
@@ -492,6 +496,11 @@ class EngineHub:
         if name == _LOAD:
             self._standing[about] = name, {**args, "load_inplace": False}
         return str(said[0])
+
+    async def _read_notes(self, **place: Any) -> tuple[dict[str, Any], list[str]]:
+        """Return the notes of gateways and the names of the adapters on a device."""
+        resident = [name for engine in self.metrics.of_engines for name in engine.last.resident_adapters]
+        return self._prompt_notes.read(**place), resident
 
     async def _render(self) -> tuple[bytes, str]:
         """Return the metrics of the engines and of all front ends together: a text, and its content type."""

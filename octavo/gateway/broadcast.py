@@ -59,7 +59,7 @@ class Broadcast:
     ) -> tuple[int, bytes, bytes]:
         """Return the status, content type and body of a replica's answer; 503 if there is none."""
         status, content_type, body = 503, b"", b""
-        replica.num_in_flight += 1
+        deployment.router.begin(replica)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 headers = request.headers_for(replica, keeps_keys=self._keeps_keys)
@@ -72,7 +72,7 @@ class Broadcast:
         except (UpstreamError, TimeoutError) as error:
             logger.warning("%s: replica %s gave no answer: %s", deployment.name, replica.name, error)
         finally:
-            replica.num_in_flight -= 1
+            deployment.router.end(replica)
             deployment.close_if_gone(replica)
         self._metrics.requests.labels(deployment.name, replica.name, status).inc()
         return status, content_type, body

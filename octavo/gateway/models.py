@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -13,6 +15,7 @@ from octavo.gateway.catalogue import Catalogue, ModelEntry, check_memory
 from octavo.gateway.deployment import HANG_TIMEOUT_S, LAST_CHECK_S, Deployment, Launch
 from octavo.gateway.memory_budget import MemoryBudget
 from octavo.gateway.replica import Replica
+from octavo.gateway.router import Load
 
 logger = logging.getLogger("octavo.gateway")
 
@@ -32,6 +35,7 @@ class Models:
         self._launch, self._replica_timeout_s = launch, replica_timeout_s
         self._deployments: dict[str, Deployment] = {}
         self._aliases: dict[str, str] = {}
+        self._loads = WeakValueDictionary[tuple[str | None, ...], Load]()
         self._looking = asyncio.Lock()
         self._num_begun = self._last_done = 0  # searches for models, and the last complete one
         self._retired: list[Deployment] = []  # no longer in the catalogue, but may still answer
@@ -99,8 +103,9 @@ class Models:
                 after[name] = before.pop(name)
             else:
                 after[name] = Deployment(
-                    name, entry, self.budget, self._launch, replica_timeout_s=self._replica_timeout_s
-                )
+                    name, entry, self.budget, self._launch, replica_timeout_s=self._replica_timeout_s,
+                    load=self._load_of(entry),
+                )  # fmt: skip
         self._deployments = after
         self._aliases = {alias: name for name, entry in catalogue.models.items() for alias in entry.aliases}
         for deployment in after.values():
@@ -114,6 +119,12 @@ class Models:
                 preload.cancel()  # no client waits for it, and its turn for memory is another model's
             self._retired.append(gone)
             self._spawn(gone.retire())
+
+    def _load_of(self, entry: ModelEntry) -> Load | None:
+        """Return what an entry shares with others that have the same addresses."""
+        if entry.is_local:
+            return None
+        return self._loads.setdefault((entry.discover, *sorted(entry.addresses)), Load())
 
     def preload(self) -> None:
         """Start the models that are marked `preload`, and begin to discover replicas."""
@@ -143,9 +154,15 @@ class Models:
     async def check_health(self, timeout_s: float) -> None:
         """Ask all replicas for their health, and kill servers that hang."""
         every = self._lasting()
-        await asyncio.gather(*(self._check(one, timeout_s) for deployment in every for one in deployment.replicas))
+        await asyncio.gather(*(self._check(model, one, timeout_s) for model in every for one in model.replicas))
         for deployment in every:
             deployment.kill_hanging()
+
+    async def read_notes(self, timeout_s: float) -> None:
+        """Read the notes of all servers, for `timeout_s` at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(model.read_notes(one, timeout_s) for model in self for one in model.replicas))
 
     async def close(self) -> None:
         """Stop everything."""
@@ -176,7 +193,7 @@ class Models:
         finally:
             self._preloads.pop(deployment, None)
 
-    async def _check(self, replica: Replica, timeout_s: float) -> None:
+    async def _check(self, deployment: Deployment, replica: Replica, timeout_s: float) -> None:
         was_healthy = replica.is_healthy
         if replica.is_silent(HANG_TIMEOUT_S - LAST_CHECK_S):  # a busy server may be too slow for a short interval
             timeout_s = max(timeout_s, LAST_CHECK_S)
@@ -184,6 +201,8 @@ class Models:
         if replica.is_healthy != was_healthy:
             state = "is healthy again" if replica.is_healthy else f"gets no requests: {replica.problem}"
             logger.warning("%s at %s %s", replica.served_name, replica.upstream.address, state)
+        if not replica.problem:
+            await deployment.read_notes(replica, timeout_s)
 
 
 def _what_runs(entry: ModelEntry) -> ModelEntry:

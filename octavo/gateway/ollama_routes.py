@@ -218,7 +218,8 @@ async def _context_length(deployment: Deployment) -> int | None:
     None."""
     for replica in deployment.replicas:
         if replica.takes_requests():
-            return await replica.context_length(_LENGTH_S)
+            listed = await replica.listed(_LENGTH_S)
+            return None if listed is None else listed.max_model_len
     return None
 
 

@@ -52,7 +52,7 @@ class Prefill:
             if replica is None:
                 logger.warning("%s: no replica of %s takes the prompt", deployment.name, other.name)
                 return ()
-            replica.num_in_flight += 1
+            other.router.begin(replica)
             status, said = 503, b""
             try:
                 headers = [*request.headers_for(replica, keeps_keys=self._keeps_keys), (ONLY_PROMPT, b"1")]
@@ -72,7 +72,7 @@ class Prefill:
                 retry.record_lost(had_request=not isinstance(error, UnreachableError))
                 said = str(error).encode()
             finally:
-                replica.num_in_flight -= 1
+                other.router.end(replica)
                 other.close_if_gone(replica)
         self._metrics.requests.labels(other.name, replica.name, status).inc()
         if status != 204:

@@ -43,15 +43,16 @@ from octavo.gateway.keep_alive import KeepAlive
 from octavo.gateway.models import Models
 from octavo.gateway.placement import Placement
 from octavo.gateway.prefill import Prefill
-from octavo.gateway.proxy_request import ProxyRequest, check_use, counted_request, route_of
-from octavo.gateway.replica import BUSY_STATUSES, Replica
+from octavo.gateway.proxy_request import PROMPT_NAMES, ProxyRequest, check_use, counted_request, route_of
+from octavo.gateway.replica import BUSY_STATUSES, NOTES_PATH, Replica
+from octavo.gateway.router import written_names
 from octavo.gateway.stream_progress import CUT_OFF, RESUMABLE
 from octavo.gateway.upstream import Answer, UnreachableError, UpstreamError
 
 logger = logging.getLogger("octavo.gateway")
 
 _CACHE_SESSIONS = "/v1/cache/sessions/"
-_CACHE_BLOCKS = "/v1/cache/blocks/"  # for servers alone: blocks of all clients
+_OF_ALL_CLIENTS = ("/v1/cache/blocks/", NOTES_PATH + "/")  # for servers or gateways alone
 _PAUSE_S = 1.0  # between two looks for a replica that can resume a stream
 _MAX_LOST = 2  # replicas that a request may lose: it may crash them
 
@@ -91,7 +92,8 @@ class Proxy:
         if request.method == "DELETE" and request.path.startswith(_CACHE_SESSIONS):
             await self._broadcast.answer(request, client)
             return
-        if _CACHE_BLOCKS in posixpath.normpath(unquote(request.path)) + "/":  # normalised, as a reverse proxy would
+        path = posixpath.normpath(unquote(request.path)) + "/"  # as a reverse proxy would
+        if any(one in path for one in _OF_ALL_CLIENTS):
             raise RequestError(f"{request.path:.200} is no route for clients.", status=404, code="not_found")
         await self._models.look_for(request.model)
         deployment, pinned_replica = self._placement.place(request)
@@ -257,7 +259,10 @@ class Proxy:
         request, client = attempt.request, attempt.client
         body = client.progress.resumed(request.body.naming(replica.served_name))
         headers = request.headers_for(replica, keeps_keys=self._keeps_keys)
-        replica.num_in_flight += 1
+        if replica.has_notes:
+            names = written_names(replica.served_name, request.body.prefixes[0], request.session)
+            headers += [(PROMPT_NAMES, names)] if names else []
+        attempt.deployment.router.begin(replica)
         silence_timer = self._keep_alive.watch_silence(client, replica)
         try:
             try:
@@ -275,7 +280,7 @@ class Proxy:
                 self._placement.note_created(request, attempt.deployment, replica, data, stream_id)
             await self._forward_answer(attempt, replica, silence_timer.answer, data)
         finally:
-            replica.num_in_flight -= 1
+            attempt.deployment.router.end(replica)
             if silence_timer.answer is not None:
                 silence_timer.answer.close()
             attempt.deployment.close_if_gone(replica)

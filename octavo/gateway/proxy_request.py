@@ -23,6 +23,7 @@ from octavo.peer_addresses import BLOCKS_AT, BLOCKS_PROOF
 
 MODEL_HEADER = b"x-octavo-model"  # names the model of a request without one in its body
 ONLY_PROMPT = b"x-octavo-only-prompt"
+PROMPT_NAMES = b"x-octavo-prompt-names"  # which the server tells other gateways
 SESSION_HEADER = b"x-session-id"
 _ADDRESS_HEADERS = frozenset({
     b"x-forwarded-for", b"forwarded", b"x-real-ip", b"x-client-ip", b"true-client-ip", b"cf-connecting-ip",
@@ -31,7 +32,7 @@ _ADDRESS_HEADERS = frozenset({
 })  # fmt: skip
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 _NOT_PASSED_ON = HOP_BY_HOP | {
-    b"host", b"content-length", b"expect", b"accept-encoding", MODEL_HEADER, ONLY_PROMPT, RESUMABLE,
+    b"host", b"content-length", b"expect", b"accept-encoding", MODEL_HEADER, ONLY_PROMPT, PROMPT_NAMES, RESUMABLE,
     BLOCKS_AT.encode(), BLOCKS_PROOF.encode(),
 }  # fmt: skip
 # Paths of things that one replica keeps; group 1 is the id, absent for new ones and lists.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from dataclasses import dataclass, field
+from urllib.parse import urlencode
 
 import msgspec
 
@@ -18,7 +19,8 @@ FAILED_CHECKS = 3  # in a row make a replica unhealthy: a busy one may miss some
 BUSY_STATUSES = (429, 503)  # the replica is alive, but does not take this request now
 GATEWAY_STATUSES = (502, 504)  # of a proxy in front of a replica that does not answer
 
-_MAX_BYTES = 1 << 16  # of an answer for the gateway itself
+NOTES_PATH = "/v1/routing_notes"  # for gateways alone
+_MAX_BYTES = 1 << 20  # of an answer for the gateway itself
 
 
 def has_lost_engine(answer: Answer) -> bool:
@@ -26,13 +28,25 @@ def has_lost_engine(answer: Answer) -> bool:
     return answer.status == 500 and bool(answer.header(CUT_OFF))
 
 
-class _Listed(msgspec.Struct):
+class Listed(msgspec.Struct):
     id: str
     max_model_len: int | None = None
+    parent: str | None = None  # an adapter's base model
 
 
 class _ModelList(msgspec.Struct):
-    data: list[_Listed]
+    data: list[Listed]
+
+
+class Notes(msgspec.Struct):
+    """What an Octavo server tells gateways: the names of prompts that gateways gave it, the oldest first, and which of
+    its adapters are on its device. `id` and `next` say where the next reading begins."""
+
+    id: str
+    next: int
+    has_more: bool
+    prompts: list[str]
+    adapters: dict[str, bool]
 
 
 @dataclass(eq=False)
@@ -50,6 +64,8 @@ class Replica:
     last_passed_check_at: float = 0.0  # time.monotonic when that check began
     silent_since: float | None = None  # time.monotonic when the first of the checks began that had no answer, in a row
     num_in_flight: int = 0
+    has_notes: bool | None = None  # None: it has not been asked since it was last ill
+    notes_at: str = "id=&after=0"  # where the next reading begins
 
     @property
     def is_healthy(self) -> bool:
@@ -88,6 +104,7 @@ class Replica:
             self.problem = f"GET {self.health} had no answer within {timeout_s:g} s"
         if self.problem:
             self.num_failed_checks += 1
+            self.has_notes = None  # another version may come back
         else:
             if not self.is_healthy:  # what failed before is over
                 self.breaker.succeed()
@@ -97,13 +114,26 @@ class Replica:
         elif self.silent_since is None:
             self.silent_since = begin
 
-    async def context_length(self, timeout_s: float) -> int | None:
-        """Return the most tokens of a prompt and its answer together; None if the replica does not tell."""
+    async def listed(self, timeout_s: float) -> Listed | None:
+        """Return what the replica's list of models says of its model; None if it says nothing."""
         with contextlib.suppress(UpstreamError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError):
             status, body = await self._get("/v1/models", timeout_s)
             listed = msgspec.json.decode(body, type=_ModelList).data if status == 200 else []
-            return next((one.max_model_len for one in listed if one.id == self.served_name), None)
+            return next((one for one in listed if one.id == self.served_name), None)
         return None
+
+    async def read_notes(self, timeout_s: float) -> Notes | None:
+        """Return the notes since the last reading; None if the server keeps none."""
+        notes = None
+        with contextlib.suppress(UpstreamError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError):
+            if self.has_notes is not False:
+                status, body = await self._get(f"{NOTES_PATH}?{self.notes_at}", timeout_s)
+                if status < 500:  # else it may still be starting
+                    self.has_notes = False
+                if status == 200:
+                    notes = msgspec.json.decode(body, type=Notes)
+                    self.has_notes, self.notes_at = True, urlencode({"id": notes.id, "after": notes.next})
+        return notes
 
     async def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Return the status and body of the answer to a GET. Raises `UpstreamError` or `TimeoutError` if there is

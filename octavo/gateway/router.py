@@ -1,17 +1,20 @@
 """Chooses the replica that answers a request: one that has had much of its conversation, and was not given much else
 lately; or for a new conversation, where several gateways share the replicas, the one that all of them would choose.
-Also remembers which replica keeps an id."""
+Also writes and reads the notes by which gateways learn of each other, and remembers which replica keeps an id."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import math
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from octavo.gateway.replica import Replica
+from octavo.gateway.replica import Notes, Replica
 
 MAX_HASHES = 65_536  # remembered prefixes of a model
 MAX_IDS = 65_536
@@ -27,6 +30,21 @@ _NUM_DRAWN = 8
 _MAX_HOLDERS = 8  # remembered replicas of a prefix, the latest
 _ANSWER_BYTES = 512  # of an answer: some 128 tokens
 _MAX_UNIT = 1e100
+# An adapter counts as so much text before each of its conversations. Loading one is work, and takes another's place.
+_ADAPTER_BYTES = 65_536
+_ADAPTER = b"adapter"  # in place of a prefix's hash
+_SESSION = "session-"  # before a session's hash
+
+
+@dataclass(eq=False)
+class Load:
+    """The work of servers, by the names of the replicas. Models with the same addresses share it."""
+
+    num_in_flight: Counter[str] = field(default_factory=Counter)
+    # Bytes that each replica was given, in units that grow with each request: older requests count less.
+    given: dict[str, float] = field(default_factory=dict)
+    unit: float = 1.0
+    num_models: int = 0  # that have shared it
 
 
 class Router:
@@ -35,12 +53,12 @@ class Router:
     not had, and `_LOAD_WEIGHT` times the bytes that it was given lately. Servers have this rule for their engines, all
     of which they look at (`octavo.engine.data_parallel_routing`). `random_source` draws the others."""
 
-    def __init__(self, random_source: random.Random | None = None) -> None:
+    def __init__(self, random_source: random.Random | None = None, load: Load | None = None) -> None:
         self._random = random_source or random.Random()
         self._holders: OrderedDict[bytes, list[Replica]] = OrderedDict()  # by the hash of a prefix
-        # Bytes that each replica was given, in units that grow with each request: older requests count less.
-        self._given: dict[Replica, float] = {}
-        self._unit = 1.0
+        self.load = load or Load()
+        self.load.num_models += 1
+        self.is_for_adapter = False  # the model is an adapter, which some replicas have on their devices
         self._num_able = self._num_in_flight = 0  # replicas that take requests, and requests in flight
         self._num_to_recount = 0  # choices until these are counted again
         self.num_affine = 0  # requests sent to a replica that has their prefix or session
@@ -59,9 +77,14 @@ class Router:
         if not replicas:
             return None
         most = self._most_in_flight(replicas)
+        adapter_bytes = 0
+        if self.is_for_adapter:
+            adapter_bytes = _ADAPTER_BYTES
+            prefixes = {_ADAPTER: adapter_bytes} | {one: adapter_bytes + count for one, count in prefixes.items()}
+            agreed = agreed and replicas[0].served_name.encode()
 
         def is_able(one: Replica) -> bool:
-            return one.num_in_flight < most and one not in excluded and one.takes_requests()
+            return self.load.num_in_flight[one.name] < most and one not in excluded and one.takes_requests()
 
         num_bytes, known = max(prefixes.values(), default=0), self._known(prefixes)
         of_session = self._holders.get(session or b"", [])
@@ -71,16 +94,17 @@ class Router:
             chosen = chosen or max(filter(is_able, replicas), key=lambda one: _score(agreed, one), default=None)
         if chosen is None and (other := self._less_loaded(replicas, excluded, most)) is not None:
             holders = () if agreed is not None else filter(is_able, known)
-            chosen = min([*holders, other], key=lambda one: _LOAD_WEIGHT * self._load(one) - known.get(one, 0))
+            chosen = min([*holders, other], key=lambda one: _LOAD_WEIGHT * self._given(one) - known.get(one, 0))
         if chosen is None:
             return None
-        self.num_affine += chosen in known or chosen in of_session
+        self.num_affine += known.get(chosen, 0) > adapter_bytes or chosen in of_session
         num_given = num_bytes - known.get(chosen, 0) + _ANSWER_BYTES
-        self._given[chosen] = self._unit * (self._load(chosen) + num_given)
-        self._unit *= 1 + 1 / (_REQUEST_MEMORY * len(replicas))
-        if self._unit > _MAX_UNIT:
-            self._given = {one: given / self._unit for one, given in self._given.items()}
-            self._unit = 1.0
+        load = self.load
+        load.given[chosen.name] = load.unit * (self._given(chosen) + num_given)
+        load.unit *= 1 + 1 / (_REQUEST_MEMORY * len(replicas))
+        if load.unit > _MAX_UNIT:
+            load.given = {one: given / load.unit for one, given in load.given.items()}
+            load.unit = 1.0
         self.remember(chosen, prefixes, session)
         return chosen
 
@@ -101,7 +125,7 @@ class Router:
 
     def forget(self, replica: Replica) -> None:
         """Forget a replica that has ended, and all that it held."""
-        self._given.pop(replica, None)
+        self.load.given.pop(replica.name, None)
         for one in [one for one, holders in self._holders.items() if replica in holders]:
             self._holders[one].remove(replica)
             if not self._holders[one]:
@@ -111,19 +135,48 @@ class Router:
         """Return how many bytes of a conversation with these prefixes some replica has had."""
         return max(self._known(prefixes).values(), default=0)
 
-    def _load(self, replica: Replica) -> float:
+    def begin(self, replica: Replica) -> None:
+        """Note that a replica gets a request; `end` follows."""
+        replica.num_in_flight += 1
+        self.load.num_in_flight[replica.name] += 1
+
+    def end(self, replica: Replica) -> None:
+        replica.num_in_flight -= 1
+        self.load.num_in_flight[replica.name] -= 1
+
+    def learn(self, replica: Replica, notes: Notes) -> None:
+        """Take in what a server says: prompts that other gateways gave it, or this one before its restart, and whether
+        it has the adapter. The replica that alone had the adapter keeps its requests when the adapter has been evicted
+        there: other adapters may have room elsewhere because of that."""
+        for prompt in notes.prompts:
+            prefixes, session = read_names(replica.served_name, prompt)
+            is_known = session in self._holders  # its last request may have been elsewhere
+            new = [one for one in prefixes if replica not in self._holders.get(one, ())]
+            self.remember(replica, new, None if is_known else session)
+        has_adapter = notes.adapters.get(replica.served_name)
+        self.is_for_adapter |= has_adapter is not None
+        holders = self._holders.get(_ADAPTER, [])
+        if has_adapter and replica not in holders:
+            self.remember(replica, [_ADAPTER])
+        elif has_adapter is False and replica in holders and len(holders) > 1 and not replica.num_in_flight:
+            holders.remove(replica)
+
+    def _given(self, replica: Replica) -> float:
         """Return the bytes that a replica was given lately; as many as the most loaded one until it is counted."""
-        given = self._given.get(replica)
-        return (max(self._given.values(), default=0.0) if given is None else given) / self._unit
+        given = self.load.given.get(replica.name)
+        return (max(self.load.given.values(), default=0.0) if given is None else given) / self.load.unit
 
     def _less_loaded(self, replicas: Sequence[Replica], excluded: Collection[Replica], most: float) -> Replica | None:
         """Return the least loaded of some that are drawn at random and have fewer requests than `most`. If there are no
         such ones, return the least loaded of all."""
         drawn = self._random.sample(replicas, min(len(replicas), _NUM_DRAWN))
         for some, limit in ((drawn, most), (replicas, most), (replicas, math.inf)):
-            able = [one for one in some if one.num_in_flight < limit and one not in excluded and one.takes_requests()]
+            able = [
+                one for one in some
+                if self.load.num_in_flight[one.name] < limit and one not in excluded and one.takes_requests()
+            ]  # fmt: skip
             if able:
-                return min(able, key=self._load)
+                return min(able, key=self._given)
         return None
 
     def _known(self, prefixes: Mapping[bytes, int]) -> dict[Replica, int]:
@@ -144,10 +197,11 @@ class Router:
             self._num_to_recount = len(replicas) // _NUM_DRAWN  # so that counting costs a choice no more than drawing
             able = [one for one in replicas if one.takes_requests()]
             self._num_able = max(1, len(able))
-            self._num_in_flight = sum(one.num_in_flight for one in replicas)
+            self._num_in_flight = sum(self.load.num_in_flight[one.name] for one in replicas)
             # A replica that is new or was away begins with the least load: with none it would get all requests.
-            least = min((self._given[one] for one in able if one in self._given), default=0.0)
-            self._given = {one: self._given.get(one, least) for one in able}
+            given, names = self.load.given, [one.name for one in able]
+            least = min((given[one] for one in names if one in given), default=0.0)
+            self.load.given = {one: given.get(one, least) for one in names}
         return int(SLACK + LOAD_FACTOR * (1 + self._num_in_flight) / self._num_able)
 
 
@@ -155,6 +209,32 @@ def _score(key: bytes, replica: Replica) -> bytes:
     """Rendezvous hashing (Thaler, Ravishankar 1998): the replica with the highest score gets the key, and if it leaves,
     only its keys move."""
     return hashlib.blake2b(key + b"\0" + replica.name.encode(), digest_size=8).digest()
+
+
+def written_names(model: str, prefixes: Mapping[bytes, int], session: bytes | None) -> bytes:
+    """Return the names of a prompt's beginnings for the replica, which tells other gateways: of the shortest, the last
+    three, and between them ever fewer. `model` is the replica's name for it. `read_names` reads them."""
+    every = list(prefixes)
+    places = {0, len(every) - 3, *(len(every) - (1 << power) for power in range(len(every).bit_length()))}
+    names = [every[place].hex() for place in sorted(places) if 0 <= place < len(every)]
+    names += [] if session is None else [_SESSION + session.hex()]
+    return ",".join([_tag(model), *names]).encode() if names else b""
+
+
+def read_names(model: str, written: str) -> tuple[list[bytes], bytes | None]:
+    """Return the prefixes and the session of a prompt for this model; none of what has not the form of
+    `written_names`."""
+    tag, *names = written.split(",")
+    found: dict[bool, list[bytes]] = {False: [], True: []}
+    with contextlib.suppress(ValueError):
+        for name in names if tag == _tag(model) else ():
+            found[name.startswith(_SESSION)].append(bytes.fromhex(name.removeprefix(_SESSION)))
+    return found[False], next(iter(found[True]), None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _tag(model: str) -> str:
+    return hashlib.blake2b(model.encode(), digest_size=8).hexdigest()
 
 
 class Home(NamedTuple):

@@ -39,6 +39,7 @@ from octavo.trace_export import check_endpoint
 logger = logging.getLogger("octavo.gateway")
 
 LOOK_INTERVAL_S = 1.0  # between looks at the catalogue's file
+NOTES_WAIT_S = 1.0  # for the notes of all servers, before the first request
 WRITE_TIMEOUT_S = 60.0  # a client that reads nothing for so long is cut
 MAX_CONNECTIONS = 16_384  # of clients
 FLUSH_TIMEOUT_S = 2.0  # for the last spans, once all requests have ended
@@ -217,6 +218,7 @@ class GatewayServer(DrainingServer):
         self.models.preload()
         with self.capture_signals():  # signals drain from the first moment on
             await self.models.wait_discovered(DISCOVERY_WAIT_S)  # clients wait in the socket's queue
+            await self.models.read_notes(NOTES_WAIT_S)  # it begins without a history of its own
         tasks = [asyncio.ensure_future(self._check_health()), asyncio.ensure_future(self._watch_file())]
         admin = None
         if self.store is not None and self._admin_sock is not None:

@@ -339,7 +339,7 @@ class EngineMetrics:
         help = "Sessions whose blocks this engine can free."
         yield _Family("gauge", "octavo:disk_cache_sessions", help, {(): self.last.num_disk_sessions})
         help = "Adapters that are held, by place."
-        held = {("host",): self.last.num_adapters_on_host, ("device",): self.last.num_adapters_on_device}
+        held = {("host",): self.last.num_adapters_on_host, ("device",): len(self.last.resident_adapters)}
         yield _Family("gauge", "octavo:adapters", help, held, ("place",))
         help = "Times that the engine core died and was started again."
         yield _Family("counter", "octavo:engine_restarts", help, {(): self.num_restarts * self.counts_steps})

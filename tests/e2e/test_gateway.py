@@ -28,6 +28,7 @@ from octavo.gateway.keys import DAY_S
 from tests.e2e.server import GATEWAY, MODEL, Server, openai_client, running_server
 from tests.gateway.key_databases import SERVERS
 from tests.gateway.key_databases import server as database_server
+from tests.lora.random_adapters import write_random_adapter
 from tests.waiting import wait_until, within
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the gateway needs SIGHUP and process groups")
@@ -465,3 +466,32 @@ def test_gateways_with_one_database_keep_limits_though_one_is_killed(tmp_path: P
         # At the kill a key had two requests under way there at most.
         assert counts["requests"] - 2 - unsure[key_id] <= answered[key_id]
         assert answered[key_id] <= num_counted <= upstream.seen[key_id] <= counts["requests"]
+
+
+@pytest.mark.long
+def test_adapters_and_conversations_stay_at_their_servers_when_the_gateway_starts_again(tmp_path: Path) -> None:
+    names = ("pirate", "knight")
+    adapters = [f"{name}={write_random_adapter(tmp_path / name, seed)}" for seed, name in enumerate(names)]
+    flags = ("--max-model-len", "512", "--kv-cache-memory-bytes", "64M", "--cpu-threads", "1")
+    flags += ("--enable-lora", "--max-loras", "1", "--lora-modules", *adapters)
+    with running_server(tmp_path, *flags) as one, running_server(tmp_path, *flags) as other:
+        addresses = f"addresses: [{one.url}, {other.url}]"
+        entries = [
+            f"base: {{{addresses}, served_model_name: {MODEL}}}",
+            *(f"{name}: {{{addresses}}}" for name in names),
+        ]
+        (tmp_path / "models.yaml").write_text("models:\n" + "".join(f"  {entry}\n" for entry in entries))
+        messages = [{"role": "user", "content": "Tell me of the sea. " * 8}]
+        hits = []
+        for _ in range(2):
+            gateway = running_server(tmp_path, "--catalogue", str(tmp_path / "models.yaml"), command=GATEWAY)
+            with gateway as server, openai_client(server) as client:
+                for number in range(8):
+                    say(client, names[number % 2])
+                answer = client.chat.completions.create(model="base", messages=messages, max_tokens=4, temperature=0)
+                assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+                hits.append(answer.usage.prompt_tokens_details.cached_tokens)
+                said = answer.choices[0].message.content
+                messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
+        assert [each.count("octavo:adapter_loads_total") for each in (one, other)] == [1, 1]
+        assert hits[0] == 0 < hits[1], "the second gateway knows where the conversation is"

@@ -35,6 +35,7 @@ from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.metrics.summed import snapshot
 from octavo.request import EngineRequest
+from octavo.stats import EngineStats
 from tests.engine.stub_engine import ANSWER, EXIT, HANG, THREE_CORES, ask
 from tests.waiting import until
 
@@ -477,5 +478,17 @@ def test_a_front_end_that_does_not_read_is_given_up(
         await hub.attach(ours, front.number)
         await front.is_lost.wait()
         assert not hub.fronts
+
+    with_hub(use)
+
+
+def test_front_ends_share_the_notes_of_gateways(with_hub: Callable[..., None]) -> None:
+    async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
+        one, other = (await make()).link.channels, (await make()).link.channels
+        for number in range(3):
+            await one.call("note_prompt", names=f"a{number}")
+        hub.metrics.record_step(EngineStats(resident_adapters=["pirate"]))
+        notes, resident = await other.call("read_notes", id="", after=0)
+        assert (notes["prompts"], resident) == (["a0", "a1", "a2"], ["pirate"])
 
     with_hub(use)

@@ -8,11 +8,15 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import httpx
 
+from octavo.engine.prompt_notes import PromptNotes
 from octavo.gateway.catalogue import Catalogue, ModelEntry, read_catalogue
 from octavo.gateway.models import FindLocal
+from octavo.gateway.proxy_request import PROMPT_NAMES
+from octavo.gateway.replica import NOTES_PATH
 from octavo.gateway.serve_process import StartError
 from octavo.gateway.server import GatewayArgs, GatewayServer, bind
 from tests import waiting
@@ -77,6 +81,8 @@ class FakeServer:
     address: str = ""
     is_stopped: bool = False
     hangs: bool = False  # takes connections and answers none
+    notes: PromptNotes | None = None  # of gateways
+    adapters: dict[str, bool] = field(default_factory=dict)  # and whether each is on the device
     health_after_s: float = 0.0
 
     async def start(self) -> FakeServer:
@@ -120,6 +126,16 @@ class FakeServer:
                     await waiting.virtual_sleep(self.health_after_s)
                     asked.reply(b"", self.health)
                     continue
+                if target.startswith(NOTES_PATH):
+                    place = dict(parse_qsl(urlsplit(target).query, keep_blank_values=True))
+                    if self.notes is None:
+                        asked.reply(b"{}", 404, connection="close")  # tests expect that requests come first
+                        break
+                    told = self.notes.read(place["id"], int(place["after"]))
+                    asked.reply(json.dumps(told | {"adapters": self.adapters}).encode())
+                    continue
+                if self.notes is not None and (names := headers.get(PROMPT_NAMES.decode())):
+                    await self.notes.add(names)
                 self.asked.append(asked)
                 await self.behave(asked)
         self.num_hung_up += 1

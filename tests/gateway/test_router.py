@@ -11,13 +11,17 @@ from hypothesis import strategies as st
 
 from octavo.gateway import router as router_module
 from octavo.gateway.breaker import FAILURES_TO_OPEN
-from octavo.gateway.replica import FAILED_CHECKS, Replica
-from octavo.gateway.router import CreatedIds, Router
+from octavo.gateway.replica import FAILED_CHECKS, Notes, Replica
+from octavo.gateway.router import CreatedIds, Load, Router, read_names, written_names
 from octavo.gateway.upstream import Upstream
 
 
-def replicas(count: int) -> list[Replica]:
-    return [Replica(str(i), Upstream(f"http://127.0.0.1:{i + 1}", timeout_s=1), "m") for i in range(count)]
+def replicas(count: int, model: str = "m") -> list[Replica]:
+    return [Replica(str(i), Upstream(f"http://127.0.0.1:{i + 1}", timeout_s=1), model) for i in range(count)]
+
+
+def notes(*prompts: str, **adapters: bool) -> Notes:
+    return Notes("id", len(prompts), False, list(prompts), adapters)
 
 
 def test_without_a_prefix_load_is_even() -> None:
@@ -25,7 +29,7 @@ def test_without_a_prefix_load_is_even() -> None:
     for _ in range(800):
         chosen = router.choose(fleet, {})
         assert chosen is not None
-        chosen.num_in_flight += 1
+        router.begin(chosen)
     loads = [one.num_in_flight for one in fleet]
     assert max(loads) <= 1.1 * 100 and min(loads) >= 0.9 * 100
 
@@ -46,7 +50,7 @@ def test_a_session_goes_where_its_last_request_went() -> None:
     assert router.choose(fleet, {b"1": 9_000, b"2": 20_000}, session=b"session a") is fleet[5]
     assert router.choose(fleet, {b"1": 9_000, b"2": 20_000}, session=b"session b") is fleet[2]
     assert router.choose(fleet, {b"1": 9_000, b"2": 20_000}, [fleet[5]], b"session a") is fleet[2]
-    fleet[5].num_in_flight = 100
+    router.load.num_in_flight["5"] = 100
     assert router.choose(fleet, {}, session=b"session a") is not fleet[5]
     router.forget(fleet[5])
     assert router.choose(fleet, {b"3": 9_000}, [fleet[2]], b"session a") is not None
@@ -69,7 +73,7 @@ def test_what_gateways_agree_on_gives_way_to_load_and_to_what_is_known() -> None
     for number in range(400):
         chosen = router.choose(fleet, {}, agreed=b"the same" if number % 2 else str(number).encode())
         assert chosen is not None
-        chosen.num_in_flight += 1
+        router.begin(chosen)
     assert max(one.num_in_flight for one in fleet) <= 1.25 * 100 + 3
     router, fleet = Router(random.Random(1)), replicas(4)
     router.remember(fleet[2], [b"1"])
@@ -86,7 +90,7 @@ def test_load_corrects_affinity() -> None:
         chosen = router.choose(fleet, {b"1": 9_000})
         assert chosen is not None
         router.remember(chosen, [b"1"])
-        chosen.num_in_flight += 1
+        router.begin(chosen)
     assert max(one.num_in_flight for one in fleet) <= 1.3 * 100
 
 
@@ -151,7 +155,7 @@ def test_replicas_that_are_away_do_not_lower_the_bound_of_the_others() -> None:
     for one in fleet[2:]:
         one.num_failed_checks = FAILED_CHECKS
     for one in fleet[:2]:
-        one.num_in_flight = 10
+        router.load.num_in_flight[one.name] = 10
     assert [router.choose(fleet, {b"1": 9_000}) for _ in range(5)] == [fleet[0]] * 5
 
 
@@ -176,8 +180,8 @@ def test_replicas_that_join_a_large_fleet_get_requests() -> None:
 def test_a_replica_that_was_only_looked_at_is_still_to_be_counted() -> None:
     router, fleet = Router(random.Random(1)), replicas(2)
     router.choose(fleet[:1], {b"x": 9_000})
-    assert router._load(fleet[1]) == router._load(fleet[0]) > 0
-    assert list(router._given) == fleet[:1]
+    assert router._given(fleet[1]) == router._given(fleet[0]) > 0
+    assert list(router.load.given) == [fleet[0].name]
 
 
 def test_a_prefix_remembers_its_latest_holders() -> None:
@@ -207,3 +211,79 @@ def test_an_id_in_an_answer_to_another_client_stays_with_who_made_it() -> None:
     assert ids.find("resp_1") == ("a", one, "key_1")
     ids.add("resp_1", "a", other, "key_1")
     assert ids.find("resp_1") == ("a", other, "key_1"), "as a stream that another replica has ended"
+
+
+def test_a_gateway_learns_from_a_server_what_another_one_gave_it() -> None:
+    router, fleet = Router(random.Random(1)), replicas(8)
+    turns = {bytes([number]) * 16: 9_000 * number for number in range(1, 30)}
+    router.learn(fleet[5], notes(written_names("m", turns, b"session a").decode(), "no names", "ab,x", ""))
+    assert router.choose(fleet, {**turns, b"next": 300_000}) is fleet[5]
+    assert router.choose(fleet, {}, session=b"session a") is fleet[5]
+    router.remember(fleet[2], [], b"session a")
+    router.learn(fleet[5], notes(written_names("m", turns, b"session a").decode()))
+    assert router.choose(fleet, {}, session=b"session a") is fleet[2], "its own history is newer"
+
+
+@given(st.integers(0, 1024), st.booleans())
+def test_names_have_a_prompts_ends_and_few_of_its_many_beginnings(count: int, has_session: bool) -> None:
+    every = [number.to_bytes(16) for number in range(count)]
+    session = b"s" * 16 if has_session else None
+    written = written_names("m", dict.fromkeys(every, 0), session).decode()
+    assert read_names("another", written) == ([], None)
+    names, said = read_names("m", written)
+    assert said == session
+    assert names == sorted({*names}) and set(names) >= {*every[:1], *every[-3:]} and len(names) <= 13
+
+
+def adapters_of_a_fleet(names: str, count: int) -> dict[str, tuple[Router, list[Replica]]]:
+    """A router and replicas for each adapter of so many servers."""
+    load = Load()
+    found = {name: (Router(random.Random(1), load), replicas(count, name)) for name in names}
+    for name, (router, fleet) in found.items():
+        for one in fleet:
+            router.learn(one, notes(**{name: False}))
+    return found
+
+
+def test_adapters_spread_over_servers_and_stay_there() -> None:
+    fleets, places = adapters_of_a_fleet("abcdefgh", 4), Counter[tuple[str, str]]()
+    for number in range(400):
+        name = "abcdefgh"[number * 7 % 8]
+        router, fleet = fleets[name]
+        chosen = router.choose(fleet, {b"%d" % number: 1_000})
+        assert chosen is not None
+        places[name, chosen.name] += 1
+    assert set(places.values()) == {50}, "no adapter is in two places"
+    assert Counter(server for _, server in places) == {"0": 2, "1": 2, "2": 2, "3": 2}
+
+
+def test_an_adapter_gets_a_second_server_when_the_first_is_busy_with_any_model() -> None:
+    fleets = adapters_of_a_fleet("ab", 2)
+    (router, fleet), (other, others) = fleets.values()
+    first = router.choose(fleet, {})
+    assert first is not None
+    for _ in range(8):
+        other.begin(others[fleet.index(first)])
+    second = router.choose(fleet, {})
+    assert second is not None and second is not first
+
+
+def test_a_server_says_where_an_adapter_is() -> None:
+    ((router, fleet),) = adapters_of_a_fleet("a", 3).values()
+    router.learn(fleet[2], notes(a=True))
+    assert {router.choose(fleet, {b"%d" % number: 500}) for number in range(9)} == {fleet[2]}
+    router.learn(fleet[2], notes(a=False))
+    assert router.choose(fleet, {b"x": 500}) is fleet[2], "it is as good as any other, and has its conversations"
+    router.learn(fleet[1], notes(a=True))
+    router.learn(fleet[2], notes(a=False))
+    assert router.choose(fleet, {b"y": 500}) is fleet[1]
+
+
+def test_several_gateways_agree_about_adapters() -> None:
+    chosen = set()
+    for number in range(8):
+        ((router, fleet),) = adapters_of_a_fleet("a", 4).values()
+        one = router.choose(fleet, {b"%d" % number: 500}, agreed=b"%d" % number)
+        assert one is not None
+        chosen.add(one.name)
+    assert len(chosen) == 1

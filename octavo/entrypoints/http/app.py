@@ -63,6 +63,7 @@ LAZY_ROUTES = {
         "POST /v1/cache/blocks/{fingerprint}/find",
         "POST /v1/cache/blocks/{fingerprint}/read",
     ),
+    "octavo.entrypoints.http.routing_notes": ("GET /v1/routing_notes",),
     "octavo.entrypoints.batch.batch_routes": (
         "GET /v1/files",
         "POST /v1/files",

@@ -49,6 +49,7 @@ _FORM_BYTES = 1 << 20  # bytes of a form in addition to its file
 REQUEST_ID = "octavo.request_id"
 # Scope key of the body of a request from within the server. No client can set it.
 INTERNAL_BODY = "octavo.internal_body"
+NAMES_HEADER = "x-octavo-prompt-names"  # of a gateway: see `PromptNotes`
 # POST routes whose requests only need the server's tokenizer, not the engine
 TOKENIZING_PATHS = frozenset({
     "/tokenize", "/detokenize", "/v1/completions/render", "/v1/chat/completions/render", "/v1/messages/count_tokens",
@@ -125,6 +126,8 @@ class AuthAndLimits:
                 num_bytes, receive = len(answer), replay_body(answer, receive)
                 del answer  # do not keep the body while the answer streams
             ARRIVAL.set(Arrival(time.monotonic(), headers, num_bytes, self._client(scope, headers)))
+            if (names := headers.get(NAMES_HEADER)) is not None:
+                await self._state.note_prompt(names)
             self._state.num_engine_requests += uses_engine
             self._state.num_tokenizing += tokenizes
             try:

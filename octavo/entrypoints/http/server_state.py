@@ -19,6 +19,7 @@ import msgspec
 from starlette.requests import Request
 
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, NUM_TEXT_THREADS, run_off_loop
+from octavo.engine.prompt_notes import PromptNotes
 from octavo.engine.request_log import brief, shown_id
 from octavo.entrypoints.chat.reasoning import Reasoning
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats, model_formats
@@ -128,6 +129,7 @@ class ServerState:
         self.args = args
         self.counts = counts or SharedCounts.alone()
         self.hub: Channels | None = None  # in one of several front ends
+        self.prompt_notes = PromptNotes()
         self.created = int(time.time())
         model = engine.config.model
         self.model_names = model.served_model_names
@@ -157,6 +159,10 @@ class ServerState:
         self._peers, self._peer_key = args.peers, args.peer_key or ""
         self._ignored_peers = LineLimit()
         self.num_tokenizing = 0  # complete requests that only need this front end's tokenizer
+
+    async def note_prompt(self, names: str) -> None:
+        """Note a prompt for gateways, by the names of its beginnings."""
+        await (self.prompt_notes.add(names) if self.hub is None else self.hub.call("note_prompt", names=names))
 
     @property
     def num_engine_requests(self) -> int:

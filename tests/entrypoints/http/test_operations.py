@@ -349,3 +349,21 @@ def test_a_refused_request_is_one_line_without_what_the_client_wrote(
         "r: POST /v1/responses is refused: 400, unknown_parameter",
     ]
     assert "SECRET" not in caplog.text
+
+
+def test_gateways_find_what_they_have_sent_and_the_resident_adapters(http: httpx.Client, engine: FakeEngine) -> None:
+    def read(**place: str) -> dict[str, Any]:
+        return http.get("/v1/routing_notes", params=place).json()
+
+    for number in range(3):
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
+        http.post("/v1/completions", json=body, headers={"X-Octavo-Prompt-Names": f"a{number}"}).raise_for_status()
+    http.post("/v1/completions", json=body, headers={"X-Octavo-Prompt-Names": "x" * 2000}).raise_for_status()
+    first = read()
+    assert first["prompts"] == ["a0", "a1", "a2"] and first["next"] == 3 and not first["has_more"]
+    assert read(id=first["id"], after="2")["prompts"] == ["a2"]
+    assert read(id=first["id"], after="9")["prompts"] == []
+    assert read(id="of an earlier server", after="2")["prompts"] == first["prompts"]
+    assert all(read(id=first["id"], after=said)["prompts"] == first["prompts"] for said in ("x", "-1", "9" * 5000))
+    engine.stats = EngineStats(resident_adapters=["pirate"])
+    assert read()["adapters"] == {"pirate": True}
