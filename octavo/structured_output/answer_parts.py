@@ -95,6 +95,7 @@ class CallText:
     keyed: KeyedValue | None = None  # an object, or a choice of objects
     free: str | None = None  # a regular expression for free arguments; "" is any text up to `after`
     address: str = ""  # text before the call; optional calls have any text instead
+    is_held: bool = True  # arguments of this form are valid
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def calls_grammar(draft: GrammarDraft, calls: ToolCalls, *, is_beside_json: bool
     draft.held |= {
         name: calls.schemas[name]
         for name, call in spelling.calls.items()
-        if call.free is None and field_of_arguments(indices[name]) not in draft.fields_held_in_part
+        if call.free is None and call.is_held and field_of_arguments(indices[name]) not in draft.fields_held_in_part
     }
     names = " | ".join(f"call{indices[name]}" for name in spelling.calls)
     limit = MAX_CALLS - 1 if calls.is_parallel else 0

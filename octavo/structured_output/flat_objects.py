@@ -1,5 +1,6 @@
 """Writes a schema of objects as alternatives that only name properties, for formats of calls that write each argument
-by itself. `call_spelling` calls it. It gives up rather than admit an object that the schema refuses."""
+by itself. `call_spelling` calls it. It gives up rather than admit an object that the schema refuses, unless the caller
+checks objects by the schema itself."""
 
 from __future__ import annotations
 
@@ -46,12 +47,12 @@ _OF_NEIGHBOURS = ("exclusiveMinimum", "exclusiveMaximum")
 _ANY: dict[str, Any] = {"properties": {}, "required": [], "additionalProperties": True, "least": 0, "most": None}
 
 
-def flat_objects(schema: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+def flat_objects(schema: Mapping[str, Any], *, is_checked: bool = False) -> list[dict[str, Any]] | None:
     """Return schemas with `properties`, `required` and `additionalProperties` alone. An object of named properties
     satisfies `schema` if it satisfies one of them. References in properties are to `schema`. Return None if there is no
-    such list, or it is too long."""
+    such list, or it is too long. With `is_checked` an object may satisfy several alternatives of a `oneOf`."""
     try:
-        writer = _FlatWriter(Document(schema))
+        writer = _FlatWriter(Document(schema), is_checked)
         flats = writer.alternatives(schema, 0)
         found = [_finished(counted) for one in flats for counted in _counted(one)]
     except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError):
@@ -108,10 +109,11 @@ class _QuickLogic(Logic):
 
 
 class _FlatWriter(AlternativesWriter):
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, is_checked: bool) -> None:
         super().__init__(document, closes=False, is_picky=False, is_coarse=False, merges_references=True)
         self._base = document.base_within(document.root, "") if isinstance(document.root, dict) else ""
         self._logic = _QuickLogic(document, _BUDGET)
+        self._is_checked = is_checked
         self._num_left = _BUDGET
         # By `id` of schemas, which stand beside the alternatives to keep them alive.
         self._known: dict[int, tuple[Schema, list[dict[str, Any]]]] = {}
@@ -178,9 +180,10 @@ class _FlatWriter(AlternativesWriter):
             parts = as_list("oneOf", schema["oneOf"])
             required = names_in(schema.get("required"))
             if not self._logic.are_disjoint([self._requiring(one, required) for one in parts], self._base, ["object"]):
-                if (exclusive := self._exclusive(parts, self._base)) is None:
+                if (exclusive := self._exclusive(parts, self._base)) is not None:
+                    parts = exclusive
+                elif not self._is_checked:
                     raise SchemaError("alternatives of this oneOf may hold together")
-                parts = exclusive
             found.append(parts)
         for _, alternatives in self._rewritings({"type": "object", **schema}, self._base):
             if alternatives is None:

@@ -78,6 +78,24 @@ def children(schema: Mapping[str, Any]) -> Iterator[tuple[str, str | int | None,
                     yield keyword, name, one
 
 
+def without_nulls(schema: Any) -> Any:
+    """Return a schema without its keywords that are null, which some clients write in the place of absent ones."""
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for keyword, value in schema.items():
+        if value is None and keyword not in ("const", "default", "example"):
+            continue
+        if keyword in MAPS and isinstance(value, dict):
+            value = {name: without_nulls(one) for name, one in value.items()}
+        elif isinstance(value, list) and (keyword in LISTS or keyword == "items"):
+            value = [without_nulls(one) for one in value]
+        elif keyword in ONE or keyword == "items":
+            value = without_nulls(value)
+        found[keyword] = value
+    return found
+
+
 def check_kinds(schema: Mapping[str, Any]) -> None:
     """Raise `SchemaError` for a keyword whose value has the wrong type."""
     for keyword, value in schema.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
@@ -11,6 +12,7 @@ from octavo.entrypoints.chat.media_parts import check_role, media_of
 from octavo.entrypoints.http.body_fields import JsonObject, MessageContent, RequestBody, Text, check_text
 from octavo.entrypoints.openai.custom_tools import CustomDefinition, as_arguments
 from octavo.errors import RequestError
+from octavo.structured_output.schema_keywords import without_nulls
 
 
 class FunctionDefinition(RequestBody):
@@ -21,9 +23,14 @@ class FunctionDefinition(RequestBody):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    @property
+    @cached_property
     def schema_of_arguments(self) -> dict[str, Any]:
-        return {"type": "object", "properties": {}} if self.parameters is None else self.parameters
+        if self.parameters is None:
+            return {"type": "object", "properties": {}}
+        try:
+            return without_nulls(self.parameters)  # type: ignore[no-any-return]
+        except RecursionError:
+            return self.parameters  # is refused for its depth
 
 
 class Tool(RequestBody):

@@ -94,23 +94,26 @@ def spelling(
                 calls[name] = CallText(f"{body.name_before}{name}{body.name_after}", body.end, free="")
                 continue
             mark = body.value_after.strip().partition("{key}")[0]
-            lists = _parameter_lists(schema, mark, says_types=parameter.says_types)
+            flats, is_held = _alternatives(schema)
+            lists = _parameter_lists(flats, schema, mark, says_types=parameter.says_types)
             kinds = [kind for one in lists or () for kind in one.kinds.values()]
             if lists is None or (
                 body.has_cdata and any(isinstance(kind, TextRule) and kind.expressions for kind in kinds)
             ):
                 return None
-            calls[name] = CallText(f"{body.name_before}{name}{body.name_after}", body.end, parameter, lists)
+            head = f"{body.name_before}{name}{body.name_after}"
+            calls[name] = CallText(head, body.end, parameter, lists, is_held=is_held)
     elif isinstance(body, PythonCalls):
         calls = {}
         for name, schema in tools.items():
             if name in free:
                 calls[name] = CallText(f"{name}(", ")", free=_PYTHON_ARGUMENTS)
                 continue
-            lists = _parameter_lists(schema, None)
+            flats, is_held = _alternatives(schema)
+            lists = _parameter_lists(flats, schema, None)
             if lists is None or not all(is_python_name(key) for one in lists for key in one.kinds):
                 return None
-            calls[name] = CallText(f"{name}(", ")", ParameterText("", "=", "=", "", ", "), lists)
+            calls[name] = CallText(f"{name}(", ")", ParameterText("", "=", "=", "", ", "), lists, is_held=is_held)
         if body.is_list:
             return Spelling(f"{opened}{start}[", f"]{end}", ", ", calls)
         return Spelling(f"{opened}{start}", f"{end}{closed}", "\n", calls)
@@ -121,11 +124,11 @@ def spelling(
             if name in free:
                 calls[name] = CallText(f"{body.before}{name}{{", "", free="")
                 continue
-            flats = _alternatives(schema)
-            keyed = None if flats is None else _choice([notation.value(one, schema) for one in flats])
+            flats, is_held = _alternatives(schema)
+            keyed = _choice([notation.value(one, schema) for one in flats])
             if keyed is None:
                 return None
-            calls[name] = CallText(f"{body.before}{name}", "", parameter, keyed=keyed)
+            calls[name] = CallText(f"{body.before}{name}", "", parameter, keyed=keyed, is_held=is_held)
     wrapped = {
         name: replace(
             call, before=start + call.before, after=call.after + end, address=form.address.replace("{name}", name)
@@ -190,14 +193,13 @@ def _pair(key: str, value: str) -> str:
 
 
 def _parameter_lists(
-    schema: Mapping[str, Any], value_after: str | None, *, says_types: bool = False
+    flats: Sequence[dict[str, Any]], schema: Mapping[str, Any], value_after: str | None, *, says_types: bool = False
 ) -> tuple[ParameterList, ...] | None:
-    """Return the lists of parameters that a function takes, in a format that writes texts without quotes (`value_after`
-    ends them; None: texts have quotes). `says_types`: the format says of each value whether it is a text. Return None
-    if such lists cannot express the whole schema."""
-    flats = _alternatives(schema)
+    """Return the lists of parameters that a function takes, by the flat forms of its `schema`, in a format that writes
+    texts without quotes (`value_after` ends them; None: texts have quotes). `says_types`: the format says of each value
+    whether it is a text. Return None if such lists cannot express the whole schema."""
     found = []
-    for flat in flats or ():
+    for flat in flats:
         properties = flat["properties"]
         is_told = value_after is None or says_types
         if not is_told and not all(
@@ -211,21 +213,22 @@ def _parameter_lists(
     return tuple(found) or None
 
 
-def _alternatives(schema: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+def _alternatives(schema: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
     """Return the flat schemas of a function's arguments that some arguments satisfy, without optional texts that
-    nothing satisfies; None if there are none."""
-    flats = flat_objects(schema) if describes_object(schema) else None
-    found = []
-    for flat in flats or ():
+    nothing satisfies, and whether all that satisfy one of them are valid."""
+    flats = flat_objects(schema) if describes_object(schema) else []
+    is_held, found = flats is not None, []
+    for flat in flat_objects(schema, is_checked=True) or () if flats is None else flats:
         properties = {name: one for name, one in flat["properties"].items() if _has_text(one, schema)}
         if all(name in properties or name not in flat["properties"] for name in flat["required"]):
             found.append({**flat, "properties": properties})
-    return found or None
+    return found, is_held
 
 
 def _has_text(schema: Any, root: Mapping[str, Any]) -> bool:
-    """Return whether a schema takes other values than texts, or some text matches all that it says."""
-    if schema_types(schema, root) != {"string"}:
+    """Return whether a schema takes other values than texts, or some text matches all that it says. The expressions of
+    formats leave rare texts out, so that nothing follows from them."""
+    if schema_types(schema, root) != {"string"} or "format" in schema:
         return True
     return (rules := _rules(schema, root)) is None or some_text_matches(rules)
 
@@ -472,6 +475,21 @@ def _referred(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
         else:
             target = target.get(name) if isinstance(target, Mapping) else None
     return target if isinstance(target, Mapping) else None
+
+
+def property_names(schema: Any, root: Mapping[str, Any]) -> list[str]:
+    """Return the names of the properties of an object with `schema`, behind references and in allOf, anyOf and oneOf
+    too."""
+    found, seen, stack = dict[str, None](), set[int](), [schema]
+    while stack:
+        one = resolve_ref(stack.pop(), root)
+        if not isinstance(one, Mapping) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        properties = one.get("properties")
+        found |= dict.fromkeys(properties if isinstance(properties, Mapping) else ())
+        stack += (part for name in ("allOf", "anyOf", "oneOf") if isinstance(one.get(name), list) for part in one[name])
+    return list(found)
 
 
 def property_schema(schema: Any, key: str, root: Mapping[str, Any]) -> Any:

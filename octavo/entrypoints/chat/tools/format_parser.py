@@ -4,11 +4,11 @@ once."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from octavo.entrypoints.chat.reasoning import held_back
-from octavo.entrypoints.chat.tools.call_spelling import property_schema, resolve_ref, schema_types
+from octavo.entrypoints.chat.tools.call_spelling import property_names, property_schema, schema_types
 from octavo.entrypoints.chat.tools.parameter_values import nested_value, parameter_value
 from octavo.entrypoints.chat.tools.python_calls import ends_within_text, keyed_call, python_calls, python_list
 from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
@@ -50,6 +50,7 @@ class FormatParser(TextParser):
         self._tag = form.body.name_before.strip() if isinstance(form.body, Tags) else ""
         self._marks = trigger_marks(form)
         self._any_mark = re.compile("|".join(map(re.escape, self._marks)))
+        self._num_unclosed = 0  # values of tags without an end
         self._blanks = ""  # before the last mark; content if the mark is content
         self._head = _head(self._other) if isinstance(self._other, NamedJson) else None
         super().__init__(tools)
@@ -176,7 +177,7 @@ class FormatParser(TextParser):
             return (yield from self._take_python())
         if isinstance(body, KeyedValues):
             text = yield from self._take_until_outside(self._end, lambda text: text.count(body.quote) % 2 > 0)
-            call = keyed_call(text, body)
+            call = keyed_call(text, body, self._tools)
             return None if call is None else [call]
         return None
 
@@ -197,7 +198,7 @@ class FormatParser(TextParser):
             json_call(item, names, body.name) or (json_call(item, names) if body.name != "name" else None)
             for item in items
             # In a format without marks, an object with only a name is no call.
-            if not self._form.is_whole_answer or (isinstance(item, dict) and item.keys() & set(names))
+            if not self._form.is_whole_answer or _has_arguments(item, names)
         ]
         found = [call for call in calls if call is not None]
         return found if found and len(found) == len(items) else None
@@ -253,8 +254,7 @@ class FormatParser(TextParser):
         if not body.index and not (yield from self._skip_mark(body.name_after.strip())):
             return [Call(name, "{}")] if (yield from self._skip_self_closing(body)) else None
         schema = self._tools.get(name, {})
-        properties = resolve_ref(schema, schema).get("properties")
-        schemas = properties if isinstance(properties, Mapping) else {}
+        schemas = property_names(schema, schema)
         arguments: dict[str, Any] = {}
         end = body.end.strip() or self._end
         if body.json_before and (yield from self._skip_mark(body.json_before)):
@@ -278,6 +278,8 @@ class FormatParser(TextParser):
                 attributes = before
             key = key.strip()
             others = [one for one in schemas if one != key and one not in arguments] if schemas else None
+            if others is None and body.has_nested:
+                others = []  # a key may be one of the value
             value = yield from self._take_value(body, key, attributes, schema, others)
             if value is None:
                 return None
@@ -316,6 +318,12 @@ class FormatParser(TextParser):
             if value is not None and (yield from self._skip_mark(mark)):
                 return (value,)
         self._seen = begin
+        may_nest = not kinds or bool(kinds & {"array", "object", "unknown"})
+        if body.has_nested and may_nest and self._num_unclosed < _MAX_ENDS:
+            inner = yield from self._take_nested(body, key, mark)
+            if inner is not None:
+                return (nested_value(inner, body, own, schema),)
+            self._seen = begin
         if body.has_cdata and (yield from self._skip_mark(_CDATA)):
             inner = yield from self._take_until(_CDATA_END + mark)
             if inner is not None:
@@ -328,10 +336,30 @@ class FormatParser(TextParser):
             text = text.removeprefix("\n")
         if body.value_after.startswith("\n"):
             text = text.removesuffix("\n")
-        may_nest = not kinds or bool(kinds & {"array", "object", "unknown"})
-        if body.has_nested and may_nest and text.lstrip().startswith(body.key_before):
-            return (nested_value(text, body, own, schema),)
         return (parameter_value(text, kinds, says_text=says_text, says_json=says_json),)
+
+    def _take_nested(self, body: Tags, key: str, closed: str) -> Steps[str | None]:
+        """Return a value of tags, which may have tags of the same key, and go behind the mark after it. Return None if
+        it is not of tags, or has no end in the call."""
+        begin, opened = self._seen, f"{body.key_before}{key}{body.key_after}"
+        if not (yield from self._skip_mark(body.key_before)):
+            return None
+        self._seen -= len(body.key_before)
+        marks, level = [opened, closed, body.end.strip() or self._end], 1
+        any_mark = re.compile("|".join(map(re.escape, filter(None, marks))))
+        while level:
+            if (found := search(self._text, any_mark, self._seen)) is None:
+                self._seen = max(self._seen, len(self._text) - max(map(len, marks)) + 1)
+            elif found[0] not in (opened, closed):
+                break
+            else:
+                level += 1 if found[0] == opened else -1
+                self._seen = found.end()
+                continue
+            if not (yield from self._more()):
+                break
+        self._num_unclosed += level > 0
+        return None if level else self._text[begin : self._seen - len(closed)]
 
     def _take_until_next(self, body: Tags, mark: str, others: list[str] | None) -> Steps[str | None]:
         """Return the text before the next `mark` and go behind the mark, or the text before anything else that ends an
@@ -403,6 +431,11 @@ class FormatParser(TextParser):
         if calls is None and self._form.is_whole_answer and (read := python_list(text)) is not None:
             calls, self._seen = read[0], begin + read[1]
         return calls
+
+
+def _has_arguments(item: Any, names: Sequence[str]) -> bool:
+    item = item.get("function", item) if isinstance(item, dict) else None
+    return isinstance(item, dict) and not item.keys().isdisjoint(names)
 
 
 def trigger_marks(form: ToolFormat) -> tuple[str, ...]:

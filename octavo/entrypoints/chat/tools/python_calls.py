@@ -6,7 +6,7 @@ import ast
 import json
 import keyword
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from octavo.entrypoints.chat.tools.tool_formats import KeyedValues
@@ -156,13 +156,15 @@ def _constant(node: object) -> object:
     return ast.Constant(_CONSTANTS[node.id]) if isinstance(node, ast.Name) and node.id in _CONSTANTS else node
 
 
-def keyed_call(text: str, body: KeyedValues) -> Call | None:
+def keyed_call(text: str, body: KeyedValues, names: Collection[str]) -> Call | None:
     """Return the call of `call:f{city:"Paris",days:3}`, in which `body.quote` replaces the quotes. None if the text is
-    no such call."""
+    no such call. Models forget the mark before the name: without it only functions in `names` are called."""
     text = text.strip()
-    head = _HEAD.match(text, len(body.before)) if text.startswith(body.before) else None
-    if head is None:
+    is_marked = text.startswith(body.before)
+    head = _HEAD.match(text.removeprefix(body.before) if is_marked else text.removeprefix(":"))
+    if head is None or not (is_marked or head[1] in names):
         return None
+    text = head.string
     # Every second part is a text; the other parts are JSON with unquoted keys.
     parts = text[head.end() :].split(body.quote)
     written = [json.dumps(part) if i % 2 else _as_json(part) for i, part in enumerate(parts)]

@@ -172,6 +172,8 @@ def search(text: str, marks: re.Pattern[str], begin: int) -> re.Match[str] | Non
 def json_call(value: Any, argument_names: Sequence[str], key: str = "name") -> Call | None:
     """Return a decoded `{"name": …, "arguments": {…}}` as a call, or None if it is no call. `key` is the key of the
     name."""
+    if isinstance(value, dict) and key not in value and isinstance(value.get("function"), dict):
+        value = value["function"]  # models repeat the form in which the functions are described
     if not isinstance(value, dict) or not isinstance(value.get(key), str) or not value[key]:
         return None
     arguments: Any = next((sent for name in argument_names if (sent := value.get(name)) is not None), {})

@@ -30,6 +30,7 @@ from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output.answer_parts import ReasoningMarks, ToolCalls
+from octavo.structured_output.final_check import MISMATCH, CallChecks
 from octavo.structured_output.grammar_builder import WantedGrammar, make_checked_grammar
 from octavo.structured_output.schema_formats import has_format
 from tests.entrypoints.chat.test_answer_memory import bytes_tokenizer
@@ -272,7 +273,6 @@ def test_combined_schemas_of_arguments_are_written_in_the_models_notation(name: 
 @pytest.mark.parametrize(
     "schema",
     [
-        {"oneOf": [{"properties": _A}, {"properties": {**_A, **_B}}]},  # every object satisfies both
         {"anyOf": [{"$ref": "#"}, {"properties": _A}]},
         {"anyOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": _A}]},  # "1" is read as 1
         {"properties": _A, "patternProperties": {"^x": {}}},
@@ -288,6 +288,24 @@ def test_combined_schemas_of_arguments_are_written_in_the_models_notation(name: 
 )  # fmt: skip
 def test_a_schema_that_lists_of_parameters_cannot_say_has_no_native_spelling(schema: dict[str, Any]) -> None:
     assert spelling(FORMATS["qwen3_coder"], {"f": schema}) is None
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic", "gemma4", "glm45", "kimi_k3"])
+def test_arguments_that_satisfy_several_alternatives_of_a_one_of_are_reported(name: str) -> None:
+    """Such a schema had no spelling in the model's own notation."""
+    form, a, b = FORMATS[name], {"a": {"type": "integer"}}, {"b": {"type": "integer"}}
+    schema = {"oneOf": [{"properties": a, "required": ["a"]}, {"properties": b, "required": ["b"], "minProperties": 1}]}
+    overlapping = {**schema, "oneOf": [*schema["oneOf"], {"properties": {**a, **b}, "required": ["a"]}]}
+    tools = {"f": {"type": "object", **overlapping}}
+    spelled = spelling(form, tools)
+    assert spelled is not None
+    checks = CallChecks(tools)
+    grammar = make_checked_grammar(WantedGrammar(ToolCalls(tools, spelled), checks=checks)).text
+    for arguments, is_valid in (({"b": 1}, True), ({"a": 1}, False)):
+        text = write(form, [("f", arguments)], as_forced=True)
+        assert follows(grammar, text) and read(lambda: FormatParser(form, tools), text, [])[1] == [("f", arguments)]
+        assert checks.verdict([("f", json.dumps(arguments))]) == (None if is_valid else MISMATCH)
+    assert not follows(grammar, write(form, [("f", {"c": 1})], as_forced=True))
 
 
 UNIONS: list[dict[str, Any]] = [
@@ -455,6 +473,84 @@ def test_a_text_between_tags_nests_only_where_the_schema_has_objects() -> None:
         assert read(lambda tools=tools: FormatParser(form, tools), text, []) == ("", [("f", {"a": value})])  # type: ignore[misc]
 
 
+TREE = {"type": "object", "properties": {"name": TEXT, "children": {"type": "array", "items": {"$ref": "#/$defs/T"}}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {**TREE, "$defs": {"T": TREE}},
+        {"type": "object", "oneOf": [{**TREE, "required": ["name"]}, {"properties": {"id": {}}}], "$defs": {"T": TREE}},
+    ],
+)
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_tags_within_tags_are_no_further_arguments_whatever_their_names(schema: dict[str, Any], is_cut: bool) -> None:
+    """The inner `children` ended the outer ones, and `name` within them was taken for an argument."""
+    form, tag = FORMATS["minimax_m3"], "]<]minimax[>["
+    grandchildren = f"{tag}<children>{tag}<item>{tag}<name>c{tag}</name>{tag}</item>{tag}</children>"
+    inner = f"{tag}<item>{tag}<name>b{tag}</name>{grandchildren}{tag}</item>"
+    text = (
+        f'{tag}<tool_call>\n{tag}<invoke name="f">{tag}<children>{inner}{tag}</children>{tag}<name>a{tag}</name>'
+        f"{tag}</invoke>\n{tag}</tool_call>"
+    )
+    child = {"name": "b", "children": [{"name": "c"}]}
+    cuts = list(range(len(text))) if is_cut else []
+    found = read(lambda: FormatParser(form, {"f": schema}), text, cuts)
+    assert found == ("", [("f", {"children": [child], "name": "a"})])
+    # Without its end the value ends with the next argument.
+    broken = text.replace(f"{inner}{tag}</children>", f"{tag}<item>x")
+    assert [name for name, _ in read(lambda: FormatParser(form, {"f": schema}), broken, cuts)[1]] == ["f"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gemma4", '<|tool_call>:now{a:<|"|>x<|"|>}<tool_call|>'),
+        ("gemma4", '<|tool_call>now{a:<|"|>x<|"|>}<tool_call|>'),
+        ("hermes", '<tool_call>{"type": "function", "function": {"name": "now", "arguments": {"a": "x"}}}</tool_call>'),
+        ("llama3_json", '{"type": "function", "function": {"name": "now", "parameters": {"a": "x"}}}'),
+        ("llama3_json", '{"type": "function", "name": "now", "parameters": {"a": "x"}}'),
+    ],
+)
+def test_calls_are_read_as_models_write_them_by_mistake(name: str, text: str) -> None:
+    for cuts in ([], list(range(len(text)))):
+        found = read(lambda: FormatParser(FORMATS[name], {"now": {}}), text, cuts)
+        assert found == ("", [("now", {"a": "x"})])
+        other = text.replace("now", "later")
+        is_known_by_name = name == "gemma4"
+        assert bool(read(lambda other=other: FormatParser(FORMATS[name], {"now": {}}), other, cuts)[1]) is not (  # type: ignore[misc]
+            is_known_by_name
+        )
+    plain = '{"function": {"name": "now"}}'  # an object that is no call
+    assert read(lambda: FormatParser(FORMATS["llama3_json"], {"now": {}}), plain, []) == (plain, [])
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic", "gemma4"])
+def test_keywords_that_are_null_are_as_if_absent(name: str) -> None:
+    """Clients that write every field of their own classes send them."""
+    schema = {
+        "type": "object", "required": None, "additionalProperties": None, "$defs": None,
+        "properties": {
+            "required": {**TEXT, "enum": None, "description": None, "default": None},
+            "a": {"anyOf": [{"const": None, "items": None}, {"type": "integer", "minimum": None}]},
+        },
+    }  # fmt: skip
+    bare = {
+        "type": "object",
+        "properties": {"required": {**TEXT, "default": None}, "a": {"anyOf": [{"const": None}, {"type": "integer"}]}},
+    }
+    function = {"name": "f", "parameters": schema}
+    body = ChatCompletionRequest.model_validate({
+        "messages": [{"role": "user", "content": "Hi"}], "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+    })  # fmt: skip
+    assert body.chosen_tools == {"f": bare}
+    formats = ModelFormats(FORMATS[name], None)
+    wanted = wanted_grammar(body, answer_format(body, formats, "x"), formats, None, {}, None)
+    assert wanted is not None and make_checked_grammar(wanted).text
+
+
 @pytest.mark.parametrize("others", [True, {"type": "integer"}])
 def test_further_parameters_are_left_out_where_some_are_named(others: Any) -> None:
     form = FORMATS["qwen3_coder"]
@@ -592,7 +688,7 @@ def test_a_schema_that_texts_cannot_be_told_by_has_no_native_spelling() -> None:
         {**TEXT, "pattern": "^[a-z]{5}$", "maxLength": 4}, {**TEXT, "minLength": 5, "maxLength": 3},
         {"oneOf": [{**TEXT, "minLength": 1}, {**TEXT, "maxLength": 5}]},
     ):  # fmt: skip
-        schema = {"type": "object", "properties": {"a": one}, "$defs": {"T": {"type": "string"}}}
+        schema = {"type": "object", "properties": {"a": one}, "required": ["a"], "$defs": {"T": {"type": "string"}}}
         assert spelling(form, {"f": schema}) is None
     referred = {"type": "object", "properties": {"a": {"$ref": "#/$defs/E"}}, "$defs": {"E": {"enum": ["x", "y"]}}}
     spelled = spelling(form, {"f": referred})
