@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.routing import Route, Router
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.entrypoints import ui
 from octavo.entrypoints.http import engine_control, openapi, operator_routes
@@ -23,8 +25,9 @@ from octavo.entrypoints.http.error_responses import (
     ERROR_CODE,
     REFUSED_NAMES,
     UNBUILT_PATHS,
-    add_error_handlers,
+    http_error_response,
     refuse_not_built,
+    unexpected_error_response,
 )
 from octavo.entrypoints.http.request_headers import HEADERS, ID_HEADER, RequestHeaders
 from octavo.entrypoints.http.router import LazyRoute, RouteSpec, make_routes
@@ -131,15 +134,19 @@ LAZY_ROUTES = {
 
 
 class _Router(Router):
-    """Finds routes without patterns in a dictionary; Starlette searches a list for each request."""
+    """Finds routes without patterns in a dictionary; Starlette searches a list for each request. Routes answer their
+    own errors."""
 
-    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self.plain.get(_below(scope["root_path"], scope["path"])) if scope["type"] == "http" else None
-        if route is None:
-            await super().app(scope, receive, send)
+        if route is not None and scope["method"] in (route.methods or ()):
+            scope.update({"router": self, "route": route, "endpoint": route.endpoint, "path_params": {}})
+            await route.app(scope, receive, send)
             return
-        scope.update({"router": self, "route": route, "endpoint": route.endpoint, "path_params": {}})
-        await route.handle(scope, receive, send)
+        try:
+            await super().__call__(scope, receive, send)
+        except HTTPException as error:  # there is no such route, or it has not this method
+            await http_error_response(Request(scope), error)(scope, receive, send)
 
     @cached_property
     def plain(self) -> dict[str, Route]:
@@ -148,7 +155,8 @@ class _Router(Router):
 
 
 class _App(Starlette):
-    """Counts requests. Streams bypass Octavo's own middlewares, but not those of --middleware."""
+    """Counts requests, and answers unexpected errors. Streams bypass Octavo's own middlewares, but not those of
+    --middleware."""
 
     counts: HttpMetrics
     lines: LineLimit
@@ -156,19 +164,29 @@ class _App(Starlette):
     lets_streams_past = True
     sends_ids = True
 
+    def build_middleware_stack(self) -> ASGIApp:
+        """Return the router within the middlewares. Starlette would add two for errors, which `__call__` and the routes
+        answer: each costs coroutines for every request."""
+        app: ASGIApp = self.router
+        for one in reversed(self.user_middleware):
+            app = one.cls(app, *one.args, **one.kwargs)
+        return app
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.lets_streams_past:
             scope[SERVER_SEND] = send
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
-        scope[HEADERS] = RequestHeaders(scope)
-        status, begin = 500, time.monotonic()
+        scope["app"], scope[HEADERS] = self, RequestHeaders(scope)
+        if self.middleware_stack is None:
+            self.middleware_stack = self.build_middleware_stack()
+        status, has_begun, begin = 500, False, time.monotonic()
 
         async def send_noting(message: Message) -> None:
-            nonlocal status
+            nonlocal status, has_begun
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, has_begun = message["status"], True
                 asked, answer = scope[HEADERS], MutableHeaders(raw=message["headers"])
                 if (own := answer.get(ID_HEADER)) is not None:  # of a route or a middleware
                     asked.request_id = own
@@ -184,7 +202,11 @@ class _App(Starlette):
             await send(message)
 
         try:
-            await super().__call__(scope, receive, send_noting)
+            await self.middleware_stack(scope, receive, send_noting)
+        except Exception:
+            if not has_begun:
+                await unexpected_error_response()(scope, receive, send_noting)
+            raise  # uvicorn logs it
         finally:
             scope.pop(SERVER_SEND, None)  # it refers to the scope: a cycle would stay until a full collection
             route = self._route(scope["path"])
@@ -231,7 +253,6 @@ def build_app(engine: EngineClient, args: ServerArgs, counts: SharedCounts | Non
     app.lets_streams_past = not args.middleware
     app.sends_ids = args.enable_request_id_headers
     app.state.openapi = openapi.Description(specs)
-    add_error_handlers(app)
     for middleware in reversed(args.middlewares):
         if not inspect.isclass(middleware):
             app.add_middleware(BaseHTTPMiddleware, dispatch=middleware)

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive
 
 from octavo.entrypoints.http.error_responses import error_response
+from octavo.entrypoints.http.streaming import go_on
 from octavo.errors import RequestError
 
 MAX_BODIES_HELD = 64  # bodies that are still arriving may take this many times the longest body
@@ -34,26 +35,26 @@ class BodyReader:
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_bytes:
             return self._too_long(f"{length} bytes")
+        deadline = time.monotonic() + self._timeout_s
         parts: list[bytes] = []
         num_bytes = 0
         try:
-            async with asyncio.timeout(self._timeout_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientDisconnect
-                    part = message.get("body", b"")
-                    num_bytes += len(part)
-                    self._num_held_bytes += len(part)
-                    if num_bytes > self._max_bytes:  # a chunked body has no length
-                        return self._too_long(f"more than {self._max_bytes} bytes")
-                    parts.append(part)
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
-                    if self._num_held_bytes > MAX_BODIES_HELD * self._max_bytes:
-                        return error_response(
-                            "Too many long bodies are on their way to this server.", 503, code="too_many_uploads"
-                        )
+            while True:
+                message = await _received(receive, deadline)
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                part = message.get("body", b"")
+                num_bytes += len(part)
+                self._num_held_bytes += len(part)
+                if num_bytes > self._max_bytes:  # a chunked body has no length
+                    return self._too_long(f"more than {self._max_bytes} bytes")
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+                if self._num_held_bytes > MAX_BODIES_HELD * self._max_bytes:
+                    return error_response(
+                        "Too many long bodies are on their way to this server.", 503, code="too_many_uploads"
+                    )
         except TimeoutError:
             return error_response(
                 f"The body did not arrive within {self._timeout_s:g} s: {num_bytes} bytes of it did.",
@@ -74,8 +75,7 @@ class BodyReader:
             if num_bytes < 0:  # the body is complete: only a disconnect can follow
                 return await receive()
             try:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    message = await receive()
+                message = await _received(receive, deadline)
             except TimeoutError:
                 raise RequestError(
                     f"The file did not arrive within {self._timeout_s:g} s.", status=408, code="request_timeout"
@@ -99,6 +99,19 @@ class BodyReader:
             413,
             code="request_too_large",
         )
+
+
+async def _received(receive: Receive, deadline: float) -> Message:
+    """Return the next message. Raises `TimeoutError` at the deadline. Most messages are there: only others need a
+    timer."""
+    receiving = receive().__await__()
+    try:
+        waited_for = receiving.send(None)
+    except StopIteration as end:
+        message: Message = end.value
+        return message
+    async with asyncio.timeout(deadline - time.monotonic()):
+        return await go_on(receiving, waited_for)
 
 
 def replay_body(body: bytes, receive: Receive) -> Receive:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -325,10 +324,6 @@ def _predicate(error: Mapping[str, Any]) -> str:
     return message[message.index(" should ") + 1 :] if " should " in message else message
 
 
-async def _on_octavo_error(request: Request, error: Exception) -> Response:
-    return refusal(error)
-
-
 def refusal(error: Exception) -> Response:
     """Return the response for an error that refuses a request."""
     retry_after_s = error.retry_after_s if isinstance(error, RequestError) else None
@@ -343,8 +338,7 @@ async def refuse_not_built(request: Request) -> Response:
     return error_response(f"{request.url.path} is not built yet.", 404, code="not_built")
 
 
-async def _on_unexpected_error(request: Request, error: Exception) -> Response:
-    # Starlette raises the error again, and uvicorn logs it.
+def unexpected_error_response() -> Response:
     return error_response("Internal error.", 500, code="internal_error")
 
 
@@ -352,8 +346,8 @@ class PromptSavedError(Exception):
     """Ends a request that only computes its prompt, for another server. The status is 204."""
 
 
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+def http_error_response(request: Request, error: HTTPException) -> Response:
+    """Return the response for Starlette's errors: no such route, or no such method of it."""
     message, path = str(error.detail), request.url.path
     if error.status_code == 404:
         route = path.removeprefix(str(request.scope.get("root_path", "")))
@@ -380,11 +374,3 @@ def _paths(request: Request) -> set[str]:
 def method_not_allowed_message(method: str, path: str, allowed: str) -> str:
     """`allowed` are the methods that the path takes, as in the header Allow."""
     return f"Not allowed to {method} on {path}" + (f"; it takes {allowed}." if allowed else "")
-
-
-def add_error_handlers(app: Starlette) -> None:
-    """Make `app` answer every error with an error body."""
-    app.add_exception_handler(RequestError, _on_octavo_error)
-    app.add_exception_handler(EngineDeadError, _on_octavo_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_unexpected_error)

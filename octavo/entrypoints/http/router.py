@@ -21,9 +21,16 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.http.error_responses import PromptSavedError, error_fields, error_response, validation_error
+from octavo.entrypoints.http.error_responses import (
+    PromptSavedError,
+    error_fields,
+    error_response,
+    http_error_response,
+    refusal,
+    validation_error,
+)
 from octavo.entrypoints.http.json_worker import is_large, parse_json
-from octavo.entrypoints.http.request_headers import RequestHeaders
+from octavo.entrypoints.http.request_headers import HEADERS, RequestHeaders
 from octavo.entrypoints.http.streaming import encode_off_loop
 from octavo.errors import EngineDeadError, RequestError
 
@@ -108,18 +115,20 @@ class _Application:
         self._endpoints = endpoints  # by method
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive, send)
-        request._headers = RequestHeaders(scope)  # instead of Starlette's
+        request, headers = Request(scope, receive, send), scope[HEADERS]
+        # Instead of Starlette's. A middleware may have replaced them.
+        request._headers = headers if headers.raw == scope["headers"] else RequestHeaders(scope)
         response = await self.answer(request)
         await response(scope, receive, send)
 
     async def answer(self, request: Request) -> Response:
-        """Return the answer to a request."""
+        """Return the answer to a request, or to its error."""
         method: str = request.scope["method"]
         try:
             return await self._endpoints["GET" if method == "HEAD" else method](request)
-        except (RequestError, EngineDeadError, HTTPException):
-            raise
+        except (RequestError, EngineDeadError, HTTPException) as error:
+            error.__traceback__ = None  # of an error that is raised again, each time would add to it
+            return http_error_response(request, error) if isinstance(error, HTTPException) else refusal(error)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody sees it; metrics do
         except PromptSavedError:

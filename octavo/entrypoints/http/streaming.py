@@ -271,6 +271,19 @@ def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> Gene
 
     watcher = asyncio.ensure_future(watch())
     try:
+        return (yield from go_on(work, waited_for))
+    except asyncio.CancelledError:
+        if not has_gone or task.uncancel():  # cancelled by others
+            raise
+        raise ClientDisconnect from None
+    finally:
+        watcher.cancel()
+
+
+@coroutine
+def go_on(work: Coroutine[Any, Any, T] | Generator[Any, Any, T], waited_for: Any) -> Generator[Any, Any, T]:
+    """Return the result of `work`, which has begun and waits for `waited_for`, the result of its last `send`."""
+    try:
         while True:
             try:
                 sent = yield waited_for
@@ -279,14 +292,8 @@ def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> Gene
             else:
                 waited_for = work.send(sent)
     except StopIteration as end:
-        result = end.value
+        result: T = end.value
         return result
-    except asyncio.CancelledError:
-        if not has_gone or task.uncancel():  # cancelled by others
-            raise
-        raise ClientDisconnect from None
-    finally:
-        watcher.cancel()
 
 
 async def spread(items: Sequence[T]) -> AsyncGenerator[T, None]:
