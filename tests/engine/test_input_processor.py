@@ -174,7 +174,8 @@ def test_requests_without_a_seed_get_different_ones_and_a_seeded_engine_repeats_
 def test_special_tokens_are_added_where_they_are_wanted(model: ModelConfig, tokenizer: Any) -> None:
     with_start = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     with_start.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
-    inputs = InputProcessor(engine_config(model), SimpleNamespace(backend_tokenizer=with_start, eos_token_id=EOS))
+    about: dict[str, Any] = {"eos_token_id": EOS, "chat_template": None, "special_tokens_map": {}}
+    inputs = InputProcessor(engine_config(model), SimpleNamespace(backend_tokenizer=with_start, **about))
     plain = inputs.process("Hello", SamplingParams(), add_special_tokens=False).prompt.token_ids
     assert inputs.process("Hello", SamplingParams()).prompt.token_ids == [1, *plain]
 
