@@ -4,8 +4,7 @@ Any other exception that escapes is a bug in Octavo and keeps its traceback.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any
 
 # Control characters and halves of surrogate pairs. Texts from files may contain them; terminals and messages must not.
@@ -91,18 +90,25 @@ def aborted(stop_reason: int | str | None) -> RequestError:
 _OF_A_PROMPT = ("prompt", "prompt_embeds", "multi_modal_data", "multi_modal_uuids")
 
 
-@contextmanager
-def naming_prompt(field: str, index: int = 0, count: int = 1) -> Iterator[None]:
+class naming_prompt:
     """Make errors about a prompt name the `field` that it comes from, and its `index`, from 0, if there are several.
     Errors that concern all prompts alike stay unchanged."""
-    try:
-        yield
-    except RequestError as error:
-        if count > 1 and (error.param in _OF_A_PROMPT or error.code == "context_length_exceeded"):
-            error.args = (f"{field}[{index}]: {error}",)
+
+    __slots__ = ("_count", "_field", "_index")
+
+    def __init__(self, field: str, index: int = 0, count: int = 1) -> None:
+        self._field, self._index, self._count = field, index, count
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, RequestError):
+            return
+        if self._count > 1 and (error.param in _OF_A_PROMPT or error.code == "context_length_exceeded"):
+            error.args = (f"{self._field}[{self._index}]: {error}",)
         if error.param == "prompt":
-            error.param = field
-        raise
+            error.param = self._field
 
 
 class DeviceMemoryError(OctavoError):

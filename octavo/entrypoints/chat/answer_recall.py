@@ -72,12 +72,12 @@ class AnswerRecall:
     def recall(self, prompt: str) -> Recalled | None:
         """Return the tokens of a rendered prompt that begins with an earlier answer, or None. An answer that another
         server has begun goes on with that server's prompt. May run in a thread."""
-        state = self._state
-        schemas = {tool.function.name: tool.function.schema_of_arguments for tool in self._body.tools or ()}
-        encode = partial(state.engine.inputs.encode, add_special_tokens=False)
-        reading = AnswerReading(state.engine.tokenizer, state.formats, schemas, encode)
-        resume = self._body.resume
-        if resume is None or not (resume.tokens or resume.prompt):
+        state, resume = self._state, self._body.resume
+        has_answers = any(message.role == "assistant" for message in self._body.messages)
+        if has_answers and (resume is None or not (resume.tokens or resume.prompt)):
+            schemas = {tool.function.name: tool.function.schema_of_arguments for tool in self._body.tools or ()}
+            encode = partial(state.engine.inputs.encode, add_special_tokens=False)
+            reading = AnswerReading(state.engine.tokenizer, state.formats, schemas, encode)
             self.recalled = recall(self._memory, self._message_keys, self._body.messages, prompt, reading)
         self._prompt_text = len(prompt), text_digest(prompt)
         return self.recalled

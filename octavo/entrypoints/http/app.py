@@ -154,6 +154,22 @@ class _Router(Router):
         return {route.path: route for route in self.routes if isinstance(route, Route) and "{" not in route.path}
 
 
+class _Cors(CORSMiddleware):
+    """Starlette's. Requests without an origin, which are those of programs, only get the header that caches need."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or "origin" in scope[HEADERS]:
+            await super().__call__(scope, receive, send)
+            return
+
+        async def send_varying(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(raw=message.setdefault("headers", [])).add_vary_header("Origin")
+            await send(message)
+
+        await self.app(scope, receive, send_varying)
+
+
 class _App(Starlette):
     """Counts requests, and answers unexpected errors. Streams bypass Octavo's own middlewares, but not those of
     --middleware."""
@@ -261,5 +277,5 @@ def build_app(engine: EngineClient, args: ServerArgs, counts: SharedCounts | Non
     # The last middleware added is the outermost. CORS must be: it answers preflight requests, which bring no key, and
     # adds its headers to errors too.
     app.add_middleware(AuthAndLimits, state=state, routes=routes)
-    app.add_middleware(CORSMiddleware, **args.cors)
+    app.add_middleware(_Cors, **args.cors)
     return app
