@@ -37,7 +37,7 @@ from octavo.config import SchedulerConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.data_parallel_routing import Router, block_hashes
 from octavo.gateway import router as gateway_router
-from octavo.gateway.replica import Notes
+from octavo.gateway.notes import read_names, written_names
 from octavo.gateway.replica import Replica as GatewayReplica
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from octavo.kv_cache.manager import KVCacheManager
@@ -159,8 +159,7 @@ class Gateway:
 
     def read(self, notes: list[list[str]]) -> None:
         for i, prompts in enumerate(notes):
-            new = prompts[self.num_read[i] :]
-            self.router.learn(self.fleet[i], Notes("", 0, has_more=False, prompts=new, adapters={}))
+            self.router.learn(self.fleet[i], [read_names(one)[1] for one in prompts[self.num_read[i] :]], None)
             self.num_read[i] = len(prompts)
 
 
@@ -199,7 +198,7 @@ class GatewayRouter:
         self._routed[request.request_id] = gateway, chosen
         self._under_way[request.request_id] = chosen.name, set(hashes_of_blocks)
         place = gateway.fleet.index(chosen)
-        self._notes[place].append(gateway_router.written_names("", hashes, None).decode())
+        self._notes[place].append(written_names("", hashes, None).decode())
         return place
 
     def end(self, request_id: str, answer: list[int]) -> None:
@@ -386,11 +385,8 @@ def adapter_loads(
         if has_notes and now >= read_at:
             read_at = now + NOTES_S
             for (routers, fleets), (place, pool) in itertools.product(gateways, enumerate(pools)):
-                notes = Notes(
-                    "", 0, has_more=False, prompts=[], adapters={name: name in pool.resident for name in names}
-                )
-                for router, fleet in zip(routers, fleets, strict=True):
-                    router.learn(fleet[place], notes)
+                for router, fleet, name in zip(routers, fleets, names, strict=True):
+                    router.learn(fleet[place], [], name in pool.resident)
         routers, fleets = rng.choice(gateways)
         [wanted] = rng.choices(range(num_adapters), [1 / (1 + i) for i in range(num_adapters)])
         router, fleet = routers[wanted], fleets[wanted]

@@ -35,7 +35,6 @@ DISCOVERY_WAIT_S = 5.0  # for the first addresses of replicas
 HANG_TIMEOUT_S = 60.0  # without an answer to health checks: then a server is killed
 LAST_CHECK_S = 5.0  # at least, for the check after which it is killed
 EXIT_WAIT_S = 1.0  # a process that was killed hangs up before the system says that it has ended
-_MAX_READINGS = 64  # of a server's notes, one after the other
 MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0  # between starts that fail
 
 
@@ -211,20 +210,6 @@ class Deployment:
                 replica.silent_since = None
                 logger.error("%s: replica %s hangs and is killed: %s", self.name, replica.name, replica.problem)
                 server.kill()
-
-    async def read_notes(self, replica: Replica, timeout_s: float) -> None:
-        """Read what other gateways, or this one before its restart, gave a server, and its adapters."""
-        if self.entry.is_local or not self.entry.may_be_several:
-            return
-        tells_all = replica.has_notes is not None or self.router.load.num_models == 1
-        for _ in range(_MAX_READINGS):
-            if (notes := await replica.read_notes(timeout_s)) is None:
-                break
-            self.router.learn(replica, notes)
-            if not notes.has_more:
-                break
-        if not tells_all and not replica.has_notes and (listed := await replica.listed(timeout_s)) is not None:
-            self.router.is_for_adapter = listed.parent is not None  # of a foreign server
 
     def begin_stop(self) -> None:
         """Stop the replicas; the memory is released when their processes have ended."""

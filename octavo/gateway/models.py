@@ -14,6 +14,7 @@ from octavo.errors import RequestError
 from octavo.gateway.catalogue import Catalogue, ModelEntry, check_memory
 from octavo.gateway.deployment import HANG_TIMEOUT_S, LAST_CHECK_S, Deployment, Launch
 from octavo.gateway.memory_budget import MemoryBudget
+from octavo.gateway.notes import read_notes
 from octavo.gateway.replica import Replica
 from octavo.gateway.router import Load
 
@@ -154,7 +155,8 @@ class Models:
     async def check_health(self, timeout_s: float) -> None:
         """Ask all replicas for their health, and kill servers that hang."""
         every = self._lasting()
-        await asyncio.gather(*(self._check(model, one, timeout_s) for model in every for one in model.replicas))
+        checks = (self._check(one, timeout_s) for model in every for one in model.replicas)
+        await asyncio.gather(read_notes(self, timeout_s), *checks)
         for deployment in every:
             deployment.kill_hanging()
 
@@ -162,7 +164,7 @@ class Models:
         """Read the notes of all servers, for `timeout_s` at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await asyncio.gather(*(model.read_notes(one, timeout_s) for model in self for one in model.replicas))
+                await read_notes(self, timeout_s)
 
     async def close(self) -> None:
         """Stop everything."""
@@ -193,7 +195,7 @@ class Models:
         finally:
             self._preloads.pop(deployment, None)
 
-    async def _check(self, deployment: Deployment, replica: Replica, timeout_s: float) -> None:
+    async def _check(self, replica: Replica, timeout_s: float) -> None:
         was_healthy = replica.is_healthy
         if replica.is_silent(HANG_TIMEOUT_S - LAST_CHECK_S):  # a busy server may be too slow for a short interval
             timeout_s = max(timeout_s, LAST_CHECK_S)
@@ -201,8 +203,6 @@ class Models:
         if replica.is_healthy != was_healthy:
             state = "is healthy again" if replica.is_healthy else f"gets no requests: {replica.problem}"
             logger.warning("%s at %s %s", replica.served_name, replica.upstream.address, state)
-        if not replica.problem:
-            await deployment.read_notes(replica, timeout_s)
 
 
 def _what_runs(entry: ModelEntry) -> ModelEntry:

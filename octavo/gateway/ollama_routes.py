@@ -219,7 +219,7 @@ async def _context_length(deployment: Deployment) -> int | None:
     for replica in deployment.replicas:
         if replica.takes_requests():
             listed = await replica.listed(_LENGTH_S)
-            return None if listed is None else listed.max_model_len
+            return next((one.max_model_len for one in listed if one.id == replica.served_name), None)
     return None
 
 

@@ -41,11 +41,11 @@ from octavo.gateway.deployment import Deployment
 from octavo.gateway.gateway_metrics import GatewayMetrics
 from octavo.gateway.keep_alive import KeepAlive
 from octavo.gateway.models import Models
+from octavo.gateway.notes import written_names
 from octavo.gateway.placement import Placement
 from octavo.gateway.prefill import Prefill
 from octavo.gateway.proxy_request import PROMPT_NAMES, ProxyRequest, check_use, counted_request, route_of
 from octavo.gateway.replica import BUSY_STATUSES, NOTES_PATH, Replica
-from octavo.gateway.router import written_names
 from octavo.gateway.stream_progress import CUT_OFF, RESUMABLE
 from octavo.gateway.upstream import Answer, UnreachableError, UpstreamError
 

@@ -114,26 +114,24 @@ class Replica:
         elif self.silent_since is None:
             self.silent_since = begin
 
-    async def listed(self, timeout_s: float) -> Listed | None:
-        """Return what the replica's list of models says of its model; None if it says nothing."""
+    async def listed(self, timeout_s: float) -> list[Listed]:
+        """Return the replica's list of models; nothing if it gives none."""
         with contextlib.suppress(UpstreamError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError):
             status, body = await self._get("/v1/models", timeout_s)
-            listed = msgspec.json.decode(body, type=_ModelList).data if status == 200 else []
-            return next((one for one in listed if one.id == self.served_name), None)
-        return None
+            return msgspec.json.decode(body, type=_ModelList).data if status == 200 else []
+        return []
 
     async def read_notes(self, timeout_s: float) -> Notes | None:
         """Return the notes since the last reading; None if the server keeps none."""
-        notes = None
         with contextlib.suppress(UpstreamError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError):
-            if self.has_notes is not False:
-                status, body = await self._get(f"{NOTES_PATH}?{self.notes_at}", timeout_s)
-                if status < 500:  # else it may still be starting
-                    self.has_notes = False
-                if status == 200:
-                    notes = msgspec.json.decode(body, type=Notes)
-                    self.has_notes, self.notes_at = True, urlencode({"id": notes.id, "after": notes.next})
-        return notes
+            status, body = await self._get(f"{NOTES_PATH}?{self.notes_at}", timeout_s)
+            if status < 500:  # else it may still be starting
+                self.has_notes = False
+            if status == 200:
+                notes = msgspec.json.decode(body, type=Notes)
+                self.has_notes, self.notes_at = True, urlencode({"id": notes.id, "after": notes.next})
+                return notes
+        return None
 
     async def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Return the status and body of the answer to a GET. Raises `UpstreamError` or `TimeoutError` if there is

@@ -1,11 +1,9 @@
 """Chooses the replica that answers a request: one that has had much of its conversation, and was not given much else
 lately; or for a new conversation, where several gateways share the replicas, the one that all of them would choose.
-Also writes and reads the notes by which gateways learn of each other, and remembers which replica keeps an id."""
+Also remembers which replica keeps an id."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
 import math
 import random
@@ -14,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from octavo.gateway.replica import Notes, Replica
+from octavo.gateway.replica import Replica
 
 MAX_HASHES = 65_536  # remembered prefixes of a model
 MAX_IDS = 65_536
@@ -33,7 +31,8 @@ _MAX_UNIT = 1e100
 # An adapter counts as so much text before each of its conversations. Loading one is work, and takes another's place.
 _ADAPTER_BYTES = 65_536
 _ADAPTER = b"adapter"  # in place of a prefix's hash
-_SESSION = "session-"  # before a session's hash
+
+Prompt = tuple[list[bytes], bytes | None]  # its prefixes and session
 
 
 @dataclass(eq=False)
@@ -44,7 +43,6 @@ class Load:
     # Bytes that each replica was given, in units that grow with each request: older requests count less.
     given: dict[str, float] = field(default_factory=dict)
     unit: float = 1.0
-    num_models: int = 0  # that have shared it
 
 
 class Router:
@@ -57,7 +55,6 @@ class Router:
         self._random = random_source or random.Random()
         self._holders: OrderedDict[bytes, list[Replica]] = OrderedDict()  # by the hash of a prefix
         self.load = load or Load()
-        self.load.num_models += 1
         self.is_for_adapter = False  # the model is an adapter, which some replicas have on their devices
         self._num_able = self._num_in_flight = 0  # replicas that take requests, and requests in flight
         self._num_to_recount = 0  # choices until these are counted again
@@ -144,16 +141,14 @@ class Router:
         replica.num_in_flight -= 1
         self.load.num_in_flight[replica.name] -= 1
 
-    def learn(self, replica: Replica, notes: Notes) -> None:
-        """Take in what a server says: prompts that other gateways gave it, or this one before its restart, and whether
-        it has the adapter. The replica that alone had the adapter keeps its requests when the adapter has been evicted
-        there: other adapters may have room elsewhere because of that."""
-        for prompt in notes.prompts:
-            prefixes, session = read_names(replica.served_name, prompt)
+    def learn(self, replica: Replica, prompts: Iterable[Prompt], has_adapter: bool | None) -> None:
+        """Take in what a server says: the prefixes and sessions of prompts that other gateways gave it, or this one
+        before its restart; and if the model is an adapter, whether it is on the device. The replica that alone had the
+        adapter keeps its requests when the adapter has been evicted there: elsewhere it would evict another one."""
+        for prefixes, session in prompts:
             is_known = session in self._holders  # its last request may have been elsewhere
             new = [one for one in prefixes if replica not in self._holders.get(one, ())]
             self.remember(replica, new, None if is_known else session)
-        has_adapter = notes.adapters.get(replica.served_name)
         self.is_for_adapter |= has_adapter is not None
         holders = self._holders.get(_ADAPTER, [])
         if has_adapter and replica not in holders:
@@ -209,32 +204,6 @@ def _score(key: bytes, replica: Replica) -> bytes:
     """Rendezvous hashing (Thaler, Ravishankar 1998): the replica with the highest score gets the key, and if it leaves,
     only its keys move."""
     return hashlib.blake2b(key + b"\0" + replica.name.encode(), digest_size=8).digest()
-
-
-def written_names(model: str, prefixes: Mapping[bytes, int], session: bytes | None) -> bytes:
-    """Return the names of a prompt's beginnings for the replica, which tells other gateways: of the shortest, the last
-    three, and between them ever fewer. `model` is the replica's name for it. `read_names` reads them."""
-    every = list(prefixes)
-    places = {0, len(every) - 3, *(len(every) - (1 << power) for power in range(len(every).bit_length()))}
-    names = [every[place].hex() for place in sorted(places) if 0 <= place < len(every)]
-    names += [] if session is None else [_SESSION + session.hex()]
-    return ",".join([_tag(model), *names]).encode() if names else b""
-
-
-def read_names(model: str, written: str) -> tuple[list[bytes], bytes | None]:
-    """Return the prefixes and the session of a prompt for this model; none of what has not the form of
-    `written_names`."""
-    tag, *names = written.split(",")
-    found: dict[bool, list[bytes]] = {False: [], True: []}
-    with contextlib.suppress(ValueError):
-        for name in names if tag == _tag(model) else ():
-            found[name.startswith(_SESSION)].append(bytes.fromhex(name.removeprefix(_SESSION)))
-    return found[False], next(iter(found[True]), None)
-
-
-@functools.lru_cache(maxsize=1024)
-def _tag(model: str) -> str:
-    return hashlib.blake2b(model.encode(), digest_size=8).hexdigest()
 
 
 class Home(NamedTuple):

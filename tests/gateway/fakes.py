@@ -82,6 +82,7 @@ class FakeServer:
     is_stopped: bool = False
     hangs: bool = False  # takes connections and answers none
     notes: PromptNotes | None = None  # of gateways
+    num_notes_read: int = 0  # times
     adapters: dict[str, bool] = field(default_factory=dict)  # and whether each is on the device
     health_after_s: float = 0.0
 
@@ -127,6 +128,7 @@ class FakeServer:
                     asked.reply(b"", self.health)
                     continue
                 if target.startswith(NOTES_PATH):
+                    self.num_notes_read += 1
                     place = dict(parse_qsl(urlsplit(target).query, keep_blank_values=True))
                     if self.notes is None:
                         asked.reply(b"{}", 404, connection="close")  # tests expect that requests come first

@@ -7,7 +7,10 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
+
 from octavo.engine.prompt_notes import PromptNotes
+from octavo.gateway.catalogue import Catalogue, ModelEntry
 from octavo.gateway.proxy_request import PROMPT_NAMES
 from tests.gateway.fakes import Asked, FakeServer, Gateway, answer_plainly, fake_servers, gateway, until
 from tests.waiting import Clock
@@ -54,6 +57,28 @@ def test_gateways_learn_from_each_other_while_they_run(clock: Clock) -> None:
             seen = other.deployment("a").router._holders
             await until(lambda: len(seen) == 16)
             assert await places(other, servers, 2) == first
+
+    clock.run(run())
+
+
+def test_a_server_is_read_once_for_all_its_models_and_anew_for_a_new_one(clock: Clock) -> None:
+    async def run() -> None:
+        async with octavo_servers(2) as (servers, entry):
+            async with gateway({"a": entry, "b": entry, "c": entry}) as gate:
+                assert [one.num_notes_read for one in servers] == [1, 1]
+                await gate.ask("b", messages=[{"role": "user", "content": "x"}])
+            async with gateway({"a": entry, "b": entry}) as gate:
+                assert [one.num_notes_read for one in servers] == [2, 2]
+                known = {name: len(gate.deployment(name).router._holders) for name in "ab"}
+                assert known == {"a": 0, "b": 1}
+                catalogue = {name: msgspec.convert(entry, ModelEntry) for name in ("a", "b", "c")}
+                catalogue["d"] = msgspec.structs.replace(catalogue["b"], served_model_name="b")
+                gate.server.models.apply(Catalogue(catalogue))
+                await gate.server.models.read_notes(1)
+                assert len(gate.deployment("d").router._holders) == 1
+                before = [one.num_notes_read for one in servers]
+                await gate.server.models.read_notes(1)
+                assert [one.num_notes_read for one in servers] == [one + 1 for one in before]
 
     clock.run(run())
 

@@ -11,17 +11,14 @@ from hypothesis import strategies as st
 
 from octavo.gateway import router as router_module
 from octavo.gateway.breaker import FAILURES_TO_OPEN
-from octavo.gateway.replica import FAILED_CHECKS, Notes, Replica
-from octavo.gateway.router import CreatedIds, Load, Router, read_names, written_names
+from octavo.gateway.notes import read_names, tag, written_names
+from octavo.gateway.replica import FAILED_CHECKS, Replica
+from octavo.gateway.router import CreatedIds, Load, Router
 from octavo.gateway.upstream import Upstream
 
 
 def replicas(count: int, model: str = "m") -> list[Replica]:
     return [Replica(str(i), Upstream(f"http://127.0.0.1:{i + 1}", timeout_s=1), model) for i in range(count)]
-
-
-def notes(*prompts: str, **adapters: bool) -> Notes:
-    return Notes("id", len(prompts), False, list(prompts), adapters)
 
 
 def test_without_a_prefix_load_is_even() -> None:
@@ -216,11 +213,12 @@ def test_an_id_in_an_answer_to_another_client_stays_with_who_made_it() -> None:
 def test_a_gateway_learns_from_a_server_what_another_one_gave_it() -> None:
     router, fleet = Router(random.Random(1)), replicas(8)
     turns = {bytes([number]) * 16: 9_000 * number for number in range(1, 30)}
-    router.learn(fleet[5], notes(written_names("m", turns, b"session a").decode(), "no names", "ab,x", ""))
+    every = [read_names(one)[1] for one in (written_names("m", turns, b"session a").decode(), "no names", "ab,x", "")]
+    router.learn(fleet[5], every, None)
     assert router.choose(fleet, {**turns, b"next": 300_000}) is fleet[5]
     assert router.choose(fleet, {}, session=b"session a") is fleet[5]
     router.remember(fleet[2], [], b"session a")
-    router.learn(fleet[5], notes(written_names("m", turns, b"session a").decode()))
+    router.learn(fleet[5], every, None)
     assert router.choose(fleet, {}, session=b"session a") is fleet[2], "its own history is newer"
 
 
@@ -229,8 +227,10 @@ def test_names_have_a_prompts_ends_and_few_of_its_many_beginnings(count: int, ha
     every = [number.to_bytes(16) for number in range(count)]
     session = b"s" * 16 if has_session else None
     written = written_names("m", dict.fromkeys(every, 0), session).decode()
-    assert read_names("another", written) == ([], None)
-    names, said = read_names("m", written)
+    if not written:
+        return
+    model, (names, said) = read_names(written)
+    assert model == tag("m")
     assert said == session
     assert names == sorted({*names}) and set(names) >= {*every[:1], *every[-3:]} and len(names) <= 13
 
@@ -239,9 +239,9 @@ def adapters_of_a_fleet(names: str, count: int) -> dict[str, tuple[Router, list[
     """A router and replicas for each adapter of so many servers."""
     load = Load()
     found = {name: (Router(random.Random(1), load), replicas(count, name)) for name in names}
-    for name, (router, fleet) in found.items():
+    for router, fleet in found.values():
         for one in fleet:
-            router.learn(one, notes(**{name: False}))
+            router.learn(one, [], False)
     return found
 
 
@@ -270,12 +270,12 @@ def test_an_adapter_gets_a_second_server_when_the_first_is_busy_with_any_model()
 
 def test_a_server_says_where_an_adapter_is() -> None:
     ((router, fleet),) = adapters_of_a_fleet("a", 3).values()
-    router.learn(fleet[2], notes(a=True))
+    router.learn(fleet[2], [], True)
     assert {router.choose(fleet, {b"%d" % number: 500}) for number in range(9)} == {fleet[2]}
-    router.learn(fleet[2], notes(a=False))
+    router.learn(fleet[2], [], False)
     assert router.choose(fleet, {b"x": 500}) is fleet[2], "it is as good as any other, and has its conversations"
-    router.learn(fleet[1], notes(a=True))
-    router.learn(fleet[2], notes(a=False))
+    router.learn(fleet[1], [], True)
+    router.learn(fleet[2], [], False)
     assert router.choose(fleet, {b"y": 500}) is fleet[1]
 
 

@@ -1,0 +1,82 @@
+"""Notes that Octavo's servers keep for gateways: the names of prompts that gateways gave them, and which adapters are
+on their devices. `octavo.engine.prompt_notes` is the servers' side."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from octavo.gateway.deployment import Deployment
+from octavo.gateway.replica import Replica
+from octavo.gateway.router import Prompt, Router
+
+_MAX_READINGS = 64  # of a server's notes, one after the other
+_SESSION = "session-"  # before a session's hash
+
+
+def written_names(model: str, prefixes: Mapping[bytes, int], session: bytes | None) -> bytes:
+    """Return the names of a prompt's beginnings for the replica, which tells other gateways: of the shortest, the last
+    three, and between them ever fewer. `model` is the replica's name for it. `read_names` reads them."""
+    every = list(prefixes)
+    places = {0, len(every) - 3, *(len(every) - (1 << power) for power in range(len(every).bit_length()))}
+    names = [every[place].hex() for place in sorted(places) if 0 <= place < len(every)]
+    names += [] if session is None else [_SESSION + session.hex()]
+    return ",".join([tag(model), *names]).encode() if names else b""
+
+
+def read_names(written: str) -> tuple[str, Prompt]:
+    """Return the tag of a prompt's model, its prefixes and its session; none of what has not the form of
+    `written_names`."""
+    model, *names = written.split(",")
+    found: dict[bool, list[bytes]] = {False: [], True: []}
+    with contextlib.suppress(ValueError):
+        for name in names:
+            found[name.startswith(_SESSION)].append(bytes.fromhex(name.removeprefix(_SESSION)))
+    return model, (found[False], next(iter(found[True]), None))
+
+
+@functools.lru_cache(maxsize=4096)
+def tag(model: str) -> str:
+    """Return what stands for a model's name among its prompts' names."""
+    return hashlib.blake2b(model.encode(), digest_size=8).hexdigest()
+
+
+async def read_notes(models: Iterable[Deployment], timeout_s: float) -> None:
+    """Read the notes of all servers, and tell the models' routers. A server is read once for all models with its
+    address."""
+    servers = defaultdict[tuple[object, ...], list[tuple[Router, Replica]]](list)
+    for model in models:
+        if model.entry.is_local or not model.entry.may_be_several:
+            continue
+        for one in model.replicas:
+            if not one.problem and one.has_notes is not False:
+                same = model.router.load, one.name, one.api_key, one.notes_at, one.has_notes
+                servers[same].append((model.router, one))
+    await asyncio.gather(*(_read(readers, timeout_s) for readers in servers.values()))
+
+
+async def _read(readers: list[tuple[Router, Replica]], timeout_s: float) -> None:
+    """Read the notes of one server."""
+    first, was_asked = readers[0][1], readers[0][1].has_notes is not None
+    for _ in range(_MAX_READINGS):
+        if (notes := await first.read_notes(timeout_s)) is None:
+            break
+        prompts = defaultdict[str, list[Prompt]](list)
+        for written in notes.prompts:
+            model, prompt = read_names(written)
+            prompts[model].append(prompt)
+        for router, replica in readers:
+            name = replica.served_name
+            router.learn(replica, prompts.get(tag(name), ()), notes.adapters.get(name))
+        if not notes.has_more:
+            break
+    for _, replica in readers:
+        replica.has_notes, replica.notes_at = first.has_notes, first.notes_at
+    if len(readers) > 1 and not was_asked and first.has_notes is False:  # a foreign server with several models
+        adapters = {one.id for one in await first.listed(timeout_s) if one.parent is not None}
+        for router, replica in readers:
+            router.is_for_adapter |= replica.served_name in adapters
