@@ -42,8 +42,14 @@ QWEN3_EXPERTS: dict[str, Any] = {
     "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16",
 }  # fmt: skip
-# Bits of a weight with its scales, by what `scripts/gpu-check quick` calls the kind.
-WEIGHT_BITS = {"bfloat16": 16.0, "fp8": 8.0, "int4": 4.5}
+QUICK_KINDS = ("bfloat16", "fp8", "int4")  # kinds of weights that `scripts/gpu-check quick` measures
+# Indices into a table, and the same weights as codes of eight bits: MXFP4, NF4 and IQ4_NL; NVFP4.
+FEW_BITS = ("indices", "8-bit codes", "indices, a scale for 16", "8-bit codes, a scale for 16")
+# Bits of a weight with its scales, by kind.
+WEIGHT_BITS = {"bfloat16": 16.0, "fp8": 8.0, "int4": 4.5, **dict(zip(FEW_BITS, (4.5, 8.5, 5.0, 9.0), strict=True))}
+# Instructions of a product's loop for each weight that it unpacks, as compiled for 9.0 by Triton 3.9.
+_INSTRUCTIONS = {"int4": 6.4, **dict(zip(FEW_BITS, (8.3, 6.1, 8.3, 6.1), strict=True))}
+_UNPACKED_ROWS = 128  # tokens of the widest tile, for which weights are unpacked once
 
 # Of a step, beside its layers: its inputs resolved, the plan, embedding, rows, norm, argmax, what is kept and copied.
 KERNELS_PER_STEP = 14
@@ -281,17 +287,22 @@ def _product_s(machine: Machine, num_rows: int, num_out: int, num_in: int, weigh
         capability, machine.multiprocessors, num_rows, num_out, dtype.itemsize * num_in, dtype, 8
     )  # fmt: skip
     row_bytes = int(num_in * WEIGHT_BITS[weights] / 8)
+    # A multiprocessor issues an instruction for 128 threads in a cycle; its port, by `Machine`, has 42.7 bytes a cycle.
+    cycles = _INSTRUCTIONS.get(weights, 0.0) * num_out * num_in * -(-num_rows // _UNPACKED_ROWS) / 128
+    issue_s = cycles / machine.multiprocessors * 42.7 / (machine.port_gbs * 1e9)
     # The model counts two operations for two bytes of bfloat16, and of FP8 at twice the rate.
     machine = replace(machine, tflops=machine.tflops * row_bytes / (dtype.itemsize * num_in))
-    return schedule.product_s(machine, num_rows, num_out, row_bytes, tile, channels)
+    return max(issue_s, schedule.product_s(machine, num_rows, num_out, row_bytes, tile, channels))
 
 
 # A variant of a kernel takes 0.7 s to compile (the 37 of an 8B in bfloat16 for 9.0, Triton 3.9, one thread: 25 s), of
 # which Python holds its lock for some 15%. Triton 3.6 has gcc build a launcher of 0.5 s for two of five.
 _VARIANT_S, _LAUNCHER_S, _HELD = 0.7, 0.2, 0.15
 _VARIANTS_OF_8B = 37
-# A start imports and opens the device, and in the end measures and captures steps. Weights come from memory.
-_OPEN_S, _CAPTURE_S, _WEIGHT_GB_S = 4.0, 3.0, 4.0
+# A start imports and opens the device, and in the end measures and captures steps. Weights come from memory: threads
+# copy them to pinned pages (15 GB/s a thread, page faults included, on a Zen 4 core), which PCIe 4 reads at 25 GB/s.
+_OPEN_S, _CAPTURE_S, _WEIGHT_GB_S = 4.0, 3.0, 10.0
+DRAWN_GB_S = 2.0  # of random weights, which `scripts/gpu-check` draws
 
 
 def compile_s(num_variants: int, cores: int) -> float:
@@ -299,19 +310,21 @@ def compile_s(num_variants: int, cores: int) -> float:
     return num_variants * (_VARIANT_S + _LAUNCHER_S) * (_HELD + (1 - _HELD) / cores)
 
 
-def ready_s(num_variants: int, weight_gb: float, cores: int = 16, has_archive: bool = False) -> float:
-    """Return the seconds from the start of a process to an engine that is ready. Kernels are compiled beside the
-    loading of weights, unless an archive has them."""
+def ready_s(
+    num_variants: int, weight_gb: float, cores: int = 16, has_archive: bool = False, gb_s: float = _WEIGHT_GB_S
+) -> float:
+    """Return the seconds from the start of a process to an engine that is ready, with weights that come at `gb_s`.
+    Kernels are compiled beside the loading of weights, unless an archive has them."""
     compiling_s = 0.0 if has_archive else compile_s(num_variants, cores)
-    return _OPEN_S + max(weight_gb / _WEIGHT_GB_S, compiling_s) + _CAPTURE_S
+    return _OPEN_S + max(weight_gb / gb_s, compiling_s) + _CAPTURE_S
 
 
 def quick_rows(machine: Machine, has_archive: bool = False) -> dict[str, float]:
     """What `scripts/gpu-check quick` measures -> prediction; `has_archive` says that kernels are compiled before."""
     found: dict[str, float] = {}
-    for kind in WEIGHT_BITS:
+    for kind in QUICK_KINDS:
         limits = Limits(describe(LLAMA_3_1_8B), machine, kind)
-        found[f"{kind}: engine core ready"] = ready_s(_VARIANTS_OF_8B, 16.0, has_archive=has_archive)
+        found[f"{kind}: engine core ready"] = ready_s(_VARIANTS_OF_8B, 16.0, has_archive=has_archive, gb_s=DRAWN_GB_S)
         for batch in (1, 32, 128):
             found[f"{kind}: decode step, {batch} streams"] = 1e3 * limits.decode_step_s(batch, 576)
             found[f"{kind}: output, {batch} streams, 512 in, 128 out"] = limits.output_rate(batch, 512, 128)
@@ -348,6 +361,9 @@ def rows(limits: Limits) -> list[tuple[str, str, float]]:
     found = [("decode, 1 row: share of the copy bandwidth", "%", 100 * limits.weights_s() / step)]
     batches = (1, 32, 64, 128, 256)
     found += [(f"decode step, {batch} rows", "ms", 1e3 * limits.decode_step_s(batch, 576)) for batch in batches]
+    for kind in FEW_BITS:
+        of_kind = Limits(describe(LLAMA_3_1_8B), limits.machine, kind)
+        found += [(f"{kind}: step, {batch} rows", "ms", 1e3 * of_kind.decode_step_s(batch, 576)) for batch in (1, 128)]
     between = 100 * limits.between_s() / limits.decode_step_s(64, 576)
     found.append(("decode step, 64 rows: outside kernels", "%", between))
     kernels = {kernel.name: 1e6 * kernel.launches * kernel.seconds for kernel in limits.decode_kernels(64, 576)}

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from gpu_limits import LLAMA_3_1_8B, QWEN3_EXPERTS, compile_s
+from gpu_limits import DRAWN_GB_S, LLAMA_3_1_8B, QWEN3_EXPERTS, compile_s
 
 from gpu_checks.engines import (
     DEVICE,
@@ -66,11 +66,10 @@ class Part:
 
     def planned_s(self, cores: int = 16) -> float:
         """Return the seconds on a machine that has compiled nothing."""
-        return _PROCESS_S + compile_s(self.num_variants, cores) + self.weight_gb / _DRAWN_GB_S + self.work_s
+        return _PROCESS_S + compile_s(self.num_variants, cores) + self.weight_gb / DRAWN_GB_S + self.work_s
 
 
-# Beside what a start takes: imports and graphs of a process of its own, and weights that are drawn, not read.
-_PROCESS_S, _DRAWN_GB_S = 8.0, 2.0
+_PROCESS_S = 8.0  # beside what a start takes: imports and graphs of a process of its own
 
 
 def make(config: dict[str, Any], smoke: bool, quantization: str | None = None, **flags: Any) -> EngineCore:

@@ -23,6 +23,8 @@ _AS_INTEGERS = {
     np.dtype(ml_dtypes.float8_e5m2): (np.dtype(np.uint8), torch.float8_e5m2),
 }
 
+_PIECE_BYTES = 32 << 20
+
 
 def to_torch(array: NDArray[Any]) -> Tensor:
     """Return the same memory as a tensor on the CPU. The caller must not write to it if the array is read-only."""
@@ -41,9 +43,21 @@ def to_torch(array: NDArray[Any]) -> Tensor:
 def upload(x: Tensor | NDArray[Any], device: torch.device) -> Tensor:
     """Return `x` on `device`, copied in the order of the current stream, without waiting.
 
-    From pageable memory torch would wait until the device has finished all earlier work, so `x` is copied to pinned
-    memory first. torch keeps pinned memory until the stream has read it."""
+    From pageable memory torch would wait until the device has finished all earlier work, and a driver's thread would
+    copy alone. So torch's threads copy `x` to pinned memory first. torch keeps pinned memory until the stream has read
+    it. A large `x` goes in pieces, two of which are in pinned memory at a time."""
     tensor = x if isinstance(x, Tensor) else to_torch(x)
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    if tensor.nbytes <= _PIECE_BYTES:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    rows = max(1, len(tensor) * _PIECE_BYTES // tensor.nbytes)
+    copied: list[torch.cuda.Event] = []
+    for begin in range(0, len(tensor), rows):
+        if len(copied) == 2:
+            copied.pop(0).synchronize()
+        out[begin : begin + rows].copy_(tensor[begin : begin + rows].pin_memory(), non_blocking=True)
+        copied.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+        copied[-1].record()
+    return out

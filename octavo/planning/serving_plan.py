@@ -127,8 +127,7 @@ def _weights(config: EngineConfig, description: ModelDescription, options: PlanO
     if checkpoint.format == "dummy" and settings:
         bits = settings.get("bits") or settings.get("weight_bits") or (4 if "4" in str(settings) else 8)
         method = settings.get("quant_method")
-        has_table = method == "bitsandbytes" and options.gpu is not None  # which GPUs' kernels do not read
-        stands_in = "int4" if int(bits) == 4 and not has_table else "int8"
+        stands_in = "int4" if int(bits) == 4 else "int8"
         return weights_in(stands_in, description), [
             f"Its files are not here: its {method} weights are taken to be as large as {stands_in}."
         ]

@@ -14,7 +14,7 @@ from octavo.quantization.stored import StoredWeight
 
 Q2_K = "Q2_K"
 # The table of numbers to which the codes of IQ4_NL and IQ4_XS are indices.
-_IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # The layout of each type. Types of five and six bits take eight bits. So do types with a scale for each 16 elements, if
 # they have no table. Signed types need no minima.
 LAYOUTS = {
@@ -28,8 +28,8 @@ LAYOUTS = {
     "Q6_K": Layout(8, 16, False),
     "Q2_K": Layout(8, 16, False),
     "Q3_K": Layout(8, 16, False),
-    "IQ4_NL": Layout(4, 32, False, _IQ4_NUMBERS),
-    "IQ4_XS": Layout(4, 32, False, _IQ4_NUMBERS),
+    "IQ4_NL": Layout(4, 32, False, IQ4_NUMBERS),
+    "IQ4_XS": Layout(4, 32, False, IQ4_NUMBERS),
     "MXFP4": Layout(4, 32, False, DOUBLED_E2M1, scale_bytes=1),
     "NVFP4": Layout(4, 16, False, DOUBLED_E2M1),
     "Q1_0": Layout(4, 32, False),

@@ -36,9 +36,7 @@ class Layout:
 
     @property
     def on_gpu(self) -> Layout:
-        """The layout of the same matrix on GPUs, whose kernels compute the numbers of E2M1 and read no tables."""
-        if self.table != DOUBLED_E2M1:
-            return self.without_table
+        """The layout of the same matrix on GPUs, where scales have two bytes."""
         return Layout(self.bits, self.group, self.minima, self.table)
 
 

@@ -241,7 +241,8 @@ def test_buffers_of_blocks_that_move_to_host_memory_are_taken_off_the_cache(
 
 
 @pytest.mark.parametrize(("settings", "like"), [
-    ({"quant_method": "mxfp4"}, "int4"), ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int8")
+    ({"quant_method": "mxfp4"}, "int4"), ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int4"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8"),
 ])  # fmt: skip
 def test_formats_whose_files_are_not_here_are_taken_for_what_gpus_make_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], like: str

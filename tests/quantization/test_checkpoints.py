@@ -74,8 +74,7 @@ def test_memory_is_known_before_anything_is_read(name: str, tmp_path: Path) -> N
     quantized = 2 * sum(n * k for n, k in SHAPES.values())
     rest = 2 * 2 * VOCAB * 128
     assert recorded.packed_bytes(keeps_superblocks=True)[0] == quantized * form.bits / 8 + rest
-    # GPUs have float16 scales, and eight bits for a number of a table, except for those of MXFP4 and NVFP4.
-    bits_on_gpus = {"mxfp4": 4.5, "nf4": 8.5, "nf4 nested": 8.5}.get(name, form.bits)
+    bits_on_gpus = {"mxfp4": 4.5}.get(name, form.bits)  # scales of two bytes
     assert recorded.packed_bytes()[0] == quantized * bits_on_gpus / 8 + rest
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.ops.triton.tiles import INTERPRETED
+
 LOG2E = tl.constexpr(1.4426950408889634)
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def sink_weight(sinks, head, row_max, mask):
 
 @triton.jit
 def exact_dot(a, b, acc):
-    if _INTERPRETED:  # the interpreter multiplies bfloat16 as integers
+    if INTERPRETED:  # the interpreter multiplies bfloat16 as integers
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
 

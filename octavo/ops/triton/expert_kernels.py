@@ -149,7 +149,7 @@ class StackedWeight:
 # Kind of packed weight -> names of its tensors.
 _STACKED = {
     FloatWeight: ("data", "bias"),
-    IntWeight: ("codes", "scales", "bias"),
+    IntWeight: ("codes", "scales", "bias", "table"),
     ScaledWeight: ("codes", "scales", "bias"),
 }
 
@@ -175,8 +175,7 @@ def stack_experts(experts: Iterable[LinearWeight], num_experts: int) -> StackedW
             shapes = {name: x.shape for name, x in tensors.items() if x is not None}
         if isinstance(expert, IntWeight) and expert.order is not None:
             raise ConfigError("experts that were quantized in the order of activations (desc_act) are not built.")
-        is_alike = {name: x.shape for name, x in tensors.items() if x is not None} == shapes
-        if not is_alike or getattr(expert, "is_e2m1", False) != getattr(first, "is_e2m1", False):
+        if {name: x.shape for name, x in tensors.items() if x is not None} != shapes:
             raise ConfigError("experts of one layer that are quantized differently are not built.")
         for name, stack in stacks.items():
             rows = len(tensors[name])

@@ -20,6 +20,7 @@ from octavo.ops.triton.packed_weights import BLOCK_WORDS, IntWeight, Workspace
 from octavo.ops.triton.schedule import row_class
 from octavo.ops.triton.tiles import (
     GATED,
+    INTERPRETED,
     LARGE_SHARED,
     Added,
     Groups,
@@ -37,29 +38,66 @@ def _half(words, high):
     return ((words >> (16 * high)) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
-@triton.jit
-def e2m1(code):
-    """Return 2^-15 times the number of `DOUBLED_E2M1` that each code is an index of, as float32. Exponent and mantissa
-    of four bits are the lowest exponent bits and the highest mantissa bit of a float16."""
-    bits = ((code & 7) << 9) | ((code & 8) << 12)
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+# Of the low four codes of a word: the entry of each among the first eight, and among the last eight. The third
+# instruction takes one of the two by the code's highest bit. A selector's nibble below 8 copies a byte unchanged.
+_LOOK_UP = tl.constexpr("""{
+.reg .b32 entry, first, last, half;
+and.b32 entry, $1, 0x7777;
+prmt.b32 first, $2, $3, entry;
+prmt.b32 last, $4, $5, entry;
+shr.u32 half, $1, 1;
+and.b32 half, half, 0x4444;
+or.b32 half, half, 0x3210;
+prmt.b32 $0, first, last, half;
+}""")
 
 
 @triton.jit
-def _unpack(
-    words, scales, minima, PLANE: tl.constexpr, BITS: tl.constexpr, MINIMA: tl.constexpr, E2M1: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
+def _looked_up(codes, t0, t1, t2, t3):
+    """Return the entries of the four codes in the low halves of words, one in each byte of a word. A table has sixteen
+    entries of a byte, four in each of t0 to t3, which are broadcast to the shape of `codes`."""
+    if INTERPRETED:  # the interpreter runs no assembly
+        found = tl.zeros_like(codes)
+        for i in tl.static_range(4):
+            code = (codes >> (4 * i)) & 15
+            four = tl.where(code < 8, tl.where(code < 4, t0, t1), tl.where(code < 12, t2, t3))
+            found |= ((four >> (8 * (code & 3))) & 255) << (8 * i)
+        return found
+    return tl.inline_asm_elementwise(_LOOK_UP, "=r,r,r,r,r,r", [codes, t0, t1, t2, t3], tl.int32, is_pure=True, pack=1)
+
+
+# A float32 from 2^15 on that has a byte at 2^0: of $2 all but its second byte.
+_PLACE = tl.constexpr("prmt.b32 $0, $1, $2, $3;")
+_2_TO_15, _SELECTOR = tl.constexpr(0x47000000), tl.constexpr(0x7504)
+
+
+@triton.jit
+def _placed(words, PLANE: tl.constexpr):
+    """Return 2^15 plus byte PLANE of words, as float32."""
+    if INTERPRETED:
+        bits = (((words >> (8 * PLANE)) & 255) << 8) | _2_TO_15
+    else:
+        selector: tl.constexpr = _SELECTOR + (PLANE << 4)
+        bits = tl.inline_asm_elementwise(
+            _PLACE, "=r,r,r,r", [words, _2_TO_15, selector], tl.int32, is_pure=True, pack=1
+        )  # fmt: skip
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _unpack(words, scales, minima, PLANE: tl.constexpr, BITS: tl.constexpr, MINIMA: tl.constexpr, DTYPE: tl.constexpr):
     """Return the values of elements PLANE of words in DTYPE. Scales and minima are broadcast to the words' shape."""
-    if E2M1:
-        return (e2m1(words >> (BITS * PLANE)) * (scales * 32768.0)).to(DTYPE)
-    # The code becomes the top of the mantissa of a number from 2^BITS on: an exact float without a conversion.
-    SHIFT: tl.constexpr = BITS * PLANE + BITS - 23
-    MASK: tl.constexpr = 0x7FFFFF >> (23 - BITS) << (23 - BITS)
-    ONE: tl.constexpr = (127 + BITS) << 23
-    bits = words >> SHIFT if SHIFT > 0 else words << -SHIFT
-    value = ((bits & MASK) | ONE).to(tl.float32, bitcast=True)
-    base: tl.constexpr = 1.0 * (1 << BITS) if MINIMA else 1.5 * (1 << BITS)
+    if BITS == 8 and not MINIMA:
+        value = _placed(words, PLANE)
+    else:
+        # The code becomes the top of the mantissa of a number from 2^BITS on: an exact float without a conversion.
+        SHIFT: tl.constexpr = BITS * PLANE + BITS - 23
+        MASK: tl.constexpr = 0x7FFFFF >> (23 - BITS) << (23 - BITS)
+        ONE: tl.constexpr = (127 + BITS) << 23
+        bits = words >> SHIFT if SHIFT > 0 else words << -SHIFT
+        value = ((bits & MASK) | ONE).to(tl.float32, bitcast=True)
+    first: tl.constexpr = 32768.0 if BITS == 8 and not MINIMA else 1.0 * (1 << BITS)
+    base: tl.constexpr = first if MINIMA else first + (1 << (BITS - 1))
     if DTYPE == tl.float32:  # noqa: SIM300
         return tl.fma(value - base, scales, minima)
     # One instruction less. It is less exact if a minimum is far larger than its scale, but by less than DTYPE resolves.
@@ -111,9 +149,9 @@ def _scales_of_pair(
 
 @triton.jit
 def _add_blocks(
-    acc, total, x, codes, scales, first_n, first_t, first_block, last_block, chunk_blocks, num_out, num_rows, num_in,
-    stride_x, stride_codes, stride_scales, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr,
-    E2M1: tl.constexpr, HOPPER: tl.constexpr, MANY_CHUNKS: tl.constexpr, EVEN_K: tl.constexpr, WORDS: tl.constexpr,
+    acc, total, x, codes, scales, table, first_n, first_t, first_block, last_block, chunk_blocks, num_out, num_rows,
+    num_in, stride_x, stride_codes, stride_scales, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr,
+    TABLE: tl.constexpr, HOPPER: tl.constexpr, MANY_CHUNKS: tl.constexpr, EVEN_K: tl.constexpr, WORDS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Return the sums over blocks of k: acc, of the last chunk, and with MANY_CHUNKS the total of all other chunks."""
@@ -126,6 +164,9 @@ def _add_blocks(
     codes_at = codes + n.to(tl.int64)[:, None] * stride_codes + i[None, :]
     x_at = x + first_t.to(tl.int64) * stride_x + (t[None, :] * stride_x + j[:, None])
     scales_at = scales + n
+    if TABLE:
+        tl.assume(first_block < last_block)  # otherwise ptxas may have the products wait for each other
+        t0, t1, t2, t3 = tl.load(table), tl.load(table + 1), tl.load(table + 2), tl.load(table + 3)
     for block in range(first_block, last_block):
         if MANY_CHUNKS:  # noqa: SIM102
             if block % chunk_blocks == 0:
@@ -140,8 +181,13 @@ def _add_blocks(
             d, minima, d_high, minima_high = _scales_of_pair(
                 scales_at, stride_scales, block, in_n, i, 2 * pair * WORDS, PLANES * WORDS, GROUP, MINIMA, HOPPER
             )
-            low = _unpack(words, d, minima, 2 * pair, BITS, MINIMA, E2M1, x.dtype.element_ty)
-            high = _unpack(words, d_high, minima_high, 2 * pair + 1, BITS, MINIMA, E2M1, x.dtype.element_ty)
+            if TABLE:
+                entries = _looked_up(words >> (pair // 2 * 16), t0, t1, t2, t3)
+                low = _unpack(entries, d, minima, pair % 2 * 2, 8, False, x.dtype.element_ty)
+                high = _unpack(entries, d_high, minima_high, pair % 2 * 2 + 1, 8, False, x.dtype.element_ty)
+            else:
+                low = _unpack(words, d, minima, 2 * pair, BITS, MINIMA, x.dtype.element_ty)
+                high = _unpack(words, d_high, minima_high, 2 * pair + 1, BITS, MINIMA, x.dtype.element_ty)
             both = tl.permute(tl.join(low, high), (0, 2, 1))
             acc = dot(tl.reshape(both, (BLOCK_N, 2 * WORDS)), x_tile, acc)
     return acc, total
@@ -149,10 +195,10 @@ def _add_blocks(
 
 @triton.jit(do_not_specialize=["num_rows", "chunk_blocks", "num_blocks"], do_not_specialize_on_alignment=["slots"])
 def _linear_int(
-    x, codes, scales, bias, tile_experts, factors, out, partials, tickets, num_rows, width, num_in, num_blocks,
+    x, codes, scales, table, bias, tile_experts, factors, out, partials, tickets, num_rows, width, num_in, num_blocks,
     chunk_blocks, stride_expert,
     stride_x, stride_codes, stride_scales, stride_out, scale, factor, slots, entries, entry_size, added, stride_added,
-    ADAPTED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr, E2M1: tl.constexpr,
+    ADAPTED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr, TABLE: tl.constexpr,
     HOPPER: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     NUM_CHUNKS: tl.constexpr, SPLIT: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     GROUP_T: tl.constexpr, GROUPED: tl.constexpr,
@@ -171,6 +217,8 @@ def _linear_int(
             return
         codes += (expert * num_out).to(tl.int64) * stride_codes
         scales += expert.to(tl.int64) * stride_expert
+        if TABLE:
+            table += expert * 4
         factor = tl.load(factors + expert)
         if HAS_BIAS:
             bias += expert * num_out
@@ -180,8 +228,8 @@ def _linear_int(
         last_block = tl.minimum(first_block + chunk_blocks, num_blocks)
     zeros = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     acc, total = _add_blocks(
-        zeros, zeros, x, codes, scales, first_n, first_t, first_block, last_block, chunk_blocks, num_out, num_rows,
-        num_in, stride_x, stride_codes, stride_scales, BITS, GROUP, MINIMA, E2M1, HOPPER,
+        zeros, zeros, x, codes, scales, table, first_n, first_t, first_block, last_block, chunk_blocks, num_out,
+        num_rows, num_in, stride_x, stride_codes, stride_scales, BITS, GROUP, MINIMA, TABLE, HOPPER,
         NUM_CHUNKS > 1 and not SPLIT, EVEN_K, WORDS, BLOCK_N, BLOCK_T,
     )  # fmt: skip
     if SPLIT:
@@ -298,13 +346,13 @@ def launch(
     workspace = weight.workspace
     assert workspace is not None or not split
     _linear_int[(tiles, chunks if split else 1)](
-        x, weight.codes, weight.scales, weight.bias, None if groups is None else groups.tile_experts,
+        x, weight.codes, weight.scales, weight.table, weight.bias, None if groups is None else groups.tile_experts,
         None if groups is None else groups.factors, out, None if workspace is None else workspace.partials,
         None if workspace is None else workspace.tickets, num_rows, out.shape[1], num_in, num_blocks, chunk_blocks,
         weight.scales.shape[0] // num_experts * weight.scales.stride(0),
         x.stride(0), weight.codes.stride(0), weight.scales.stride(0), out.stride(0), scale, weight.factor,
         **adapted_arguments(added), BITS=weight.bits, GROUP=weight.group, MINIMA=weight.minima,
-        E2M1=weight.is_e2m1, HOPPER=hopper, EPILOGUE=epilogue,
+        TABLE=weight.table is not None, HOPPER=hopper, EPILOGUE=epilogue,
         HAS_BIAS=weight.bias is not None, EVEN_K=num_in % (BLOCK_WORDS * 32 // weight.bits) == 0, NUM_CHUNKS=chunks,
         SPLIT=split, WORDS=BLOCK_WORDS, BLOCK_N=block_n, BLOCK_T=block_t, GROUP_T=8, GROUPED=groups is not None,
         num_warps=warps, num_stages=stages, enable_fp_fusion=False,

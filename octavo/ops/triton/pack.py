@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.ops.torch_arrays import DTYPES, to_torch
+from octavo.ops.torch_arrays import DTYPES, to_torch, upload
 from octavo.ops.triton import launch
 from octavo.ops.triton.launch import capability
 from octavo.ops.triton.linear_int import workspace_for
@@ -72,7 +72,7 @@ def pack_linear(
 
 
 def _on_device(part: StoredWeight, device: torch.device) -> StoredWeight:
-    tensors = {name: to_torch(array).to(device) for name, array in part.tensors.items()}
+    tensors = {name: upload(array, device) for name, array in part.tensors.items()}
     return StoredWeight(part.format, tensors, part.shape)
 
 
@@ -174,9 +174,13 @@ def _pack_integers(
             rows.place(halves[:, : stacked.shape[1]], side, stacked, start)
     scales = halves.flatten(1).view(torch.int32).T.contiguous()
     workspace = workspace_for(rows.num_padded, num_blocks, device)
+    table = None
+    if layout.table is not None:
+        entries = torch.tensor([number + 128 for number in layout.table], dtype=torch.uint8)
+        table = entries.view(torch.int32).to(device)
     return IntWeight(
         rows.num_rows, rows.num_in, rows.gated, layout.bits, layout.group, layout.minima, factor, codes, scales,
-        pack_bias(bias, rows, device), workspace, None if order is None else order.long(), layout.table is not None,
+        pack_bias(bias, rows, device), workspace, None if order is None else order.long(), table,
     )  # fmt: skip
 
 

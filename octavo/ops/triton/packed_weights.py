@@ -59,13 +59,14 @@ class IntWeight(_Weight):
     """Codes of 4 or 8 bits, with a scale for each `group` of elements (16 or a multiple of 32) of a row. An element is
 
         factor * (scale * code + minimum), or without minima factor * scale * (code - 2 ** (bits - 1)),
-        or with is_e2m1 factor * scale * DOUBLED_E2M1[code]
+        or with a table factor * scale * (table[code] - 128)
 
     `codes` is [N, blocks * 32] int32. Word j of a block of 32 words holds elements j, 32 + j, ... of 256 elements (four
     bits) or 128 elements (eight bits), the first in the lowest bits. So unpacking a tile of words gives tiles of 32
     neighbouring elements of k without moving data between threads. `scales` is [words, N] int32. With minima a word is
     one group's scale (low half) and minimum, both float16; without minima it is two groups' scales. The factor is a
-    power of two that brings the scales into float16's range.
+    power of two that brings the scales into float16's range. `table` is [4] int32: sixteen entries of a byte, the first
+    in the lowest bits; codes of four bits without minima may have one.
     """
 
     bits: int
@@ -77,7 +78,7 @@ class IntWeight(_Weight):
     bias: Tensor | None
     workspace: Workspace | None  # shared with other matrices
     order: Tensor | None = None  # int64 [K]: input i of the matrix is element order[i] of the rows
-    is_e2m1: bool = False
+    table: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

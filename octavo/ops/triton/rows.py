@@ -12,7 +12,6 @@ from octavo.errors import ConfigError
 from octavo.ops import ACTIVATIONS, PARAMETRIC_ACTIVATIONS, LinearWeight
 from octavo.ops.torch_arrays import DTYPES
 from octavo.ops.triton.launch import by_pieces
-from octavo.ops.triton.linear_int import e2m1
 from octavo.ops.triton.packed_weights import BLOCK_WORDS, FloatWeight, IntWeight, PackedWeight, ScaledWeight
 from octavo.ops.triton.quantize import quantize_rows
 from octavo.ops.triton.tiles import activate
@@ -55,8 +54,8 @@ def _embed(token_ids, data, scales, out, stride, scale, WIDTH: tl.constexpr, SCA
 
 @triton.jit
 def _embed_int(
-    token_ids, codes, scales, out, stride_codes, stride_scales, scale, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, MINIMA: tl.constexpr, E2M1: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    token_ids, codes, scales, table, out, stride_codes, stride_scales, scale, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, MINIMA: tl.constexpr, TABLE: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same for rows of an `IntWeight`."""
     t = tl.program_id(0).to(tl.int64)
@@ -74,8 +73,9 @@ def _embed_int(
     if MINIMA:
         value = code.to(tl.float32) * low + high
     else:
-        number = e2m1(code) * 32768.0 if E2M1 else (code - (1 << (BITS - 1))).to(tl.float32)
-        value = number * tl.where(group % 2 == 0, low, high)
+        looked_up = (tl.load(table + code // 4) >> (code % 4 * 8)) & 255 if TABLE else code
+        number = looked_up - (1 << (7 if TABLE else BITS - 1))
+        value = number.to(tl.float32) * tl.where(group % 2 == 0, low, high)
     tl.store(out + t * WIDTH + k, (value * scale).to(out.dtype.element_ty), mask=k < WIDTH)
 
 
@@ -91,9 +91,9 @@ def embedded(token_ids: Tensor, weight: LinearWeight, out_dtype: str | None = No
         if weight.order is not None:
             raise ConfigError("embeddings that were quantized in the order of activations (desc_act) are not built.")
         by_pieces(
-            _embed_int, rows, width, _BLOCK, token_ids, weight.codes, weight.scales, out, weight.codes.stride(0),
-            weight.scales.stride(0), scale * weight.factor, BITS=weight.bits, GROUP=weight.group, MINIMA=weight.minima,
-            E2M1=weight.is_e2m1, WORDS=BLOCK_WORDS,
+            _embed_int, rows, width, _BLOCK, token_ids, weight.codes, weight.scales, weight.table, out,
+            weight.codes.stride(0), weight.scales.stride(0), scale * weight.factor, BITS=weight.bits,
+            GROUP=weight.group, MINIMA=weight.minima, TABLE=weight.table is not None, WORDS=BLOCK_WORDS,
         )  # fmt: skip
         return out
     data, scales = (weight.codes, weight.scales) if isinstance(weight, ScaledWeight) else (weight.data, None)

@@ -36,7 +36,7 @@ REPLACES = 2
 _KIND, _SCALES, _REPLACES = tl.constexpr(KIND), tl.constexpr(SCALES), tl.constexpr(REPLACES)
 
 # Up to Triton 3.9 the interpreter multiplies bfloat16 numbers as integers.
-_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def place(width, num_rows, columns, BLOCK_T: tl.constexpr, GROUP_T: tl.constexpr
 @triton.jit
 def dot(w, x, acc, PROMOTE: tl.constexpr = 0):
     """Return acc + w [N, K] x [K, T], summed in float32 (int32 for integers)."""
-    if _INTERPRETED and w.dtype.is_bf16():
+    if INTERPRETED and w.dtype.is_bf16():
         w, x = w.to(tl.float32), x.to(tl.float32)
     if w.dtype.is_fp8() and PROMOTE > 0:
         # Hopper keeps about 14 bits of sums of 8-bit floats, so every PROMOTE elements a sum is added to a float32 one.

@@ -86,7 +86,7 @@ def test_products_of_experts_are_the_reference(dtype: torch.dtype, settings: dic
         assert_near(found, expected, 2 * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "MXFP4", "Q8_0", "INT8"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "MXFP4", "IQ4_NL", "Q8_0", "INT8"])
 def test_products_of_quantized_experts(name: str) -> None:
     num, hidden, inner = 3, 256, 256
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ import torch
 from octavo.loading.checkpoint import resolve
 from octavo.loading.file_weights import open_weights
 from octavo.ops.triton import linear_int, pack
-from octavo.ops.triton.packed_weights import ScaledWeight
+from octavo.ops.triton.packed_weights import IntWeight, ScaledWeight
 from octavo.quantization import StoredWeight, dequantize, packed_bytes
 from octavo.quantization.codes import Codes
+from octavo.quantization.gguf_blocks import IQ4_NUMBERS
 from octavo.quantization.layout import DOUBLED_E2M1
 from tests.ops.tensors import stored, torch_ref
 from tests.ops.triton.conftest import DEVICE, products
@@ -45,21 +47,65 @@ def test_every_layout_is_multiplied(bits: int, group: int, minima: bool) -> None
 
 @pytest.mark.parametrize("group", [16, 32, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_floats_of_four_bits_stay_four_bits(group: int, dtype: torch.dtype) -> None:
-    """Every code, each with the bits that it has as an integer of eight bits."""
-    four = replace(random_codes(4, group, False, 72, 300), table=DOUBLED_E2M1)
+@pytest.mark.parametrize("table", [DOUBLED_E2M1, IQ4_NUMBERS, (-128, *range(1, 15), 127)])
+def test_indices_into_a_table_stay_four_bits(group: int, dtype: torch.dtype, table: tuple[int, ...]) -> None:
+    """Every code, each with the bits that its number has as a code of eight bits."""
+    four = replace(random_codes(4, group, False, 72, 300), table=table)
     four.codes[:, :16] = torch.arange(16)
-    eight = replace(four, bits=8, codes=(torch.tensor(DOUBLED_E2M1)[four.codes.long()] + 128).byte(), table=None)
+    eight = replace(four, bits=8, codes=(torch.tensor(table)[four.codes.long()] + 128).byte(), table=None)
     weight, x, ids = pack.pack_codes([four]), draw(3, 300, dtype=dtype), torch.arange(72, dtype=torch.int32)
-    assert (weight.bits, weight.is_e2m1) == (4, True)
+    assert weight.bits == 4
+    assert weight.table is not None
     assert torch.equal(products.embedding(ids, weight), torch.as_tensor(four.dequantize()))
     assert torch.equal(products.linear(x, weight), products.linear(x, pack.pack_codes([eight])))
 
 
-@pytest.mark.parametrize("name", ["MXFP4", "NVFP4", "IQ4_NL", "Q4_0"])
+def test_assembly_computes_what_the_interpreter_does() -> None:
+    """By the definitions of PTX's instructions: every four codes, and every byte."""
+    table = torch.randperm(256, generator=torch.Generator().manual_seed(0))[:16].numpy()
+    words = np.arange(1 << 16) | 0xABCD << 16
+    fours = [sum(int(entry) << 8 * i for i, entry in enumerate(table[j : j + 4])) for j in range(0, 16, 4)]
+    entries = sum(table[words >> 4 * i & 15] << 8 * i for i in range(4))
+    assert (run_assembly(linear_int._LOOK_UP.value, words, *fours) == entries).all()
+    for plane in range(4):
+        selector = linear_int._SELECTOR.value + (plane << 4)
+        found = run_assembly(linear_int._PLACE.value, words, linear_int._2_TO_15.value, selector)
+        assert (found.astype(np.uint32).view(np.float32) == 2**15 + (words >> 8 * plane & 255)).all()
+
+
+def run_assembly(text: str, *given: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return $0 after the instructions of `text`, with `given` in $1, $2, ..."""
+    values = {f"${1 + i}": np.int64(0) + value for i, value in enumerate(given)}
+    for line in text.replace("{", "").replace("}", "").split(";"):
+        operation, *operands = line.replace(",", " ").split() or [".reg"]
+        if operation == ".reg":
+            continue
+        a, b, *selectors = [values[name] if name in values else np.int64(int(name, 0)) for name in operands[1:]]
+        match operation:
+            case "and.b32":
+                found = a & b
+            case "or.b32":
+                found = a | b
+            case "shr.u32":
+                found = a >> b
+            case "prmt.b32":
+                # Byte i of the result is one of the eight of a and b: the number is nibble i of the selector.
+                both = (a & 0xFFFFFFFF, b & 0xFFFFFFFF)
+                numbers = [selectors[0] >> 4 * i & 15 for i in range(4)]
+                assert all((number < 8).all() for number in numbers), "from 8 on signs are repeated"
+                bytes_ = [np.where(number < 4, *both) >> 8 * (number % 4) & 255 for number in numbers]
+                found = sum(byte << 8 * i for i, byte in enumerate(bytes_))
+            case _:
+                pytest.fail(f"{operation} has no definition here")
+        values[operands[0]] = found
+    return values["$0"]
+
+
+@pytest.mark.parametrize("name", ["MXFP4", "NVFP4", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ2_S", "Q4_0"])
 def test_a_matrix_takes_the_planned_bytes(name: str) -> None:
     weight = pack.pack_linear([random_matrix(name, 64, 1024)])
-    assert weight.num_bytes == packed_bytes(name, (64, 1024))
+    assert isinstance(weight, IntWeight)
+    assert weight.num_bytes == packed_bytes(name, (64, 1024)) + (0 if weight.table is None else 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -21,12 +21,13 @@ def floats(n: int, k: int, gated: bool = False) -> FloatWeight:
     return FloatWeight(n, k, gated, empty(NUM * n, k), empty(NUM * n, dtype=F32))
 
 
-def codes(n: int, k: int, gated: bool = False, is_e2m1: bool = False) -> IntWeight:
-    one = integers(n, k, 4, 32, not is_e2m1, gated, is_e2m1)
-    return replace(one, codes=one.codes.repeat(NUM, 1), scales=one.scales.repeat(NUM, 1))
+def codes(n: int, k: int, gated: bool = False, has_table: bool = False) -> IntWeight:
+    one = integers(n, k, 4, 32, not has_table, gated, has_table)
+    table = None if one.table is None else one.table.repeat(NUM)
+    return replace(one, codes=one.codes.repeat(NUM, 1), scales=one.scales.repeat(NUM, 1), table=table)
 
 
-mxfp4 = partial(codes, is_e2m1=True)
+indices = partial(codes, has_table=True)
 
 
 def scaled(n: int, k: int, gated: bool = False) -> ScaledWeight:
@@ -46,7 +47,7 @@ def route(routing: Routing) -> None:
 
 CASES = {f"experts_{rows}": Case(lambda rows=rows: layer(rows, floats), 4) for rows in (1, 1024, 8192)}
 CASES |= {f"experts_int4_{rows}": Case(lambda rows=rows: layer(rows, codes), 4) for rows in (1, 1024, 8192)}
-CASES |= {f"experts_mxfp4_{rows}": Case(lambda rows=rows: layer(rows, mxfp4), 4) for rows in (1, 8192)}
+CASES |= {f"experts_table_{rows}": Case(lambda rows=rows: layer(rows, indices), 4) for rows in (1, 8192)}
 CASES |= {"experts_w8a8": Case(lambda: layer(1, scaled), 4)}
 CASES |= {"experts_clamped": Case(lambda: layer(1, floats, (1.702, 7.0)), 4)}
 CASES |= {"route_softmax": Case(lambda: route(Routing(8)), 4)}

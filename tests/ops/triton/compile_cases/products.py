@@ -23,22 +23,23 @@ def floats(n: int, k: int, gated: bool = False, dtype: torch.dtype = BF16) -> Fl
 
 
 def integers(
-    n: int, k: int, bits: int, group: int, minima: bool, gated: bool = False, is_e2m1: bool = False
+    n: int, k: int, bits: int, group: int, minima: bool, gated: bool = False, has_table: bool = False
 ) -> IntWeight:
     num_blocks = -(-k * bits // (32 * BLOCK_WORDS))
     codes = empty(n, num_blocks * BLOCK_WORDS, dtype=torch.int32)
     scales = empty(k // group // (1 if minima else 2), n, dtype=torch.int32)
     workspace = workspace_for(n, num_blocks, torch.device("cpu"))
-    return IntWeight(n, k, gated, bits, group, minima, 1.0, codes, scales, None, workspace, is_e2m1=is_e2m1)
+    table = empty(4, dtype=torch.int32) if has_table else None
+    return IntWeight(n, k, gated, bits, group, minima, 1.0, codes, scales, None, workspace, table=table)
 
 
-def add_int(rows: int, bits: int, group: int, minima: bool, is_e2m1: bool = False, dtype: torch.dtype = BF16) -> None:
-    weight = integers(4096, 4096, bits, group, minima, is_e2m1=is_e2m1)
+def add_int(rows: int, bits: int, group: int, minima: bool, has_table: bool = False, dtype: torch.dtype = BF16) -> None:
+    weight = integers(4096, 4096, bits, group, minima, has_table=has_table)
     products.linear_add(empty(rows, 4096, dtype=dtype), weight, empty(rows, 4096, dtype=dtype))
 
 
-def gate_int(rows: int, is_e2m1: bool = False) -> None:
-    weight = integers(28672, 4096, 4, 32 if is_e2m1 else 128, False, gated=True, is_e2m1=is_e2m1)
+def gate_int(rows: int, has_table: bool = False) -> None:
+    weight = integers(28672, 4096, 4, 32 if has_table else 128, False, gated=True, has_table=has_table)
     products.linear_silu_and_mul(empty(rows, 4096), weight)
 
 
@@ -84,9 +85,10 @@ CASES |= {"narrow": case(lambda: products.linear(empty(3, 572)[:, 1:571], floats
 # The sum of earlier chunks of k is spilled in part, outside of the loop, where one program computes all of them.
 CASES |= {f"add_int4_{rows}": case(add_int, rows, 4, 32, True, max_stack_bytes=48) for rows in (1, 64, 128, 2048)}
 CASES |= {"add_int8": case(add_int, 2048, 8, 16, True), "gate_int4": case(gate_int, 2048)}
-# MXFP4 and NVFP4.
-CASES |= {f"add_mxfp4_{rows}": case(add_int, rows, 4, 32, False, True) for rows in (1, 64, 2048)}
-CASES |= {"add_nvfp4": case(add_int, 2048, 4, 16, False, True), "gate_mxfp4": case(gate_int, 2048, True)}
+# MXFP4, NF4 and IQ4_NL; NVFP4.
+CASES |= {f"add_table_{rows}": case(add_int, rows, 4, 32, False, True) for rows in (1, 64, 2048)}
+CASES |= {"add_table_of_16": case(add_int, 2048, 4, 16, False, True), "gate_table": case(gate_int, 2048, True)}
 CASES |= {f"add_w8a8_{rows}": case(add_scaled, rows, INT8) for rows in (1, 2048)}
 CASES |= {f"add_fp8_{rows}": case(add_scaled, rows, FP8, fp8=True) for rows in (128, 2048)}
 CASES |= {"embed_int4": case(lambda: embed(integers(128256, 4096, 4, 32, True)), min_warps=32)}
+CASES |= {"embed_table": case(lambda: embed(integers(128256, 4096, 4, 32, False, has_table=True)), min_warps=32)}
