@@ -1,8 +1,9 @@
 """Compiles a model's kernels while its weights are loaded.
 
-One worker of each host runs `compile_ahead` in a thread, for the first worker of each stage: the others launch the same
-kernels. It builds the model a second time with arrays that have no memory (`octavo.ops.triton.outline`), and runs the
-warm-up steps on a device without memory. So the same code decides what is compiled and what is launched."""
+One worker of each host runs `compile_ahead` in a thread, for the first worker of each of the host's stages: the others
+launch the same kernels. It builds the model, and a draft model or head, a second time with arrays that have no memory
+(`octavo.ops.triton.outline`), and runs the warm-up steps on a device without memory. So the same code decides what is
+compiled and what is launched."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from octavo.execution.adapter_store import AdapterStore
 from octavo.execution.block_mover import BlockMover, layer_cache
 from octavo.execution.cross_outputs import CrossOutputs
 from octavo.execution.device import CapturedStep, Event, StepModel
+from octavo.execution.draft_model import Draft, build_head
 from octavo.execution.dummy_steps import DummySteps
 from octavo.execution.media_table import MediaTable
 from octavo.execution.runner import Runner, RunnerAdapters
@@ -32,38 +34,43 @@ from octavo.execution.stage_links import Link, StageLinks
 from octavo.execution.step_arrays import StepArrays, StepLimits, StepShape
 from octavo.execution.worker_group import WorkerGroup
 from octavo.kv_cache.groups import group_layers
-from octavo.layers.tensor_parallel import Shard
+from octavo.layers.tensor_parallel import WHOLE, Shard
 from octavo.loading.file_weights import open_weights
 from octavo.loading.recording import RecordingWeights
 from octavo.loading.weights import Weights
 from octavo.lora.ops import AdaptedOps
 from octavo.models.description import ModelDescription
+from octavo.models.draft_heads import MedusaHeads
 from octavo.models.inventory import adaptable_modules
-from octavo.models.registry import build, describe
+from octavo.models.registry import Model, build, describe
 from octavo.models.sharding import with_shard, with_stage
 from octavo.multimodal.tower import ReceivedRows
 from octavo.ops import AdapterOps, Array, Ops
+from octavo.speculative_config import HEAD_METHODS
 
 logger = logging.getLogger(__name__)
 
 _ROTARY_POSITIONS = 1  # length of the table; no kernel depends on it
 
 
-def start_compile_ahead(config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops) -> Thread:
+def start_compile_ahead(
+    config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, stages: range
+) -> Thread:
     """Start a thread that runs `compile_ahead`, for the caller's device."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     thread = Thread(
-        target=compile_ahead, args=(config, description, weights, ops, device), name="compile", daemon=True
+        target=compile_ahead, args=(config, description, weights, ops, stages, device), name="compile", daemon=True
     )  # fmt: skip
     thread.start()
     return thread
 
 
 def compile_ahead(
-    config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, device: int | None = None
-) -> None:
-    """Compile the kernels that `DummySteps.warm_up` will launch. Kernels that fail here are compiled, or fail, when
-    they are launched."""
+    config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, stages: range,
+    device: int | None = None,
+) -> None:  # fmt: skip
+    """Compile the kernels that `DummySteps.warm_up` will launch in `stages`. Kernels that fail here are compiled, or
+    fail, when they are launched."""
     from octavo.ops.triton.outline import compiling
 
     begun = time.monotonic()
@@ -71,7 +78,7 @@ def compile_ahead(
         torch.cuda.set_device(device)
     try:
         with compiling(len(os.sched_getaffinity(0))):
-            _warm_up_stages(config, description, weights, ops)
+            _warm_up_stages(config, description, weights, ops, stages)
     except Exception as e:  # missing kernels are compiled when they are launched
         logger.info("kernels are compiled as they are launched (%s: %s)", type(e).__name__, str(e).splitlines()[:1])
         return
@@ -99,23 +106,31 @@ def compile_model(config: EngineConfig) -> None:
     )  # fmt: skip
     try:
         with compiling(len(os.sched_getaffinity(0))), absent_group(size):
-            _warm_up_stages(config, description, weights, load_cuda())
+            _warm_up_stages(config, description, weights, load_cuda(), range(config.pipeline_parallel_size))
     finally:
         weights.close()
 
 
-def _warm_up_stages(config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops) -> None:
-    for runner in outline_runners(config, description, weights, ops):
+def _warm_up_stages(
+    config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, stages: range
+) -> None:
+    for runner in outline_runners(config, description, weights, ops, stages):
         DummySteps(runner).warm_up()
 
 
 def outline_runners(
-    config: EngineConfig, description: ModelDescription, weights: Weights | None, ops: Ops
+    config: EngineConfig, description: ModelDescription, weights: Weights | None, ops: Ops, stages: range
 ) -> Iterator[Runner]:
-    """Yield the runner of each stage's first worker; the calling thread must be outlining. `description` may be that of
-    one stage."""
-    for layers in config.stages(description):
-        yield _outline_runner(config, with_stage(description, layers), weights, ops)
+    """Yield the runner of the first worker of each of `stages`, and after the last stage's that of a draft model; the
+    calling thread must be outlining. `description` may be that of one stage."""
+    layers = config.stages(description)
+    for stage in stages:
+        runner = _outline_runner(config, with_stage(description, layers[stage]), weights, ops)
+        is_drafted = config.draft is not None and stage == len(layers) - 1
+        draft = _outline_draft(config, runner, ops) if is_drafted else None
+        yield runner
+        if draft is not None:
+            yield draft
 
 
 class _OutlineGroup(WorkerGroup):
@@ -153,6 +168,33 @@ def _outline_runner(config: EngineConfig, description: ModelDescription, weights
     caches = [layer_cache(config.cache, device, ops, model.layer_caches[i], 1) for i in own]
     runner.use_caches(caches, BlockMover(ops, device, [caches], [0]))
     return runner
+
+
+def _outline_draft(config: EngineConfig, target: Runner, ops: Ops) -> Runner | None:
+    """Build the draft model or head, whose kernels the runner of `target` launches too. Return the draft's own runner;
+    None if it has none."""
+    assert config.draft is not None
+    assert config.speculative is not None
+    own, device = config.draft, OutlineDevice()
+    model: Model | MedusaHeads
+    if config.speculative.method in HEAD_METHODS:
+        model = build_head(config, own, target.model, ops, config.speculative.num_speculative_tokens, is_outline=True)
+    else:
+        description = describe(own.checkpoint.config, own.impl, own.code_folder, own.pooling)
+        if description.impl != "octavo":
+            return None  # its kernels are compiled when they are launched
+        description = with_shard(
+            replace(description, num_precise_layers=own.num_precise_layers), WHOLE, config.enable_expert_parallel,
+            config.reproducible_parallel,
+        )  # fmt: skip
+        weights = open_weights(
+            own.checkpoint, own.dtype, own.seed, own.quantization, description.tie_word_embeddings
+        )  # fmt: skip
+        model = build(description, RecordingWeights(own.dtype, weights), ops, _ROTARY_POSITIONS, own.dtype)
+        weights.close()
+    draft = Draft(config, own, model, target, group_layers(target.model.layer_caches), ops, device)
+    draft.use_caches([layer_cache(config.cache, device, ops, spec, 1) for spec in draft.layer_caches], 1, 0)
+    return draft.runner
 
 
 class _Now:

@@ -22,6 +22,7 @@ from octavo.execution.sequence_table import SequenceTable
 from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec, group_layers
 from octavo.layers.tensor_parallel import WHOLE
 from octavo.loading.file_weights import open_weights
+from octavo.loading.recording import RecordingWeights
 from octavo.models.decoder import Decoder
 from octavo.models.description import ModelDescription
 from octavo.models.draft_heads import ChainHead, Eagle3Head, EagleHead, HeadTarget, MedusaHeads, module_names
@@ -149,11 +150,11 @@ class Draft:
 
 
 def build_head(
-    config: EngineConfig, own: ModelConfig, target: Model, ops: Ops, max_draft_tokens: int
+    config: EngineConfig, own: ModelConfig, target: Model, ops: Ops, max_draft_tokens: int, is_outline: bool = False
 ) -> ChainHead | MedusaHeads:
     """Build the head that `config.speculative` asks for, over a model or a worker's shard of it. Over a shard, a head
-    without its own embedding or output matrix gets whole copies. Raises `LoadError` or `ConfigError` if it does not
-    fit."""
+    without its own embedding or output matrix gets whole copies. An outline's weights are not read. Raises `LoadError`
+    or `ConfigError` if it does not fit."""
     assert config.speculative is not None
     method, checkpoint, of_target = config.speculative.method, own.checkpoint, config.model
     if not isinstance(target, Decoder):
@@ -165,13 +166,15 @@ def build_head(
         weights = open_weights(
             of_target.checkpoint, of_target.dtype, of_target.seed, of_target.quantization, whole.tie_word_embeddings
         )
-        copy = Decoder(description, weights, ops, of_target.max_model_len, of_target.dtype)
+        taken = RecordingWeights(of_target.dtype, weights) if is_outline else weights
+        copy = Decoder(description, taken, ops, of_target.max_model_len, of_target.dtype)
         weights.close()
         return copy
 
     weights = open_weights(checkpoint, own.dtype, own.seed, own.quantization, False)
+    taken = RecordingWeights(own.dtype, weights) if is_outline else weights
     settings = (
-        HeadTarget(target, whole, read), checkpoint.config, weights, ops, of_target.max_model_len, own.dtype,
+        HeadTarget(target, whole, read), checkpoint.config, taken, ops, of_target.max_model_len, own.dtype,
     )  # fmt: skip
     head: ChainHead | MedusaHeads
     if method == "mtp":
@@ -189,7 +192,7 @@ def build_head(
             )
     else:
         head = EagleHead(*settings) if method == "eagle" else Eagle3Head(*settings)
-    weights.check_all_taken()
+    taken.check_all_taken()
     weights.close()
     return head
 

@@ -48,6 +48,13 @@ class WorkerRank(NamedTuple):
         return (self.stage // (self.num_stages // self.num_nodes) + 1) % self.num_nodes
 
     @property
+    def stages_of_node(self) -> range:
+        """The stages of the worker's node."""
+        num_stages = self.num_stages // self.num_nodes
+        first = self.stage // num_stages * num_stages
+        return range(first, first + num_stages)
+
+    @property
     def on_host(self) -> Shard:
         """Return the worker's index among the workers of its node."""
         num_workers = self.num_stages // self.num_nodes * self.shard.size

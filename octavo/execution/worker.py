@@ -321,7 +321,8 @@ class Worker:
             return None
         from octavo.execution.compile_ahead import start_compile_ahead
 
-        return start_compile_ahead(self._config, description, weights, ops)
+        stages = self._worker_group.worker_rank.stages_of_node
+        return start_compile_ahead(self._config, description, weights, ops, stages)
 
     def _with_adapters(self, ops: Ops) -> AdaptedOps | None:
         """Return the operations to build the model with if adapters are served."""

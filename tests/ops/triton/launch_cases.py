@@ -235,6 +235,10 @@ _Q_PROJ = {"model.layers.0.self_attn.q_proj": (64, 48)}
 _NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
 _SUFFIX = {"speculative_config": {"method": "suffix", "num_speculative_tokens": 5}}
 
+DRAFT_CASES = (
+    "eagle", "eagle3", "medusa", "mtp", "a draft model", "a draft model of few tokens", "a draft model with states"
+)  # fmt: skip
+
 CASES: dict[str, Case] = {
     "llama": Case(_LLAMA),
     "captured steps": Case(_LLAMA, {"enforce_eager": False}),

@@ -130,12 +130,14 @@ def main() -> None:
         found.add((self.__name__, str(key)))
 
     JITFunction._do_compile = note
+    num_stages = 2 if "stages" in sys.argv[5:] else 1
     config: Any = SimpleNamespace(
         model=SimpleNamespace(dtype="bfloat16", max_model_len=8192, pooling=POOLING.get(model)),
         cache=SimpleNamespace(block_size=16, dtype="bfloat16"),
         scheduler=SimpleNamespace(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),
         media=model in SEEING or None, sound=model == "whisper" or None, lora=None, prompt_embeds=None,
-        stages=lambda description: stage_layers(description, 2 if "stages" in sys.argv[5:] else 1),
+        draft=None,
+        stages=lambda description: stage_layers(description, num_stages),
     )  # fmt: skip
     if "adapters" in sys.argv[5:]:
         config.lora = SimpleNamespace(
@@ -146,7 +148,10 @@ def main() -> None:
     description = describe(MODELS[model], pooling=POOLING.get(model))
     description = with_shard(description, Shard(0, size), reproducible=False)
     with outline.outlining(outline._compile):
-        stages = [DummySteps(runner) for runner in outline_runners(config, description, weights, load_cuda())]
+        stages = [
+            DummySteps(runner)
+            for runner in outline_runners(config, description, weights, load_cuda(), range(num_stages))
+        ]
         for steps in stages:
             steps.warm_up()
         at_start = set(found)
