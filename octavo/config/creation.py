@@ -133,7 +133,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         reproducible_parallel=is_reproducible(args, device),
         pipeline_parallel_size=args.pipeline_parallel_size,
         pipeline_layer_partition=layer_partition(args),
-        nodes=nodes_config(args),
+        nodes=nodes_config(args, device),
         data_parallel_size=args.data_parallel_size,
         data_parallel_rank=args.data_parallel_rank or 0,
         engine_hosts=engine_hosts_config(args),

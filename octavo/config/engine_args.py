@@ -273,7 +273,7 @@ class EngineArgs(Flags):
     distributed_executor_backend: str | None = flag(
         None, "How workers are run. mp: as processes of this host and of those of --nnodes. ray: Octavo starts the "
         "nodes of --pipeline-parallel-size on hosts of a Ray cluster, one host for each stage or as many hosts as "
-        "--nnodes says. Without stages all workers are on this host, and ray means mp.",
+        "--nnodes says. Without stages, or with stages on GPUs, all workers are on this host, and ray means mp.",
     )  # fmt: skip
     enable_lora: bool = flag(False, "Serve LoRA adapters beside the model.")
     lora_modules: list[str] = flag(

@@ -33,7 +33,7 @@ def check_parallel(args: EngineArgs, device: str) -> None:
     """Raise `ConfigError` for flags that do not work with several workers."""
     size, num_stages = args.tensor_parallel_size, args.pipeline_parallel_size
     check_data_parallel(args, device)
-    num_workers = len(local_engines(args)) * size * num_stages // num_nodes(args)  # on this host
+    num_workers = len(local_engines(args)) * size * num_stages // num_nodes(args, device)  # on this host
     if device == "cuda":
         _check_devices(args, num_workers)
     elif args.cpu_threads is not None and args.cpu_threads < num_workers:
@@ -43,7 +43,7 @@ def check_parallel(args: EngineArgs, device: str) -> None:
             "--data-parallel-size."
         )
     layer_partition(args)
-    _check_nodes(args)
+    _check_nodes(args, device)
     if args.enable_expert_parallel and size == 1:
         raise ConfigError(
             "--enable-expert-parallel shares experts out among the workers of --tensor-parallel-size, which is 1."
@@ -73,10 +73,10 @@ def check_parallel(args: EngineArgs, device: str) -> None:
 
 def _check_devices(args: EngineArgs, num_workers: int) -> None:
     size, num_stages, found = args.tensor_parallel_size, args.pipeline_parallel_size, num_cuda_devices()
-    if uses_ray(args):
+    if uses_ray(args, "cuda"):
         raise ConfigError(
             "--distributed-executor-backend ray with --pipeline-parallel-size reserves no GPUs on Ray's hosts yet; "
-            "start them by hand with --nnodes, or leave it out for stages on this host."
+            f"start them by hand with --nnodes, or ask for no more than the {found} GPUs of this host."
         )
     if size > MAX_GPUS:
         raise ConfigError(f"--tensor-parallel-size {size} is more than the {MAX_GPUS} GPUs that may share a layer.")
@@ -95,36 +95,40 @@ def is_reproducible(args: EngineArgs, device: str) -> bool | None:
     return args.reproducible_parallel if device == "cpu" else False
 
 
-def uses_ray(args: EngineArgs) -> bool:
-    """Return whether Ray starts the other nodes. Without stages there are no other nodes: this host starts all workers
-    itself, whatever the backend."""
-    return args.distributed_executor_backend == "ray" and args.pipeline_parallel_size > 1
+def uses_ray(args: EngineArgs, device: str) -> bool:
+    """Return whether Ray starts the other nodes. There are no other nodes without stages, or if this host has a GPU for
+    each worker: this host starts all workers itself, whatever the backend."""
+    if args.distributed_executor_backend != "ray" or args.pipeline_parallel_size == 1:
+        return False
+    num_workers = len(local_engines(args)) * args.tensor_parallel_size * args.pipeline_parallel_size
+    has_all = device == "cuda" and (expects_cuda() or num_workers <= num_cuda_devices())
+    return args.nnodes > 1 or not has_all
 
 
-def num_nodes(args: EngineArgs) -> int:
+def num_nodes(args: EngineArgs, device: str) -> int:
     """Return the number of hosts that share the stages. With Ray each stage has a host, unless --nnodes says
     otherwise."""
-    return args.pipeline_parallel_size if uses_ray(args) and args.nnodes == 1 else args.nnodes
+    return args.pipeline_parallel_size if uses_ray(args, device) and args.nnodes == 1 else args.nnodes
 
 
-def nodes_config(args: EngineArgs) -> NodesConfig:
+def nodes_config(args: EngineArgs, device: str) -> NodesConfig:
     """Return the hosts of the stages. Raises `ConfigError` for flags that cannot be sent to other hosts."""
-    if not uses_ray(args):
+    if not uses_ray(args, device):
         return NodesConfig(args.nnodes, args.node_rank, args.master_addr, args.master_port)
     flags = flags_for_ray(args, "distributed_executor_backend")
     address = "" if args.master_addr == EngineArgs.master_addr else args.master_addr
-    return NodesConfig(num_nodes(args), 0, address, args.master_port, flags)
+    return NodesConfig(num_nodes(args, device), 0, address, args.master_port, flags)
 
 
-def _check_ray(args: EngineArgs) -> None:
+def _check_ray(args: EngineArgs, device: str) -> None:
     backend = args.distributed_executor_backend
     if backend not in (None, "mp", "ray"):
         raise ConfigError(f"--distributed-executor-backend {backend} is not built; mp and ray are.")
-    if not uses_ray(args):
+    if not uses_ray(args, device):
         if backend == "ray":
             logger.info(
                 "--distributed-executor-backend ray: all workers are on this host, which starts them itself; Ray is "
-                "asked for other hosts, with --pipeline-parallel-size."
+                "asked for other hosts, with --pipeline-parallel-size on CPUs."
             )
         return
     if args.node_rank:
@@ -132,27 +136,27 @@ def _check_ray(args: EngineArgs) -> None:
     check_ray_is_here("--distributed-executor-backend")
 
 
-def _check_nodes(args: EngineArgs) -> None:
-    _check_ray(args)
+def _check_nodes(args: EngineArgs, device: str) -> None:
+    _check_ray(args, device)
     if not 0 <= args.node_rank < args.nnodes:
         raise ConfigError(f"--node-rank must be 0 to {args.nnodes - 1}, as --nnodes says, got {args.node_rank}.")
     if not 0 < args.master_port < 65536:
         raise ConfigError(f"--master-port must be between 1 and 65535, got {args.master_port}.")
-    if num_nodes(args) == 1:
+    if num_nodes(args, device) == 1:
         refuse_idle(args, ("master_addr", "master_port"), "other hosts join: give --nnodes, too")
         return
-    if args.pipeline_parallel_size % num_nodes(args):
+    if args.pipeline_parallel_size % num_nodes(args, device):
         raise ConfigError(
             f"--nnodes {args.nnodes} shares out the stages of --pipeline-parallel-size, which is "
             f"{args.pipeline_parallel_size}: it must be a multiple. --tensor-parallel-size is within each host."
         )
     if len(local_engines(args)) > 1 or joins_others(args):
-        several = "--distributed-executor-backend ray" if uses_ray(args) else "--nnodes"
+        several = "--distributed-executor-backend ray" if uses_ray(args, device) else "--nnodes"
         raise ConfigError(
             f"{several} is not built yet with --data-parallel-size, except where each engine has a server of its own "
             "(--data-parallel-rank); leave one of them out."
         )
-    if not uses_ray(args):  # with Ray, Octavo makes a token
+    if not uses_ray(args, device):  # with Ray, Octavo makes a token
         check_token(args.master_addr, "--master-addr")
 
 

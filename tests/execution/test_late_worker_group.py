@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from octavo import LLM
-from octavo.config import EngineArgs, EngineConfig
+from octavo.config import EngineArgs, EngineConfig, parallel_flags
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError, LoadError
 from octavo.execution.executor import MultiprocExecutor
@@ -314,6 +314,8 @@ def test_one_worker_of_each_node_compiles() -> None:
         ranks = worker_ranks_of(num_stages, size, num_nodes)
         assert sorted(rank.node for rank in ranks if rank.compiles) == list(range(num_nodes))
         assert ranks[(num_stages - 1) * size].compiles, "the first worker does"
+        assert sorted(stage for rank in ranks if rank.compiles for stage in rank.stages_of_node) == [*range(num_stages)]
+        assert all(rank.stage in rank.stages_of_node for rank in ranks)
 
 
 @pytest.mark.long
@@ -325,6 +327,15 @@ def test_a_step_without_memory_ends_the_team(start: Callable[..., EngineCore]) -
     core.add(requests(1, 1)[0])
     with pytest.raises(torch.OutOfMemoryError):
         core.step()
+
+
+def test_ray_is_not_asked_for_stages_that_this_hosts_gpus_hold(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray need not be here."""
+    late_followers(monkeypatch, num_devices=3)
+    monkeypatch.setattr(parallel_flags, "check_ray_is_here", lambda flag: pytest.fail("somebody needs Ray"))
+    stages: dict[str, Any] = {"pipeline_parallel_size": 2}
+    by_ray = config_of(model, **ON_GPU, **stages, distributed_executor_backend="ray")
+    assert by_ray.nodes == config_of(model, **ON_GPU, **stages).nodes
 
 
 @pytest.mark.parametrize(
@@ -341,7 +352,15 @@ def test_a_step_without_memory_ends_the_team(start: Callable[..., EngineCore]) -
         ),
         ({"pipeline_parallel_size": 8, "nnodes": 2}, "8, over --nnodes 2, is 4 GPUs, one for each worker"),
         (
-            {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"},
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray", "nnodes": 2},
+            "ray with --pipeline-parallel-size reserves no GPUs on Ray's hosts yet",
+        ),
+        (
+            {"pipeline_parallel_size": 4, "distributed_executor_backend": "ray"},
+            "ask for no more than the 3 GPUs of this host",
+        ),
+        (
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
             "ray with --pipeline-parallel-size reserves no GPUs on Ray's hosts yet",
         ),
         ({"tensor_parallel_size": 2, "speculative_model": "other"}, "not built yet with a draft model on GPUs"),
