@@ -140,7 +140,17 @@ def prepare() -> int:
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     source = ["--no-index", "--find-links", str(PACK)] if PACK.exists() else []
     if lacking := missing(needed()):
-        subprocess.run([*install, *source, *lacking], check=True)
+        done = subprocess.run([*install, *source, *lacking], check=False)
+        of_tests = {_name(one) for one in (*_TESTS, "transformers")}
+        if done.returncode and any(_name(one) not in of_tests for one in missing(needed())):
+            print(
+                f"gpu-check: {', '.join(lacking)} could not be installed; without a network, run "
+                "`scripts/gpu-check --pack` on another machine and bring .gpu-wheels",
+                file=sys.stderr,
+            )
+            return 1
+        if done.returncode:
+            print(f"gpu-check: only quick can run: {', '.join(lacking)} could not be installed", file=sys.stderr)
     for wheel in PACK.glob("octavo-*.whl"):
         take_kernels(wheel)
     if importlib.util.find_spec("octavo._cpu") is None:

@@ -101,6 +101,30 @@ def rows_alone(smoke: bool) -> Iterator[Row]:
     """Bits of a product's rows, alone and among others: every class of rows, so every tile that the kernels choose."""
     for kind in ("bfloat16", "fp8", "int8", "int4"):
         yield from whatever_fails(f"rows alone and among others, {kind}", _rows_alone(kind, smoke))
+    yield from whatever_fails("products of few bits", _few_bits(smoke))
+
+
+def _few_bits(smoke: bool) -> Iterator[Row]:
+    """Products of what is unpacked by assembly, which the interpreter does not run, against those of float64."""
+    from octavo.ops.triton import products
+    from octavo.ops.triton.pack import pack_codes
+    from octavo.quantization.codes import Codes
+    from octavo.quantization.gguf_blocks import IQ4_NUMBERS
+
+    generator = torch.Generator(DEVICE).manual_seed(6)
+    num_out, num_in = (64, 256) if smoke else (1024, 4096)
+    scales = torch.rand(num_out, num_in // 32, generator=generator, device=DEVICE).half().float()
+    for what, bits, table in (("indices into a table", 4, IQ4_NUMBERS), ("8-bit codes", 8, None)):
+        codes = torch.randint(0, 1 << bits, (num_out, num_in), generator=generator, device=DEVICE).to(torch.uint8)
+        matrix = Codes(bits, 32, codes, scales, table=table)
+        weight, values, worst = pack_codes([matrix]), matrix.dequantize().double(), 0.0
+        for num_rows in (1, 16 if smoke else 128):
+            x = torch.randn(num_rows, num_in, generator=generator, device=DEVICE).to(torch.bfloat16)
+            expected = x.double() @ values.T
+            difference = products.linear(x, weight, "float32").double() - expected
+            worst = max(worst, float(difference.abs().max() / expected.abs().max()))
+        found = f"{worst:.5f}" if worst < 0.02 else f"DIFFER: {worst:.5f}"
+        yield f"products of {what}: largest difference from float64, of the largest", "", found
 
 
 def _rows_alone(kind: str, smoke: bool) -> Iterator[Row]:
@@ -279,7 +303,7 @@ def experts(smoke: bool) -> Iterator[Row]:
 # Variants: of `reachable`'s llama and qwen3-moe, by Triton 3.9; weights as they are made, in bfloat16.
 QUICK: dict[str, Part] = {
     "rates": Part(rates, 0, 0.0, 3.0),
-    "rows": Part(rows_alone, 40, 0.0, 5.0),
+    "rows": Part(rows_alone, 44, 0.0, 5.0),
     "answers": Part(answers, 40, 0.0, 4.0),
     "bfloat16": Part(streams("bfloat16"), 37, 16.0, 12.0),
     "fp8": Part(streams("fp8"), 24, 16.0, 10.0),

@@ -7,7 +7,7 @@ import sys
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -63,7 +63,12 @@ def test_what_is_missing_is_installed_from_the_pack_alone_where_there_is_one(
     monkeypatch.setattr(setup, "expected", lambda: [])
     monkeypatch.setattr(setup, "needed", lambda: ["no-such-package-at-all>=1", "msgspec>=0.1"])
     monkeypatch.setattr(setup, "PACK", tmp_path / "none")
-    monkeypatch.setattr(setup.subprocess, "run", lambda command, check: commands.append(command))
+
+    def run(command: list[str], check: bool) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(setup.subprocess, "run", run)
     assert setup.prepare() == 0
     monkeypatch.setattr(setup, "PACK", tmp_path)
     assert setup.prepare() == 0
@@ -71,3 +76,21 @@ def test_what_is_missing_is_installed_from_the_pack_alone_where_there_is_one(
     assert commands[0][-1] == commands[1][-1] == "no-such-package-at-all>=1", "msgspec is there"
     assert "--no-index" not in commands[0]
     assert commands[1][-4:-1] == ["--no-index", "--find-links", str(tmp_path)]
+
+
+@pytest.mark.parametrize(
+    ("package", "status", "told"),
+    [
+        ("no-such-package-at-all", 1, "run `scripts/gpu-check --pack` on another machine"),
+        ("hypothesis", 0, "only quick can run: hypothesis>=99 could not be installed"),
+    ],
+)
+def test_where_nothing_can_be_installed_quick_still_runs(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], package: str, status: int,
+    told: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(setup, "expected", lambda: [])
+    monkeypatch.setattr(setup, "needed", lambda: [f"{package}>=99"])
+    monkeypatch.setattr(setup.subprocess, "run", lambda command, check: SimpleNamespace(returncode=1))
+    assert setup.prepare() == status
+    assert told in capsys.readouterr().err
