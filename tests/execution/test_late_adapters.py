@@ -24,7 +24,17 @@ from octavo.speculative.speculation import Speculation
 from octavo.stats import EngineStats
 from octavo.step_plan import AdapterLoad
 from tests.execution.late_device import LateDevice
-from tests.execution.test_runner import EOS, VOCAB, config_of, device_core, save_model
+from tests.execution.test_runner import (
+    EOS,
+    VOCAB,
+    config_of,
+    device_core,
+    late_executor,
+    refuse_in_turn,
+    run,
+    save_model,
+    told,
+)
 from tests.lora.random_adapters import TINY_SIZES, write_adapter_of
 from tests.untimed import without_time
 
@@ -134,6 +144,35 @@ def test_a_draft_model_changes_no_answer_of_an_adapter(model: Path, adapters: li
     found = tokens_of(EngineCore(config, None, speculation), requests)
     assert found == tokens_of(EngineCore(lora_config(model)), requests)
     assert None in verified and len(verified) > 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("is_drafted", "in_a_row", "count"), [(False, 1, 7), (False, 3, 7), (True, 1, 3)])
+def test_memory_may_run_out_at_any_piece_of_work(
+    model: Path, adapters: list[AdapterSource], is_drafted: bool, in_a_row: int, count: int
+) -> None:
+    """Also at copies of adapters, which later steps read, and at drafts."""
+    drafts = {"speculative_config": {"model": str(model), "num_speculative_tokens": 3}} if is_drafted else {}
+    config, device = lora_config(model, num_gpu_blocks_override=16, **drafts), LateDevice(0)
+    speculation = Speculation(ToBeDrafted(96), 3) if is_drafted else None
+    core = EngineCore(config, late_executor(config, device), speculation)
+    asked = adapted_requests(3, adapters, count)
+    store, loads = core.executor.worker.adapters, list[AdapterLoad]()  # type: ignore[attr-defined]
+    load = store.load
+    store.load = lambda given: (loads.extend(given), load(given))
+
+    def run_all() -> dict[Any, Any]:
+        loads.clear()
+        found = {key: told(outputs) for key, outputs in run(core, asked, 3).items()}
+        assert core.adapters is not None
+        core.adapters.pool.check([])
+        assert loads, "each run loads adapters"
+        for one in adapters:
+            core.unload_adapter(one.identity)
+        return found
+
+    refuse_in_turn(device, run_all, in_a_row)
 
 
 def test_a_base_request_has_the_bits_of_a_server_without_adapters(model: Path, adapters: list[AdapterSource]) -> None:

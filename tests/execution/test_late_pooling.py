@@ -20,7 +20,7 @@ from octavo.pooling_params import PoolingParams
 from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.sampling_params import SamplingParams
 from tests.execution.late_device import LateDevice
-from tests.execution.test_runner import device_core
+from tests.execution.test_runner import device_core, refuse_in_turn
 
 VOCAB = 320
 SIZES: dict[str, Any] = {
@@ -120,6 +120,19 @@ def test_a_step_without_memory_ends_its_newest_text_and_no_other(folder: Path, t
     assert all(found[key].error_status == 503 for key in failed)
     for key in found.keys() - failed:
         np.testing.assert_allclose(vectors(found[key]), vectors(expected[key]), atol=2e-5)
+
+
+@pytest.mark.long
+def test_memory_may_run_out_at_any_piece_of_work(folder: Path, tiny_tokenizer: Path) -> None:
+    device, config = LateDevice(0), config_of(folder, tiny_tokenizer)
+    core, asked = device_core(config, device), requests(config, 8)
+
+    def told(output: SequenceOutput) -> dict[str, Any]:
+        end = output.finish_reason if output.error is None else "error"
+        values = None if output.vectors is None else vectors(output).round(3).tolist()
+        return {"end": (end,), "status": output.error_status, "values": values}
+
+    refuse_in_turn(device, lambda: {(key, 0): told(output) for key, output in run(core, asked).items()})
 
 
 def test_what_is_captured() -> None:

@@ -8,6 +8,7 @@ beams, grammars and steps that find no memory.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -295,16 +296,22 @@ def test_memory_may_run_out_at_any_piece_of_work(model: Path, in_a_row: int) -> 
     flags = {"num_gpu_blocks_override": 13, "preemption_mode": "swap", "enable_prefix_caching": False}
     core = device_core(config_of(model, **flags), device)
     asked = requests(5, 8, ignore_eos=True)
-    device.num_given = 0
-    expected = {key: told(outputs) for key, outputs in run(core, asked, 5).items()}
-    ended = set()
+    refuse_in_turn(device, lambda: {key: told(outputs) for key, outputs in run(core, asked, 5).items()}, in_a_row)
+
+
+def refuse_in_turn(device: LateDevice, run_all: Callable[[], dict[Any, Any]], in_a_row: int = 1) -> None:
+    """Have every `in_a_row` pieces of work of `run_all` in turn find no memory: that ends as many requests at most, and
+    changes what no other is told. `run_all` returns what `told` does by (request, index)."""
+    device.num_given, device.refused = 0, range(0)
+    expected, ended = run_all(), set[Any]()
     for first in range(device.num_given):
         device.num_given, device.refused = 0, range(first, first + in_a_row)
-        found = {key: told(outputs) for key, outputs in run(core, asked, 5).items()}
+        found = run_all()
         failed = {key for key, outcome in found.items() if outcome["end"][0] == "error"}
         assert len({request_id for request_id, _ in failed}) <= in_a_row
         assert all(found[key]["status"] == 503 for key in failed)
         assert all(found[key] == expected[key] for key in found.keys() - failed)
+        assert {request_id for request_id, _ in found} == {request_id for request_id, _ in expected}
         ended |= failed
     assert ended
 
