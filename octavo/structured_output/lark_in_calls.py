@@ -54,6 +54,7 @@ _SYNTAX = frozenset("()|*+?^$")
 _ASSERTIONS = frozenset((r"\b", r"\B", r"\A", r"\z"))
 _QUOTED = {chr(code): json.dumps(chr(code))[1:-1] for code in (*range(32), ord('"'), ord("\\"))}
 _PLAIN = r'[^"\\\x00-\x1f]'
+_USUAL = "a0 _é"  # characters of which one at least is in most classes
 _CONTROLS = frozenset(_QUOTED[chr(code)] for code in range(32))
 _ALL_CONTROLS = r"\\([bfnrt]|u00(0[0-7bef]|1[0-9a-f]))"  # the same as an expression
 
@@ -76,9 +77,9 @@ def quoted_lark(grammar: str, *, as_terminals: bool = True) -> str:
         raise ValueError(f"{found[0]} cannot be within a text in JSON")
     grammar = _IMPORT.sub(_imported, grammar)
     grammar = _RANGE.sub(lambda found: f"/[{_in_class(found[1])}-{_in_class(found[2])}]/", grammar)
-    quoted = _rewritten(grammar, of_string, of_regex)
-    terminals = _as_terminals(quoted) if as_terminals else None
-    return quoted if terminals is None else f"start: {terminals[0]}\n{terminals[1]}"
+    if as_terminals and (terminals := _as_terminals(_rewritten(grammar, of_string, of_regex))) is not None:
+        return f"start: {terminals[0]}\n{terminals[1]}"
+    return _rewritten(_with_runs(grammar), of_string, of_regex)
 
 
 def lark_without(grammar: str, ends: Sequence[str]) -> str:
@@ -166,6 +167,80 @@ def _after_ignored(found: re.Match[str], name: str) -> str:
     """Return an item of a rule with the ignored texts before it, which rules have themselves."""
     is_rule = re.match(r"_*[a-z]", found[0]) is not None
     return found[0] if is_rule or found[0].startswith(("//", "#", "->")) else f"({name}* {found[0]})"
+
+
+def _with_runs(grammar: str) -> str:
+    """Return a grammar in whose rules repeated characters are repeated terminals. One terminal would take a backslash
+    of JSON that begins the text behind it."""
+    outside = _PIECES.sub(_blank, grammar)
+    if _ATTRIBUTES.search(outside) is not None:
+        return grammar
+    heads = list(_HEAD.finditer(_ALIAS.sub(_blank, outside)))
+    suffix, lines, known = _unused(grammar), list[str](), dict[str, str]()
+    bodies = [
+        (head[1], head.end(), len(grammar) if following is None else following.start())
+        for head, following in zip(heads, [*heads[1:], None], strict=True)
+    ]
+
+    def written(piece: re.Match[str]) -> str:
+        run = _run(piece[1], piece[2], f"{len(lines)}{suffix}") if (piece[1] or "").startswith("/") else None
+        if run is not None:
+            lines.extend(run[1])
+        return piece[0] if run is None else run[0]
+
+    def is_rule(name: str) -> bool:
+        return name.lstrip("_")[:1].islower()
+
+    for name, begin, end in bodies:  # terminals that are one expression
+        piece = _PIECES.search(grammar, begin, end)
+        if is_rule(name) or piece is None or outside[begin:end].strip() or piece.end() < len(grammar[:end].rstrip()):
+            continue
+        if (text := written(piece)) != piece[0]:
+            known[name] = f"rule_{len(known)}{suffix}"
+            lines.append(f"{known[name]}: {text}")
+    names = re.compile(rf"{_PIECES.pattern}|(?P<name>{_NAME.pattern})")
+    out, last = list[str](), 0
+    for name, begin, end in bodies:
+        if is_rule(name):
+            body = names.sub(
+                lambda one: known.get(one["name"], one[0]) if one["name"] else written(one), grammar[begin:end]
+            )
+            out += [grammar[last:begin], body]
+            last = end
+    return "\n".join(["".join([*out, grammar[last:]]).rstrip("\n"), *lines])
+
+
+def _run(written: str, flags: str, suffix: str) -> tuple[str, list[str]] | None:
+    """Return an expression for `/abc[d-f]*/` in a rule, and the lines of its terminals; None if the regular expression
+    is no text that ends in a repeated character or class."""
+    regex, atoms, i = written[1:-1], list[str](), 0
+    while i < len(regex):
+        end = _class_end(regex, i)
+        if end is None:
+            found = _ATOM.match(regex, i)
+            assert found is not None
+            end = found.end()
+        atoms.append(regex[i:end])
+        i = end
+    if len(atoms) < 2 or not (atoms[-1] in ("*", "+") or re.fullmatch(r"\{\d+(?:,\d*)?\}", atoms[-1])):
+        return None
+    *text, repeated, times = atoms
+    if any(atom in _SYNTAX or atom in _ASSERTIONS or (len(atom) > 1 and atom[0] in "({") for atom in (*text, repeated)):
+        return None
+    if repeated == ".":
+        repeated = r"[\s\S]" if "s" in flags else r"[^\n]"
+    escapes = "".join(f"\\x{ord(one):02x}" for one in _QUOTED if matches_character(repeated, one))
+    if not escapes:
+        return None
+    before, lines, item = "", [f"CHARACTER_{suffix}: /{repeated}/{flags}"], f"CHARACTER_{suffix}"
+    # Many short terminals are dear, so that the characters between escapes are one.
+    if times in ("*", "+") and any(matches_character(repeated, one) for one in _USUAL):
+        lines = [f"RUN_{suffix}: /[{repeated}&&{_PLAIN}]+/{flags}", f"ESCAPE_{suffix}: /[{escapes}]/"]
+        item = f"(RUN_{suffix} | ESCAPE_{suffix})"
+    if text:
+        before = f"BEFORE_{suffix} "
+        lines.append(f"BEFORE_{suffix}: /{''.join(text)}/{flags}")
+    return f"({before}{item}{times})", lines
 
 
 def _blank(found: re.Match[str]) -> str:

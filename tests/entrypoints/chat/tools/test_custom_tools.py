@@ -208,6 +208,28 @@ def test_no_text_between_tags_has_the_mark_that_ends_it(grammar: str, taken: lis
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        r'/[^()\n]*/ "\n"', r'LINE "\n"¶LINE: /# [^()\n]+/', r'/[^()"]*/ "\""', r'/a[^()\\]+/i "\\"',
+        r'/[^()\n]{1,3}/ "\n"', r'/["\\]+/ "\n"', r'/a?b*/ "\n"', r'/[^()\n]*/ LINE?¶LINE: /\n+/',
+        r'LINE "\n" | "b" A¶LINE: /[^()\n]*/¶A: LINE "\n"',
+        r'a_line -> x | "\n"¶a_line: /[^()\n]+/ // a comment',
+    ],
+)  # fmt: skip
+def test_in_json_a_grammar_that_refers_to_itself_takes_the_same_texts(line: str) -> None:
+    """A backslash that begins the text behind a terminal was taken for one of the terminal's own."""
+    grammar = f'start: item\nitem: "(" item* ")" | {line}'.replace("¶", "\n")
+    made = grammar_of(asked(custom(grammar), tool_choice="required"), FORMATS["hermes"])
+    alone = json.dumps({"grammars": [{"lark_grammar": grammar}]})
+    inner = ["a\n", "\n", '"', 'a"', "Ab\\", "# \t\\é\n", '"\\\n', "abbb\n", "a;", "(a\n)", "b\\n\n", "\\\\"]
+    texts = [*inner, *(f"(({one}){one}(){one})" for one in inner), "(", "()", "a\na"]
+    assert made is not None and any(follows(alone, text) for text in texts)
+    for text in texts:
+        call = write(FORMATS["hermes"], [("patch", {"input": text})], as_forced=True)
+        assert follows(made, call) is follows(alone, text), text
+
+
+@pytest.mark.parametrize(
     ("grammar", "why"),
     [
         ("", "it has no rules"),
