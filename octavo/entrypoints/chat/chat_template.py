@@ -203,7 +203,10 @@ def _adapt_messages(
     elif has_parts:
         takes_parts = frozenset[str]() if content_format == "string" else traits.parts_of
         conversation = [
-            message if _usual_role(message) in takes_parts else _with_text(message) for message in conversation
+            message
+            if ("calls" if message.get("tool_calls") else _usual_role(message)) in takes_parts
+            else _with_text(message)
+            for message in conversation
         ]
     return conversation, tools
 

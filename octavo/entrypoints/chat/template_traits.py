@@ -70,7 +70,8 @@ class Rendered:
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
     """The traits of a template. `parts_of` has the roles whose content may be a list of parts, and whose texts the
-    template then writes. With `takes_only_parts` a user's content must be such a list."""
+    template then writes; "calls" is an assistant's message with calls. With `takes_only_parts` a user's content must be
+    such a list."""
 
     describes_tools: bool
     writes_calls: bool
@@ -236,7 +237,7 @@ def _traits(template: str, special: _Special) -> TemplateTraits:
         and not _writes_call_with(template, special, "long_id", way),
         needs_counted_ids=id_field == "counted_id",
         parts_of=frozenset(
-            role for role in ("system", "user", "assistant", "tool")
+            role for role in ("system", "user", "assistant", "tool", "calls")
             if _writes_parts(template, special, role, calling, id_field)
         ),
         takes_only_parts=QUESTION not in (bare or "")
@@ -279,6 +280,7 @@ def _writes_parts(
         "user": [message],
         "assistant": [question, message, question],
         "tool": [*calling, {**_result(CALLS[0], id_field), "content": content}],
+        "calls": [*calling[:-1], {**calling[-1], "content": content}, _result(CALLS[0], id_field)],
     }
     text = _render_anyhow(template, special, conversations[role])
     first, second = ((text or "").find(part) for part in _PARTS)

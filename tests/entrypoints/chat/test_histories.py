@@ -452,6 +452,17 @@ def test_parts_of_text_are_the_templates_to_join_where_it_takes_them(template: s
     assert render_chat(tokenizer_of(template), [message], content_format=format) == f"[user]{text}"
 
 
+@pytest.mark.parametrize("shown", ["show(m.content)", "m.content"])
+def test_parts_beside_calls_are_joined_where_the_template_takes_only_a_text_there(shown: str) -> None:
+    """As Kimi K2's template does: the prompt had the list in Python's notation."""
+    macro, _, rest = HIDDEN.partition("{% endmacro %}")
+    calls = "{% if m.tool_calls %}[calls]{{ " + shown + " }}{{ m.tool_calls | tojson }}{% else %}"
+    template = f"{macro}{{% endmacro %}}{rest.replace('[{{ m.role }}]', calls + '[{{ m.role }}]').replace('{% endfor %}', '{% endif %}{% endfor %}')}"
+    parts = [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]
+    text = render_chat(tokenizer_of(template), [USER, {**calling(), "content": parts}, result()], tools=[WEATHER])
+    assert f"[calls]{'Onetwo' if 'show' in shown else 'One' + chr(10) + 'two'}[{{" in text
+
+
 READS_ALL = (
     "{% for t in tools %}{{ t.function.name + '. ' + t.function.description }}|{{ t.function.parameters.type }}"
     "{% for name, one in t.function.parameters.properties.items() %} {{ name }}{% endfor %};{% endfor %}"
