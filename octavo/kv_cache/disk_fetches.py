@@ -213,7 +213,7 @@ class DiskFetches:
 
     def _begin_copy(self, seq: TokenSequence, peer: BlockPeer) -> Copy | None:
         limit = self._most_blocks(seq)
-        num_known = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._tier.watches)
+        num_known = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._tier.pools_or_disk)
         if num_known >= limit or self._tier.is_removing_all:
             return None
         compute_s = self._compute_s(num_known, limit)
@@ -236,12 +236,12 @@ class DiskFetches:
         if limit <= 0 or self._tier.is_removing_all or self._abandoned:
             return 0  # an abandoned chunk is still being read: the disk hangs
         keys = seq.block_hashes
-        num_known = self._cache.num_prefix_blocks(keys, limit, self._tier.watches)
+        num_known = self._cache.num_prefix_blocks(keys, limit, self._tier.pools_or_disk)
         if request_id not in self._lookups:
             if num_known == limit or (self._late_lookup is not None and not self._late_lookup.done()):
                 return num_known
             grace_s = 0.0 if self._lookups else _LOOKUP_GRACE_S  # behind others it will not be done
-            pools = [_DiskLookups(watch, self._tier.files, pool) for pool, watch in enumerate(self._tier.watches)]
+            pools = [_DiskLookups(watch, self._tier.files, pool) for pool, watch in enumerate(self._tier.pools_or_disk)]
             lookup = self._lookup_thread.run(partial(self._cache.num_prefix_blocks, keys, limit, pools))
             self._lookups[request_id] = lookup, self._clock()
             wait([lookup], grace_s)
@@ -292,8 +292,8 @@ class DiskFetches:
         fetch.reading.clear()
         num_blocks = self._cache.num_prefix_blocks(fetch.keys, fetch.num_found_blocks, self._tier.pools)
         if num_blocks > fetch.num_cached_blocks:
-            saved_s = self._compute_s(fetch.num_cached_blocks, num_blocks) - (self._clock() - fetch.began)
-            self._tier.add_eviction_save_time(max(0.0, saved_s))
+            gained_s = self._compute_s(fetch.num_cached_blocks, num_blocks) - (self._clock() - fetch.began)
+            self._tier.add_eviction_budget(max(0.0, gained_s))
             self._num_hits += (num_blocks - fetch.num_cached_blocks) * self._cache.block_size
 
     def _compute_s(self, num_cached_blocks: int, num_found_blocks: int) -> float:

@@ -1,10 +1,10 @@
-"""The tier below the block pools in the host's memory: computed blocks go to files. They come back in `disk_fetches`.
+"""Saves computed blocks to files: the tier below the block pools of the host's memory. `disk_fetches` brings them back.
 
-These pools are the cache's on CPUs. On GPUs they are the host pools, which `host_tier` fills: blocks are copied to the
-host first, and only copies that are made are saved.
+On a CPU these are the cache's own pools. On a GPU they are the host pools that `host_tier` fills; a block that is not
+copied to the host is not saved.
 
 Blocks are saved outside of the steps: while the engine is idle, for a small share of its time while it is busy, and
-when they are about to be evicted from a pool. Eviction-time saves may use only the time that disk hits have saved (plus
+when they are about to be evicted from a pool. Saves at eviction may take only as long as disk hits have gained (plus
 1 s to start), so a workload without hits is not slowed. A thread writes the blocks, from a queue of bounded size; a
 block that finds the queue full is not kept. `EngineCore` calls everything here, from one thread. See `block_files` for
 the folder and what is evicted from it, and `cache_sessions` for the sessions that clients keep there.
@@ -44,11 +44,11 @@ logger = logging.getLogger(__name__)
 _QUEUE_BYTES = 64 << 20  # of blocks on their way to the folder
 _IDLE_QUEUE_BYTES = 4 << 20  # the limit while the engine is idle, so that the writer is done when the next step begins
 _MOST_QUEUED = 10_000  # entries of the queue; beyond this, last-used updates are dropped
-_MOST_PASSED = 64  # unsaved blocks that are looked at for one that is not being copied
+_MOST_PASSED = 64  # unsaved blocks to look at, at most, for one that is not being copied
 _BUSY_SHARE = 0.003  # of a busy engine's time that saving may take, the writer's time included
 _GPU_BUSY_SHARE = 0.03  # on GPUs, where the writer delays no step, and planning has time while a step is computed
-_INITIAL_EVICTION_SAVE_S = 1.0  # for eviction-time saves, before disk hits have saved any time
-_MAX_EVICTION_SAVE_S = 60.0  # upper bound of the time for eviction-time saves
+_INITIAL_EVICTION_SAVE_S = 1.0  # for saves at eviction, before disk hits have gained any time
+_MAX_EVICTION_SAVE_S = 60.0  # upper bound of the time for saves at eviction
 _MAX_BUSY_SAVE_S = 0.02  # upper bound of the time that a busy engine spends on saving in one go
 _IDLE_WAIT_S = 0.01  # longest wait for the writer before the caller looks for messages again
 _WARNING_S = 60.0  # between two warnings of the same error
@@ -86,9 +86,8 @@ class BlockMemory(Protocol):
         ...
 
 
-class _PoolWatch(Container[bytes]):
-    """Tells the tier when blocks of one pool are indexed or lost. `key in watch`: the block is in the pool or on
-    disk."""
+class _PoolWatch:
+    """Tells the tier when blocks of one pool are indexed or lost."""
 
     def __init__(self, tier: DiskTier, pool: int) -> None:
         self._tier, self._pool = tier, pool
@@ -98,6 +97,13 @@ class _PoolWatch(Container[bytes]):
 
     def leaves(self, block: int, key: bytes) -> None:
         self._tier.save_before_eviction((self._pool, key))
+
+
+class _PoolOrDisk(Container[bytes]):
+    """The keys of the blocks that are in one pool or on disk."""
+
+    def __init__(self, tier: DiskTier, pool: int) -> None:
+        self._tier, self._pool = tier, pool
 
     def __contains__(self, key: object) -> bool:
         assert isinstance(key, bytes)
@@ -119,17 +125,14 @@ class DiskTier:
         self.files, self._memory, self._cache, self._cost, self._clock = files, memory, cache, cost, clock
         self._host_tier = host_tier
         self.pools = cache.pools if host_tier is None else cache.host_pools  # in the host's memory
-        self.watches = [_PoolWatch(self, pool) for pool in range(len(self.pools))]
-        for pool, watch in zip(self.pools, self.watches, strict=True):
-            pool.watchers.append(watch)
-        if host_tier is not None:
-            host_tier.on_drop, host_tier.on_present = self.forget_unsaved, self.note_in_memory
-        # Fields belong to the engine's thread, or change only under the lock; then the engine's thread reads single
-        # values without it. What bounds saving:
+        self.pools_or_disk = [_PoolOrDisk(self, pool) for pool in range(len(self.pools))]
+        # Fields belong to the engine's thread, or change only under the lock of `_changed`. The engine's thread reads
+        # single values without the lock: `is_removing_all`, `_queued`, `_queued_bytes`, the length of `_queue`,
+        # `keep_until`, `_write_s`, `_is_closed`. The writer's thread reads `keep_until` so. What bounds saving:
         #
         # account          | gains                              | spends                        | cap
         # _busy_save_s     | a share of each step's time        | `save_while_busy`             | _MAX_BUSY_SAVE_S
-        # _eviction_save_s | time that disk hits have saved     | `save_before_eviction`        | _MAX_EVICTION_SAVE_S
+        # _eviction_save_s | time that disk hits have gained    | `save_before_eviction`        | _MAX_EVICTION_SAVE_S
         # _write_s         | an average of writes, no account   | part of each block's price    | none
         # _queued_bytes    | each block that is queued          | each block that is written    | _QUEUE_BYTES; if idle
         #                  |                                    |                               | _IDLE_QUEUE_BYTES
@@ -137,13 +140,13 @@ class DiskTier:
         #                  |                                    |                               | `may_skip` tasks obey
         # Blocks that only a pool has, the oldest first; ordered dictionaries lose their first entry in constant time.
         self.unsaved = OrderedDict[Name, int]()  # engine's thread
-        self._first = OrderedDict[Name, None]()  # blocks to save before others, unsaved or not yet here; engine's
+        self._prioritised = OrderedDict[Name, None]()  # blocks to save before others, unsaved or not yet here; engine's
         self._busy_save_s = 0.0  # engine's thread; may be overdrawn
         self._eviction_save_s = _INITIAL_EVICTION_SAVE_S  # engine's thread; may be overdrawn
-        self._lock = threading.Condition()  # notified when something is queued, written, forgotten or dropped
+        self._changed = threading.Condition()  # notified when something is queued, written, forgotten or dropped
         self.is_removing_all = False  # all files of the folder are being removed; lock
         self._queue: deque[_Block | Callable[[], None]] = deque()  # blocks to write, and tasks in between; lock
-        self._queued: set[Name] = set()  # lock
+        self._queued: dict[Name, NDArray[np.uint8]] = {}  # blocks of the queue, and the one being written; lock
         self._queued_bytes = 0  # lock
         self._is_writing = self._is_closed = False  # lock
         self.keep_until: dict[Name, float] = {}  # for blocks that are not written yet; lock
@@ -152,13 +155,17 @@ class DiskTier:
         self._last_error, self._next_warning = "", 0.0  # writer's thread
         self._writer = threading.Thread(target=self._write, name="block-writer", daemon=True)
         self._writer.start()
+        for number, pool in enumerate(self.pools):
+            pool.watchers.append(_PoolWatch(self, number))
+        if host_tier is not None:
+            host_tier.on_drop, host_tier.on_present = self.forget_unsaved, self.note_in_memory
         self.sessions = CacheSessions(self, cache, min(memory.block_bytes))
         self.saved_prompts = SavedPrompts(self, cache, clock)
         self.fetches = DiskFetches(self, memory, cache, cost, clock)
 
     def take_stats(self, stats: EngineStats) -> None:
         """Add the gauges, and the increments of the counters since the last call."""
-        with self._lock:
+        with self._changed:
             own, self._stats = self._stats, EngineStats()
         for name in _COUNTERS:
             setattr(stats, name, getattr(own, name))
@@ -175,9 +182,9 @@ class DiskTier:
         self.fetches.end_all()
         if removes_files:
             self.sessions.clear()
-            with self._lock:
+            with self._changed:
                 self.keep_until.clear()
-                self._queue.clear()
+                self._queue.clear()  # tasks too: they change only files that `_remove_all` removes
                 self._queued.clear()
                 self._queued_bytes = 0
                 self.is_removing_all = True
@@ -187,14 +194,14 @@ class DiskTier:
         try:
             self.files.remove_all()
         finally:
-            with self._lock:
+            with self._changed:
                 self.is_removing_all = False
 
     def wait_until_saved(self, timeout_s: float | None = None) -> bool:
         """Return when nothing is left to write, or after `timeout_s`. Any thread may call it, while the engine's thread
         saves blocks."""
-        with self._lock:
-            return self._lock.wait_for(
+        with self._changed:
+            return self._changed.wait_for(
                 lambda: not (self._has_unsaved or self._queue or self._is_writing) or self._is_closed, timeout_s
             )
 
@@ -204,8 +211,10 @@ class DiskTier:
         end = time.monotonic() + _CLOSE_TIMEOUT_S
         while time.monotonic() < end and self.save_while_idle():
             pass
-        with self._lock:  # blocks that are unsaved now stay so: the device lacks memory to copy them, or the disk hangs
-            is_written = self._lock.wait_for(
+        with (
+            self._changed
+        ):  # blocks that are unsaved now stay so: the device lacks memory to copy them, or the disk hangs
+            is_written = self._changed.wait_for(
                 lambda: not (self._queue or self._is_writing) or self._is_closed, max(0.0, end - time.monotonic())
             )
         return is_written and not self._has_unsaved
@@ -220,10 +229,11 @@ class DiskTier:
         except RuntimeError as e:  # a worker has ended
             logger.warning("blocks of the KV cache are not kept on disk: %s", e)
         finally:
-            with self._lock:
+            with self._changed:
                 self._is_closed = True
-                self._lock.notify_all()
-        # The thread keeps the executor alive. If the disk hangs it is not joined, as it would never end.
+                self._changed.notify_all()
+        # The writer's thread refers to `self`, and so to the executor: join it to free both. If the disk hangs, this
+        # wait would be endless.
         if is_saved:
             self._writer.join()
         self.fetches.close()
@@ -241,13 +251,13 @@ class DiskTier:
 
     def is_pending(self, name: Name) -> bool:
         """Return whether a block is not written yet: unsaved, or in the writer's queue."""
-        return name in self.unsaved or name in self._queued or self._comes_later(name)
+        return name in self.unsaved or name in self._queued or self._will_be_copied(name)
 
-    def _comes_later(self, name: Name) -> bool:
+    def _will_be_copied(self, name: Name) -> bool:
         """Return whether a block of a device is still to be copied to its host, and saved then."""
-        return self._host_tier is not None and self._host_tier.copies_later(name) and self._lacks(name)
+        return self._host_tier is not None and self._host_tier.copies_later(name) and self._must_be_saved(name)
 
-    def _lacks(self, name: Name) -> bool:
+    def _must_be_saved(self, name: Name) -> bool:
         """Return whether a block is neither in the folder nor in the writer's queue."""
         return (self.is_removing_all or not self.files.knows(name)) and name not in self._queued
 
@@ -261,21 +271,21 @@ class DiskTier:
 
     def pin_pending_blocks(self, names: Iterable[Name], keep_until: float) -> None:
         """Have the pending ones of these blocks kept in the folder until `time.time` is `keep_until`."""
-        with self._lock:
+        with self._changed:
             self.keep_until |= {name: keep_until for name in names if self.is_pending(name)}
 
     def forget_unsaved(self, name: Name) -> None:
         """Do not save a block, unless the writer has it already."""
         self.unsaved.pop(name, None)
-        self._first.pop(name, None)
-        with self._lock:
+        self._prioritised.pop(name, None)
+        with self._changed:
             self.keep_until.pop(name, None)
-            self._lock.notify_all()  # `wait_until_saved` looks at `unsaved`
+            self._changed.notify_all()  # `wait_until_saved` looks at `unsaved`
 
     def _drop(self, name: Name) -> None:
         """Count a block as lost that was unsaved until now."""
         self.forget_unsaved(name)
-        with self._lock:
+        with self._changed:
             self._stats.num_disk_dropped += 1
 
     def forget(self, name: Name) -> None:
@@ -290,27 +300,28 @@ class DiskTier:
     def note_in_memory(self, name: Name) -> None:
         """Save a block of the pools if the folder has lost it."""
         pool, key = name
-        if not self._lacks(name):
-            self._note_not_lacking(name)
+        if not self._must_be_saved(name):
+            self._clear_priority_and_pin(name)
         elif (block := self.pools[pool].lookup(key)) is not None:
             self.note_computed(name, block)
         elif self._host_tier is not None and (block := self._cache.pools[pool].lookup(key)) is not None:
             self._host_tier.note_indexed(name, block)
 
     def note_computed(self, name: Name, block: int) -> None:
-        if self._lacks(name):
+        """Save a block of the host's memory, unless the folder has it or the writer's queue does."""
+        if self._must_be_saved(name):
             self.unsaved[name] = block
         else:
-            self._note_not_lacking(name)
+            self._clear_priority_and_pin(name)
 
-    def _note_not_lacking(self, name: Name) -> None:
+    def _clear_priority_and_pin(self, name: Name) -> None:
         """Wait no longer for a block of a device that the folder has got in another way."""
         if self._host_tier is not None and name not in self.unsaved and name not in self._queued:
             self.forget_unsaved(name)
 
     def save_before_eviction(self, name: Name) -> None:
         """Save a block that is about to be overwritten, if it is unsaved, if the writer keeps up, and if a session
-        keeps the block or disk hits have saved the time. Drop it otherwise."""
+        keeps the block or disk hits have gained the time. Drop it otherwise."""
         block = self.unsaved.get(name)
         if block is None:
             return
@@ -323,9 +334,9 @@ class DiskTier:
         if not is_kept:
             self._eviction_save_s -= save_s
 
-    def add_eviction_save_time(self, saved_s: float) -> None:
-        """Let eviction-time saves take `saved_s` seconds more: the time that a disk hit has saved."""
-        self._eviction_save_s = min(_MAX_EVICTION_SAVE_S, self._eviction_save_s + saved_s)
+    def add_eviction_budget(self, gained_s: float) -> None:
+        """Let saves at eviction take `gained_s` seconds more: the time that a disk hit has gained."""
+        self._eviction_save_s = min(_MAX_EVICTION_SAVE_S, self._eviction_save_s + gained_s)
 
     def save_while_busy(self, step_s: float) -> None:
         """Save blocks in a small share of the time of a step, which took `step_s`."""
@@ -348,8 +359,8 @@ class DiskTier:
             self._copy_to_host(self._host_tier)
         if not self.unsaved:
             return False
-        with self._lock:
-            has_room = self._lock.wait_for(lambda: self._has_room(_IDLE_QUEUE_BYTES), _IDLE_WAIT_S)
+        with self._changed:
+            has_room = self._changed.wait_for(lambda: self._has_room(_IDLE_QUEUE_BYTES), _IDLE_WAIT_S)
         if has_room:
             if (name := self._next_savable(waits=True)) is None:
                 return False
@@ -361,7 +372,7 @@ class DiskTier:
         block or if these blocks are to be saved before others."""
         self._memory.move_blocks(self._cache.take_moves())
         host_tier.end_plan()
-        while host_tier.has_uncopied and (not self.unsaved or any(map(host_tier.copies_later, self._first))):
+        while host_tier.has_uncopied and (not self.unsaved or any(map(host_tier.copies_later, self._prioritised))):
             host_tier.begin_plan()
             self._memory.move_blocks(self._cache.take_moves())
             host_tier.end_plan()
@@ -373,8 +384,8 @@ class DiskTier:
 
     def prioritise(self, names: Iterable[Name]) -> None:
         """Save these blocks before others."""
-        first = [name for name in names if name in self.unsaved or self._comes_later(name)]
-        self._first.update(dict.fromkeys(first))
+        first = [name for name in names if name in self.unsaved or self._will_be_copied(name)]
+        self._prioritised.update(dict.fromkeys(first))
         if self._host_tier is not None:
             self._host_tier.prioritise(first)
 
@@ -383,7 +394,7 @@ class DiskTier:
         under way. Returns None if there is none, or if the queue has no room."""
         if not self._has_room():
             return None
-        in_order = chain(filter(self.unsaved.__contains__, self._first), self.unsaved)
+        in_order = chain(filter(self.unsaved.__contains__, self._prioritised), self.unsaved)
         candidates = islice(in_order, _MOST_PASSED)
         return next((name for name in candidates if self.is_settled(name[0], [self.unsaved[name]], waits)), None)
 
@@ -393,12 +404,12 @@ class DiskTier:
         wait_s = self._wait_for_workers()
         begin = self._clock()
         contents = self._memory.read_blocks(name[0], [self.unsaved.pop(name)])[0]
-        self._first.pop(name, None)
-        with self._lock:
+        self._prioritised.pop(name, None)
+        with self._changed:
             self._queue.append((name, contents))
-            self._queued.add(name)
+            self._queued[name] = contents
             self._queued_bytes += contents.nbytes
-            self._lock.notify_all()
+            self._changed.notify_all()
         return wait_s + self._clock() - begin + (self._write_s if self._host_tier is None else 0.0)
 
     def _wait_for_workers(self) -> float:
@@ -418,17 +429,17 @@ class DiskTier:
         long."""
         if may_skip and len(self._queue) >= _MOST_QUEUED:
             return
-        with self._lock:
+        with self._changed:
             self._queue.append(work)
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def _write(self) -> None:
         """The writer's thread: write queued blocks until the tier is closed."""
         while True:
-            with self._lock:
+            with self._changed:
                 self._is_writing = False
-                self._lock.notify_all()
-                self._lock.wait_for(lambda: self._queue or self._is_closed)
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._queue or self._is_closed)
                 if not self._queue:
                     return
                 item = self._queue.popleft()
@@ -443,16 +454,19 @@ class DiskTier:
                 logger.exception("the cache on disk could not be changed")
 
     def _write_block(self, name: Name, contents: NDArray[np.uint8]) -> None:
-        begin = time.thread_time()
-        is_written = self.write_file(name, contents, self.keep_until.get(name, 0.0))
-        with self._lock:
+        begin, keep_until, latest = time.thread_time(), self.keep_until.get(name, 0.0), 0.0
+        is_written = self.write_file(name, contents, keep_until)
+        with self._changed:
             self._write_s += (time.thread_time() - begin - self._write_s) / 8
-            if name in self._queued:  # it was not forgotten
-                self._queued.remove(name)
+            # `forget_pools` may have forgotten it meanwhile, and the engine's thread may have queued it again.
+            if self._queued.get(name) is contents:
+                del self._queued[name]
                 self._queued_bytes -= contents.nbytes
-                self.keep_until.pop(name, None)
+                latest = self.keep_until.pop(name, 0.0)
             self._stats.num_disk_written += is_written
             self._stats.disk_written_bytes += contents.nbytes * is_written
+        if latest > keep_until:  # pinned during the write
+            self.files.keep([name], latest)
 
     def write_file(self, name: Name, contents: NDArray[np.uint8], keep_until: float = 0.0) -> bool:
         """Write a block, in the writer's thread. Returns False, and counts the block as dropped, if the folder does not
@@ -466,6 +480,6 @@ class DiskTier:
         if error and (error != self._last_error or now >= self._next_warning):
             logger.warning("blocks of the KV cache are not kept on disk: %s", error)
             self._last_error, self._next_warning = error, now + _WARNING_S
-        with self._lock:
+        with self._changed:
             self._stats.num_disk_dropped += not is_written
         return is_written

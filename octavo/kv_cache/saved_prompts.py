@@ -42,7 +42,7 @@ class SavedPrompts:
             return
         self._expected.discard(request.request_id)
         limit = min(len(request.prompt.token_ids) // self._cache.block_size, len(seq.block_hashes))
-        num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._tier.watches)
+        num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._tier.pools_or_disk)
         names = self._cache.prefix_names(seq.block_hashes, num_blocks)
         for name in names:  # the folder may have lost blocks that were saved once
             self._tier.note_in_memory(name)

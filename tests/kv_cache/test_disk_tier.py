@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -511,7 +512,7 @@ def test_who_waits_until_all_is_saved_is_woken_when_the_last_unsaved_block_is_lo
     one = engines()
     one.compute(list(range(22)))
     one.tier._eviction_save_s = 0.0
-    lock, *names = one.tier._lock, *one.tier.unsaved
+    lock, *names = one.tier._changed, *one.tier.unsaved
     lose = one.tier.forget_unsaved if loss == "forgotten" else one.tier.save_before_eviction
     for name in names[1:]:
         lose(name)
@@ -602,6 +603,34 @@ def test_a_block_that_is_kept_while_it_is_written_leaves_nothing(engines: Any) -
     one.save()
     wait_until(lambda: one.files.sessions())
     assert one.tier.keep_until == {} and len(one.files._kept) == 2, "the block and the session's file"
+
+
+def test_a_block_that_is_pinned_during_its_write_is_kept(engines: Any) -> None:
+    one = engines()
+    one.files.write, began, may_go = held(one.files.write)
+    one.compute(list(range(4)))
+    one.tier.save_while_idle()
+    began.wait()
+    one.tier.pin_pending_blocks(one.contents(), time.time() + 1000.0)
+    may_go.set()
+    one.save()
+    assert one.tier.keep_until == {} and one.stats().disk_kept_bytes > 0
+
+
+def test_a_block_that_is_forgotten_during_its_write_and_pinned_again_is_kept(engines: Any) -> None:
+    one = engines()
+    one.files.write, began, may_go = held(one.files.write)
+    one.compute(list(range(4)))
+    one.tier.save_while_idle()
+    began.wait()
+    one.tier.forget_pools(removes_files=True)
+    one.cache.forget_prefixes()
+    one.compute(list(range(4)))
+    one.tier.pin_pending_blocks(one.contents(), time.time() + 1000.0)
+    one.tier.save_while_idle()
+    may_go.set()
+    one.save()
+    assert one.tier.keep_until == {} and one.stats().disk_kept_bytes > 0 and one.tier._queued_bytes == 0
 
 
 def turn_of(engine: Engine, tokens: list[int], session: str, ttl_s: float = 1000.0) -> None:

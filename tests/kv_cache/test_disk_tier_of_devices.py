@@ -90,7 +90,7 @@ def test_blocks_of_a_saved_prompt_are_copied_and_saved_before_others(
     one.end(first)
     one.save()
     assert written[:3] == one.names(first)
-    assert set(written[3:]) == set(one.names(others)) and not one.tier._first
+    assert set(written[3:]) == set(one.names(others)) and not one.tier._prioritised
 
 
 def test_a_saved_prompt_that_the_folder_has_is_not_copied_again(engines: Callable[[], DeviceEngine]) -> None:
@@ -138,7 +138,7 @@ def test_who_waits_until_all_is_saved_is_woken_when_nothing_is_left_to_copy(
 ) -> None:
     one = engines()
     [name] = one.names(one.compute(list(range(SIZE))))
-    lock = one.tier._lock
+    lock = one.tier._changed
     if way != "the cache is reset":
         one.tier.write_file(name, one.memory.blocks[0][0])
     if way == "the host has the block":
