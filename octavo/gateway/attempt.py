@@ -75,7 +75,7 @@ class Attempt:
     is_canary: bool = False  # the model whose canary it is comes next
 
     @property
-    def may_leave(self) -> bool:
+    def may_yield_to_model(self) -> bool:
         """Whether the canary gives the request to its model if it cannot answer. A stream that has begun stays."""
         return self.is_canary and not self.client.has_answer
 
@@ -94,7 +94,8 @@ class Attempt:
 
     def classify(self, answer: Answer) -> Outcome:
         """Return what a replica's answer means for the request. Changes nothing."""
-        request, status, has_others = self.request, answer.status, self.may_leave or bool(self.untried_replicas())
+        request, status = self.request, answer.status
+        has_others = self.may_yield_to_model or bool(self.untried_replicas())
         wants_whole_answer = request.path in _GENERATING_PATHS and not request.body.streams
         is_cut_off = bool(answer.header(CUT_OFF)) and (status >= 500 or wants_whole_answer)
         asks_again_later = status in BUSY_STATUSES + GATEWAY_STATUSES and self.retry.may_still_resume

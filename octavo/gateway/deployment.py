@@ -226,7 +226,7 @@ class Deployment:
         for replica in (*self.replicas, *self._gone):
             replica.upstream.close()
 
-    async def discovered(self) -> None:
+    async def wait_for_addresses(self) -> None:
         """Wait for the first addresses of replicas that are discovered, for some seconds at most."""
         if self.entry.discover is not None and not self.has_addresses.is_set():
             with contextlib.suppress(TimeoutError):

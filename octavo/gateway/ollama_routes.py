@@ -139,7 +139,7 @@ class OllamaRoutes:
             if counter is None:
                 deployment.ask_to_keep(request.keep_alive)
             if request.keep_alive != 0:
-                await self._proxy.until_ready(deployment, client)
+                await self._proxy.wait_until_ready(deployment, client)
         await _reply(client, loaded_answer(request, "unload" if request.keep_alive == 0 else "load"))
 
     async def _tags(self, client: Client, key: Key | None) -> None:

@@ -5,7 +5,7 @@ while they had it: it may crash them.
 
 The states of a request at a model, and the methods that move it there:
 
-    starting   waits for the model's start                      `_start`
+    starting   waits for the model's start                      `_start_if_needed`
     sending    a replica has it; no byte of the answer is here  `_answer_with_replica`
     streaming  the client gets the answer                       `_forward_answer`
     lost       the replica was lost amid the client's stream    `_handle_lost_replica`, which sets `resume_deadline`
@@ -31,6 +31,7 @@ import posixpath
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import assert_never
 from urllib.parse import unquote
 
 from octavo.errors import RequestError
@@ -114,8 +115,8 @@ class Proxy:
     async def _answer_with_fallbacks(
         self, deployment: Deployment, pinned_replica: Replica | None, request: ProxyRequest, client: Client
     ) -> None:
-        """Have a model answer, or else its fallbacks, or first its canary. The client gets the error of the model
-        itself."""
+        """Have the request's model answer. Its canary, if it has one, is asked first; its fallbacks are asked if it
+        cannot. If none can, the client gets the model's own error."""
         errors: list[RequestError] = []
         retry = RetryState()
         canary = self._canary_of(deployment, pinned_replica, request)
@@ -139,8 +140,8 @@ class Proxy:
         self, deployment: Deployment, pinned_replica: Replica | None, request: ProxyRequest
     ) -> Deployment | None:
         """Return the canary that answers this conversation, if there is one and it is ready. One that does not run is
-        started once the model itself runs, and this request does not wait for it. Requests about kept things go to the
-        model."""
+        started once the model itself runs, and this request does not wait for it. Requests about something that a
+        replica keeps (files, batches, conversations, stored answers) go to the model."""
         is_for_model = (
             pinned_replica is not None or request.kept_id is not None or request.body.refers_to is not None
             or route_of(request.path) in ("/v1/files", "/v1/batches", "/v1/conversations")
@@ -171,13 +172,13 @@ class Proxy:
     async def _answer_with_model(self, attempt: Attempt) -> None:
         """Have a replica of the model answer."""
         deployment, retry = attempt.deployment, attempt.retry
-        await deployment.discovered()
+        await deployment.wait_for_addresses()
         num_rounds = 2  # restart the model once, if its last replica died meanwhile
         while num_rounds:
             try:
                 # 1. Start the model, and have a long prompt computed elsewhere.
-                await self._start(attempt)
-                await self._have_prompt_computed(attempt)
+                await self._start_if_needed(attempt)
+                await self._prefill_elsewhere(attempt)
                 if deployment.is_cut_off:  # meanwhile
                     raise _stopping()
                 # 2. Ask its replicas.
@@ -191,7 +192,7 @@ class Proxy:
                 if deployment.state == "ready":
                     await self._pause(attempt)
                 retry.allow_again()
-            elif attempt.pinned_replica is not None or deployment.state == "ready" or attempt.may_leave:
+            elif attempt.pinned_replica is not None or deployment.state == "ready" or attempt.may_yield_to_model:
                 break
             else:
                 num_rounds -= 1
@@ -201,13 +202,13 @@ class Proxy:
             retry_after_s=max(1, round(min(breaker_waits_s, default=1.0))),
         )  # fmt: skip
 
-    async def _start(self, attempt: Attempt) -> None:
-        """Start the model if it does not run. For a stream that has lost its replica a start that fails is like a
-        replica that fails: it waits for the next start."""
+    async def _start_if_needed(self, attempt: Attempt) -> None:
+        """Start the model if it does not run. For a stream that has lost its replica, a failed start is retried like a
+        failed replica, until `resume_deadline`."""
         if attempt.deployment.state == "ready":
             return
         try:
-            await self.until_ready(attempt.deployment, attempt.client, attempt.retry.resume_deadline)
+            await self.wait_until_ready(attempt.deployment, attempt.client, attempt.retry.resume_deadline)
         except RequestError as refusal:
             if refusal.code != "start_failed" or not attempt.retry.may_still_resume:
                 raise
@@ -217,13 +218,13 @@ class Proxy:
     async def _pause(self, attempt: Attempt) -> None:
         await self._keep_alive.during(asyncio.sleep(_PAUSE_S), "no replica can go on yet", attempt.client)
 
-    async def _have_prompt_computed(self, attempt: Attempt) -> None:
+    async def _prefill_elsewhere(self, attempt: Attempt) -> None:
         """Have another model's replica compute a long prompt, before a replica gets the request."""
         deployment, request, retry = attempt.deployment, attempt.request, attempt.retry
         if attempt.pinned_replica is None and not retry.tried and self._prefill.is_wanted(deployment, request):
             work = self._prefill.compute(deployment, request, retry)
             blocks_at = await self._keep_alive.during(work, "the prompt is computed", attempt.client)
-            attempt.request = replace(request, blocks_at=blocks_at)
+            attempt.request = replace(request, blocks_at=blocks_at)  # for all replicas that are asked from now on
 
     async def _answer_with_replicas(self, attempt: Attempt) -> None:
         """Have a replica answer, one after another. Each try excludes one, so the loop ends."""
@@ -237,7 +238,7 @@ class Proxy:
                 retry.last_failure = str(error)
             if self.is_stopping:
                 raise _stopping()
-            if attempt.may_leave and retry.num_lost:
+            if attempt.may_yield_to_model and retry.num_lost:
                 break
             if retry.num_lost >= _MAX_LOST:
                 raise RequestError(
@@ -264,58 +265,68 @@ class Proxy:
             headers += [(PROMPT_NAMES, names)] if names else []
         attempt.deployment.router.begin(replica)
         silence_timer = self._keep_alive.watch_silence(client, replica)
+        answer: Answer | None = None
         try:
             try:
-                silence_timer.answer = await replica.upstream.send(request.method, request.target, headers, body)
-                data = await silence_timer.answer.read()
+                answer = await replica.upstream.send(request.method, request.target, headers, body)
+                silence_timer.answer = answer
+                data = await answer.read()
             except UpstreamError as error:
                 self._record_send_failure(attempt, replica, error)
                 raise _ReplicaError(f"replica {replica.name}: {error}") from None
-            outcome = attempt.classify(silence_timer.answer)
-            self._record(attempt, replica, outcome, silence_timer.answer)
+            outcome = attempt.classify(answer)
+            self._record(attempt, replica, outcome, answer)
             if outcome is not Outcome.DELIVER:
-                raise _refused(replica, outcome, silence_timer.answer)
-            if silence_timer.answer.status < 300:
+                raise _refused(replica, outcome, answer)
+            if answer.status < 300:
                 stream_id = client.progress.id if client.progress.is_resumable else None
                 self._placement.note_created(request, attempt.deployment, replica, data, stream_id)
-            await self._forward_answer(attempt, replica, silence_timer.answer, data)
+            await self._forward_answer(attempt, replica, answer, data)
         finally:
             attempt.deployment.router.end(replica)
-            if silence_timer.answer is not None:
-                silence_timer.answer.close()
-            attempt.deployment.close_if_gone(replica)
-            await silence_timer.end()
+            if answer is not None:
+                answer.close()
+            attempt.deployment.close_if_gone(replica)  # after `router.end`: it looks for requests in flight
+            await silence_timer.end()  # last: if this wait is cancelled, all else is done
 
     def _record(self, attempt: Attempt, replica: Replica, outcome: Outcome, answer: Answer | None = None) -> None:
-        """Record the outcome with the breaker, the metrics and the retry state. Decides nothing."""
+        """Record the outcome with the breaker, the metrics and the retry state. Decides nothing. `answer` is None if
+        the outcome is not about a replica's whole answer: UNREACHABLE, LOST, BROKEN."""
         metrics, retry, progress, name = self._metrics, attempt.retry, attempt.client.progress, attempt.deployment.name
-        # 1. The breaker. A lost stream asks a replica behind a proxy (502, 504: `BUSY`) again every second. These
-        # answers are not counted, as they would keep other requests away for a minute.
-        if answer is None:
-            replica.breaker.fail()
-        elif outcome is not Outcome.BUSY:
-            replica.count_answer(answer)
-        # 2. The retry state.
-        if outcome is Outcome.BUSY:
-            retry.busy.add(replica)
-        elif outcome is Outcome.CANNOT_RESUME:
-            retry.cannot_resume.add(replica)
-        elif outcome is Outcome.BROKEN:
-            retry.record_lost(has_new_tokens=progress.has_grown())
-        elif outcome is not Outcome.DELIVER:
-            retry.record_lost(had_request=outcome is not Outcome.UNREACHABLE)
-        # 3. The metrics.
-        if outcome is Outcome.BROKEN:
-            metrics.broken_streams.labels(name, replica.name).inc()
-        elif outcome is Outcome.DELIVER and answer is not None:
-            attempt.client.answered_by = (name, replica.name)
-            if progress.is_resumable and answer.header(RESUMABLE):
-                metrics.resumed.labels(name, replica.name).inc()
-            if not attempt.client.has_answer:
-                metrics.requests.labels(name, replica.name, answer.status).inc()
-                metrics.first_byte.labels(name).observe(time.monotonic() - attempt.request.arrival)
-        elif outcome is not Outcome.CANNOT_RESUME:
-            metrics.retries.labels(name, replica.name).inc()
+        match outcome:
+            case Outcome.UNREACHABLE | Outcome.LOST:
+                replica.breaker.fail()
+                retry.record_lost(had_request=outcome is Outcome.LOST)
+                metrics.retries.labels(name, replica.name).inc()
+            case Outcome.ENGINE_DIED:
+                assert answer is not None
+                replica.count_answer(answer)
+                retry.record_lost()
+                metrics.retries.labels(name, replica.name).inc()
+            case Outcome.BUSY:
+                # The breaker does not count it: a lost stream asks a replica behind a proxy (502, 504) every second,
+                # and the breaker would then refuse everyone for a minute.
+                retry.busy.add(replica)
+                metrics.retries.labels(name, replica.name).inc()
+            case Outcome.CANNOT_RESUME:
+                assert answer is not None
+                replica.count_answer(answer)
+                retry.cannot_resume.add(replica)
+            case Outcome.BROKEN:
+                replica.breaker.fail()
+                retry.record_lost(has_new_tokens=progress.has_grown())
+                metrics.broken_streams.labels(name, replica.name).inc()
+            case Outcome.DELIVER:
+                assert answer is not None
+                replica.count_answer(answer)
+                attempt.client.answered_by = (name, replica.name)
+                if progress.is_resumable and answer.header(RESUMABLE):
+                    metrics.resumed.labels(name, replica.name).inc()
+                if not attempt.client.has_answer:
+                    metrics.requests.labels(name, replica.name, answer.status).inc()
+                    metrics.first_byte.labels(name).observe(time.monotonic() - attempt.request.arrival)
+            case _:
+                assert_never(outcome)
 
     def _record_send_failure(self, attempt: Attempt, replica: Replica, error: UpstreamError) -> None:
         is_unreachable = isinstance(error, UnreachableError)
@@ -359,7 +370,7 @@ class Proxy:
         reason = "the gateway is stopping" if self.is_stopping else "its replica was lost amid the answer"
         raise RequestError(f"The model {name} did not end its answer: {reason}.", status=503, code="replica_lost")
 
-    async def until_ready(self, deployment: Deployment, client: Client, resume_deadline: float = 0.0) -> None:
+    async def wait_until_ready(self, deployment: Deployment, client: Client, resume_deadline: float = 0.0) -> None:
         """Wait for a model, with comments for a client that streams; until `resume_deadline` for a stream that has lost
         its replica. Raises `RequestError`."""
         retry_after_s = max(1, round(deployment.start_s))

@@ -78,10 +78,10 @@ def test_a_canary_that_is_not_ready_starts_beside_the_requests(clock: Clock, mon
 
     async def find_nothing(source: object, move_to: object) -> None: ...
 
-    async def discovered(deployment: Deployment) -> None:
+    async def wait_for_addresses(deployment: Deployment) -> None:
         waits.append(deployment.name)
 
-    monkeypatch.setattr(Deployment, "discovered", discovered)
+    monkeypatch.setattr(Deployment, "wait_for_addresses", wait_for_addresses)
     monkeypatch.setattr("octavo.gateway.deployment.follow", find_nothing)
 
     async def run() -> None:

@@ -83,7 +83,7 @@ def test_a_replica_that_was_discovered_is_named_with_a_proof_of_its_key(
             source = prefill.address.replace("http:", "dns+http:")
             models["p"] = {"discover": source, "served_model_name": "m", "api_key_env": "PROMPTS_KEY"}
             async with gateway(models) as gate:
-                await gate.deployment("p").discovered()
+                await gate.deployment("p").wait_for_addresses()
                 assert (await gate.ask("a", messages=LONG)).status_code == 200
             assert prefill.asked[0].headers["authorization"] == "Bearer p"
             sent = decode.asked[0].headers
