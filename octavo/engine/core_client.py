@@ -43,11 +43,12 @@ _MAX_PATH_BYTES = 98  # of the sockets' folder; a socket's path, with "/out", ha
 class CoreProcess:
     """A core process that does its imports while its parent makes the configuration."""
 
+    _saving_s = 0.0  # that it may take to save blocks, from its configuration
+
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         """`environment` is added to this process's variables."""
         command = child_command("octavo.engine.core_process", str(time.monotonic()), logs.current_format())
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | (environment or {}))
-        self._saving_s = 0.0
 
     def configure(self, args: CoreProcessArgs) -> None:
         """Send the configuration."""
