@@ -22,6 +22,8 @@ _TURN_ENDS = (
 )  # fmt: skip
 # Harmony's messages end with <|end|>, and its turns with these tokens.
 _HARMONY_ENDS = {"<|return|>", "<|call|>"}
+# In a chat template: turns of several messages, each of which ends with <|eom|> (Muse Glimmer).
+_MESSAGE_TO_SELF = "assistant to=self"
 _MAX_LAYERS = 1 << 13
 # llama.cpp's keys below general.sampling. whose meaning is that of generation_config.json's.
 _SAMPLING_KEYS = {
@@ -150,7 +152,8 @@ def _token_ids(file: GGUFFile) -> dict[str, Any]:
         if value is not None and type(value) is not int:
             raise LoadError(f"{file.path}: tokenizer.ggml.{name}_token_id is {str(value)[:60]}, no token id.")
     # A chat model ends its turn with eot or eom (Llama 3's <|eot_id|>, <|eom_id|>) where eos ends a document.
-    named = [read[name] for name in ("eos", "eot", "eom") if read[name] is not None]
+    kinds = ("eos", "eot") if _has_messages(file) else ("eos", "eot", "eom")
+    named = [read[name] for name in kinds if read[name] is not None]
     eos = list(dict.fromkeys([*named, *_turn_ends(file)]))
     ids = {
         "bos_token_id": read["bos"],
@@ -158,6 +161,12 @@ def _token_ids(file: GGUFFile) -> dict[str, Any]:
         "pad_token_id": read["padding"],
     }
     return {key: value for key, value in ids.items() if value is not None}
+
+
+def _has_messages(file: GGUFFile) -> bool:
+    """Return whether the mark <|eom|> ends a message and not the turn."""
+    template = file.metadata.get("tokenizer.chat_template")
+    return isinstance(template, str) and _MESSAGE_TO_SELF in template
 
 
 def _sampling_defaults(file: GGUFFile) -> dict[str, float]:
@@ -183,6 +192,8 @@ def _turn_ends(file: GGUFFile) -> list[int]:
     known = [text for text in _TURN_ENDS if text in ids]
     if ids.keys() >= _HARMONY_ENDS:
         known = [text for text in known if text != "<|end|>"]
+    if _has_messages(file):
+        known = [text for text in known if text != "<|eom|>"]
     template = file.metadata.get("tokenizer.chat_template")
     if not known and isinstance(template, str):
         types = file.metadata.get("tokenizer.ggml.token_type")

@@ -113,6 +113,9 @@ OPEN = "{% for m in messages %}<|user|>{{ m.content }}{{ eos_token }}{% endfor %
         # Harmony's messages end with <|end|>, and its turns do not.
         (["a", "b", "<|return|>", "<|call|>", "<|end|>"], None, (2, 3)),
         (["a", "b", "</s>", "<|end|>", "c"], None, (2, 3)),
+        # Muse Glimmer's reasoning is a message of its own.
+        (["a", "b", "</s>", "<|eot|>", "<|eom|>"], "{{ '<|start|>assistant to=self<|message|>' }}", (2, 3)),
+        (["a", "b", "</s>", "<|eot|>", "<|eom|>"], CHATML, (2, 3, 4)),
     ],
 )
 def test_ends_of_turns_that_a_file_does_not_name_are_known_by_their_text_or_by_the_template(
