@@ -57,7 +57,8 @@ def upload(x: Tensor | NDArray[Any], device: torch.device) -> Tensor:
     for begin in range(0, len(tensor), rows):
         if len(copied) == 2:
             copied.pop(0).synchronize()
-        out[begin : begin + rows].copy_(tensor[begin : begin + rows].pin_memory(), non_blocking=True)
+        piece = tensor[begin : begin + rows].contiguous()  # a part of a transposed array would pin all of it
+        out[begin : begin + rows].copy_(piece.pin_memory(), non_blocking=True)
         copied.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
         copied[-1].record()
     return out

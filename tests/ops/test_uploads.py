@@ -32,6 +32,7 @@ def test_a_large_array_arrives_in_pieces(monkeypatch: pytest.MonkeyPatch, rows: 
 
     def pinned(tensor: torch.Tensor) -> torch.Tensor:
         most.append(_Event.waiting)
+        assert tensor.is_contiguous()
         return tensor.clone()
 
     monkeypatch.setattr(torch_arrays, "_PIECE_BYTES", 3 * 24 * 2)
