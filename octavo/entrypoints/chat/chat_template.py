@@ -160,7 +160,7 @@ def _adapt_messages(
         conversation = with_counted_ids(conversation)
     # 3. Media without placeholders are refused before any step adds parts of its own.
     has_parts = any(isinstance(message.get("content"), list) for message in conversation)
-    if placeholders is None and (types := _other_part_types(conversation)):
+    if has_parts and placeholders is None and (types := _other_part_types(conversation)):
         raise RequestError(
             f"parts of the type {', '.join(sorted(types))} are not supported here. Images: chat completions, "
             "Responses, Messages, LLM.chat. Audio: the same without Messages. Videos: chat completions, LLM.chat.",
@@ -194,9 +194,10 @@ def _adapt_messages(
     if has_results and not (traits.writes_results and (traits.describes_tools or traits.writes_calls)):
         conversation = _tool_results_as_user_messages(conversation)
     # 9. Media become their placeholders where the template does not read their parts. Results (8) may have media.
-    reads_parts = content_format != "string" and _template_mentions_part_types(template, conversation)
-    if has_parts and placeholders is not None and not reads_parts:
-        conversation = [_with_placeholders(message, placeholders) for message in conversation]
+    if has_parts and placeholders is not None:
+        reads_parts = content_format != "string" and _template_mentions_part_types(template, conversation)
+        if not reads_parts:
+            conversation = [_with_placeholders(message, placeholders) for message in conversation]
     # 10. At last contents become lists of parts, or texts, as each role takes them: the steps before add to both.
     if content_format == "openai" or (content_format == "auto" and traits.takes_only_parts):
         conversation = [_with_parts(message) for message in conversation]

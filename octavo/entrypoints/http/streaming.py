@@ -269,7 +269,7 @@ def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> Gene
         has_gone = True
         task.cancel()
 
-    watcher = asyncio.ensure_future(watch())
+    watcher = task.get_loop().create_task(watch())
     try:
         return (yield from go_on(work, waited_for))
     except asyncio.CancelledError:
