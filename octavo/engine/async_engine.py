@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DELIVERY_S = 0.002  # the most time in one turn of the event loop for delivering outputs to streams
+_DELIVERY_S = 0.001  # the most time in one turn of the event loop for delivering outputs to streams
 _STREAMS_PER_CLOCK_READING = 32
 
 
