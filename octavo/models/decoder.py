@@ -26,9 +26,9 @@ from octavo.step_batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingUses:
-    """What later layers and stages need from a step's embedding [T, H]: copies, because layers overwrite the
-    embedding. The zeros beside a copy are overwritten too."""
+class EmbeddingCopies:
+    """What later layers and stages read of a step's embedding [T, H]. Copies, because layers overwrite the embedding.
+    The zeros beside a copy are filled in later."""
 
     stage_output: Array | None  # [T, stage_width], [zeros, embedding]: the last layer's output is added to the zeros
     padded_embedding: Array | None  # [T, 2 * H], [zeros, embedding]: each reused layer writes its input over the zeros
@@ -94,13 +94,13 @@ class Decoder:
         self.can_compute_logits_locally = self._output.can_compute_logits_locally
         self.logits, self.pool = self._output.logits, self._output.pool
         self.final_norm, self.logits_of_normed = self._output.final_norm, self._output.logits_of_normed
-        # 4. Facts for workers and adapters.
+        # 4. Facts for workers and adapters. Last, because every part above adds its matrices to `parameters`.
         self.residual_dtype = self._choose_residual_dtype()
         self._num_weight_bytes = parameters.num_matrix_bytes
         self._matrices, self._expert_matrices = parameters.matrices, parameters.expert_matrices
 
     def _build_zero_padded_embeddings(self, parameters: Parameters) -> None:
-        """Build the makers of buffers [0, embedding] to which hidden states are added later: by reused layers
+        """Build what makes rows [zeros, embedding]. Hidden states are added to the zeros later: by reused layers
         (`_reused_input_rows`) or at the end of the stage (`_stage_rows`)."""
         description, size = self.description, self.hidden_size
         # Reused layers read rows [hidden, embedding].
@@ -121,7 +121,8 @@ class Decoder:
         return blocks
 
     def _ignore_other_weights(self, weights: Weights) -> None:
-        """Tell `weights` which tensors of the checkpoint this stage does not use."""
+        """Tell `weights` which tensors of the checkpoint this stage does not use: at any time before
+        `Weights.check_all_taken`."""
         description = self.description
         layers, own = description.checkpoint_layers, description.stage
         # Other stages' layers, and layers after the last that are not used, such as multi-token prediction's.
@@ -194,48 +195,50 @@ class Decoder:
         # 1. Embed the tokens, or take the rows of the previous stage.
         residual, embedding = self._split_input(batch)
         # 2. Compute what later layers need from the embedding, before the layers overwrite it.
-        uses = self._embedding_uses(batch, embedding)
+        copies = self._copy_embedding(batch, embedding)
         # 3. Run the layers. With AltUp there are several residual streams side by side.
         if self._altup is not None and self.description.is_first_stage:
             residual = self._altup.expand(residual)
-        residual = self._run_layers(residual, batch, caches, uses)
+        residual = self._run_layers(residual, batch, caches, copies)
         # 4. Return the rows for the next stage, or the hidden states.
-        if uses is not None and uses.stage_output is not None:
-            self._ops.add(uses.stage_output[:, : residual.shape[1]], residual)
-            return uses.stage_output
+        if copies is not None and copies.stage_output is not None:
+            # Some stage's blocks accept no float32 stream if layers read the embedding, so no stage has one.
+            assert self.residual_dtype == self._dtype, "rows for the next stage have the model's type"
+            self._ops.add(copies.stage_output[:, : residual.shape[1]], residual)
+            return copies.stage_output
         if self._altup is not None and self.description.is_last_stage:
             residual = self._altup.merge(residual)
         return self._output.final_norm(residual) if self._output.pools else residual
 
-    def _embedding_uses(self, batch: StepBatch, embedding: Array) -> EmbeddingUses | None:
+    def _copy_embedding(self, batch: StepBatch, embedding: Array) -> EmbeddingCopies | None:
         """Return what later layers and stages need from the embedding [T, H]; None if they need nothing, as in most
         models."""
         per_layer, stage_rows, reused_rows = self._per_layer_embeddings, self._stage_rows, self._reused_input_rows
         if per_layer is None and stage_rows is None and reused_rows is None:
             return None
         per_layer_inputs = None if per_layer is None else per_layer.embed(batch.token_ids, embedding)
-        return EmbeddingUses(
+        return EmbeddingCopies(
             stage_output=None if stage_rows is None else stage_rows.padded_left(embedding),
             padded_embedding=None if reused_rows is None else reused_rows.padded_left(embedding),
             per_layer_inputs=per_layer_inputs,
         )
 
     def _run_layers(
-        self, residual: Array, batch: StepBatch, caches: Sequence[LayerKVCache], uses: EmbeddingUses | None
+        self, residual: Array, batch: StepBatch, caches: Sequence[LayerKVCache], copies: EmbeddingCopies | None
     ) -> Array:
         """Return the residual streams [T, streams * H] after this stage's layers."""
         caches_by_layer = self._resolve_caches(batch, caches)
-        padded_embedding = None if uses is None else uses.padded_embedding
-        added_after: dict[int, Array] = {}  # by layer: the deferred output of an earlier layer
+        padded_embedding = None if copies is None else copies.padded_embedding
+        deferred_by_layer: dict[int, Array] = {}  # an earlier layer's output, by the layer after which it is added
         for layer, block in self._blocks.items():
             if self.on_layer_input is not None:
                 self.on_layer_input(layer, residual)
             (tables, cache), second_cache = caches_by_layer[layer]
             residual = block.forward(residual, batch, tables, cache, second_cache, padded_embedding)
             if (output := block.take_deferred()) is not None:
-                added_after[layer + self.description.layers[layer].deferred_by] = output
-            self._after_layer(layer, residual, batch, added_after.pop(layer, None), uses)
-        assert not added_after, "a deferred output would be added in another stage"
+                deferred_by_layer[layer + self.description.layers[layer].deferred_by] = output
+            self._after_layer(layer, residual, batch, deferred_by_layer.pop(layer, None), copies)
+        assert not deferred_by_layer, "a deferred output would be added in another stage"
         return residual
 
     def _split_input(self, batch: StepBatch) -> tuple[Array, Array]:
@@ -262,7 +265,12 @@ class Decoder:
         return by_layer
 
     def _after_layer(
-        self, layer: int, residual: Array, batch: StepBatch, deferred_output: Array | None, uses: EmbeddingUses | None
+        self,
+        layer: int,
+        residual: Array,
+        batch: StepBatch,
+        deferred_output: Array | None,
+        copies: EmbeddingCopies | None,
     ) -> None:
         """Change the residual stream in place after a block: steps 10 to 13 of `octavo.models.block`."""
         # 10. Add the deferred output of an earlier layer.
@@ -272,8 +280,8 @@ class Decoder:
         if layer < self.description.num_media_layers and batch.media_rows is not None:
             self._ops.add_rows(residual, batch.media_rows[layer + 1], batch.media_indices)
         # 12. Add the gated per-layer embedding.
-        if self._per_layer_embeddings is not None and uses is not None and uses.per_layer_inputs is not None:
-            self._per_layer_embeddings.add_to(residual, layer, uses.per_layer_inputs)
+        if self._per_layer_embeddings is not None and copies is not None and copies.per_layer_inputs is not None:
+            self._per_layer_embeddings.add_to(residual, layer, copies.per_layer_inputs)
         # 13. Multiply the stream by the checkpoint's factor.
         scale_in_place(self._ops, residual, self._layer_scales.get(layer, 1.0))
 

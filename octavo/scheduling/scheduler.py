@@ -1,6 +1,6 @@
 """The scheduler plans each step. A step has a token budget. Running sequences take from it first, waiting sequences
-take the rest. With chunked prefill, a waiting sequence that comes before a running prompt in scheduling order takes its
-tokens before that prompt does. In vLLM's terms: a plan is a `SchedulerOutput`, a row a place in the persistent batch,
+take the rest. With chunked prefill, a waiting sequence ahead of a running prompt in scheduling order is admitted before
+that prompt gets its next chunk. In vLLM's terms: a plan is a `SchedulerOutput`, a row a place in the persistent batch,
 running ahead is async scheduling, and awaited tokens are output placeholders.
 
 There is no prefill phase and no decode phase. A sequence has tokens left to compute: one in a decode, many in a prompt,
@@ -76,10 +76,12 @@ class Scheduler:
     """Owns the sequences. Each plan with rows that `schedule` returns goes to `update`, in order, or to `withdraw`.
 
     One thread calls all methods; `add` and `abort` may come between any two of them. If `plan.runs_ahead`, `schedule`
-    may be called before the plan's result is known. With pipeline stages every plan runs ahead. On a device that runs
-    ahead a plan runs ahead, except if `Speculation.must_wait`, or if too many of its sequences need their tokens on the
-    host (`Step.mark_in_flight`). If only a few need them, the plan runs ahead and these few are skipped in the next
-    step. On other devices no plan runs ahead.
+    may be called before the plan's result is known. A plan runs ahead:
+
+    - with pipeline stages, always
+    - on a device that runs ahead, unless `Speculation.must_wait`, rows have draft tokens, or more than
+      `step._MAX_SKIPPED` of its sequences need their tokens on the host (fewer: these skip the next step)
+    - on other devices, never
     """
 
     def __init__(
@@ -163,8 +165,8 @@ class Scheduler:
             self._add_draft_tokens(step)
             # 3. Admit waiting sequences.
             self._schedule_waiting(step)
-        # 4. If nothing can run, sequences held for beam search occupy all blocks or rows. Preempt running ones from
-        #    the end until a waiting one starts.
+        # 4. Nothing was planned though sequences run: those held for a beam search have all blocks or rows. Preempt
+        #    running ones from the end until a waiting one starts.
         while not (self._in_flight or step.sequences) and self.queues.running:
             self._preempt(self.queues.running[-1])
             self._schedule_waiting(step)
@@ -172,7 +174,7 @@ class Scheduler:
         self._add_memory_changes(step)
         if plan.rows:
             # 6. Sum up the step's work.
-            self._describe_work(step)
+            self._sum_up_work(step)
             # 7. Count the tokens as computed, and the samples as awaited if the plan runs ahead.
             may_run_ahead = self._device_runs_ahead and (
                 self._speculation is None or not self._speculation.must_wait(step.sequences, plan.rows)
@@ -295,20 +297,22 @@ class Scheduler:
                     break
                 i += 1
                 continue
-            may_wait = not (self._in_flight or step.sequences)
-            if self.fetches is not None and (readiness := self.fetches.prepare(seq, may_wait)) is not Readiness.READY:
-                # No room for its disk blocks yet. Stop, so that later sequences do not take what running ones will
-                # free. If nothing runs, a later waiting sequence already holds that room, so go on to it.
+            may_block = not (self._in_flight or step.sequences)  # nothing else can run
+            if self.fetches is not None and (readiness := self.fetches.prepare(seq, may_block)) is not Readiness.READY:
+                # NO_ROOM: if anything runs, stop, so that later sequences do not take the blocks this one waits for. If
+                # nothing runs, a later waiting sequence has them: go on to it.
                 if readiness is Readiness.NO_ROOM and (step.sequences or self.queues.running):
                     break
                 i += 1
                 continue
-            # 2. Get rows and blocks. A sequence that gets none is not overtaken: a long prompt would starve. A step in
-            #    flight may sample its next token, if it was preempted meanwhile.
-            if seq.num_needed_rows > self.queues.num_rows_left or seq.num_awaited_tokens:
+            # 2. Get rows and blocks. A sequence that gets none is not overtaken: a long prompt would starve.
+            if (
+                seq.num_needed_rows > self.queues.num_rows_left
+                or seq.num_awaited_tokens  # preempted while a step samples it: wait for the token
+            ):
                 break
-            max_step_tokens, is_alone = self.config.max_num_batched_tokens, not step.sequences
-            if self.host_tier is not None and not self.host_tier.load(seq, max_step_tokens, is_alone):
+            max_step_tokens, is_first_in_step = self.config.max_num_batched_tokens, not step.sequences
+            if self.host_tier is not None and not self.host_tier.load(seq, max_step_tokens, is_first_in_step):
                 break
             num_tokens = self._allocate_for_start(seq, step.token_budget - num_reserved_tokens, step.time_limit)
             if num_tokens == 0:
@@ -382,7 +386,8 @@ class Scheduler:
         self._stats.num_prompt_tokens += num_counted
 
     def _preempt(self, seq: Sequence, may_swap: bool = True) -> None:
-        """Preempt a running sequence. Its blocks are swapped out if possible, otherwise freed."""
+        """Preempt a running sequence. Its blocks are swapped out if possible, otherwise freed. Never a sequence of the
+        step being planned: `running` is in scheduling order, and sequences admitted ahead stand before `index`."""
         self._stats.num_preemptions += 1
         has_drafts = seq.num_awaited_tokens > 1  # draft tokens are in flight, and the result may reject some
         self.queues.preempt(seq, may_swap and not has_drafts and self.config.preemption_mode == "swap")
@@ -396,14 +401,13 @@ class Scheduler:
                 self.host_tier.end_plan()
         if self.queues.adapters is not None:
             plan.adapters = self.queues.adapters.take_loads()
-            step.group_by_adapter()
-        # A plan without rows is not executed, so it must neither load an adapter nor move a block. If any copy was
-        # planned, its sequence also has a row: each sequence alone fits in the pools, so the first one that can run
-        # always gets its blocks.
+            step.group_by_adapter()  # reorders rows, so `_add_draft_tokens`, which has their indices, comes before
+        # A plan without rows is not executed, so it must have no moves or loads. It has none: blocks are copied only
+        # for a sequence that then gets a row, as each sequence alone fits in the pools.
         assert plan.rows or not plan.adapters
         assert plan.rows or not any(plan.moves)
 
-    def _describe_work(self, step: Step) -> None:
+    def _sum_up_work(self, step: Step) -> None:
         """Sum up the step's work for the cost model and the drafter, and predict the time of a prompt token."""
         plan = step.plan
         plan.work = StepWork.of(plan.rows)
@@ -522,7 +526,8 @@ class Scheduler:
 
     def withdraw(self, plan: StepPlan, error: str) -> list[SequenceOutput]:
         """Take back the last plan, which ran out of device memory. The last of its requests in scheduling order ends
-        with an error (503). The next `schedule` plans the others again. Returns the outputs of the request that
+        with an error (503). The next `schedule` plans the others again. Call `withdraw` before it: `Step.roll_back`
+        subtracts, so no sequence of the plan may have been preempted since. Returns the outputs of the request that
         ended."""
         step = self._in_flight.pop()
         assert step.plan is plan, "only the last plan can be withdrawn"

@@ -29,7 +29,8 @@ class Step:
     @cached_property
     def time_limit(self) -> TimeLimit | None:
         """How long the step may take; None if no stream waits for it. Made at the first read: steps without prompts and
-        draft tokens never read it."""
+        draft tokens never read it. It depends on the queues at that moment. For a first prompt this is `has_room`, or
+        the length of the chunk: after the decodes before it, and before any waiting sequence is admitted."""
         return self.make_time_limit()
 
     @property
