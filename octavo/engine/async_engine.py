@@ -81,18 +81,18 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
 
     The states of a request, and the methods that move it there:
 
-        waiting      the engine takes no requests now             `_wait_until_accepted`
+        waiting      the engine takes no requests now             `_wait_until_open`
         running      `_output_processor` has its `RequestState`   `_outputs_of`; `take_over`, from another engine
         finished     `state.is_over`                              `_take_step`
         aborted      as finished; the caller still gets the       `abort_request`
                      outputs so far
         failed       its stream raises an error                   `_core_ended`, `abort_all_for_shutdown`,
-                                                                  `_wait_until_accepted`, `RequestStream.deliver`
+                                                                  `_wait_until_open`, `RequestStream.deliver`
         handed over  another engine has it                        `_hand_over`
 
     `_streams` has every request, except those handed over, from `_open_stream` until its caller stops reading
-    (`forget`). If the core dies, `Supervisor` starts another one, within `max_restarts`, and running requests keep
-    running: `Resubmission` sends them to the next core with their tokens."""
+    (`close_stream`). If the core dies, `Supervisor` starts another one, within `max_restarts`, and running requests
+    keep running: `Resubmission` sends them to the next core with their tokens."""
 
     def __init__(
         self,
@@ -142,16 +142,17 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             self.tokenizer, metrics, makes_logprobs_later=True, stream_interval=config.scheduler.stream_interval,
             log_end=partial(log_request, max_length=max_log_len) if logs_requests else None,
         )  # fmt: skip
-        # `tell`, not `send`: a message to a dying core is lost, and `core_is_ready` sends the request to the next core.
+        # `tell`: a message to a dying core may be lost; `core_is_ready` sends every running request again.
         self._resubmission = Resubmission(self._output_processor, self._supervisor.tell)
-        # By external id. A request is here while its caller reads. While it runs, `_output_processor.requests` has its
-        # state, by internal id: requests there are always here too. `_resubmission` has only internal ids. Their
-        # requests may have ended, so it looks each up in `_output_processor.requests`.
+        # Where a request is noted:
+        #
+        #   field                       by           from, until
+        #   _streams                    external id  `_open_stream` or `take_over`, until `close_stream` or `_hand_over`
+        #   _output_processor.requests  internal id  while it runs; a subset of `_streams`
+        #   _resubmission               internal id  may name requests that have ended
         self._streams: dict[str, RequestStream] = {}
         self._undelivered = deque[RequestStream]()  # streams with new outputs, in order
-        self._control = EngineControl(
-            self._supervisor, lambda: not self._output_processor.requests, self._abort_accepted
-        )
+        self._control = EngineControl(self._supervisor, lambda: not self._output_processor.requests, self._abort_sent)
         self._adapters = AdapterRequests(self._supervisor, self.inputs)
 
     @classmethod
@@ -286,8 +287,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
     ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
         """Return the outputs of a request from `inputs.process`. The generator raises what `generate` raises. Outputs
         carry `external_id`, if given, instead of the request's own id. The `sink` gets outputs while it is open
-        and the caller waits. The caller gets all other outputs, and always the last one. The engine adds the first
-        completion's tokens to the empty list `first_completion_token_ids` as they come.
+        and the caller waits. The caller gets all other outputs, and always the last one.
+        `first_completion_token_ids`: an empty list that the engine fills with the first completion's tokens.
 
         At its `deadline` the request ends with its tokens so far: finish reason "abort", stop reason "timeout".
         """
@@ -321,8 +322,10 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                 delay_s = max(0.0, request.deadline - time.monotonic())
                 timer = asyncio.get_running_loop().call_later(delay_s, stream.abort, "timeout")
             # 3. Wait until the engine takes requests, and send it to the core.
-            if await self._wait_until_accepted(stream):
-                # Send it now: the watchdog takes a registered request without steps for a hang.
+            if await self._wait_until_open(stream):
+                # Send it at once. Apart from `_wait_until_open`, no `await` may stand between
+                # `_open_stream` and here: `accept_waiter` None means that the core has the request (`_abort_sent`,
+                # `abort_request`), and the watchdog takes an unsent request of `_output_processor` for a hang.
                 self._send_to_core(self._add_state(stream, first_completion_token_ids))
             for output in stream.replayed_outputs:
                 yield output
@@ -333,10 +336,10 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                 if output.finished:
                     return
         finally:
-            # 5. Forget it, and abort it if it still runs.
+            # 5. Close its stream, and abort it if it still runs.
             if timer is not None:
                 timer.cancel()
-            stream.engine.forget(stream)  # not `self`: another engine may have taken the request over
+            stream.engine.close_stream(stream)  # not `self`: another engine may have taken the request over
             del stream  # break the reference cycle stream → error → traceback → this frame
 
     def _open_stream(self, request: EngineRequest, external_id: str, sink: Sink | None) -> RequestStream:
@@ -352,7 +355,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         stream = self._streams[external_id] = RequestStream(request, external_id, self, sink)
         return stream
 
-    async def _wait_until_accepted(self, stream: RequestStream) -> bool:
+    async def _wait_until_open(self, stream: RequestStream) -> bool:
         """Wait until the engine takes requests. Returns False if the request is aborted first. Raises the error of an
         engine that has failed or is being restarted."""
         self._supervisor.listen()
@@ -388,13 +391,13 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
     # Aborts
     #
     #   method                  tells the core       wakes the caller              drops the state
-    #   abort, _abort_accepted  `RequestStream.abort` of each request
+    #   abort, _abort_sent      `RequestStream.abort` of each request
     #   RequestStream.abort     by `abort_request`   yes; a request for vectors    by `abort_request`
     #                                                fails
     #   abort_all_for_shutdown  by `abort_request`   yes; a request without a      by `abort_request`
     #                                                token fails
     #   abort_request           if the core has it   no                            from `_output_processor`
-    #   forget                  by `abort_request`   no: the caller has gone       from `_streams` too
+    #   close_stream            by `abort_request`   no: the caller has gone       from `_streams` too
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests. A stream of text gets its output so far, with the finish reason "abort"; `pool` raises
@@ -413,17 +416,17 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             elif state is not None:
                 stream.wake()
 
-    def _abort_accepted(self) -> None:
+    def _abort_sent(self) -> None:
         """Abort the requests that the core has. Requests that still wait for the engine keep waiting."""
         for stream in list(self._streams.values()):
-            if stream.accept_waiter is None:  # otherwise it waits in `_wait_until_accepted`
+            if stream.accept_waiter is None:  # otherwise it waits in `_wait_until_open`
                 stream.abort()
 
     # Called by `RequestStream` and by other engines.
 
     def abort_request(self, stream: RequestStream, stop_reason: str | None = None) -> RequestState | None:
-        """Abort a request, in the core or while it still waits. Returns its state, or None if it has ended. The caller
-        wakes the stream."""
+        """End a request, in the core or while it still waits, and wake nobody: the caller wakes the stream. Returns
+        the request's state, or None if it has ended before."""
         request_id = stream.request.request_id
         if stream.accept_waiter is not None and not stream.was_aborted_while_waiting:
             # The core does not have the request. The state made here only gives the caller its last output.
@@ -441,15 +444,18 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             self._supervisor.tell(Abort(request_id))
         return state
 
-    def forget(self, stream: RequestStream) -> None:
-        """Forget a request whose caller reads no further output. Abort it if it still runs."""
+    def close_stream(self, stream: RequestStream) -> None:
+        """Forget a request whose caller reads no further output. Abort it if it still runs. `_outputs_of` calls this
+        exactly once for each stream."""
         self.forecast.end(stream.request.request_id)
         del self._streams[stream.external_id]
         self.abort_request(stream)
         stream.close()
 
     def take_over(self, stream: RequestStream, state: RequestState) -> None:
-        """Continue a request of another engine whose core has died."""
+        """Continue a request of another engine whose core has died. `DataParallelEngine` lets no two requests of its
+        engines have one external id."""
+        assert stream.external_id not in self._streams
         stream.engine = self
         self._streams[stream.external_id] = stream
         self._output_processor.requests[state.request.request_id] = state
@@ -529,7 +535,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
 
     def _core_ended(self, error: OctavoError) -> None:
         """Give each running request to another engine, keep it for the next core, or fail it."""
-        # 1. Fail callers that wait for the core's answers, and show an engine without requests.
+        # 1. Fail callers that wait for the core's answers, and reset the stats to an idle engine's.
         self._control.core_ended()
         self._adapters.core_ended(error)
         if self._hooks.on_core_death is not None:

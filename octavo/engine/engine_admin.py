@@ -1,6 +1,6 @@
 """What an asynchronous engine does besides answering requests: adapters, pause, sleep, and the prefix cache.
 
-`control.py` does sleep and pause, `adapter_requests.py` loads the adapters that callers name.
+`pause_and_sleep.py` does sleep and pause, `adapter_requests.py` loads the adapters that callers name.
 """
 
 from __future__ import annotations
