@@ -18,10 +18,11 @@ The work of a step in the stream:
 What differs between devices and between workers:
 
     upload     none if the device `shares_memory`; otherwise in the stream, from one of its staging buffers
-    sampling   by the leader; a follower gets the leader's tokens; no worker of a stage with a next stage samples
-    `launch`   waits for a free staging buffer (a device that `runs_ahead` has three, others one); for the hidden
-               states of a previous stage; and for its own step if there is a next stage. If the device
-               `shares_memory`, the stream computes at once: the step is done when `launch` returns
+    sampling   only by the last stage's leader; its followers get the tokens from it
+    `launch`   waits for (1) a free staging buffer, of three if the device `runs_ahead`, else one
+                         (2) the previous stage's hidden states, if there is a previous stage
+                         (3) its own step, if there is a next stage
+               If the device `shares_memory`, the stream computes at once: the step is done when `launch` returns
     `collect`  waits for the step. A follower calls it when it has the leader's tokens
 """
 
@@ -38,7 +39,7 @@ from numpy.typing import NDArray
 
 from octavo.errors import DeviceMemoryError
 from octavo.execution.block_mover import BlockMover
-from octavo.execution.cross_outputs import AlignmentPart, CrossOutputs
+from octavo.execution.cross_outputs import Alignment, AlignmentPart, CrossOutputs
 from octavo.execution.device import Device, ModelOutputs
 from octavo.execution.device_tables import DeviceTables, TableUpdates
 from octavo.execution.media_table import MediaTable
@@ -86,7 +87,8 @@ class RunnerAdapters(NamedTuple):
 
 @dataclass(slots=True)
 class DraftHooks:
-    """What speculative decoding sets on a runner after it is built."""
+    """What speculative decoding sets on a runner after it is built and before `capture`: draft heads, `Draft` and
+    `Worker` do."""
 
     keeps_features: bool = False  # steps keep `SubmittedStep.features` for a draft head
     warm_up_drafter: Callable[[Array], None] | None = None  # launches every kernel that reads features [T, F]
@@ -127,7 +129,8 @@ class Runner:
     ) -> None:
         """`table` has the sequences, and a step has at most `max_step_tokens` tokens. `grammars` compile the masks.
         `adapters`: None if none are served. `pooling`: results are vectors instead of tokens. `media`: for models that
-        take media. `cross_outputs`: for models with cross attention. `use_caches` must follow."""
+        take media. `cross_outputs`: for models with cross attention. `use_caches` must follow: before
+        it, `caches` and `mover` do not exist."""
         self.model, self.ops, self.device = model, ops, device
         self.table, self.max_step_tokens = table, max_step_tokens
         self.worker_group, self.links = worker_group, worker_group.links
@@ -268,7 +271,11 @@ class Runner:
             staging.free_event = self.device.compute.record()
 
     def _launch_rows(self, plan: StepPlan, staging: StagingBuffer) -> SubmittedStep:
-        """Gather the arrays of a plan's rows, upload them, and append the step's work to the stream."""
+        """Gather the arrays of a plan's rows, upload them, and append the step's work to the stream.
+
+        A step that fails for lack of memory is planned again. So until 9 nothing may change that a second launch needs,
+        and what 1 and 4 write, a second launch writes again. What 2 takes from `_rows_to_resend`,
+        `_memory_error_after` puts back."""
         # 1. Write the encoder outputs that the step's tokens are the first to see.
         self._write_encoder_kv(plan)
         # 2. Find the block-table entries that the device does not have yet.
@@ -282,6 +289,7 @@ class Runner:
         # A replay does not keep the queries that the alignment reads.
         captured = None if alignment_parts else self._captured_for(shape)
         if captured is not None:
+            # `staged` has the arrays of each staging buffer: views of `staging.inputs`.
             layout, arrays, inputs = captured.layout, captured.staged[staging.number], captured.inputs
         else:
             layout = StepLayout(self.limits, shape)
@@ -365,7 +373,7 @@ class Runner:
         """Append a step's work to the stream, and set its `done` event."""
         step, shape, compute = work.step, work.shape, self.device.compute
         if work.captured is not None:
-            compute.run(partial(work.captured.graph.replay, shape))
+            compute.run(partial(work.captured.replayable.replay, shape))
         compute.run(partial(self._compute_and_sample, work))
         to_host = step.staging.tokens if self._hidden_staging is None else self._hidden_staging
         compute.run(partial(self._download, step, shape.samples), writes=[to_host])
@@ -385,7 +393,7 @@ class Runner:
     def _compute_and_sample(self, work: _StreamWork) -> None:
         """In the stream: compute the step unless it was replayed, and sample its tokens."""
         step, shape = work.step, work.shape
-        outputs = self._model_outputs(work)
+        outputs, step.alignment = self._model_outputs(work)
         if self.draft_hooks.keeps_features:
             step.features = outputs.features[: shape.tokens]
         if self.links.next is not None:
@@ -402,17 +410,17 @@ class Runner:
             measured for part in work.prompt_logprob_parts for measured in part.measure(self.ops, logits_of)
         ]
 
-    def _model_outputs(self, work: _StreamWork) -> ModelOutputs:
-        """In the stream: return the outputs of the replay, or compute them."""
+    def _model_outputs(self, work: _StreamWork) -> tuple[ModelOutputs, dict[int, Alignment]]:
+        """In the stream: return the outputs of the replay, or compute them. The second result is the alignment of the
+        prompts that want it, by row."""
         if work.captured is not None:
-            return work.captured.graph.outputs
+            return work.captured.replayable.outputs, {}
         if self.cross_outputs is None or not work.alignment_parts:
-            return self.computation.outputs(work.inputs, work.shape.samples)
+            return self.computation.outputs(work.inputs, work.shape.samples), {}
         model = cast(CrossModel, self.model)
         with self.cross_outputs.keeping_queries(model):
             outputs = self.computation.outputs(work.inputs, work.shape.samples)
-        work.step.alignment = self.cross_outputs.alignment(model, work.alignment_parts, self.caches)
-        return outputs
+        return outputs, self.cross_outputs.alignment(model, work.alignment_parts, self.caches)
 
     def _sample(self, work: _StreamWork, outputs: ModelOutputs) -> None:
         """In the stream: sample on the leader. A device with its own memory stores the tokens for its next step."""
@@ -438,7 +446,8 @@ class Runner:
         if self.draft_hooks.target_token_ids is None:
             return tokens
         own_ids: Any = tokens
-        own_ids = own_ids * (own_ids > 0)  # 0 instead of `NO_TOKEN`: any token may be a draft token
+        # A failed row's `NO_TOKEN` becomes 0, so that `take_rows` stays in bounds: any draft may be wrong.
+        own_ids = own_ids * (own_ids > 0)
         ids: Any = self.ops.take_rows(self.draft_hooks.target_token_ids, own_ids)
         return cast(Array, ids.reshape(-1))
 

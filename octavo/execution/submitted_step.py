@@ -38,7 +38,7 @@ class CapturedEntry:
     layout: StepLayout
     inputs: StepArrays[Array]
     staged: list[StepArrays[NDArray[Any]]]
-    graph: CapturedStep  # a CUDA graph, or the CPU's program
+    replayable: CapturedStep  # a CUDA graph, or the CPU's program
 
 
 class SubmittedStep:

@@ -147,11 +147,11 @@ def _times_s(runner: Runner, num_rows: int, num_computed: int, num_tokens: int, 
     rows = [PlannedRow(row, num_computed, num_tokens, 1) for row in range(num_rows)]
     table.gather(StepPlan(rows=rows), captured.staged[0])
     shape = StepShape(num_rows * num_tokens, num_rows, num_samples, 0)
-    captured.graph.replay(shape)
+    captured.replayable.replay(shape)
     times_s: list[float] = []
     end = perf_counter() + _TRIES_S
     while not times_s or perf_counter() < end:
         begin = perf_counter()
-        captured.graph.replay(shape)
+        captured.replayable.replay(shape)
         times_s.append(perf_counter() - begin)
     return times_s
