@@ -72,7 +72,7 @@ async def _answer(body: MessagesRequest, raw: Request) -> Response:
         return resumable.shown(events, part.token_ids, is_last=part.finish_reason is not None)
 
     push = run.make_sink(write) if body.stream else None
-    prompt, outputs = await run_until_disconnect(run.submit(resumable.id, push, resumable), raw.receive)
+    prompt, outputs = await run_until_disconnect(run.prepare_outputs(resumable.id, push, resumable), raw.receive)
     progress = run.progress(outputs)
     if body.stream:
         headers = resumable.headers(len(prompt.token_ids))

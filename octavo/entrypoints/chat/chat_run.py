@@ -64,9 +64,9 @@ class ChatRun:
     """One chat request. Call only `count_tokens`, or call in this order:
 
     1. Optional: `make_sink`, to write chunks without waking the reader task.
-    2. `submit`. It loads earlier answers of the server and fetches media files (`_with_history_and_media`). A thread
-       renders the prompt and chooses the answers' format and grammar (`_prepare`). The request goes to the engine when
-       the first output is read.
+    2. `prepare_outputs`. It loads earlier answers of the server and fetches media files
+       (`_run_with_history_and_media`). A thread renders the prompt and chooses the answers' format and grammar
+       (`_prepare`). The request goes to the engine when the first output is read.
     3. One of: `progress`, for one choice; `parse`, for each output of each choice.
 
     The answers are remembered as they end (`AnswerRecall`).
@@ -84,11 +84,10 @@ class ChatRun:
         checks_calls: bool = False,
     ) -> None:
         """Raises `RequestError` for a template that is not trusted, and for a tool choice that is not possible.
-        `clamps_max_tokens`: lower a `max_tokens` that does not fit; without it, that is an error. `reasoning_effort`
-        and `verbosity` have no effect if the template has no variable for them. They are an error instead if the
-        server's `unknown_fields` is "error", unless `ignores_unknown_effort` is set. `only_renders`: only render the
-        prompt; never generate (`ServerState.submit`). `checks_calls`: stop reasons say whether calls satisfy their
-        schemas."""
+        `clamps_max_tokens`: lower a `max_tokens` that does not fit; without it, that is an error. A `reasoning_effort`
+        or `verbosity` that the template has no variable for is ignored; with the server's `unknown_fields` "error" it
+        is refused, unless `ignores_unknown_effort`. `only_renders`: only render the prompt; never generate
+        (`ServerState.submit`). `checks_calls`: an answer's stop reason says whether its calls satisfy their schemas."""
         check_template_is_trusted(body, state.args.trust_request_chat_template)
         check_tool_choice(body, state.formats)
         self._body = body
@@ -101,24 +100,25 @@ class ChatRun:
         self._sent_media = media_of([message.content for message in body.messages])
         answers = state.answers if not self._sent_media and can_recall(body) else None
         self._answer_recall = None if answers is None else AnswerRecall(answers, body, state)
-        self._files: dict[str, bytes] = {}  # media files by URL; filled only inside `_with_history_and_media`
+        self._media_files: dict[str, bytes] = {}  # media files by URL; filled only inside `_run_with_history_and_media`
         self._answer_format: AnswerFormat | None = None  # set by `_prepare`
         self._readers: dict[int, AnswerReader] = {}  # by index of the choice
         self._counters: dict[int, ReasoningCounter] = {}  # by index of the choice; none if answers have no reasoning
-        self._prompt_token_ids: list[int] = []  # set by `submit`
+        self._prompt_token_ids: list[int] = []  # set by `prepare_outputs`
         self._num_tokens = 0  # of the outputs read by `progress` and the sink
-        self._response_id = ""  # set by `submit`
+        self._response_id = ""  # set by `prepare_outputs`
 
-    async def submit(
+    async def prepare_outputs(
         self, response_id: str, sink: Sink | None, resumable: ResumableStream
     ) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
         """Check the request. Returns the prompt, and a generator of outputs, which submits the request when it is first
         read. `sink` is from `make_sink`. `resumable` gets the tokens of a prompt with earlier answers. Raises
         `RequestError`."""
         self._response_id = response_id
-        resumable.recalled_prompt = None  # an earlier attempt with other truncation may have set it
+        # A retry with fewer turns (`truncation` "auto") must not keep the last try's prompt.
+        resumable.recalled_prompt = None
         with naming_prompt("messages"):
-            prompt, outputs = await self._with_history_and_media(
+            prompt, outputs = await self._run_with_history_and_media(
                 lambda: self._state.submit(
                     response_id,
                     self._body,
@@ -156,7 +156,7 @@ class ChatRun:
 
     async def count_tokens(self, length: int) -> int:
         """Return the number of the prompt's tokens. `length` is the size of the body in bytes: a thread counts long
-        bodies. Do not call `submit` afterwards. Raises `RequestError`, also for `prompt_embeds`."""
+        bodies. Do not call `prepare_outputs` afterwards. Raises `RequestError`, also for `prompt_embeds`."""
 
         def count() -> int:
             prepared = self._prepare()
@@ -166,9 +166,11 @@ class ChatRun:
                 raise RequestError("the tokens of a prompt with prompt_embeds cannot be counted.", param="messages")
             return self._state.engine.inputs.count(prepared.prompt, prepared.media, prepared.add_special_tokens)
 
-        return await self._with_history_and_media(lambda: run_off_loop(count, length=length, media=self._media_kinds()))
+        return await self._run_with_history_and_media(
+            lambda: run_off_loop(count, length=length, media=self._media_kinds())
+        )
 
-    async def _with_history_and_media(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def _run_with_history_and_media(self, work: Callable[[], Awaitable[T]]) -> T:
         """Load the server's earlier answers and fetch the media files, for `_prepare`; then run `work` and return its
         result. `media_fetch_slots` limits how many requests hold files in memory. Raises `RequestError`."""
         if self._answer_recall is not None:
@@ -178,11 +180,11 @@ class ChatRun:
         if processor is None or not processor.needs_fetching(media):
             return await work()
         async with self._state.media_fetch_slots:
-            self._files = await processor.fetch(media)
+            self._media_files = await processor.fetch(media)
             try:
                 return await work()
             finally:
-                self._files = {}
+                self._media_files = {}
 
     def _prepare(self) -> PreparedPrompt:
         """Return the prompt, and set the answers' format. May run in a thread. Raises `RequestError`.
@@ -204,6 +206,7 @@ class ChatRun:
             body, self._format, state.formats, params.structured_outputs, state.engine.inputs.special_tokens, budget
         )
         # 5. Reuse the tokens of earlier answers, if any are found. Such a prompt has neither media nor embeddings.
+        #    `recall` finds nothing for a body with `resume.prompt`; it only notes the prompt's text.
         if self._answer_recall is not None and (recalled := self._answer_recall.recall(prompt)) is not None:
             tokens = {"prompt": prompt, "prompt_token_ids": recalled.token_ids}
             return PreparedPrompt(tokens, add_special_tokens=False, grammar=grammar)
@@ -246,21 +249,21 @@ class ChatRun:
         if not (media := self._sent_media):
             return None, None
         processor = self._state.engine.inputs.media_processor_of(media)
-        return processor.decode(media, self._files, self._body.cache_salt), processor.placeholders
+        return processor.decode(media, self._media_files, self._body.cache_salt), processor.placeholders
 
     @property
     def _format(self) -> AnswerFormat:
-        assert self._answer_format is not None, "`submit` or `count_tokens` comes first"
+        assert self._answer_format is not None, "`prepare_outputs` or `count_tokens` comes first"
         return self._answer_format
 
     @property
-    def is_plain(self) -> bool:
-        """Whether answers have content only: no reasoning and no calls. Valid after `submit`."""
+    def has_content_only(self) -> bool:
+        """Whether answers have content only: no reasoning and no calls. Valid after `prepare_outputs`."""
         return self._format.is_plain
 
     async def progress(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[Progress, None]:
-        """Yield the progress of a request with one choice. `outputs` come from `submit`. Closing the generator aborts
-        the request."""
+        """Yield the progress of a request with one choice. `outputs` come from `prepare_outputs`. Closing the generator
+        aborts the request."""
         try:
             async for output in outputs:
                 for part in self._progress_of(output):
@@ -269,7 +272,8 @@ class ChatRun:
             await outputs.aclose()
 
     def make_sink(self, write: Callable[[Progress], bytes]) -> Push:
-        """Return a sink for `submit` that writes the progress of each output it takes. `progress` yields the rest."""
+        """Return a sink for `prepare_outputs` that writes the progress of each output it takes. `progress` yields the
+        rest."""
         return Push(lambda output: b"".join([write(part) for part in self._progress_of(output)]))
 
     def _progress_of(self, output: RequestOutput) -> Iterator[Progress]:
@@ -301,7 +305,8 @@ class ChatRun:
         return deltas, reader.finish_reason(reason), reader.stop_reason(reason, completion.stop_reason)
 
     def _count_reasoning(self, completion: CompletionOutput) -> None:
-        """Count the reasoning tokens of a choice's next output, once."""
+        """Count the reasoning tokens of a choice's next output. `_count_long_outputs_in_thread` and `parse` both call
+        this: `ReasoningCounter.count` skips an output object that it had last, and would count a copy again."""
         params = self._params
         if (counter := self._counters.get(completion.index)) is None:
             if (splitter := self._format.new_splitter()) is None:

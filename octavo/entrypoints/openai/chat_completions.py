@@ -94,7 +94,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
             if len(kept) < len(messages) or self._params.truncate_prompt_tokens is not None:
                 self._chat_run = self._make_chat_run(self._body.model_copy(update={"messages": kept}))
             push = None if is_tried else self._push
-            prompt, generator = await self._chat_run.submit(self._about["id"], push, self._resumable)
+            prompt, generator = await self._chat_run.prepare_outputs(self._about["id"], push, self._resumable)
             return generator, prompt
 
         if self._truncation != "auto":
@@ -168,7 +168,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
 
     def _is_plain(self) -> bool:
         body = self._body
-        return self._chat_run.is_plain and not (
+        return self._chat_run.has_content_only and not (
             body.logprobs or body.wants_continuous_usage or body.return_token_ids or body.store
         )
 

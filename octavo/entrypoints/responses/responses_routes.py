@@ -133,7 +133,7 @@ async def _submit(
 
         pushes = body.stream and not body.background and not is_tried
         push = run.make_sink(write) if pushes else None
-        prompt, outputs = await run.submit(response["id"], push, resumable)
+        prompt, outputs = await run.prepare_outputs(response["id"], push, resumable)
         return run.progress(outputs), _Stream(push, resumable, len(prompt.token_ids))
 
     with NAMES.in_errors():

@@ -571,7 +571,7 @@ def test_a_stream_drops_the_prompt_that_a_trial_with_fewer_turns_has_recalled() 
     run = ChatRun(talk(user("Where?")), state, SamplingParams())
     run._answer_format = AnswerFormat()
     resumable: Any = SimpleNamespace(recalled_prompt=[7])
-    asyncio.run(run.submit("chatcmpl-1", None, resumable))
+    asyncio.run(run.prepare_outputs("chatcmpl-1", None, resumable))
     assert resumable.recalled_prompt is None
 
 
