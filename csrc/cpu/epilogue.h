@@ -151,7 +151,7 @@ inline void scatter(const LinearArgs& a, const Products& p) {
 }
 
 // Does the epilogue of some products: adapters, bias and activation first, then storing.
-void finish(const LinearArgs& a, const Products& p) {
+void run_epilogue(const LinearArgs& a, const Products& p) {
     if (a.has_lora) expand(a, p);
     if (a.epilogue == kScatter) return scatter(a, p);
     if (a.epilogue == kGated && is_quantized(a.out_dtype)) {

@@ -21,6 +21,7 @@
 // The parameters of a tile's parts:
 //
 //   x    [R]                the tile's rows, [blocks] each
+//   w                       the panel's blocks from block b on: int_tile moves it on, while b indexes x
 //   acc  [R][kVecsPerPanel] float sums: row r by vector v of the panel
 //   sum  [R][V]             integer sums of group g: row r by vector v of the V vectors from v0 on
 //   b                       number of the block in x
@@ -60,7 +61,7 @@ inline int32_t zero_point_term(const QBlock& x, int g) {
 struct TilePrefetch {
     const char* from;
     int lines;
-    Pieces& lora_factors;
+    CacheLines& lora_factors;
     int64_t lora_lines;
 
     inline void prefetch_block() {
@@ -179,7 +180,8 @@ __attribute__((always_inline)) inline void dot_group(const QBlock* const* x, int
             add_step8<R, V>(x, b, step, s, sum);
         }
     }
-    // Instruction sets without VNNI have added in 16 bits (simd_pairs.h). They add the zero-point term only now.
+    // Instruction sets without VNNI have added in 16 bits (simd_pairs.h). They add the zero-point term only now:
+    // begin_sums4 ignores the term on these sets, end_sums4 on all others, so it is added once.
     if constexpr (F::kBits == 4) {
         for (int r = 0; r < R; ++r) {
             const int32_t term = zero_point_term<F>(x[r][b], g);

@@ -30,21 +30,25 @@
 //         codes: 1024 bytes each; d, dmin: float16 [2][32]; words: uint32 [32] each. The three words of an
 //         output are its eight scales and then its eight minima, of six bits each.
 //
-// Words of these files:
+// Words of these files, for data:
 //   row      one token's inputs (or outputs) of a product       block      64 elements of k of a panel or of a row
 //   panel    32 output channels of a packed matrix              superblock 256 elements of k: four blocks, one d
 //   code     the integer that stands for a weight               group      elements that share a scale: 16 or 32
-//   scale    the multiplier of a group's codes                  minimum    offset (llama.cpp: min) of 32 weights or 16
-//   d, dmin  the superblock scales, of its scales and minima    factor     a power of two for the whole matrix
-//   lane     one number of a vector register                    vector     a register: kLanes floats
-//   step     four bytes of codes for each output of a panel     pair       two bfloat16, or two rows of one output
+//   scale    the multiplier of a group's codes                  factor     a power of two for the whole matrix
+//   minimum  is added to scale * (code - z), for 32 or 16 weights (llama.cpp *subtracts* its min)
+//   d, dmin  the superblock scales, of its scales and minima    pair       two bfloat16
+//   word     a uint32 of an output, in a superblock: packed scales, minima or bits of codes
+//   step     four bytes of codes for each output of a panel     row halves the two quantized rows of a 16-bit row
 //   QBlock   a block of a row: bytes, scales, sums, outliers    outlier    an element of a row kept as a float
 //   z        zero point: a stored code stands for code - z      zero-point term: -z * the sum of a group's elements
 //   unpack   turn superblocks into blocks with scales of their own, in the first-level cache
+// for work:
 //   task     the part of a call that one thread computes        epilogue   the work on a product's outputs
 //   segment  an equal part of k with a sum of its own           tile       rows by a panel, summed in registers
-//   instruction set: the one that this file is compiled for     AMX tile   sixteen rows by a panel, on AMX
+//   lane     one number of a vector register                    vector     a register: kLanes floats
 //   epilogue panels: the panels that one epilogue finishes together
+// and for instructions:
+//   instruction set: the one that this file is compiled for     AMX tile   sixteen rows by a panel, on AMX
 //   VNNI, AMX, I8MM: x86's dot products of bytes, x86's tile registers, ARM's products of 2 x 8 by 8 x 2 bytes
 // An integer sum begins at its zero-point term, so that codes are multiplied as they are stored. AMX, and for codes of
 // 8 bits the instruction sets with kCodesAreCentred, subtract z from the codes instead, and sums begin at 0.
@@ -89,10 +93,10 @@ struct BlocksView {
 
 // What blocks of a matrix are unpacked with: 1 over its factor, and its table.
 struct UnpackWith {
-    float inverse;
+    float inverse_factor;
     const uint8_t* table;
 
-    explicit UnpackWith(const Matrix& m) : inverse(1 / m.factor), table(m.table) {}
+    explicit UnpackWith(const Matrix& m) : inverse_factor(1 / m.factor), table(m.table) {}
 };
 
 inline Vec load_scale(const uint16_t* p) { return load_half(p); }
@@ -148,12 +152,13 @@ struct IntFormat {
     }
 
     // Returns the codes of element `at` of a block, less their zero, for vector v of outputs.
-    static inline Vec codes_at(const char* block_codes, int at, int v, UnpackWith with) {
+    static inline Vec centred_codes_at(const char* block_codes, int at, int v, UnpackWith with) {
         // The vector with element `at`, and the first bit of its code in a lane: byte at % 4, low or high half.
         const char* codes = block_codes + (bits == 4 ? at / 8 : at / 4) * kPanel * 4;
         const int shift = at % 4 * 8 + (bits == 4 ? at / 4 % 2 * 4 : 0);
         const Ints found = code_at<bits>(load_ints(codes + v * kLanes * 4), shift);
         if constexpr (!has_table) return to_float(found);
+        // code_at<4> has subtracted 8: the index is 8 more. The table's entries are codes of 8 bits, with z = 128.
         const Ints index = add_ints(found, set1_int(8));
         return to_float(add_ints(and_ints(look_up(load_table(with.table), index), set1_int(255)), set1_int(-128)));
     }
@@ -165,7 +170,7 @@ struct IntFormat {
         const Scale* scales = reinterpret_cast<const Scale*>(block + kCodeBytes) + at / group * kPanel;
         const uint16_t* added = reinterpret_cast<const uint16_t*>(block + kCodeBytes + kScaleBytes);
         for (int v = 0; v < kVecsPerPanel; ++v) {
-            out[v] = mul(load_scale(scales + v * kLanes), codes_at(block, at, v, with));
+            out[v] = mul(load_scale(scales + v * kLanes), centred_codes_at(block, at, v, with));
             if constexpr (kHasMinimaBy32) {
                 out[v] = add(out[v], one_of_pairs(load_pairs(added + v * kLanes * 2), at / 32));
             }

@@ -27,7 +27,8 @@ inline void vector_tile(BlocksView w, int64_t blocks, const QBlock* rows, int64_
 // reads fills the first.
 constexpr int kIntPrefetchBytes = 8192;
 
-// How the rows of a batch are cut into tiles: first AMX tiles, where these are faster, then tiles of vectors.
+// How the rows of a batch are cut into tiles: first AMX tiles, where these are faster, then tiles of vectors. AMX and
+// vector tiles give a row the same bits (int_dot_amx.h), so the split may change.
 template <class F>
 class TileSplit {
   public:
@@ -56,12 +57,12 @@ class TileSplit {
     int64_t rows_, amx_tiles_, vector_rows_, vector_tiles_;
 };
 
-// Adds up pairs of rows of a panel's y: row r becomes the sum of rows 2r and 2r + 1, for `out_rows` rows.
-inline void add_pairs(float* y, int64_t out_rows) {
+// Adds up the row halves of a panel's y: row r becomes the sum of rows 2r and 2r + 1, for `out_rows` rows.
+inline void add_row_halves(float* y, int64_t out_rows) {
     for (int64_t r = 0; r < out_rows; ++r) {
-        const float* pair = y + 2 * r * kMaxEpilogueWidth;
+        const float* halves = y + 2 * r * kMaxEpilogueWidth;
         for (int i = 0; i < kPanel; i += kLanes) {
-            store(y + r * kMaxEpilogueWidth + i, add(load(pair + i), load(pair + kMaxEpilogueWidth + i)));
+            store(y + r * kMaxEpilogueWidth + i, add(load(halves + i), load(halves + kMaxEpilogueWidth + i)));
         }
     }
 }
@@ -73,9 +74,11 @@ struct TaskSizes {
     static constexpr int kBatchRows = F::kUnpackedBytes ? kUnpackedRows : kOutlierRows;
 
     // Sizes.
-    int64_t rows_per_output;      // 2 for 16-bit inputs, stored as two 8-bit rows: add_pairs adds their products
-    int64_t rows, x_stride;       // quantized rows, and the QBlocks from one row to the next
-    int64_t blocks, panel_bytes;  // of a panel
+    int64_t rows_per_output;  // 2 for 16-bit inputs, stored as two 8-bit rows: add_row_halves
+    // Quantized rows, and the QBlocks from one row to the next. args.x_stride is that of an output's row: two quantized
+    // rows for 16-bit inputs. IntProductTask::x_ uses it whole.
+    int64_t rows, x_stride;
+    int64_t blocks, panel_bytes;  // blocks, bytes of a panel
     int64_t epilogue_panels;      // panels that share an epilogue
     int64_t tiles;                // of all batches, by one panel
     // Tuning: results do not depend on these.
@@ -121,7 +124,7 @@ class IntProductTask {
           outliers_(outliers),
           amx_(x_, sizes_.x_stride, sizes_.blocks, sizes_.rows, sizes_.uses_amx),
           lora_factors_(args, row_begin, row_end, panel_begin, panels_of(args.matrix)) {
-        outliers_.list(x_, sizes_.x_stride, sizes_.blocks, sizes_.rows, kBatchRows, args.matrix.segments);
+        outliers_.collect(x_, sizes_.x_stride, sizes_.blocks, sizes_.rows, kBatchRows, args.matrix.segments);
     }
 
     // Multiplies panels panel_begin .. panel_end - 1. The loops, from the outermost to the innermost:
@@ -134,15 +137,16 @@ class IntProductTask {
     void run(int64_t panel_begin, int64_t panel_end) {
         for (int64_t panel = panel_begin; panel < panel_end; panel += sizes_.epilogue_panels) {
             const int64_t panels = min_of(sizes_.epilogue_panels, panel_end - panel);
-            lora_factors_.list(panel, panels, panels * sizes_.tiles * sizes_.blocks);
+            // Counts every prefetch_block of all tiles: a tile added to the loop must be counted in `tiles`.
+            lora_factors_.collect(panel, panels, panels * sizes_.tiles * sizes_.blocks);
             int64_t tiles_before = 0;
             for (int64_t first = 0; first < sizes_.rows; first += kBatchRows) {
                 const int64_t rows = min_of<int64_t>(kBatchRows, sizes_.rows - first);
                 const Batch batch{first, rows, rows / sizes_.rows_per_output, tiles_before, Split(rows)};
                 for (int64_t p = 0; p < panels; ++p) multiply_panel(batch, panel + p, panels, y_ + p * kPanel);
                 tiles_before += batch.split.count();
-                finish(args_, {y_, kMaxEpilogueWidth, row_begin_ + first / sizes_.rows_per_output, batch.out_rows,
-                               panel * kPanel, panels * kPanel});
+                run_epilogue(args_, {y_, kMaxEpilogueWidth, row_begin_ + first / sizes_.rows_per_output, batch.out_rows,
+                                     panel * kPanel, panels * kPanel});
                 if (args_.has_lora) amx_.configure();  // adapters configured tiles of their own
             }
         }
@@ -185,7 +189,7 @@ class IntProductTask {
             multiply_run(batch, w, next, {block, count, block == begin, block + count == end}, to);
         }
         outliers_.add(batch.first, batch.rows, segment.number, args_.matrix.factor, to, kMaxEpilogueWidth);
-        if (args_.x_is_paired) add_pairs(to, batch.out_rows);
+        if (args_.x_is_paired) add_row_halves(to, batch.out_rows);
     }
 
     // Adds the products of a run of blocks to `to`; the segment's first run begins the sums.
@@ -198,7 +202,7 @@ class IntProductTask {
             const int64_t row = batch.first + tile.begin;
             float* y = to + tile.begin * kMaxEpilogueWidth;
             TilePrefetch prefetch{next_weights(w, next, batch.tiles_before + i, run.block), sizes_.fetch_lines,
-                                  lora_factors_.pieces(), lora_factors_.take(run.count)};
+                                  lora_factors_.cache_lines(), lora_factors_.take(run.count)};
             if (tile.uses_amx) {
                 amx_.multiply(view, run.count, row, run.block, run.is_first, factor, y,
                               [&] { prefetch.prefetch_block(); });
@@ -213,7 +217,8 @@ class IntProductTask {
 
     // Returns where tile number `tile` of the epilogue panels begins to prefetch weights when it begins with block
     // `block`. One tile: prefetch its own panel `w`, some bytes ahead. Several: each prefetches its share of the next
-    // panel `next`, which is multiplied after the epilogue.
+    // panel `next`, which is multiplied after the epilogue. May point past the matrix (last panels): a prefetch does
+    // not fault.
     const char* next_weights(const char* w, const char* next, int64_t tile, int64_t block) const {
         if (sizes_.tiles == 1) return w + block * F::kBlockBytes + sizes_.prefetch_bytes;
         return next + (tile * sizes_.blocks + block) * sizes_.fetch_lines * 64;
@@ -227,6 +232,7 @@ class IntProductTask {
     OutlierList& outliers_;
     AmxTiles<Unpacked> amx_;
     FactorLines lora_factors_;
+    // At most about 120 KB, on the stack of a pool thread: 24 KB of unpacked blocks, 48 KB for each of the two below.
     alignas(64) char unpacked_[F::kUnpackedBytes ? F::kUnpackedBytes * kUnpackedBlocks : 1];
     alignas(64) float y_[kBatchRows * kMaxEpilogueWidth];
     alignas(64) float partial_sums_[kBatchRows * kMaxEpilogueWidth];  // of segments, each a panel wide

@@ -190,7 +190,7 @@ void linear_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, int
                          [&](Segment segment, float* to) {
                              linear_vecs<E, V, kMaxRows>(a, segment, end - begin, begin, vec, vecs, to);
                          });
-            finish(a, {y, kMaxEpilogueWidth, begin, end - begin, vec * kLanes, vecs * kLanes});
+            run_epilogue(a, {y, kMaxEpilogueWidth, begin, end - begin, vec * kLanes, vecs * kLanes});
         }
     }
 }

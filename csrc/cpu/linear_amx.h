@@ -46,7 +46,7 @@ class Unfinished {
         Products some = left_;
         some.rows = min_of(rows, left_.rows);
         if (some.rows == 0) return;
-        finish(a_, some);
+        run_epilogue(a_, some);
         left_.y += some.rows * left_.stride;
         left_.row += some.rows;
         left_.rows -= some.rows;
@@ -146,7 +146,7 @@ void bf16_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, 
                 before.put(products);
                 turn = 1 - turn;
             } else {
-                finish(a, products);
+                run_epilogue(a, products);
                 if (a.has_lora) tile_configure(shapes);  // adapters configured tiles of their own
             }
         }

@@ -41,8 +41,8 @@ inline void fetch_factors(const LinearArgs& a, int64_t row, int64_t end, int64_t
     });
 }
 
-// Pieces of memory that are fetched a few lines at a time, one piece after the other.
-class Pieces {
+// Cache lines of pieces of memory, fetched a few at a time, one piece after the other.
+class CacheLines {
   public:
     void clear() { count_ = at_ = lines_ = 0; }
 
@@ -94,8 +94,8 @@ class FactorLines {
         if (a.has_lora && a.next) seek(panel);
     }
 
-    // Lists the lines to fetch while `count` panels from `panel` on meet all rows, in `steps` steps.
-    void list(int64_t panel, int64_t count, int64_t steps) {
+    // Collects the lines to fetch while `count` panels from `panel` on meet all rows, in `steps` steps.
+    void collect(int64_t panel, int64_t count, int64_t steps) {
         if (!a_.has_lora) return;
         pieces_.clear();
         const int64_t after = panel + count;
@@ -105,7 +105,7 @@ class FactorLines {
         each_ = (pieces_.num_lines() + steps - 1) / steps;
     }
 
-    // Returns how many lines of pieces() each of the next `steps` steps fetches. Each step calls `fetch` once.
+    // Returns how many of cache_lines() each of the next `steps` steps fetches. Each step calls `fetch` once.
     int64_t take(int64_t steps) {
         if (!a_.has_lora) return 0;
         const int64_t left = pieces_.num_lines();
@@ -114,7 +114,7 @@ class FactorLines {
         return each;
     }
 
-    Pieces& pieces() { return pieces_; }
+    CacheLines& cache_lines() { return pieces_; }
 
   private:
     static constexpr int64_t kFirstPanels = 4;  // of a quantized gated epilogue
@@ -172,9 +172,9 @@ class FactorLines {
     const LinearArgs& a_;
     const int64_t row_begin_, row_end_, panels_;
     int64_t each_ = 0;
-    int64_t total_ = 0, at_ = 0;   // lines of all parts; lines listed so far, by earlier tasks too
+    int64_t total_ = 0, at_ = 0;   // lines of all parts; lines collected so far, by earlier tasks too
     int64_t part_ = 0, line_ = 0;  // the part and the line where the list ends
-    Pieces pieces_;
+    CacheLines pieces_;
 };
 
 }  // namespace

@@ -30,13 +30,14 @@ class OutlierList {
         return list;
     }
 
-    // Lists the outliers of `rows` rows of `blocks` blocks, in batches of `batch_rows` rows and `segments` equal parts
-    // of the blocks. Does nothing if the same rows were listed last in this launch, for an earlier task.
-    void list(const QBlock* x, int64_t x_stride, int64_t blocks, int64_t rows, int64_t batch_rows, int64_t segments) {
+    // Collects the outliers of `rows` rows of `blocks` blocks, in batches of `batch_rows` rows and `segments` equal
+    // parts of the blocks. Does nothing if they are those collected last in this launch, for an earlier task.
+    void collect(const QBlock* x, int64_t x_stride, int64_t blocks, int64_t rows, int64_t batch_rows,
+                 int64_t segments) {
         const Rows wanted{launch_number(), x, x_stride, blocks, rows, batch_rows, segments};
         if (rows_ == wanted) return;
         rows_ = wanted;
-        collect();
+        collect_rows();
     }
 
     // Unpacks the columns of weights that the batch's outliers meet. The batch begins with row `first`; `w` is a panel
@@ -87,7 +88,7 @@ class OutlierList {
         }
     };
 
-    void collect() {
+    void collect_rows() {
         const auto [launch, x, x_stride, blocks, rows, batch_rows, segments] = rows_;
         (void)launch;
         const int64_t segment_blocks = blocks / segments;

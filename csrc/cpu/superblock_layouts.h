@@ -1,5 +1,5 @@
 // The layouts whose blocks are unpacked (docs/kernels.md), most of them a file's superblocks of 256 elements, into
-// blocks that products read. with_format chooses the layout of a matrix. In every format `inverse` is 1 over the
+// blocks that products read. with_format chooses the layout of a matrix. In every format `inverse_factor` is 1 over the
 // matrix's factor, `v` the vector of outputs within the panel, and `header` what a superblock has beside its codes.
 // Included by int_dot.h only.
 #pragma once
@@ -15,7 +15,7 @@ constexpr int64_t kUnpackedBlocks = 8;
 static_assert(kUnpackedBlocks % kBlocksPerSuperblock == 0, "whole superblocks are unpacked");
 
 // What formats of superblocks share that have a Header. F has
-//   Header(super, v, inverse)             what a superblock has beside its codes
+//   Header(super, v, inverse_factor)      what a superblock has beside its codes
 //   kGroup                                elements of a scale
 //   unpack_block<block>(header, super, v, unpacked)   unpacks one of the four blocks of a superblock into `unpacked`
 //   code(super, at, v)                    element `at` of a superblock as its code, less the zero of products
@@ -29,7 +29,7 @@ struct Superblocks {
             const char* super = panel + (block + b) * F::kBlockBytes;
             char* to = unpacked + b * F::kUnpackedBytes;
             for (int v = 0; v < kVecsPerPanel; ++v) {
-                const typename F::Header header(super, v, with.inverse);
+                const typename F::Header header(super, v, with.inverse_factor);
                 for_constants<kBlocksPerSuperblock>([&](auto i) {
                     F::template unpack_block<i.kValue>(header, super, v, to + i.kValue * F::kUnpackedBytes);
                 });
@@ -44,7 +44,7 @@ struct Superblocks {
         const char* super = panel + k / kSuperblock * kBlocksPerSuperblock * F::kBlockBytes;
         const int at = static_cast<int>(k % kSuperblock);
         for (int v = 0; v < kVecsPerPanel; ++v) {
-            const typename F::Header header(super, v, with.inverse);
+            const typename F::Header header(super, v, with.inverse_factor);
             const Vec code = F::code(super, at, v);
             with_constant<kSuperblock / F::kGroup>(
                 at / F::kGroup + 1, [&](auto g) { out[v] = F::template element<g.kValue - 1>(header, code); });
@@ -95,11 +95,11 @@ struct ScalesAndMinima {
     Vec d, dmin;
     SixBits numbers;
 
-    ScalesAndMinima(const char* super, int v, float inverse)
+    ScalesAndMinima(const char* super, int v, float inverse_factor)
         : numbers(super + kBlockBytes + kCodeBytes + v * kLanes * 4, kBlockBytes) {
         const uint16_t* superblock_scales = reinterpret_cast<const uint16_t*>(super + kCodeBytes) + v * kLanes;
-        d = mul(load_half(superblock_scales), set1(inverse));
-        dmin = mul(load_half(superblock_scales + kPanel), set1(-inverse));
+        d = mul(load_half(superblock_scales), set1(inverse_factor));
+        dmin = mul(load_half(superblock_scales + kPanel), set1(-inverse_factor));
     }
 
     // Returns the scale of a group, not rounded yet.
@@ -272,8 +272,8 @@ struct FormatQ3K : Superblocks<FormatQ3K> {
         Vec d;
         SixBits numbers;
 
-        Header(const char* super, int v, float inverse)
-            : d(mul(load_half(reinterpret_cast<const uint16_t*>(super) + v * kLanes), set1(inverse))),
+        Header(const char* super, int v, float inverse_factor)
+            : d(mul(load_half(reinterpret_cast<const uint16_t*>(super) + v * kLanes), set1(inverse_factor))),
               numbers(super + kSuperblockScaleBytes + v * kLanes * 4, kPanel * 4) {}
 
         template <int group>
@@ -346,12 +346,13 @@ struct FormatQ2K : Superblocks<FormatQ2K> {
         Vec d, dmin;
         const char* numbers;
 
-        Header(const char* super, int v, float inverse) : numbers(super + kSuperblockScaleBytes + v * kLanes * 4) {
+        Header(const char* super, int v, float inverse_factor)
+            : numbers(super + kSuperblockScaleBytes + v * kLanes * 4) {
             const uint16_t* superblock_scales = reinterpret_cast<const uint16_t*>(super) + v * kLanes;
-            d = mul(load_half(superblock_scales), set1(inverse));
+            d = mul(load_half(superblock_scales), set1(inverse_factor));
             // Minima are divided by -128, because products multiply them with zero_point_terms_z128_by_16, which are
             // -128 times the sums of the row's elements.
-            dmin = mul(load_half(superblock_scales + kPanel), set1(-inverse / kZeroPointTermOfOne));
+            dmin = mul(load_half(superblock_scales + kPanel), set1(-inverse_factor / kZeroPointTermOfOne));
         }
 
         // Returns the scale of a group. Sets `minimum` to the number that multiplies the group's zero-point term.
@@ -419,8 +420,8 @@ struct FormatQ6K {
         return round_to_half(mul(d, to_float(add_ints(load_bytes(scales), set1_int(-128)))));
     }
 
-    static inline Vec superblock_scale(const char* super, int v, float inverse) {
-        return mul(load_half(reinterpret_cast<const uint16_t*>(super) + v * kLanes), set1(inverse));
+    static inline Vec superblock_scale(const char* super, int v, float inverse_factor) {
+        return mul(load_half(reinterpret_cast<const uint16_t*>(super) + v * kLanes), set1(inverse_factor));
     }
 
     static inline BlocksView unpack_blocks(const char* panel, int64_t block, int64_t blocks, UnpackWith with,
@@ -443,7 +444,7 @@ struct FormatQ6K {
                 }
                 float* scales = reinterpret_cast<float*>(to + UnpackedFormat::kCodeBytes);
                 for (int v = 0; v < kVecsPerPanel; ++v) {
-                    const Vec d = superblock_scale(super, v, with.inverse);
+                    const Vec d = superblock_scale(super, v, with.inverse_factor);
                     for (int g = 0; g < UnpackedFormat::kGroupsPerBlock; ++g) {
                         store(scales + g * kPanel + v * kLanes,
                               scale(super, i * UnpackedFormat::kGroupsPerBlock + g, v, d));
@@ -463,7 +464,7 @@ struct FormatQ6K {
             for (int s = 0; s < 3; ++s) three[s] = load_ints(codes + (s * kPanel + v * kLanes) * 4);
             const Ints lane = step < 3 ? three[step] : fourth_of_six_bits(three[0], three[1], three[2]);
             const Vec code = to_float(code_at<6>(lane, shift));
-            out[v] = mul(scale(super, at / 16, v, superblock_scale(super, v, with.inverse)), code);
+            out[v] = mul(scale(super, at / 16, v, superblock_scale(super, v, with.inverse_factor)), code);
         }
     }
 };
@@ -487,7 +488,7 @@ struct TableAndBytes {
     static inline BlocksView unpack_blocks(const char* panel, int64_t block, int64_t blocks, UnpackWith with,
                                            char* unpacked) {
         float* scales = reinterpret_cast<float*>(unpacked);
-        for (int v = 0; v < kVecsPerPanel; ++v) F::unpack_scales(panel, block, blocks, v, with.inverse, scales);
+        for (int v = 0; v < kVecsPerPanel; ++v) F::unpack_scales(panel, block, blocks, v, with.inverse_factor, scales);
         return {panel + block * kBlockBytes, kBlockBytes, unpacked, kUnpackedBytes, with.table};
     }
 
@@ -497,8 +498,9 @@ struct TableAndBytes {
         const int at = static_cast<int>(k % kQBlock);
         const float* own = scales + ((block - first) * 2 + at / 32) * kPanel;
         for (int v = 0; v < kVecsPerPanel; ++v) {
-            F::unpack_scales(panel, first, F::kUnpackedTogether, v, with.inverse, scales);
-            out[v] = mul(load(own + v * kLanes), UnpackedFormat::codes_at(panel + block * kBlockBytes, at, v, with));
+            F::unpack_scales(panel, first, F::kUnpackedTogether, v, with.inverse_factor, scales);
+            out[v] =
+                mul(load(own + v * kLanes), UnpackedFormat::centred_codes_at(panel + block * kBlockBytes, at, v, with));
         }
     }
 };
@@ -530,13 +532,13 @@ struct FormatIQ4XS : TableAndBytes<FormatIQ4XS> {
         store(scales + group * kPanel, round_to_half(mul(d, to_float(number))));
     }
 
-    static inline void unpack_scales(const char* panel, int64_t block, int64_t blocks, int v, float inverse,
+    static inline void unpack_scales(const char* panel, int64_t block, int64_t blocks, int v, float inverse_factor,
                                      float* scales) {
         scales += v * kLanes;
         for (int64_t b = block; b < block + blocks; b += kBlocksPerSuperblock, scales += kSuperblock / 32 * kPanel) {
             const char* superblock_scales = panel + b * kBlockBytes + UnpackedFormat::kCodeBytes;
             const Vec d =
-                mul(load_half(reinterpret_cast<const uint16_t*>(superblock_scales) + v * kLanes), set1(inverse));
+                mul(load_half(reinterpret_cast<const uint16_t*>(superblock_scales) + v * kLanes), set1(inverse_factor));
             Ints high[2], low[4];
             for (int i = 0; i < 2; ++i) high[i] = bytes(panel, b + 1, i, v);
             for (int i = 0; i < 4; ++i) low[i] = bytes(panel, b + 2 + i / 2, i % 2, v);
