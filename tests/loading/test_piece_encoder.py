@@ -19,11 +19,12 @@ OTHERS = [
     AddedToken("<end>", rstrip=True, special=True, normalized=False),
     AddedToken("<s>>", special=True, normalized=False),  # longer than a mark
     AddedToken("[</", special=True, normalized=False),  # overlaps a mark
+    AddedToken("</", special=True, normalized=False),  # the beginning of a mark, which is the longer one
     AddedToken("hello", normalized=True),
 ]
 TEXT = st.lists(
     st.sampled_from(
-        [*MARKS, "<x>", "<end>", "<s>>", "[</", "[</s>", "hello", " world", "he", " ", "\n", "<", "s>", "é"]
+        [*MARKS, "<x>", "<end>", "<s>>", "</", "[</", "[</s>", "hello", " world", "he", " ", "\n", "<", "s>", "é"]
     )
     | st.text(max_size=6)
 ).map("".join)
@@ -73,7 +74,7 @@ def test_texts_are_cut_at_marks_that_are_tokens_wherever_they_stand() -> None:
     assert marks(byte_level(), chat_template=None) == [], "no chat has them"
     assert marks(byte_level(), chat_template=None, special_tokens_map={"eos_token": "</s>"}) == ["</s>"]
     assert marks(metaspace("first")) == [], "the first piece is another one"
-    for token, left in ((OTHERS[2], ["</s>"]), (OTHERS[3], ["<s>"]), (OTHERS[0], MARKS)):
+    for token, left in ((OTHERS[2], ["</s>"]), (OTHERS[3], ["<s>"]), (OTHERS[4], MARKS), (OTHERS[0], MARKS)):
         backend = byte_level()
         backend.add_tokens([token])
         assert marks(backend) == left
