@@ -11,7 +11,16 @@ from collections.abc import Container, Mapping
 from typing import Annotated, Any, Literal, NotRequired
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, PlainValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PlainValidator,
+    model_validator,
+)
 from pydantic_core import CoreSchema
 from typing_extensions import TypedDict
 
@@ -21,6 +30,7 @@ from octavo.errors import RequestError
 MAX_SESSION_LENGTH = 1024  # characters of a session_id
 SESSION_PATTERN = r"^[!-.0-~]{1,200}$"  # printable ASCII without /: the id becomes a part of a path
 ID_PATTERN = r"^[!-~]{1,200}$"  # printable ASCII: the id becomes a header and a part of other ids
+_MAX_UNKNOWN = 100  # most unknown fields of an object
 MAX_METADATA = 16  # most pairs of metadata with an object
 
 # Fields of OpenAI's, vLLM's and SGLang's APIs that are not built, with the values that ask for nothing. null always
@@ -120,6 +130,15 @@ class RequestBody(BaseModel):
         schema = handler(source)
         _end_at_first_error(schema)
         return schema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_num_fields(cls, data: Any) -> Any:
+        """Refuse an object of so many unknown fields that naming or overlooking them would take long."""
+        most = len(cls.model_fields) + _MAX_UNKNOWN
+        if isinstance(data, dict) and len(data) > most:
+            raise ValueError(f"should have at most {most} fields, not {len(data)}")
+        return data
 
 
 _OF_QUERIES_AND_FORMS = ("after", "before", "file", "limit", "order", "purpose")

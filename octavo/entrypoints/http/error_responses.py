@@ -216,7 +216,8 @@ def validation_error(errors: Sequence[Mapping[str, Any]], fields: Collection[str
         # itself would never be freed, nor the body in its traceback.
         return copy.copy(cause)
     if not location:
-        return RequestError("The body must be a JSON object.", code="invalid_body")
+        said = f"{_predicate(error)}." if error["type"] == "value_error" else "must be a JSON object."
+        return RequestError(f"The body {said}", code="invalid_body")
     base = location[:-1] if _is_type_label(location) else location
     of_field = [one for one in errors[1:] if one["loc"][: len(base)] == base and len(one["loc"]) > len(base)]
     if base != location and (inner := next((one for one in of_field if len(one["loc"]) > len(base) + 1), None)):

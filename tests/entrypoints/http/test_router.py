@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from octavo.entrypoints.http import engine_control
 from octavo.entrypoints.http.app import LAZY_ROUTES, ROUTERS
 from octavo.entrypoints.http.error_responses import UNBUILT_PATHS
 from octavo.entrypoints.http.pagination import read_boolean
+from octavo.entrypoints.http.router import validate_body
 from octavo.entrypoints.openai.invocations import _path_of
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, CompletionRequest
 from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
@@ -190,6 +192,22 @@ def test_lists_and_objects_end_at_their_first_wrong_item(kind: type[BaseModel], 
         return caught.value.error_count()
 
     assert num_errors(1000) == num_errors(1)
+
+
+@pytest.mark.parametrize("unknown", ["error", "warn", "ignore"])
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (lambda many: {"messages": HELLO, **many}, "The body should have at most "),
+        (lambda many: {"messages": [{**HELLO[0], **many}]}, "messages\\[0\\] should have at most "),
+        (lambda many: {"messages": HELLO, "stream_options": many}, "stream_options should have at most "),
+    ],
+)
+def test_an_object_of_thousands_of_unknown_fields_is_refused_by_their_number(
+    body: Callable[[Any], Any], said: str, unknown: Any
+) -> None:
+    with pytest.raises(RequestError, match=f"{said}\\d+ fields"):
+        validate_body(body({f"odd{i}": 1 for i in range(1000)}), ChatCompletionRequest, unknown)
 
 
 @pytest.mark.parametrize(
