@@ -26,10 +26,10 @@ from octavo.layers.norm import Norm
 from octavo.layers.parameters import NamedMatrix, Parameters
 from octavo.loading.weights import Weights
 from octavo.models.block import Block
+from octavo.models.config_reader import read
 from octavo.models.decoder import Decoder
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
-from octavo.models.readers import read
 from octavo.ops import Array, LayerKVCache, LinearWeight, Ops
 from octavo.step_batch import StepBatch
 

@@ -15,10 +15,10 @@ from typing import Any, Literal
 from octavo.errors import LoadError
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import stacked
+from octavo.models.config_reader import overlaid, read, rope_settings
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.mllama import NUM_PICTURES, with_cross_attention
-from octavo.models.readers import overlaid, read, rope_settings
 
 # model_type of a `text_config` -> the architecture of its decoder.
 DECODERS = {

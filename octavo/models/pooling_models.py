@@ -16,10 +16,10 @@ from octavo.layers.pooler import KINDS, PoolingDescription
 from octavo.layers.projection_head import ProjectionHeadDescription
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.sentence_transformers import SentenceTransformer
+from octavo.models.config_reader import num_labels
 from octavo.models.description import ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.multimodal_models import OTHER_NAMES
-from octavo.models.readers import num_labels
 from octavo.pooling_params import PoolingConfig
 
 _EMBEDS = ("Model",)

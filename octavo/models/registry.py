@@ -15,12 +15,12 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.cross_attention import CrossAttention
 from octavo.layers.parameters import NamedMatrix
 from octavo.loading.weights import Weights
+from octavo.models.config_reader import read, unread
 from octavo.models.decoder import Decoder
 from octavo.models.description import ModelDescription, check_numbers
 from octavo.models.families import FAMILIES
 from octavo.models.multimodal_models import MEDIA_FAMILIES, OTHER_NAMES, read_media
 from octavo.models.pooling_models import decoder_of, with_pooling
-from octavo.models.readers import read, unread
 from octavo.models.whisper import WHISPER, read_whisper
 from octavo.ops import Array, LayerKVCache, Ops
 from octavo.pooling_params import PoolingConfig

@@ -13,8 +13,8 @@ from octavo.layers.cross_attention import CrossAttentionDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.positions import PositionsDescription
+from octavo.models.config_reader import activation_of
 from octavo.models.description import LayerDescription, ModelDescription
-from octavo.models.readers import activation_of
 
 WHISPER = "WhisperForConditionalGeneration"
 # The defaults of the class in transformers 5: checkpoints leave out settings that equal them.

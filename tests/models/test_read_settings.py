@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import transformers
 
-from octavo.models import readers
+from octavo.models import config_reader
 from octavo.models.families import FAMILIES
 from octavo.models.registry import describe, unread_settings
 from tests.models.test_parity import MODELS
@@ -37,7 +37,7 @@ _HAVE_NO_MEANING = {
     "n_ctx": "CodeGen", "num_key_value_heads": _LATENT, "qk_head_dim": "Longcat", "sliding_window": "Qwen[23]Moe",
     "sliding_window_pattern": "Exaone", "time_step_min": "(Falcon)?Mamba|Zamba|NemotronH",
 }  # fmt: skip
-_STANDARD = {own: standard for standard, names in readers._ALIASES.items() for own in names}
+_STANDARD = {own: standard for standard, names in config_reader._ALIASES.items() for own in names}
 
 
 class _Noting(dict[str, Any]):
@@ -58,8 +58,8 @@ class _Noting(dict[str, Any]):
 
 @pytest.mark.parametrize("architecture", sorted({model.architecture for model in MODELS.values()}))
 def test_what_transformers_reads_is_read(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, has, merged = set[str](), set[str](), readers._merged
-    monkeypatch.setattr(readers, "_merged", lambda name, given: _Noting(merged(name, given), seen))
+    seen, has, merged = set[str](), set[str](), config_reader._merged
+    monkeypatch.setattr(config_reader, "_merged", lambda name, given: _Noting(merged(name, given), seen))
     for model in MODELS.values():
         if model.architecture == architecture:
             config = model.config()
@@ -102,8 +102,8 @@ def _source(thing: type) -> str:
 def test_the_settings_that_a_class_lacks_are_those_that_transformers_does_not_know(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, has, merged = set[str](), set[str](), readers._merged
-    monkeypatch.setattr(readers, "_merged", lambda name, given: _Noting(merged(name, given), seen))
+    seen, has, merged = set[str](), set[str](), config_reader._merged
+    monkeypatch.setattr(config_reader, "_merged", lambda name, given: _Noting(merged(name, given), seen))
     for config in _configs(architecture):
         settings = config.to_dict()
         describe(settings | {"architectures": [architecture]})
@@ -111,14 +111,14 @@ def test_the_settings_that_a_class_lacks_are_those_that_transformers_does_not_kn
     model_class = getattr(transformers, architecture)
     has |= set(re.findall(r"\w+", _source(model_class.config_class)))
     has |= set(re.findall(r'\bconfig(?:\.|, ")(\w+)', _source(model_class)))
-    name = readers._HEADS.sub("", architecture)
-    assert {setting for setting, names in readers._ABSENT.items() if name in names} == (seen & _OF_ALL) - has
+    name = config_reader._HEADS.sub("", architecture)
+    assert {setting for setting, names in config_reader._ABSENT.items() if name in names} == (seen & _OF_ALL) - has
 
 
 @pytest.mark.parametrize("architecture", _OF_TRANSFORMERS)
 def test_a_setting_that_a_class_lacks_changes_nothing_and_is_named(architecture: str) -> None:
-    name = readers._HEADS.sub("", architecture)
-    lacks = [setting for setting, names in readers._ABSENT.items() if name in names]
+    name = config_reader._HEADS.sub("", architecture)
+    lacks = [setting for setting, names in config_reader._ABSENT.items() if name in names]
     for config in _configs(architecture):
         settings = config.to_dict() | {"architectures": [architecture]}
         for setting in lacks:

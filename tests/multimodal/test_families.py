@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, LoadError, RequestError
+from octavo.models.config_reader import _NULLABLE
 from octavo.models.multimodal_models import MEDIA_FAMILIES, TEXT_DEFAULTS
-from octavo.models.readers import _NULLABLE
 from octavo.models.registry import describe
 from tests.multimodal.conftest import picture
 from tests.multimodal.small_media import CASES, kind_of, save_case

@@ -2,7 +2,7 @@
 `mamba_hybrids` (Mamba); `linear_attention` (other layers with a state); `gemma_4`; `encoders`. `settings` has the
 settings that several of them share.
 
-`octavo.models.readers` reads config.json by this table, with defaults from `defaults.json`.
+`octavo.models.config_reader` reads config.json by this table, with defaults from `defaults.json`.
 """
 
 from octavo.models.families import deepseek, dense, encoders, gemma_4, linear_attention, mamba_hybrids, moe

@@ -9,8 +9,7 @@ from typing import Any
 from octavo.layers.experts import EXPERT_NAMES
 from octavo.layers.mla import MLADescription
 from octavo.layers.sparse_indexer import SparseIndexerDescription
-from octavo.models.families.settings import ROUTED, several, shared_expert
-from octavo.models.readers import (
+from octavo.models.config_reader import (
     Config,
     Family,
     attention_temperature,
@@ -21,6 +20,7 @@ from octavo.models.readers import (
     routing,
     valued,
 )
+from octavo.models.families.settings import ROUTED, several, shared_expert
 
 
 def latent(**changes: Any) -> Callable[[Config, int], MLADescription]:

@@ -12,6 +12,7 @@ from typing import Any
 from octavo.layers.norm import NormDescription
 from octavo.layers.positions import PositionsDescription
 from octavo.layers.projection_head import ProjectionHeadDescription
+from octavo.models.config_reader import Config, Family, Setting, head_size, key, layer_norm, rms
 from octavo.models.families.settings import (
     AFTER,
     ALL_SLIDE,
@@ -29,7 +30,6 @@ from octavo.models.families.settings import (
     slides,
     sliding,
 )
-from octavo.models.readers import Config, Family, Setting, head_size, key, layer_norm, rms
 
 _STACKED = {"qkv_names": ("self_attn.qkv_proj",)}
 _STACKED_UP = {"up_names": ("mlp.gate_up_proj",)}

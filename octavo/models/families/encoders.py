@@ -13,8 +13,8 @@ from typing import Any
 from octavo.layers.pooler import PoolingDescription
 from octavo.layers.positions import PositionsDescription
 from octavo.layers.projection_head import ProjectionHeadDescription
+from octavo.models.config_reader import Config, Family, Setting, activation_of, key, layer_norm, num_labels
 from octavo.models.families.settings import MODERN_BERT, modern_bert_head, norms_of_sum, slides
-from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, num_labels
 
 _BOTH_WAYS = {"bidirectional": True}
 _BIASES = {"qkv_bias": True, "output_bias": True}

@@ -12,8 +12,8 @@ from octavo.layers.altup import AltUpDescription
 from octavo.layers.experts import PartNorms, stacked
 from octavo.layers.per_layer_embeddings import PerLayerEmbeddingsDescription
 from octavo.layers.rotary import RopeConfig
+from octavo.models.config_reader import Config, Family, Setting, activation_of, rms, rope_of
 from octavo.models.families.settings import AROUND, ROOT, all_but_every, by_layer, shared_expert, sliding
-from octavo.models.readers import Config, Family, Setting, activation_of, rms, rope_of
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 

@@ -16,6 +16,17 @@ from octavo.layers.recurrent import (
     LightningDescription,
     ShortConvDescription,
 )
+from octavo.models.config_reader import (
+    Config,
+    Family,
+    Setting,
+    activation_of,
+    head_size,
+    key,
+    rms,
+    rope_settings,
+    routing,
+)
 from octavo.models.description import OutputScales
 from octavo.models.families.deepseek import latent
 from octavo.models.families.settings import (
@@ -28,7 +39,6 @@ from octavo.models.families.settings import (
     sparse_by_step,
     where_no_attention,
 )
-from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, rms, rope_settings, routing
 
 
 def _lightning(config: Config, i: int) -> LightningDescription:

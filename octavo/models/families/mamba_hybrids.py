@@ -12,6 +12,7 @@ from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.mamba import MambaDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.reused_layer import ReusedLayerDescription
+from octavo.models.config_reader import Config, Family, Setting, activation_of, head_size, key, rope_of, routing
 from octavo.models.description import OutputScales
 from octavo.models.families.settings import (
     GRANITE_EXPERTS,
@@ -20,7 +21,6 @@ from octavo.models.families.settings import (
     shared_expert,
     where_no_attention,
 )
-from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, rope_of, routing
 
 _OWN_ACT = "mamba_hidden_act"  # the activation of Mamba layers, if feed-forwards have another
 

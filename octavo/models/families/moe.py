@@ -14,6 +14,17 @@ from octavo.errors import LoadError
 from octavo.layers.attention import GateDescription
 from octavo.layers.experts import EXPERT_NAMES, ExpertNames, stacked
 from octavo.layers.rotary import AttentionTemperature
+from octavo.models.config_reader import (
+    Config,
+    Family,
+    Setting,
+    activation_of,
+    key,
+    layer_norm,
+    rms,
+    rope_settings,
+    routing,
+)
 from octavo.models.description import OutputScales
 from octavo.models.families.settings import (
     AFTER,
@@ -39,7 +50,6 @@ from octavo.models.families.settings import (
     sliding,
     sparse_by_step,
 )
-from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, rms, rope_settings, routing
 
 
 def _ernie_sparse(config: Config, i: int) -> bool:

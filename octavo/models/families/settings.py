@@ -9,7 +9,7 @@ from octavo.layers.experts import EXPERT_NAMES, one_by_one, stacked
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.projection_head import ProjectionHeadDescription
-from octavo.models.readers import Config, Family, Setting, activation_of, key, per_layer, routing, valued
+from octavo.models.config_reader import Config, Family, Setting, activation_of, key, per_layer, routing, valued
 
 # Norms before and after each part of a layer (AROUND), and only after each part (AFTER).
 AROUND = {

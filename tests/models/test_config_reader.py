@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from octavo.errors import LoadError
+from octavo.models.config_reader import _HEADS, _OWN_DEFAULTS, num_labels
 from octavo.models.description import ModelDescription
 from octavo.models.families import FAMILIES as ALL_FAMILIES
 from octavo.models.families.dense import FAMILIES
 from octavo.models.inventory import required_tensors
 from octavo.models.multimodal_models import OTHER_NAMES
-from octavo.models.readers import _HEADS, _OWN_DEFAULTS, num_labels
 from octavo.models.registry import architectures, describe
 from tests.models.small_models import MODEL_TYPES
 
