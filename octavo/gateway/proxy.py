@@ -41,9 +41,9 @@ from octavo.gateway.client import Client
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.gateway_metrics import GatewayMetrics
 from octavo.gateway.keep_alive import KeepAlive
+from octavo.gateway.kept_items import KeptItems
 from octavo.gateway.models import Models
 from octavo.gateway.notes import written_names
-from octavo.gateway.placement import Placement
 from octavo.gateway.prefill import Prefill
 from octavo.gateway.proxy_request import PROMPT_NAMES, ProxyRequest, check_use, counted_request, route_of
 from octavo.gateway.replica import BUSY_STATUSES, NOTES_PATH, Replica
@@ -81,7 +81,7 @@ class Proxy:
         replicas."""
         self._models, self._metrics, self._limits = models, metrics, limits
         self._keeps_keys, self._several_gateways = keeps_keys, several_gateways
-        self._placement = Placement(models)
+        self._kept_items = KeptItems(models)
         self._broadcast = Broadcast(models, metrics, keeps_keys=keeps_keys)
         self._prefill = Prefill(models, metrics, keeps_keys=keeps_keys)
         self._keep_alive = KeepAlive(limits.stream_keep_alive_s)
@@ -97,7 +97,7 @@ class Proxy:
         if any(one in path for one in _OF_ALL_CLIENTS):
             raise RequestError(f"{request.path:.200} is no route for clients.", status=404, code="not_found")
         await self._models.look_for(request.model)
-        deployment, pinned_replica = self._placement.place(request)
+        deployment, pinned_replica = self._kept_items.place(request)
         if (counter := request.usage_counter) is None:
             await self._answer_with_fallbacks(deployment, pinned_replica, request, client)
             return
@@ -105,7 +105,7 @@ class Proxy:
         request = counted_request(request, counter.key, client)
         await counter.admit(deployment.name)
         # Again, as the catalogue may have changed meanwhile.
-        deployment, pinned_replica = self._placement.place(request)
+        deployment, pinned_replica = self._kept_items.place(request)
         check_use(counter.key, deployment)
         try:
             await self._answer_with_fallbacks(deployment, pinned_replica, request, client)
@@ -280,7 +280,7 @@ class Proxy:
                 raise _refused(replica, outcome, answer)
             if answer.status < 300:
                 stream_id = client.progress.id if client.progress.is_resumable else None
-                self._placement.note_created(request, attempt.deployment, replica, data, stream_id)
+                self._kept_items.note_created(request, attempt.deployment, replica, data, stream_id)
             await self._forward_answer(attempt, replica, answer, data)
         finally:
             attempt.deployment.router.end(replica)

@@ -19,7 +19,7 @@ _ADMIN_PATHS = ("/usage", "/keys")
 _HEAD_BYTES = 8192  # of an answer, which has the ids
 
 
-class Placement:
+class KeptItems:
     """Remembers which replica has made what."""
 
     def __init__(self, models: Models) -> None:
