@@ -2,7 +2,7 @@
 // be quantized. Included by kernels.cpp only.
 #pragma once
 
-#include "elementwise.h"
+#include "norms_and_rotary.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {

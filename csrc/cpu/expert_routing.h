@@ -2,7 +2,7 @@
 // alone decides. Also gathers the inputs of experts. Included by kernels.cpp only.
 #pragma once
 
-#include "elementwise.h"
+#include "norms_and_rotary.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {

@@ -1,13 +1,13 @@
 // The table of all kernels for one instruction set. The build compiles this file once for each set, with that set's
 // flags and OCTAVO_ISA (its namespace and the suffix of its table) defined.
 #include "attention.h"
-#include "elementwise.h"
 #include "elementwise_kernels.h"
 #include "embedding.h"
 #include "expert_routing.h"
 #include "experts.h"
 #include "logprobs.h"
 #include "lora_a.h"
+#include "norms_and_rotary.h"
 #include "recurrent.h"
 #include "sampling.h"
 #include "sparse_attention.h"

@@ -2,7 +2,7 @@
 // type, or bytes with a scale for each token and head. A row's bytes are a function of that row alone. In the layouts
 // the last dimension is a lane: keys are [block][kv_head][D / step][block_size][step], values
 // [block][kv_head][block_size / step][padded D][step]. Caches of bytes have one more step of keys: a token's two
-// scales, of its key and of its value, as a pair of bf16. Included by elementwise.h and attention_keys.h only.
+// scales, of its key and of its value, as a pair of bf16. Included by norms_and_rotary.h and attention_keys.h only.
 #pragma once
 
 #include "activation_functions.h"

@@ -1,4 +1,4 @@
-// Rows of floats as quantized rows (QBlock), block by block. Included by elementwise.h and epilogue.h only.
+// Rows of floats as quantized rows (QBlock), block by block. Included by norms_and_rotary.h and epilogue.h only.
 #pragma once
 
 #include "activation_functions.h"

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "activation_functions.h"
-#include "elementwise.h"
+#include "norms_and_rotary.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {
