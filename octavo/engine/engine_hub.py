@@ -290,7 +290,7 @@ class EngineHub:
             _LOAD: partial(self._change_adapter, _LOAD),
             _UNLOAD: partial(self._change_adapter, _UNLOAD),
             "metrics": self._render,
-            "note_prompt": self._prompt_notes.add,
+            "note_prompt": self._note_prompt,
             "read_notes": self._read_notes,
             "named_adapters_loaded": self._note_named_adapters,
         }
@@ -496,6 +496,9 @@ class EngineHub:
         if name == _LOAD:
             self._standing[about] = name, {**args, "load_inplace": False}
         return str(said[0])
+
+    async def _note_prompt(self, names: str) -> None:
+        self._prompt_notes.add(names)
 
     async def _read_notes(self, **place: Any) -> tuple[dict[str, Any], list[str]]:
         """Return the notes of gateways and the names of the adapters on a device."""

@@ -139,6 +139,10 @@ class Channels(asyncio.Protocol):
         finally:
             self._asked.pop(number, None)
 
+    def tell(self, name: str, /, **args: Any) -> None:
+        """Have the other side do something, without waiting. If the connection has ended, nothing is done."""
+        self.say(Call(next(self._numbers), name, args))
+
     def _control(self, message: _Control) -> None:
         match message:
             case CoreEnded():

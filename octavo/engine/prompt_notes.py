@@ -7,12 +7,14 @@ them.
 
 from __future__ import annotations
 
+import re
 import secrets
 from typing import Any
 
 _MAX_PROMPTS = 8192
 _MAX_READ = 512  # prompts of one reading
-_MAX_CHARS = 1024  # of one prompt's names
+# One prompt's names. Other characters may be longer in JSON, and gateways read no more than 1 MiB at once.
+_NAMES = re.compile(r"[-,0-9a-z]{1,1024}")
 
 
 class PromptNotes:
@@ -23,9 +25,9 @@ class PromptNotes:
         self._prompts: list[str] = []
         self._num_dropped = 0
 
-    async def add(self, names: str) -> None:
-        """Note a prompt, by the names of its beginnings."""
-        if len(names) > _MAX_CHARS:
+    def add(self, names: str) -> None:
+        """Note a prompt, by the names of its beginnings. What can be no names is ignored."""
+        if _NAMES.fullmatch(names) is None:
             return
         self._prompts.append(names)
         if len(self._prompts) >= 2 * _MAX_PROMPTS:

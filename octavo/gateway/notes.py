@@ -4,9 +4,9 @@ on their devices. `octavo.engine.prompt_notes` is the servers' side."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
@@ -16,6 +16,7 @@ from octavo.gateway.router import Prompt, Router
 
 _MAX_READINGS = 64  # of a server's notes, one after the other
 _SESSION = "session-"  # before a session's hash
+_WRITTEN = re.compile(rf"([0-9a-f]{{16}})((?:,[0-9a-f]{{32}})*)(?:,{_SESSION}([0-9a-f]{{32}}))?")
 
 
 def written_names(model: str, prefixes: Mapping[bytes, int], session: bytes | None) -> bytes:
@@ -29,14 +30,13 @@ def written_names(model: str, prefixes: Mapping[bytes, int], session: bytes | No
 
 
 def read_names(written: str) -> tuple[str, Prompt]:
-    """Return the tag of a prompt's model, its prefixes and its session; none of what has not the form of
-    `written_names`."""
-    model, *names = written.split(",")
-    found: dict[bool, list[bytes]] = {False: [], True: []}
-    with contextlib.suppress(ValueError):
-        for name in names:
-            found[name.startswith(_SESSION)].append(bytes.fromhex(name.removeprefix(_SESSION)))
-    return model, (found[False], next(iter(found[True]), None))
+    """Return the tag of a prompt's model, its prefixes and its session. A note in another form than `written_names`
+    gives it says nothing: its tag is empty."""
+    if (found := _WRITTEN.fullmatch(written)) is None:
+        return "", ([], None)
+    model, prefixes, session = found.groups()
+    hashes = [bytes.fromhex(one) for one in prefixes.split(",")[1:]]
+    return model, (hashes, None if session is None else bytes.fromhex(session))
 
 
 @functools.lru_cache(maxsize=4096)

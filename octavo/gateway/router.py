@@ -84,7 +84,7 @@ class Router:
             return self.load.num_in_flight[one.name] < most and one not in excluded and one.takes_requests()
 
         num_bytes, known = max(prefixes.values(), default=0), self._known(prefixes)
-        of_session = self._holders.get(session or b"", [])
+        of_session = [] if session is None else self._holders.get(session, [])
         chosen = next(filter(is_able, of_session), None)
         if chosen is None and agreed is not None:
             chosen = next(filter(is_able, known), None)  # it has most of the conversation
@@ -140,6 +140,8 @@ class Router:
     def end(self, replica: Replica) -> None:
         replica.num_in_flight -= 1
         self.load.num_in_flight[replica.name] -= 1
+        if not self.load.num_in_flight[replica.name]:
+            del self.load.num_in_flight[replica.name]  # the address may never come back
 
     def learn(self, replica: Replica, prompts: Iterable[Prompt], has_adapter: bool | None) -> None:
         """Take in what a server says: the prefixes and sessions of prompts that other gateways gave it, or this one

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from octavo.engine import prompt_notes
@@ -18,7 +16,7 @@ def test_a_reader_gets_each_prompt_once_and_the_oldest_are_forgotten(
     monkeypatch.setattr(prompt_notes, "_MAX_READ", 7)
     notes, every = PromptNotes(), [str(number) for number in range(count)]
     for one in every:
-        asyncio.run(notes.add(one))
+        notes.add(one)
     found: list[str] = []
     part = notes.read("", 0)
     while True:
@@ -28,5 +26,12 @@ def test_a_reader_gets_each_prompt_once_and_the_oldest_are_forgotten(
         part = notes.read(part["id"], part["next"])
     assert found == every[-len(found) :] if found else not every
     assert min(count, 20) <= len(found) < 40
-    asyncio.run(notes.add("next"))
+    notes.add("next")
     assert notes.read(part["id"], part["next"])["prompts"] == ["next"]
+
+
+@pytest.mark.parametrize("names", ["", '"' * 1024, "é", "a\n", "a" * 1025])
+def test_what_can_be_no_names_is_not_noted(names: str) -> None:
+    notes = PromptNotes()
+    notes.add(names)
+    assert notes.read("", 0)["prompts"] == []

@@ -137,7 +137,7 @@ class FakeServer:
                     asked.reply(json.dumps(told | {"adapters": self.adapters}).encode())
                     continue
                 if self.notes is not None and (names := headers.get(PROMPT_NAMES.decode())):
-                    await self.notes.add(names)
+                    self.notes.add(names)
                 self.asked.append(asked)
                 await self.behave(asked)
         self.num_hung_up += 1

@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -212,14 +213,49 @@ def test_an_id_in_an_answer_to_another_client_stays_with_who_made_it() -> None:
 
 def test_a_gateway_learns_from_a_server_what_another_one_gave_it() -> None:
     router, fleet = Router(random.Random(1)), replicas(8)
-    turns = {bytes([number]) * 16: 9_000 * number for number in range(1, 30)}
-    every = [read_names(one)[1] for one in (written_names("m", turns, b"session a").decode(), "no names", "ab,x", "")]
+    turns, session = {bytes([number]) * 16: 9_000 * number for number in range(1, 30)}, b"session a".ljust(16)
+    every = [read_names(one)[1] for one in (written_names("m", turns, session).decode(), "no names", "ab,x", "")]
     router.learn(fleet[5], every, None)
     assert router.choose(fleet, {**turns, b"next": 300_000}) is fleet[5]
-    assert router.choose(fleet, {}, session=b"session a") is fleet[5]
-    router.remember(fleet[2], [], b"session a")
+    assert router.choose(fleet, {}, session=session) is fleet[5]
+    router.remember(fleet[2], [], session)
     router.learn(fleet[5], every, None)
-    assert router.choose(fleet, {}, session=b"session a") is fleet[2], "its own history is newer"
+    assert router.choose(fleet, {}, session=session) is fleet[2], "its own history is newer"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ",",
+        ", ",
+        f",{b'adapter'.hex()}",
+        f",{'0' * 32},zz,{'1' * 32}",
+        f",{'0' * 30}é",
+        f",{'0' * 32}\n",
+        f",session-{'0' * 30}",
+        ",session-",
+        f",session-{'0' * 32},{'1' * 32}",
+    ],
+)
+def test_a_note_in_another_form_says_nothing(names: str) -> None:
+    assert read_names(tag("m") + names) == ("", ([], None))
+
+
+def test_requests_without_a_session_have_no_place_that_notes_can_name() -> None:
+    router, fleet = Router(random.Random(1)), replicas(8)
+    router.learn(fleet[3], [([b""], b"")], None)
+    counts = Counter(router.choose(fleet, {str(number).encode(): 9_000}) for number in range(400))
+    assert set(counts.values()) == {50}
+
+
+def test_a_replica_without_requests_leaves_no_count() -> None:
+    router, (replica,) = Router(), replicas(1)
+    for _ in range(2):
+        router.begin(replica)
+    router.end(replica)
+    assert router.load.num_in_flight == {replica.name: 1}
+    router.end(replica)
+    assert replica.name not in router.load.num_in_flight
 
 
 @given(st.integers(0, 1024), st.booleans())

@@ -127,7 +127,7 @@ class AuthAndLimits:
                 del answer  # do not keep the body while the answer streams
             ARRIVAL.set(Arrival(time.monotonic(), headers, num_bytes, self._client(scope, headers)))
             if (names := headers.get(NAMES_HEADER)) is not None:
-                await self._state.note_prompt(names)
+                self._state.note_prompt(names)
             self._state.num_engine_requests += uses_engine
             self._state.num_tokenizing += tokenizes
             try:

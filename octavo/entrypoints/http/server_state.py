@@ -160,9 +160,13 @@ class ServerState:
         self._ignored_peers = LineLimit()
         self.num_tokenizing = 0  # complete requests that only need this front end's tokenizer
 
-    async def note_prompt(self, names: str) -> None:
-        """Note a prompt for gateways, by the names of its beginnings."""
-        await (self.prompt_notes.add(names) if self.hub is None else self.hub.call("note_prompt", names=names))
+    def note_prompt(self, names: str) -> None:
+        """Note a prompt for gateways, by the names of its beginnings. The prompt's request does not wait for the
+        hub: the queue has a place for the request, and does not count it yet."""
+        if self.hub is None:
+            self.prompt_notes.add(names)
+        else:
+            self.hub.tell("note_prompt", names=names)
 
     @property
     def num_engine_requests(self) -> int:

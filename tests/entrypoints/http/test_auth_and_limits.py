@@ -7,7 +7,7 @@ import select
 import socket
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -18,6 +18,7 @@ from starlette.types import Receive
 from octavo import http_protocol
 from octavo.api_keys import ApiKeys, sent_by_default, with_environment
 from octavo.bench import serve as bench_serve
+from octavo.engine.hub_link import Channels
 from octavo.entrypoints.cli.run import make_ps_parser
 from octavo.entrypoints.cli.terminal import ApiClient
 from octavo.entrypoints.http import auth_and_limits, body_reader, server_state
@@ -183,6 +184,19 @@ def test_requests_that_only_tokenize_are_bounded_too(
     monkeypatch.setattr(state, "num_tokenizing", threads + 1)
     assert httpx.post(limited + path, json=body).status_code in (200, 400), "the engine's queue is another"
     wait_until(lambda: state.num_tokenizing == threads + 1)
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_request_waits_for_no_note(
+    limited: Address, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, has_ended: bool
+) -> None:
+    """A hub that does not answer, or has ended."""
+    sent = list[bytes]()
+    hub = Channels(lambda *_: None, lambda _: None, lambda: None)
+    hub.transport = cast(Any, SimpleNamespace(is_closing=lambda: has_ended, write=sent.append))
+    monkeypatch.setattr(limited.server.state, "hub", hub)
+    answer = httpx.post(f"{limited}/v1/completions", json=BODY, headers={"X-Octavo-Prompt-Names": "ab"})
+    assert (answer.status_code, [b"note_prompt" in one for one in sent]) == (200, [] if has_ended else [True])
 
 
 def test_a_request_that_only_tokenizes_counts_while_it_does(
