@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _RECIPIENT_MARK = ">>>"
 _MAX_TRIALS = 32  # false marks of calls in one answer's reasoning, after which no more are tried
+_MAX_HEADER = 512  # characters; a longer header is content. The name in it has at most 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,24 +367,24 @@ class ChannelSplitter:
 
     def add(self, text: str) -> tuple[str, str]:
         """Return the reasoning and the content that `text` completes."""
-        self._held += text
-        parts = {True: "", False: ""}
-        while (found := self._MARK.search(self._held)) is not None:
-            before, mark, self._held = self._held[: found.start()], found[0], self._held[found.end() :]
-            parts[self.is_inside] += self._take(before)
+        held, at = self._held + text, 0
+        parts: dict[bool, list[str]] = {True: [], False: []}
+        for found in self._MARK.finditer(held):
+            before, mark, at = held[at : found.start()], found[0], found.end()
+            parts[self.is_inside].append(self._take(before))
             if mark == "<|message|>" and self._header is not None:
-                parts[False] += self._begin()
+                parts[False].append(self._begin())
             elif mark in ("<|start|>", "<|channel|>"):
-                self._header = (self._header or "") + mark
+                parts[False].append(self._lengthen((self._header or "") + mark))
             else:
                 if mark == "<|call|>" and self._is_call:
-                    parts[False] += mark
+                    parts[False].append(mark)
                 self._header, self._channel = "", ""
-        shown = self._held.rfind("<")
-        shown = len(self._held) if shown < 0 or len(self._held) - shown > len("<|message|>") else shown
-        before, self._held = self._held[:shown], self._held[shown:]
-        parts[self.is_inside] += self._take(before)
-        return parts[True], parts[False]
+        shown = held.rfind("<", at)
+        shown = len(held) if shown < 0 or len(held) - shown > len("<|message|>") else shown
+        self._held = held[shown:]
+        parts[self.is_inside].append(self._take(held[at:shown]))
+        return "".join(parts[True]), "".join(parts[False])
 
     def finish(self) -> tuple[str, str]:
         """Return the reasoning and the content still held back when the answer ends."""
@@ -407,10 +408,17 @@ class ChannelSplitter:
             return text
         header = self._header + text
         if "<|" in self._header or self._may_begin_header(header):
-            self._header = header
-            return ""
+            return self._lengthen(header)
         self._header, self._channel = None, "final"  # a text without a header
         return header
+
+    def _lengthen(self, header: str) -> str:
+        """Set the header so far. Return its text if it is too long for a header: the message is content."""
+        if len(header) <= _MAX_HEADER:
+            self._header = header
+            return ""
+        self._header, self._channel = None, "final"
+        return self._MARK.sub("", header)
 
     def _may_begin_header(self, text: str) -> bool:
         """Return whether `text` may begin a message's header: a recipient, or the beginning of a recipient. Any other
@@ -453,14 +461,15 @@ class BlockSplitter:
 
     def add(self, text: str) -> tuple[str, str]:
         """Return the reasoning and the content that `text` completes."""
-        parts, self._held = ("", ""), self._held + text
-        while (found := self._any_mark.search(self._held)) is not None:
-            parts = _sum(parts, self._take(self._held[: found.start()]))
-            self._held = self._held[found.end() :]
-            parts = _sum(parts, ("", self._go_on(found[0])))
-        shown = len(self._held) - max(held_back(self._held, mark) for mark in self._marks)
-        before, self._held = self._held[:shown], self._held[shown:]
-        return _sum(parts, self._take(before))
+        held, at, parts = self._held + text, 0, list[tuple[str, str]]()
+        for found in self._any_mark.finditer(held):
+            parts += self._take(held[at : found.start()]), ("", self._go_on(found[0]))
+            at = found.end()
+        rest = held[at:]
+        shown = len(rest) - max(held_back(rest, mark) for mark in self._marks)
+        self._held = rest[shown:]
+        parts.append(self._take(rest[:shown]))
+        return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
 
     def finish(self) -> tuple[str, str]:
         """Return the reasoning and the content still held back when the answer ends."""
@@ -470,7 +479,9 @@ class BlockSplitter:
     def _take(self, text: str) -> tuple[str, str]:
         if self._state == "header":
             self._name += text
-            return "", ""
+            if len(self._name) <= _MAX_HEADER:
+                return "", ""
+            self._state, text, self._name = "content", self._name, ""
         return (text, "") if self.is_inside else ("", text)
 
     def _go_on(self, mark: str) -> str:
@@ -499,7 +510,7 @@ class RecipientSplitter:
     is_inside = is_undecided = is_ended_by_call = False
     is_over = True  # there is no reasoning
 
-    _LINE = re.compile(r">>>(?:(all)[ \t]*\n|[\w.\-]{1,256}[ \t]*\n\s{0,32}\{)")
+    _LINE = re.compile(r">>>(?:(all)[ \t]{0,32}\n|[\w.\-]{1,256}[ \t]{0,32}\n\s{0,32}\{)")
     _LINE_SO_FAR = re.compile(r">{0,3}|>>>[\w.\-]{0,256}[ \t]{0,32}(?:\n\s{0,32})?")
 
     def __init__(self, is_begun: bool) -> None:

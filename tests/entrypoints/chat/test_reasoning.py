@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -167,6 +168,9 @@ def test_reasoning_and_content_are_told_apart(style: str, prompt: str, text: str
         (">>>", "Four.", "Four."),
         (">>>", "all", "all"),
         (">>>", "all right\n", "all right\n"),
+        (">>>", f"all{' ' * 32}\nhi", "hi"),
+        (">>>", f"all{' ' * 33}\nhi", f"all{' ' * 33}\nhi"),
+        (">>>", f"f{' ' * 33}\n{{}}", f"f{' ' * 33}\n{{}}"),
         (">>>", "", ""),
         (">>>", ">>>f\n{", ">>>f\n{"),
         ("", ">>>all\nFour", "Four"),
@@ -239,6 +243,28 @@ def test_a_recipient_in_the_role_is_read_however_the_text_is_cut(text: str, cont
             splitter = new_splitter(reasoning)
             parts = [splitter.add(part) for part in (text[:begin], text[begin:end], text[end:])] + [splitter.finish()]
             assert ("".join(part[0] for part in parts), "".join(part[1] for part in parts)) == ("", content)
+
+
+@pytest.mark.parametrize(
+    ("style", "prompt", "text"),
+    [
+        ("muse_glimmer", MUSE, " to=" * 150),
+        ("inkling", MODEL, f"{'now ' * 150}{INVOKE}{{}}{END}"),
+        ("openai_gptoss", "<|start|>assistant", f"<|channel|>{'analysis ' * 60}<|message|>"),
+        ("openai_gptoss", "<|start|>assistant", "<|channel|>" * 47 + "x" * 99),
+        ("openai_gptoss", "<|start|>assistant", " " * 600),
+    ],
+)
+def test_a_text_that_is_too_long_for_a_header_is_content(style: str, prompt: str, text: str) -> None:
+    content = re.sub(r"<\|(?:channel|message)\|>", "", text)
+    for size in (1, 3, 7, len(text)):
+        cuts = list(range(size, len(text), size))
+        assert split(style, prompt, text, cuts) == ("", content)
+    reasoning = Reasoning.after(prompt, STYLES[style])
+    assert reasoning is not None
+    splitter = new_splitter(reasoning)
+    given = sum(len(splitter.add(piece)[1]) for piece in text)
+    assert given >= len(content) - 50, "it is not held until the answer ends"
 
 
 PYTHON_CALL = "<|tool_call_start|>[now()]<|tool_call_end|>"

@@ -6,6 +6,7 @@ import ast
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from octavo.entrypoints.chat.tools.call_spelling import json_type, property_schema, resolve_ref, schema_types
@@ -77,32 +78,36 @@ def _is_json(value: Any, depth: int = 0) -> bool:
     return value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
 
 
+@cache
+def _nested_marks(body: Tags) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Return what a nested tag begins with, and any mark of a nested tag: groups "opened" and "closed" are keys."""
+    opened = rf"{re.escape(body.key_before)}(?P<opened>[^<>\s/]+){re.escape(body.key_after)}"
+    before, _, after = body.value_after.strip().partition("{key}")
+    closed = rf"{re.escape(before)}(?P<closed>[^<>\s/]+){re.escape(after)}"
+    return re.compile(rf"\s*{opened}"), re.compile(f"{opened}|{closed}")
+
+
 def nested_value(text: str, body: Tags, schema: Any, root: Mapping[str, Any], depth: int = 0) -> Any:
     """Return the object or list that `text` writes with a tag for each key or item, or if it has no tags, the value of
     the text."""
     schema = resolve_ref(schema, root)
     kinds = schema_types(schema, root)
-    begin = re.compile(rf"\s*{re.escape(body.key_before)}([^<>\s/]+){re.escape(body.key_after)}")
+    begin, any_mark = _nested_marks(body)
     if depth > _MAX_DEPTH or (found := begin.match(text)) is None:
         return parameter_value(text, kinds)
-    items: list[tuple[str, Any]] = []
+    values: dict[str, list[Any]] = {}
     while found is not None:
-        key, position, end, level = found[1], found.end(), found.end(), 1
-        opened, closed = f"{body.key_before}{key}{body.key_after}", body.value_after.strip().replace("{key}", key)
-        either = re.compile(f"{re.escape(opened)}|{re.escape(closed)}")
+        key, position, end, level = found["opened"], found.end(), found.end(), 1
         while level:
-            mark = either.search(text, position)
+            mark = any_mark.search(text, position)
             if mark is None:
                 return parameter_value(text, kinds)
-            level += 1 if mark[0] == opened else -1
             position, end = mark.end(), mark.start()
+            level += (mark["opened"] == key) - (mark["closed"] == key)
         inner = text[found.end() : end]
-        items.append((key, nested_value(inner, body, property_schema(schema, key, root), root, depth + 1)))
+        value = nested_value(inner, body, property_schema(schema, key, root), root, depth + 1)
+        values.setdefault(key, []).append(value)
         found = begin.match(text, position)
-    if all(key == "item" for key, _ in items) and ("array" in kinds or "object" not in kinds):
-        return [value for _, value in items]
-    result: dict[str, Any] = {}
-    for key, value in items:
-        repeated = [one for name, one in items if name == key]
-        result[key] = repeated if len(repeated) > 1 else value
-    return result
+    if values.keys() == {"item"} and ("array" in kinds or "object" not in kinds):
+        return values["item"]
+    return {key: found if len(found) > 1 else found[0] for key, found in values.items()}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from typing import Any
 
 import pytest
 
+from octavo.entrypoints.chat.tools import parameter_values
 from octavo.entrypoints.chat.tools.call_spelling import property_schema, schema_types
 from octavo.entrypoints.chat.tools.format_parser import FormatParser
-from octavo.entrypoints.chat.tools.tool_formats import FORMATS
+from octavo.entrypoints.chat.tools.tool_formats import FORMATS, Tags
 from octavo.entrypoints.chat.tools.tool_parser_base import Call
 
 DEFINITIONS = {
@@ -145,3 +148,30 @@ def test_objects_and_lists_may_be_tags_in_tags() -> None:
     (call,) = [piece for letter in answer for piece in parser.add(letter)] + parser.finish()
     assert isinstance(call, Call)
     assert json.loads(call.arguments) == {"to": {"zip": "018"}, "items": [{"sku": "7", "qty": 2}, {"sku": "x"}]}
+
+
+def test_the_steps_for_nested_tags_are_as_many_as_the_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_lines, num_expressions = 0, 0
+
+    def count(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return count if frame.f_code.co_filename == parameter_values.__file__ else None
+
+    def compiled(pattern: str) -> re.Pattern[str]:
+        nonlocal num_expressions
+        num_expressions += 1
+        return compile_expression(pattern)
+
+    compile_expression, tags, before = re.compile, FORMATS["minimax_m3"].body, sys.gettrace()
+    monkeypatch.setattr(parameter_values.re, "compile", compiled)
+    assert isinstance(tags, Tags)
+    tag = "]<]minimax[>["
+    text = "".join(f"{tag}<k{i}>{i}{tag}</k{i}>" for i in range(400))
+    sys.settrace(count)
+    try:
+        value = parameter_values.nested_value(text, tags, {}, {})
+    finally:
+        sys.settrace(before)
+    assert value == {f"k{i}": i for i in range(400)}
+    assert num_lines < 100 * 400 and num_expressions <= 2
