@@ -213,9 +213,9 @@ async def _follow_service(service: KubernetesService, take: Take) -> None:
 
 def _ready_addresses(slices: Iterable[_Slice], service: KubernetesService) -> list[str]:
     """Return an address for each ready pod: its IPv4 address, if slices of both kinds have the pod. While the pod moves
-    from one slice to another, both have its address, and the slice that was written last is not known: one that says
-    "ready" is enough."""
-    found = dict[str, tuple[str, bool]]()  # by pod
+    from one slice to another, both have it, an earlier one with its earlier address, and the slice that was written
+    last is not known: one that says "ready" is enough."""
+    found = dict[str, tuple[str, str, bool]]()  # by pod
     other_ports = set[str]()
     for one in sorted(slices, key=lambda each: each.addressType):  # IPv4 before IPv6
         if one.addressType == "FQDN" or not one.endpoints:
@@ -229,8 +229,9 @@ def _ready_addresses(slices: Iterable[_Slice], service: KubernetesService) -> li
             address = _address(endpoint.addresses[0], port)  # the others are the same pod's
             pod = (endpoint.targetRef and endpoint.targetRef.uid) or address
             is_ready = endpoint.conditions is None or endpoint.conditions.ready is not False
-            if pod not in found or found[pod] == (address, False):
-                found[pod] = address, is_ready
+            kind, _, was_ready = found.get(pod, (one.addressType, "", False))
+            if kind == one.addressType and not was_ready:
+                found[pod] = kind, address, is_ready
     if other_ports and not found:
         logger.warning(
             "no endpoint of %s has the port %s (TCP), but %s",
@@ -238,7 +239,7 @@ def _ready_addresses(slices: Iterable[_Slice], service: KubernetesService) -> li
             service.port,
             ", ".join(sorted(other_ports)),
         )
-    return sorted({address for address, is_ready in found.values() if is_ready})
+    return sorted({address for _, address, is_ready in found.values() if is_ready})
 
 
 def _port_number(one: _Slice, wanted: str) -> int | None:
@@ -317,5 +318,5 @@ class _EndpointApi:
         except msgspec.DecodeError:  # the refusals of a server with too many requests are plain texts
             message = body.decode(errors="replace").strip()
         seconds = answer.header(b"retry-after")
-        details = _Details(int(seconds)) if seconds.isdigit() else None
+        details = _Details(int(seconds)) if seconds.isdigit() and len(seconds) < 10 else None
         raise _RefusedError(_Status(answer.status, message, details))

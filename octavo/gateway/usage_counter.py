@@ -38,7 +38,7 @@ class UsageCounter:
     def see_headers(self, num_prompt_tokens: bytes, metadata: bytes) -> None:
         """Note the number of the prompt's tokens, and the usage in the `metadata` of vectors that come as bytes. Both
         are headers of the replica, and may be empty."""
-        if num_prompt_tokens.isdigit():
+        if num_prompt_tokens.isdigit() and len(num_prompt_tokens) < 20:
             self._note([(_count(int(num_prompt_tokens)), 0)])
         self._note(_usages(metadata, _USAGE))
 

@@ -209,7 +209,7 @@ class Document:
                 base = self.base_within(node, base)
             if isinstance(node, dict) and name in node:
                 node = node[name]
-            elif isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+            elif isinstance(node, list) and name.isdecimal() and len(name) < 10 and int(name) < len(node):
                 node = node[int(name)]
             else:
                 raise SchemaError(f"$ref {shown(reference)} points at nothing: there is no {shown(name)}")

@@ -313,6 +313,26 @@ def test_a_refusal_says_what_to_do_and_keeps_what_is_known(
     asyncio.run(run())
 
 
+def test_a_refusal_with_an_absurd_retry_after_is_said(
+    cluster: ApiServer, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuse(asked: Asked) -> None:
+        asked.reply(b"Too many requests", 429, retry_after="9" * 5000)
+
+    async def run() -> None:
+        cluster.behave = refuse
+        server = await cluster.start()
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
+        following = asyncio.ensure_future(follow(SERVICE, lambda _: None))
+        await until(lambda: bool(caplog.records))
+        following.cancel()
+        server.die()
+
+    clock.run(run())
+    assert "answered 429 (Too many requests)" in caplog.records[0].getMessage()
+
+
 class Player(ApiServer):
     """Sends the bytes of PLAYED in pieces of these sizes."""
 
@@ -460,6 +480,19 @@ def test_a_port_is_found_by_its_name_or_number(
         slices = msgspec.convert([{"endpoints": [endpoint], "ports": ports}], list[discovery._Slice])
         assert discovery._ready_addresses(slices, SERVICE._replace(port=wanted)) == found
     assert (f"no endpoint of qwen has the port {wanted} (TCP), but " in caplog.text) == (bool(ports) and not found)
+
+
+def test_a_pod_that_moves_has_the_address_of_the_slice_that_says_ready() -> None:
+    def ready_addresses(*found: tuple[str, bool]) -> list[str]:
+        slices = [slice_of("a", ip, ready=ready) for ip, ready in found]
+        for one in slices:
+            one["endpoints"][0]["targetRef"]["uid"] = "u"
+        return discovery._ready_addresses(msgspec.convert(slices, list[discovery._Slice]), SERVICE)
+
+    for first, later in itertools.permutations([("10.0.0.1", False), ("10.0.0.2", True)]):
+        assert ready_addresses(first, later) == ["http://10.0.0.2:8000"]
+        assert ready_addresses(first, later, ("fd00::1", True)) == ["http://10.0.0.2:8000"]
+    assert ready_addresses(("10.0.0.1", False), ("fd00::1", True)) == []
 
 
 def test_two_gateways_send_a_conversation_to_the_same_replica(clock: Clock) -> None:

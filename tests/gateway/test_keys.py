@@ -416,6 +416,7 @@ def test_the_tokens_of_an_answer_are_counted_once_wherever_it_has_them(clock: Cl
     headers_of = {
         "/v1/embeddings": {"metadata": '{"usage":{"prompt_tokens": 7}}'},
         "/pooling": {"x_octavo_prompt_tokens": "7"},
+        "/classify": {"x_octavo_prompt_tokens": "9" * 5000, "metadata": '{"usage":{"prompt_tokens": 7}}'},
     }
 
     async def behave(asked: Asked) -> None:

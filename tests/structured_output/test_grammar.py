@@ -291,6 +291,7 @@ def test_calls_are_written_as_they_are_spelled() -> None:
             {"json": {"$ref": "http://example.com/x"}},
             "cannot be followed: $ref 'http://example.com/x' is not within the schema",
         ),
+        ({"json": {"$ref": "#/anyOf/" + "9" * 5000, "anyOf": [{}]}}, "points at nothing"),
         ({"json": {"$ref": "#/$defs/a"}}, "$ref '#/$defs/a' points at nothing: there is no '$defs'"),
         ({"json": {"uniqueItems": True}, "final_check": "refuse"}, "json has uniqueItems, which a grammar cannot hold"),
         ({"json": {"properties": []}}, "properties is an object of schemas, not []"),
