@@ -263,7 +263,7 @@ def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPa
 
     async def submit(*_: Any, **__: Any) -> tuple[Prompt, str]:
         await asyncio.sleep(0)
-        assert sum(bool(run._files) for run in made) == 1
+        assert sum(bool(run._media_files) for run in made) == 1
         events.append("decoded")
         return prompt, "outputs"
 
@@ -277,8 +277,11 @@ def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPa
         resumable: Any = SimpleNamespace()
         made.extend(ChatRun(body, state, SamplingParams()) for _ in range(3))
         for one in made:
-            one._answer_format = AnswerFormat()  # as `submit` would have it prepared
-        assert await asyncio.gather(*(one.submit("a", None, resumable) for one in made)) == [(prompt, "outputs")] * 3
+            one._answer_format = AnswerFormat()  # as `prepare_outputs` would have it prepared
+        assert (
+            await asyncio.gather(*(one.prepare_outputs("a", None, resumable) for one in made))
+            == [(prompt, "outputs")] * 3
+        )
 
     made: list[ChatRun] = []
     asyncio.run(run())
