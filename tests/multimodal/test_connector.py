@@ -286,7 +286,7 @@ def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPa
     made: list[ChatRun] = []
     asyncio.run(run())
     assert events == ["fetched", "decoded"] * 3
-    assert [run._files for run in made] == [{}] * 3
+    assert [run._media_files for run in made] == [{}] * 3
 
 
 def test_domains_that_are_allowed(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
