@@ -248,12 +248,16 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
 
     def stop_restarting(self) -> None:
         """From now on, do not start another core after a death."""
-        self._supervisor.restart_policy.limit = 0
+        self._supervisor.stop_restarting()
 
     async def do_log_stats(self) -> None:
         """Log one line: throughput and use since the last line. Logs nothing without metrics, or if nothing ran."""
         if self._log_line is not None:
             self._log_line.log(time.monotonic())
+
+    def begin_shutdown(self) -> None:
+        """Tell the core's process to end, without a wait. `shutdown` must follow."""
+        self._supervisor.begin_shutdown()
 
     def shutdown(self) -> None:
         """End the core's process. Open streams raise `EngineStoppingError`."""

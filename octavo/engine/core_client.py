@@ -20,7 +20,8 @@ import zmq
 from octavo import logs
 from octavo.config import EngineConfig
 from octavo.engine.wire import (
-    SAVING_S,
+    LEAST_SAVING_S,
+    STOP_S,
     CoreMessage,
     CoreProcessArgs,
     FrontendMessage,
@@ -43,7 +44,8 @@ _MAX_PATH_BYTES = 98  # of the sockets' folder; a socket's path, with "/out", ha
 class CoreProcess:
     """A core process that does its imports while its parent makes the configuration."""
 
-    _saving_s = 0.0  # that it may take to save blocks, from its configuration
+    _is_configured = _has_disk = False
+    _ends_by = 0.0  # the latest time of its end, once it has been told to end
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         """`environment` is added to this process's variables."""
@@ -53,20 +55,29 @@ class CoreProcess:
     def configure(self, args: CoreProcessArgs) -> None:
         """Send the configuration."""
         assert self.process.stdin is not None
-        self._saving_s = 0.0 if args.config.cache.disk is None else SAVING_S
+        self._is_configured, self._has_disk = True, args.config.cache.disk is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once: `CoreClient.receive` notices
             self.process.stdin.write(msgspec.json.encode(args) + b"\n")
             self.process.stdin.flush()
 
+    def begin_close(self, saving_s: float = STOP_S) -> None:
+        """Tell the process to end and how long it may save blocks, without a wait. A second call does nothing."""
+        stdin = self.process.stdin
+        if stdin is None or stdin.closed:
+            return
+        self._ends_by = time.monotonic() + _EXIT_GRACE_S + (saving_s if self._has_disk else 0.0)
+        with contextlib.suppress(BrokenPipeError):
+            if self._is_configured:
+                stdin.write(b"%g\n" % saving_s)
+            stdin.close()
+
     def close(self) -> None:
         """End the process, by force if needed. May be called twice."""
-        if self.process.stdin is not None and not self.process.stdin.closed:
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.close()
+        self.begin_close()
         try:
-            self.process.wait(grace_s := _EXIT_GRACE_S + self._saving_s)
+            self.process.wait(max(0.0, self._ends_by - time.monotonic()))
         except subprocess.TimeoutExpired:
-            logger.warning("the engine core did not exit within %.0f s and is killed", grace_s)
+            logger.warning("the engine core did not exit in time and is killed")
             self.process.kill()
             self.process.wait()
 
@@ -85,6 +96,7 @@ class Core(Protocol):
     def wait(self) -> None: ...
     def end_reason(self) -> str: ...
     def successor(self) -> CoreProcess | None: ...
+    def begin_close(self, saving_s: float) -> None: ...
     def close(self) -> None: ...
 
 
@@ -204,9 +216,7 @@ class CoreClient:
 
     def end(self) -> None:
         """End the process and free its memory. Its last messages are still received."""
-        if self.process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.close()
+        self._core.begin_close()
 
     def kill(self) -> None:
         self.process.kill()
@@ -232,12 +242,22 @@ class CoreClient:
             self._reading_loop.remove_reader(self._receiver.fileno())
         self._reading_loop = None
 
+    def begin_close(self, saving_s: float) -> None:
+        """Tell the process that the server ends, and how long it may save blocks, without a wait."""
+        self._core.begin_close(saving_s)
+
     def close(self) -> None:
         """End the process and free the sockets. May be called twice."""
         self._core.close()
         self._stop_reading()
         self._free_sockets()
         self._folder.cleanup()
+
+
+def saving_s(stopping_since: float | None) -> float:
+    """Return the seconds that a core may save blocks when it ends now. Its server has begun to stop at
+    `stopping_since`, or not at all."""
+    return STOP_S if stopping_since is None else max(LEAST_SAVING_S, stopping_since + STOP_S - time.monotonic())
 
 
 def _free_sockets(context: zmq.Context[zmq.Socket[bytes]], *sockets: zmq.Socket[bytes]) -> None:

@@ -24,7 +24,6 @@ import zmq
 
 from octavo.engine.core import EngineCore
 from octavo.engine.wire import (
-    SAVING_S,
     Abort,
     AbortAll,
     CacheWasReset,
@@ -54,7 +53,7 @@ from octavo.request import EngineRequest
 logger = logging.getLogger("octavo.engine.core_process")  # not __name__, which may be __main__
 
 _LOSS_S = 1.0  # the watcher of the workers reports within this time which worker died first
-_ORPHAN_SAVING_S = 2.0  # in place of `SAVING_S` without a parent: the next server may need this process's memory
+_ORPHAN_SAVING_S = 2.0  # if the parent has died: the next server may need this process's memory
 
 _goodbyes: list[Callable[[], object]] = []  # called before the process ends with its parent
 
@@ -80,7 +79,7 @@ def main() -> None:
     sender.setsockopt(zmq.SNDHWM, 0)
     sender.connect(args.output_address)
     try:
-        _run(args, phases, receiver, sender)
+        _run(args, phases, receiver, sender, lines)
     except OctavoError as e:
         sender.send(encode_message(Failed(str(e), expected=True)))
     except BaseException as e:
@@ -90,7 +89,10 @@ def main() -> None:
     sys.exit(1)
 
 
-def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sender: zmq.Socket[bytes]) -> None:
+def _run(
+    args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sender: zmq.Socket[bytes],
+    lines: queue.SimpleQueue[bytes],
+) -> None:  # fmt: skip
     core = EngineCore(args.config, on_loading=_LoadingReport(sender))
     from octavo.execution.executor import MultiprocExecutor
 
@@ -101,7 +103,7 @@ def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sen
         executor.worker_group.on_death(partial(_die, args.end_path))
         _goodbyes.append(executor.worker_group.say_goodbye)
     if core.disk is not None:
-        _goodbyes.append(partial(_save_blocks, core.disk, os.getppid()))
+        _goodbyes.append(partial(_save_blocks, core.disk, lines))
     ready = Ready(
         max_model_len=executor.max_model_len,
         num_blocks=sum(executor.num_blocks),
@@ -183,9 +185,10 @@ def _say_goodbye() -> None:
         say()
 
 
-def _save_blocks(disk: DiskTier, parent: int) -> None:
-    """Wait until the engine's thread has saved all blocks."""
-    seconds = SAVING_S if os.getppid() == parent else _ORPHAN_SAVING_S
+def _save_blocks(disk: DiskTier, lines: queue.SimpleQueue[bytes]) -> None:
+    """Wait until the engine's thread has saved all blocks. The parent's last line says how long; one that has died has
+    written none."""
+    seconds = _ORPHAN_SAVING_S if lines.empty() else float(lines.get())
     if not disk.wait_until_saved(seconds):
         logger.warning("%d blocks of the KV cache were not saved on disk within %g s", len(disk.unsaved), seconds)
 

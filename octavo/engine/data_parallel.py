@@ -334,6 +334,8 @@ class DataParallelEngine(EngineCalls):
         await self._all(lambda engine: engine.wake_up(chosen))
 
     def shutdown(self) -> None:
+        for engine in self._engines:  # so that they save their blocks at the same time
+            engine.begin_shutdown()
         for engine in self._engines:
             engine.shutdown()
         if self._hosts is not None:

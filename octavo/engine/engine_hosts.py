@@ -331,6 +331,10 @@ class RemoteCore:
     def successor(self) -> CoreProcess | None:
         return None
 
+    def begin_close(self, saving_s: float) -> None:
+        """End as `close` does, which does not wait. The other host says how long its core may save blocks."""
+        self.close()
+
     def close(self) -> None:
         self._close("the server has ended", is_over=True)
         self._end(f"the host of engine {self._rank} has left")

@@ -348,9 +348,11 @@ class EngineHub:
 
     def stop_restarting(self) -> None:
         for engine in self._engines.values():
-            engine.supervisor.restart_policy.limit = 0
+            engine.supervisor.stop_restarting()
 
     def shutdown(self) -> None:
+        for engine in self._engines.values():  # so that they save their blocks at the same time
+            engine.supervisor.begin_shutdown()
         for engine in self._engines.values():
             engine.supervisor.shutdown()
         for front in list(self.fronts.values()):

@@ -20,7 +20,7 @@ from octavo.distributed.heartbeat import Heartbeat
 from octavo.distributed.joining import join, receive_answer
 from octavo.distributed.messages import Answer, Ended, EngineLink, Join, Joined, News
 from octavo.distributed.node_settings import settings_of
-from octavo.engine.core_client import CoreClient
+from octavo.engine.core_client import CoreClient, saving_s
 from octavo.engine.framing import read_message, write_message
 from octavo.engine.restart_policy import RestartPolicy
 from octavo.engine.wire import Leaving, encode_message
@@ -64,6 +64,7 @@ class _Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: asyncio.Future[_End] | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._leaving_since: float | None = None
 
     def __str__(self) -> str:
         return f"engine {self._rank} ({self._host})"
@@ -90,7 +91,7 @@ class _Engine:
 
     def leave(self) -> bool:
         """Ask the server to finish running requests and send no new ones. Returns False if this engine has none."""
-        self.is_draining = True
+        self.is_draining, self._leaving_since = True, time.monotonic()
         if self._loop is None or not self._is_ready:
             return False
         self._loop.call_soon_threadsafe(self._say_leaving)
@@ -157,6 +158,7 @@ class _Engine:
                 await asyncio.sleep(0.05)  # so that the core's last message arrives before the reason of its end
             heartbeat.close(Ended(found.reason))
             if core is not None:
+                core.begin_close(saving_s(self._leaving_since))
                 core.close()
 
     async def _relay(

@@ -273,5 +273,8 @@ class HubCore:
     def successor(self) -> CoreProcess | None:
         return None
 
+    def begin_close(self, saving_s: float) -> None:
+        """Do nothing: the hub ends cores."""
+
     def close(self) -> None:
         """Do nothing: all cores share the connection."""

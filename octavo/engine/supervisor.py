@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from octavo.config import EngineConfig
-from octavo.engine.core_client import Core, CoreClient, CoreProcess
+from octavo.engine.core_client import Core, CoreClient, CoreProcess, saving_s
 from octavo.engine.restart_policy import RestartPolicy
 from octavo.engine.wire import CoreMessage, Failed, FrontendMessage, Leaving, Ready
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, OctavoError
@@ -81,6 +81,7 @@ class Supervisor:
         self._num_messages = 0
         self._following: asyncio.Task[None] | None = None
         self._watchdog: asyncio.Task[None] | None = None
+        self._stopping_since: float | None = None
         self._is_closed = False
 
     @property
@@ -142,8 +143,13 @@ class Supervisor:
         if self._wake is not None:
             self._wake.set()
 
-    def shutdown(self) -> None:
-        """End the core's process. May be called twice."""
+    def stop_restarting(self) -> None:
+        """Start no other core after a death: the server stops."""
+        self.restart_policy.limit = 0
+        self._stopping_since = self._stopping_since or time.monotonic()
+
+    def begin_shutdown(self) -> None:
+        """Tell the core's process to end, without a wait. May be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -151,6 +157,11 @@ class Supervisor:
             if task is not None and not task.get_loop().is_closed():
                 task.cancel()
         self._fail(EngineStoppingError("the engine has been shut down."))
+        self.core.begin_close(saving_s(self._stopping_since))
+
+    def shutdown(self) -> None:
+        """End the core's process. May be called twice."""
+        self.begin_shutdown()
         self.core.close()
         if self._next_core is not None:
             self._next_core.close()

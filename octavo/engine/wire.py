@@ -15,8 +15,10 @@ from octavo.config import EngineConfig
 from octavo.request import AdapterSource, EngineRequest, SequenceOutput, pack_tokens
 from octavo.stats import EngineStats, SequenceProgress
 
-# At the end of a server, for blocks on their way to disk: less than Kubernetes' terminationGracePeriodSeconds (30).
-SAVING_S = 20.0
+# Of a server that stops: for requests under way and then for blocks on their way to disk. With the time that processes
+# take to end, it is less than Kubernetes' terminationGracePeriodSeconds (30).
+STOP_S = 25.0
+LEAST_SAVING_S = 5.0  # for blocks, however long the requests took
 
 
 class CoreProcessArgs(msgspec.Struct):

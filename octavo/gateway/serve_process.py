@@ -21,7 +21,7 @@ from octavo.processes import server_command
 
 logger = logging.getLogger("octavo.gateway")
 
-STOP_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL: longer than a server may drain
+STOP_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL: longer than a server drains and saves its cache
 _MAX_LINE_BYTES = 1 << 20
 # Processor time that shows progress, in seconds or as a share of the time that a start may take without progress: less
 # is what timers of a server that hangs take.

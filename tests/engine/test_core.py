@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import queue
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +14,6 @@ from octavo.config import SchedulerConfig
 from octavo.engine import core_process
 from octavo.engine.core import _MACHINES, EngineCore
 from octavo.engine.wire import (
-    SAVING_S,
     Abort,
     CacheWasReset,
     DropCacheSession,
@@ -200,12 +199,15 @@ def test_an_idle_core_saves_blocks_until_a_message_comes(
     assert engine.save_blocks.call_count == num_saved
 
 
-@pytest.mark.parametrize(("parent", "seconds"), [(os.getppid(), SAVING_S), (0, core_process._ORPHAN_SAVING_S)])
+@pytest.mark.parametrize(("last_line", "seconds"), [([b"7.5"], 7.5), ([], core_process._ORPHAN_SAVING_S)])
 def test_blocks_are_saved_at_the_end_for_longer_while_somebody_waits(
-    parent: int, seconds: float, caplog: pytest.LogCaptureFixture
+    last_line: list[bytes], seconds: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     for is_saved in (True, False):
         disk = Mock(unsaved=[1, 2], wait_until_saved=Mock(return_value=is_saved))
-        core_process._save_blocks(disk, parent)
+        lines = queue.SimpleQueue[bytes]()
+        for line in last_line:
+            lines.put(line)
+        core_process._save_blocks(disk, lines)
         disk.wait_until_saved.assert_called_once_with(seconds)
         assert ("2 blocks of the KV cache were not saved on disk within" in caplog.text) != is_saved

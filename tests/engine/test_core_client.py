@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,10 @@ from octavo.config import DiskCacheConfig, EngineArgs, EngineConfig
 from octavo.engine import core_client
 from octavo.engine.core_client import CoreClient, CoreProcess, _make_socket_folder
 from octavo.engine.wire import CoreProcessArgs
+from octavo.entrypoints.http.server_args import ServerArgs
+from octavo.entrypoints.http.uvicorn_server import FLUSH_TIMEOUT_S
 from octavo.errors import OctavoError
+from octavo.gateway.serve_process import STOP_TIMEOUT_S
 from tests.waiting import within
 
 
@@ -77,15 +81,32 @@ def test_a_core_with_blocks_to_save_gets_more_time_to_end(
     monkeypatch: pytest.MonkeyPatch, disk: DiskCacheConfig | None, takes_s: float
 ) -> None:
     monkeypatch.setattr(core_client, "_EXIT_GRACE_S", 0.01)
-    monkeypatch.setattr(core_client, "SAVING_S", within(60))
     ends_late = f"import sys, time; sys.stdin.read(); time.sleep({takes_s})"
     monkeypatch.setattr(core_client, "child_command", lambda *args: [sys.executable, "-c", ends_late])
     core = CoreProcess()
     config = EngineArgs().create_engine_config()
     config = replace(config, cache=replace(config.cache, disk=disk))
     core.configure(CoreProcessArgs(config, "", "", "", 0))
+    core.begin_close(within(60))
     core.close()
     assert core.process.returncode == (-signal.SIGKILL if disk is None else 0)
+
+
+def test_a_core_is_told_how_long_it_may_save_blocks() -> None:
+    lasts = "import sys; sys.stdin.readline(); sys.exit(int(sys.stdin.read()))"
+    core = _process_of(lasts)
+    core.configure(CoreProcessArgs(EngineArgs().create_engine_config(), "", "", "", 0))
+    core.begin_close(7.0)
+    core.begin_close(8.0)
+    assert core.process.wait() == 7
+    core.close()
+
+
+def test_a_drain_and_the_saving_of_blocks_share_the_time_of_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    assert [core_client.saving_s(since) for since in (None, 100.0, 90.0, 80.0, 40.0)] == [25, 25, 15, 5, 5]
+    drain_s = ServerArgs().shutdown_timeout
+    assert drain_s + FLUSH_TIMEOUT_S + core_client.saving_s(100.0 - drain_s) < STOP_TIMEOUT_S
 
 
 CONNECTS_LATE = """

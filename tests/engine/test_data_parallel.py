@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -21,6 +22,7 @@ from octavo.engine import restart_policy
 from octavo.engine.data_parallel import DataParallelEngine
 from octavo.engine.data_parallel_llm import DataParallelLLMEngine
 from octavo.engine.engine_calls import GenerateArgs
+from octavo.engine.engine_hub import EngineHub
 from octavo.engine.wire import UnloadAdapter
 from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError, OctavoError, RequestError
 from octavo.metrics.prometheus import EngineMetrics
@@ -465,3 +467,16 @@ def test_engines_of_programs_are_as_many_as_they_say(
     monkeypatch.setenv("OCTAVO_NODES_TOKEN", "secret")
     with pytest.raises(ConfigError, match="LLMEngine run engines on this machine: leave --data-parallel-size-local"):
         LLM(data_parallel_size=2, data_parallel_size_local=1)
+
+
+@pytest.mark.parametrize("is_hub", [False, True])
+def test_all_cores_are_told_to_end_before_one_is_waited_for(is_hub: bool) -> None:
+    calls = list[str]()
+    engines = [
+        Mock(begin_shutdown=lambda: calls.append("begin"), shutdown=lambda: calls.append("wait")) for _ in range(3)
+    ]
+    if is_hub:
+        EngineHub.shutdown(Mock(_engines={i: Mock(supervisor=engine) for i, engine in enumerate(engines)}, fronts={}))
+    else:
+        DataParallelEngine.shutdown(Mock(_engines=engines))
+    assert calls == ["begin"] * 3 + ["wait"] * 3
