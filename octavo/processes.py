@@ -117,14 +117,15 @@ def accepting_several(listeners: Sequence[socket.socket] | None) -> list[socket.
     return [*listeners, *(each.dup() for each in listeners for _ in range(ACCEPTS_PER_TURN - 1))]
 
 
-def collect_rarely() -> None:
-    """Let the collector pass over all objects that are there, and look at each newer one once. A thousand streams are
-    170,000 objects, and a collection of all would stop them for 50 ms. Requests leave no cycles, refused ones neither.
-    Collections are as rare as 300 chats at once allow: each object that lives through one costs as much as to make
-    it."""
+def collect_rarely(*, has_middlewares: bool = False) -> None:
+    """Let the collector pass over all objects that are there, and look at a newer object once at most: only 300 chats
+    at once make enough objects for a collection. Requests leave no cycles, refused ones neither. A collection of all
+    objects of a thousand streams would stop them all, and each object that lives through one costs as much as
+    to make it. Middlewares of users may leave cycles, as Starlette's `BaseHTTPMiddleware` does: with them, objects are
+    looked at twice."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 1_000, 1_000)
+    gc.set_threshold(*((20_000, 1, 1_000) if has_middlewares else (50_000, 1_000, 1_000)))
     gc.enable()
 
 

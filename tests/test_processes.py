@@ -11,12 +11,20 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import octavo
 from octavo import processes
-from octavo.processes import ACCEPTS_PER_TURN, accepting_several, event_loop_factory, import_path, python_command
+from octavo.processes import (
+    ACCEPTS_PER_TURN,
+    accepting_several,
+    collect_rarely,
+    event_loop_factory,
+    import_path,
+    python_command,
+)
 from tests.e2e.server import running_server
 
 ROOT = Path(octavo.__file__).parent.parent
@@ -200,3 +208,14 @@ def test_a_turn_of_the_loop_accepts_several_connections() -> None:
     loop = event_loop_factory()()
     loop.run_until_complete(act())
     loop.close()
+
+
+@pytest.mark.parametrize(("has_middlewares", "num_young"), [(False, 1_000), (True, 1)])
+def test_the_collector_looks_for_cycles_of_middlewares_only_where_there_are_middlewares(
+    monkeypatch: pytest.MonkeyPatch, has_middlewares: bool, num_young: int
+) -> None:
+    """Objects that live through one collection would wait for a thousand others."""
+    collector = Mock()
+    monkeypatch.setattr(processes, "gc", collector)
+    collect_rarely(has_middlewares=has_middlewares)
+    assert collector.set_threshold.call_args[0][1] == num_young

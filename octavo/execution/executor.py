@@ -226,8 +226,9 @@ class MultiprocExecutor(LocalExecutor):
         own, *parts = np.split(contents, ends[:-1], axis=1)
         self.worker_group.write_blocks(pool, blocks, parts)
         write = partial(super().write_blocks, pool, blocks, np.ascontiguousarray(own))
-        # The last stage computes steps late. They may use the blocks for sequences that have ended since. Those of a
-        # drafter do not, which has to have the contents for the drafts of the next step.
+        # The last stage computes steps late. They may use the blocks for sequences that have ended since. With a
+        # drafter no waiting step uses them (checked above), and the next step's drafts read them, so they are written
+        # now.
         is_late = not self._has_drafter and not all(step.is_done for step in self._last_steps)
         if is_late or self._unwritten:
             self._unwritten.append(_LateWrite(self._num_submitted + 1, pool, set(blocks), write))

@@ -369,11 +369,11 @@ class DiskFetches:
                 continue
             blocks = [pool.allocate() for _ in missing]
             own = contents if len(missing) == len(keys) else contents[missing]
-            begin = time.monotonic()
-            is_taken = self._tier.is_settled(number, blocks, may_wait) and self._memory.write_blocks(
-                number, blocks, own
-            )
-            chunk.seconds += time.monotonic() - begin  # other nodes get their parts by the network
+            is_settled = self._tier.is_settled(number, blocks, may_wait)
+            begin = time.monotonic()  # waits for copies say nothing about the disk
+            is_taken = is_settled and self._memory.write_blocks(number, blocks, own)
+            if is_taken:
+                chunk.seconds += time.monotonic() - begin  # other nodes get their parts by the network
             for block, i in zip(blocks, missing, strict=True):
                 if is_taken:
                     pool.register(block, keys[i])

@@ -211,9 +211,8 @@ class DiskTier:
         end = time.monotonic() + _CLOSE_TIMEOUT_S
         while time.monotonic() < end and self.save_while_idle():
             pass
-        with (
-            self._changed
-        ):  # blocks that are unsaved now stay so: the device lacks memory to copy them, or the disk hangs
+        # Blocks that are unsaved now stay so: the device lacks memory to copy them, or the disk hangs.
+        with self._changed:
             is_written = self._changed.wait_for(
                 lambda: not (self._queue or self._is_writing) or self._is_closed, max(0.0, end - time.monotonic())
             )

@@ -88,7 +88,7 @@ def _marks(tokenizer: ModelTokenizer) -> list[str]:
 
 
 def _cuts(token: AddedToken) -> bool:
-    """Return whether a token takes no blanks of its neighbours, and has none that they could take."""
+    """Return whether a special token takes no blanks beside it, and neither begins nor ends with a blank."""
     return token.special and not token.lstrip and not token.rstrip and token.content.split() == [token.content]
 
 

@@ -7,10 +7,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from octavo.kv_cache import disk_tier
+from octavo.kv_cache import disk_fetches, disk_tier
 from octavo.kv_cache.block_files import Name
 from octavo.kv_cache.disk_fetches import Readiness
 from octavo.kv_cache.disk_tier import DiskTier
@@ -184,6 +185,29 @@ def test_copies_under_way_are_waited_for_only_while_nothing_runs(engines: Callab
     assert waits and not any(waits) and not other.cache.host_pools[0]._index
     assert other.tier.fetches.prepare(seq, may_wait=True) is Readiness.READY
     assert waits[-1] and len(other.cache.host_pools[0]._index) == 5
+
+
+def test_waits_for_copies_are_no_time_of_reading(
+    engines: Callable[[], DeviceEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engines()
+    one.compute(list(range(22)))
+    one.save()
+    other, now, seconds = engines(), [0.0], list[float]()
+
+    def is_settled(pool: int, blocks: Sequence[int], may_wait: bool = False) -> bool:
+        now[0] += 100.0
+        return may_wait
+
+    other.memory.is_settled = is_settled  # type: ignore[method-assign]
+    seq, fetch = other.begin(list(range(22)), may_wait=False)
+    assert fetch is not None
+    wait_until(lambda: fetch.reading[0].done())
+    monkeypatch.setattr(disk_fetches, "time", Mock(monotonic=lambda: now[0]))
+    monkeypatch.setattr(other.tier.fetches._read_cost, "observe", lambda _, read_s: seconds.append(read_s))
+    assert other.tier.fetches.prepare(seq, may_wait=False) is Readiness.READING
+    assert other.tier.fetches.prepare(seq, may_wait=True) is Readiness.READY
+    assert seconds and max(seconds) < 100.0
 
 
 def test_a_device_that_lacks_memory_computes_what_has_been_read(engines: Callable[[], DeviceEngine]) -> None:

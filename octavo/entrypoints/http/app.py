@@ -155,7 +155,7 @@ class _Router(Router):
 
 
 class _Cors(CORSMiddleware):
-    """Starlette's. Requests without an origin, which are those of programs, only get the header that caches need."""
+    """Starlette's. Requests without an origin come from programs. They get only `Vary: Origin`, for caches."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or "origin" in scope[HEADERS]:

@@ -128,7 +128,7 @@ async def _serve(given: FrontEndArgs) -> None:
     await channels.open(socket.socket(fileno=given.link))
 
     async def watch() -> None:
-        collect_rarely()
+        collect_rarely(has_middlewares=bool(args.middleware))
         await engine.wait_ready()
         if given.place == 0:
             await channels.call("named_adapters_loaded", error=await lora_adapters.load_named(state))

@@ -247,7 +247,7 @@ async def _serve(started: _Started) -> None:
     phases.end("HTTP server")
 
     async def watch() -> None:
-        collect_rarely()
+        collect_rarely(has_middlewares=bool(args.middleware))
         await _watch(engine, partial(load_named, server.state), metrics, phases, display)
 
     def end(_: asyncio.Task[None]) -> None:
