@@ -232,7 +232,7 @@ class IntProductTask {
     OutlierList& outliers_;
     AmxTiles<Unpacked> amx_;
     FactorLines lora_factors_;
-    // At most about 120 KB, on the stack of a pool thread: 24 KB of unpacked blocks, 48 KB for each of the two below.
+    // On the stack of a pool thread, at most: 24 KB above, 24 KB of unpacked blocks, 48 KB for each of the two below.
     alignas(64) char unpacked_[F::kUnpackedBytes ? F::kUnpackedBytes * kUnpackedBlocks : 1];
     alignas(64) float y_[kBatchRows * kMaxEpilogueWidth];
     alignas(64) float partial_sums_[kBatchRows * kMaxEpilogueWidth];  // of segments, each a panel wide

@@ -87,7 +87,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         aborted      as finished; the caller still gets the       `abort_request`
                      outputs so far
         failed       its stream raises an error                   `_core_ended`, `abort_all_for_shutdown`,
-                                                                  `_wait_until_open`, `RequestStream.deliver`
+                                                                  `_wait_until_open`, `abort_request`,
+                                                                  `RequestStream.deliver`, `RequestStream.abort`
         handed over  another engine has it                        `_hand_over`
 
     `_streams` has every request, except those handed over, from `_open_stream` until its caller stops reading
@@ -429,8 +430,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
     # Called by `RequestStream` and by other engines.
 
     def abort_request(self, stream: RequestStream, stop_reason: str | None = None) -> RequestState | None:
-        """End a request, in the core or while it still waits, and wake nobody: the caller wakes the stream. Returns
-        the request's state, or None if it has ended before."""
+        """End a request, in the core or while it still waits. The caller wakes the stream, except where tokens that
+        the request brought end its answer with an error. Returns the request's state, or None if it has ended."""
         request_id = stream.request.request_id
         if stream.accept_waiter is not None and not stream.was_aborted_while_waiting:
             # The core does not have the request. The state made here only gives the caller its last output.
@@ -516,11 +517,13 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
     def _deliver(self) -> None:
         """Deliver new outputs for at most `_DELIVERY_S`. The rest follows in the next turn of the event loop."""
         undelivered, end = self._undelivered, time.monotonic() + _DELIVERY_S
-        while undelivered and time.monotonic() < end:
-            for _ in range(min(len(undelivered), _STREAMS_PER_CLOCK_READING)):
-                undelivered.popleft().deliver()
-        if undelivered:
-            asyncio.get_running_loop().call_soon(self._deliver)
+        try:
+            while undelivered and time.monotonic() < end:
+                for _ in range(min(len(undelivered), _STREAMS_PER_CLOCK_READING)):
+                    undelivered.popleft().deliver()
+        finally:
+            if undelivered:
+                asyncio.get_running_loop().call_soon(self._deliver)
 
     def _core_is_ready(self, ready: Ready) -> None:
         """Give a new core the last core's halt, pinned adapters and requests."""

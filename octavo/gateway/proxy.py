@@ -383,13 +383,14 @@ class Proxy:
             )  # fmt: skip
         self._num_waiting += 1
         begin = time.monotonic()
+        limit_s, of_flag = (left_s, "") if is_resuming else (self._limits.max_wait_s, " (--max-wait)")
         try:
-            async with asyncio.timeout(left_s if is_resuming else self._limits.max_wait_s):
+            async with asyncio.timeout(limit_s):
                 await self._keep_alive.during(deployment.ready(), f"{deployment.name} is being loaded", client)
         except TimeoutError:
             what = "memory, which other models are using" if deployment.state == "waiting" else "its start"
             raise RequestError(
-                f"The model {deployment.name} was not there within {self._limits.max_wait_s:g} s (--max-wait): it "
+                f"The model {deployment.name} was not there within {limit_s:.3g} s{of_flag}: it "
                 f"waits for {what}.", status=503, code="model_not_ready", retry_after_s=retry_after_s,
             ) from None  # fmt: skip
         finally:

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _QUEUE_BYTES = 64 << 20  # of blocks on their way to the folder
 _IDLE_QUEUE_BYTES = 4 << 20  # the limit while the engine is idle, so that the writer is done when the next step begins
-_MOST_QUEUED = 10_000  # entries of the queue; beyond this, last-used updates are dropped
+_MOST_QUEUED = 10_000  # entries of the queue; beyond this, last-used updates and the files of sessions are dropped
 _MOST_PASSED = 64  # unsaved blocks to look at, at most, for one that is not being copied
 _BUSY_SHARE = 0.003  # of a busy engine's time that saving may take, the writer's time included
 _GPU_BUSY_SHARE = 0.03  # on GPUs, where the writer delays no step, and planning has time while a step is computed
@@ -184,7 +184,7 @@ class DiskTier:
             self.sessions.clear()
             with self._changed:
                 self.keep_until.clear()
-                self._queue.clear()  # tasks too: they change only files that `_remove_all` removes
+                self._queue.clear()  # tasks too: `_remove_all` removes their files; peers' copies wait for their time
                 self._queued.clear()
                 self._queued_bytes = 0
                 self.is_removing_all = True
@@ -402,9 +402,10 @@ class DiskTier:
         those of copying the block and, on CPUs, of writing it."""
         wait_s = self._wait_for_workers()
         begin = self._clock()
-        contents = self._memory.read_blocks(name[0], [self.unsaved.pop(name)])[0]
+        contents = self._memory.read_blocks(name[0], [self.unsaved[name]])[0]
         self._prioritised.pop(name, None)
-        with self._changed:
+        with self._changed:  # `wait_until_saved` sees the block among the unsaved ones or in the queue
+            del self.unsaved[name]
             self._queue.append((name, contents))
             self._queued[name] = contents
             self._queued_bytes += contents.nbytes

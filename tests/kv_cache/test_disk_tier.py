@@ -524,6 +524,20 @@ def test_who_waits_until_all_is_saved_is_woken_when_the_last_unsaved_block_is_lo
     wait_until(lambda: not thread.is_alive())
 
 
+def test_a_block_that_is_being_read_is_not_saved_yet(engines: Any) -> None:
+    one = engines()
+    one.compute(list(range(22)))
+    read, answers = one.memory.read_blocks, []
+
+    def asks(pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        answers.append(one.tier.wait_until_saved(timeout_s=0))
+        return read(pool, blocks)
+
+    one.memory.read_blocks = asks
+    one.save()
+    assert answers and True not in answers
+
+
 @pytest.mark.parametrize("layers", [(FULL,), (FULL, WINDOW, STATE)], ids=str)
 def test_a_session_keeps_the_blocks_of_its_turns_until_it_is_dropped(
     layers: Sequence[LayerCacheSpec], engines: Any
