@@ -28,7 +28,6 @@ from octavo.gateway.keys import DAY_S
 from tests.e2e.server import GATEWAY, MODEL, Server, openai_client, running_server
 from tests.gateway.key_databases import SERVERS
 from tests.gateway.key_databases import server as database_server
-from tests.lora.random_adapters import write_random_adapter
 from tests.waiting import wait_until, within
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the gateway needs SIGHUP and process groups")
@@ -470,6 +469,9 @@ def test_gateways_with_one_database_keep_limits_though_one_is_killed(tmp_path: P
 
 @pytest.mark.long
 def test_adapters_and_conversations_stay_at_their_servers_when_the_gateway_starts_again(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    from tests.lora.random_adapters import write_random_adapter
+
     names = ("pirate", "knight")
     adapters = [f"{name}={write_random_adapter(tmp_path / name, seed)}" for seed, name in enumerate(names)]
     flags = ("--max-model-len", "512", "--kv-cache-memory-bytes", "64M", "--cpu-threads", "1")
