@@ -54,6 +54,11 @@ def process_of(server: Server, place: int) -> psutil.Process:
     return found
 
 
+def client_ports(server: Server, place: int) -> set[int]:
+    """The ports of the clients that are connected to a front end."""
+    return {one.raddr.port for one in process_of(server, place).net_connections() if one.raddr}
+
+
 def test_both_answer_alike_and_their_metrics_are_one(server: Server) -> None:
     seen: dict[int, str] = {}
 
@@ -94,7 +99,8 @@ def test_a_front_end_that_dies_takes_only_its_own_requests_and_comes_again(serve
                 for line in answer.iter_lines():
                     has_ended |= line == "data: [DONE]"
                     if place < 0:
-                        place = front_end_of(server, f"cmpl-s-{number}")
+                        port = answer.extensions["network_stream"].get_extra_info("client_addr")[1]
+                        place = next(one for one in (0, 1) if port in client_ports(server, one))
                         begun.append(place)
             except httpx.RemoteProtocolError:
                 return place, False
