@@ -81,7 +81,7 @@ class Database:
             self._db = sqlite3.connect(
                 path or ":memory:", timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
-            self._db.execute("PRAGMA journal_mode = WAL")  # readers and a writer at once; a kill loses no written data
+            self._use_write_ahead_log()
             self._db.execute("PRAGMA synchronous = NORMAL")
             with self.transaction():
                 (version,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -94,6 +94,19 @@ class Database:
         except (sqlite3.Error, OSError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(f"--response-store {path} cannot be used: {why}.") from None
+
+    def _use_write_ahead_log(self) -> None:
+        """Let readers and a writer work at once; a kill loses no written data. SQLite itself does not wait here while
+        another process opens the file."""
+        end = time.monotonic() + _BUSY_S
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                    raise
+            time.sleep(0.01)
 
     def close(self) -> None:
         """Close the database."""
