@@ -35,7 +35,8 @@ class PromptNotes:
             self._num_dropped += _MAX_PROMPTS
 
     def read(self, id: str, after: int) -> dict[str, Any]:
-        """Return the oldest prompts after the first `after` ones of the notes `id`, or of all."""
+        """Return the next notes for a reader that has the first `after` ones of the notes `id`; after a restart they
+        have another `id`, and the reader gets the oldest. "next" is the reader's next `after`."""
         begin = min(max(0, after - self._num_dropped), len(self._prompts)) if id == self._id else 0
         found = self._prompts[begin : begin + _MAX_READ]
         end = begin + len(found)

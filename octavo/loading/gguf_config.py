@@ -152,7 +152,7 @@ def _token_ids(file: GGUFFile) -> dict[str, Any]:
         if value is not None and type(value) is not int:
             raise LoadError(f"{file.path}: tokenizer.ggml.{name}_token_id is {str(value)[:60]}, no token id.")
     # A chat model ends its turn with eot or eom (Llama 3's <|eot_id|>, <|eom_id|>) where eos ends a document.
-    kinds = ("eos", "eot") if _has_messages(file) else ("eos", "eot", "eom")
+    kinds = ("eos", "eot") if _eom_ends_message(file) else ("eos", "eot", "eom")
     named = [read[name] for name in kinds if read[name] is not None]
     eos = list(dict.fromkeys([*named, *_turn_ends(file)]))
     ids = {
@@ -163,7 +163,7 @@ def _token_ids(file: GGUFFile) -> dict[str, Any]:
     return {key: value for key, value in ids.items() if value is not None}
 
 
-def _has_messages(file: GGUFFile) -> bool:
+def _eom_ends_message(file: GGUFFile) -> bool:
     """Return whether the mark <|eom|> ends a message and not the turn."""
     template = file.metadata.get("tokenizer.chat_template")
     return isinstance(template, str) and _MESSAGE_TO_SELF in template
@@ -192,7 +192,7 @@ def _turn_ends(file: GGUFFile) -> list[int]:
     known = [text for text in _TURN_ENDS if text in ids]
     if ids.keys() >= _HARMONY_ENDS:
         known = [text for text in known if text != "<|end|>"]
-    if _has_messages(file):
+    if _eom_ends_message(file):
         known = [text for text in known if text != "<|eom|>"]
     template = file.metadata.get("tokenizer.chat_template")
     if not known and isinstance(template, str):

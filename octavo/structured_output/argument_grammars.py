@@ -26,7 +26,7 @@ from octavo.structured_output.flat_objects import flat_objects
 from octavo.structured_output.grammar_check import MAX_CHARACTERS, checked_lark, problem_of
 from octavo.structured_output.lark import escaped, pieces
 from octavo.structured_output.lark_in_calls import lark_before, lark_without, quoted_lark
-from octavo.structured_output.schema_grammar import GrammarDraft, has_no_value, schema_grammar
+from octavo.structured_output.schema_grammar import GrammarDraft, NoValueError, schema_grammar
 from octavo.structured_output.schema_keywords import IN_PLACE, SILENT
 
 _ANY_SCALAR = {"type": ["number", "boolean", "null"]}
@@ -83,8 +83,8 @@ class ArgumentGrammars:
                 # References are to the whole schema.
                 try:
                     grammar = schema_grammar(self._draft, dict(schema), field, start=wanted.schemas[name])
-                except RequestError as e:
-                    if name in wanted.required or not has_no_value(e):
+                except NoValueError:
+                    if name in wanted.required:
                         raise
                     lines += [f"{rule}{here}: {rule}{index}_{j + 1}" for rule in ("first", "more")]  # it is left out
                     continue
@@ -139,8 +139,8 @@ class ArgumentGrammars:
                 following, num_lines = f"{here}_{j + 1}", len(lines)
                 try:
                     pair = f"{literal(name + ':')} {self.of_keyed(one, call, f'{here}_{j}', lines, grammars)}"
-                except RequestError as e:
-                    if is_required or not has_no_value(e):
+                except NoValueError:
+                    if is_required:
                         raise
                     del lines[num_lines:]
                     lines += [f"{rule}{here}_{j}: {rule}{following}" for rule in ("first", "more")]  # it is left out

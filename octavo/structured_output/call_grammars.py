@@ -13,7 +13,7 @@ from octavo.structured_output.answer_parts import ToolCalls
 from octavo.structured_output.argument_grammars import ArgumentGrammars, field_of_arguments
 from octavo.structured_output.channel_grammar import channel_rules
 from octavo.structured_output.lark import escaped, pieces
-from octavo.structured_output.schema_grammar import GrammarDraft, has_no_value
+from octavo.structured_output.schema_grammar import GrammarDraft, NoValueError
 
 MAX_CALLS = 32  # in one answer
 
@@ -56,9 +56,7 @@ def calls_grammar(draft: GrammarDraft, calls: ToolCalls, *, is_beside_json: bool
                 here = f"{i}_{j}"
                 try:
                     more, their_grammars = arguments.of_parameters(call, one, schema, here)
-                except RequestError as e:
-                    if not has_no_value(e):
-                        raise
+                except NoValueError as e:
                     problem = e
                     continue
                 lists.append(f"first{here}_0 {literal(call.after)}")
@@ -115,8 +113,7 @@ def _after_free_text(
     spelling, marks = calls.spelling, calls.marks or ()
     heads = {name: spelling.open + call.before for name, call in spelling.calls.items()}
     if not marks:
-        start = [f"start: {literal(spelling.open)} call {ending} | FREE", "FREE: /(.|\\n)*/ & ~/\\s*[{\\[](.|\\n)*/"]
-        return start
+        return [f"start: {literal(spelling.open)} call {ending} | FREE", "FREE: /(.|\\n)*/ & ~/\\s*[{\\[](.|\\n)*/"]
     if calls.text_start:
         trigger = spelling.separator
     else:

@@ -80,9 +80,18 @@ class FinalCheck(msgspec.Struct, frozen=True, array_like=True):
 
         if self.after is not None and self.after in text and text.lstrip().startswith(self.reasoning_start):
             text = text[text.index(self.after) + len(self.after) :]
-        if "".join(text.split()).startswith(tuple("".join(head.split()) for head in self.calls)):
+        # A function's name may begin like the text before the content, or the other way round: the longer text counts.
+        begun = "".join(text.split())
+        if _length_at_begin(begun, self.calls) > _length_at_begin(begun, (self.start,)):
             return None
         if self.is_of_names and _ESCAPED.search(text) is None:
             return None
         text = text.strip().removeprefix(self.start.strip()).removesuffix(self.end.strip())
         return problem_of(text, self.schema)
+
+
+def _length_at_begin(text: str, heads: Iterable[str]) -> int:
+    """Return the length of the longest of `heads` that `text` begins with, 0 if there is none. `text` has no blanks,
+    and those of `heads` do not count."""
+    lengths = [len(head) for head in ("".join(one.split()) for one in heads) if text.startswith(head)]
+    return max(lengths, default=0)

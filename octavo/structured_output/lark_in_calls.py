@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from graphlib import CycleError, TopologicalSorter
 from itertools import count, pairwise
@@ -111,27 +111,33 @@ def _as_terminals(grammar: str) -> tuple[str, str] | None:
     grammar = _with_ignored(grammar)
     outside = _PIECES.sub(_blank, grammar)  # same places, without strings and expressions
     masked = _ALIAS.sub(_blank, outside)
-    heads = list(_HEAD.finditer(masked))
-    names = {found[1] for found in heads}
-    bodies = {
-        found[1]: (found.end(), following.start() if following is not None else len(grammar))
-        for found, following in zip(heads, [*heads[1:], None], strict=True)
-    }
-    references = {name: names & set(_NAME.findall(masked[begin:end])) for name, (begin, end) in bodies.items()}
+    bodies = _bodies(masked)
+    names = {name for name, _, _ in bodies}
+    references = {name: names & set(_NAME.findall(masked[begin:end])) for name, begin, end in bodies}
     is_plain = "%ignore" not in masked and _ATTRIBUTES.search(masked) is None
-    if len(bodies) < len(heads) or "start" not in names or not is_plain:
+    if len(names) < len(bodies) or "start" not in names or not is_plain:
         return None
     try:
         TopologicalSorter(references).prepare()
     except CycleError:
         return None
     suffix = _unused(grammar)
-    terminals = {name: f"RULE_{i}{suffix}" for i, name in enumerate(bodies) if not name.lstrip("_")[:1].isupper()}
+    terminals = {
+        name: f"RULE_{i}{suffix}" for i, (name, _, _) in enumerate(bodies) if not name.lstrip("_")[:1].isupper()
+    }
     out, end = list[str](), 0
     for found in _CHANGED.finditer(outside):
         out += [grammar[end : found.start()], _CHANGES.get(found[0][:2], terminals.get(found[0], found[0]))]
         end = found.end()
     return terminals["start"], f"{''.join(out)}{grammar[end:]}"
+
+
+def _bodies(masked: str) -> list[tuple[str, int, int]]:
+    """Return the name of each rule and terminal, and where its body begins and ends. Those with attributes are left
+    out. `masked` is a grammar without strings, expressions and aliases, in the same places."""
+    heads = list(_HEAD.finditer(masked))
+    ends = [*(head.start() for head in heads), len(masked)][1:]
+    return [(head[1], head.end(), end) for head, end in zip(heads, ends, strict=True)]
 
 
 def _with_ignored(grammar: str) -> str:
@@ -175,12 +181,8 @@ def _with_runs(grammar: str) -> str:
     outside = _PIECES.sub(_blank, grammar)
     if _ATTRIBUTES.search(outside) is not None:
         return grammar
-    heads = list(_HEAD.finditer(_ALIAS.sub(_blank, outside)))
+    bodies = _bodies(_ALIAS.sub(_blank, outside))
     suffix, lines, known = _unused(grammar), list[str](), dict[str, str]()
-    bodies = [
-        (head[1], head.end(), len(grammar) if following is None else following.start())
-        for head, following in zip(heads, [*heads[1:], None], strict=True)
-    ]
 
     def written(piece: re.Match[str]) -> str:
         run = _run(piece[1], piece[2], f"{len(lines)}{suffix}") if (piece[1] or "").startswith("/") else None
@@ -213,15 +215,7 @@ def _with_runs(grammar: str) -> str:
 def _run(written: str, flags: str, suffix: str) -> tuple[str, list[str]] | None:
     """Return an expression for `/abc[d-f]*/` in a rule, and the lines of its terminals; None if the regular expression
     is no text that ends in a repeated character or class."""
-    regex, atoms, i = written[1:-1], list[str](), 0
-    while i < len(regex):
-        end = _class_end(regex, i)
-        if end is None:
-            found = _ATOM.match(regex, i)
-            assert found is not None
-            end = found.end()
-        atoms.append(regex[i:end])
-        i = end
+    atoms = list(_atoms(written[1:-1]))
     if len(atoms) < 2 or not (atoms[-1] in ("*", "+") or re.fullmatch(r"\{\d+(?:,\d*)?\}", atoms[-1])):
         return None
     *text, repeated, times = atoms
@@ -304,19 +298,27 @@ def _quoted_regex(regex: str, flags: str) -> str:
     if "x" in flags or "(?x" in regex:
         raise ValueError(f"the flag x of /{regex:.80}/ is not built here")
     has_all = "s" in flags or re.search(r"\(\?[a-zA-Z]*s", regex) is not None
-    parts, i = list[str](), 0
+    parts = list[str]()
+    for atom in _atoms(regex):
+        if atom in _SYNTAX or atom in _ASSERTIONS or (len(atom) > 1 and atom[0] in "({"):
+            parts.append(atom)
+        else:
+            parts.append(_quoted_atom((r"[\s\S]" if has_all else r"[^\n]") if atom == "." else atom))
+    return "".join(parts)
+
+
+def _atoms(regex: str) -> Iterator[str]:
+    """Yield the characters, classes and operators of a regular expression. Raises `ValueError` for a class without an
+    end."""
+    i = 0
     while i < len(regex):
         end = _class_end(regex, i)
         if end is None:
             found = _ATOM.match(regex, i)
             assert found is not None
             end = found.end()
-        atom, i = regex[i:end], end
-        if atom in _SYNTAX or atom in _ASSERTIONS or (len(atom) > 1 and atom[0] in "({"):
-            parts.append(atom)
-        else:
-            parts.append(_quoted_atom((r"[\s\S]" if has_all else r"[^\n]") if atom == "." else atom))
-    return "".join(parts)
+        yield regex[i:end]
+        i = end
 
 
 def _class_end(regex: str, begin: int) -> int | None:

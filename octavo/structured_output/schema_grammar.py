@@ -27,9 +27,13 @@ _UNSATISFIABLE = "Unsatisfiable schema"  # begins errors about schemas that no v
 _MAX_ROUNDS = 8  # each round finds one empty definition, and tries the whole schema
 
 
+class NoValueError(RequestError):
+    """A schema that no value satisfies."""
+
+
 @dataclasses.dataclass
 class GrammarDraft:
-    """What is known of a grammar while its parts are written."""
+    """The findings about a grammar while its parts are written."""
 
     special_tokens: Mapping[str, int]  # ids by text
     tries_each: bool  # each schema and each input is tried alone
@@ -53,7 +57,8 @@ def schema_grammar(
     options: StructuredOutputsParams = _PLAIN,
 ) -> dict[str, Any]:
     """Return the grammar of a schema, or of `start`, a part of it. `closes`: objects whose schema names properties have
-    no others, unless the schema says otherwise."""
+    no others, unless the schema says otherwise. Raises `RequestError`, of the kind `NoValueError` if no value satisfies
+    the schema."""
     try:
         check_parts(schema)
     except ValueError as e:
@@ -72,7 +77,7 @@ def schema_grammar(
         except RecursionError:
             raise RequestError(f"{field} cannot be followed: it is nested too deep.", param=field) from None
         except ValueError as e:
-            raise RequestError(f"{field} cannot be followed: {e}.", param=field) from None
+            raise _refusal(f"{e}.", field) from None
         grammar = {"json_schema": {**lowered.schema, "x-guidance": blanks}}
         if not draft.tries_each:
             break
@@ -96,7 +101,7 @@ def schema_grammar(
         levels.pop()
         # If no value satisfies a part of the schema, none satisfies the whole.
         if not levels or problem.startswith(_UNSATISFIABLE):
-            raise RequestError(f"{field} cannot be followed: {without_place(problem)}", param=field)
+            raise _refusal(problem, field)
     if lowered.unheld or lowered.has_open_objects:
         draft.fields_held_in_part.add(field)
     draft.unheld |= lowered.unheld
@@ -106,9 +111,9 @@ def schema_grammar(
     return grammar
 
 
-def has_no_value(error: RequestError) -> bool:
-    """Return whether a schema was refused because no value satisfies it."""
-    return _UNSATISFIABLE in str(error)
+def _refusal(problem: str, field: str) -> RequestError:
+    kind = NoValueError if problem.startswith(_UNSATISFIABLE) else RequestError
+    return kind(f"{field} cannot be followed: {without_place(problem)}", param=field)
 
 
 def without_place(problem: str) -> str:

@@ -48,6 +48,8 @@ def check_lists_took_no_model(args: Namespace, names: Iterable[str]) -> None:
         values = getattr(args, name, None)
         if not isinstance(values, list) or not values:
             continue
+        if name == "lora_modules" and "=" in values[-1]:  # NAME=PATH, whose file may be a .gguf too
+            continue
         last = os.path.expanduser(values[-1])
         is_model = last.endswith(".gguf") or os.path.isfile(os.path.join(last, "config.json"))
         is_model = is_model or (os.path.isdir(last) and any(one.endswith(".gguf") for one in os.listdir(last)))

@@ -85,7 +85,8 @@ def test_a_model_that_a_list_has_taken_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Put the model first"):
         gateway_models(gateway_parser("octavo gateway").parse_args(["--api-key", "a", str(folder)]))
     for words in ([str(folder), "--api-key", "a", "org/name"], ["--served-model-name", "org/name"],
-                  ["--api-key", "a", "n" * 5000], ["--lora-root", str(folder)]):  # fmt: skip
+                  ["--api-key", "a", "n" * 5000], ["--lora-root", str(folder)],
+                  ["--enable-lora", "--lora-modules", "a=adapter.gguf"]):  # fmt: skip
         parse_args(words, "octavo serve")
 
 

@@ -179,6 +179,9 @@ def test_browsers_may_ask_before_they_send_a_key(shared_engine: FakeEngine) -> N
         assert "access-control-allow-origin" in refused.headers, "a page can read why it was refused"
         other = httpx.options(url + "/v1/completions", headers={**preflight, "Origin": "https://evil.example"})
         assert "access-control-allow-origin" not in other.headers
+        program = httpx.get(f"{url}/version")
+        assert "access-control-allow-origin" not in program.headers
+        assert program.headers["vary"] == "Origin", "a cache must not give a page this answer"
 
 
 def test_pages_can_read_what_went_wrong_inside(http: httpx.Client, engine: FakeEngine) -> None:

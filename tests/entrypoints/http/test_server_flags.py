@@ -35,6 +35,10 @@ async def add_header(request: Request, call_next: Any) -> Response:
     return response
 
 
+async def fail(request: Request, call_next: Any) -> Response:
+    raise ZeroDivisionError("secret")
+
+
 class Shout:
     """Changes what a stream says, event by event."""
 
@@ -56,6 +60,13 @@ def test_middlewares_see_every_answer_and_the_bodies_of_streams(engine: FakeEngi
         assert answer.headers["x-seen"] == "yes"
         assert '"TEXT"' in answer.text and answer.text.endswith("data: [DONE]\n\n")
         assert httpx.get(f"{url}/nowhere").headers["x-seen"] == "yes"
+
+
+def test_an_error_of_a_middleware_has_the_error_body(engine: FakeEngine) -> None:
+    with serving(engine, middleware=[f"{HERE}.fail"]) as url:
+        answer = httpx.post(f"{url}/v1/completions", json=ASKED)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+        assert "secret" not in answer.text and "x-request-id" in answer.headers
 
 
 def test_streams_that_middlewares_see_and_streams_that_are_pushed_have_the_same_bytes(engine: FakeEngine) -> None:

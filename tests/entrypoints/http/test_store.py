@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -165,6 +166,31 @@ def test_a_file_that_is_no_store_keeps_the_server_from_starting(tmp_path: Path) 
         with pytest.raises(ConfigError, match="--response-store"):
             ServerArgs(response_store=str(path)).check()
     assert text.read_text().startswith("Something")
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_server_waits_while_another_one_makes_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """SQLite refuses a change of the journal at once while another process writes a new file."""
+    path, now_s = str(tmp_path / "store.db"), 0.0
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+        if ends and other.in_transaction:
+            other.execute("ROLLBACK")
+
+    monkeypatch.setattr(store_module, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
+    if ends:
+        Database(path, MANY).close()
+    else:
+        with pytest.raises(ConfigError, match="database is locked"):
+            Database(path, MANY)
+    assert (now_s > store_module._BUSY_S) is not ends
+    other.close()
 
 
 def test_what_is_kept_is_its_owners_to_read_and_nobody_elses(tmp_path: Path) -> None:

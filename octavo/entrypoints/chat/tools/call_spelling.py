@@ -4,7 +4,7 @@ template writes no calls."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -477,18 +477,25 @@ def _referred(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return target if isinstance(target, Mapping) else None
 
 
-def property_names(schema: Any, root: Mapping[str, Any]) -> list[str]:
-    """Return the names of the properties of an object with `schema`, behind references and in allOf, anyOf and oneOf
-    too."""
-    found, seen, stack = dict[str, None](), set[int](), [schema]
+def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield `schema` and the schemas in its allOf, anyOf and oneOf, behind references, each once."""
+    seen, stack = set[int](), [schema]
     while stack:
         one = resolve_ref(stack.pop(), root)
         if not isinstance(one, Mapping) or id(one) in seen:
             continue
         seen.add(id(one))
+        yield one
+        stack += (part for name in ("allOf", "anyOf", "oneOf") if isinstance(one.get(name), list) for part in one[name])
+
+
+def property_names(schema: Any, root: Mapping[str, Any]) -> list[str]:
+    """Return the names of the properties of an object with `schema`, behind references and in allOf, anyOf and oneOf
+    too."""
+    found = dict[str, None]()
+    for one in _parts(schema, root):
         properties = one.get("properties")
         found |= dict.fromkeys(properties if isinstance(properties, Mapping) else ())
-        stack += (part for name in ("allOf", "anyOf", "oneOf") if isinstance(one.get(name), list) for part in one[name])
     return list(found)
 
 
@@ -496,12 +503,8 @@ def property_schema(schema: Any, key: str, root: Mapping[str, Any]) -> Any:
     """Return the schema of the property `key` of an object with `schema`, or of the items of a list if `key` is "item".
     It may stand behind references and in allOf, anyOf and oneOf. If no part names the key, the schema is that of
     additionalProperties, or None. Parts without a type are left out if another part states one."""
-    found, others, seen, stack = list[Any](), list[Any](), set[int](), [schema]
-    while stack:
-        one = resolve_ref(stack.pop(), root)
-        if not isinstance(one, Mapping) or id(one) in seen:
-            continue
-        seen.add(id(one))
+    found, others = list[Any](), list[Any]()
+    for one in _parts(schema, root):
         properties = one.get("properties")
         if key == "item" and "items" in one:
             found.append(one["items"])
@@ -509,7 +512,6 @@ def property_schema(schema: Any, key: str, root: Mapping[str, Any]) -> Any:
             found.append(properties[key])
         elif isinstance(one.get("additionalProperties"), Mapping):
             others.append(one["additionalProperties"])
-        stack += (part for name in ("allOf", "anyOf", "oneOf") if isinstance(one.get(name), list) for part in one[name])
     found = found or others
     if len(found) > 1:
         found = [one for one in found if schema_types(one, root) - {"unknown"}] or found

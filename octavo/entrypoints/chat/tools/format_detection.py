@@ -437,8 +437,10 @@ def _tags_place(text: str, call: ProbeCall, position: int) -> _Place | None:
         key_after, value_before = same[: same.rfind(" ")], "".join(_common_end(*pieces))
         if " " not in same or not value_before:
             return None
-        text, number = (one[len(key_after) : len(one) - len(value_before)] for one in (key_to_value, key_to_number))
-        attributes = text, number
+        of_text, of_number = (
+            one[len(key_after) : len(one) - len(value_before)] for one in (key_to_value, key_to_number)
+        )
+        attributes = of_text, of_number
     tags = Tags("", name_after, kept, key_after, value_before, value_after, "", *attributes)
     return _Place(begin, position + size, replace(tags, has_nested="{key}" in value_after))
 

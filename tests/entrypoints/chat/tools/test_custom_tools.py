@@ -245,6 +245,15 @@ def test_an_error_is_about_the_grammar_of_the_request(grammar: str, why: str) ->
         assert refused.value.param == "tools[0].custom.format.grammar"
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_all_rules_of_a_grammar_may_have_attributes(name: str) -> None:
+    """Such a grammar was refused for the number of its rules."""
+    made = grammar_of(asked(custom("start[capture]: /a+/"), tool_choice="required"), FORMATS[name])
+    assert made is not None
+    for text, is_right in (("aa", True), ("ab", False)):
+        assert follows(made, write(FORMATS[name], [("patch", {"input": text})], as_forced=True)) is is_right
+
+
 def test_a_class_of_all_control_characters_stays_short() -> None:
     assert len(quoted_lark("start: /[^x]/")) < 120
 

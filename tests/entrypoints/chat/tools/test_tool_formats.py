@@ -441,6 +441,26 @@ def test_calls_beside_a_structure_are_not_checked_by_its_schema() -> None:
         assert check.problem(thought + "[1, 1]") is not None
 
 
+@pytest.mark.parametrize("name", ["a", "all_of_it"])
+def test_a_structure_is_checked_whatever_the_names_of_functions(name: str) -> None:
+    """Functionary marks an answer with "all", which was read as the beginning of a call of `a`."""
+    schema, tools = {"type": "array", "uniqueItems": True}, {name: {"type": "object"}}
+    formats = ModelFormats(FORMATS["functionary"], FUNCTIONARY)
+    body = ChatCompletionRequest.model_validate({
+        "messages": [{"role": "user", "content": "Hi"}], "structured_outputs": {"json": schema},
+        "tools": [{"type": "function", "function": {"name": name, "parameters": tools[name]}}],
+    })  # fmt: skip
+    structure = body.structure()
+    assert structure is not None
+    read_as = answer_format(body, formats, ">>>")
+    wanted = wanted_grammar(body, read_as, formats, structure[1], {}, None)
+    assert wanted is not None
+    made = make_checked_grammar(wanted)
+    assert made.check is not None
+    for text, is_right in (("all\n[1, 2]", True), ("all\n[1, 1]", False), (f"{name}\n{{}}", True)):
+        assert follows(made.text, text) and (made.check.problem(text) is None) is is_right, text
+
+
 KEYWORDS = st.sampled_from(["type", "anyOf", "$ref", "properties", "required", "enum", "a"])
 JUNK = st.recursive(
     st.sampled_from([None, True, 5, "string", "object", "#/$defs/a", "#", []]),
@@ -598,6 +618,17 @@ def test_an_optional_parameter_that_contradicts_itself_is_left_out(name: str, ow
         wanted = {"f": {**one, "required": ["a"]}}
         with pytest.raises(RequestError, match="cannot be followed"):
             make_grammar(ToolCalls(wanted, spelling(form, wanted) or list_of_calls(wanted)))
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
+def test_an_optional_parameter_that_is_no_schema_is_refused_whatever_its_texts_say(name: str) -> None:
+    """A text of the schema was taken for the reason of the refusal, and the parameter was left out."""
+    for word in ("odd", "Unsatisfiable schema"):
+        schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": word}}, "b": TEXT}}
+        spelled = spelling(FORMATS[name], {"f": schema})
+        assert spelled is not None
+        with pytest.raises(RequestError, match=f"Invalid type: {word}"):
+            make_grammar(ToolCalls({"f": schema}, spelled))
 
 
 def test_special_tokens_are_named_by_their_ids() -> None:
