@@ -278,9 +278,9 @@ async def shared(args: argparse.Namespace, num_front_ends: int, num_streams: int
     with (
         _bind(server_args, listens=False) as first,
         share_port(first, num_front_ends, is_path=False) as sockets,
-        one_store(server_args) as own_args,
+        one_store(server_args) as (own_args, store_folder),
     ):
-        front_ends = FrontEnds(hub, config, own_args, sockets, ["octavo"])
+        front_ends = FrontEnds(hub, config, own_args, sockets, ["octavo"], store_folder)
         port = sockets[0].getsockname()[1]
 
         async def measure() -> None:

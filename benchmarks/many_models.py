@@ -178,6 +178,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    if args.evict and (args.mode != "cold" or not os.path.isfile(args.model)):
+        parser.error("--evict is for cold, and needs --model FILE")
     work, models = MODES[args.mode]
     models = {name: fields | {"model": args.model} for name, fields in models.items()}
     with tempfile.TemporaryDirectory() as name:

@@ -62,7 +62,7 @@ class Model:
 
     def step_s(self, shape: StepShape) -> float:
         begin = time.perf_counter()
-        self.runner.captured_steps[0].graph.replay(shape)
+        self.runner.captured_steps[0].replayable.replay(shape)
         return time.perf_counter() - begin
 
 

@@ -429,6 +429,12 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=0)
     parser.add_argument("--max-loras", type=int, default=2)
     args = parser.parse_args()
+    of_gateways = args.several_gateways or args.exact or args.gateway_restart < math.inf
+    if args.adapters:
+        if of_gateways or args.replica_restart < math.inf:
+            parser.error("--adapters takes --max-loras, --replicas, --seeds, --gateways and --without-notes")
+    elif args.router != "gateway" and (of_gateways or args.gateways > 1 or args.without_notes):
+        parser.error("flags of gateways need --router gateway")
     ROUTERS["gateway"] = partial(
         GatewayRouter, num_gateways=args.gateways, restart_s=args.gateway_restart, agrees=args.several_gateways,
         has_notes=not args.without_notes,

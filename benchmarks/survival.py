@@ -184,7 +184,7 @@ class Run:
         self.has_news = asyncio.Event()
         self.last_event: dict[int, float] = {}  # of each open stream
         self.deaths: list[float] = []
-        self.pauses_s: list[list[float]] = []  # by death
+        self.pauses_s: list[dict[int, float]] = []  # by death, of each stream that was open then and when it was over
 
     async def ask(self, http: httpx.AsyncClient, number: int, path: str, body: dict[str, Any]) -> None:
         try:
@@ -213,14 +213,32 @@ class Run:
                 event = json.loads(line[6:])
                 if event.get("error"):
                     raise ValueError(json.dumps(event["error"]))
-                now = time.monotonic()
-                last = self.last_event.get(number)
-                if last is not None and self.deaths and last <= self.deaths[-1] < now:
-                    self.pauses_s[-1].append(now - self.deaths[-1])
-                self.last_event[number] = now
-                self.num_events += 1
-                self.has_news.set()
+                self.note_event(number)
                 yield event
+
+    def note_event(self, number: int) -> None:
+        now = time.monotonic()
+        self._note_gap(number, now)
+        self.last_event[number] = now
+        self.num_events += 1
+        self.has_news.set()
+
+    def note_death(self) -> None:
+        now = time.monotonic()
+        for number in self.last_event:  # a stream that has not gone on since the death before
+            self._note_gap(number, now)
+        self.deaths.append(now)
+        self.pauses_s.append(dict.fromkeys(self.last_event, 0.0))
+
+    def note_return(self) -> None:
+        """Forget the streams whose last events were on their way at the death: they did not pause."""
+        self.pauses_s[-1] = {number: pause for number, pause in self.pauses_s[-1].items() if number in self.last_event}
+
+    def _note_gap(self, number: int, now: float) -> None:
+        """Keep the longest gap since the last death. The first may be short: events are on their way at a death."""
+        if self.deaths and number in self.pauses_s[-1]:
+            gap_s = now - max(self.last_event[number], self.deaths[-1])
+            self.pauses_s[-1][number] = max(self.pauses_s[-1][number], gap_s)
 
     async def until(self, num_events: int, count: int) -> None:
         """Return when so many events have come, or all `count` requests have ended."""
@@ -240,9 +258,9 @@ async def run(
         asked = [asyncio.create_task(found.ask(http, i, path, body)) for i, (path, body) in enumerate(todo)]
         for how, moment in zip(deaths, moments, strict=True):
             await found.until(moment, len(todo))
-            found.deaths.append(time.monotonic())
-            found.pauses_s.append([])
+            found.note_death()
             await asyncio.to_thread(kill, how)
+            found.note_return()
         await asyncio.gather(*asked)
     return found
 
@@ -310,7 +328,7 @@ def survive(
 
 def compare(todo: list[tuple[str, dict[str, Any]]], expected: Run, found: Run) -> dict[str, Any]:
     differing = [i for i, answer in sorted(found.answers.items()) if answer != expected.answers[i]]
-    pauses_s = sorted(pause for of_death in found.pauses_s for pause in of_death)
+    pauses_s = sorted(pause for of_death in found.pauses_s for pause in of_death.values())
     return {
         "requests": len(todo),
         "events": expected.num_events,
@@ -319,7 +337,7 @@ def compare(todo: list[tuple[str, dict[str, Any]]], expected: Run, found: Run) -
         "pauses": len(pauses_s),
         "pause_p50_s": round(statistics.median(pauses_s), 2) if pauses_s else None,
         "pause_p99_s": round(pauses_s[int(0.99 * (len(pauses_s) - 1))], 2) if pauses_s else None,
-        "pause_p50_s_by_death": [round(statistics.median(one), 2) if one else None for one in found.pauses_s],
+        "pause_p50_s_by_death": [round(statistics.median(one.values()), 2) if one else None for one in found.pauses_s],
         "why_lost": sorted(set(found.lost.values())),
         "differing": [
             {"request": todo[i], "expected": expected.answers[i], "got": found.answers[i]} for i in differing

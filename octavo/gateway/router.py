@@ -195,10 +195,11 @@ class Router:
             able = [one for one in replicas if one.takes_requests()]
             self._num_able = max(1, len(able))
             self._num_in_flight = sum(self.load.num_in_flight[one.name] for one in replicas)
-            # A replica that is new or was away begins with the least load: with none it would get all requests.
-            given, names = self.load.given, [one.name for one in able]
-            least = min((given[one] for one in names if one in given), default=0.0)
-            self.load.given = {one: given.get(one, least) for one in names}
+            # A replica that is new or was away begins with the least load: with none it would get all requests. It may
+            # be away for this model alone.
+            given = self.load.given
+            least = min((given[one.name] for one in able if one.name in given), default=0.0)
+            self.load.given = {one.name: max(given.get(one.name, 0.0), least) for one in replicas}
         return int(SLACK + LOAD_FACTOR * (1 + self._num_in_flight) / self._num_able)
 
 

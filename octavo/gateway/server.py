@@ -95,7 +95,8 @@ class GatewayArgs(Flags):
     )
     several_gateways: bool = flag(
         False, "Other gateways route to the same replicas. All send a new conversation to the same replica "
-        "(rendezvous hashing) if the load allows it.",
+        "(rendezvous hashing) if the load allows it. Leave it out before Octavo's servers, which tell gateways where "
+        "conversations are.",
     )  # fmt: skip
     max_body_bytes: int = flag(100 << 20, "The most bytes of a request's body.", positive=True)
     max_connections: int = flag(

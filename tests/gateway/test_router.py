@@ -323,3 +323,15 @@ def test_several_gateways_agree_about_adapters() -> None:
         assert one is not None
         chosen.add(one.name)
     assert len(chosen) == 1
+
+
+def test_a_server_that_is_away_for_one_model_gets_its_part_of_the_work_and_no_more() -> None:
+    load, counts = Load(), Counter[str]()
+    models = [(Router(random.Random(1), load), replicas(8, name)) for name in "ab"]
+    models[0][1][0].num_failed_checks = FAILED_CHECKS
+    for number in range(400):
+        for router, fleet in models:
+            chosen = router.choose(fleet, {b"%d" % number: 9_000})
+            assert chosen is not None
+            counts[chosen.name] += 1
+    assert all(90 < count < 110 for count in counts.values()), counts
