@@ -47,7 +47,8 @@ QUICK_KINDS = ("bfloat16", "fp8", "int4")  # kinds of weights that `scripts/gpu-
 FEW_BITS = ("indices", "8-bit codes", "indices, a scale for 16", "8-bit codes, a scale for 16")
 # Bits of a weight with its scales, by kind.
 WEIGHT_BITS = {"bfloat16": 16.0, "fp8": 8.0, "int4": 4.5, **dict(zip(FEW_BITS, (4.5, 8.5, 5.0, 9.0), strict=True))}
-# Instructions of a product's loop for each weight that it unpacks, as compiled for 9.0 by Triton 3.9.
+# Instructions of a product's loop for each weight that it unpacks: counted once, by hand, in what Triton 3.9 compiles
+# for 9.0.
 _INSTRUCTIONS = {"int4": 6.4, **dict(zip(FEW_BITS, (8.3, 6.1, 8.3, 6.1), strict=True))}
 _UNPACKED_ROWS = 128  # tokens of the widest tile, for which weights are unpacked once
 
@@ -300,7 +301,8 @@ def _product_s(machine: Machine, num_rows: int, num_out: int, num_in: int, weigh
 _VARIANT_S, _LAUNCHER_S, _HELD = 0.7, 0.2, 0.15
 _VARIANTS_OF_8B = 37
 # A start imports and opens the device, and in the end measures and captures steps. Weights come from memory: threads
-# copy them to pinned pages (15 GB/s a thread, page faults included, on a Zen 4 core), which PCIe 4 reads at 25 GB/s.
+# copy them to pinned pages, which the device reads. The three are assumptions: `scripts/gpu-check quick` measures their
+# sum, with weights that it draws.
 _OPEN_S, _CAPTURE_S, _WEIGHT_GB_S = 4.0, 3.0, 10.0
 DRAWN_GB_S = 2.0  # of random weights, which `scripts/gpu-check` draws
 

@@ -45,9 +45,9 @@
 // for work:
 //   task     the part of a call that one thread computes        epilogue   the work on a product's outputs
 //   segment  an equal part of k with a sum of its own           tile       rows by a panel, summed in registers
-//   lane     one number of a vector register                    vector     a register: kLanes floats
 //   epilogue panels: the panels that one epilogue finishes together
 // and for instructions:
+//   lane     one number of a vector register                    vector     a register: kLanes floats
 //   instruction set: the one that this file is compiled for     AMX tile   sixteen rows by a panel, on AMX
 //   VNNI, AMX, I8MM: x86's dot products of bytes, x86's tile registers, ARM's products of 2 x 8 by 8 x 2 bytes
 // An integer sum begins at its zero-point term, so that codes are multiplied as they are stored. AMX, and for codes of

@@ -190,7 +190,7 @@ def _save_blocks(disk: DiskTier, lines: queue.SimpleQueue[bytes]) -> None:
     written none."""
     seconds = _ORPHAN_SAVING_S if lines.empty() else float(lines.get())
     if not disk.wait_until_saved(seconds):
-        logger.warning("%d blocks of the KV cache were not saved on disk within %g s", len(disk.unsaved), seconds)
+        logger.warning("%d blocks of the KV cache were not saved on disk within %g s", disk.num_unwritten, seconds)
 
 
 def _die(end_path: str, why: str) -> None:

@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 from collections import deque
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -69,14 +70,14 @@ def main() -> None:
 def _run(leader: Connection, args: FollowerArgs) -> None:
     configure_logging(f"worker {args.worker_rank.number}", args.log_level, log_format=args.log_format)
     worker_group = Follower(leader, args)
-    node = ""
+    disk, rank = args.config.cache.disk, args.worker_rank
     try:
-        if args.config.cache.disk is not None and args.worker_rank.node and not args.worker_rank.on_host.rank:
-            weights = identify_weights(args.config, args.config.cache.disk)  # while they are loaded
-            executor = LocalExecutor(args.config, worker_group=worker_group)
-            node = node_identity(weights.result()[0])
-        else:
-            executor = LocalExecutor(args.config, worker_group=worker_group)
+        weights = None
+        if disk is not None and rank.node and not rank.on_host.rank:
+            # While they are loaded. Other nodes than node 0 load no draft model.
+            weights = identify_weights(replace(args.config, draft=None), disk)
+        executor = LocalExecutor(args.config, worker_group=worker_group)
+        node = "" if weights is None else node_identity(weights.result()[0])
     except OctavoError as e:
         worker_group.tell(CannotStart(str(e), isinstance(e, ConfigError)))
         return

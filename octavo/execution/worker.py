@@ -271,11 +271,15 @@ class Worker:
             weights.check_all_taken()
             weights.close()
         draft = Draft(config, own, model, target, self.groups, ops, self._device)
-        if 2 * draft.num_weight_bytes > self.weight_bytes:
+        # Medusa's heads are read once for all draft tokens of a step. Stages are read one after the other.
+        num_tokens = config.speculative.num_speculative_tokens if config.speculative.method == "medusa" else 1
+        draft_bytes = draft.num_weight_bytes / num_tokens
+        model_bytes = self.weight_bytes * self._worker_group.worker_rank.num_stages
+        if 2 * draft_bytes > model_bytes:
             logger.warning(
-                "the draft model has %.2f GiB of weights and the model %.2f GiB: a draft token takes more than "
-                "half the time of a token, so little is gained; choose a smaller draft, or a smaller format for it",
-                draft.num_weight_bytes / _GIB, self.weight_bytes / _GIB,
+                "a draft token reads %.2f GiB of weights and a token of the model %.2f GiB: it takes more than half "
+                "the time, so little is gained; choose a smaller draft, or a smaller format for it",
+                draft_bytes / _GIB, model_bytes / _GIB,
             )  # fmt: skip
         self.weight_bytes += draft.num_weight_bytes
         phases.end("draft")

@@ -241,7 +241,8 @@ class DiskFetches:
             if num_known == limit or (self._late_lookup is not None and not self._late_lookup.done()):
                 return num_known
             grace_s = 0.0 if self._lookups else _LOOKUP_GRACE_S  # behind others it will not be done
-            pools = [_DiskLookups(watch, self._tier.files, pool) for pool, watch in enumerate(self._tier.pools_or_disk)]
+            known = enumerate(self._tier.pools_or_disk)
+            pools = [_DiskLookups(blocks, self._tier.files, pool) for pool, blocks in known]
             lookup = self._lookup_thread.run(partial(self._cache.num_prefix_blocks, keys, limit, pools))
             self._lookups[request_id] = lookup, self._clock()
             wait([lookup], grace_s)

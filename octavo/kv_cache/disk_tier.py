@@ -159,6 +159,7 @@ class DiskTier:
             pool.watchers.append(_PoolWatch(self, number))
         if host_tier is not None:
             host_tier.on_drop, host_tier.on_present = self.forget_unsaved, self.note_in_memory
+            host_tier.on_all_copied = self._wake
         self.sessions = CacheSessions(self, cache, min(memory.block_bytes))
         self.saved_prompts = SavedPrompts(self, cache, clock)
         self.fetches = DiskFetches(self, memory, cache, cost, clock)
@@ -202,7 +203,7 @@ class DiskTier:
         saves blocks."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: not (self._has_unsaved or self._queue or self._is_writing) or self._is_closed, timeout_s
+                lambda: not (self._num_unsaved or self._queue or self._is_writing) or self._is_closed, timeout_s
             )
 
     def save_all(self) -> bool:
@@ -216,7 +217,7 @@ class DiskTier:
             is_written = self._changed.wait_for(
                 lambda: not (self._queue or self._is_writing) or self._is_closed, max(0.0, end - time.monotonic())
             )
-        return is_written and not self._has_unsaved
+        return is_written and not self._num_unsaved
 
     def close(self, saves: bool = True) -> None:
         """Save the unsaved blocks if `saves`, and end the threads. A second call does nothing."""
@@ -240,8 +241,20 @@ class DiskTier:
     # Blocks that go to the folder.
 
     @property
-    def _has_unsaved(self) -> bool:
-        return bool(self.unsaved) or (self._host_tier is not None and self._host_tier.has_uncopied)
+    def num_unwritten(self) -> int:
+        """The number of blocks that are unsaved, or in the writer's queue. Any thread may ask."""
+        with self._changed:
+            return self._num_unsaved + len(self._queued)
+
+    @property
+    def _num_unsaved(self) -> int:
+        # In the order in which blocks go on, as other threads ask too.
+        return (0 if self._host_tier is None else self._host_tier.num_uncopied) + len(self.unsaved)
+
+    def _wake(self) -> None:
+        """Have `wait_until_saved` look again."""
+        with self._changed:
+            self._changed.notify_all()
 
     def is_in_memory(self, name: Name) -> bool:
         """Return whether a block is in its pool, on the device or on the host."""
@@ -371,7 +384,7 @@ class DiskTier:
         block or if these blocks are to be saved before others."""
         self._memory.move_blocks(self._cache.take_moves())
         host_tier.end_plan()
-        while host_tier.has_uncopied and (not self.unsaved or any(map(host_tier.copies_later, self._prioritised))):
+        while host_tier.num_uncopied and (not self.unsaved or any(map(host_tier.copies_later, self._prioritised))):
             host_tier.begin_plan()
             self._memory.move_blocks(self._cache.take_moves())
             host_tier.end_plan()

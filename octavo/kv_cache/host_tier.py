@@ -69,6 +69,7 @@ class HostTier:
         self._is_forgetting = False
         self.on_drop: Callable[[_Name], None] = lambda name: None  # called with a block that the host does not get
         self.on_present: Callable[[_Name], None] = lambda name: None  # called with one that the host has without a copy
+        self.on_all_copied: Callable[[], None] = lambda: None  # called when `num_uncopied` is 0 again
         self.end_plan()
         self._num_hits = self._num_copied = self._num_dropped = 0  # since `take_stats`
 
@@ -89,7 +90,8 @@ class HostTier:
         self._first.clear()
         while self._uncopied and self._copy_left > 0:
             name = next(iter(self._uncopied))
-            self._copy(name, self._uncopied.pop(name))
+            self._copy(name, self._uncopied[name])
+            self._note_copied(name)
         # A prefix without its first blocks is never found: the last block is evicted first. It is copied last.
         while self._released and self._released[0][-1] not in self._uncopied:
             for pool, key in reversed(self._released.popleft()):
@@ -100,9 +102,10 @@ class HostTier:
         self._copy_left, self._load_left = self._copy_bytes, self._load_bytes
 
     @property
-    def has_uncopied(self) -> bool:
-        """Whether the device has blocks that later plans copy to the host."""
-        return bool(self._uncopied or self._fresh)
+    def num_uncopied(self) -> int:
+        """The number of the device's blocks that are to be copied to the host. Any thread may ask: a block counts until
+        the tier below has it or it is lost, and in between it may count twice."""
+        return len(self._fresh) + len(self._uncopied)  # in the order in which blocks go on
 
     def copies_later(self, name: _Name) -> bool:
         """Return whether a later plan copies a block to the host."""
@@ -147,8 +150,8 @@ class HostTier:
         if self._is_forgetting:
             return
         if self._fresh.pop(name, None) is None:
-            self._uncopied.pop(name, None)
             self._copy(name, block)
+            self._note_copied(name)
         else:
             self.on_drop(name)
 
@@ -237,3 +240,8 @@ class HostTier:
             return
         self._copy_left -= self._counted_bytes[name[0]]
         self._num_copied += 1
+
+    def _note_copied(self, name: _Name) -> None:
+        """Count a block as uncopied no longer, now that it is copied or lost."""
+        if self._uncopied.pop(name, None) is not None and not self.num_uncopied:
+            self.on_all_copied()

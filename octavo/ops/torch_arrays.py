@@ -23,7 +23,7 @@ _AS_INTEGERS = {
     np.dtype(ml_dtypes.float8_e5m2): (np.dtype(np.uint8), torch.float8_e5m2),
 }
 
-_PIECE_BYTES = 32 << 20
+_PIECE_BYTES = 32 << 20  # of a large array, copied to a device at once
 
 
 def to_torch(array: NDArray[Any]) -> Tensor:
@@ -41,11 +41,12 @@ def to_torch(array: NDArray[Any]) -> Tensor:
 
 
 def upload(x: Tensor | NDArray[Any], device: torch.device) -> Tensor:
-    """Return `x` on `device`, copied in the order of the current stream, without waiting.
+    """Return `x` on `device`, copied in the order of the current stream, without waiting if `x` is small.
 
     From pageable memory torch would wait until the device has finished all earlier work, and a driver's thread would
     copy alone. So torch's threads copy `x` to pinned memory first. torch keeps pinned memory until the stream has read
-    it. A large `x` goes in pieces, two of which are in pinned memory at a time."""
+    it. An `x` of more than `_PIECE_BYTES` goes in pieces. Two of them are in pinned memory at a time, so the third one
+    waits until the stream has read the first."""
     tensor = x if isinstance(x, Tensor) else to_torch(x)
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)

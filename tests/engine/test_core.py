@@ -204,7 +204,7 @@ def test_blocks_are_saved_at_the_end_for_longer_while_somebody_waits(
     last_line: list[bytes], seconds: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     for is_saved in (True, False):
-        disk = Mock(unsaved=[1, 2], wait_until_saved=Mock(return_value=is_saved))
+        disk = Mock(num_unwritten=2, wait_until_saved=Mock(return_value=is_saved))
         lines = queue.SimpleQueue[bytes]()
         for line in last_line:
             lines.put(line)

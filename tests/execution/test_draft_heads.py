@@ -105,6 +105,15 @@ def test_a_head_changes_no_answer(model: Path, heads: dict[str, Path], method: s
     assert_same(found, expected, place)
 
 
+def test_heads_that_are_read_once_for_all_tokens_are_no_large_draft(
+    model: Path, heads: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """They have more weights than the model, but fewer for each token."""
+    worker = LocalExecutor(config_of(model, hf_overrides={"num_hidden_layers": 1}, **settings("medusa", heads))).worker
+    assert worker._draft is not None
+    assert 2 * worker._draft.num_weight_bytes > worker.weight_bytes and "choose a smaller draft" not in caplog.text
+
+
 def answer_of(core: EngineCore) -> tuple[list[int], dict[int, tuple[int, ...]]]:
     """The prompt and answer of one request, and what was guessed by the place of the first guess."""
     guessed: dict[int, tuple[int, ...]] = {}

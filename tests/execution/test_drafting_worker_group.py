@@ -90,14 +90,16 @@ LAST_LAYERS = {"pipeline_layer_partition": "1,5"}  # that EAGLE-3 reads
     ids=str,
 )
 def test_a_head_guesses_for_all_workers(
-    deep_model: Path, heads: dict[str, Path], start: Start, method: str, sizes: tuple[int, int], flags: dict[str, Any]
-) -> None:
-    """What it would guess beside one. No answer is another one."""
+    deep_model: Path, heads: dict[str, Path], start: Start, method: str, sizes: tuple[int, int], flags: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """What it would guess beside one. No answer is another one. A token takes as long as all stages together."""
     head = settings(method, heads)
     of_one = {name: value for name, value in flags.items() if name != "pipeline_layer_partition"}
     expected = run(EngineCore(config_of(deep_model, **of_one)), guessed_requests(1), 1)
     guessed = answer_of(EngineCore(config_of(deep_model, **of_one, **head), None, always()))
     core = start(deep_model, always(), **workers(*sizes), **flags, **head)
+    assert ("choose a smaller draft" in caplog.text) == (sizes[0] > 1 and method != "medusa")
     assert answer_of(core) == guessed
     assert exactly(run(core, guessed_requests(1), 1)) == exactly(expected)
 

@@ -268,9 +268,10 @@ def test_an_idle_engine_leaves_the_writer_little_to_do(engines: Any, monkeypatch
     for _ in range(10):
         assert one.tier.save_while_idle()
     assert (one.tier._queued_bytes, len(one.tier.unsaved)) == (2 * BLOCK_BYTES, 10 - 2)
+    assert one.tier.num_unwritten == 10
     may_go.set()
     one.save()
-    assert one.stats().num_disk_written == 10
+    assert one.stats().num_disk_written == 10 and one.tier.num_unwritten == 0
 
 
 def test_blocks_that_find_the_queue_full_are_dropped_and_nobody_waits(
@@ -619,29 +620,21 @@ def test_a_block_that_is_kept_while_it_is_written_leaves_nothing(engines: Any) -
     assert one.tier.keep_until == {} and len(one.files._kept) == 2, "the block and the session's file"
 
 
-def test_a_block_that_is_pinned_during_its_write_is_kept(engines: Any) -> None:
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_a_block_that_is_pinned_during_its_write_is_kept(engines: Any, is_forgotten: bool) -> None:
+    """Also if it is forgotten during its write, and computed again."""
     one = engines()
     one.files.write, began, may_go = held(one.files.write)
     one.compute(list(range(4)))
     one.tier.save_while_idle()
     began.wait()
+    if is_forgotten:
+        one.tier.forget_pools(removes_files=True)
+        one.cache.forget_prefixes()
+        one.compute(list(range(4)))
     one.tier.pin_pending_blocks(one.contents(), time.time() + 1000.0)
-    may_go.set()
-    one.save()
-    assert one.tier.keep_until == {} and one.stats().disk_kept_bytes > 0
-
-
-def test_a_block_that_is_forgotten_during_its_write_and_pinned_again_is_kept(engines: Any) -> None:
-    one = engines()
-    one.files.write, began, may_go = held(one.files.write)
-    one.compute(list(range(4)))
-    one.tier.save_while_idle()
-    began.wait()
-    one.tier.forget_pools(removes_files=True)
-    one.cache.forget_prefixes()
-    one.compute(list(range(4)))
-    one.tier.pin_pending_blocks(one.contents(), time.time() + 1000.0)
-    one.tier.save_while_idle()
+    if is_forgotten:
+        one.tier.save_while_idle()
     may_go.set()
     one.save()
     assert one.tier.keep_until == {} and one.stats().disk_kept_bytes > 0 and one.tier._queued_bytes == 0

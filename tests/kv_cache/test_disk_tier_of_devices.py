@@ -101,10 +101,10 @@ def test_a_saved_prompt_that_the_folder_has_is_not_copied_again(engines: Callabl
     for name in one.names(seq):
         one.cache.host_pools[0].forget(one.cache.host_pools[0].lookup(name[1]))
     one.end(seq)
-    assert not one.host.has_uncopied
+    assert not one.host.num_uncopied
     again = engines()
     seq = again.compute(list(range(22)))
-    assert again.host.has_uncopied
+    assert again.host.num_uncopied
     again.end(seq)
     assert not any(map(again.tier.is_pending, again.names(seq)))
 
@@ -145,6 +145,14 @@ def test_who_waits_until_all_is_saved_is_woken_when_nothing_is_left_to_copy(
     if way == "the host has the block":
         pool = one.cache.host_pools[0]
         pool.register(pool.allocate(), name[1])
+    forget = one.tier.forget_unsaved
+
+    def forget_slowly(name: Name) -> None:
+        """The thread looks again before the block counts as copied."""
+        forget(name)
+        wait_until(lambda: len(lock._waiters) == 2)  # type: ignore[attr-defined]
+
+    one.tier.forget_unsaved = forget_slowly  # type: ignore[method-assign]
     wait_until(lambda: len(lock._waiters) == 1)  # type: ignore[attr-defined]  # the writer, which has nothing to do
     thread = threading.Thread(target=one.tier.wait_until_saved, daemon=True)
     thread.start()
@@ -156,6 +164,26 @@ def test_who_waits_until_all_is_saved_is_woken_when_nothing_is_left_to_copy(
     wait_until(lambda: not thread.is_alive())
 
 
+@pytest.mark.parametrize("is_evicted", [False, True])
+def test_a_block_that_is_being_copied_is_not_saved_yet(is_evicted: bool, engines: Callable[[], DeviceEngine]) -> None:
+    one = engines()
+    [name] = one.names(one.compute(list(range(SIZE))))
+    block, copy, answers = one.cache.pools[0].lookup(name[1]), one.cache.copy_to_host, list[bool]()
+    assert block is not None
+
+    def asked(*args: Any) -> bool:
+        answers.append(one.tier.wait_until_saved(timeout_s=0))
+        return copy(*args)
+
+    one.cache.copy_to_host = asked  # type: ignore[method-assign]
+    if is_evicted:
+        one.host._uncopied[name] = one.host._fresh.pop(name)
+        one.cache.pools[0].forget(block)
+    else:
+        one.host.begin_plan()
+    assert answers == [False] and one.tier.is_pending(name) and one.tier.num_unwritten == 1
+
+
 def test_a_device_that_lacks_memory_is_not_waited_for(
     engines: Callable[[], DeviceEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +191,7 @@ def test_a_device_that_lacks_memory_is_not_waited_for(
     one = engines()
     one.compute(list(range(22)))
     one.memory.has_left = True
-    assert not one.tier.save_all()
+    assert not one.tier.save_all() and one.tier.num_unwritten == 5
 
 
 def test_copies_under_way_are_waited_for_only_while_nothing_runs(engines: Callable[[], DeviceEngine]) -> None:
