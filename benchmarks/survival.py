@@ -5,9 +5,8 @@ A server gets mixed requests at once: chats, completions, responses and messages
 with grammars, tools, adapters, log-probabilities, beams and n = 3. The first time nothing disturbs it. The second time
 its engine's process is killed with -9 (`core`) or stopped (`hang`), or one of its workers is killed (`worker`, with
 `-- -tp 3`), each at a moment that the seed chooses. Every answer must be that of the first time, bit for bit. Printed
-are how many requests were lost, how many answers differ, and how long streams paused at a death, with the 0, 1, 2, 4, …
-seconds after which the engine is started again when deaths follow each other. Each of `--runs` has a server and a seed
-of its own. Exit code 1: one was lost or differs.
+are how many requests were lost, how many answers differ, and how long streams paused at a death. Each of `--runs` has a
+server and a seed of its own. Exit code 1: one was lost or differs.
 
 `--beside VICTIM COMMAND`, which may be given again, sends plain chats, greedy and drawn, first to Octavo and then to
 the server that COMMAND starts at the port {port}. The process killed there is the one whose command line has the word

@@ -35,7 +35,7 @@ from octavo.processes import child_command
 
 logger = logging.getLogger(__name__)
 
-_EXIT_GRACE_S = 5.0
+EXIT_GRACE_S = 5.0
 _POLL_MS = 20  # between checks whether a core that has not connected yet has ended
 _READ_S = 0.002  # of a turn of the event loop; longer than streams get, so that a fast engine's messages do not pile up
 _MAX_PATH_BYTES = 98  # of the sockets' folder; a socket's path, with "/out", has at most 103 bytes (macOS)
@@ -65,7 +65,7 @@ class CoreProcess:
         stdin = self.process.stdin
         if stdin is None or stdin.closed:
             return
-        self._ends_by = time.monotonic() + _EXIT_GRACE_S + (saving_s if self._has_disk else 0.0)
+        self._ends_by = time.monotonic() + EXIT_GRACE_S + (saving_s if self._has_disk else 0.0)
         with contextlib.suppress(BrokenPipeError):
             if self._is_configured:
                 stdin.write(b"%g\n" % saving_s)

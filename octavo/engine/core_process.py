@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -44,11 +45,13 @@ from octavo.engine.wire import (
     is_readable,
 )
 from octavo.errors import OctavoError
-from octavo.kv_cache.disk_tier import DiskTier
 from octavo.logs import configure_logging
 from octavo.phases import Phases
 from octavo.processes import follow_parent
 from octavo.request import EngineRequest
+
+if TYPE_CHECKING:
+    from octavo.kv_cache.disk_tier import DiskTier
 
 logger = logging.getLogger("octavo.engine.core_process")  # not __name__, which may be __main__
 

@@ -12,6 +12,7 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from octavo.config import EngineConfig
@@ -20,10 +21,10 @@ from octavo.distributed.heartbeat import Heartbeat
 from octavo.distributed.joining import join, receive_answer
 from octavo.distributed.messages import Answer, Ended, EngineLink, Join, Joined, News
 from octavo.distributed.node_settings import settings_of
-from octavo.engine.core_client import CoreClient, saving_s
+from octavo.engine.core_client import EXIT_GRACE_S, CoreClient, saving_s
 from octavo.engine.framing import read_message, write_message
 from octavo.engine.restart_policy import RestartPolicy
-from octavo.engine.wire import Leaving, encode_message
+from octavo.engine.wire import STOP_S, Leaving, encode_message
 from octavo.errors import ConfigError, LoadError, OctavoError
 from octavo.node_token import check_token, group_token
 from octavo.processes import event_loop_factory
@@ -62,7 +63,7 @@ class _Engine:
         self._connection: socket.socket | None = None
         self._was_ready = self._is_ready = self.is_draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._end: asyncio.Future[_End] | None = None
+        self._end_soon: Callable[[_End], None] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._leaving_since: float | None = None
 
@@ -97,6 +98,11 @@ class _Engine:
         self._loop.call_soon_threadsafe(self._say_leaving)
         return True
 
+    def end(self) -> None:
+        """Have the core and the connection to the server end, without a wait."""
+        if self._end_soon is not None:
+            self._end_soon(_End("it was told to stop"))
+
     def _say_leaving(self) -> None:
         if self._writer is not None:
             write_message(self._writer, encode_message(Leaving()))
@@ -113,19 +119,22 @@ class _Engine:
         """Run a core and pass messages between it and the server, until one of them ends."""
         assert self._connection is not None
         loop = self._loop = asyncio.get_running_loop()
-        end = self._end = loop.create_future()
+        end: asyncio.Future[_End] = loop.create_future()
 
         def finish(why: _End) -> None:
             if not end.done():
                 end.set_result(why)
 
-        def later(why: _End) -> None:
+        def end_soon(why: _End) -> None:
+            """Called by any thread."""
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(finish, why)
 
+        self._end_soon = end_soon
+
         def hear(news: News) -> None:
             if isinstance(news, Ended):
-                later(_End(news.reason, news.is_over))
+                end_soon(_End(news.reason, news.is_over))
                 return
             heartbeat.be_strict()
             self._was_ready = self._is_ready = True
@@ -133,7 +142,7 @@ class _Engine:
             logger.info("%s takes requests", self)
 
         def lose(why: str) -> None:
-            later(_End(f"the server {why}"))
+            end_soon(_End(f"the server {why}"))
 
         heartbeat = Heartbeat(self._connection, "the server", hear, lose)
         core: CoreClient | None = None
@@ -215,23 +224,27 @@ class EngineNode:
                 num_leaving = sum([engine.leave() for engine in self._engines])
                 if num_leaving:
                     logger.info("stopping: requests under way have %g s to end", self._shutdown_timeout_s)
-                    self._wait(self._shutdown_timeout_s)
+                    if not self._wait(self._shutdown_timeout_s):
+                        logger.warning("stopping: what is under way is cut off")
+                        for engine in self._engines:
+                            engine.end()
+                        self._wait(STOP_S + EXIT_GRACE_S)  # a core may save blocks until `CoreClient.close` kills it
         except KeyboardInterrupt:
             logger.info("stopping at once")
 
-    def _wait(self, timeout_s: float | None) -> None:
-        """Wait for the running engines, at most `timeout_s`."""
+    def _wait(self, timeout_s: float | None) -> bool:
+        """Wait for the running engines, at most `timeout_s`. Returns whether all have ended."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._num_running:
             left_s = None if deadline is None else deadline - time.monotonic()
             try:
                 error = self._ends.get(timeout=None if left_s is None else max(0.0, left_s))
             except queue.Empty:
-                logger.warning("stopping: what is under way is cut off")
-                return
+                return False
             self._num_running -= 1
             if error is not None:
                 raise error
+        return True
 
     def _run(self, engine: _Engine) -> None:
         error: OctavoError | None = None

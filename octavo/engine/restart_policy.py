@@ -7,13 +7,15 @@ MAX_DELAY_S = 30.0
 
 
 class RestartPolicy:
-    """Allows up to `limit` quick deaths in a row: a restart at once after the first, after 1, 2, 4, … seconds after the
-    next ones. A core that serves longer than `QUICK_S` resets the count. Times are those of `time.monotonic`."""
+    """Allows up to `limit` quick deaths in a row. The first restart is at once, and so is that of a core that has
+    computed tokens: its requests wait. The others come after 1, 2, 4, … seconds. A core that serves longer than
+    `QUICK_S` resets the count. Times are those of `time.monotonic`."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._num_quick = 0
         self._ready_at: float | None = None
+        self._has_served = False
 
     @property
     def count(self) -> tuple[int, int]:
@@ -23,12 +25,17 @@ class RestartPolicy:
     def record_ready(self, now: float) -> None:
         self._ready_at = now
 
+    def record_outputs(self) -> None:
+        """Note that the core has computed tokens."""
+        self._has_served = True
+
     def next_delay(self, now: float) -> float | None:
         """Return the seconds to wait before the next start of a core that has just died, or None to give up."""
         if self._ready_at is not None and now - self._ready_at > QUICK_S:
             self._num_quick = 0
+        is_at_once, self._has_served = self._has_served or self._num_quick == 0, False
         self._ready_at = None
         self._num_quick += 1
         if self._num_quick > self.limit:
             return None
-        return min(2.0 ** (self._num_quick - 2), MAX_DELAY_S) if self._num_quick > 1 else 0.0
+        return 0.0 if is_at_once else min(2.0 ** (self._num_quick - 2), MAX_DELAY_S)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from octavo.config import EngineConfig
 from octavo.engine.core_client import Core, CoreClient, CoreProcess, saving_s
 from octavo.engine.restart_policy import RestartPolicy
-from octavo.engine.wire import CoreMessage, Failed, FrontendMessage, Leaving, Ready
+from octavo.engine.wire import CoreMessage, Failed, FrontendMessage, Leaving, Ready, StepOutputs
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, OctavoError
 
 if TYPE_CHECKING:
@@ -258,6 +258,8 @@ class Supervisor:
                 self._outage = EngineRestartingError("the engine core has failed.")  # until its process ends
                 self.core.kill()  # it sends nothing more, and may not be able to end by itself
                 return
+            case StepOutputs(outputs=outputs) if outputs:
+                self.restart_policy.record_outputs()
             case Leaving():
                 self.is_draining = True
                 self._letting_go = asyncio.get_running_loop().create_task(self._let_go())

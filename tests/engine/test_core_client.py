@@ -66,7 +66,7 @@ def test_a_path_that_is_too_long_for_sockets_is_refused(tmp_path: Path, monkeypa
 def test_a_core_that_hangs_before_it_has_a_configuration_does_not_keep_its_parent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(core_client, "_EXIT_GRACE_S", 0.01)
+    monkeypatch.setattr(core_client, "EXIT_GRACE_S", 0.01)
     stops = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"]
     monkeypatch.setattr(core_client, "child_command", lambda *args: stops)
     core = CoreProcess()
@@ -80,7 +80,7 @@ def test_a_core_that_hangs_before_it_has_a_configuration_does_not_keep_its_paren
 def test_a_core_with_blocks_to_save_gets_more_time_to_end(
     monkeypatch: pytest.MonkeyPatch, disk: DiskCacheConfig | None, takes_s: float
 ) -> None:
-    monkeypatch.setattr(core_client, "_EXIT_GRACE_S", 0.01)
+    monkeypatch.setattr(core_client, "EXIT_GRACE_S", 0.01)
     ends_late = f"import sys, time; sys.stdin.read(); time.sleep({takes_s})"
     monkeypatch.setattr(core_client, "child_command", lambda *args: [sys.executable, "-c", ends_late])
     core = CoreProcess()

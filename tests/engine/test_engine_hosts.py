@@ -33,9 +33,12 @@ def here() -> EngineHostsConfig:
     return EngineHostsConfig(1, 0, "127.0.0.1", held_port())
 
 
-def start(config: Any, max_restarts: int = 3) -> tuple[EngineNode, Future[None]]:
+def start(
+    config: Any, max_restarts: int = 3, shutdown_timeout_s: float | None = None
+) -> tuple[EngineNode, Future[None]]:
     """A host with the engines of `config`, in a thread that nobody waits for."""
-    node = EngineNode(config, max_restarts=max_restarts, ready_timeout_s=None, shutdown_timeout_s=within(60))
+    timeout_s = within(60) if shutdown_timeout_s is None else shutdown_timeout_s
+    node = EngineNode(config, max_restarts=max_restarts, ready_timeout_s=None, shutdown_timeout_s=timeout_s)
     end: Future[None] = Future()
 
     def run() -> None:
@@ -147,6 +150,36 @@ def test_a_host_that_is_told_to_stop_ends_what_it_has(with_engine: Engines, here
 
     metrics = with_engine(use, replicas=2, engine_hosts=here)
     assert [one.num_finished["length"] for one in metrics.of_engines] == [5, 0]
+
+
+def test_a_host_waits_for_its_engine_to_end_when_the_time_of_requests_is_over(
+    with_engine: Engines, here: EngineHostsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that has a disk saves its blocks meanwhile."""
+
+    async def use(engine: DataParallelEngine) -> None:
+        is_interrupted = threading.Event()
+        wait = EngineNode._wait
+
+        def interrupted_wait(self: EngineNode, timeout_s: float | None) -> bool:
+            if timeout_s is None:
+                is_interrupted.wait(within(60))
+                raise KeyboardInterrupt
+            return wait(self, timeout_s)
+
+        monkeypatch.setattr(EngineNode, "_wait", interrupted_wait)
+        node, end = start(elsewhere(engine), shutdown_timeout_s=0.0)
+        await engine.wait_ready()
+        hanging = [asyncio.create_task(ask(engine, [*HANG, number], f"hangs {number}")) for number in range(2)]
+        await until_sent(engine, 2)
+        await until(lambda: node._engines[0]._is_ready)
+        is_interrupted.set()
+        await ended(end)
+        assert node._num_running == 0
+        await engine.abort(["hangs 0", "hangs 1"])
+        assert [await task for task in hanging] == ["abort", "abort"]
+
+    with_engine(use, replicas=2, engine_hosts=here)
 
 
 def test_a_host_whose_engine_sleeps_ends_with_the_server(with_engine: Engines, here: EngineHostsConfig) -> None:

@@ -11,6 +11,17 @@ def test_quick_deaths_wait_longer_each_time_and_end_in_giving_up() -> None:
     assert [restarts.next_delay(1.0) for _ in range(5)] == [0.0, 1.0, 2.0, 4.0, None]
 
 
+def test_a_core_that_computed_tokens_is_started_again_at_once_but_no_more_often() -> None:
+    restarts = RestartPolicy(3)
+    delays = []
+    for has_served in (True, False, True, True):
+        restarts.record_ready(0.0)
+        if has_served:
+            restarts.record_outputs()
+        delays.append(restarts.next_delay(1.0))
+    assert delays == [0.0, 1.0, 0.0, None]
+
+
 def test_a_core_that_served_for_long_clears_the_account() -> None:
     restarts = RestartPolicy(1)
     for now in (0.0, 1000.0, 2000.0):

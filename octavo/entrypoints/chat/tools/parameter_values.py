@@ -6,7 +6,7 @@ import ast
 import math
 import re
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from octavo.entrypoints.chat.tools.call_spelling import json_type, property_schema, resolve_ref, schema_types
@@ -78,7 +78,7 @@ def _is_json(value: Any, depth: int = 0) -> bool:
     return value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
 
 
-@cache
+@lru_cache(maxsize=64)  # templates of requests may bring new bodies
 def _nested_marks(body: Tags) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Return what a nested tag begins with, and any mark of a nested tag: groups "opened" and "closed" are keys."""
     opened = rf"{re.escape(body.key_before)}(?P<opened>[^<>\s/]+){re.escape(body.key_after)}"
