@@ -138,7 +138,7 @@ def model(smoke: bool) -> Iterator[Row]:
 
 def adapters(smoke: bool) -> Iterator[Row]:
     """Decode steps of rank 16 on all linear layers, beside those of a server without adapters."""
-    from octavo.lora.adapter_identity import source
+    from octavo.lora.adapter_files import source
     from tests.lora.random_adapters import write_adapter_of
 
     config = SHAPES["Llama"] if smoke else LLAMA_3_1_8B

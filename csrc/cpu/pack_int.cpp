@@ -10,7 +10,7 @@
 
 #include "gguf_blocks.h"
 #include "pack.h"
-#include "packed_words.h"
+#include "pack_words.h"
 
 namespace octavo {
 

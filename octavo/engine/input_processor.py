@@ -17,7 +17,7 @@ from octavo.engine.off_loop import MAX_INLINE_LENGTH
 from octavo.errors import LoadError, RequestError, naming_prompt
 from octavo.kv_cache.block_hashes import prompt_hashes
 from octavo.loading.piece_encoder import PieceEncoder
-from octavo.lora.adapter_identity import source
+from octavo.lora.adapter_files import source
 from octavo.lora.request import LoRARequest
 from octavo.media_kinds import KINDS, MediaKind, SentMedium
 from octavo.request import AdapterSource, EngineRequest, MediaInput, MediaItem, Prompt, num_positions

@@ -30,7 +30,7 @@ from octavo.execution.worker_group import ALONE, WorkerGroup
 from octavo.layers.parameters import Module, NamedMatrix
 from octavo.loading.file_weights import open_weights
 from octavo.loading.memory import available_memory_bytes
-from octavo.lora import adapter_identity
+from octavo.lora import adapter_files
 from octavo.lora.gguf_format import read_gguf_adapter
 from octavo.lora.matching import ModuleMap
 from octavo.lora.ops import AdaptedOps
@@ -214,7 +214,7 @@ class AdapterStore:
         try:
             adapter = self._pack(source)
         except LoadError as e:
-            raise adapter_identity.refusal(source.name, e, os.path.dirname(source.weights), "model") from None
+            raise adapter_files.refusal(source.name, e, os.path.dirname(source.weights), "model") from None
         num_pages = -(-sum(len(page) for page in adapter.pages) // self.page_bytes)
         most = self.num_host_pages if self._arena is None else self.num_pages
         if num_pages > most:
@@ -230,7 +230,7 @@ class AdapterStore:
         return num_pages
 
     def _pack(self, source: AdapterSource) -> HostAdapter:
-        contents = adapter_identity.read(source)
+        contents = adapter_files.read(source)
         if contents.config is None:
             checkpoint = self._config.model.checkpoint
             modules = read_gguf_adapter(contents.weights, checkpoint.config, self._lora.max_rank)

@@ -18,9 +18,9 @@ from starlette.types import Receive, Scope, Send
 from octavo.api_keys import ApiKeys
 from octavo.errors import RequestError
 from octavo.gateway.client import BrokenAnswerError, Client, ClientSend
+from octavo.gateway.client_keys import Key, KeySettings, day_number
 from octavo.gateway.gateway_metrics import METRICS_TYPE, GatewayMetrics
 from octavo.gateway.key_store import KeyStore
-from octavo.gateway.keys import Key, KeySettings, day_number
 from octavo.gateway.page import STATS_PATH, Page, is_of_page
 from octavo.gateway.request_body import parse, reason_of
 

@@ -17,9 +17,9 @@ from starlette.types import Receive, Scope, Send
 from octavo.api_keys import ApiKeys, sent_keys
 from octavo.errors import RequestError, error_code
 from octavo.gateway.client import BrokenAnswerError, Client, ClientSend
+from octavo.gateway.client_keys import Key, LimitError
 from octavo.gateway.gateway_metrics import METRICS_TYPE, GatewayMetrics
 from octavo.gateway.key_store import KeyStore
-from octavo.gateway.keys import Key, LimitError
 from octavo.gateway.models import Models
 from octavo.gateway.ollama_routes import OllamaRoutes
 from octavo.gateway.page import STATS_PATH, Page, is_of_page

@@ -19,8 +19,8 @@ from typing import Any, Literal
 from octavo.api_keys import key_of
 from octavo.errors import RequestError
 from octavo.gateway.catalogue import ModelEntry
+from octavo.gateway.client_keys import Key
 from octavo.gateway.discovery import follow, read_source
-from octavo.gateway.keys import Key
 from octavo.gateway.memory_budget import MemoryBudget
 from octavo.gateway.replica import Replica
 from octavo.gateway.router import Load, Router

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, Sample
 
+from octavo.gateway.client_keys import Key
 from octavo.gateway.key_store import KeyStore
-from octavo.gateway.keys import Key
 from octavo.gateway.models import Models
 
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from octavo.errors import ConfigError, OctavoError, RequestError
-from octavo.gateway.keys import Key, KeySettings, day_text, digest_of, limit_error, no_key
+from octavo.gateway.client_keys import Key, KeySettings, day_text, digest_of, limit_error, no_key
 
 logger = logging.getLogger("octavo.gateway")
 

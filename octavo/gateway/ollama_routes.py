@@ -15,8 +15,8 @@ import msgspec
 
 from octavo.errors import OctavoError, RequestError
 from octavo.gateway.client import Client
+from octavo.gateway.client_keys import Key
 from octavo.gateway.deployment import Deployment
-from octavo.gateway.keys import Key
 from octavo.gateway.models import Models
 from octavo.gateway.octavo_commands import ModelCards, run_octavo
 from octavo.gateway.proxy import Proxy

@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from octavo.errors import ConfigError, RequestError
+from octavo.gateway.client_keys import LIMITS, name_taken
 from octavo.gateway.key_store import (
     Answer,
     KeyDatabase,
@@ -21,7 +22,6 @@ from octavo.gateway.key_store import (
     is_ambiguous,
     wrong_address,
 )
-from octavo.gateway.keys import LIMITS, name_taken
 
 _MISSING = ""
 try:

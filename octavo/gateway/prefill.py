@@ -64,7 +64,7 @@ class Prefill:
                     answer.close()
                 if has_lost_engine(answer):
                     raise UpstreamError("its engine has died")
-                replica.count_answer(answer)
+                replica.record_in_breaker(answer)
             except RequestError as error:  # the body hides the model's name
                 status, said = error.status, str(error).encode()
             except UpstreamError as error:

@@ -53,7 +53,7 @@ from octavo.gateway.upstream import Answer, UnreachableError, UpstreamError
 logger = logging.getLogger("octavo.gateway")
 
 _CACHE_SESSIONS = "/v1/cache/sessions/"
-_OF_ALL_CLIENTS = ("/v1/cache/blocks/", NOTES_PATH + "/")  # for servers or gateways alone
+_NOT_FOR_CLIENTS = ("/v1/cache/blocks/", NOTES_PATH + "/")  # for servers or gateways alone
 _PAUSE_S = 1.0  # between two looks for a replica that can resume a stream
 _MAX_LOST = 2  # replicas that a request may lose: it may crash them
 
@@ -94,7 +94,7 @@ class Proxy:
             await self._broadcast.answer(request, client)
             return
         path = posixpath.normpath(unquote(request.path)) + "/"  # as a reverse proxy would
-        if any(one in path for one in _OF_ALL_CLIENTS):
+        if any(one in path for one in _NOT_FOR_CLIENTS):
             raise RequestError(f"{request.path:.200} is no route for clients.", status=404, code="not_found")
         await self._models.look_for(request.model)
         deployment, pinned_replica = self._kept_items.place(request)
@@ -300,7 +300,7 @@ class Proxy:
                 metrics.retries.labels(name, replica.name).inc()
             case Outcome.ENGINE_DIED:
                 assert answer is not None
-                replica.count_answer(answer)
+                replica.record_in_breaker(answer)
                 retry.record_lost()
                 metrics.retries.labels(name, replica.name).inc()
             case Outcome.BUSY:
@@ -310,15 +310,15 @@ class Proxy:
                 metrics.retries.labels(name, replica.name).inc()
             case Outcome.CANNOT_RESUME:
                 assert answer is not None
-                replica.count_answer(answer)
+                replica.record_in_breaker(answer)
                 retry.cannot_resume.add(replica)
             case Outcome.BROKEN:
                 replica.breaker.fail()
-                retry.record_lost(has_new_tokens=progress.has_grown())
+                retry.record_lost(has_new_tokens=progress.take_growth())
                 metrics.broken_streams.labels(name, replica.name).inc()
             case Outcome.DELIVER:
                 assert answer is not None
-                replica.count_answer(answer)
+                replica.record_in_breaker(answer)
                 attempt.client.answered_by = (name, replica.name)
                 if progress.is_resumable and answer.header(RESUMABLE):
                     metrics.resumed.labels(name, replica.name).inc()

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from octavo.errors import RequestError, similar
 from octavo.gateway.client import Client
+from octavo.gateway.client_keys import Key
 from octavo.gateway.deployment import Deployment
-from octavo.gateway.keys import Key
 from octavo.gateway.replica import Replica
 from octavo.gateway.request_body import RequestBody
 from octavo.gateway.stream_progress import RESUMABLE, RESUMABLE_PATHS

@@ -81,7 +81,7 @@ class Replica:
     def auth_headers(self) -> list[tuple[bytes, bytes]]:
         return [] if self.api_key is None else [(b"authorization", b"Bearer " + self.api_key.encode())]
 
-    def count_answer(self, answer: Answer) -> None:
+    def record_in_breaker(self, answer: Answer) -> None:
         """Count the answer to a request as a failure or a success. A busy answer is neither: servers also refuse single
         requests with 503, and a pause would close a model that is overloaded. Health checks see a server that starts.
         """

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from octavo.gateway.client import Client
-from octavo.gateway.keys import Key
+from octavo.gateway.client_keys import Key
 from octavo.gateway.upstream import Headers
 from octavo.trace_export import SpanMaker
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from octavo.gateway.client_keys import DAY_S, LIMITS, MINUTE_S, name_taken
 from octavo.gateway.key_store import Answer, KeyDatabase, KeyRow, LostError, Operation, UsageRow
-from octavo.gateway.keys import DAY_S, LIMITS, MINUTE_S, name_taken
 
 CHECKPOINT_INTERVAL_S = 1.0  # between two times that the log of writes is moved into the file
 _TRY_INTERVAL_S = 0.01

@@ -40,7 +40,7 @@ class StreamProgress:
         self._begun: set[bytes] = set()  # the events of `_BEGINS` that the client has
         self._waiting: list[bytes] = []  # events without their tokens
         self._rest = b""  # the part of an event that has come
-        self._num_seen = 0  # entries of `_tokens` at the last `has_grown`
+        self._num_seen = 0  # entries of `_tokens` at the last `take_growth`
         self.num_tokens = 0
         self.is_given_up = False  # by its replica; the events after that wait for `flush`
         self.has_ended = False  # the client has the last event
@@ -92,8 +92,8 @@ class StreamProgress:
         self._waiting, self._rest = [], b""
         return rest
 
-    def has_grown(self) -> bool:
-        """Return whether tokens have come since the last call."""
+    def take_growth(self) -> bool:
+        """Return whether tokens have come since the last call, and count them as seen."""
         before, self._num_seen = self._num_seen, len(self._tokens)
         return self._num_seen > before
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from octavo.gateway.client_keys import Key
 from octavo.gateway.key_store import KeyStore
-from octavo.gateway.keys import Key
 
 PROMPT_TOKENS = b"x-octavo-prompt-tokens"  # of resumable streams, whose usage comes last, and of vectors as bytes
 

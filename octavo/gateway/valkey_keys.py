@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from octavo.errors import ConfigError
 from octavo.gateway import key_store
+from octavo.gateway.client_keys import LIMITS, name_taken
 from octavo.gateway.key_store import (
     Answer,
     KeyDatabase,
@@ -26,7 +27,6 @@ from octavo.gateway.key_store import (
     is_ambiguous,
     wrong_address,
 )
-from octavo.gateway.keys import LIMITS, name_taken
 
 _MISSING = ""
 try:

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from octavo.config import LoRAConfig
 from octavo.errors import LoadError, RequestError
-from octavo.lora.adapter_identity import refusal, source
+from octavo.lora.adapter_files import refusal, source
 from octavo.request import AdapterSource
 
 _MAX_NAME = 256

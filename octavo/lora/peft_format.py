@@ -19,7 +19,7 @@ from octavo.errors import LoadError
 from octavo.loading.bounded_patterns import bounded_patterns
 from octavo.loading.safetensors import SafetensorsFile, parse_safetensors
 from octavo.loading.torch_archive import TorchArchive, parse_torch_archive
-from octavo.lora.adapter_identity import AdapterContents, parse_config
+from octavo.lora.adapter_files import AdapterContents, parse_config
 
 _PREFIX = "base_model.model."
 _HEADS = frozenset({"lm_head", "embed_out"})

@@ -24,7 +24,7 @@ import openai
 import psutil
 import pytest
 
-from octavo.gateway.keys import DAY_S
+from octavo.gateway.client_keys import DAY_S
 from tests.e2e.server import GATEWAY, MODEL, Server, openai_client, running_server
 from tests.gateway.key_databases import SERVERS
 from tests.gateway.key_databases import server as database_server

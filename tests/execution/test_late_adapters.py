@@ -15,7 +15,7 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import RequestError
-from octavo.lora.adapter_identity import source
+from octavo.lora.adapter_files import source
 from octavo.request import AdapterSource, EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.sequence import Sequence

@@ -21,7 +21,7 @@ from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
 from octavo.execution import capacity
 from octavo.execution.executor import MultiprocExecutor
-from octavo.lora.adapter_identity import source
+from octavo.lora.adapter_files import source
 from octavo.request import EngineRequest, SequenceOutput
 from octavo.speculative.speculation import Speculation
 from octavo.step_plan import StepPlan

@@ -18,8 +18,8 @@ from octavo.entrypoints.cli.run import make_ps_parser
 from octavo.entrypoints.cli.terminal import ApiClient
 from octavo.errors import ConfigError, OctavoError, RequestError
 from octavo.gateway import key_store
+from octavo.gateway.client_keys import DAY_S, KeySettings, day_number, day_text
 from octavo.gateway.key_store import KeyStore, LostError, open_keys
-from octavo.gateway.keys import DAY_S, KeySettings, day_number, day_text
 from octavo.gateway.sqlite_keys import SqliteKeys
 from tests.gateway.fakes import Asked, FakeLaunch, Gateway, gateway, until
 from tests.gateway.key_databases import SERVERS, server

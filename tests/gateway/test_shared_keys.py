@@ -12,8 +12,8 @@ import pytest
 
 from octavo.errors import ConfigError, RequestError
 from octavo.gateway import key_store
+from octavo.gateway.client_keys import Key, KeySettings
 from octavo.gateway.key_store import KeyDatabase, KeyStore, Operation, open_keys
-from octavo.gateway.keys import Key, KeySettings
 from tests.entrypoints.http.test_tls import certificate
 from tests.gateway.fakes import FakeLaunch, fake_servers, gateway
 from tests.gateway.key_databases import SERVERS, Server, TlsPostgresqlServer, server

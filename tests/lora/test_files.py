@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import LoadError
-from octavo.lora.adapter_identity import parse_config, read, refusal, source
+from octavo.lora.adapter_files import parse_config, read, refusal, source
 
 
 def write(folder: Path, config: str = "{}", weights: bytes = b"weights") -> None:

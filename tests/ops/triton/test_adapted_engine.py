@@ -10,7 +10,7 @@ import pytest
 
 from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
-from octavo.lora.adapter_identity import source
+from octavo.lora.adapter_files import source
 from octavo.request import AdapterSource, EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from tests.lora.random_adapters import TINY_SIZES, write_adapter_of
