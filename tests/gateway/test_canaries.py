@@ -10,8 +10,8 @@ import pytest
 from octavo.gateway.catalogue import Catalogue, ModelEntry
 from octavo.gateway.deployment import Deployment
 from tests.gateway.fakes import Asked, FakeLaunch, answer_plainly, fake_servers, gateway, until
+from tests.gateway.test_client_keys import Keys, with_keys
 from tests.gateway.test_failing import be_busy
-from tests.gateway.test_keys import Keys, with_keys
 from tests.waiting import Clock
 
 TURN = [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "more"}]

@@ -12,7 +12,7 @@ from octavo import trace_export
 from octavo.errors import ConfigError
 from octavo.gateway.server import GatewayArgs
 from tests.gateway.fakes import Asked, FakeLaunch, Gateway, answer_plainly, fake_servers, gateway
-from tests.gateway.test_keys import Keys, with_keys
+from tests.gateway.test_client_keys import Keys, with_keys
 from tests.waiting import Clock
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

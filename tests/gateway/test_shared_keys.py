@@ -17,7 +17,7 @@ from octavo.gateway.key_store import KeyDatabase, KeyStore, Operation, open_keys
 from tests.entrypoints.http.test_tls import certificate
 from tests.gateway.fakes import FakeLaunch, fake_servers, gateway
 from tests.gateway.key_databases import SERVERS, Server, TlsPostgresqlServer, server
-from tests.gateway.test_keys import ADMIN, Keys, Now, answer
+from tests.gateway.test_client_keys import ADMIN, Keys, Now, answer
 from tests.waiting import until
 
 __all__ = ["certificate"]  # the fixture
