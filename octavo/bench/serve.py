@@ -75,7 +75,10 @@ def make_parser(prog: str) -> FlagParser:
         "--header", action="append", default=[], metavar="NAME=VALUE", help="A further header of requests; repeatable."
     )
     add_dataset_args(parser)
-    parser.add_argument("--seed", type=int, default=0, help="Seed of prompts and arrival times (default: %(default)s).")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="Seed of prompts and arrival times; each further rate takes the next seed "
+        "(default: %(default)s).",
+    )  # fmt: skip
     load = parser.add_argument_group("load")
     load.add_argument(
         "--request-rate", type=float, nargs="+", default=[math.inf], help="Requests a second, or several rates, one "
@@ -134,8 +137,8 @@ def main(args: argparse.Namespace) -> None:
     results = []
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         for plan in plans:
-            answers, duration_s, prompts = runner.run(_measure(args, plan))
-            results.append(_report(args, plan, answers, duration_s, prompts))
+            answers, duration_s, prompts = runner.run(_measure(plan))
+            results.append(_report(plan, answers, duration_s, prompts))
             if args.plot and len(plans) == 1:
                 from octavo.bench.plot import plot_serving
 
@@ -152,11 +155,16 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _plans(args: argparse.Namespace) -> list[Plan]:
-    """Return a run for each rate and server. Servers take turns, so that other programs disturb all of them alike."""
+    """Return a run for each rate and server. Servers take turns, so that other programs disturb all of them alike.
+    Each rate has a seed of its own: a server would find the prompts of an earlier rate in its cache."""
     servers = [_server(word) for word in args.base_url or [f"http://{args.host}:{args.port}"]]
     if len(servers) > 1 and len({label for label, _ in servers} - {None}) < len(servers):
         raise ConfigError("--base-url with several servers needs a label for each, as octavo=http://host:port.")
-    plans = [Plan(args, url, label, rate) for rate in args.request_rate for label, url in servers]
+    plans = [
+        Plan(argparse.Namespace(**vars(args) | {"seed": args.seed + index}), url, label, rate)
+        for index, rate in enumerate(args.request_rate)
+        for label, url in servers
+    ]
     if len(plans) > 1 and args.result_filename:
         raise ConfigError("--result-filename names the file of one run, and there are several; leave it out.")
     return plans
@@ -318,7 +326,8 @@ def arrival_times(num_prompts: int, rate: float, burstiness: float, seed: int, r
     return scaled
 
 
-async def _measure(args: argparse.Namespace, plan: Plan) -> tuple[list[RequestResult], float, list[BenchPrompt]]:
+async def _measure(plan: Plan) -> tuple[list[RequestResult], float, list[BenchPrompt]]:
+    args = plan.args
     plan.ask_server()
     from octavo.loading.checkpoint import find_tokenizer
     from octavo.loading.tokenizer import read_tokenizer
@@ -375,13 +384,10 @@ async def run_load(
 
 
 def _report(
-    args: argparse.Namespace,
-    plan: Plan,
-    answers: Sequence[RequestResult],
-    duration_s: float,
-    prompts: Sequence[BenchPrompt],
+    plan: Plan, answers: Sequence[RequestResult], duration_s: float, prompts: Sequence[BenchPrompt]
 ) -> dict[str, Any]:
     """Print the figures of a run, save them if a flag asks for it, and return them in the saved form."""
+    args = plan.args
     figures = summarize(answers, duration_s, percentiles=plan.percentiles, goodput_ms=plan.goodput_ms)
     print(table(figures, plan.shown, plan.percentiles, plan.setting()))
     for message, count in Counter(answer.error for answer in answers if answer.error is not None).items():

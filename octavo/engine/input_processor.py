@@ -251,9 +251,9 @@ class InputProcessor:
         pooling = self.model.pooling
         if pooling is not None:
             raise RequestError(
-                f"{self.model.served_model_names[0]} is a pooling model and generates no text. Ask it for "
-                f"{' or '.join(pooling.tasks)}: /v1/embeddings, /pooling, /classify, /score and /rerank, or LLM.embed, "
-                "encode, classify and score.",
+                f"{self.model.served_model_names[0]} is a pooling model and generates no text. Its tasks: "
+                f"{', '.join(pooling.tasks)}. Use /v1/embeddings, /pooling, /classify, /score or /rerank; in Python "
+                "LLM.embed, encode, classify or score.",
                 code="model_pools",
             )
 

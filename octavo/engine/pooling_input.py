@@ -82,8 +82,8 @@ class PoolingInput:
         config = inputs.model.pooling
         if config is None:
             raise RequestError(
-                f"{inputs.model.served_model_names[0]} generates text and has no vectors to give; --runner pooling "
-                "(runner='pooling' from Python) gives its hidden states as embeddings.",
+                f"{inputs.model.served_model_names[0]} generates text and returns no vectors. Serve an embedding "
+                "model, or return this model's hidden states as embeddings: --runner pooling (or runner='pooling').",
                 code="model_generates",
             )
         self.config = config

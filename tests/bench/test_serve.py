@@ -183,6 +183,17 @@ def test_several_rates_and_servers_are_measured_in_turn_and_drawn_as_curves(
     assert all(text in svg for text in ("first", "second", "100/s", "200/s", "time between tokens"))
 
 
+def test_each_rate_sends_prompts_that_no_earlier_rate_has_sent(
+    address: str, engine: FakeEngine, tiny_tokenizer: Path, tmp_path: Path
+) -> None:
+    few = ["--num-prompts", "3", "--num-warmups", "0", "--random-input-len", "20", "--random-output-len", "2"]
+    flags = ["--tokenizer", str(tiny_tokenizer), "--disable-tqdm", *few, "--request-rate", "1000", "2000"]
+    assert main(["--base-url", f"first={address}", f"second={address}", *flags]) == 0
+    prompts = [tuple(token_ids) for token_ids, _, _ in engine.seen]
+    assert len(prompts) == 12
+    assert len(set(prompts)) == 6  # both servers get the same ones
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -81,7 +81,7 @@ def test_what_vllms_programs_call_is_there() -> None:
                 await anext(engine.generate("a", params, "a", **{name: {"a": 1}}))
         with pytest.raises(TypeError, match="sampling_params must be SamplingParams, got dict"):
             await anext(engine.generate("a", {"temperature": 0}, "a"))  # type: ignore[arg-type]
-        with pytest.raises(RequestError, match="has no vectors to give"):
+        with pytest.raises(RequestError, match="returns no vectors"):
             await anext(engine.encode("a", PoolingParams(), "a"))
         with pytest.raises(RequestError, match="reset_running_requests is not built"):
             await engine.reset_prefix_cache(reset_running_requests=True)

@@ -143,8 +143,9 @@ class BatchFiles:
                 number, sum = found
                 if sum != self._sums[number]:
                     raise ConfigError(
-                        f"{self._output_path} has an answer to another request {number + 1} than {self._input_path} "
-                        "has. Give another output file; for requests that were changed, an input file of these alone."
+                        f"line {number + 1} of {self._input_path} has changed since its answer was written to "
+                        f"{self._output_path}. Give another output file. To send only changed requests, put them into "
+                        "an input file of their own."
                     )
                 self._is_done[number] = True
                 if not is_success(line):

@@ -1,7 +1,7 @@
 """`octavo run-batch -i IN.jsonl -o OUT.jsonl [--model MODEL] --flags`: answers the requests of a file into another
 file.
 
-The format is OpenAI's batch format. Called again after a kill, it continues with the unanswered lines.
+The format is OpenAI's batch format. Called again after Ctrl-C or a kill, it continues with the unanswered lines.
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ def run_batch(engine_args: AsyncEngineArgs, args: ServerArgs, input_path: Path, 
         else:
             asyncio.run(_run(engine_args, args, files))
         files.put_in_order()  # needed also if a run was killed just before this
+    except KeyboardInterrupt:
+        done = f"{files.num_done} of {files.num_lines} requests have an answer in {output_path}"
+        print(f"Stopped: {done}. The same command continues with the others.", file=sys.stderr)
+        raise
     except OSError as error:
         raise OctavoError(f"{output_path} cannot be written: {error.strerror}; what is there stands.") from None
     finally:

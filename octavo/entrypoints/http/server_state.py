@@ -329,13 +329,13 @@ class ServerState:
         self.count_rejection("first_token_too_late")
         if (alone_s := forecast.seconds_alone(num_tokens)) > limit_s:
             raise RequestError(
-                f"The prompt's {num_tokens} tokens alone take about {alone_s:.1f} s, and the first token must come in "
-                f"{limit_s:g} s.",
+                f"The prompt's {num_tokens} tokens alone take about {alone_s:.1f} s; the limit for the first token is "
+                f"{limit_s:g} s. Shorten the prompt.",
                 code="first_token_too_late",
             )
         retry_after_s = min(max(math.ceil(predicted_s - limit_s), 1), MAX_RETRY_AFTER_S)
         raise RequestError(
-            f"The first token would come in about {predicted_s:.1f} s, and it must in {limit_s:g} s; try again in "
+            f"The first token would come after about {predicted_s:.1f} s; the limit is {limit_s:g} s. Try again in "
             f"about {retry_after_s} s.",
             status=429,
             code="first_token_too_late",
@@ -352,7 +352,8 @@ class ServerState:
             return name
         names = [*self.model_names, *([] if self.adapters is None else self.adapters.named)]
         raise RequestError(
-            f"The model {brief(name)!r} does not exist here; this server has {', '.join(map(repr, names))}.",
+            f"The model {brief(name)!r} does not exist here; this server has {', '.join(map(repr, names))}. Send one "
+            "of these names, or start the server with --served-model-name and yours.",
             param="model",
             status=404,
             code="model_not_found",

@@ -462,3 +462,16 @@ def test_the_clients_say_what_is_wrong_in_one_line(
     engine.fails_after = (2, RuntimeError("x"))
     assert complete(["--url", address + "/v1", "-q", "Hi"]) == 1
     assert capsys.readouterr() == ("He\n", "octavo: error: Internal error.\n")
+
+
+def test_ctrl_c_of_run_batch_says_how_to_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_batch, "_run", interrupted)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"custom_id": "1"}\n{"custom_id": "2"}\n')
+    assert run_batch.main(["-i", str(source), "-o", str(target)]) == 130
+    assert f"Stopped: 0 of 2 requests have an answer in {target}. The same command" in capsys.readouterr().err

@@ -427,7 +427,7 @@ def test_a_first_token_that_would_come_too_late_is_429_and_says_when_it_would_no
     assert engine.metrics.num_rejected["first_token_too_late"] == num_rejected + 1
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "4")
     assert answer.json()["error"] == {
-        "message": "The first token would come in about 5.5 s, and it must in 2 s; try again in about 4 s.",
+        "message": "The first token would come after about 5.5 s; the limit is 2 s. Try again in about 4 s.",
         "type": "rate_limit_error", "param": None, "code": "first_token_too_late",
     }  # fmt: skip
     assert httpx.get(f"{prompt_server}/v1/models").status_code == 200
