@@ -269,8 +269,13 @@ def test_results_of_tools_have_pictures(client: openai.OpenAI, server: Server) -
             ]
             counted = other.messages.count_tokens(model="llava", messages=messages)
             assert counted.input_tokens == num_tokens + added
-        content[1] = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x"}}
-        with pytest.raises(anthropic.BadRequestError, match=r"document\W+which is not built; text, image are"):
+        seen = {"type": "document", "source": {"type": "content", "content": content}}
+        messages[-1]["content"][0]["content"] = [seen]
+        marked = other.messages.count_tokens(model="llava", messages=messages)
+        assert marked.input_tokens > counted.input_tokens, "a document may have pictures"
+        content[1] = {"type": "tool_reference", "tool_name": "look"}
+        messages[-1]["content"][0]["content"] = content
+        with pytest.raises(anthropic.BadRequestError, match=r"tool_reference\W+which is not built; text, image"):
             other.messages.create(model="llava", max_tokens=6, messages=messages)
 
 

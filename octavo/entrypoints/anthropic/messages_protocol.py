@@ -6,9 +6,11 @@ accepted and change no answer. Fields that ask for missing features are refused 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, Tag, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, Tag, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
 
 from octavo.entrypoints.http.body_fields import Int, Priority, RequestBody, Text, described, refuse_unbuilt
 from octavo.entrypoints.openai.answer_structure import StructuredOutputs
@@ -107,10 +109,88 @@ def _known_blocks(blocks: Any, *kinds: str) -> BeforeValidator:
 
 _Texts = list[TextBlock]
 TextBlocks = Annotated[_Texts, _known_blocks(_Texts, "text")]
-_Results = list[
+_ContentList = list[
     Annotated[Annotated[TextBlock, Tag("text")] | Annotated[ImageBlock, Tag("image")], Field(discriminator="type")]
 ]
-ResultBlocks = Annotated[_Results, _known_blocks(_Results, "text", "image")]
+_Contents = Annotated[_ContentList, _known_blocks(_ContentList, "text", "image")]
+
+
+class Citations(RequestBody):
+    enabled: Literal[False] | None = None
+
+
+class PlainSource(RequestBody):
+    type: Literal["text"]
+    media_type: Literal["text/plain"]
+    data: Text
+
+
+class ContentSource(RequestBody):
+    type: Literal["content"]
+    content: _Contents
+
+
+class DocumentBlock(_Block):
+    """A document: plain text, or blocks of text and pictures."""
+
+    type: Literal["document"]
+    source: Annotated[PlainSource | ContentSource, Field(discriminator="type")]
+    title: Text | None = None
+    context: Text | None = None
+    citations: Citations | None = None
+
+    @property
+    def parts(self) -> list[TextBlock | ImageBlock]:
+        """Return the document as the model reads it."""
+        source = self.source
+        inner = [_text_block(source.data)] if isinstance(source, PlainSource) else source.content
+        about = {"title": self.title, "context": self.context}
+        return _marked("document", about, inner)
+
+
+class SearchResultBlock(_Block):
+    """What a search has found: texts, with where they are from."""
+
+    type: Literal["search_result"]
+    source: Text
+    title: Text
+    content: Annotated[list[TextBlock], Field(min_length=1)]
+    citations: Citations | None = None
+
+    @property
+    def parts(self) -> list[TextBlock | ImageBlock]:
+        """Return the result as the model reads it."""
+        return _marked("search_result", {"source": self.source, "title": self.title}, self.content)
+
+
+def _marked(
+    mark: str, about: Mapping[str, str | None], inner: Sequence[TextBlock | ImageBlock]
+) -> list[TextBlock | ImageBlock]:
+    """Return `inner` between marks, after the fields of `about`. Texts that follow each other become one."""
+    lines = [f"<{mark}>", *(f"<{name}>{text}</{name}>" for name, text in about.items() if text)]
+    blocks: list[TextBlock | ImageBlock] = []
+    for block in [_text_block("\n".join(lines)), *inner, _text_block(f"</{mark}>")]:
+        if isinstance(block, TextBlock) and blocks and isinstance(last := blocks[-1], TextBlock):
+            blocks[-1] = _text_block(f"{last.text}\n{block.text}")
+        else:
+            blocks.append(block)
+    return blocks
+
+
+def _text_block(text: str) -> TextBlock:
+    return TextBlock.model_construct(type="text", text=text)
+
+
+_Results = list[
+    Annotated[
+        Annotated[TextBlock, Tag("text")]
+        | Annotated[ImageBlock, Tag("image")]
+        | Annotated[DocumentBlock, Tag("document")]
+        | Annotated[SearchResultBlock, Tag("search_result")],
+        Field(discriminator="type"),
+    ]
+]
+ResultBlocks = Annotated[_Results, _known_blocks(_Results, "text", "image", "document", "search_result")]
 
 
 class ToolResultBlock(_Block):
@@ -124,6 +204,8 @@ class ToolResultBlock(_Block):
 Block = Annotated[
     Annotated[TextBlock, Tag("text")]
     | Annotated[ImageBlock, Tag("image")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[SearchResultBlock, Tag("search_result")]
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
@@ -132,8 +214,13 @@ Block = Annotated[
 ]
 _Blocks = list[Block]
 Blocks = Annotated[
-    _Blocks, _known_blocks(_Blocks, "text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
-]
+    _Blocks,
+    _known_blocks(
+        _Blocks, "text", "image", "document", "search_result", "thinking", "redacted_thinking", "tool_use",
+        "tool_result",
+    ),
+]  # fmt: skip
+_OF_USERS = ("tool_result", "image", "document", "search_result")
 
 
 class Message(RequestBody):
@@ -145,7 +232,7 @@ class Message(RequestBody):
     @model_validator(mode="after")
     def _check_blocks(self) -> Message:
         for block in self.content:
-            of = {"tool_result": "user", "image": "user", "text": self.role}.get(block.type, "assistant")
+            of = self.role if block.type == "text" else "user" if block.type in _OF_USERS else "assistant"
             if of != self.role:
                 raise RequestError(f"a block of type {block.type} belongs to a message of the {of}.", param="messages")
         return self
@@ -174,13 +261,26 @@ class ToolDefinition(RequestBody):
                 'a tool has the form of OpenAI; here it is {"name": ..., "description": ..., "input_schema": {...}}.',
                 param="tools",
             )
-        if isinstance(kind, str) and kind != "custom":
-            raise RequestError(
-                f"tools of type {kind!r:.60} run at Anthropic; only custom ones are here.", param="tools"
-            )
         if isinstance(data, dict) and "input_schema" not in data:
             raise RequestError("tools need an input_schema.", param="tools")
         return data
+
+
+def _check_tools(value: Any, info: ValidationInfo) -> Any:
+    """Return a list of tools without those that run at Anthropic, if the server overlooks unknown fields; else raise
+    for them."""
+    kept = []
+    for tool in value if isinstance(value, list) else ():
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if not isinstance(kind, str) or kind in ("custom", "function"):
+            kept.append(tool)
+        elif info.context is None:
+            said = (
+                "has a tool of type {kind}, which runs at Anthropic; only custom ones are here. "
+                "A server with --unknown-fields warn leaves it out"
+            )
+            raise PydanticCustomError("extra_forbidden", said, {"kind": f"{kind!r:.60}"})
+    return kept if isinstance(value, list) else value
 
 
 class ToolChoice(RequestBody):
@@ -228,7 +328,9 @@ class CountTokensRequest(RequestBody):
         description="The conversation so far. If its last message is the assistant's, the answer continues it."
     )
     system: TextBlocks | None = described("The system prompt: text, or blocks of it.")
-    tools: list[ToolDefinition] | None = described("Functions that the answer may call.")
+    tools: Annotated[list[ToolDefinition], BeforeValidator(_check_tools)] | None = described(
+        "Functions that the answer may call."
+    )
     tool_choice: ToolChoice | None = described("Whether to call them.")
     thinking: Thinking | None = described("Whether to think, where the chat template can be told.")
     output_config: OutputConfig | None = described("How much effort to make, and the JSON schema of the answer.")

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.entrypoints.anthropic.messages_protocol import (
+    Block,
     CountTokensRequest,
+    DocumentBlock,
     ImageBlock,
     Message,
     MessagesRequest,
+    SearchResultBlock,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
@@ -107,7 +110,7 @@ def _add_input(messages: list[dict[str, Any]], turn: Message) -> None:
     """Append a turn to `messages`. Each result of a tool is a message of its own; the other blocks of a role form one
     message. Texts of one turn are parts, which the chat template joins; those of adjacent turns are lines."""
     is_first = True
-    for block in turn.content:
+    for block in _spelled_out(turn.content):
         if isinstance(block, ToolResultBlock):
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _tool_result(block)})
         elif isinstance(block, TextBlock):
@@ -117,6 +120,15 @@ def _add_input(messages: list[dict[str, Any]], turn: Message) -> None:
             _append_image(messages, turn.role, block)
     if not turn.content:
         _append_text(messages, turn.role, "")
+
+
+def _spelled_out(blocks: Sequence[Block]) -> list[Block]:
+    """Return `blocks` with documents and search results as the texts and pictures that the model reads."""
+    return [
+        one
+        for block in blocks
+        for one in (block.parts if isinstance(block, DocumentBlock | SearchResultBlock) else [block])
+    ]
 
 
 def _append_text(messages: list[dict[str, Any]], role: str, text: str, *, as_part: bool = False) -> None:
@@ -147,12 +159,16 @@ def _image_part(block: ImageBlock) -> dict[str, Any]:
 
 def _tool_result(block: ToolResultBlock) -> str | list[dict[str, Any]]:
     """Return the result of a tool: a text, or a list of parts if it has pictures."""
-    blocks = block.content or []
+    blocks = _spelled_out(block.content or [])
     text = _text([one for one in blocks if isinstance(one, TextBlock)])
     mark = "Error: " if block.is_error and not text.lower().startswith("error") else ""
     if not any(isinstance(one, ImageBlock) for one in blocks):
         return mark + text
-    parts = [_image_part(one) if isinstance(one, ImageBlock) else {"type": "text", "text": one.text} for one in blocks]
+    parts = [
+        _image_part(one) if isinstance(one, ImageBlock) else {"type": "text", "text": one.text}
+        for one in blocks
+        if isinstance(one, TextBlock | ImageBlock)
+    ]
     return [{"type": "text", "text": mark}, *parts] if mark else parts
 
 

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.entrypoints.audio.transcriber import Transcriber, TranscriptionOptions, WindowTranscript, segment_measures
-from octavo.entrypoints.http.body_fields import Int, RequestBody, ResponseModel, Text, described
+from octavo.entrypoints.http.body_fields import Id, Int, RequestBody, ResponseModel, Text, described
 from octavo.entrypoints.http.pagination import read_boolean
 from octavo.entrypoints.http.router import Router, read_json, validate_body, whole_body
 from octavo.entrypoints.http.server_state import ARRIVAL, ServerState, requested_rank, state_of
@@ -61,7 +61,7 @@ class AudioRequest(RequestBody):
     stream: bool = Field(False, description="Send the text as events while it is transcribed; with json or text.")
     language: Text | None = described("Language of the sound, such as en; detected if left out.")
     timestamp_granularities: list[Literal["segment", "word"]] | None = described("segment, word, or both.")
-    request_id: Text | None = described("Names the request in the log.")
+    request_id: Id | None = described("Names the request in the log, and comes back as header X-Request-Id.")
     # vLLM's.
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = described("The most tokens of each half minute.")
     top_p: float | None = described("Sample only the likeliest tokens of this total probability.", maximum=1)

@@ -80,6 +80,18 @@ def as_part(medium: SentMedium) -> dict[str, Any]:
     return {"type": "medium", "medium": medium}
 
 
+def as_sent(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a part that has been read in the form of a request. Sounds in base64 have become URLs."""
+    if (medium := _medium_in(part)) is None:
+        return part
+    given, kind = medium.given, medium.kind.part
+    if isinstance(given, SentEmbeddings):
+        given, kind = given.value, f"{medium.kind.name}_embeds"
+    elif given is not None:
+        given = {"url": given}
+    return {"type": kind, kind: given} | ({} if medium.uuid is None else {"uuid": medium.uuid})
+
+
 def media_of(contents: Sequence[object]) -> list[SentMedium]:
     """Return the media in the contents of messages, in order. The parts have been read."""
     return [

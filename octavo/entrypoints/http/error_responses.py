@@ -233,6 +233,8 @@ def validation_error(errors: Sequence[Mapping[str, Any]], fields: Collection[str
             return RequestError(f"{param} is required.", param=param, code="missing_required_parameter")
         return RequestError(f"{param} should be {' or '.join(wanted.split(', '))}, got {said}.", param=param)
     if error["type"] == "extra_forbidden":
+        if "ctx" in error:  # an unknown value
+            return RequestError(f"{param} {error['msg']}.", param=param)
         meant = _meant_field(param, fields)
         said = f"; did you mean {meant}?" if meant else ""
         return RequestError(

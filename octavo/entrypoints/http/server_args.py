@@ -36,6 +36,8 @@ _SECONDS = (
     "engine_step_timeout",
     "stream_keep_alive",
 )
+# Headers of answers that clients read, and that browsers hide from pages of other origins unless the answer names them.
+_FOR_PAGES = ("X-Request-Id", "request-id", "Retry-After", "metadata")
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 
@@ -216,7 +218,7 @@ class ServerArgs(RequestLimits, Flags):
         """Return the arguments of Starlette's CORSMiddleware. Lists may also be in vLLM's form, one text of JSON."""
         lists = ("allowed_origins", "allowed_methods", "allowed_headers")
         found = {name.replace("allowed", "allow"): _words(name, getattr(self, name)) or ["*"] for name in lists}
-        return {**found, "allow_credentials": self.allow_credentials}
+        return {**found, "allow_credentials": self.allow_credentials, "expose_headers": _FOR_PAGES}
 
     @property
     def access_log(self) -> bool:

@@ -207,8 +207,8 @@ class PairsRequest(PoolingFields):
     """Queries and documents."""
 
     instruction: Text | None = described("Instruction: which documents are relevant, for rerankers that take one.")
-    max_tokens_per_query: Annotated[int, Field(ge=0)] = described("The most tokens of a query; 0: no limit.", default=0)
-    max_tokens_per_doc: Annotated[int, Field(ge=0)] = described(
+    max_tokens_per_query: Annotated[Int, Field(ge=0)] = described("The most tokens of a query; 0: no limit.", default=0)
+    max_tokens_per_doc: Annotated[Int, Field(ge=0)] = described(
         "The most tokens of a document; 0: no limit.", default=0
     )
 
@@ -253,7 +253,7 @@ class RerankRequest(PairsRequest):
 
     query: Text = Field(description="What is looked for.")
     documents: Documents = Field(description="Texts, or objects with text.")
-    top_n: Annotated[int, Field(ge=0)] | None = described("Return this many of the best; 0 or left out: all.")
+    top_n: Annotated[Int, Field(ge=0)] | None = described("Return this many of the best; 0 or left out: all.")
     return_documents: bool | None = described("Whether to return the documents; true if left out.")
     rank_fields: Literal[None] = None
     max_chunks_per_doc: Literal[1] | None = None

@@ -16,8 +16,8 @@ from octavo.entrypoints.http.server_state import num_body_bytes, state_of
 from octavo.entrypoints.http.store import Database
 from octavo.entrypoints.responses import stored_conversations
 from octavo.entrypoints.responses.items import KINDS, Item, read_items
+from octavo.entrypoints.responses.responses_protocol import refuse_include
 from octavo.entrypoints.responses.stored_responses import resolved
-from octavo.errors import RequestError
 
 router = Router(tags=["Responses"])
 
@@ -103,7 +103,7 @@ async def delete_conversation(conversation_id: str, raw: Request) -> Deleted:
 @router.get("/v1/conversations/{conversation_id}/items", openapi_extra=Page.PARAMETERS)
 async def list_items(conversation_id: str, raw: Request) -> Page:
     """List the items of a conversation, the newest first."""
-    _refuse_include(raw)
+    refuse_include(raw)
     query = page_query(raw)
     _, items = await state_of(raw).store.run(lambda database: stored_conversations.find(database, conversation_id))
     return Page.of_whole(items, query)
@@ -112,7 +112,7 @@ async def list_items(conversation_id: str, raw: Request) -> Page:
 @router.post("/v1/conversations/{conversation_id}/items")
 async def create_items(conversation_id: str, body: NewItems, raw: Request) -> Page:
     """Add items at the end of a conversation."""
-    _refuse_include(raw)
+    refuse_include(raw)
     given = await _read(body.items)
 
     def add(database: Database) -> list[Item]:
@@ -127,7 +127,7 @@ async def create_items(conversation_id: str, body: NewItems, raw: Request) -> Pa
 @router.get("/v1/conversations/{conversation_id}/items/{item_id}")
 async def get_item(conversation_id: str, item_id: str, raw: Request) -> dict[str, Any]:
     """Return an item of a conversation."""
-    _refuse_include(raw)
+    refuse_include(raw)
     return await state_of(raw).store.run(
         lambda database: stored_conversations.find_item(database, conversation_id, item_id)
     )
@@ -145,8 +145,3 @@ async def delete_item(conversation_id: str, item_id: str, raw: Request) -> Conve
 async def _read(items: list[Any]) -> list[Item]:
     """Return the items of a body, each with an id."""
     return await run_off_loop(lambda: read_items(items, uuid.uuid4().hex, "items"), length=num_body_bytes())
-
-
-def _refuse_include(raw: Request) -> None:
-    if any(name in raw.query_params for name in ("include", "include[]")):
-        raise RequestError("include is not built here: items have all that was kept of them.", param="include")

@@ -33,6 +33,11 @@ def item_id(prefix: str, response_id: str, index: int) -> str:
     return f"{prefix}_{response_id.removeprefix('resp_')}_{place}"
 
 
+def name_for_model(name: str, namespace: str | None) -> str:
+    """Return the name by which the model knows a tool: a chat template has no namespaces."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
 def response_of(id: str) -> str | None:
     """Return the id of the response that made an item, or None."""
     parts = id.split("_")
@@ -81,7 +86,8 @@ def _read_item(item: Mapping[str, Any], where: str, owner_id: str, index: int) -
         parts = _parts(item.get("content"), f"{where}.content", kind_of_part, takes_media=role == "user")
         return {"type": kind, "id": id, "role": role, "status": "completed", "content": parts}
     if kind in TEXT_OF_CALLS:
-        fields = {name: _text(item, name, where) for name in ("call_id", "name", TEXT_OF_CALLS[kind])}
+        names = ["call_id", "name", TEXT_OF_CALLS[kind], *(["namespace"] if item.get("namespace") is not None else [])]
+        fields = {name: _text(item, name, where) for name in names}
         return {"type": kind, "id": id, **fields, "status": "completed"}
     if kind in ("function_call_output", "custom_tool_call_output"):
         found = _parts(item.get("output"), f"{where}.output", "input_text", takes_media=True)
@@ -214,7 +220,8 @@ def to_messages(items: Sequence[Item], instructions: str | None) -> list[dict[st
                 add_to_answer("reasoning_content", text, item["id"])
             case "function_call" | "custom_tool_call" as kind:
                 of_chat = "function" if kind == "function_call" else "custom"
-                called = {name: item[name] for name in ("name", TEXT_OF_CALLS[kind])}
+                text = TEXT_OF_CALLS[kind]
+                called = {"name": name_for_model(item["name"], item.get("namespace")), text: item[text]}
                 call = {"id": item["call_id"], "type": of_chat, of_chat: called}
                 _answer(messages).setdefault("tool_calls", []).append(call)
             case "function_call_output" | "custom_tool_call_output":

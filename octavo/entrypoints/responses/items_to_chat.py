@@ -6,7 +6,8 @@ from typing import Any
 
 from octavo.entrypoints.chat.chat_run import make_chat
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, TokenRequest
-from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
+from octavo.entrypoints.responses.items import name_for_model
+from octavo.entrypoints.responses.responses_protocol import ResponsesRequest, ResponsesTool
 from octavo.field_names import FieldNames
 
 # Names of the chat's fields in errors.
@@ -62,6 +63,13 @@ def _add_tools(fields: dict[str, Any], body: ResponsesRequest) -> None:
     is_idle = not tools and choice in (None, "auto", "none")  # clients send "auto" without tools
     fields["tool_choice"] = None if is_idle else choice if isinstance(choice, str) else choice and choice.model_dump()
     if tools:
-        fields["tools"] = [
-            {"type": tool.type, tool.type: tool.model_dump(include=_OF_TOOLS, exclude_none=True)} for tool in tools
-        ]
+        fields["tools"] = [{"type": tool.type, tool.type: _for_chat(tool)} for tool in tools]
+
+
+def _for_chat(tool: ResponsesTool) -> dict[str, Any]:
+    """Return a tool as the model knows it: the description of a namespace comes before those of its tools."""
+    fields = tool.model_dump(include=_OF_TOOLS, exclude_none=True)
+    if tool.namespace is not None:
+        fields["name"] = name_for_model(tool.name, tool.namespace.name)
+        fields["description"] = "\n".join(filter(None, (tool.namespace.description, tool.description)))
+    return fields

@@ -10,7 +10,8 @@ from __future__ import annotations
 import base64
 import time
 from bisect import bisect_left, bisect_right
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import accumulate, groupby
 from typing import Any
 
 from octavo.entrypoints.chat.answer_reader import CallDelta, Delta, ReasoningDelta, TextDelta
@@ -19,7 +20,7 @@ from octavo.entrypoints.chat.tools.tool_parser_base import JsonScanner
 from octavo.entrypoints.http.streaming import named_event
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.openai.tool_choice import flat
-from octavo.entrypoints.responses.items import ID_PREFIXES, TEXT_OF_CALLS, item_id
+from octavo.entrypoints.responses.items import ID_PREFIXES, TEXT_OF_CALLS, item_id, name_for_model
 from octavo.entrypoints.responses.responses_protocol import ResponsesRequest, ResponsesTool
 from octavo.sampling_params import SamplingParams
 
@@ -38,6 +39,11 @@ class ResponseBuilder:
         self._num_top = body.top_logprobs or 0
         reasoning = body.reasoning
         self._summarizes = reasoning is not None and bool(reasoning.summary or reasoning.generate_summary)
+        # By the name that the model knows: the fields that a call of the tool has.
+        self._called = {
+            name_for_model(tool.name, tool.namespace.name): {"name": tool.name, "namespace": tool.namespace.name}
+            for tool in body.tools or () if tool.namespace is not None
+        }  # fmt: skip
         self._packs_reasoning = "reasoning.encrypted_content" in (body.include or ())
         self._number = -1  # number of the last event
         self._is_open = False  # whether the last item is open
@@ -150,7 +156,7 @@ class ResponseBuilder:
         if delta.name:
             events = self._close("completed")
             kind = "custom_tool_call" if delta.is_custom else "function_call"
-            events += self._open(kind, call_id=delta.id, name=delta.name)
+            events += self._open(kind, call_id=delta.id, **self._called.get(delta.name, {"name": delta.name}))
         self._is_input_whole = delta.is_whole
         if delta.arguments:
             kind = self._item["type"]
@@ -313,7 +319,7 @@ def _empty_response(body: ResponsesRequest, response_id: str, model: str) -> dic
         "temperature": body.temperature,
         "text": {"format": wanted, "verbosity": (text and text.verbosity) or "medium"},
         "tool_choice": flat(body.tool_choice),
-        "tools": [_shown_tool(tool) for tool in body.tools or ()],
+        "tools": _shown_tools(body.tools or ()),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
         "truncation": body.truncation or "disabled",
@@ -322,9 +328,20 @@ def _empty_response(body: ResponsesRequest, response_id: str, model: str) -> dic
     }
 
 
+def _shown_tools(tools: Sequence[ResponsesTool]) -> list[dict[str, Any]]:
+    """Return tools as requests have them, in their namespaces."""
+    shown = list[dict[str, Any]]()
+    for namespace, group in groupby(tools, lambda tool: tool.namespace):
+        inner = [_shown_tool(tool) for tool in group]
+        if namespace is not None:
+            inner = [{"type": "namespace", **namespace.model_dump(exclude_none=True), "tools": inner}]
+        shown += inner
+    return shown
+
+
 def _shown_tool(tool: ResponsesTool) -> dict[str, Any]:
-    """Return a tool as requests have it, with the fields that a client expects."""
-    fields = tool.model_dump(exclude_none=True)
+    """Return a tool with the fields that a client expects."""
+    fields = tool.model_dump(exclude_none=True, exclude={"namespace"})
     if tool.type == "function":
         return {"strict": False, **fields}
     return {**fields, "format": {"type": "text"} if tool.format is None else tool.format.flat()}

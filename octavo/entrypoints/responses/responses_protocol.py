@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
+from starlette.requests import Request
 
 from octavo.entrypoints.http.body_fields import Int, JsonObject, Metadata, RequestBody, Text, described, refuse_unbuilt
 from octavo.entrypoints.openai.answer_structure import StructuredOutputs
@@ -23,7 +25,6 @@ MAX_TOP_LOGPROBS = 20
 
 # Fields of the API that are not built, with the values that ask for nothing. null always does.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "access_programs": (),
     "context_management": ([],),
     "enable_response_messages": (False,),
     "image": (),
@@ -33,13 +34,29 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "prompt": (),
 }
 _INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
+# These ask for nothing: items have the pictures of messages anyway, and there are no calls of built-in tools.
+_IDLE_INCLUDES = frozenset((
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+    "message.input_image.image_url", "web_search_call.action.sources", "web_search_call.results",
+))  # fmt: skip
+
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+class Namespace(RequestBody):
+    """The group of a tool: clients declare the tools of an MCP server in one."""
+
+    name: ToolName
+    description: Text | None = None
 
 
 class ResponsesTool(RequestBody):
     """A function or a custom tool that the model may call."""
 
     type: Literal["function", "custom"]
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    name: ToolName
+    namespace: Namespace | None = None
     description: Text | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
@@ -100,12 +117,28 @@ class ResponseStreamOptions(RequestBody):
     include_obfuscation: Literal[False] | None = None
 
 
-def _check_tools(value: Any) -> Any:
-    for tool in value if isinstance(value, list) else ():
+def _check_tools(value: Any, info: ValidationInfo) -> Any:
+    """Return a list of functions and custom tools, without the objects of namespaces around them. Tools that run at
+    OpenAI are left out if the server overlooks unknown fields; else they raise an error."""
+    if not isinstance(value, list):
+        return value
+    tools = []
+    for tool in value:
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind not in ("function", "custom"):
-            raise ValueError(f"has a tool of type {kind!r:.60}, which is not built; functions and custom tools are")
-    return [_flat_tool(tool) for tool in value] if isinstance(value, list) else value
+        if kind == "namespace":
+            if not isinstance(inner := tool.get("tools"), list) or not inner:
+                raise ValueError("has a namespace without tools")
+            group = {name: one for name, one in tool.items() if name not in ("type", "tools")}
+            tools += [{**one, "namespace": group} if isinstance(one, dict) else one for one in inner]
+        elif not isinstance(kind, str) or kind in ("function", "custom"):
+            tools.append(_flat_tool(tool))
+        elif info.context is None:
+            said = (
+                "has a tool of type {kind}, which is not built; functions, custom tools and namespaces of them are. "
+                "A server with --unknown-fields warn leaves it out"
+            )
+            raise PydanticCustomError("extra_forbidden", said, {"kind": f"{kind!r:.60}"})
+    return tools
 
 
 def _flat_tool(tool: Any) -> Any:
@@ -118,9 +151,17 @@ def _flat_tool(tool: Any) -> Any:
 
 def _check_includes(value: Any) -> Any:
     for one in value if isinstance(value, list) else ():
-        if isinstance(one, str) and one not in _INCLUDES:
+        if isinstance(one, str) and one not in _INCLUDES and one not in _IDLE_INCLUDES:
             raise ValueError(f"has {one!r:.60}, which is not built; {' and '.join(_INCLUDES)} are")
     return value
+
+
+def refuse_include(raw: Request) -> None:
+    """Raise `RequestError` if a query asks for more of stored items than they have."""
+    query = raw.query_params
+    if wanted := {*query.getlist("include"), *query.getlist("include[]")} - _IDLE_INCLUDES:
+        said = f"include {min(wanted)!r:.60} is not built here: items have all that was kept of them."
+        raise RequestError(said, param="include")
 
 
 def _check_input(value: Any) -> Any:
@@ -151,7 +192,7 @@ class ResponsesRequest(TokenRequest):
     max_output_tokens: Annotated[Int, Field(ge=1)] | None = described("The most tokens, including reasoning.")
     text: TextOptions | None = described("The form and the length of the answer's text.")
     tools: Annotated[list[ResponsesTool], BeforeValidator(_check_tools)] | None = described(
-        "Functions and custom tools that the answer may call."
+        "Functions and custom tools that the answer may call, or namespaces of them."
     )
     tool_choice: FlatToolChoice = described(
         'Whether to call tools: "auto", "none", "required", the one to call, or some of them.'
@@ -172,6 +213,8 @@ class ResponsesRequest(TokenRequest):
     user: Text | None = described(_NOTE)
     safety_identifier: Text | None = described(_NOTE)
     prompt_cache_key: Text | None = described(_NOTE)
+    client_metadata: dict[str, Any] | None = described(_NOTE)
+    access_programs: Any = described(_NOTE)
     # vLLM's.
     structured_outputs: StructuredOutputs | None = described("Structure of the answer: json, regex, choice or grammar.")
     chat_template_kwargs: dict[str, Any] | None = described("Variables for the chat template.")

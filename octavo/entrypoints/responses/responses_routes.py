@@ -26,7 +26,7 @@ from octavo.entrypoints.responses.items import Item, read_items, to_messages
 from octavo.entrypoints.responses.items_to_chat import NAMES, to_chat
 from octavo.entrypoints.responses.response_builder import ResponseBuilder
 from octavo.entrypoints.responses.response_run import BackgroundRun, ResponseRun, stored_events
-from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
+from octavo.entrypoints.responses.responses_protocol import ResponsesRequest, refuse_include
 from octavo.errors import RequestError
 
 router = Router(tags=["Responses"])
@@ -166,6 +166,7 @@ async def _start(
 )  # fmt: skip
 async def get_response(response_id: str, raw: Request) -> Response:
     """Return a stored response, or its events."""
+    refuse_include(raw)
     state = state_of(raw)
     run = state.background.get(response_id)
     if not read_boolean(raw.query_params.get("stream", "false"), "stream"):
@@ -219,6 +220,7 @@ async def cancel_response(response_id: str, raw: Request) -> Response:
 @router.get("/v1/responses/{response_id}/input_items", openapi_extra=Page.PARAMETERS)
 async def list_input_items(response_id: str, raw: Request) -> Page:
     """List the items of a response's request, the last first."""
+    refuse_include(raw)
     found: Stored = await state_of(raw).store.run(lambda database: stored_responses.find(database, response_id))
     return Page.of_whole(stored_responses.read_input(found), page_query(raw))
 

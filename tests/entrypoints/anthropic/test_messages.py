@@ -136,6 +136,51 @@ def test_thinking_text_and_calls_are_blocks_in_order(
     assert '"arguments": {"city": "Paris"}' in prompt and "Rain" in prompt and "Error: Rain" in prompt
 
 
+def test_documents_and_search_results_are_texts_between_marks(agent: tuple[anthropic.Anthropic, FakeEngine]) -> None:
+    client, engine = agent
+    text: dict[str, Any] = {"type": "text", "text": "Lakes rest."}
+    source: dict[str, Any] = {"type": "text", "media_type": "text/plain", "data": "Rivers flow."}
+    document = {"type": "document", "title": "Water", "context": "A draft", "source": source}
+    found = {"type": "search_result", "source": "https://a.example", "title": "Lakes", "content": [text, text]}
+    shown = (
+        "<document>\n<title>Water</title>\n<context>A draft</context>\nRivers flow.\n</document>",
+        "<search_result>\n<source>https://a.example</source>\n<title>Lakes</title>\n"
+        "Lakes rest.\nLakes rest.\n</search_result>",
+    )
+    call = {"type": "tool_use", "id": "c", "name": "get_weather", "input": {}}
+    blocks = {"type": "document", "source": {"type": "content", "content": [text]}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [found, blocks]}
+    asked: Any = {"model": MODEL, "max_tokens": 5}
+    for messages, expected in (
+        ([{"role": "user", "content": [document, found, {"type": "text", "text": "Sum up."}]}], shown),
+        (
+            [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}],
+            (shown[1], "<document>\nLakes rest.\n</document>"),
+        ),
+    ):
+        engine.seen.clear()
+        client.messages.create(**asked, messages=messages)
+        assert "\n".join(expected) in engine.tokenizer.decode(engine.seen[0][0])
+    pdf = {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}
+    for wrong, match in (
+        ({**document, "source": pdf}, "source.type should be 'text' or 'content', got 'base64'"),
+        ({**document, "citations": {"enabled": True}}, "citations.enabled"),
+        ({**found, "content": []}, "content should have at least 1"),
+    ):
+        with pytest.raises(anthropic.BadRequestError, match=match):
+            client.messages.create(**asked, messages=[{"role": "user", "content": [wrong]}])
+
+
+def test_tools_that_run_at_anthropic_are_left_out_with_unknown_fields(tiny_tokenizer: Path) -> None:
+    engine = FakeEngine(tiny_tokenizer, max_model_len=4096)
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    body = {"max_tokens": 5, "messages": HELLO, "tools": [search, WEATHER]}
+    with serving(engine, disable_log_requests=True, unknown_fields="ignore") as url:
+        assert httpx.post(url + "/v1/messages", json=body).status_code == 200
+    asked = engine.tokenizer.decode(engine.seen[0][0])
+    assert "get_weather" in asked and "web_search" not in asked
+
+
 def test_events_come_in_the_order_of_the_api(agent_address: tuple[str, FakeEngine]) -> None:
     url, engine = agent_address
     engine.reset()

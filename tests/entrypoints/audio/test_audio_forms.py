@@ -46,6 +46,7 @@ def test_translations_may_say_the_language() -> None:
         ({"max_completion_tokens": "0"}, "max_completion_tokens"),
         ({"stream": "maybe"}, "stream"),
         ({"stream_include_usage": "maybe"}, "stream_include_usage"),
+        ({"request_id": "a\r\nSet-Cookie: b"}, "request_id"),  # which becomes a header
     ],
 )
 def test_what_is_wrong_with_a_form_is_said(fields: dict[str, str], param: str) -> None:

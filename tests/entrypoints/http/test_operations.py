@@ -189,6 +189,7 @@ def test_pages_can_read_what_went_wrong_inside(http: httpx.Client, engine: FakeE
     failed = http.post("/v1/completions", json={"prompt": "a"}, headers={"Origin": "https://app.example"})
     assert failed.status_code == 500
     assert failed.headers["access-control-allow-origin"] == "*"
+    assert {"x-request-id", "retry-after"} <= set(failed.headers["access-control-expose-headers"].lower().split(", "))
 
 
 def test_paths_work_with_and_without_the_root_path(shared_engine: FakeEngine) -> None:

@@ -96,6 +96,33 @@ def test_booleans_are_read_as_http_clients_write_them(engine: FakeEngine, monkey
     assert seen == [("abort", expected) for expected in BOOLEANS.values()]
 
 
+def test_control_routes_do_nothing_with_a_parameter_that_they_lack(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script for vLLM whose pause should spare requests must not abort them."""
+    seen = list[Any]()
+
+    async def pause(mode: str, *, clear_cache: bool) -> None:
+        seen.append(mode)
+
+    async def reset_prefix_cache(reset_running_requests: bool) -> bool:
+        seen.append(reset_running_requests)
+        return True
+
+    monkeypatch.setattr(engine, "pause_generation", pause, raising=False)
+    monkeypatch.setattr(engine, "reset_prefix_cache", reset_prefix_cache, raising=False)
+    with serving(engine, disable_log_requests=True, enable_server_dev_mode=True) as url:
+        for path in (
+            "/pause?wait_for_inflight_requests=true",
+            "/reset_prefix_cache?reset_running_requests=true&reset_external=true",
+        ):
+            assert httpx.post(url + path).status_code == 200
+        for path in ("/pause?wait=true", "/sleep?lvl=2", "/wake_up?tag=weights", "/reset_prefix_cache?all=true"):
+            answer = httpx.post(url + path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unknown_parameter"), path
+    assert seen == ["wait", True]
+
+
 def test_known_routes_that_are_not_built_say_so(http: httpx.Client) -> None:
     for path in UNBUILT_PATHS:  # some of them look like the id of something that is stored
         answer = http.post(path, json={})

@@ -9,6 +9,8 @@ import httpx
 import openai
 import pytest
 
+from octavo.entrypoints.chat.media_parts import as_sent
+from octavo.entrypoints.openai.chat_messages import ChatMessage
 from tests.entrypoints.fake_engine import MODEL, FakeEngine
 
 HELLO: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
@@ -75,6 +77,28 @@ def test_a_chat_is_kept_as_it_was_sent(http: httpx.Client, engine: FakeEngine) -
     assert http.get(f"/v1/chat/completions/{plain['id']}").json()["choices"][0]["logprobs"] is None
     found = http.get(f"/v1/chat/completions/{id}/messages").json()["data"]
     assert found[2]["content"] is None and found[2]["tool_calls"][0]["function"]["name"] == "f"
+
+
+def test_messages_of_parts_are_listed_with_their_parts(client: openai.OpenAI, engine: FakeEngine) -> None:
+    parts: Any = [{"type": "text", "text": "Look at "}, {"type": "text", "text": "this."}]
+    asked: Any = [{"role": "user", "content": parts}]
+    chat = client.chat.completions.create(model=MODEL, messages=asked, store=True)
+    [message] = client.chat.completions.messages.list(chat.id).data
+    assert message.content == "Look at this." and message.to_dict()["content_parts"] == parts
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
+        {"type": "video_url", "video_url": {"url": "https://a.example/b.mp4"}, "uuid": "film"},
+        {"type": "audio_url", "audio_url": None, "uuid": "song"},
+        {"type": "image_embeds", "image_embeds": {"image_embeds": "AA=="}},
+    ],
+)
+def test_a_medium_is_kept_as_it_was_sent(part: dict[str, Any]) -> None:
+    read = ChatMessage.model_validate({"role": "user", "content": [part]}).content
+    assert isinstance(read, list) and [as_sent(one) for one in read] == [part]
 
 
 @pytest.mark.parametrize("metadata", [{str(i): "x" for i in range(17)}, {"a": 1}, {"a": "\ud800"}, {"a": None}])

@@ -185,6 +185,48 @@ def test_events_come_in_the_order_of_the_api(http: httpx.Client, engine: FakeEng
     assert http.get(f"/v1/responses/{response['id']}").json() == response
 
 
+def test_tools_of_a_namespace_are_called_by_their_own_names(http: httpx.Client, engine: FakeEngine) -> None:
+    group = {"type": "namespace", "name": "mcp__sky", "description": "The sky.", "tools": [WEATHER]}
+    tools = [WEATHER, group]
+    engine.answer = '<tool_call>\n{"name": "mcp__sky__get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    made = post(http, tools=tools)
+    [call] = made["output"]
+    assert (call["type"], call["namespace"], call["name"]) == ("function_call", "mcp__sky", "get_weather")
+    asked = prompt(engine)
+    assert '"name": "mcp__sky__get_weather"' in asked and '"name": "get_weather"' in asked and "The sky." in asked
+    assert [tool["type"] for tool in made["tools"]] == ["function", "namespace"]
+    assert made["tools"][1]["tools"] == [made["tools"][0]]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "Rain"}
+    engine.answer = "Rain."
+    for fields in (
+        {"input": [{"role": "user", "content": "Hi"}, call, output]},
+        {"input": [output], "previous_response_id": made["id"]},
+    ):
+        post(http, tools=tools, **fields)
+        assert prompt(engine, -1).count('"name": "mcp__sky__get_weather", "arguments"') == 1
+    for wrong in (
+        {**group, "tools": []},
+        {**group, "tools": [{**WEATHER, "name": "x" * 128}]},
+        {**group, "name": "a b"},
+    ):
+        assert http.post("/v1/responses", json={"input": "Hi", "tools": [wrong]}).status_code == 400
+
+
+def test_tools_that_run_at_openai_are_refused_or_left_out_with_unknown_fields(
+    tiny_tokenizer: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Codex sends web_search, and labels of its own, to any server."""
+    body = {"input": "Hi", "client_metadata": {"a": "b"}, "access_programs": {}, "tool_choice": "auto"}
+    body |= {"tools": [{"type": "web_search", "external_web_access": False}, WEATHER]}
+    engine = FakeEngine(tiny_tokenizer, max_model_len=4096)
+    with serving(engine, **FLAGS) as url:
+        error = httpx.post(url + "/v1/responses", json=body).json()["error"]
+        assert error["param"] == "tools" and "'web_search', which is not built" in error["message"]
+    with serving(engine, **FLAGS, unknown_fields="warn") as url:
+        made = httpx.post(url + "/v1/responses", json=body).json()
+    assert [tool["name"] for tool in made["tools"]] == [WEATHER["name"]] and "tools" in caplog.text
+
+
 PATCH: Any = {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "regex", "definition": ".+"}}
 PATCHED = '<tool_call>\n{"name": "patch", "arguments": {"input": "\\"a\\""}}\n</tool_call>'
 
@@ -513,6 +555,16 @@ def test_pages_of_input_items(http: httpx.Client) -> None:
         assert http.get(path, params=params).status_code == 400
 
 
+def test_what_is_included_of_stored_items_is_refused_unless_they_have_it(http: httpx.Client) -> None:
+    """Responses have no calls of built-in tools, so their results are all there."""
+    path = f"/v1/responses/{post(http, include=['file_search_call.results'])['id']}"
+    for below in ("", "/input_items"):
+        assert http.get(path + below, params={"include[]": "message.input_image.image_url"}).status_code == 200
+        for name in ("include", "include[]"):
+            answer = http.get(path + below, params={name: "message.output_text.logprobs"})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "include")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -526,7 +578,7 @@ def test_pages_of_input_items(http: httpx.Client) -> None:
         ({"tools": [{"type": "mcp", "server_url": "x"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "no"}, "tools": [WEATHER]}, "tool_choice"),
-        ({"include": ["file_search_call.results"]}, "include"),
+        ({"include": ["file_search_call.nothing"]}, "include"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"conversation": {"id": "conv_1"}}, "conversation"),
         ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation"),
