@@ -21,6 +21,8 @@ MAX_HEAD_BYTES = 64 * 1024
 LINGER_S = 2.0  # for a client to go on sending and reading after an answer that came before its whole body
 STARTS_PER_TURN = 8  # requests; each takes up to some milliseconds before it waits for anything
 IDLE_GRACE_S = 1.0  # for a connection to send a request before it may be cut for another one
+MAX_PIPELINED = 16  # requests of a connection that wait for the answers before them
+PIECE_BYTES = 8192  # data of a client that are parsed at once; they have some hundred requests at most
 KEEP_ALIVE_S = 30  # for idle connections; longer than clients keep theirs, so that the clients close them
 
 
@@ -98,6 +100,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_lingering = False  # answered; further data is dropped
         self._is_pipelined = False  # the request that starts now was sent before the last answer ended
         self._answering: RequestResponseCycle | None = None  # `cycle` is the last of pipelined requests
+        self._unparsed = b""  # what the client sent after many pipelined requests
         self._num_head_bytes = 0
         self._num_trailer_bytes = 0
 
@@ -133,14 +136,27 @@ class HttpProtocol(HttpToolsProtocol):
             self._answering.message_event.set()
         self._answering = None
         self.pipeline.clear()
+        self._unparsed = b""
         super().connection_lost(exc)
         self._share(len(self.connections))
         if self.cycle is not None and isinstance(self.cycle.transport, _ClosingTransport):
             self.cycle.transport.let_go()
 
     def data_received(self, data: bytes) -> None:
-        if self._is_lingering or self.transport.is_closing():
-            return
+        """Parse data until `MAX_PIPELINED` requests wait: the ten thousand that a client can send at once would hold
+        the event loop for half a second."""
+        self._unparsed += data
+        while self._unparsed:
+            if self._is_lingering or self.transport.is_closing():
+                self._unparsed = b""
+            elif len(self.pipeline) >= MAX_PIPELINED:
+                self.flow.pause_reading()  # until `on_response_complete`
+                return
+            else:
+                piece, self._unparsed = self._unparsed[:PIECE_BYTES], self._unparsed[PIECE_BYTES:]
+                self._parse(piece)
+
+    def _parse(self, data: bytes) -> None:
         idle_timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
         super().data_received(data)
         if self._head_timer is not None:
@@ -170,12 +186,12 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._end_head()
         super().on_headers_complete()
-        self.cycle.__class__ = ResponseCycle
-        transport = _ClosingTransport(self.transport, self._close_answered, self._attach)
-        self.cycle.transport = transport  # type: ignore[assignment]
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
+        cycle.__class__ = ResponseCycle
+        transport = _ClosingTransport(self.transport, self._close_answered, self._attach)
+        cycle.transport = transport  # type: ignore[assignment]
 
         def begin() -> None:
             if not cycle.disconnected:
@@ -205,6 +221,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_pipelined = bool(self.pipeline)
         super().on_response_complete()
         self._is_pipelined = False
+        if self._unparsed:
+            self.loop.call_soon(self.data_received, b"")
         self._idle.pop(self, None)  # removed first, to keep the order of times
         if self.cycle.response_complete and not self.transport.is_closing() and not self._is_lingering:
             self._idle[self] = self.loop.time()
@@ -213,7 +231,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._close()
 
     def shutdown(self) -> None:
+        """Hang up after the present answer. The client sends its pipelined requests again, elsewhere."""
         super().shutdown()
+        self.pipeline.clear()
+        self._unparsed = b""
+        if self._answering is not None:
+            self._answering.keep_alive = False
         if self.transport.is_closing():
             self._close()
 
@@ -319,6 +342,23 @@ class ResponseCycle(RequestResponseCycle):
     answer without a length to HTTP/1.0, which has no chunks, ends with the connection."""
 
     _ends_with_connection = False
+
+    async def run_asgi(self, app: Any) -> None:
+        """Answer with `app`, and log its errors. The end of the server cancels requests: it logs their number, where
+        uvicorn's `run_asgi` would log a traceback of each."""
+        try:
+            await app(self.scope, self.receive, self.send)
+            if not (self.response_complete or self.disconnected):
+                self.logger.error("The application did not complete an answer.")
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:  # a panic of Rust is no Exception
+            self.logger.error("Exception in ASGI application", exc_info=error)
+        if not self.response_started:
+            await self.send_500_response()
+        elif not self.response_complete:
+            self.transport.close()
+        self.on_response = _do_nothing
 
     def attach(self, push: DirectWriter) -> None:
         """Open `push`, if the answer has chunks and its client is there, and close it while the client is late."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import logging
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,6 +19,7 @@ from octavo import http_protocol
 from octavo.engine.output_processor import RequestState
 from octavo.entrypoints.http.streaming import Push
 from octavo.http_protocol import HttpProtocol
+from octavo.http_server import DrainingServer
 from octavo.outputs import RequestOutput
 from tests.waiting import Clock, virtual_sleep
 
@@ -415,6 +417,96 @@ def test_a_client_that_leaves_ends_the_first_of_its_pipelined_requests(monkeypat
         assert not client.written
 
     run(monkeypatch, act)
+
+
+def test_few_of_the_requests_that_a_client_sends_at_once_are_parsed_until_they_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = asyncio.Event()
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        await gate.wait()
+        await refuse(scope, receive, send)
+
+    async def act(clock: Clock) -> None:
+        client = Client()
+        client.connect(wait)
+        await client.send(GET * 2000 + GET[:5])
+        assert client.protocol is not None
+        assert len(client.protocol.pipeline) < http_protocol.PIECE_BYTES / len(GET) + http_protocol.MAX_PIPELINED
+        await client.send(GET[5:])
+        gate.set()
+        await virtual_sleep(1)
+        assert client.written.count(b"HTTP/1.1 401 ") == 2001
+        assert not client.is_closing()
+        client.abort()
+
+    run(monkeypatch, act)
+
+
+def test_a_server_that_stops_answers_one_request_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = asyncio.Event()
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        await gate.wait()
+        await refuse(scope, receive, send)
+
+    async def act(clock: Clock) -> None:
+        client = Client()
+        client.connect(wait)
+        await client.send(GET * 1000)
+        assert client.protocol is not None
+        client.protocol.shutdown()
+        gate.set()
+        await virtual_sleep(1)
+        assert client.written.count(b"HTTP/1.1 401 ") == 1
+        assert b"connection: close" in client.written and client.is_closing()
+
+    run(monkeypatch, act)
+
+
+def test_a_server_that_stops_logs_one_line_about_the_requests_that_it_cuts_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def hang(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.Event().wait()
+
+    async def act(clock: Clock) -> None:
+        server = DrainingServer(hang, lambda: 0, lambda *_: b"{}", max_connections=8, write_timeout_s=WRITE_TIMEOUT_S)
+        server.config.load()
+        server.lifespan, server.servers = server.config.lifespan_class(server.config), []
+        clients = [Client(server=(server.server_state, {})) for _ in range(3)]
+        for client in clients:
+            client.connect(hang)
+            await client.send(GET)
+        await server.shutdown()
+        await virtual_sleep(1)
+        assert not server.server_state.tasks
+        assert all(client.written.startswith(b"HTTP/1.1 500 ") and client.is_closing() for client in clients)
+
+    run(monkeypatch, act)
+    (line,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
+    assert "Cancel 3 " in line.getMessage() and line.exc_info is None
+
+
+def test_an_error_of_the_application_is_logged_and_closes_an_answer_that_has_begun(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "POST":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ValueError("of the application")
+
+    async def act(clock: Clock) -> None:
+        for request, status in ((GET, b"500"), (POST + b"x" * 100, b"200")):
+            client = Client()
+            client.connect(fail)
+            await client.send(request)
+            assert client.written.startswith(b"HTTP/1.1 " + status)
+            assert client.is_closing()
+
+    run(monkeypatch, act)
+    assert [type(record.exc_info[1]) for record in caplog.records if record.exc_info] == [ValueError] * 2
 
 
 def test_an_answer_that_has_ended_is_not_kept_by_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
