@@ -256,11 +256,6 @@ def read_tokenizer(path: str, trust_remote_code: bool = False) -> ModelTokenizer
         raise LoadError(f"the tokenizer in {path} cannot be read ({reason}); {WHAT_TO_DO}.") from None
 
 
-def read_tokenizer_json(checkpoint: Checkpoint) -> str:
-    """Return the tokenizer in the JSON form of the `tokenizers` library. `transformers` is used only if it must be."""
-    return read_tokenizer(checkpoint.tokenizer_path, checkpoint.trusts_code).backend_tokenizer.to_str()
-
-
 def _from_gguf(path: str) -> ModelTokenizer:
     from octavo.loading.gguf_tokenizer import build_gguf_tokenizer
 

@@ -105,13 +105,14 @@ class GrammarCompiler:
     def _matcher(self, grammar: str) -> LLMatcher:
         import llguidance
 
-        from octavo.loading.tokenizer import read_tokenizer_json  # the tokenizers package takes 10 ms of a start
+        from octavo.loading.tokenizer import read_tokenizer  # the tokenizers package takes 10 ms of a start
         from octavo.structured_output.token_bytes import make_vocabulary
 
         with self._lock:
             if self._vocabulary is None:
-                text = read_tokenizer_json(self._checkpoint)
-                self._vocabulary = make_vocabulary(text, self.vocab_size, self._eos_token_ids)
+                tokenizer = read_tokenizer(self._checkpoint.tokenizer_path, self._checkpoint.trusts_code)
+                backend = tokenizer.backend_tokenizer
+                self._vocabulary = make_vocabulary(backend, self.vocab_size, self._eos_token_ids)
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits())
         if matcher.is_error():
             raise RequestError(f"structured_outputs cannot be followed: {matcher.get_error().splitlines()[0]}")

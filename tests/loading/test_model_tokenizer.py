@@ -21,7 +21,7 @@ from octavo.entrypoints.chat.template_traits import template_traits
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.jinja_template import EndlessTemplateError, render_template, text_after_answer
-from octavo.loading.tokenizer import ModelTokenizer, load_tokenizer, read_tokenizer, read_tokenizer_json
+from octavo.loading.tokenizer import ModelTokenizer, load_tokenizer, read_tokenizer
 from tests.loading.test_load_tokenizer import CORPUS
 
 SPECIAL = ["<s>", "</s>", "<unk>", "<pad>", "[CLS]", "[SEP]", "<x>", " <y> ", "<img>", "<late>", "<later>", "<think>"]
@@ -238,10 +238,9 @@ def test_vocabularies_and_special_tokens_are_the_same(pair: tuple[ModelTokenizer
     assert not hasattr(ours, "no_such_thing")
 
 
-def test_the_grammars_vocabulary_is_neither_cut_nor_padded(tmp_path: Path) -> None:
-    folder = str(write(tmp_path, word_piece(), {}))
-    text = read_tokenizer_json(Checkpoint("m", "dummy", folder, [], folder, {}))
-    assert len(Tokenizer.from_str(text).encode("hello " * 20).ids) == 22
+def test_a_text_is_neither_cut_nor_padded(tmp_path: Path) -> None:
+    backend = read_tokenizer(str(write(tmp_path, word_piece(), {}))).backend_tokenizer
+    assert len(backend.encode("hello " * 20).ids) == 22
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, asyncio.CancelledError])

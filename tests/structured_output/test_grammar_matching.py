@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from llguidance import LLParserLimits
+from llguidance import LLParserLimits, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from octavo.errors import RequestError
 from octavo.sampling.sampling_table import Samples, SamplingTable
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 from octavo.step_plan import Admission
 from octavo.structured_output import grammar_matching
 from octavo.structured_output.grammar_matching import GrammarCompiler, GrammarTable
+from octavo.structured_output.token_bytes import make_vocabulary
 from tests.structured_output.grammars import make_grammar
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
@@ -71,8 +74,10 @@ class Request:
 @pytest.fixture(params=[byte_level, sentencepiece])
 def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     tokenizer = request.param()
-    monkeypatch.setattr("octavo.loading.tokenizer.read_tokenizer_json", lambda checkpoint: tokenizer.to_str())
-    made = Compiler(SimpleNamespace(), tokenizer.get_vocab_size())  # type: ignore[arg-type]
+    read = SimpleNamespace(backend_tokenizer=Tokenizer.from_str(tokenizer.to_str()))
+    monkeypatch.setattr("octavo.loading.tokenizer.read_tokenizer", lambda path, trusts_code: read)
+    checkpoint = SimpleNamespace(tokenizer_path="", trusts_code=False)
+    made = Compiler(checkpoint, tokenizer.get_vocab_size())  # type: ignore[arg-type]
     made.tokenizer = tokenizer
     return made
 
@@ -120,6 +125,27 @@ def _letters() -> dict[int, str]:
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {**{byte: chr(byte) for byte in plain}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece])
+def test_tokens_have_the_bytes_that_llguidance_reads_in_the_tokenizer(make: Callable[[], Tokenizer]) -> None:
+    tokenizer = make()
+    size = tokenizer.get_vocab_size() + 3  # a model may have more rows than tokens
+    read, made = LLTokenizer(tokenizer.to_str(), n_vocab=size), make_vocabulary(tokenizer, size, [EOS])
+    added = tokenizer.get_added_tokens_decoder()
+    for token in range(size):
+        is_special = added[token].special if token in added else read.is_special_token(token)
+        assert made.is_special_token(token) == is_special
+        if not is_special:
+            word = added[token].content.encode() if token in added else read.decode_bytes([token])
+            assert made.decode_bytes([token]) == word
+
+
+def test_a_vocabulary_of_neither_bytes_nor_texts_is_refused() -> None:
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.WordPiece()
+    with pytest.raises(RequestError, match="neither for bytes nor for texts"):
+        make_vocabulary(tokenizer, 0, [EOS])
 
 
 @pytest.mark.parametrize("text", TEXTS)
