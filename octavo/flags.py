@@ -346,8 +346,21 @@ def read_yaml(path: str, where: str) -> Any:
     """Return the contents of a YAML file. Raises `ConfigError`, whose message begins with `where`."""
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that is written twice: otherwise the last value counts."""
+
+        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+            node = super().compose_mapping_node(anchor)
+            seen = set[tuple[str, str]]()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value != "<<":  # which merges several maps
+                    if (key.tag, key.value) in seen:
+                        raise yaml.MarkedYAMLError(problem=f"{key.value} is there twice", problem_mark=key.start_mark)
+                    seen.add((key.tag, key.value))
+            return node
+
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"{where} cannot be read: {why}.") from None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -27,17 +28,17 @@ _RESERVED_FLAGS = {
         ("config", "uds", "root-path", "headless", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs"),
         "it is not for servers that the gateway starts; leave it out",
     ),
-    "lora-modules": "start `octavo serve` with it yourself, and give each adapter an entry with the server's address "
-    "(docs/gateway.md, Adapters)",
+    "lora-modules": "leave it out, and give each adapter an entry with adapter_of (docs/gateway.md, Adapters)",
 }
 _Positive = Annotated[float, Meta(gt=0)]
 
 
 class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A model of the catalogue. It runs here, as `octavo serve` with `flags`, or at `addresses`, or where `discover`
-    finds it."""
+    finds it; or it is an adapter of a model that runs here."""
 
     model: str | None = None  # what `octavo serve` is given; the entry's name by default
+    adapter_of: str | None = None  # another entry, whose servers serve this one as an adapter
     flags: dict[str, Any] = {}
     replicas: Annotated[int, Meta(ge=1, le=1024)] | None = None
     memory_gib: _Positive | None = None  # of one replica
@@ -59,7 +60,7 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def is_local(self) -> bool:
-        return not self.addresses and self.discover is None
+        return not self.addresses and self.discover is None and self.adapter_of is None
 
     @property
     def num_replicas(self) -> int:
@@ -93,6 +94,19 @@ class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Models by name."""
 
     models: dict[str, ModelEntry]
+
+    def with_adapters(self) -> Catalogue:
+        """Return the catalogue with the flags of adapters at the models whose servers serve them, and with the number
+        of these servers at the adapters."""
+        models, modules = dict(self.models), defaultdict[str, list[str]](list)
+        for name, entry in self.models.items():
+            if (base := entry.adapter_of) is not None:
+                modules[base].append(json.dumps({"name": name, "path": entry.model or name}))
+                models[name] = msgspec.structs.replace(entry, replicas=self.models[base].replicas)
+        for base, its in modules.items():
+            flags = self.models[base].flags | {"enable-lora": True, "lora-modules": its}
+            models[base] = msgspec.structs.replace(self.models[base], flags=flags)
+        return Catalogue(models)
 
 
 def named_models(models: Sequence[str]) -> Catalogue:
@@ -170,10 +184,17 @@ def _check(catalogue: Catalogue, where: str) -> None:
                     raise ConfigError(f"{at}.{key}: {other} is not another model of the catalogue.")
         if (total := math.fsum(entry.canaries.values())) > 100 + 1e-9:  # decimals are not exact
             raise ConfigError(f"{at}.canaries: their percentages are {total:g} together, and 100 is the most.")
+        if (base := entry.adapter_of) is not None:
+            if base == name or base not in catalogue.models or not catalogue.models[base].is_local:
+                raise ConfigError(f"{at}.adapter_of: {base} is not another model that the gateway starts.")
+            if "--no-enable-lora" in catalogue.models[base].flag_words():
+                raise ConfigError(f"{at}.adapter_of: {base} has the flag enable-lora: false; leave it out.")
+            _check_adapter(name, entry, at)
+            continue
         if (helper := entry.prefill_model) is not None:
-            if helper not in catalogue.models or helper == name:
-                raise ConfigError(f"{at}.prefill_model: {helper} is not another model of the catalogue.")
-            its = catalogue.models[helper]
+            its = catalogue.models.get(helper)
+            if its is None or its.adapter_of is not None or helper == name:
+                raise ConfigError(f"{at}.prefill_model: {helper} is not another model of the catalogue, or an adapter.")
             if its.is_local and not (its.preload and its.keep_alive is None):
                 raise ConfigError(
                     f"{at}.prefill_model: {helper} must always run: give it preload: true and keep_alive: null."
@@ -188,11 +209,7 @@ def _check(catalogue: Catalogue, where: str) -> None:
 
 def _check_local(name: str, entry: ModelEntry, at: str) -> None:
     _check_path(entry.model or name, f"{at}: ")
-    for key in ("served_model_name", "api_key_env"):
-        if getattr(entry, key) is not None:
-            raise ConfigError(f"{at}.{key} is for models with addresses; leave it out.")
-    if entry.health != "/health":
-        raise ConfigError(f"{at}.health is for models with addresses; leave it out.")
+    _check_unset(entry, ("served_model_name", "api_key_env", "health"), at, "for models with addresses; leave it out")
     for key, value in entry.flags.items():
         if (why := _RESERVED_FLAGS.get(name := key.replace("_", "-"))) is not None:
             raise ConfigError(f"{at}.flags: --{name}: {why}.")
@@ -201,11 +218,27 @@ def _check_local(name: str, entry: ModelEntry, at: str) -> None:
             raise ConfigError(f"{at}.flags.{key} must be a text, a number, a list of them or an object, got {value!r}.")
 
 
-def _check_addresses(entry: ModelEntry, at: str) -> None:
+def _check_adapter(name: str, entry: ModelEntry, at: str) -> None:
+    _check_path(entry.model or name, f"{at}: ")
+    _check_unset(
+        entry, set(entry.__struct_fields__) - {"model", "adapter_of", "aliases", "fallbacks", "canaries"}, at,
+        "not for an adapter, which runs with the model of adapter_of; leave it out",
+    )  # fmt: skip
+
+
+def _check_unset(entry: ModelEntry, keys: Iterable[str], at: str, why: str) -> None:
+    """Raise `ConfigError` if one of the keys has another value than its default."""
     unset = ModelEntry()
-    for key in ("model", "flags", "replicas", "memory_gib", "preload", "keep_alive", "start_timeout"):
+    for key in sorted(keys):
         if getattr(entry, key) != getattr(unset, key):
-            raise ConfigError(f"{at}.{key} is for models that the gateway starts; this one has addresses.")
+            raise ConfigError(f"{at}.{key} is {why}.")
+
+
+def _check_addresses(entry: ModelEntry, at: str) -> None:
+    _check_unset(
+        entry, ("model", "flags", "replicas", "memory_gib", "preload", "keep_alive", "start_timeout"), at,
+        "for models that the gateway starts; this one has addresses",
+    )  # fmt: skip
     if entry.api_key_env is not None:
         try:
             has_key = key_of(entry.api_key_env) is not None

@@ -14,6 +14,7 @@ from msgspec import Meta
 from octavo.errors import RequestError
 
 MINUTE_S, DAY_S = 60, 86_400
+WITHOUT_LIMITS = "the operator's keys of --api-key (OCTAVO_API_KEY) may do it"  # the advice where a key may not
 LIMITS = ("requests_per_minute", "tokens_per_minute", "requests_per_day", "tokens_per_day")
 _Limit = Annotated[int, Meta(ge=0, le=2**63 - 1)] | None  # msgspec and databases have 64 bits
 

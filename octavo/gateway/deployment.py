@@ -43,20 +43,25 @@ class Deployment:
 
     def __init__(
         self, name: str, entry: ModelEntry, budget: MemoryBudget, launch: Launch, *, replica_timeout_s: float,
-        load: Load | None = None,
+        load: Load | None = None, base: Deployment | None = None,
     ) -> None:  # fmt: skip
-        """`load` is shared by the entries with these addresses."""
+        """`load` is shared by the entries with these servers. An adapter is a further name of the servers of `base`,
+        and starts and stops with it."""
         self.name, self.entry = name, entry
+        self.base = base or self  # whose servers answer
         self.stands_in_for: set[str] = set()  # names and aliases of models whose canary it is
         self.router = Router(load=load)
-        self.replicas: list[Replica] = []
-        self.state: State = "stopped"
+        self.router.is_for_adapter = base is not None
+        self._replicas: list[Replica] = []
+        self._state: State = "stopped"
         self.last_used = time.monotonic()
         self.start_s = 5.0  # what the last start took
         self.num_starts, self.num_failed_starts = 0, 0
         self.num_held = 0  # requests that wait or are being answered
         self._budget, self._launch, self._timeout_s = budget, launch, replica_timeout_s
         self._servers: dict[Replica, RunningServer] = {}
+        self._adapters: list[Deployment] = []
+        self._views: dict[Replica, Replica] = {}  # of an adapter: the replicas of `base` under its name
         self._starting: asyncio.Task[None] | None = None
         self._waits: set[asyncio.Future[None]] = set()  # one for each request that waits for the start
         self._stopping: asyncio.Task[None] | None = None
@@ -71,9 +76,24 @@ class Deployment:
         self._discovering: asyncio.Task[None] | None = None
         self.has_addresses = asyncio.Event()  # for a model whose replicas are discovered
         self._gone: set[Replica] = set()  # no longer discovered, but still answering
-        if not entry.is_local:
-            self.replicas = [self._replica_at(address) for address in entry.addresses]
-            self.state = "ready"
+        if base is not None:
+            base._adapters.append(self)
+        elif not entry.is_local:
+            self._replicas = [self._replica_at(address) for address in entry.addresses]
+            self._state = "ready"
+
+    @property
+    def state(self) -> State:
+        return self.base._state
+
+    @property
+    def replicas(self) -> list[Replica]:
+        if self.base is self:
+            return self._replicas
+        for one in self.base._replicas:
+            if one not in self._views:
+                self._views[one] = one.serving(self.name)
+        return [self._views[one] for one in self.base._replicas]
 
     def begin_discovery(self) -> None:
         """Begin to follow the replicas' addresses, if the entry names a source of them."""
@@ -113,12 +133,12 @@ class Deployment:
     @property
     def restarting(self) -> list[str]:
         """The names of replicas that have ended and are started again."""
-        return [] if self.state != "ready" else [task.get_name() for task in self._restarts if not task.done()]
+        return [] if self.state != "ready" else [task.get_name() for task in self.base._restarts if not task.done()]
 
     @property
     def replica_names(self) -> set[str]:
         """The names of the replicas that there are or may be again."""
-        places = range(self.entry.num_replicas) if self.entry.is_local else ()
+        places = range(self.base.entry.num_replicas) if self.base.entry.is_local else ()
         return {*map(str, places), *(one.name for one in (*self.replicas, *self._gone))}
 
     @property
@@ -163,7 +183,8 @@ class Deployment:
             self._idle_timer.cancel()
             self._idle_timer = None
         try:
-            yield
+            with contextlib.nullcontext() if self.base is self else self.base.hold():
+                yield
         finally:
             self.num_held -= 1
             self.last_used = time.monotonic()
@@ -173,6 +194,9 @@ class Deployment:
     async def ready(self) -> None:
         """Return when the model has replicas; start it if it is not being started. Raises `RequestError` if it does not
         start."""
+        if self.base is not self:
+            await self.base.ready()
+            return
         while self.state != "ready":
             if self._is_closed:
                 raise RequestError(f"The model {self.name} is being stopped.", status=503, code="stopping")
@@ -199,7 +223,8 @@ class Deployment:
 
     async def wait_for_exits(self, replicas: Iterable[Replica]) -> None:
         """Wait until the processes of replicas that hung up have ended, for `EXIT_WAIT_S` at most."""
-        ends = {self._servers[one].exited for one in replicas if one in self._servers and one.breaker.num_failures}
+        failed = {one.upstream for one in replicas if one.breaker.num_failures}
+        ends = {server.exited for one, server in self.base._servers.items() if one.upstream in failed}
         if ends:
             await asyncio.wait(ends, timeout=EXIT_WAIT_S)
 
@@ -214,7 +239,7 @@ class Deployment:
     def begin_stop(self) -> None:
         """Stop the replicas; the memory is released when their processes have ended."""
         if self._stopping is None and self.state == "ready" and self.entry.is_local:
-            self.state = "stopping"
+            self._state = "stopping"
             self._stopping = asyncio.ensure_future(self._stop())
 
     def cut(self) -> None:
@@ -246,8 +271,10 @@ class Deployment:
             await self.close()
 
     async def close(self) -> None:
-        """Stop now, in whatever state."""
+        """Stop now, in whatever state. An adapter leaves the servers to its base."""
         self._is_closed = True
+        if self.base is not self:
+            return
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         tasks = [*self._restarts, *filter(None, (self._starting, self._discovering))]
@@ -268,7 +295,7 @@ class Deployment:
         """Have replicas at these addresses only. Replicas that have gone may still end the answers that they have
         begun."""
         before = {replica.name: replica for replica in self.replicas}
-        self.replicas = [
+        self._replicas = [
             before.pop(address) if address in before else self._replica_at(address) for address in addresses
         ]
         for gone in before.values():
@@ -293,10 +320,10 @@ class Deployment:
         try:
             if self._stopping is not None:
                 await asyncio.shield(self._stopping)
-            self.state = "waiting"
+            self._state = "waiting"
             await self._budget.reserve(self, self.entry.total_gib)
             try:
-                self.state = "starting"
+                self._state = "starting"
                 self.num_starts += 1
                 logger.info("%s: starts", self.name)
                 await self._start_servers()
@@ -312,25 +339,25 @@ class Deployment:
         else:
             self._failure, self._backoff_s = None, MIN_BACKOFF_S
             self.start_s = time.monotonic() - begin
-            self.state = "ready"
+            self._state = "ready"
             if not self.num_held:
                 self._on_idle()
         finally:
             if self.state != "ready":
-                self.state = "stopped"
+                self._state = "stopped"
             self._starting = None
 
     async def _start_servers(self) -> None:
         """Start all replicas beside each other. If one does not start, none is left."""
         launches = [asyncio.ensure_future(self._launch_one(str(i))) for i in range(self.entry.num_replicas)]
         try:
-            self.replicas = list(await asyncio.gather(*launches))
+            self._replicas = list(await asyncio.gather(*launches))
             if not all(replica in self._servers for replica in self.replicas):
                 raise StartError("a replica ended right after its start")
         except BaseException:
             _cancel(*launches)
             await asyncio.gather(*launches, return_exceptions=True)
-            self.replicas = []
+            self._replicas = []
             await self._stop_servers()
             raise
         finally:
@@ -350,8 +377,8 @@ class Deployment:
         self._servers.pop(replica, None)
         if replica not in self.replicas:
             return
-        self.replicas.remove(replica)
-        self.router.forget(replica)
+        self._replicas.remove(replica)
+        self._forget(replica)
         if self.state != "ready":
             return
         logger.error("%s: replica %s has ended by itself", self.name, replica.name)
@@ -362,12 +389,19 @@ class Deployment:
         self._restarts.add(restart)
         restart.add_done_callback(self._restarts.discard)
 
+    def _forget(self, replica: Replica) -> None:
+        """Forget a server that has ended, under all of its names."""
+        self.router.forget(replica)
+        for adapter in self._adapters:
+            if (view := adapter._views.pop(replica, None)) is not None:
+                adapter.router.forget(view)
+
     async def _restart(self, name: str) -> None:
         pause_s = MIN_BACKOFF_S
         while True:
             self.num_starts += 1
             try:
-                self.replicas.append(await self._launch_one(name))
+                self._replicas.append(await self._launch_one(name))
                 return
             except StartError as error:
                 self.num_failed_starts += 1
@@ -402,11 +436,11 @@ class Deployment:
         _cancel(*restarts)
         await asyncio.gather(*restarts, return_exceptions=True)
         for replica in self.replicas:
-            self.router.forget(replica)
+            self._forget(replica)
             replica.upstream.close()
-        self.replicas = []
+        self._replicas = []
         await self._stop_servers()
-        self.state, self._stopping, self._asked_keep_alive = "stopped", None, None
+        self._state, self._stopping, self._asked_keep_alive = "stopped", None, None
         self._budget.release(self)
 
     async def _stop_servers(self) -> None:

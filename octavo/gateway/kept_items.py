@@ -45,7 +45,7 @@ class KeptItems:
         if home is not None and (named is None or home.model in self._models.find(named).answering_names):
             deployment = self._models.find(home.model)
             # By name: a server whose address left and came back is another `Replica`.
-            name = None if deployment.entry.is_local else home.replica.name
+            name = None if deployment.base.entry.is_local else home.replica.name
             pinned = [one for one in deployment.replicas if one is home.replica or one.name == name]
             if not pinned:
                 raise RequestError(

@@ -96,17 +96,21 @@ class Models:
         """Serve the models of this catalogue from now on. Models that it changes stop once their requests have ended;
         the others go on. Raises `ConfigError`, and then nothing has changed."""
         check_memory(catalogue, self.budget.total_gib)
+        catalogue = catalogue.with_adapters()
         before, after = dict(self._deployments), dict[str, Deployment]()
-        for name, entry in catalogue.models.items():
-            kept = before.get(name)
-            if kept is not None and _what_runs(kept.entry) == _what_runs(entry):
+        entries = sorted(catalogue.models.items(), key=lambda item: item[1].adapter_of is not None)  # bases first
+        for name, entry in entries:
+            kept, base = before.get(name), after.get(entry.adapter_of or "")
+            is_same = kept is not None and _what_runs(kept.entry) == _what_runs(entry)
+            if kept is not None and is_same and kept.base is (base or kept):
                 kept.change(entry)
                 after[name] = before.pop(name)
             else:
                 after[name] = Deployment(
                     name, entry, self.budget, self._launch, replica_timeout_s=self._replica_timeout_s,
-                    load=self._load_of(entry),
+                    load=self._load_of(entry) if base is None else base.router.load, base=base,
                 )  # fmt: skip
+        after = {name: after[name] for name in catalogue.models}  # in the file's order
         self._deployments = after
         self._aliases = {alias: name for name, entry in catalogue.models.items() for alias in entry.aliases}
         for deployment in after.values():
@@ -141,8 +145,8 @@ class Models:
 
     def start_aside(self, deployment: Deployment) -> None:
         """Start a model that has stopped, if it takes no other model's place in memory."""
-        if self.budget.has_room(deployment.entry.total_gib):
-            self.start(deployment)
+        if self.budget.has_room(deployment.base.entry.total_gib):
+            self.start(deployment.base)
 
     async def wait_discovered(self, timeout_s: float) -> None:
         """Wait until every model whose replicas are discovered has addresses, for `timeout_s` at most."""

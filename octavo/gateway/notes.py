@@ -50,7 +50,7 @@ async def read_notes(models: Iterable[Deployment], timeout_s: float) -> None:
     address."""
     servers = defaultdict[tuple[object, ...], list[tuple[Router, Replica]]](list)
     for model in models:
-        if model.entry.is_local or not model.entry.may_be_several:
+        if model.base.entry.is_local or not model.entry.may_be_several:
             continue
         for one in model.replicas:
             if not one.problem and one.has_notes is not False:

@@ -62,13 +62,13 @@ class ModelCards:
 
     async def of(self, deployments: Sequence[Deployment]) -> list[dict[str, Any]]:
         """Return a card for each deployment, empty for models whose files are not here."""
-        models = [one.entry.model or one.name for one in deployments if one.entry.is_local]
+        models = [_model_of(one) for one in deployments if one.base.entry.is_local]
         known, now = self._cards.keys() | self._making.keys(), time.monotonic()
         if missing := [one for one in dict.fromkeys(models) if one not in known and self._failed.get(one, now) <= now]:
             self._making |= dict.fromkeys(missing, asyncio.ensure_future(self._make(missing)))
         if making := {self._making[model] for model in models if model in self._making}:
             await asyncio.wait(making)  # they go on if the client hangs up
-        return [self._cards.get(one.entry.model or one.name, {}) if one.entry.is_local else {} for one in deployments]
+        return [self._cards.get(_model_of(one), {}) if one.base.entry.is_local else {} for one in deployments]
 
     async def _make(self, models: Sequence[str]) -> None:
         try:
@@ -83,3 +83,8 @@ class ModelCards:
                 del self._making[model]
                 if model not in self._cards:
                     self._failed[model] = time.monotonic() + _FAILED_S
+
+
+def _model_of(deployment: Deployment) -> str:
+    """Return what `octavo serve` is given as the model; an adapter has its base's."""
+    return deployment.base.entry.model or deployment.base.name

@@ -15,7 +15,7 @@ import msgspec
 
 from octavo.errors import OctavoError, RequestError
 from octavo.gateway.client import Client
-from octavo.gateway.client_keys import Key
+from octavo.gateway.client_keys import WITHOUT_LIMITS, Key
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.models import Models
 from octavo.gateway.octavo_commands import ModelCards, run_octavo
@@ -31,7 +31,6 @@ from octavo.ollama.to_openai import PATHS, Translated, translate
 
 _MAX_CARD_BYTES = 16 << 20
 _LENGTH_S = 2.0  # for a replica's answer about its context length
-_WITHOUT_LIMITS = "the operator's keys of --api-key (OCTAVO_API_KEY) may do it"
 _ROUTES = {
     "/api/tags": "GET", "/api/ps": "GET", "/api/version": "GET", "/api/show": "POST", "/api/pull": "POST",
     "/api/delete": "DELETE",
@@ -80,7 +79,7 @@ class OllamaRoutes:
         if path == "/api/show":
             return client, lambda: self._show(name, client, key)
         if key is not None:
-            raise RequestError(f"{path} is not for keys of --keys; {_WITHOUT_LIMITS}.", status=403, code="not_allowed")
+            raise RequestError(f"{path} is not for keys of --keys; {WITHOUT_LIMITS}.", status=403, code="not_allowed")
         if not self._models.is_open:
             raise RequestError(
                 f"{path} is for a gateway without a catalogue; this one serves the models that it was given.",
@@ -117,7 +116,7 @@ class OllamaRoutes:
             if translated.thinks:
                 refuse_thinking(translated, (await self._cards.of([deployment]))[0])
             if request.usage_counter is None:  # other keys' clients use the model, too
-                deployment.ask_to_keep(translated.keep_alive)
+                deployment.base.ask_to_keep(translated.keep_alive)
             await self._proxy.answer(inner, inner_client)
 
         return inner_client, work
@@ -130,14 +129,14 @@ class OllamaRoutes:
             if request.keep_alive == 0:
                 raise RequestError(
                     f"The model {deployment.name} is not unloaded for keys of --keys, as others use it; "
-                    f"{_WITHOUT_LIMITS}.",
+                    f"{WITHOUT_LIMITS}.",
                     status=403, code="not_allowed",
                 )  # fmt: skip
             await counter.admit(deployment.name)
             deployment = self._models.find(request.model)  # again, as the catalogue may have changed meanwhile
         with deployment.hold():
             if counter is None:
-                deployment.ask_to_keep(request.keep_alive)
+                deployment.base.ask_to_keep(request.keep_alive)
             if request.keep_alive != 0:
                 await self._proxy.wait_until_ready(deployment, client)
         await _reply(client, loaded_answer(request, "unload" if request.keep_alive == 0 else "load"))
@@ -163,7 +162,7 @@ class OllamaRoutes:
         deployment = self._models.find(name)
         if key is not None:
             check_use(key, deployment)
-        if deployment.entry.is_local:
+        if deployment.base.entry.is_local:
             (card,) = await self._cards.of([deployment])
             if not card:
                 raise RequestError(f"The files of {name:.200} are not here yet.", status=404, code="model_not_found")
@@ -225,6 +224,7 @@ async def _context_length(deployment: Deployment) -> int | None:
 
 def _expiry(deployment: Deployment) -> str:
     """Return the time at which the model stops without further requests."""
+    deployment = deployment.base
     keep_s = deployment.keep_alive
     if keep_s is None or not deployment.entry.is_local:
         return NEVER

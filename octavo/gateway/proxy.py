@@ -38,6 +38,7 @@ from octavo.errors import RequestError
 from octavo.gateway.attempt import Attempt, Outcome, RetryState
 from octavo.gateway.broadcast import Broadcast
 from octavo.gateway.client import Client
+from octavo.gateway.client_keys import WITHOUT_LIMITS, Key
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.gateway_metrics import GatewayMetrics
 from octavo.gateway.keep_alive import KeepAlive
@@ -54,6 +55,15 @@ logger = logging.getLogger("octavo.gateway")
 
 _CACHE_SESSIONS = "/v1/cache/sessions/"
 _NOT_FOR_CLIENTS = ("/v1/cache/blocks/", NOTES_PATH + "/")  # for servers or gateways alone
+# Of Octavo's and vLLM's servers: they change a server for everyone, so keys of the store may not use them.
+_OF_OPERATORS = frozenset(
+    f"/{name}/" for name in (
+        "sleep", "wake_up", "pause", "resume", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache",
+        "abort_requests", "collective_rpc", "start_profile", "stop_profile", "scale_elastic_ep", "update_weights",
+        "init_weight_transfer_engine", "start_weight_update", "finish_weight_update", "v1/load_lora_adapter",
+        "v1/unload_lora_adapter",
+    )
+)  # fmt: skip
 _PAUSE_S = 1.0  # between two looks for a replica that can resume a stream
 _MAX_LOST = 2  # replicas that a request may lose: it may crash them
 
@@ -96,12 +106,18 @@ class Proxy:
         path = posixpath.normpath(unquote(request.path)) + "/"  # as a reverse proxy would
         if any(one in path for one in _NOT_FOR_CLIENTS):
             raise RequestError(f"{request.path:.200} is no route for clients.", status=404, code="not_found")
+        counter = request.usage_counter
+        if counter is not None and "/" + path.lstrip("/") in _OF_OPERATORS:
+            raise RequestError(
+                f"{request.path:.200} is not for keys of --keys; {WITHOUT_LIMITS}.", status=403, code="not_allowed"
+            )
         await self._models.look_for(request.model)
         deployment, pinned_replica = self._kept_items.place(request)
-        if (counter := request.usage_counter) is None:
+        if counter is None:
             await self._answer_with_fallbacks(deployment, pinned_replica, request, client)
             return
         check_use(counter.key, deployment)
+        self._check_batch(request, counter.key, deployment)
         request = counted_request(request, counter.key, client)
         await counter.admit(deployment.name)
         # Again, as the catalogue may have changed meanwhile.
@@ -111,6 +127,18 @@ class Proxy:
             await self._answer_with_fallbacks(deployment, pinned_replica, request, client)
         finally:
             await counter.finish(client.progress.num_tokens)
+
+    def _check_batch(self, request: ProxyRequest, key: Key, deployment: Deployment) -> None:
+        """Raise `RequestError` for a new batch at servers that have models which are not the key's: its lines name
+        models, and the gateway does not read them."""
+        if request.method == "POST" and route_of(request.path) == "/v1/batches" and request.kept_id is None:
+            load = deployment.router.load
+            for one in self._models:
+                if one.router.load is load and not one.may_be_used_by(key):
+                    raise RequestError(
+                        f"A batch for {deployment.name} could also use {one.name}, which the API key "
+                        f"{key.settings.name} is not for.", param="model", status=403, code="model_not_allowed",
+                    )  # fmt: skip
 
     async def _answer_with_fallbacks(
         self, deployment: Deployment, pinned_replica: Replica | None, request: ProxyRequest, client: Client

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from urllib.parse import urlencode
 
 import msgspec
@@ -70,6 +70,10 @@ class Replica:
     @property
     def is_healthy(self) -> bool:
         return self.num_failed_checks < FAILED_CHECKS
+
+    def serving(self, name: str) -> Replica:
+        """Return the same server under the name of another of its models."""
+        return replace(self, served_name=name, num_in_flight=0)
 
     def takes_requests(self) -> bool:
         return self.is_healthy and not self.breaker.is_open()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Message, Send
@@ -18,6 +18,67 @@ from octavo.sse_reader import EventReader
 _encode = msgspec.json.encode
 _OWN_HEADERS = (b"content-type", b"content-length", b"cache-control", b"transfer-encoding")
 _JSON, _LINES = b"application/json; charset=utf-8", b"application/x-ndjson"
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    index: int | None = 0
+    function: _Function | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    """Of chats, or of completions."""
+
+    content: list[Any] | None = None
+    tokens: list[Any] | None = None
+    token_logprobs: list[Any] | None = None
+    top_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = 0
+    completion_tokens: int | None = 0
+
+
+class _Chunk(msgspec.Struct):
+    """An event of OpenAI's streams."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class _Vector(msgspec.Struct):
+    embedding: Any
+    index: int = 0
+
+
+class _Vectors(msgspec.Struct):
+    data: list[_Vector]
+    usage: _Usage | None = None
+
+
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+_T = TypeVar("_T")
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # errors of a decoder
 
 
 def now() -> str:
@@ -54,7 +115,7 @@ class AnswerTranslator:
         # Text, thinking, calls and log-probabilities of an answer that is not streamed.
         self._whole: dict[str, Any] = {}
         self._finish_reason: str | None = None
-        self._usage: dict[str, Any] = {}
+        self._usage = _Usage()
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -115,36 +176,36 @@ class AnswerTranslator:
             lines.append(self._last_line())
             return
         try:
-            chunk = msgspec.json.decode(event, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            chunk = ollama_error("the model's server sent an event that is no JSON object")
-        if "error" in chunk:
+            chunk = _decode_chunk(event)
+        except _UNREADABLE as error:
+            chunk = _Chunk(error=f"the model's server sent an event that cannot be read: {error}")
+        if chunk.error is not None:
             self._is_done = True
-            lines.append(ollama_error(_message_of(chunk)))
+            lines.append(ollama_error(_message_of({"error": chunk.error})))
             return
-        self._usage = chunk.get("usage") or self._usage
-        for choice in chunk.get("choices", ())[:1]:
+        self._usage = chunk.usage or self._usage
+        for choice in (chunk.choices or ())[:1]:
             if self._first_at is None:
                 self._first_at = time.monotonic()
             said = self._said(choice)
-            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+            self._finish_reason = choice.finish_reason or self._finish_reason
             if self._finish_reason is not None:
                 said |= self._tool_calls()
             if said:
                 lines.append(said)
 
-    def _said(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _said(self, choice: _Choice) -> dict[str, Any]:
         """Return the fields that an event adds: text, thinking and log-probabilities."""
-        delta = choice.get("delta") or {}
-        for call in delta.get("tool_calls") or ():
-            kept = self._calls.setdefault(call.get("index", 0), {"name": "", "arguments": ""})
-            function = call.get("function") or {}
-            for field in kept:
-                kept[field] += function.get(field) or ""
+        delta = choice.delta or _Delta()
+        for call in delta.tool_calls or ():
+            kept = self._calls.setdefault(call.index or 0, {"name": "", "arguments": ""})
+            function = call.function or _Function()
+            kept["name"] += function.name or ""
+            kept["arguments"] += function.arguments or ""
         fields = {
-            "text": choice.get("text") or delta.get("content") or "",
-            "thinking": delta.get("reasoning_content") or delta.get("reasoning") or "",
-            "logprobs": _logprobs(choice.get("logprobs")),
+            "text": choice.text or delta.content or "",
+            "thinking": delta.reasoning_content or delta.reasoning or "",
+            "logprobs": [] if choice.logprobs is None else _listed(choice.logprobs),
         }
         return {name: value for name, value in fields.items() if value}
 
@@ -184,8 +245,8 @@ class AnswerTranslator:
         }
         return {
             "done": True, "done_reason": reason, **{name: round(1e9 * value) for name, value in durations.items()},
-            "prompt_eval_count": self._usage.get("prompt_tokens", 0),
-            "eval_count": self._usage.get("completion_tokens", 0),
+            "prompt_eval_count": self._usage.prompt_tokens or 0,
+            "eval_count": self._usage.completion_tokens or 0,
         }  # fmt: skip
 
     async def _write(self, lines: list[dict[str, Any]], is_end: bool) -> None:
@@ -218,23 +279,21 @@ class AnswerTranslator:
 
     async def _finish_whole(self, body: bytes) -> None:
         """Send the answer to a request for embeddings, or an error."""
-        try:
-            found = msgspec.json.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            found = None
-        if self._status >= 300 or not isinstance(found, dict) or "data" not in found:
-            message = _message_of(found) or body.decode(errors="replace")[:200] or f"status {self._status}"
+        found = _decoded(body, _Vectors) if self._status < 300 else None
+        if found is None:
+            message = _message_of(_decoded(body, dict[str, Any]))
+            message = message or body.decode(errors="replace")[:200] or f"status {self._status}"
             self._status = self._status if self._status >= 400 else 502  # others may have no body
             await self._send_part(_JSON, _encode(ollama_error(message)), True)
             return
-        vectors = [one["embedding"] for one in sorted(found["data"], key=lambda one: one.get("index", 0))]
+        vectors = [one.embedding for one in sorted(found.data, key=lambda one: one.index)]
         answer: dict[str, Any] = {"embedding": vectors[0] if vectors else []}
         if self._request.kind == "embed":
             answer = {
                 "model": self._request.name, "embeddings": vectors,
                 "total_duration": round(1e9 * (time.monotonic() - self._begin)),
                 "load_duration": round(1e9 * self.load_s()),
-                "prompt_eval_count": (found.get("usage") or {}).get("prompt_tokens", 0),
+                "prompt_eval_count": (found.usage or _Usage()).prompt_tokens or 0,
             }  # fmt: skip
         await self._send_part(_JSON, _encode(answer), True)
 
@@ -247,15 +306,21 @@ class AnswerTranslator:
         await self._send({"type": "http.response.body", "body": data, "more_body": not is_end})
 
 
-def _logprobs(found: Any) -> list[Any]:
+def _decoded(body: bytes, kind: type[_T]) -> _T | None:
+    """Return a body as an object of this kind; None if it is none."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except _UNREADABLE:
+        return None
+
+
+def _listed(found: _Logprobs) -> list[Any]:
     """Return the log-probabilities of chats or completions, in the form of chats."""
-    if not isinstance(found, dict):
-        return []
-    if isinstance(found.get("content"), list):
-        return list(found["content"])
+    if found.content is not None:
+        return found.content
     listed = []
-    tops = found.get("top_logprobs") or [None] * len(found.get("tokens") or ())
-    for token, logprob, top in zip(found.get("tokens") or (), found.get("token_logprobs") or (), tops, strict=False):
+    tops = found.top_logprobs or [None] * len(found.tokens or ())
+    for token, logprob, top in zip(found.tokens or (), found.token_logprobs or (), tops, strict=False):
         others = [{"token": other, "logprob": value} for other, value in (top or {}).items()]
         listed.append({"token": token, "logprob": logprob, "top_logprobs": others})
     return listed

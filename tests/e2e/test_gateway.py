@@ -88,6 +88,29 @@ def test_no_server_outlives_a_gateway_that_is_killed(gateway: Server) -> None:
     wait_until(lambda: not first.is_running() or first.status() == psutil.STATUS_ZOMBIE)
 
 
+@pytest.mark.long
+def test_an_adapter_is_a_model_of_the_server_of_its_base(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    from tests.lora.random_adapters import write_random_adapter
+
+    folder = write_random_adapter(tmp_path / "pirate", 1, strength=1.0)
+    file = tmp_path / "models.yaml"
+    flags = "{max-model-len: 512, kv-cache-memory-bytes: 64M}"
+    file.write_text(f"""models:
+  base: {{model: {MODEL}, flags: {flags}}}
+  pirate: {{adapter_of: base, model: {folder}, aliases: [jack]}}
+""")
+    with running_server(tmp_path, "--catalogue", str(file), command=GATEWAY) as server, openai_client(server) as client:
+        answer = say(client, "jack")
+        assert answer != say(client, "base") and answer == say(client, "pirate")
+        assert len(children(server)) == 1
+        file.write_text(file.read_text().replace(str(folder), str(tmp_path)))
+        wait_until(lambda: "the catalogue was read again" in server.log.read_text())
+        with pytest.raises(openai.InternalServerError, match="--lora-modules") as caught:
+            say(client, "pirate")
+        assert caught.value.code == "start_failed"
+
+
 def octavo(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*GATEWAY[:-1], *words], capture_output=True, text=True, timeout=within(90))
 

@@ -23,7 +23,10 @@ from octavo.processes import bind
         ("", "object"),
         ("models: {}", "no models"),
         ("models: [a]", "models"),
-        ("models: {a: {colour: red}}", "models.a: Object contains unknown field `colour`; known are model, flags, "),
+        (
+            "models: {a: {colour: red}}",
+            "models.a: Object contains unknown field `colour`; known are model, adapter_of, ",
+        ),
         ("modles: {a: {}}", "unknown field `modles`; known are models."),
         ("models: {a: {replicas: 0}}", "replicas"),
         ("models: {a: {replicas: two}}", "replicas"),
@@ -36,7 +39,7 @@ from octavo.processes import bind
         ("models: {a: {flags: {port: 1}}}", "--port"),
         ("models: {a: {flags: {api_key: x}}}", "--api-key: the gateway sets it"),
         ("models: {a: {flags: {root_path: /x}}}", "--root-path: it is not for servers that the gateway starts"),
-        ("models: {a: {flags: {lora-modules: x=y}}}", "give each adapter an entry with the server's address"),
+        ("models: {a: {flags: {lora-modules: x=y}}}", "give each adapter an entry with adapter_of"),
         ("models: {a: {flags: {dtype: null}}}", "flags.dtype"),
         ("models: {a: {model: ./nowhere}}", "models.a: there is no file or folder ./nowhere"),
         ("models: {nowhere.gguf: {}}", "models.nowhere.gguf: there is no file or folder nowhere.gguf"),
@@ -66,6 +69,9 @@ from octavo.processes import bind
         ("models: {a: {canaries: {b: 60.1, c: 40}}, b: {}, c: {}}", "100.1 together"),
         ("models: {a: {addresses: ['http://h'], api_key_env: BLANK_KEY}}", "printable ASCII"),
         ("a: b: c", "YAML"),
+        ("models: {a: {}, b: {}, a: {model: c}}", "a is there twice"),
+        ("models: {a: {keep_alive: 1, keep_alive: 2}}", "keep_alive is there twice"),
+        ("models: {a: {}}\nmodels: {b: {}}", "models is there twice"),
     ],
 )
 def test_a_mistake_is_named(tmp_path: Path, text: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +88,7 @@ def test_the_catalogues_of_the_page_can_be_read(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setenv(name, "x")
     page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
     examples = re.findall(r"^```yaml\n(models:.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert len(examples) == 4
+    assert len(examples) == 5
     for text in examples:
         (tmp_path / "models.yaml").write_text(text)
         assert len(read_catalogue(str(tmp_path / "models.yaml")).models) == 2

@@ -501,6 +501,21 @@ def test_a_key_neither_unloads_a_model_nor_changes_how_long_it_stays(clock: Cloc
     with_keys(clock, tmp_path, test, api_key=["operator"])
 
 
+def test_a_key_may_not_use_routes_that_change_a_server_for_all(clock: Clock, tmp_path: Path) -> None:
+    async def test(gate: Gateway, keys: Keys) -> None:
+        _, headers = await keys.create()
+        gate.http.headers.update(headers | {"x-octavo-model": "a"})
+        paths = ("/sleep?level=1", "/x/../pause", "/v1/load_lora_adapter/", "/x/..//v1/unload%5Flora_adapter")
+        for path in paths:
+            refused = await gate.http.post(path, json={})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_allowed"), path
+        assert not gate.launch.servers, "and start nothing"
+        gate.http.headers["authorization"] = "Bearer operator"
+        assert [(await gate.http.post(path, json={})).status_code for path in paths] == [200] * 4
+
+    with_keys(clock, tmp_path, test, api_key=["operator"])
+
+
 def test_a_setting_that_keys_lack_is_refused_with_those_that_they_have(clock: Clock, tmp_path: Path) -> None:
     async def test(gate: Gateway, keys: Keys) -> None:
         answer = await keys.http.post("/keys", json={"name": "k", "request_per_minute": 3})

@@ -333,6 +333,70 @@ def test_a_refusal_with_an_absurd_retry_after_is_said(
     assert "answered 429 (Too many requests)" in caplog.records[0].getMessage()
 
 
+def test_a_list_in_pages_is_read_whole_and_again_if_a_page_is_too_old(
+    cluster: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_too_old = True
+
+    async def answer(asked: Asked) -> None:
+        nonlocal is_too_old
+        query = dict(parse_qsl(asked.target.partition("?")[2]))
+        if "watch" in query:
+            assert query["resourceVersion"] == "41"
+            asked.begin_stream()
+            return
+        place, following = {"": (1, "p/2="), "p/2=": (2, "3"), "3": (3, "")}[query.get("continue", "")]
+        if place == 2 and is_too_old:
+            is_too_old = False
+            asked.reply(b'{"kind": "Status", "reason": "Expired", "code": 410}', 410)
+            return
+        metadata = {"resourceVersion": "41", "continue": following, "remainingItemCount": 3 - place}
+        items = [slice_of(str(place), f"10.0.0.{place}")]
+        asked.reply(json.dumps({"kind": "EndpointSliceList", "metadata": metadata, "items": items}).encode())
+
+    async def run() -> None:
+        cluster.behave = answer
+        server = await cluster.start()
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
+        told: asyncio.Queue[list[str]] = asyncio.Queue()
+        following = asyncio.ensure_future(follow(SERVICE, told.put_nowait))
+        assert await told.get() == [f"http://10.0.0.{place}:8000" for place in (1, 2, 3)]
+        following.cancel()
+        server.die()
+
+    asyncio.run(run())
+    assert not is_too_old
+
+
+def test_a_clusters_certificate_may_lack_what_a_strict_check_wants(
+    cluster: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contexts are strict by default from Python 3.13 on."""
+    create, created = ssl.create_default_context, list[ssl.SSLContext]()
+
+    def create_strict(*args: Any, **options: Any) -> ssl.SSLContext:
+        created.append(create(*args, **options))
+        created[-1].verify_flags |= ssl.VERIFY_X509_STRICT
+        return created[-1]
+
+    async def run() -> None:
+        server = await cluster.start()
+        monkeypatch.setattr(ssl, "create_default_context", create_strict)
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
+        server.slices = [slice_of("a", "10.0.0.1")]
+        told: asyncio.Queue[list[str]] = asyncio.Queue()
+        following = asyncio.ensure_future(follow(SERVICE, told.put_nowait))
+        assert await told.get() == ["http://10.0.0.1:8000"]
+        following.cancel()
+        server.die()
+
+    asyncio.run(run())
+    assert created and not any(one.verify_flags & ssl.VERIFY_X509_STRICT for one in created)
+    assert all(one.verify_mode == ssl.CERT_REQUIRED and one.check_hostname for one in created)
+
+
 class Player(ApiServer):
     """Sends the bytes of PLAYED in pieces of these sizes."""
 

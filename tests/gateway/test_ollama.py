@@ -363,22 +363,43 @@ def test_errors_have_their_status_before_the_answer_and_a_line_within_it(clock: 
     clock.run(run())
 
 
+STREAMED_NONSENSE = (
+    b'{"choices": "\xff"}', b"7", b"null", b'{"choices": 7}', b'{"choices": [7]}', b'{"choices": [{"delta": "x"}]}',
+    b'{"choices": [{"delta": {"content": 7}}]}', b'{"choices": [{"delta": {"tool_calls": [7]}}]}',
+    b'{"choices": [{"delta": {"tool_calls": [{"index": {}}]}}]}', b'{"choices": [{"logprobs": {"tokens": 7}}]}',
+    b'{"usage": 7}', b'{"usage": {"prompt_tokens": "x"}}',
+)  # fmt: skip
+
+
 def test_a_server_that_answers_nonsense_is_an_error_in_ollamas_form(clock: Clock) -> None:
+    nonsense = b""
+
     async def not_modified(asked: Asked) -> None:
         asked.head(304)
 
-    async def no_text(asked: Asked) -> None:
+    async def stream(asked: Asked) -> None:
         asked.begin_stream()
-        asked.piece(b'data: {"\xff": 1}\n\n')
+        asked.piece(b"data: " + nonsense + b"\n\n")
         asked.piece(b"")
 
+    async def whole(asked: Asked) -> None:
+        asked.reply(nonsense)
+
     async def run() -> None:
-        async with fake_servers(not_modified, no_text) as (first, second):
-            models = {"a": {"addresses": [first.address]}, "b": {"addresses": [second.address]}}
+        nonlocal nonsense
+        async with fake_servers(not_modified, stream, whole) as servers:
+            models = {name: {"addresses": [one.address]} for name, one in zip("abc", servers, strict=True)}
             async with gateway(models) as gate:
-                for model, status, says in (("a", 502, "status 304"), ("b", 500, "no JSON object")):
-                    answer = await gate.ask(model, "/api/chat", messages=[{"role": "user", "content": "x"}])
-                    assert answer.status_code == status and says in answer.json()["error"]
+                messages = [{"role": "user", "content": "x"}]
+                answer = await gate.ask("a", "/api/chat", messages=messages)
+                assert answer.status_code == 502 and "status 304" in answer.json()["error"]
+                for nonsense in STREAMED_NONSENSE:
+                    for streams in (True, False):
+                        answer = await gate.ask("b", "/api/chat", messages=messages, stream=streams)
+                        assert answer.status_code == 500 and "cannot be read" in answer.json()["error"], nonsense
+                for nonsense in (b"7", b"[]", b'{"data": 7}', b'{"data": [7]}', b'{"data": [], "usage": 7}', b"\xff"):
+                    answer = await gate.ask("c", "/api/embed", input="x")
+                    assert answer.status_code == 502 and answer.json()["error"], nonsense
                 answer = await gate.http.post("/api/chat", content=b'{"model": "\xff"}')
                 assert answer.status_code == 400 and "utf-8" in answer.json()["error"]
 
