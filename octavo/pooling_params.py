@@ -37,12 +37,16 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.activation = "identity"
         if self.task is not None and self.task not in TASKS:
             raise RequestError(f"task must be one of {', '.join(TASKS)}, got {self.task!r}.", param="task")
-        if self.dimensions is not None and self.dimensions < 1:
-            raise RequestError(f"dimensions must be at least 1, got {self.dimensions}.", param="dimensions")
-        keep = self.truncate_prompt_tokens
-        if keep is not None and keep < 1 and keep != -1:
+        if self.use_activation is not None and type(self.use_activation) is not bool:
             raise RequestError(
-                f"truncate_prompt_tokens must be at least 1, or -1 for as many as the model takes, got {keep}.",
+                f"use_activation must be true or false, got {self.use_activation!r}.", param="use_activation"
+            )
+        if self.dimensions is not None and (type(self.dimensions) is not int or self.dimensions < 1):
+            raise RequestError(f"dimensions must be at least 1, got {self.dimensions!r}.", param="dimensions")
+        keep = self.truncate_prompt_tokens
+        if keep is not None and (type(keep) is not int or (keep < 1 and keep != -1)):
+            raise RequestError(
+                f"truncate_prompt_tokens must be at least 1, or -1 for as many as the model takes, got {keep!r}.",
                 param="truncate_prompt_tokens",
             )
         if self.truncation_side not in ("left", "right"):

@@ -259,9 +259,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
                 setattr(self, name, [])
         if self.logit_bias is not None:
             try:
-                self.logit_bias = {int(token): float(bias) for token, bias in self.logit_bias.items()}
+                biases = {int(token): float(bias) for token, bias in self.logit_bias.items()}
             except (TypeError, ValueError, AttributeError, OverflowError):
                 _refuse("logit_bias", self.logit_bias, "a map of token ids to numbers")
+            if any(isinstance(token, float) for token in self.logit_bias):  # `int` cuts off its fraction
+                _refuse("logit_bias", self.logit_bias, "a map of token ids to numbers")
+            self.logit_bias = biases
             if not all(map(math.isfinite, self.logit_bias.values())):
                 _refuse("logit_bias", self.logit_bias, "a map of token ids to finite numbers")
         if self.guided_decoding is not None:
@@ -292,6 +295,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         as many tokens as `max_model_len`."""
         optional = {name for name in cls.__struct_fields__ if name != "max_tokens"}
         return cls(**{name: value for name, value in given.items() if value is not None or name not in optional})
+
+    def checked(self) -> SamplingParams:
+        """Return a copy whose values are checked: a caller may have changed fields since they were."""
+        params = copy.copy(self)
+        params.__post_init__()
+        for name in ("grammar", "speech", "alignment_heads"):
+            if (value := getattr(params, name)) is not None:
+                _refuse(name, value, "null: the engine sets it, and structured_outputs take a grammar")
+        return params
 
     def clone(self) -> SamplingParams:
         """Return a copy that shares only the logits processors."""
@@ -365,6 +377,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             is_list = isinstance(value, list)
             if value is not None and (not is_list or (value and not all(type(t) is int and t >= 0 for t in value))):
                 _refuse(name, value, "a list of token ids")
+        for name in filter(given.__contains__, _BOOLEANS):
+            if type(value := getattr(self, name)) is not bool:
+                _refuse(name, value, "true or false")
+        if type(kind := self.output_kind) is not RequestOutputKind:
+            if type(kind) is not int or kind not in list(RequestOutputKind):
+                _refuse("output_kind", kind, "a RequestOutputKind")
+            self.output_kind = RequestOutputKind(kind)
+        processors: object = self.logits_processors
+        if processors is not None and not (isinstance(processors, list | tuple) and all(map(callable, processors))):
+            _refuse("logits_processors", processors, "a list of functions, or null")
 
     def _check_ranges(self, given: set[str]) -> None:
         """Check the values of the fields that are `given`. All defaults are in their ranges."""
@@ -408,6 +430,9 @@ _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Sampl
 _NUMBERS = (
     "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p", "length_penalty",
 )  # fmt: skip
+_BOOLEANS = (
+    "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+)  # fmt: skip
 _OPTIONAL_INTEGERS = ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 # By field: a function that returns whether a value (never None) is in range, and the range in words.
 _RANGES: dict[str, list[tuple[Callable[[SamplingParams, Any], bool], str]]] = {
@@ -415,7 +440,8 @@ _RANGES: dict[str, list[tuple[Callable[[SamplingParams, Any], bool], str]]] = {
     "best_of": [(lambda params, number: params.n <= number <= MAX_N, f"between n ({{0.n}}) and {MAX_N}")],
     "presence_penalty": [(lambda params, penalty: -2 <= penalty <= 2, "between -2 and 2")],
     "frequency_penalty": [(lambda params, penalty: -2 <= penalty <= 2, "between -2 and 2")],
-    "repetition_penalty": [(lambda params, penalty: penalty > 0, "greater than 0")],
+    # Beyond these bounds float32 cannot hold the penalized logits.
+    "repetition_penalty": [(lambda params, penalty: 1e-30 <= penalty <= 1e30, "between 1e-30 and 1e30")],
     "temperature": [(lambda params, temperature: temperature >= 0, "0 or more")],
     "top_p": [(lambda params, share: 0 < share <= 1, "greater than 0 and at most 1")],
     "top_k": [(lambda params, number: number >= -1, "-1 or 0 (all tokens), or more")],

@@ -233,6 +233,11 @@ def test_one_served_name_may_be_a_string_and_a_whole_number_a_share(model: dict[
     assert found.cache.swap_space_bytes == 2 << 30
 
 
+def test_none_is_the_default_of_every_flag() -> None:
+    given = {one.name: None for one in dataclasses.fields(EngineArgs)}
+    assert EngineArgs(**given) == EngineArgs()
+
+
 def test_each_sequence_of_a_step_has_a_token_to_compute(model: dict[str, Any]) -> None:
     found = config(**model, max_num_batched_tokens=48, max_num_seqs=256)
     assert found.scheduler.max_num_seqs == 48

@@ -157,6 +157,26 @@ def test_an_engine_tells_what_it_was_made_of(llm: LLM, caplog: pytest.LogCapture
     assert "generation" in caplog.messages[-1] and "running 0" in caplog.messages[-1]
 
 
+def test_arguments_of_a_wrong_type_are_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="a prompt has no field 'promt'; its fields are cache_salt, multi_modal"):
+        llm.generate({"prompt": "Hi", "promt": "Hi"}, greedy(1))
+    with pytest.raises(RequestError, match="mm_processor_kwargs is not built: the model's own settings are taken"):
+        llm.generate({"prompt": "Hi", "mm_processor_kwargs": {"num_crops": 4}}, greedy(1))
+    nothing = {"multi_modal_data": {}, "mm_processor_kwargs": None, "encoder": None}
+    assert llm.generate({"prompt": "Hi"} | nothing, greedy(1), use_tqdm=False)[0].finished
+    with pytest.raises(RequestError, match="priority must be a list of one for each of 1 prompts, got 3"):
+        llm.generate("Hi", greedy(1), priority=3)
+    with pytest.raises(RequestError, match="tools must be a list of dictionaries, got "):
+        llm.chat([{"role": "user", "content": "Hi"}], greedy(1), tools=["greet"])
+    with pytest.raises(TypeError, match="params must be BeamSearchParams, got SamplingParams"):
+        llm.beam_search("Hi", greedy(1))
+    wrong = greedy(1)
+    wrong.max_tokens = 2.5
+    for params in (wrong, [wrong]):
+        with pytest.raises(RequestError, match=r"max_tokens must be a 64-bit integer or null, got 2\.5"):
+            llm.generate(["Hi"], params)
+
+
 def test_the_progress_bar_shows_tokens_per_second(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["Hello"] * 3, greedy(4))
     shown = capsys.readouterr().err

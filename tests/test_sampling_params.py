@@ -62,7 +62,10 @@ def test_the_defaults_are_those_that_users_of_vllm_know() -> None:
         ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", "1"),
         ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncation_side", None),
         ("truncation_side", "middle"), ("structured_outputs", {"jason": {}}),
-        ("extra_args", {"a": 1}), ("extra_args", 5),
+        ("extra_args", {"a": 1}), ("extra_args", 5), ("repetition_penalty", 1e-50), ("repetition_penalty", 1e50),
+        ("logit_bias", {1.5: 1}), ("ignore_eos", "no"), ("detokenize", None), ("skip_special_tokens", 0),
+        ("spaces_between_special_tokens", []), ("include_stop_str_in_output", 1.0), ("output_kind", "DELTA"),
+        ("output_kind", 3), ("output_kind", True), ("logits_processors", len), ("logits_processors", [1]),
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
@@ -132,6 +135,18 @@ def test_one_stop_string_is_a_list_of_one_and_json_keys_become_tokens() -> None:
     params = SamplingParams(stop="END", logit_bias={"50": 1, 51: -2.5})  # type: ignore[arg-type, dict-item]
     assert params.stop == ["END"]
     assert params.logit_bias == {50: 1.0, 51: -2.5}
+
+
+def test_fields_that_are_changed_later_are_checked_again() -> None:
+    params = SamplingParams(max_tokens=5)
+    params.stop, params.output_kind, params.temperature = "END", 1, 1  # type: ignore[assignment]
+    checked = params.checked()
+    assert (checked.stop, checked.output_kind, params.stop) == (["END"], RequestOutputKind.DELTA, "END")
+    for name, value in (("ignore_eos", "yes"), ("min_tokens", 6), ("max_tokens", 2.5), ("grammar", "root ::= [a]")):
+        wrong = SamplingParams(max_tokens=5)
+        setattr(wrong, name, value)
+        with pytest.raises(RequestError, match=f"^{name} must be .+, got "):
+            wrong.checked()
 
 
 def test_lists_are_not_shared_between_instances() -> None:

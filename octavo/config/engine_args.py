@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, cast
 
 from octavo.config.engine_config import EngineConfig
@@ -361,6 +361,9 @@ class EngineArgs(Flags):
     )
 
     def __post_init__(self) -> None:
+        for one in fields(self):  # programs pass None for values that they were not given
+            if getattr(self, one.name) is None and one.default is not None:
+                setattr(self, one.name, one.default if one.default_factory is MISSING else one.default_factory())
         if isinstance(self.served_model_name, str):
             self.served_model_name = [self.served_model_name]
         self.dtype = cast(Dtype, str(self.dtype).removeprefix("torch."))  # scripts may pass torch's types

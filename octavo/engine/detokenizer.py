@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.loading.token_texts import decode, is_byte_level
@@ -131,7 +131,8 @@ class WindowDetokenizer:
         self._added, self._special = _added_tokens(tokenizer)
         self._glues_added_tokens = not (skip_special_tokens or spaces_between_special_tokens)
         self._last_token = prompt_token_ids[-1] if prompt_token_ids else -1
-        context = [token for token in prompt_token_ids[-_CONTEXT_TOKENS:] if self._has_text(token)]
+        shown = filter(self._has_text, reversed(prompt_token_ids))  # a prompt may end with many special tokens
+        context = [*islice(shown, _CONTEXT_TOKENS)][::-1]
         num_bytes = next(
             (n for n, token in enumerate(reversed(context)) if token not in self._byte_values), len(context)
         )

@@ -115,8 +115,9 @@ class EngineCalls(AsyncConfigNames, ABC):
         Raises `RequestError` for a request that cannot run, `EngineDeadError` if the core has died.
         """
         refuse_kwargs(tokenization_kwargs=tokenization_kwargs, trace_headers=trace_headers)
+        params = _checked(sampling_params)
         request = await self.prepare(
-            GenerateArgs(prompt, sampling_params, request_id, lora_request, priority, data_parallel_rank)
+            GenerateArgs(prompt, params, request_id, lora_request, priority, data_parallel_rank)
         )
         if prompt_text is not None:
             request = msgspec.structs.replace(request, prompt=msgspec.structs.replace(request.prompt, text=prompt_text))
@@ -146,6 +147,11 @@ class EngineCalls(AsyncConfigNames, ABC):
             lambda: inputs.process([text], pooling_params, priority=priority), length=length_of(prompt)
         )
         yield await self.pool(request, request_id)
+
+
+def _checked(params: SamplingParams | None) -> SamplingParams | None:
+    """Return a caller's parameters, checked again. `InputProcessor.process` refuses what are none."""
+    return params.checked() if isinstance(params, SamplingParams) else params
 
 
 class StepCalls(ConfigNames, ABC):
@@ -191,7 +197,9 @@ class StepCalls(ConfigNames, ABC):
             [request] = PoolingInput(self.inputs).process([Text.of(prompt)], params, priority=priority)
         else:
             adapter = None if lora_request is None else self.find_adapter(lora_request)
-            request = self.inputs.process(prompt, params, priority=priority, arrival_time=arrival_time, adapter=adapter)
+            request = self.inputs.process(
+                prompt, _checked(params), priority=priority, arrival_time=arrival_time, adapter=adapter
+            )
         self.add(request, request_id, lora_request)
         return request_id
 

@@ -14,6 +14,7 @@ import msgspec
 
 from octavo.config import EngineConfig, MediaConfig, ModelConfig
 from octavo.engine.off_loop import MAX_INLINE_LENGTH
+from octavo.engine.vllm_names import refuse_kwargs
 from octavo.errors import LoadError, RequestError, naming_prompt
 from octavo.kv_cache.block_hashes import prompt_hashes
 from octavo.loading.piece_encoder import PieceEncoder
@@ -49,6 +50,10 @@ def as_prompts(prompts: PromptInput | Sequence[PromptInput] | None) -> Sequence[
         raise RequestError(f"prompts must be one or a list of them, got {type(prompts).__name__}.", param="prompt")
     return cast(Sequence[PromptInput], prompts)
 
+
+_PROMPT_FIELDS = {
+    "prompt", "prompt_token_ids", "prompt_embeds", "multi_modal_data", "multi_modal_uuids", "cache_salt", "prediction",
+}  # fmt: skip
 
 # Where a text comes from: the field, its index there, and how many texts the field has.
 Source = tuple[str, int, int]
@@ -298,6 +303,7 @@ class InputProcessor:
                 f"{type(prompt).__name__}.",
                 param="prompt",
             )
+        _check_fields(prompt)
         text, salt = prompt.get("prompt"), prompt.get("cache_salt")
         if salt is not None and not (isinstance(salt, str) and is_unicode(salt)):
             raise RequestError("cache_salt must be a string of valid Unicode.", param="cache_salt")
@@ -316,6 +322,8 @@ class InputProcessor:
             said = f"{unbuilt}a prompt needs text (prompt) or token ids (prompt_token_ids)."
             raise RequestError(said, param="prompt")
         given_media = prompt.get("multi_modal_data")
+        if isinstance(given_media, Mapping) and not given_media:
+            given_media = None
         if self.listener is not None:
             if given_media is None:
                 raise RequestError(
@@ -541,6 +549,17 @@ class InputProcessor:
                 if ids and max(ids) < self.model.vocab_size:
                     sequences[tuple(ids)] = None
         return [list(ids) for ids in sequences]
+
+
+def _check_fields(prompt: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for fields of a prompt that nothing reads. Null and an empty dictionary say nothing."""
+    if prompt.keys() <= _PROMPT_FIELDS or "encoder_prompt" in prompt:  # that is refused later
+        return
+    refuse_kwargs(mm_processor_kwargs=prompt.get("mm_processor_kwargs"))
+    for name in prompt.keys() - _PROMPT_FIELDS:
+        if prompt[name] is not None and name != "mm_processor_kwargs":
+            known = ", ".join(sorted(_PROMPT_FIELDS))
+            raise RequestError(f"a prompt has no field {name!r}; its fields are {known}.", param="prompt")
 
 
 def _eos_token_ids(model: ModelConfig, tokenizer: ModelTokenizer) -> list[int]:

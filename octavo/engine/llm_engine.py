@@ -201,7 +201,10 @@ class LLMEngine(StepCalls):
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Allocate again what `sleep` freed: "weights", the "kv_cache", or both."""
-        self._asleep -= woken_by(tags)
+        woken = woken_by(tags)
+        if not self._asleep:
+            return
+        self._asleep -= woken
         self.metrics.sleep_level = self.metrics.sleep_level if self._asleep else 0
         if self._core is None:
             self._core = EngineCore(self.config)
@@ -220,5 +223,5 @@ class LLMEngine(StepCalls):
         """Free the memory of model and cache."""
         if self._core is not None and self._core.disk is not None:
             self._core.disk.close()
-        self._core = None
+        self._core, self._asleep = None, frozenset()
         gc.collect()  # the runner and its program refer to each other

@@ -157,8 +157,11 @@ class LLM(PoolingMethods):
         params = self._params_for(prompts, sampling_params)
         if priority is None:
             priority = [0] * len(prompts)
-        elif len(priority) != len(prompts):
-            raise RequestError(f"{len(priority)} priorities for {len(prompts)} prompts.", param="priority")
+        elif not isinstance(priority, Sequence) or len(priority) != len(prompts):
+            raise RequestError(
+                f"priority must be a list of one for each of {len(prompts)} prompts, got {priority!r:.100}.",
+                param="priority",
+            )
         loras = _one_each(prompts, lora_request)
         requests = []
         asked = zip(prompts, params, priority, self._adapters_for(loras), strict=True)
@@ -204,6 +207,8 @@ class LLM(PoolingMethods):
                     f"got {conversation!r:.100}.",
                     param="messages",
                 )
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(one, Mapping) for one in tools)):
+            raise RequestError(f"tools must be a list of dictionaries, got {tools!r:.100}.", param="tools")
         taken = [[read_message(message) for message in conversation] for conversation in conversations]
         media = [media_of([message.get("content") for message in conversation]) for conversation in taken]
         all_embeds = [embeds_of([message.get("content") for message in conversation]) for conversation in taken]
@@ -294,6 +299,8 @@ class LLM(PoolingMethods):
     ) -> list[BeamSearchOutput]:
         """Return the most likely continuations of each prompt, by `transformers`' rules (`generate(num_beams=...)`).
         Search `concurrency_limit` prompts at a time."""
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}.")
         given, asked = as_prompts(prompts), params.to_sampling_params()
         loras = _one_each(given, lora_request)
         if concurrency_limit is not None and concurrency_limit < 1:
@@ -334,12 +341,12 @@ class LLM(PoolingMethods):
         if params is None:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
-            return [params] * len(prompts)
+            return [params.checked()] * len(prompts)
         if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
             raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {type(params).__name__}.")
         if len(params) != len(prompts):
             raise RequestError(f"{len(params)} sampling_params for {len(prompts)} prompts.", param="sampling_params")
-        return list(params)
+        return [one.checked() for one in params]
 
     def _adapters_for(self, asked: Sequence[LoRARequest | None]) -> list[AdapterSource | None]:
         found = {one: self.llm_engine.find_adapter(one) for one in asked if one is not None}

@@ -32,7 +32,8 @@ _SETTINGS: dict[str, type[np.generic]] = {
     "num_prompt_tokens": np.int64,
     "num_logprobs": np.int64,  # -1: none
 }
-_MAX_FLOAT32 = float(np.finfo(np.float32).max)  # a higher temperature would become infinite, and its row NaN
+# Beyond these bounds temperatures, and logits divided by them, become 0 or infinite in float32; so does top_p.
+_LEAST, _MOST = 1e-30, float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +208,7 @@ class SamplingTable:
         )
         is_special = bool(params.follows_output or params.logit_bias or params.allowed_token_ids is not None)
         self._is_special[row] = is_special
-        temperature = min(params.temperature, _MAX_FLOAT32)
+        temperature = min(max(params.temperature, _LEAST), _MOST) if params.temperature else 0.0
         num_logprobs = (params.logprobs or 0) if params.wants_logprobs else -1
         self._logprob_tokens.pop(row, None)
         if params.logprob_token_ids:
@@ -216,10 +217,10 @@ class SamplingTable:
         if params.use_beam_search:
             # Enough tokens for all sequences to continue this beam, even if all of its most likely tokens end it.
             num_offered = max(params.num_sequences + len(admission.stop_token_ids), params.logprobs or 0)
-            self._beams[row] = num_offered, params.temperature
+            self._beams[row] = num_offered, temperature
             temperature, num_logprobs = 0.0, -1  # beams have log-probabilities of their own
         values = (
-            temperature, params.top_p, max(params.top_k, 0), params.min_p, admission.seed, admission.index,
+            temperature, max(params.top_p, _LEAST), max(params.top_k, 0), params.min_p, admission.seed, admission.index,
             admission.num_prompt_tokens, num_logprobs,
         )  # fmt: skip
         for array, value in zip(self._values.values(), values, strict=True):

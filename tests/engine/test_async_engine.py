@@ -280,6 +280,17 @@ def test_a_bad_request_fails_alone() -> None:
     with_engine(use)
 
 
+def test_values_that_are_changed_after_their_check_do_not_reach_the_core() -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        params = SamplingParams(max_tokens=2)
+        params.ignore_eos = "yes"  # type: ignore[assignment]
+        with pytest.raises(RequestError, match="ignore_eos must be true or false, got 'yes'"):
+            await collect(engine, "Hello", params, "wrong")
+        assert (await collect(engine, "Hello", SamplingParams(max_tokens=2), "right"))[-1].finished
+
+    with_engine(use)
+
+
 def test_higher_priority_goes_first() -> None:
     async def use(engine: AsyncLLMEngine) -> None:
         order: list[str] = []

@@ -182,6 +182,7 @@ def test_blanks_of_sentencepiece_vocabularies_are_kept_between_words_only(make: 
     for hidden in (2, 264):  # a special token, and a piece without text
         assert grow(make, tokenizer, [hello, hidden, hidden, world]) == ["Hello", "", "", " world", ""]
     assert "".join(grow(make, tokenizer, [hello, blank, world])) == "Hello  world"
+    assert grow(make, tokenizer, [world], prompt=[hello, *[2] * 9]) == [" world", ""]
 
 
 def test_characters_of_byte_tokens_come_whole(make: Any) -> None:

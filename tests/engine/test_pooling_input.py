@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from octavo.engine.pooling_input import PoolingInput, _filled, num_cut
+from octavo.errors import RequestError
 from octavo.pooling_params import PoolingParams
 
 
@@ -30,6 +31,14 @@ def test_special_tokens_stay_and_each_text_is_cut_at_one_side(side: Any, kept: l
     inputs = cast(PoolingInput, SimpleNamespace(_model=model, _limit=lambda params: params.truncate_prompt_tokens))
     params = PoolingParams(truncate_prompt_tokens=7, truncation_side=side)
     assert PoolingInput._cut(inputs, cast(Any, encoding), params) == (kept, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("dimensions", "5"), ("dimensions", 2.5), ("truncate_prompt_tokens", "5"), ("normalize", "no")]
+)
+def test_values_of_a_wrong_type_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"{name.replace('normalize', 'use_activation')} must be .+, got {value!r}"):
+        PoolingParams(**{name: value})
 
 
 def test_a_template_is_filled_with_texts_as_they_are() -> None:

@@ -135,6 +135,12 @@ def test_a_nucleus_of_more_than_512_tokens_is_neither_cut_nor_widened(top_k: int
     assert min(logits[list(drawn)]) < min(logits[list(nucleus)]) + 0.01, "tokens at its edge are drawn too"
 
 
+@pytest.mark.parametrize("top_p", [1e-9, 1e-300])
+def test_a_tiny_nucleus_is_the_most_likely_token(top_p: float) -> None:
+    logits = random_logits(1000, seed=3, scale=0.1)
+    assert set(drawn_tokens(logits, SamplingParams(top_p=top_p), 20)) == {int(logits.argmax())}
+
+
 def test_min_p_is_relative_to_the_most_likely_token() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     assert set(drawn_tokens(logits, SamplingParams(min_p=0.25), 300)) == {0, 1, 2}
