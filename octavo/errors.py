@@ -136,4 +136,6 @@ def similar(word: str, known: Collection[str]) -> str | None:
         return None
     letters = sorted(word)
     transposed = (name for name in known if sorted(name) == letters)  # in a short name this is far from similar
-    return next(iter(difflib.get_close_matches(word, known, 1, 0.8)), None) or next(transposed, None)
+    close = next(iter(difflib.get_close_matches(word, known, 1, 0.8)), None) or next(transposed, None)
+    longer = [name for name in known if name.startswith((f"{word}_", f"{word}-"))]  # its beginning
+    return close or (longer[0] if len(longer) == 1 else None)

@@ -23,6 +23,7 @@ from octavo.errors import RequestError
 MAX_LOGPROBS = 20  # unless --max-logprobs says otherwise
 MAX_LOGPROB_TOKEN_IDS = 128  # vLLM's bound
 MAX_N = 128
+SEED_BITS = 53  # of a drawn seed: programs that read the log's JSON may keep numbers as floats
 MAX_LENGTH_PENALTY = 10  # beyond it powers of long lengths overflow floating-point numbers
 # Takes (prompt_token_ids, output_token_ids, logits [vocab_size] float32) and returns the logits to use.
 LogitsProcessor = Callable[[list[int], list[int], Any], Any]

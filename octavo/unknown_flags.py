@@ -126,7 +126,7 @@ def known_arguments(caller: str, given: Mapping[str, object], known: Collection[
     asked = {name: value for name, value in given.items() if name in known or not asks_for_nothing(name, value)}
     if unknown := sorted(asked.keys() - set(known)):
         advice = advice_on(unknown, known)
-        raise TypeError(" ".join([f"{caller}() has no arguments {', '.join(unknown)}.", *advice]))
+        raise TypeError(" ".join([f"{caller}() has no argument {' or '.join(unknown)}.", *advice]))
     return asked
 
 

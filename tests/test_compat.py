@@ -174,13 +174,15 @@ def test_what_is_advised_exists_and_what_exists_needs_no_advice() -> None:
 
 def test_keywords_and_keys_of_a_file_get_the_same_advice(tmp_path: Path) -> None:
     with pytest.raises(
-        TypeError, match=r"LLM.. has no arguments scheduler_delay_factor. scheduler_delay_factor: leave it out: prompts"
+        TypeError, match=r"LLM.. has no argument scheduler_delay_factor. scheduler_delay_factor: leave it out: prompts"
     ):
         octavo.LLM(scheduler_delay_factor=0.5, tokenizer_revision=None, cpu_offload_gb=0, skip_tokenizer_init=False)
-    with pytest.raises(TypeError, match=r"no arguments multi_step_stream_outputs\. multi_step"):
+    with pytest.raises(TypeError, match=r"no argument multi_step_stream_outputs\. multi_step"):
         octavo.LLM(multi_step_stream_outputs=False)
+    with pytest.raises(TypeError, match=r"gpu_memory: did you mean gpu_memory_utilization\?"):
+        octavo.LLM(gpu_memory=0.5)
     with pytest.raises(
-        TypeError, match=r"^AsyncEngineArgs\(\) has no arguments max_modal_len. max_modal_len: did you mean max_"
+        TypeError, match=r"^AsyncEngineArgs\(\) has no argument max_modal_len. max_modal_len: did you mean max_"
     ):
         AsyncEngineArgs(max_modal_len=5, engine_use_ray=False, worker_use_ray=None)
     assert AsyncEngineArgs(model="a", engine_use_ray=False, max_log_len=3) == AsyncEngineArgs(model="a", max_log_len=3)

@@ -22,7 +22,7 @@ from octavo.lora.adapter_files import source
 from octavo.lora.request import LoRARequest
 from octavo.media_kinds import KINDS, MediaKind, SentMedium
 from octavo.request import AdapterSource, EngineRequest, MediaInput, MediaItem, Prompt, num_positions
-from octavo.sampling_params import SamplingParams, is_unicode
+from octavo.sampling_params import SEED_BITS, SamplingParams, is_unicode
 from octavo.structured_output.grammar_builder import WantedGrammar, make_checked_grammar
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class InputProcessor:
         for name, count in counts.items():
             setattr(params, name, count)
         if params.seed is None:  # drawn here, so that the next core draws the same tokens if one dies
-            params.seed = self._seeds.getrandbits(64)
+            params.seed = self._seeds.getrandbits(SEED_BITS)
         self._check_token_ids(params)
         if grammar is None and params.structured_outputs is not None:
             grammar = WantedGrammar(params.structured_outputs, special_tokens=self.special_tokens)

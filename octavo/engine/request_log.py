@@ -33,7 +33,10 @@ def log_request(state: RequestState, max_length: int | None) -> None:
         fields["response_id"] = response_id
         name = response_id if response_id.endswith(request_id) else f"{request_id} ({response_id})"
     said = prompt.token_ids if prompt.text is None else prompt.text
-    shown = "" if max_length == 0 else f": {said[:max_length]!r}{'...' if len(said[:max_length]) < len(said) else ''}"
+    shown = ""
+    if max_length != 0:
+        fields["prompt"] = said[:max_length]
+        shown = f": {fields['prompt']!r}{'...' if len(fields['prompt']) < len(said) else ''}"
     options = brief(msgspec.to_builtins(request.params))
     options.pop("output_kind", None)  # the front end's choice, not the client's
     times = state.metrics.intervals()

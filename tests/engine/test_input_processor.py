@@ -169,6 +169,7 @@ def test_requests_without_a_seed_get_different_ones_and_a_seeded_engine_repeats_
 
     assert seeds() == seeds()
     assert len(set(seeds())) == 4, "a seed of -1 is none"
+    assert all(float(seed) == seed for seed in seeds() if seed is not None), "as a program reads the log's JSON"
 
 
 def test_special_tokens_are_added_where_they_are_wanted(model: ModelConfig, tokenizer: Any) -> None:

@@ -62,7 +62,10 @@ def test_the_line_ends_with_the_prompts_beginning_and_what_the_client_chose(
 ) -> None:
     request = _request(SamplingParams(output_kind=RequestOutputKind.DELTA, seed=3))
     request.prompt = prompt
-    assert _log(tokenizer, caplog, request, max_length).getMessage().endswith(f" output tokens{shown} {{'seed': 3}}")
+    record = _log(tokenizer, caplog, request, max_length)
+    assert record.getMessage().endswith(f" output tokens{shown} {{'seed': 3}}")
+    field = getattr(record, "prompt", None)
+    assert shown.removesuffix("...") == ("" if field is None else f": {field!r}")
 
 
 @pytest.mark.parametrize(("response_id", "named"), [("", "r"), ("cmpl-r", "cmpl-r"), ("resp_1", "r (resp_1)")])

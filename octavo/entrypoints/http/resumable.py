@@ -19,7 +19,7 @@ from starlette.requests import Request
 from octavo.entrypoints.http.server_state import state_of
 from octavo.entrypoints.http.streaming import encode_json, tokens_comment
 from octavo.errors import EngineDeadError
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import SEED_BITS, SamplingParams
 
 _HEADER, PROMPT_TOKENS = "X-Octavo-Resumable", "X-Octavo-Prompt-Tokens"
 _GIVEN_UP = b": given up\n\n"
@@ -52,7 +52,7 @@ class ResumableStream:
         if resume is not None:
             params.seed = resume.seed
         elif self.shows_tokens and params.seed is None:
-            params.seed = random.getrandbits(63)
+            params.seed = random.getrandbits(SEED_BITS)
         self._seed = params.seed
 
     def headers(self, num_prompt_tokens: int) -> dict[str, str]:
