@@ -1,4 +1,5 @@
-"""What a GPU is expected to take for a decoder served in bfloat16, kernel by kernel: the predictions of docs/gpu.md.
+"""What a GPU is expected to take for a decoder served in bfloat16, kernel by kernel: the predictions of
+benchmarks/results/2026-11-30-gpu-predictions.md.
 
     python benchmarks/gpu_limits.py [--device h100|h200|a100] [--copy-gbs 3000] [--tflops 700] [--steps]
 

@@ -1,5 +1,6 @@
 """Published chat templates in the folder that OCTAVO_CHAT_TEMPLATES names, such as llama.cpp's models/templates. Run as
-a program, it prints the table of docs/tools.md: which format was recognised for which template, and tried."""
+a program, it prints the table of benchmarks/results/2026-11-30-templates.md: which format was recognised for which
+template, and tried."""
 
 from __future__ import annotations
 
