@@ -43,7 +43,10 @@ class Broadcast:
             for one in deployments:
                 if one.replicas:
                     held.enter_context(one.hold())
-            places = [(one, replica) for one in deployments for replica in one.replicas]
+            every = [(one, replica) for one in deployments for replica in one.replicas]
+            places = {
+                (its.upstream.address, its.api_key): (one, its) for one, its in every
+            }.values()  # servers, once each
             answers = await asyncio.gather(*(self._whole_answer(*place, request) for place in places))
         lost = [replica.name for (_, replica), answer in zip(places, answers, strict=True) if answer[0] >= 500]
         if lost:

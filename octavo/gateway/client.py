@@ -262,7 +262,7 @@ class Client:
             await self._finish(error_event(body, self._path))
         elif self._is_lines:
             await self._finish(body + b"\n")
-        else:
+        elif not (isinstance(self.send, AnswerTranslator) and await self.send.fail(error.status, str(error))):
             raise BrokenAnswerError
 
     async def reply(self, status: int, content_type: bytes, body: bytes) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, similar
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.models import Models
-from octavo.gateway.proxy_request import MODEL_HEADER, ProxyRequest
+from octavo.gateway.proxy_request import MODEL_HEADER, ROUTES, ProxyRequest, route_of
 from octavo.gateway.replica import Replica
 from octavo.gateway.router import CreatedIds
 
@@ -65,6 +65,14 @@ class KeptItems:
         else:
             if request.path.startswith(_ADMIN_PATHS):
                 raise RequestError(f"{request.path:.200} is a route of the admin port (--admin-port).", status=404)
+            if route_of(request.path) is None:
+                meant = similar(request.path, ROUTES)
+                perhaps = f"; did you mean {meant}?" if meant else "."
+                raise RequestError(
+                    f"{request.path:.200} is no route that the gateway knows{perhaps} For "
+                    f"another route of a server, name its model in the header {MODEL_HEADER.decode()}.",
+                    status=404, code="not_found",
+                )  # fmt: skip
             raise RequestError(
                 f"{request.path:.200} names no model, and there are {len(self._models)}: give it as `model` in the "
                 f"body, or in the header {MODEL_HEADER.decode()}.",

@@ -266,6 +266,10 @@ class Answer:
             self.fail(UpstreamError(f"nothing came for {self._timeout_s:g} s"))
 
 
+def _long_head() -> UpstreamError:
+    return UpstreamError(f"the head of the server's answer has more than {MAX_HEAD_BYTES} bytes")
+
+
 class _StaleError(UpstreamError):
     """A kept connection that the other side had closed."""
 
@@ -341,10 +345,11 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            answer.fail(UpstreamError(f"the server spoke no HTTP: {error}"))
+            why = "it changed to another protocol" if isinstance(error, httptools.HttpParserUpgrade) else error
+            answer.fail(UpstreamError(f"the server spoke no HTTP: {why}"))
             self._transport.abort()
         if not self._has_head and self._num_head_bytes > MAX_HEAD_BYTES:
-            answer.fail(UpstreamError(f"the head of the server's answer has more than {MAX_HEAD_BYTES} bytes"))
+            answer.fail(_long_head())
             self._transport.abort()
         answer.deliver()
 
@@ -377,6 +382,9 @@ class _Connection(asyncio.Protocol):
             return
         if status < 200:  # interim
             answer.headers.clear()
+            return
+        if sum(len(name) + len(value) for name, value in answer.headers) > MAX_HEAD_BYTES:
+            answer.fail(_long_head())  # its end came with the bytes that are too many
             return
         if is_encoded(answer.headers):
             # Neither its events and usage could be read, nor could every client.

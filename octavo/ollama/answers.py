@@ -158,6 +158,14 @@ class AnswerTranslator:
             return False
         return True
 
+    async def fail(self, status: int, message: str) -> bool:
+        """Answer with an error in place of an answer that has broken off. Returns False if a part of it was sent."""
+        if self._is_begun:
+            return False
+        self._status = status
+        await self._send_part(_JSON, _encode(ollama_error(message)), True)
+        return True
+
     def _lines_of(self, reader: EventReader, data: bytes) -> list[dict[str, Any]]:
         """Return the lines for a piece of a stream."""
         lines: list[dict[str, Any]] = []

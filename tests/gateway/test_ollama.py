@@ -385,10 +385,16 @@ def test_a_server_that_answers_nonsense_is_an_error_in_ollamas_form(clock: Clock
     async def whole(asked: Asked) -> None:
         asked.reply(nonsense)
 
+    async def broken_off(asked: Asked) -> None:
+        asked.head(content_type="application/json", content_length="100")
+        asked.writer.write(b'{"data')
+        await asked.writer.drain()
+        asked.die()
+
     async def run() -> None:
         nonlocal nonsense
-        async with fake_servers(not_modified, stream, whole) as servers:
-            models = {name: {"addresses": [one.address]} for name, one in zip("abc", servers, strict=True)}
+        async with fake_servers(not_modified, stream, whole, broken_off) as servers:
+            models = {name: {"addresses": [one.address]} for name, one in zip("abcd", servers, strict=True)}
             async with gateway(models) as gate:
                 messages = [{"role": "user", "content": "x"}]
                 answer = await gate.ask("a", "/api/chat", messages=messages)
@@ -400,6 +406,10 @@ def test_a_server_that_answers_nonsense_is_an_error_in_ollamas_form(clock: Clock
                 for nonsense in (b"7", b"[]", b'{"data": 7}', b'{"data": [7]}', b'{"data": [], "usage": 7}', b"\xff"):
                     answer = await gate.ask("c", "/api/embed", input="x")
                     assert answer.status_code == 502 and answer.json()["error"], nonsense
+                chat: dict[str, Any] = {"messages": messages}
+                for path, fields in (("chat", chat), ("chat", chat | {"stream": False}), ("embed", {"input": "x"})):
+                    answer = await gate.ask("d", f"/api/{path}", **fields)
+                    assert answer.status_code == 503 and "its replica was lost" in answer.json()["error"]
                 answer = await gate.http.post("/api/chat", content=b'{"model": "\xff"}')
                 assert answer.status_code == 400 and "utf-8" in answer.json()["error"]
 

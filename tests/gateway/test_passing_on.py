@@ -15,7 +15,7 @@ import pytest
 
 from octavo.gateway.client import ClientSend
 from octavo.gateway.upstream import Upstream
-from tests.gateway.fakes import Asked, FakeLaunch, fake_servers, gateway, until
+from tests.gateway.fakes import Asked, FakeLaunch, answer_plainly, fake_servers, gateway, until
 from tests.waiting import Clock
 
 
@@ -146,6 +146,8 @@ def test_models_are_listed_with_their_aliases(clock: Clock) -> None:
         ("/v1/responses/resp_1/cancel", b"", 404, "resp_1 is not known"),
         ("/v1/chat/completions/chatcmpl-1", b"{}", 404, "chatcmpl-1 is not known"),
         ("/v1/chat/completions/render", b"{}", 400, "render names no model"),
+        ("/v1/uploads", b"{}", 404, "/v1/uploads is no route that the gateway knows. For another"),
+        ("/v1/chat/completion", b"{}", 404, "did you mean /v1/chat/completions? For another route"),
         ("/v1/chat/completions", b'{"model": "' + b"a" * 200 + b'"}', 413, "--max-body-bytes"),
     ],
 )
@@ -273,6 +275,19 @@ def test_a_cache_session_is_deleted_at_every_replica(clock: Clock) -> None:
                 assert gate.launch.begun == [], "what is stopped is not started"
                 nowhere = await gate.http.delete(path, headers={"x-octavo-model": "stopped"})
                 assert nowhere.status_code == 404
+
+    clock.run(run())
+
+
+def test_a_server_of_several_entries_is_told_once_of_a_deleted_cache_session(clock: Clock) -> None:
+    async def run() -> None:
+        async with fake_servers(answer_plainly) as (server,):
+            at = {"addresses": [server.address]}
+            async with gateway({"a": at, "b": at, "base": {}, "adapter": {"adapter_of": "base"}}) as gate:
+                await gate.ask("base")
+                assert (await gate.http.delete("/v1/cache/sessions/x")).status_code == 200
+                for each in (server, gate.launch.last("base")):
+                    assert [one.method for one in each.asked].count("DELETE") == 1
 
     clock.run(run())
 

@@ -108,11 +108,13 @@ def test_a_second_answer_to_one_request_is_no_part_of_the_first(clock: Clock) ->
     run_with(clock, behave, work)
 
 
+@pytest.mark.parametrize("num_lines", [16000, 300])
 @pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nx: ", b"HTTP/1.1 200 OK\r\n", b""])
-def test_a_head_without_an_end_is_bounded(clock: Clock, head: bytes) -> None:
+def test_a_head_is_bounded_with_and_without_an_end(clock: Clock, head: bytes, num_lines: int) -> None:
     async def behave(asked: Asked) -> None:
         line = b"y" * 1000 + (b"" if head.endswith(b" ") else b": z\r\n")
-        asked.writer.write(head + (line if head else b"HTTP/1.1 102 X\r\n\r\n") * 16000)
+        lines = (line if head else b"HTTP/1.1 102 X\r\n\r\n" * 50) * num_lines
+        asked.writer.write(head + lines + (b"\r\n\r\n" if num_lines < 1000 else b""))
 
     async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
         with pytest.raises(UpstreamError, match="more than 262144 bytes"):
