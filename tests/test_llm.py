@@ -374,6 +374,20 @@ def test_reasoning_ends_when_its_budget_is_used_up(llm: LLM, num_tokens: int) ->
     assert found.outputs[0].text == free.outputs[0].text, "who does not think is free"
 
 
+def test_a_budget_ends_no_call(llm: LLM) -> None:
+    """A call that is begun within the reasoning ends it; before a structure it has to wait for its end."""
+    tokenizer = llm.tokenizer.backend_tokenizer
+    call, end = (tokenizer.token_to_id(mark) for mark in ("<file_sep>", "<reponame>"))
+    choice = StructuredOutputsParams(choice=["red", "green"])
+    for content, count in ((None, 9), (choice, 0)):
+        budget = ThinkingBudget(3, None, end, tuple(llm.inputs.eos_token_ids), len(llm.tokenizer), calls=(call,))
+        marks = ReasoningMarks(None, "<reponame>", is_optional=False)
+        params = greedy(9, skip_special_tokens=False, logit_bias={call: 100.0})
+        request = llm.inputs.process("Colours:", params, grammar=WantedGrammar(content, marks, budget=budget))
+        (output,) = llm._run_generation([request], [None], False)
+        assert output.outputs[0].token_ids.count(call) == count
+
+
 def test_a_failing_logits_processor_fails_its_request_and_leaves_the_engine_well(llm: LLM) -> None:
     def broken(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
         raise ZeroDivisionError("on purpose")

@@ -162,12 +162,14 @@ class ThinkingBudget:
     end: int
     eos_token_ids: tuple[int, ...]
     vocab_size: int
+    calls: tuple[int, ...] = ()  # tokens that begin calls
 
-    @property
-    def rule(self) -> str:
-        """Return the rule `thought`: the reasoning up to its end. It counts tokens, whatever their texts are."""
+    def rule(self, *, ends_with_call: bool = False) -> str:
+        """Return the rule `thought`: the reasoning up to its end, which may be a call. It counts tokens, whatever their
+        texts are. The end never comes within a call."""
         counted = f"token{{0,{self.num_tokens}}} " if self.num_tokens else ""
-        return f"thought: {counted}<[{self.end}]>\ntoken: {self.tokens_but(self.end)}"
+        ends = ",".join(map(str, (self.end, *(self.calls if ends_with_call else ()))))
+        return f"thought: {counted}<[{ends}]>\ntoken: {self.tokens_but(self.end, *self.calls)}"
 
     def tokens_but(self, *others: int) -> str:
         """Return an expression for every token except `others` and those that end an answer."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,6 +30,7 @@ from octavo.structured_output.grammar_check import (
 )
 from octavo.structured_output.reasoning_grammar import after_reasoning, joined, of_budget
 from octavo.structured_output.schema_grammar import GrammarDraft, schema_grammar, without_place
+from octavo.structured_output.schema_keywords import without_nulls
 
 _MAX_SIMPLE_CHARACTERS = 1 << 16  # the most characters of a grammar that is not tried in another process
 
@@ -61,6 +63,9 @@ def make_checked_grammar(wanted: WantedGrammar, *, closes_objects: bool = False)
     seconds.
     """
     content, reasoning, field, special_tokens, budget, calls, checks = wanted
+    if isinstance(content, StructuredOutputsParams) and isinstance(content.json, dict):
+        with suppress(RecursionError):  # a schema of this depth is refused
+            content = msgspec.structs.replace(content, json=without_nulls(content.json))
     is_call = isinstance(content, ToolCalls)
     if content is None:
         assert budget is not None

@@ -14,7 +14,7 @@ from octavo.structured_output.lark import pieces
 
 def of_budget(budget: ThinkingBudget) -> str:
     """Return the grammar of reasoning within its budget, then anything."""
-    lines = ["start: thought free*", budget.rule, f"free: {budget.tokens_but()}"]
+    lines = ["start: thought free*", budget.rule(ends_with_call=True), f"free: {budget.tokens_but()}"]
     if budget.start is not None:
         lines[0] = f"start: <[{budget.start}]> thought free* | (other free*)?"
         lines.append(f"other: {budget.tokens_but(budget.start)}")
@@ -43,7 +43,7 @@ def after_reasoning(
     after = " ".join(map(literal, more))
     start = literal(marks.start or "")
     if budget is not None:
-        thought = budget.rule
+        thought = budget.rule()
         start = start if budget.start is None else f"<[{budget.start}]>"
     elif end in special_tokens:
         thought = f"thought: /(.|\\n)*/ {literal(end)} {after}"

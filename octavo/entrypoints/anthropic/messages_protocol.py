@@ -181,16 +181,43 @@ def _text_block(text: str) -> TextBlock:
     return TextBlock.model_construct(type="text", text=text)
 
 
+class ToolReferenceBlock(_Block):
+    """A tool that a search has found: the model sees it from then on."""
+
+    type: Literal["tool_reference"]
+    tool_name: Text
+
+    @property
+    def parts(self) -> list[TextBlock | ImageBlock]:
+        """Return what the model reads."""
+        return [_text_block(f"The tool {self.tool_name} can be called.")]
+
+
+class ChangedTool(RequestBody):
+    type: Literal["tool_reference"]
+    name: Text
+
+
+class ToolChangeBlock(_Block):
+    """A tool that the model sees from then on, or no longer."""
+
+    type: Literal["tool_addition", "tool_removal"]
+    tool: ChangedTool
+
+
 _Results = list[
     Annotated[
         Annotated[TextBlock, Tag("text")]
         | Annotated[ImageBlock, Tag("image")]
         | Annotated[DocumentBlock, Tag("document")]
-        | Annotated[SearchResultBlock, Tag("search_result")],
+        | Annotated[SearchResultBlock, Tag("search_result")]
+        | Annotated[ToolReferenceBlock, Tag("tool_reference")],
         Field(discriminator="type"),
     ]
 ]
-ResultBlocks = Annotated[_Results, _known_blocks(_Results, "text", "image", "document", "search_result")]
+ResultBlocks = Annotated[
+    _Results, _known_blocks(_Results, "text", "image", "document", "search_result", "tool_reference")
+]
 
 
 class ToolResultBlock(_Block):
@@ -209,7 +236,8 @@ Block = Annotated[
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
-    | Annotated[ToolResultBlock, Tag("tool_result")],
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | ToolChangeBlock,
     Field(discriminator="type"),
 ]
 _Blocks = list[Block]
@@ -217,10 +245,14 @@ Blocks = Annotated[
     _Blocks,
     _known_blocks(
         _Blocks, "text", "image", "document", "search_result", "thinking", "redacted_thinking", "tool_use",
-        "tool_result",
+        "tool_result", "tool_addition", "tool_removal",
     ),
 ]  # fmt: skip
-_OF_USERS = ("tool_result", "image", "document", "search_result")
+# The roles to which blocks belong, besides texts and the assistant's.
+_OWNERS = {
+    **dict.fromkeys(("tool_result", "image", "document", "search_result"), "user"),
+    **dict.fromkeys(("tool_addition", "tool_removal"), "system"),
+}  # fmt: skip
 
 
 class Message(RequestBody):
@@ -228,13 +260,16 @@ class Message(RequestBody):
 
     role: Literal["user", "assistant", "system"]
     content: Blocks = Field(description="Text, or a list of blocks.")
+    clear_at: Literal["next_user_message", "never"] | None = None  # when the system's text leaves the prompt
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Message:
         for block in self.content:
-            of = self.role if block.type == "text" else "user" if block.type in _OF_USERS else "assistant"
+            of = self.role if block.type == "text" else _OWNERS.get(block.type, "assistant")
             if of != self.role:
                 raise RequestError(f"a block of type {block.type} belongs to a message of the {of}.", param="messages")
+        if self.clear_at is not None and self.role != "system":
+            raise RequestError("clear_at belongs to a message of the system.", param="messages")
         return self
 
 
@@ -250,7 +285,7 @@ class ToolDefinition(RequestBody):
     eager_input_streaming: bool | None = None  # input is streamed as far as the model's format allows
     allowed_callers: list[Literal["direct"]] | None = None
     input_examples: list[dict[str, Any]] | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = None  # the model sees the tool once a search or the system has named it
 
     @model_validator(mode="before")
     @classmethod

@@ -16,6 +16,9 @@ from octavo.entrypoints.anthropic.messages_protocol import (
     SearchResultBlock,
     TextBlock,
     ThinkingBlock,
+    ToolChangeBlock,
+    ToolDefinition,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -52,7 +55,8 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
     }
     if body.messages[-1].role == "assistant":
         fields |= {"add_generation_prompt": False, "continue_final_message": True}
-    if body.tools:
+    tools = _seen_tools(body)
+    if tools:
         fields["tools"] = [
             {
                 "type": "function",
@@ -63,12 +67,12 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
                     "strict": tool.strict,
                 },
             }
-            for tool in body.tools
+            for tool in tools
         ]
     if (choice := body.tool_choice) is not None:
         named = {"type": "function", "function": {"name": choice.name}}
         fields["tool_choice"] = named if choice.type == "tool" else _CHOICES[choice.type]
-        if choice.type in ("auto", "none") and not body.tools:
+        if choice.type in ("auto", "none") and not tools:
             fields["tool_choice"] = None  # there are no tools to choose from
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     output = body.output_config
@@ -92,12 +96,29 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
     return make_chat(fields)
 
 
+def _seen_tools(body: CountTokensRequest) -> list[ToolDefinition]:
+    """Return the tools that the model sees: without deferred ones that nothing has named, and without removed ones."""
+    added: dict[str, bool] = {}
+    for turn in body.messages:
+        for block in turn.content:
+            if isinstance(block, ToolChangeBlock):
+                added[block.tool.name] = block.type == "tool_addition"
+            elif isinstance(block, ToolResultBlock):
+                named = (one for one in block.content or () if isinstance(one, ToolReferenceBlock))
+                added |= dict.fromkeys((one.tool_name for one in named), True)
+    return [tool for tool in body.tools or () if added.get(tool.name, not tool.defer_loading)]
+
+
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": _text(body.system)})
     num_cleared = _num_without_thinking(body)
+    num_users = sum(turn.role == "user" for turn in body.messages)  # turns of the user from here on
     for turn in body.messages:
+        num_users -= turn.role == "user"
+        if turn.clear_at == "next_user_message" and num_users:
+            continue
         if turn.role == "assistant":
             num_cleared -= 1
             _add_answer(messages, turn, shows_thinking=num_cleared < 0)
@@ -122,12 +143,14 @@ def _add_input(messages: list[dict[str, Any]], turn: Message) -> None:
         _append_text(messages, turn.role, "")
 
 
-def _spelled_out(blocks: Sequence[Block]) -> list[Block]:
-    """Return `blocks` with documents and search results as the texts and pictures that the model reads."""
+def _spelled_out(blocks: Sequence[Block | ToolReferenceBlock]) -> list[Block]:
+    """Return `blocks` with documents, search results and references as the texts and pictures that the model reads."""
     return [
         one
         for block in blocks
-        for one in (block.parts if isinstance(block, DocumentBlock | SearchResultBlock) else [block])
+        for one in (
+            block.parts if isinstance(block, DocumentBlock | SearchResultBlock | ToolReferenceBlock) else [block]
+        )
     ]
 
 
@@ -206,7 +229,7 @@ def _num_without_thinking(body: CountTokensRequest) -> int:
                 f"context_management: the edit {kind!r:.60} is not built; {_CLEAR_THINKING} is.",
                 param="context_management",
             )
-        keep = edit.get("keep", {"type": "thinking_turns", "value": 1})
+        keep = edit.get("keep") or {"type": "thinking_turns", "value": 1}
         if keep == "all" or keep == {"type": "all"}:
             continue
         num_kept = keep.get("value") if isinstance(keep, dict) and keep.get("type") == "thinking_turns" else None

@@ -201,7 +201,7 @@ class ChatRun:
         if any(map(state.engine.inputs.has_special_token, self._format.marks)):
             params.skip_special_tokens = False
         # 4. Choose the grammar of the answers.
-        budget = state.thinking_budget(body.thinking_token_budget, self._format.reasoning)
+        budget = state.thinking_budget(body.thinking_token_budget, self._format.reasoning, self._format.call_marks)
         grammar = wanted_grammar(
             body, self._format, state.formats, params.structured_outputs, state.engine.inputs.special_tokens, budget
         )

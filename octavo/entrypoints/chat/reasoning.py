@@ -28,6 +28,7 @@ class Blocks:
     calls_end: str
     last: str  # ends an answer
     header: str = ""  # begins every block; a name may follow it
+    address: str = ""  # regular expression of a name before calls, for models that forget the header
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,10 @@ STYLES = {
     "mistral": ReasoningStyle("[THINK]", "[/THINK]"),
     "muse_glimmer": ReasoningStyle(
         " to=self<|message|>", "<|eom|><|start|>assistant", answer_start=" to=user<|message|>", answer_end="<|eom|>",
-        blocks=Blocks("<atem:function_calls>", "</atem:function_calls>", "<|eot|>", "<|start|>assistant"),
+        blocks=Blocks(
+            "<atem:function_calls>", "</atem:function_calls>", "<|eot|>", "<|start|>assistant",
+            r"to=[\w.\-]{1,256}<\|message\|>",
+        ),
     ),
     "olmo3": _THINK,
     "openai_gptoss": ReasoningStyle(
@@ -432,9 +436,9 @@ class ChannelSplitter:
         read."""
         header, self._header = self._header or "", None
         channel = header.partition("<|channel|>")[2]
-        recipient = re.search(r"to=([\w.\-]{1,256})", header)
-        self._channel = "to=" if recipient else channel.split()[0] if channel.split() else "final"
-        return f"<|channel|>commentary to={recipient[1]} <|constrain|>json<|message|>" if recipient else ""
+        recipients = re.findall(r"to=([\w.\-]{1,256})", header)
+        self._channel = "to=" if recipients else channel.split()[0] if channel.split() else "final"
+        return f"<|channel|>commentary to={recipients[-1]} <|constrain|>json<|message|>" if recipients else ""
 
 
 class BlockSplitter:
@@ -443,12 +447,14 @@ class BlockSplitter:
 
     is_undecided = is_over = is_ended_by_call = False  # each mark is decided when it comes, and reasoning may follow
 
+    _ADDRESS_SO_FAR = re.compile(r"to=[\w.\-]{0,256}(?:<\|?m?e?s?s?a?g?e?\|?)?\Z")
+
     def __init__(self, reasoning: Reasoning, blocks: Blocks) -> None:
         style, self._blocks = reasoning.style, blocks
         end = style.end.removesuffix(blocks.header) if blocks.header else style.end
         self._states = {style.start.strip(): "reasoning", style.answer_start.strip(): "content", blocks.calls: "calls"}
         self._marks = {*self._states, end, style.answer_end, blocks.calls_end, blocks.last, blocks.header} - {""}
-        self._any_mark = re.compile("|".join(map(re.escape, self._marks)))
+        self._any_mark = re.compile("|".join(filter(None, (*map(re.escape, self._marks), blocks.address))))
         self._state = "reasoning" if reasoning.is_open else "header" if reasoning.has_header else "content"
         self._held = ""
         self._name = ""  # text after a header, left out if the mark of a block follows
@@ -467,6 +473,8 @@ class BlockSplitter:
             at = found.end()
         rest = held[at:]
         shown = len(rest) - max(held_back(rest, mark) for mark in self._marks)
+        if self._blocks.address and (begun := self._ADDRESS_SO_FAR.search(rest, max(0, len(rest) - _MAX_HEADER))):
+            shown = min(shown, begun.start())
         self._held = rest[shown:]
         parts.append(self._take(rest[:shown]))
         return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
@@ -495,6 +503,9 @@ class BlockSplitter:
         if mark == blocks.header:
             self._state = "header"
             return name
+        if mark not in self._marks:  # an address
+            self._state, self._name = "header", name + mark
+            return ""
         self._state, follows_call = self._states.get(mark, "content"), self._follows_call
         self._follows_call = False
         if mark == blocks.calls:

@@ -8,6 +8,7 @@ value asks for nothing.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from functools import cache
 from typing import Annotated, Any, Literal, NotRequired
 
 import msgspec
@@ -113,6 +114,8 @@ def refuse_unbuilt(
     found = [name for name in data if name in unbuilt and name not in built]
     for name in found:
         value = data[name]
+        if isinstance(value, dict):
+            value = {key: one for key, one in value.items() if one is not None}
         if value is not None and not any(type(value) is type(idle) and value == idle for idle in unbuilt[name]):
             said = f"is not a field here: {_INSTEAD[name]}" if name in _INSTEAD else "is not built yet; leave it out"
             raise RequestError(f"{within}{name} {said}.", param=within + name)
@@ -120,7 +123,8 @@ def refuse_unbuilt(
 
 
 class RequestBody(BaseModel):
-    """A request's body. Unknown fields are refused."""
+    """A request's body. Unknown fields are refused unless they are null: newer clients write null for what they do not
+    ask for."""
 
     # Pydantic builds the validator with the first body of a class, not while the server starts.
     model_config = ConfigDict(strict=True, extra="forbid", defer_build=True)
@@ -133,12 +137,18 @@ class RequestBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_num_fields(cls, data: Any) -> Any:
+    def _leave_out_unknown_nulls(cls, data: Any) -> Any:
         """Refuse an object of so many unknown fields that naming or overlooking them would take long."""
-        most = len(cls.model_fields) + _MAX_UNKNOWN
-        if isinstance(data, dict) and len(data) > most:
+        if not isinstance(data, dict) or data.keys() <= (known := _names_of(cls)):
+            return data
+        if len(data) > (most := len(known) + _MAX_UNKNOWN):
             raise ValueError(f"should have at most {most} fields, not {len(data)}")
-        return data
+        return {name: value for name, value in data.items() if value is not None or name in known}
+
+
+@cache
+def _names_of(body: type[RequestBody]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in body.model_fields.items())
 
 
 _OF_QUERIES_AND_FORMS = ("after", "before", "file", "limit", "order", "purpose")

@@ -9,7 +9,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -255,9 +255,11 @@ class ServerState:
         start, end = tokenizer.token_to_id(style.start), tokenizer.token_to_id(style.end)
         return None if start is None or end is None else (start, end)
 
-    def thinking_budget(self, num_tokens: int | None, reasoning: Reasoning | None) -> ThinkingBudget | None:
-        """Return the budget that bounds the `reasoning` of an answer, or None. Raises `RequestError` if one token
-        cannot end the reasoning."""
+    def thinking_budget(
+        self, num_tokens: int | None, reasoning: Reasoning | None, call_marks: Iterable[str]
+    ) -> ThinkingBudget | None:
+        """Return the budget that bounds the `reasoning` of an answer, or None. A mark of calls that is a token ends the
+        reasoning, too. Raises `RequestError` if one token cannot end the reasoning."""
         if num_tokens is None or reasoning is None or reasoning.is_ended:
             return None
         if num_tokens >= self.engine.config.model.max_model_len:
@@ -270,7 +272,11 @@ class ServerState:
             )
         start, end = self.thinking_tokens
         inputs, size = self.engine.inputs, len(self.engine.tokenizer)
-        return ThinkingBudget(num_tokens, None if reasoning.is_open else start, end, tuple(inputs.eos_token_ids), size)
+        ids = map(self.engine.tokenizer.backend_tokenizer.token_to_id, call_marks)
+        return ThinkingBudget(
+            num_tokens, None if reasoning.is_open else start, end, tuple(inputs.eos_token_ids), size,
+            calls=tuple(sorted({token for token in ids if token is not None})),
+        )  # fmt: skip
 
     async def unavailable(self) -> tuple[str, str] | None:
         """Return (status, reason) while no request can be taken (loading, restarting, dead or stopping); otherwise

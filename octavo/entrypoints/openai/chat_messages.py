@@ -59,7 +59,10 @@ class Tool(RequestBody):
         }  # fmt: skip
 
     def for_template(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
+        function = self.function.model_dump(exclude_none=True)
+        if self.function.parameters is not None:
+            function["parameters"] = self.function.schema_of_arguments
+        return {"type": "function", "function": function}
 
 
 class _SentBack(RequestBody):

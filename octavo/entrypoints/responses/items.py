@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from octavo.entrypoints.responses.response_tools import SEARCH, callable_tools, joined_name, read_loaded_tools
 from octavo.errors import RequestError
 
 Item = dict[str, Any]
@@ -21,7 +23,8 @@ _TEXTS = ("input_text", "output_text", "text", "refusal")
 # Prefixes of items' ids, by kind; a reference has another item's id.
 ID_PREFIXES = {
     "message": "msg", "function_call": "fc", "function_call_output": "fc", "custom_tool_call": "ctc",
-    "custom_tool_call_output": "ctc", "reasoning": "rs",
+    "custom_tool_call_output": "ctc", "reasoning": "rs", "tool_search_call": "tsc", "tool_search_output": "tso",
+    "additional_tools": "at",
 }  # fmt: skip
 TEXT_OF_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}  # by kind, the field with a call's text
 KINDS = (*ID_PREFIXES, "item_reference")
@@ -31,11 +34,6 @@ def item_id(prefix: str, response_id: str, index: int) -> str:
     """Return the id of a response's item. Items of the answer count up from 0, items of the input down from -1."""
     place = f"{index}" if index >= 0 else f"i{-index}"
     return f"{prefix}_{response_id.removeprefix('resp_')}_{place}"
-
-
-def name_for_model(name: str, namespace: str | None) -> str:
-    """Return the name by which the model knows a tool: a chat template has no namespaces."""
-    return name if namespace is None else f"{namespace}__{name}"
 
 
 def response_of(id: str) -> str | None:
@@ -89,6 +87,20 @@ def _read_item(item: Mapping[str, Any], where: str, owner_id: str, index: int) -
         names = ["call_id", "name", TEXT_OF_CALLS[kind], *(["namespace"] if item.get("namespace") is not None else [])]
         fields = {name: _text(item, name, where) for name in names}
         return {"type": kind, "id": id, **fields, "status": "completed"}
+    if kind == "tool_search_call":
+        arguments = item.get("arguments")
+        if not isinstance(arguments, dict):
+            raise _wrong(f"{where}.arguments", "should be an object")
+        _check_unicode(json.dumps(arguments, ensure_ascii=False), f"{where}.arguments")
+        fields = {"call_id": _text(item, "call_id", where), "execution": "client"}
+        return {"type": kind, "id": id, **fields, "arguments": arguments, "status": "completed"}
+    if kind == "additional_tools":
+        tools = read_loaded_tools(item.get("tools"), f"{where}.tools")
+        return {"type": kind, "id": id, "role": "developer", "tools": tools}
+    if kind == "tool_search_output":
+        fields = {"call_id": _text(item, "call_id", where), "execution": "client"}
+        tools = read_loaded_tools(item.get("tools"), f"{where}.tools")
+        return {"type": kind, "id": id, **fields, "tools": tools, "status": "completed"}
     if kind in ("function_call_output", "custom_tool_call_output"):
         found = _parts(item.get("output"), f"{where}.output", "input_text", takes_media=True)
         output = found if _has_media(found) else "\n".join(part["text"] for part in found)
@@ -221,9 +233,19 @@ def to_messages(items: Sequence[Item], instructions: str | None) -> list[dict[st
             case "function_call" | "custom_tool_call" as kind:
                 of_chat = "function" if kind == "function_call" else "custom"
                 text = TEXT_OF_CALLS[kind]
-                called = {"name": name_for_model(item["name"], item.get("namespace")), text: item[text]}
+                called = {"name": joined_name(item["name"], item.get("namespace")), text: item[text]}
                 call = {"id": item["call_id"], "type": of_chat, of_chat: called}
                 _answer(messages).setdefault("tool_calls", []).append(call)
+            case "tool_search_call":
+                called = {"name": SEARCH, "arguments": json.dumps(item["arguments"], ensure_ascii=False)}
+                call = {"id": item["call_id"], "type": "function", "function": called}
+                _answer(messages).setdefault("tool_calls", []).append(call)
+            case "tool_search_output":
+                tools = [
+                    {"name": one.name_for_model, "description": one.description} for one in callable_tools((), [item])
+                ]
+                content = json.dumps({"tools": tools}, ensure_ascii=False)
+                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
             case "function_call_output" | "custom_tool_call_output":
                 found = item["output"]
                 content = found if isinstance(found, str) else [_for_chat(part) for part in found]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from octavo.entrypoints.chat.chat_run import make_chat
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, TokenRequest
-from octavo.entrypoints.responses.items import name_for_model
-from octavo.entrypoints.responses.responses_protocol import ResponsesRequest, ResponsesTool
+from octavo.entrypoints.openai.tool_choice import ToolChoice
+from octavo.entrypoints.responses.response_tools import ResponsesTool
+from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
 from octavo.field_names import FieldNames
 
 # Names of the chat's fields in errors.
@@ -24,11 +26,13 @@ NAMES = FieldNames({
     "tools[].custom.format.grammar": "tools[].format",
     "tools[].function.parameters": "tools[].parameters",
 })  # fmt: skip
-_OF_TOOLS = {"name", "description", "parameters", "strict", "format"}
 
 
-def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompletionRequest:
-    """Return the chat that `body` asks for, with a stream of one answer to `messages`. Raises `RequestError`."""
+def to_chat(
+    body: ResponsesRequest, messages: list[dict[str, Any]], tools: Sequence[ResponsesTool]
+) -> ChatCompletionRequest:
+    """Return the chat that `body` asks for, with a stream of one answer to `messages`, which may call `tools`. Raises
+    `RequestError`."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in TokenRequest.model_fields}
     fields |= {
         "model": body.model,
@@ -54,22 +58,23 @@ def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompl
                 "schema": wanted.schema_,
                 "strict": wanted.strict,
             }
-    _add_tools(fields, body)
+    fields["tool_choice"] = _choice(body.tool_choice, tools)
+    if tools:
+        fields["tools"] = [tool.for_chat() for tool in tools]
     return make_chat(fields)
 
 
-def _add_tools(fields: dict[str, Any], body: ResponsesRequest) -> None:
-    choice, tools = body.tool_choice, body.tools or ()
-    is_idle = not tools and choice in (None, "auto", "none")  # clients send "auto" without tools
-    fields["tool_choice"] = None if is_idle else choice if isinstance(choice, str) else choice and choice.model_dump()
-    if tools:
-        fields["tools"] = [{"type": tool.type, tool.type: _for_chat(tool)} for tool in tools]
-
-
-def _for_chat(tool: ResponsesTool) -> dict[str, Any]:
-    """Return a tool as the model knows it: the description of a namespace comes before those of its tools."""
-    fields = tool.model_dump(include=_OF_TOOLS, exclude_none=True)
-    if tool.namespace is not None:
-        fields["name"] = name_for_model(tool.name, tool.namespace.name)
-        fields["description"] = "\n".join(filter(None, (tool.namespace.description, tool.description)))
+def _choice(choice: ToolChoice, tools: Sequence[ResponsesTool]) -> Any:
+    """Return the choice with the names that the model sees. A tool of a namespace may be chosen by its own name."""
+    if not tools and choice in (None, "auto", "none"):
+        return None  # clients send "auto" without tools
+    if choice is None or isinstance(choice, str):
+        return choice
+    seen = {tool.name: tool.name_for_model for tool in tools} | {
+        tool.name_for_model: tool.name_for_model for tool in tools
+    }
+    fields = choice.model_dump()
+    for one in fields["allowed_tools"]["tools"] if "allowed_tools" in fields else [fields]:
+        named = one["function"]["name"]
+        one["function"]["name"] = seen.get(named, named)
     return fields

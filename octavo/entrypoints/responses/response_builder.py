@@ -11,17 +11,19 @@ import base64
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any
 
+from octavo.call_arguments import read_arguments
 from octavo.entrypoints.chat.answer_reader import CallDelta, Delta, ReasoningDelta, TextDelta
 from octavo.entrypoints.chat.chat_run import Progress
 from octavo.entrypoints.chat.tools.tool_parser_base import JsonScanner
 from octavo.entrypoints.http.streaming import named_event
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.openai.tool_choice import flat
-from octavo.entrypoints.responses.items import ID_PREFIXES, TEXT_OF_CALLS, item_id, name_for_model
-from octavo.entrypoints.responses.responses_protocol import ResponsesRequest, ResponsesTool
+from octavo.entrypoints.responses.items import ID_PREFIXES, TEXT_OF_CALLS, item_id
+from octavo.entrypoints.responses.response_tools import SEARCH, ResponsesTool, shown_tools
+from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
 from octavo.sampling_params import SamplingParams
 
 Event = dict[str, Any]
@@ -30,24 +32,27 @@ _MAX_HELD_TOKENS = 64  # whose text may still come: marks, or a part of a charac
 
 
 class ResponseBuilder:
-    """Builds the answer to one request. `formatter` writes log-probabilities, if they are wanted."""
+    """Builds the answer to one request, which may call `tools`. `formatter` writes log-probabilities, if they are
+    wanted."""
 
     def __init__(
-        self, body: ResponsesRequest, response_id: str, model: str, formatter: LogprobsFormatter | None
+        self,
+        body: ResponsesRequest,
+        response_id: str,
+        model: str,
+        formatter: LogprobsFormatter | None,
+        tools: Sequence[ResponsesTool] = (),
     ) -> None:
         self._formatter = formatter
         self._num_top = body.top_logprobs or 0
         reasoning = body.reasoning
         self._summarizes = reasoning is not None and bool(reasoning.summary or reasoning.generate_summary)
-        # By the name that the model knows: the fields that a call of the tool has.
-        self._called = {
-            name_for_model(tool.name, tool.namespace.name): {"name": tool.name, "namespace": tool.namespace.name}
-            for tool in body.tools or () if tool.namespace is not None
-        }  # fmt: skip
+        self._tools = {tool.name_for_model: tool for tool in tools}
         self._packs_reasoning = "reasoning.encrypted_content" in (body.include or ())
         self._number = -1  # number of the last event
         self._is_open = False  # whether the last item is open
         self._is_input_whole = False  # whether the input of the last custom tool's call is whole
+        self._search = ""  # arguments of the last search for tools
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not come
         self.response = _empty_response(body, response_id, model)
 
@@ -131,6 +136,8 @@ class ResponseBuilder:
         something after it is cut, and a stop string may end an answer within a call."""
         if self._is_open and self._item["type"] == "function_call":
             return JsonScanner().end(self._item["arguments"]) is None
+        if self._is_open and self._item["type"] == "tool_search_call":
+            return JsonScanner().end(self._search) is None
         if self._is_open and self._item["type"] == "custom_tool_call":
             return not self._is_input_whole
         return is_cut
@@ -154,15 +161,26 @@ class ResponseBuilder:
     def _add_call(self, delta: CallDelta) -> list[Event]:
         events = []
         if delta.name:
-            events = self._close("completed")
-            kind = "custom_tool_call" if delta.is_custom else "function_call"
-            events += self._open(kind, call_id=delta.id, **self._called.get(delta.name, {"name": delta.name}))
+            events = self._close("completed") + self._open_call(delta)
         self._is_input_whole = delta.is_whole
-        if delta.arguments:
+        if self._item["type"] == "tool_search_call":
+            self._search += delta.arguments
+        elif delta.arguments:
             kind = self._item["type"]
             self._item[TEXT_OF_CALLS[kind]] += delta.arguments
             events.append(self._of_item(f"response.{_EVENTS_OF_CALLS[kind]}.delta", delta=delta.arguments))
         return events
+
+    def _open_call(self, delta: CallDelta) -> list[Event]:
+        tool = self._tools.get(delta.name)
+        if tool is not None and tool.type == SEARCH:
+            self._search = ""
+            return self._open("tool_search_call", call_id=delta.id, execution="client", arguments={})
+        fields = {"name": delta.name if tool is None else tool.name}
+        if tool is not None and tool.namespace is not None:
+            fields["namespace"] = tool.namespace.name
+        kind = "custom_tool_call" if delta.is_custom else "function_call"
+        return self._open(kind, call_id=delta.id, **{TEXT_OF_CALLS[kind]: ""}, **fields)
 
     @property
     def _item(self) -> dict[str, Any]:
@@ -190,7 +208,7 @@ class ResponseBuilder:
             text = {"type": "summary_text" if self._summarizes else "reasoning_text", "text": ""}
             output.append({**shown, "summary" if self._summarizes else "content": [text]})
         else:
-            shown = {**item, TEXT_OF_CALLS[kind]: "", **fields}
+            shown = {**item, **fields}
             output.append(dict(shown))
         self._is_open = True
         events.append(self._event("response.output_item.added", output_index=self._index, item=shown))
@@ -218,6 +236,9 @@ class ResponseBuilder:
             field = TEXT_OF_CALLS[kind]
             done = self._of_item(f"response.{_EVENTS_OF_CALLS[kind]}.done", **{field: item[field]})
             events.append({**done, "name": item["name"]} if kind == "function_call" else done)
+        elif kind == "tool_search_call":
+            found = read_arguments(self._search)
+            item["arguments"] = found if isinstance(found, dict) else {}
         else:
             part = (item["summary"] or item["content"])[0]
             if self._packs_reasoning:
@@ -319,32 +340,13 @@ def _empty_response(body: ResponsesRequest, response_id: str, model: str) -> dic
         "temperature": body.temperature,
         "text": {"format": wanted, "verbosity": (text and text.verbosity) or "medium"},
         "tool_choice": flat(body.tool_choice),
-        "tools": _shown_tools(body.tools or ()),
+        "tools": shown_tools(body.tools or ()),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
         "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
     }
-
-
-def _shown_tools(tools: Sequence[ResponsesTool]) -> list[dict[str, Any]]:
-    """Return tools as requests have them, in their namespaces."""
-    shown = list[dict[str, Any]]()
-    for namespace, group in groupby(tools, lambda tool: tool.namespace):
-        inner = [_shown_tool(tool) for tool in group]
-        if namespace is not None:
-            inner = [{"type": "namespace", **namespace.model_dump(exclude_none=True), "tools": inner}]
-        shown += inner
-    return shown
-
-
-def _shown_tool(tool: ResponsesTool) -> dict[str, Any]:
-    """Return a tool with the fields that a client expects."""
-    fields = tool.model_dump(exclude_none=True, exclude={"namespace"})
-    if tool.type == "function":
-        return {"strict": False, **fields}
-    return {**fields, "format": {"type": "text"} if tool.format is None else tool.format.flat()}
 
 
 def _usage(progress: Progress) -> dict[str, Any]:

@@ -8,16 +8,15 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, ValidationInfo, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from starlette.requests import Request
 
 from octavo.entrypoints.http.body_fields import Int, JsonObject, Metadata, RequestBody, Text, described, refuse_unbuilt
 from octavo.entrypoints.openai.answer_structure import StructuredOutputs
-from octavo.entrypoints.openai.custom_tools import InputFormat
 from octavo.entrypoints.openai.request_bodies import Effort, Resume, TokenRequest, Verbosity
 from octavo.entrypoints.openai.tool_choice import FlatToolChoice
 from octavo.entrypoints.responses.items import KINDS
+from octavo.entrypoints.responses.response_tools import Tools
 from octavo.errors import RequestError
 
 _NOTE = "Accepted, and does not change the answer (as with OpenAI)."
@@ -39,39 +38,6 @@ _IDLE_INCLUDES = frozenset((
     "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
     "message.input_image.image_url", "web_search_call.action.sources", "web_search_call.results",
 ))  # fmt: skip
-
-
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-
-
-class Namespace(RequestBody):
-    """The group of a tool: clients declare the tools of an MCP server in one."""
-
-    name: ToolName
-    description: Text | None = None
-
-
-class ResponsesTool(RequestBody):
-    """A function or a custom tool that the model may call."""
-
-    type: Literal["function", "custom"]
-    name: ToolName
-    namespace: Namespace | None = None
-    description: Text | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
-    defer_loading: Literal[False] | None = None
-    output_schema: JsonObject | None = None
-    format: InputFormat | None = None
-
-    @model_validator(mode="after")
-    def _check_kind(self) -> ResponsesTool:
-        others = ("parameters", "strict", "output_schema") if self.type == "custom" else ("format",)
-        for name in others:
-            if getattr(self, name) is not None:
-                raise ValueError(f"should have no {name} with type {self.type}")
-        return self
 
 
 class NamedConversation(RequestBody):
@@ -117,38 +83,6 @@ class ResponseStreamOptions(RequestBody):
     include_obfuscation: Literal[False] | None = None
 
 
-def _check_tools(value: Any, info: ValidationInfo) -> Any:
-    """Return a list of functions and custom tools, without the objects of namespaces around them. Tools that run at
-    OpenAI are left out if the server overlooks unknown fields; else they raise an error."""
-    if not isinstance(value, list):
-        return value
-    tools = []
-    for tool in value:
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind == "namespace":
-            if not isinstance(inner := tool.get("tools"), list) or not inner:
-                raise ValueError("has a namespace without tools")
-            group = {name: one for name, one in tool.items() if name not in ("type", "tools")}
-            tools += [{**one, "namespace": group} if isinstance(one, dict) else one for one in inner]
-        elif not isinstance(kind, str) or kind in ("function", "custom"):
-            tools.append(_flat_tool(tool))
-        elif info.context is None:
-            said = (
-                "has a tool of type {kind}, which is not built; functions, custom tools and namespaces of them are. "
-                "A server with --unknown-fields warn leaves it out"
-            )
-            raise PydanticCustomError("extra_forbidden", said, {"kind": f"{kind!r:.60}"})
-    return tools
-
-
-def _flat_tool(tool: Any) -> Any:
-    """Return a tool in the form of chat completions, which many clients send, in the form of Responses."""
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind in ("function", "custom") and tool.keys() == {"type", kind} and isinstance(tool[kind], dict):
-        return {**tool[kind], "type": kind}
-    return tool
-
-
 def _check_includes(value: Any) -> Any:
     for one in value if isinstance(value, list) else ():
         if isinstance(one, str) and one not in _INCLUDES and one not in _IDLE_INCLUDES:
@@ -191,8 +125,8 @@ class ResponsesRequest(TokenRequest):
     metadata: Metadata | None = described("Comes back with the response.")
     max_output_tokens: Annotated[Int, Field(ge=1)] | None = described("The most tokens, including reasoning.")
     text: TextOptions | None = described("The form and the length of the answer's text.")
-    tools: Annotated[list[ResponsesTool], BeforeValidator(_check_tools)] | None = described(
-        "Functions and custom tools that the answer may call, or namespaces of them."
+    tools: Tools | None = described(
+        "Functions and custom tools that the answer may call, namespaces of them, and a search for tools by the client."
     )
     tool_choice: FlatToolChoice = described(
         'Whether to call tools: "auto", "none", "required", the one to call, or some of them.'

@@ -26,6 +26,7 @@ from octavo.entrypoints.responses.items import Item, read_items, to_messages
 from octavo.entrypoints.responses.items_to_chat import NAMES, to_chat
 from octavo.entrypoints.responses.response_builder import ResponseBuilder
 from octavo.entrypoints.responses.response_run import BackgroundRun, ResponseRun, stored_events
+from octavo.entrypoints.responses.response_tools import ResponsesTool, callable_tools
 from octavo.entrypoints.responses.responses_protocol import ResponsesRequest, refuse_include
 from octavo.errors import RequestError
 
@@ -65,8 +66,10 @@ async def create_response(body: ResponsesRequest, raw: Request) -> Response:
     response_id = f"resp_{uuid.uuid4().hex}" if body.resume is None else body.resume.id
     history, items = await _read(body, state, response_id)
     formatter = LogprobsFormatter(state.engine.tokenizer) if body.wants_logprobs else None
-    builder = ResponseBuilder(body, response_id, model, formatter)
-    submitting = _submit(body, raw, builder, [*history, *items])
+    conversation = [*history, *items]
+    tools = callable_tools(body.tools, conversation)
+    builder = ResponseBuilder(body, response_id, model, formatter, tools)
+    submitting = _submit(body, raw, builder, conversation, tools)
     progress, stream = await (submitting if body.background else run_until_disconnect(submitting, raw.receive))
     if body.background:
         in_background = BackgroundRun(state, builder, items, progress)
@@ -87,7 +90,8 @@ async def count_input_tokens(body: ResponsesRequest, raw: Request) -> InputToken
     history, items = await _read(body, state, "resp_count")
     messages = await run_off_loop(lambda: to_messages([*history, *items], body.instructions), length=num_body_bytes())
     with NAMES.in_errors():
-        chat = await run_off_loop(lambda: to_chat(body, messages), length=num_body_bytes())
+        tools = callable_tools(body.tools, [*history, *items])
+        chat = await run_off_loop(lambda: to_chat(body, messages, tools), length=num_body_bytes())
         run = ChatRun(chat, state, chat.to_sampling_params({}))
         return InputTokens(input_tokens=await run.count_tokens(num_body_bytes()))
 
@@ -113,14 +117,14 @@ class _Stream:
 
 
 async def _submit(
-    body: ResponsesRequest, raw: Request, builder: ResponseBuilder, items: list[Item]
+    body: ResponsesRequest, raw: Request, builder: ResponseBuilder, items: list[Item], tools: list[ResponsesTool]
 ) -> tuple[AsyncGenerator[Progress, None], _Stream]:
     """Submit the conversation to the engine; with `truncation` "auto" only as many of its last turns as fit."""
     state, response = state_of(raw), builder.response
     messages = await run_off_loop(lambda: to_messages(items, body.instructions), length=num_body_bytes())
 
     async def submit(kept: Sequence[dict[str, Any]], is_tried: bool) -> tuple[AsyncGenerator[Progress, None], _Stream]:
-        chat = await run_off_loop(lambda: to_chat(body, list(kept)), length=num_body_bytes())
+        chat = await run_off_loop(lambda: to_chat(body, list(kept), tools), length=num_body_bytes())
         params = chat.to_sampling_params(state.engine.config.model.default_sampling_params)
         builder.set_params(params)
         resumable = ResumableStream(

@@ -245,6 +245,35 @@ def test_what_a_coding_agent_sends_is_taken(http: httpx.Client, engine: FakeEngi
     assert answer.json()["content"][0]["text"] == "Hello there"
 
 
+def test_deferred_tools_are_seen_once_they_are_named(agent_address: tuple[str, FakeEngine]) -> None:
+    url, engine = agent_address
+    engine.reset()
+    http = httpx.Client(base_url=url, headers={"x-api-key": "secret"}, timeout=within(60))
+    read = {**WEATHER, "name": "read", "defer_loading": True}
+    call = {"type": "tool_use", "id": "a", "name": "get_weather", "input": {"city": "read"}}
+    found = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "tool_reference", "tool_name": "read"}]}
+    searched = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [found]}]
+    named = {"tool": {"type": "tool_reference", "name": "read"}}
+    added = [{"role": "system", "content": [{"type": "text", "text": "More."}, {"type": "tool_addition", **named}]}]
+    removed = [{"role": "system", "content": [{"type": "tool_removal", **named}]}]
+    for turns, is_seen in (([], False), (searched, True), (added, True), ([*added, *removed], False)):
+        messages = [*HELLO, *turns, *HELLO]
+        answer = http.post("/v1/messages", json={"messages": messages, "max_tokens": 9, "tools": [WEATHER, read]})
+        assert answer.status_code == 200, answer.text
+        prompt = str(engine.tokenizer.decode(engine.seen[-1][0]))
+        assert ('"name": "read"' in prompt) is is_seen and '"name": "get_weather"' in prompt
+        assert ("The tool read can be called." in prompt) is (turns is searched)
+        assert "tool_addition" not in prompt
+    alone = {"messages": HELLO, "max_tokens": 9, "tools": [read], "tool_choice": {"type": "auto"}}
+    assert http.post("/v1/messages", json=alone).status_code == 200
+    for clear_at, is_seen in (("never", True), (None, True), ("next_user_message", False)):
+        said = {"role": "system", "content": "Be brief.", "clear_at": clear_at}
+        http.post("/v1/messages", json={"messages": [*HELLO, said, *HELLO], "max_tokens": 9})
+        assert ("Be brief." in engine.tokenizer.decode(engine.seen[-1][0])) is is_seen
+        http.post("/v1/messages", json={"messages": [*HELLO, said], "max_tokens": 9})
+        assert "Be brief." in engine.tokenizer.decode(engine.seen[-1][0])
+
+
 @pytest.mark.parametrize(
     ("fields", "reason", "sequence"),
     [
@@ -350,6 +379,7 @@ def test_tokens_are_counted_as_the_message_has_them(agent: tuple[anthropic.Anthr
         ({"messages": HELLO, "output_config": {"task_budget": {}}}, 400, "output_config.task_budget is not built"),
         ({"messages": HELLO, "tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, 400, "other"),
         ({"messages": [{"role": "user", "content": [CALL_BLOCK]}]}, 400, "belongs"),
+        ({"messages": [{"role": "user", "content": "Hi", "clear_at": "never"}]}, 400, "clear_at belongs"),
     ],
 )  # fmt: skip
 def test_refusals_have_the_form_of_the_api(http: httpx.Client, fields: Any, status: int, said: str) -> None:

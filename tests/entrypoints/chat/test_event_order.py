@@ -134,6 +134,60 @@ def test_an_error_in_the_middle_is_the_last_event(agent: tuple[httpx.Client, Fak
         assert whole_message.startswith(message_order(messages[:-1])), step
 
 
+def muse_call(city: str) -> str:
+    return (
+        ' to=get_weather<|message|><atem:function_calls>\n<atem:invoke name="get_weather">\n'
+        f'<atem:parameter name="city">{city}</atem:parameter>\n</atem:invoke>\n</atem:function_calls>'
+    )
+
+
+MUSE_NEXT = "<|eom|><|start|>assistant"
+CITIES = ('Pa"ris\n\\', "<a> né 😀 {}")
+# By format: the end of the prompt, and an answer of a text and two calls. Muse Glimmer's begins with reasoning.
+OF_FORMATS = {
+    "functionary": (
+        ">>>", "all\nLet me look." + "".join(f">>>get_weather\n{json.dumps({'city': city})}" for city in CITIES)
+    ),
+    "muse_glimmer": (
+        "<|start|>assistant", MUSE_NEXT.join([
+            " to=self<|message|>Hm.", " to=user<|message|>Let me look.", *map(muse_call, CITIES)
+        ]) + "<|eot|>",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_FORMATS)
+def test_answers_of_messages_are_the_same_in_every_api(tiny_tokenizer: Path, name: str) -> None:
+    prompt_end, answer = OF_FORMATS[name]
+    engine = FakeEngine(tiny_tokenizer, max_model_len=4096)
+    begin = "{# >>>all #}" if name == "functionary" else ""
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    engine.tokenizer.chat_template = f"{begin}{turns}{{% if add_generation_prompt %}}{prompt_end}{{% endif %}}"
+    flags = {} if begin else {"tool_call_parser": name, "reasoning_parser": name}
+    with (
+        serving(engine, disable_log_requests=True, **flags) as url,
+        httpx.Client(base_url=url, timeout=within(60)) as http,
+    ):
+        engine.answer = answer
+        events = response_events(http)
+        whole = http.post("/v1/responses", json=API["/v1/responses"]).json()
+        kinds = ["reasoning"] * (not begin) + ["message", "function_call", "function_call"]
+        for output in (events[-1]["response"]["output"], whole["output"]):
+            assert [item["type"] for item in output] == kinds
+            assert [json.loads(item["arguments"])["city"] for item in output[-2:]] == list(CITIES)
+            assert output[-3]["content"][0]["text"] == "Let me look."
+        (last,) = [e for e in message_events(http, max_tokens=999) if e["type"] == "message_delta"]
+        message = http.post("/v1/messages", json=API["/v1/messages"] | {"max_tokens": 999}).json()
+        assert last["delta"]["stop_reason"] == message["stop_reason"] == "tool_use"
+        assert [one["type"] for one in message["content"]] == ["thinking"] * (not begin) + ["text"] + ["tool_use"] * 2
+        assert [one["input"]["city"] for one in message["content"][-2:]] == list(CITIES)
+        assert message["content"][-3]["text"] == "Let me look."
+        num_tokens = len(engine.inputs.encode(answer, add_special_tokens=False)) + 1
+        for length in range(1, num_tokens, num_tokens // 12):
+            check_response(response_events(http, max_output_tokens=length))
+            check_message(message_events(http, max_tokens=length))
+
+
 @pytest.mark.parametrize("path", API)
 @pytest.mark.parametrize("answer", ["Hello there", f"<think>Hm.</think>{CALL}", CALL])
 def test_a_client_that_leaves_ends_its_request(agent: tuple[httpx.Client, FakeEngine], path: str, answer: str) -> None:

@@ -142,6 +142,8 @@ CASES = [
     ("muse_glimmer", MUSE, f" to=f<|message|>{ATEM}<|eom|>{MUSE} to=f<|message|>{ATEM}<|eot|>", "", ATEM + ATEM),
     ("muse_glimmer", MUSE, f"to=self<|message|>So.<|eom|>{MUSE} to=f<|message|>{ATEM}<|eot|>", "So.", ATEM),
     ("muse_glimmer", MUSE, " to=user<|message|>a to=user b<|eom|>", "", "a to=user b"),
+    ("muse_glimmer", MUSE, f" to=self<|message|>So.\nto=f<|message|>{ATEM}", "So.\n", ATEM),
+    ("muse_glimmer", f"{MUSE} to=self<|message|>", f"into=x<|me> to=f<|message|>{ATEM}<|eot|>", "into=x<|me> ", ATEM),
     ("muse_glimmer", MUSE, "Four.", "", "Four."),
     ("inkling", MODEL, "Four.", "", "Four."),
 ]
@@ -229,6 +231,7 @@ def test_marks_of_the_content_are_left_out() -> None:
     [
         (" to=functions.now<|channel|>commentary json<|message|>{}<|call|>", "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>"),
         ("to=functions.now <|constrain|>json<|message|>{}<|call|>", "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>"),
+        (" to=assistant<|channel|>analysis to=functions.now<|message|>{}<|call|>", "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>"),
         (" to be or not", " to be or not"),
         ("to", "to"),
         ("to=you, with love, and more than fits into a header of any message that a model would write <b>", "to=you, with love, and more than fits into a header of any message that a model would write <b>"),

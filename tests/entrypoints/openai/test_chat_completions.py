@@ -14,6 +14,7 @@ from openai.types.chat import ParsedChatCompletionMessage, ParsedFunction, Parse
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.entrypoints.openai.tool_choice import NamedToolChoice
 from octavo.entrypoints.responses.items_to_chat import to_chat
+from octavo.entrypoints.responses.response_tools import callable_tools
 from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
 from tests.entrypoints.fake_engine import MODEL, FakeEngine
 
@@ -232,7 +233,8 @@ def test_the_choice_of_tools_has_the_forms_of_both_apis(choice: Any, mode: str) 
     g = {**F, "function": {"name": "g"}}
     chat = ChatCompletionRequest.model_validate({"messages": [USER], "tools": [F, g], "tool_choice": choice})
     asked = {"input": "Hi", "tools": [F, g], "tool_choice": choice}
-    of_response = to_chat(ResponsesRequest.model_validate(asked), [USER])
+    body = ResponsesRequest.model_validate(asked)
+    of_response = to_chat(body, [USER], callable_tools(body.tools))
     for body in (chat, of_response):
         if mode == "f":
             assert isinstance(body.tool_choice, NamedToolChoice) and body.tool_choice.function.name == "f"
@@ -546,3 +548,51 @@ def test_what_asks_nothing_of_the_cache_is_taken(
     answer = http.post(path, json=body)
     assert answer.status_code == status, answer.text
     assert status == 200 or answer.json()["error"]["param"] in fields
+
+
+FUNCTION: dict[str, Any] = {"name": "f", "parameters": {"type": "object"}}
+NULLS: dict[str, Any] = {"name": "f", "parameters": {"type": "object", "required": None}, "new": None}
+SCHEMA_OF_A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
+SCHEMA_WITH_NULLS = {**SCHEMA_OF_A, "required": None, "properties": {"a": {"type": "string", "enum": None}}}
+CHAT, RESPONSES, MESSAGES = "chat/completions", "responses", "messages"
+CLEAR = {"type": "clear_thinking_20251015"}
+
+
+def tool(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", **fields}]}
+
+
+def form(schema: Any, beside: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, **fields}, **beside}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "nulls"),
+    [
+        (CHAT, {}, {"new": None}),
+        (CHAT, {"prompt_cache_options": {}}, {"prompt_cache_options": {"mode": None, "ttl": None}}),
+        (CHAT, tool(function=FUNCTION), tool(function=NULLS, new=None)),
+        (
+            CHAT, form(SCHEMA_OF_A, {}),
+            form(SCHEMA_WITH_NULLS, {"schema": None, "strict": None}, name=None, description=None, strict=None, a=None),
+        ),
+        (RESPONSES, tool(**FUNCTION), tool(**NULLS, **{"async": None})),
+        (RESPONSES, tool(**FUNCTION), tool(function=NULLS, custom=None)),
+        (MESSAGES, {"thinking": {"type": "adaptive"}}, {"thinking": {"type": "adaptive", "new": None}, "new": None}),
+        (
+            MESSAGES, {"context_management": {"edits": [CLEAR]}},
+            {"context_management": {"edits": [{**CLEAR, "keep": None}]}},
+        ),
+    ],
+)  # fmt: skip
+def test_fields_that_are_null_ask_for_nothing(
+    http: httpx.Client, engine: FakeEngine, path: str, fields: Any, nulls: Any
+) -> None:
+    body: dict[str, Any] = {"seed": 1, "input": "Hi"} if path == "responses" else {"messages": [USER], "max_tokens": 9}
+    for one in (fields, nulls):
+        answer = http.post(f"/v1/{path}", json=body | one)
+        assert answer.status_code == 200, answer.text
+    (prompt, params, _), (other, others, _) = engine.seen[-2:]
+    assert (prompt, params.grammar, params.max_tokens) == (other, others.grammar, others.max_tokens)
+    wrong = http.post(f"/v1/{path}", json={**body, "new": 1})
+    assert wrong.status_code == 400 and "new" in wrong.json()["error"]["message"]

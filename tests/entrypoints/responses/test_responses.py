@@ -265,6 +265,66 @@ def test_custom_tools_are_called_with_a_text_and_their_calls_are_sent_again(
     assert post(http, tools=[{"type": "custom", "custom": {"name": "patch"}}])["tools"][0]["name"] == "patch"
 
 
+def called(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+READ: Any = {"type": "function", "name": "read", "description": "Read a file.", "parameters": WEATHER["parameters"]}
+FILES: Any = {"type": "namespace", "name": "mcp__files__", "description": "The disk.", "tools": [READ, PATCH]}
+
+
+def test_tools_of_a_namespace_are_called_by_its_name_and_their_own(http: httpx.Client, engine: FakeEngine) -> None:
+    engine.answer = called("mcp__files__read", '{"city": "a"}') + called("mcp__files__patch", '{"input": "b"}')
+    body = {"input": "Hi", "tools": [WEATHER, FILES], "stream": True}
+    response = read_events(http.post("/v1/responses", json=body))[-1]["response"]
+    assert response["tools"][1] == {**FILES, "tools": [{**READ, "strict": False}, PATCH]}
+    assert [{**item, "id": "", "call_id": ""} for item in response["output"]] == [
+        {"id": "", "type": "function_call", "status": "completed", "call_id": "", "name": "read",
+         "arguments": '{"city": "a"}', "namespace": "mcp__files__"},
+        {"id": "", "type": "custom_tool_call", "status": "completed", "call_id": "", "name": "patch", "input": "b",
+         "namespace": "mcp__files__"},
+    ]  # fmt: skip
+    assert '"mcp__files__read", "description": "The disk.\\nRead a file."' in prompt(engine)
+    items = [{"role": "user", "content": "Hi"}, *response["output"]]
+    post(http, input=items, tools=[WEATHER, FILES])
+    assert engine.answer.replace("</tool_call><tool_call>", "</tool_call>\n<tool_call>") in prompt(engine)
+    for choice in ({"type": "function", "name": "read"}, {"type": "function", "name": "mcp__files__read"}):
+        assert post(http, tools=[WEATHER, FILES], tool_choice=choice)["tool_choice"] == choice
+        assert "mcp__files__read" in str(engine.seen[-1][1].grammar)
+        assert "get_weather" not in str(engine.seen[-1][1].grammar)
+
+
+SEARCH: Any = {"type": "tool_search", "execution": "client", "description": "Find tools."}
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+def test_tools_that_the_client_finds_can_be_called(http: httpx.Client, engine: FakeEngine, is_found: bool) -> None:
+    engine.answer = called("tool_search", '{"query": "files"}')
+    body = {"input": "Hi", "tools": [SEARCH], "stream": True}
+    events = read_events(http.post("/v1/responses", json=body))
+    (item,) = events[-1]["response"]["output"]
+    assert item == {
+        "id": item["id"], "type": "tool_search_call", "status": "completed", "call_id": item["call_id"],
+        "execution": "client", "arguments": {"query": "files"},
+    }  # fmt: skip
+    types = [event["type"].removeprefix("response.") for event in events]
+    assert types == ["created", "in_progress", "output_item.added", "output_item.done", "completed"]
+    tools = [{**FILES, "tools": [{**READ, "defer_loading": True}]}]
+    found: Any = {"type": "tool_search_output", "execution": "client", "call_id": item["call_id"], "tools": tools}
+    if not is_found:
+        found = {"type": "additional_tools", "role": "developer", "tools": tools}
+    engine.answer = called("mcp__files__read", '{"city": "a"}')
+    items = [{"role": "user", "content": "Hi"}, *([item] if is_found else []), found]
+    first = post(http, input=items, tools=[SEARCH])
+    (call,) = first["output"]
+    assert (call["type"], call["name"], call["namespace"]) == ("function_call", "read", "mcp__files__")
+    assert ('"name": "tool_search", "arguments": {"query": "files"}' in prompt(engine)) is is_found
+    assert prompt(engine).count("Read a file.") == 1 + is_found
+    # The tools stay those of the conversation.
+    again = post(http, input=[{"role": "user", "content": "More"}], tools=[SEARCH], previous_response_id=first["id"])
+    assert again["output"][0]["namespace"] == "mcp__files__"
+
+
 def test_calls_are_not_compared_with_their_schemas(
     http: httpx.Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -575,6 +635,10 @@ def test_what_is_included_of_stored_items_is_refused_unless_they_have_it(http: h
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
         ({"previous_response_id": "resp_no"}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "tool_search"}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]}, "tools[0].name"),
+        ({"input": [{"type": "additional_tools", "tools": [{"type": "function"}]}]}, "input[0].tools[0].name"),
+        ({"input": [{"type": "tool_search_call", "call_id": "c", "arguments": "{}"}]}, "input[0].arguments"),
         ({"tools": [{"type": "mcp", "server_url": "x"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "no"}, "tools": [WEATHER]}, "tool_choice"),

@@ -34,6 +34,7 @@ from octavo.entrypoints.chat.tools.call_spelling import written_calls
 from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
 from octavo.entrypoints.chat.tools.tool_formats import (
     AUTO,
+    CODE_MARK,
     FORMATS,
     FUNCTIONARY,
     HARMONY,
@@ -179,7 +180,7 @@ def _recognised_tools(tokenizer: ModelTokenizer, template: str, model_type: str 
     rendered = _cut_calls(tokenizer, template)
     form = _rendered_format(rendered) if rendered else None
     if form is not None and not form.is_whole_answer:
-        return form
+        return replace(form, code_mark=CODE_MARK) if CODE_MARK in template else form
     for instruction, name in _INSTRUCTIONS:
         if instruction in template:
             return FORMATS[name]

@@ -18,6 +18,7 @@ from octavo.entrypoints.chat.tools.tool_parser_base import (
     TextParser,
     ToolSchemas,
     json_call,
+    load_json,
     search,
     to_json,
 )
@@ -28,6 +29,10 @@ _MAX_KEY = 128  # characters of a key without a schema that ends the argument be
 _MAX_ENDS = 16  # marks of a call's end that are looked at, each of which takes the time to read the call so far
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
 _NAME = re.compile(r"[\w.\-]{1,256}")
+_COUNTED = re.compile(r"(?:functions?[._:\-])?([\w.\-]+?)[._:\-]\d+")
+_CODE_FUNCTIONS = ("python", "ipython")
+_CALL_SO_FAR = re.compile(r"\s{0,32}[\w.\-]{0,256}\(?")
+_CALL_IN_CODE = re.compile(r"\s*([\w.\-]{1,256})\.call(\(.*\))\s*", re.DOTALL)
 _NO_NAME = re.compile(r"[^\w.\-]")
 _NO_SEPARATOR = re.compile(r"[^;, \n\t]")
 _PIECES = re.compile(r"<[^<>\s]*>|[^<>\s]+|[<>]")
@@ -48,7 +53,10 @@ class FormatParser(TextParser):
         self._json = next((body for body in bodies if isinstance(body, JsonCalls)), None)
         self._other = next((body for body in bodies if not isinstance(body, JsonCalls)), None)
         self._tag = form.body.name_before.strip() if isinstance(form.body, Tags) else ""
+        self._code_mark = form.code_mark
         self._marks = trigger_marks(form)
+        if self._code_mark and not form.is_whole_answer:
+            self._marks = (*self._marks, self._code_mark)
         self._any_mark = re.compile("|".join(map(re.escape, self._marks)))
         self._num_unclosed = 0  # values of tags without an end
         self._blanks = ""  # before the last mark; content if the mark is content
@@ -90,6 +98,9 @@ class FormatParser(TextParser):
     def _read_section(self, mark: str) -> Steps[None]:
         """Give the calls after a mark, each when it is complete, and drop the marks around them. Without a call,
         nothing is dropped."""
+        if mark == self._code_mark:
+            yield from self._take_code()
+            return
         for opened, closed in ((self._open, self._close), (self._start, self._end)):
             if mark == opened and closed and (yield from self._skip_mark(closed)):
                 self._begin = self._seen
@@ -116,6 +127,33 @@ class FormatParser(TextParser):
                 break
         yield from self._skip_close()
 
+    def _take_code(self) -> Steps[None]:
+        """Give the call whose code is the rest of the answer. Without a function that takes code, give nothing."""
+        begin = self._seen
+        name = next((name for name in _CODE_FUNCTIONS if name in self._tools), None)
+        keys = property_names(self._tools[name], self._tools[name]) if name is not None else []
+        key = "code" if "code" in keys or not keys else keys[0] if len(keys) == 1 else None
+        while True:
+            head = _CALL_SO_FAR.match(self._text, begin)
+            may_be_call = head is not None and (head[0].endswith("(") or head.end() == len(self._text))
+            if (name is None or key is None) and not may_be_call:
+                return
+            if not (yield from self._more()):
+                break
+        self._seen = len(self._text)
+        code = self._text[begin:]
+        found = _CALL_IN_CODE.fullmatch(code)
+        is_call = found is not None and found[1] in self._tools
+        if found is not None and is_call and (read := python_list(f"[{found[1]}{found[2]}]")) is not None:
+            self._give_calls(read[0])
+            return
+        if name is None or key is None or not code.strip():
+            return
+        value = load_json(code)
+        if not isinstance(value, dict):
+            value = {key: value if isinstance(value, str) else code}
+        self._give_calls([Call(name, to_json(value))])
+
     def _skip_close(self) -> Steps[None]:
         """Pass over the mark that closes the calls."""
         if self._had_call and self._close:
@@ -127,9 +165,15 @@ class FormatParser(TextParser):
         while True:
             if self._had_call and not (yield from self._skip_spaces(_NO_SEPARATOR)):
                 break
+            is_code = False
             for mark in self._form.skipped:
-                yield from self._skip_mark(mark)
+                if (yield from self._skip_mark(mark)):
+                    is_code = is_code or mark == self._code_mark
+            begin = self._seen
             if (calls := (yield from self._take_calls(is_after_tag=False))) is None:
+                if is_code:
+                    self._seen = begin
+                    yield from self._take_code()
                 break
             self._give_calls(calls)
         yield from self._skip_close()
@@ -231,9 +275,17 @@ class FormatParser(TextParser):
         return [Call(name, to_json(value), own_id)]
 
     def _fitting(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        """Return the function's name. Models sometimes write a counter instead; then the only function that takes these
-        arguments is meant."""
-        if name in self._tools or not name.isdigit():
+        """Return the function's name. Models sometimes write a namespace before it, an id with other signs where ids
+        count the calls (`functions_f_2`), or only a counter; then the only function that takes these arguments is
+        meant."""
+        if name in self._tools:
+            return name
+        counted = _COUNTED.fullmatch(name) if self._form.counts_calls else None
+        if counted is not None and counted[1] in self._tools:
+            return counted[1]
+        if (last := name.rpartition(".")[2]) in self._tools:
+            return last
+        if not name.isdigit():
             return name
         fits = []
         for known, schema in self._tools.items():
@@ -262,6 +314,11 @@ class FormatParser(TextParser):
             if not isinstance(value, dict) or not (yield from self._skip_mark(body.json_after)):
                 return None
             arguments = value
+        elif not body.json_before and (yield from self._skip_spaces()) and self._text[self._seen] == "{":
+            begin, value = self._seen, (yield from self._take_json())
+            if isinstance(value, dict) and end and (yield from self._skip_mark(end)):
+                return [Call(name, to_json(value))]
+            self._seen = begin
         while True:
             if end and (yield from self._skip_mark(end)):
                 return [Call(name, to_json(arguments))]
@@ -286,7 +343,7 @@ class FormatParser(TextParser):
             arguments[key] = value[0]
         # The model may have forgotten the mark at the end of a call.
         begin = self._seen
-        for mark in filter(None, (self._end, self._close)):
+        for mark in filter(None, (self._end, self._close, self._start if name in self._tools else "")):
             if (yield from self._skip_mark(mark)):
                 self._seen = begin
                 return [Call(name, to_json(arguments))]
@@ -362,8 +419,8 @@ class FormatParser(TextParser):
         return None if level else self._text[begin : self._seen - len(closed)]
 
     def _take_until_next(self, body: Tags, mark: str, others: list[str] | None) -> Steps[str | None]:
-        """Return the text before the next `mark` and go behind the mark, or the text before anything else that ends an
-        argument."""
+        """Return the text before the next `mark` that ends an argument and go behind the mark, or the text before
+        anything else that ends an argument."""
         keys = rf"[^<>\s]{{1,{_MAX_KEY}}}" if others is None else "|".join(map(re.escape, others))
         ends = [text for text in (body.end.strip(), self._end) if text]
         stops: dict[str, str] = {}  # by the mark at the beginning
@@ -377,14 +434,20 @@ class FormatParser(TextParser):
         begins = re.compile("|".join(map(re.escape, (mark, *stops))))
         longest = max(map(len, (mark, *stops)))
         begin = scanned = self._seen
+        marks = list[int]()  # where the mark is part of the text, unless no end comes
         while True:
             found = search(self._text, begins, scanned)
             self._seen = len(self._text)
             if found is None:
                 scanned = max(scanned, len(self._text) - longest + 1)
             elif self._text.startswith(mark, found.start()):
-                self._seen = found.start() + len(mark)
-                return self._text[begin : found.start()]
+                self._seen = scanned = found.start() + len(mark)
+                if (yield from self._goes_on_after_value(body, mark)):
+                    return self._text[begin : found.start()]
+                marks.append(found.start())
+                if len(marks) == _MAX_ENDS:
+                    break
+                continue
             elif stop.match(self._text, found.start()):
                 self._seen = found.start()
                 return self._text[begin : self._seen].rstrip()
@@ -395,9 +458,23 @@ class FormatParser(TextParser):
                 scanned = found.start()
             if not (yield from self._more()):
                 break
+        if marks:
+            self._seen = marks[0] + len(mark)
+            return self._text[begin : marks[0]]
         last = [at for end in ends if (at := self._text.find(end, begin)) >= 0]
         self._seen = min(last, default=len(self._text))
         return self._text[begin : self._seen].rstrip() if last else None
+
+    def _goes_on_after_value(self, body: Tags, mark: str) -> Steps[bool]:
+        """Return whether the text from here on is that after an argument: another one, or the end of the call or of the
+        answer. Then go behind the repeated end marks of models."""
+        while (yield from self._skip_mark(mark)):
+            pass
+        begin, is_over = self._seen, not (yield from self._skip_spaces())
+        for follows in (body.key_before.strip(), body.end.strip(), self._end, self._close):
+            is_over = is_over or (bool(follows) and (yield from self._skip_mark(follows)))
+        self._seen = begin
+        return is_over
 
     def _take_until_outside(self, mark: str, is_within: Callable[[str], bool]) -> Steps[str]:
         """Return the text before the first `mark` that is not within a text of an argument, and go behind the mark. If

@@ -96,6 +96,8 @@ class ToolFormat:
     # Not empty: prompts end with `start`, so that answers begin with this text and content, or with a call without its
     # start mark.
     text_start: str = ""
+    # Text before the code of the function `python`, which is the rest of the answer, or before `f.call(a="b")`.
+    code_mark: str = ""
 
     @property
     def is_whole_answer(self) -> bool:
@@ -111,7 +113,7 @@ class ToolFormat:
         """Return the texts that must be visible to read calls. Vocabularies may have them, or parts of them, as special
         tokens."""
         body = self.body
-        texts = [self.open, self.start, self.end, self.close, *self.skipped]
+        texts = [self.open, self.start, self.end, self.close, *self.skipped, self.code_mark]
         if isinstance(body, NamedJson):
             texts += [body.id_before, body.before, body.after, body.end, re.sub(r"\\(?=\W)|\(.*", "", body.may_have_id)]
         elif isinstance(body, Tags):
@@ -151,7 +153,10 @@ _MISTRAL_ALSO: Any = (NamedJson(after="[ARGS]", may_have_id=r"\[CALL_ID\]([\w-]*
 _MISTRAL = ToolFormat(_MISTRAL_ALSO[0], start="[TOOL_CALLS]", separator="", also=(_JSON,))
 _MISTRAL_LIST = ToolFormat(JsonCalls(is_list=True), start="[TOOL_CALLS]", also=_MISTRAL_ALSO)
 _LIST_IN_TAGS = ToolFormat(JsonCalls(is_list=True), start="<tool_calls>", end="</tool_calls>")
-_LLAMA_JSON = ToolFormat(JsonCalls(arguments="parameters"), skipped=("<|python_tag|>",), separator="; ")
+CODE_MARK = "<|python_tag|>"  # of Llama 3 and Functionary 3.1
+_LLAMA_JSON = ToolFormat(
+    JsonCalls(arguments="parameters"), skipped=(CODE_MARK,), separator="; ", code_mark=CODE_MARK
+)  # fmt: skip
 _PYTHONIC = ToolFormat(PythonCalls(), skipped=("<|python_start|>",), close="<|python_end|>")
 HARMONY = ToolFormat(
     NamedJson("functions.", " <|constrain|>json<|message|>"), start="<|channel|>commentary to=", end="<|call|>"

@@ -86,6 +86,35 @@ GOOD: list[tuple[str, str, str | None, list[Any]]] = [
         [("get_weather", {"city": "12\nlines"}), NOW],
     ),
     (
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\na </parameter> b\n</parameter>\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+        None,
+        [("get_weather", {"city": "a </parameter> b", "days": 3})],
+    ),
+    ("qwen3_coder", '<tool_call>\n<function=get_weather>\n{"city": "Paris"}\n</function>\n</tool_call>', None, [PARIS]),
+    ("glm45", "<tool_call>now<tool_call>now</tool_call>", None, [NOW, NOW]),
+    ("glm45", "The <tool_call>word<tool_call> is a mark", "The <tool_call>word<tool_call> is a mark", []),
+    (
+        "openai",
+        '<|channel|>commentary to=repo_browser.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>',
+        None,
+        [PARIS],
+    ),
+    (
+        "glm45",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value></arg_value> ends it</arg_value>\n</tool_call>",
+        None,
+        [("get_weather", {"city": "</arg_value> ends it"})],
+    ),
+    (
+        "kimi_k2",
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions_get_weather_2<|tool_call_argument_begin|>{"city": "Paris"}'
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        None,
+        [PARIS],
+    ),
+    (
         "mistral",
         '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "now", "arguments": {}}]',
         None,
@@ -102,6 +131,7 @@ GOOD: list[tuple[str, str, str | None, list[Any]]] = [
         None,
         [PARIS, NOW],
     ),
+    ("llama3_json", '<|python_tag|>get_weather.call(city="a (b)")', None, [("get_weather", {"city": "a (b)"})]),
     ("llama3_json", 'Use {"name": "now", "parameters": {}}', 'Use {"name": "now", "parameters": {}}', []),
     ("llama3_json", '{"name": "Ada"}', '{"name": "Ada"}', []),
     ("pythonic", '[get_weather(city="Paris"), now()]', None, [PARIS, NOW]),
@@ -304,6 +334,8 @@ BROKEN = [
     ("llama3_json", '{"name": "now", "parameters": {"a": }}'),
     ("llama3_json", '{"name": "now", "parameters": {'),
     ("llama3_json", "<|python_tag|>import os"),
+    ("llama3_json", '<|python_tag|>get_weather.call(city="'),
+    ("llama3_json", "<|python_tag|>other.call()"),
     ("pythonic", "[get_weather(city=open('x'))]"),
     ("pythonic", "[get_weather('Paris')]"),
     ("pythonic", "[get_weather(city='Paris'"),
@@ -350,6 +382,7 @@ NEVER = {
     "marks": ("hermes", lambda size: '<tool_call>{"' * (size // 13)),
     "nested": ("hermes", lambda size: '<tool_call>{"a": ' * (size // 34) + "}" * (size // 34)),
     "functions": ("qwen", lambda size: "<tool_call><function=f>" * (size // 23)),
+    "ends of values": ("qwen", lambda size: "<tool_call><function=f><parameter=a>x</parameter> y" * (size // 50)),
     "names": ("mistral", lambda size: "[TOOL_CALLS]" + "a" * size),
     "python": ("pythonic", lambda size: "[" + "a" * size),
 }

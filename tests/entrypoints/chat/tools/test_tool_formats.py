@@ -21,7 +21,7 @@ from octavo.entrypoints.chat.answer_reader import AnswerFormat, AnswerReader, an
 from octavo.entrypoints.chat.reasoning import FUNCTIONARY, STYLES
 from octavo.entrypoints.chat.tools.call_spelling import list_of_calls, spelling
 from octavo.entrypoints.chat.tools.forced_calls import ForcedCallsReader
-from octavo.entrypoints.chat.tools.format_detection import ModelFormats
+from octavo.entrypoints.chat.tools.format_detection import ModelFormats, model_formats
 from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
 from octavo.entrypoints.chat.tools.text_rules import text_rules
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS, HERMES, KeyedValues, Tags, ToolFormat
@@ -34,6 +34,7 @@ from octavo.structured_output.final_check import MISMATCH, CallChecks
 from octavo.structured_output.grammar_builder import WantedGrammar, make_checked_grammar
 from octavo.structured_output.schema_formats import has_format
 from tests.entrypoints.chat.test_answer_memory import bytes_tokenizer
+from tests.entrypoints.chat.tools.test_format_detection import Templated, chat, each
 from tests.entrypoints.chat.tools.written import TOOLS, content_of, write
 from tests.structured_output.corpus import random_answer
 from tests.structured_output.grammars import make_grammar
@@ -957,3 +958,33 @@ def test_a_text_in_quotes_may_contain_the_marks_of_calls(name: str) -> None:
     text = write(form, calls, as_forced=True)
     for cuts in ([], range(len(text)), [11, 27]):
         assert read(lambda: FormatParser(form, {"f": {}}), text, list(cuts)) == ("", calls)
+
+
+CODE: dict[str, Any] = {"type": "object", "properties": {"code": TEXT}, "required": ["code"]}
+
+
+FUNCTIONARY_31 = chat(each(
+    "{% if f.name == 'python' %}<|python_tag|>{{ f.arguments | tojson }}{% else %}<function={{ f.name }}>"
+    "{{ f.arguments | tojson }}</function>{% endif %}"
+))  # fmt: skip
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_code_after_its_mark_is_a_call_of_the_function_that_takes_code(is_listed: bool) -> None:
+    read_off = model_formats(Templated(FUNCTIONARY_31)).tools  # type: ignore[arg-type]
+    form = FORMATS["llama3_json"] if is_listed else read_off
+    assert form is not None
+    code = 'print("a")\n\nprint({})'
+    for tools, calls in (
+        ({"python": CODE}, [("python", {"code": code})]),
+        ({"ipython": {"type": "object", "properties": {"source": TEXT}}}, [("ipython", {"source": code})]),
+        ({"python": {"type": "object", "properties": {"a": TEXT, "b": TEXT}}}, []),
+        ({"f": {}}, []),
+    ):
+        for before in ("", "Let me see.\n")[: 2 - is_listed]:
+            answer = f"{before}<|python_tag|>{code}"
+            for cuts in ([], list(range(len(answer)))):
+                found = read(lambda tools=tools: FormatParser(form, tools), answer, cuts)  # type: ignore[misc]
+                assert found == ((before.rstrip() if calls else answer), calls)
+    written = '<|python_tag|>{"code": "1"}'
+    assert read(lambda: FormatParser(form, {"python": CODE}), written, []) == ("", [("python", {"code": "1"})])
