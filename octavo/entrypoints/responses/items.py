@@ -244,8 +244,8 @@ def to_messages(items: Sequence[Item], instructions: str | None) -> list[dict[st
                 tools = [
                     {"name": one.name_for_model, "description": one.description} for one in callable_tools((), [item])
                 ]
-                content = json.dumps({"tools": tools}, ensure_ascii=False)
-                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+                listed = json.dumps({"tools": tools}, ensure_ascii=False)
+                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": listed})
             case "function_call_output" | "custom_tool_call_output":
                 found = item["output"]
                 content = found if isinstance(found, str) else [_for_chat(part) for part in found]

@@ -56,7 +56,7 @@ class ResponsesTool(RequestBody):
 
     @property
     def name_for_model(self) -> str:
-        return joined_name(self.name, self.namespace and self.namespace.name)
+        return joined_name(self.name, None if self.namespace is None else self.namespace.name)
 
     def for_chat(self) -> dict[str, Any]:
         """Return the tool of chat completions that the model sees. The description of a namespace comes before those of
