@@ -24,7 +24,15 @@ _MEDIA_BYTES = 4096  # that a picture or sound counts at most: some 1,000 tokens
 _MEDIUM = re.compile(rb'(?<!\\)"data(?::[^",]{0,200};base64,|"\s*:\s*")')  # quotes in texts are escaped
 _CHUNK_CHARS = 1024  # of a prompt that is one text
 _MAX_PREFIXES = 1024  # of a conversation; later ones do not change its replica
-_FORM_FIELD = re.compile(rb'content-disposition:[^\r\n]*;\s*name="?(model|stream)"?\s*[;\r]', re.IGNORECASE)
+# At the beginning of a line only, so that a line is searched once.
+_FORM_FIELD = re.compile(
+    rb'^content-disposition:[^\r\n]*;\s*name="?(model|stream)"?\s*[;\r]', re.IGNORECASE | re.MULTILINE
+)
+_MAX_PARTS = 64  # of a form
+_PART_HEAD = re.compile(rb"\r\n((?:[^\r\n]{1,8192}\r\n){1,32})\r\n")
+_MAX_COMMAS = 1 << 18  # of a conversation that is split into messages; of a longer one, which takes 20 ms, into texts
+_MAX_FIELD_BYTES = 4096  # of a field that decides about the replica
+_MAX_SEARCHED_BYTES = 64 << 20  # for the place of the model's name
 _ON = (True, "1", "on", "t", "true", "y", "yes")  # true to pydantic, by which many servers read bodies
 _TOKENS = re.compile(rb"\[\s*\d")  # a prompt of token ids, which is split like a text
 _MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")')
@@ -34,15 +42,18 @@ _T = TypeVar("_T")
 
 
 class _Fields(msgspec.Struct):
-    model: Any = None
-    stream: Any = False
-    stream_options: Any = None
-    background: Any = False
-    previous_response_id: Any = None
-    conversation: Any = None
-    session_id: Any = None
-    input_file_id: Any = None
-    resume: Any = None
+    """The fields that decide which replica gets a request. They are read one by one: a client may put anything of any
+    size into them."""
+
+    model: msgspec.Raw = msgspec.Raw()
+    stream: msgspec.Raw = msgspec.Raw()
+    stream_options: msgspec.Raw = msgspec.Raw()
+    background: msgspec.Raw = msgspec.Raw()
+    previous_response_id: msgspec.Raw = msgspec.Raw()
+    conversation: msgspec.Raw = msgspec.Raw()
+    session_id: msgspec.Raw = msgspec.Raw()
+    input_file_id: msgspec.Raw = msgspec.Raw()
+    resume: msgspec.Raw = msgspec.Raw()
 
 
 class _Conversation(msgspec.Struct):
@@ -58,6 +69,7 @@ class _Conversation(msgspec.Struct):
 
 _decode_fields = msgspec.json.Decoder(_Fields).decode
 _decode_conversation = msgspec.json.Decoder(_Conversation).decode
+_ABSENT = (b"", b"null")
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
@@ -90,10 +102,10 @@ class RequestBody:
         name = msgspec.json.encode(model)
         # Nested objects may have a key "model" too: the right one changes the parsed name.
         for number, found in enumerate(_MODEL.finditer(self.data)):
-            if number == _MAX_CANDIDATES:
+            if number == _MAX_CANDIDATES or number * len(self.data) > _MAX_SEARCHED_BYTES:
                 break
             changed = self.data[: found.start(1)] + name + self.data[found.end(1) :]
-            if _decode_fields(changed).model == model:
+            if _value(_decode_fields(changed).model) == model:
                 return changed
         raise RequestError(
             f"The alias {self.model} stands for {model}, and its place in the body was not found: put the key "
@@ -151,7 +163,7 @@ def _num_text_bytes(item: bytes) -> int:
 
 
 def _split(data: bytes) -> list[bytes]:
-    if data.startswith(b"[") and not _TOKENS.match(data):
+    if data.startswith(b"[") and not _TOKENS.match(data) and data.count(b",") <= _MAX_COMMAS:
         with contextlib.suppress(msgspec.DecodeError):
             return [bytes(item) for item in _decode_items(data)[:_MAX_PREFIXES]]
     # The last piece may be partial: a longer text does not have it.
@@ -166,19 +178,27 @@ def read_body(data: bytes, content_type: str) -> RequestBody:
     if not data:
         return RequestBody(data)
     fields = parse(data, _decode_fields, "The body must be a JSON object")
-    if fields.model is not None and not isinstance(fields.model, str):
-        raise RequestError("model must be a string.", param="model")
-    home = fields.conversation
+    model, session_id = _value(fields.model), _value(fields.session_id)
+    if not isinstance(model, str) and bytes(fields.model) not in _ABSENT:
+        raise RequestError(f"model must be a string of at most {_MAX_FIELD_BYTES} bytes.", param="model")
+    home = _value(fields.conversation)
     conversation_id = home.get("id") if isinstance(home, dict) else home
-    ids = (conversation_id, fields.previous_response_id, fields.input_file_id)
+    ids = (conversation_id, _value(fields.previous_response_id), _value(fields.input_file_id))
     refers_to = next((one for one in ids if isinstance(one, str)), None)
-    options = fields.stream_options
+    options = _value(fields.stream_options)
     wants_usage = isinstance(options, dict) and options.get("include_usage") is True
     return RequestBody(
-        data, fields.model, _is_on(fields.stream), refers_to, is_json=True, wants_usage=wants_usage,
-        is_background=_is_on(fields.background), is_resumed=fields.resume is not None,
-        session_id=fields.session_id if isinstance(fields.session_id, str) else None,
+        data, model, _is_on(_value(fields.stream)), refers_to, is_json=True, wants_usage=wants_usage,
+        is_background=_is_on(_value(fields.background)), is_resumed=bytes(fields.resume) not in _ABSENT,
+        session_id=session_id if isinstance(session_id, str) else None,
     )  # fmt: skip
+
+
+def _value(field: msgspec.Raw) -> Any:
+    """Return the value of a field, None for one that is absent or too long to decide about the replica. Raises
+    `RequestError`."""
+    data = bytes(field)
+    return parse(data, msgspec.json.decode, "The body must be JSON") if 0 < len(data) <= _MAX_FIELD_BYTES else None
 
 
 def _is_on(value: Any) -> bool:
@@ -215,10 +235,16 @@ def _read_form(data: bytes, options: str) -> RequestBody:
         raise RequestError("A multipart body must name its boundary in the Content-Type.", code="invalid_body")
     boundary = b"--" + found[1].encode("latin-1")
     fields: dict[str, tuple[int, int]] = {}
-    for part in re.finditer(re.escape(boundary) + rb"\r\n((?:[^\r\n]{1,8192}\r\n){1,32})\r\n", data):
-        name = _FORM_FIELD.search(part[1])
-        if name is not None and (end := data.find(b"\r\n" + boundary, part.end())) >= 0:
-            fields[name[1].decode()] = (part.end(), end)
+    at = data.find(boundary)
+    for _ in range(_MAX_PARTS):
+        at += len(boundary)
+        if (end := data.find(b"\r\n" + boundary, at)) < 0:
+            break
+        head = _PART_HEAD.match(data, at, end)
+        name = None if head is None else _FORM_FIELD.search(head[1])
+        if head is not None and name is not None:
+            fields[name[1].decode()] = (head.end(), end)
+        at = end + 2
 
     def text(field: str) -> str | None:
         begin, end = fields.get(field, (0, 0))

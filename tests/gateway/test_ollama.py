@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from octavo.entrypoints.cli.run import ps, stop
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, RequestError
 from octavo.gateway import octavo_commands, ollama_routes
 from octavo.gateway.catalogue import Catalogue, ModelEntry
 from octavo.gateway.memory_budget import MemoryBudget
@@ -118,6 +118,14 @@ def test_a_chat_is_streamed_and_whole(clock: Clock) -> None:
             assert (whole.message.content, whole.message.thinking, whole.done) == ('say "no"\n', "hm", True)
 
     clock.run(run())
+
+
+def test_a_body_that_would_hold_the_event_loop_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.ollama.to_openai._MAX_VALUES", 11)
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "options": {"seed": 1}}
+    assert translate("/api/chat", json.dumps(body).encode()).model == "m"
+    with pytest.raises(RequestError, match="more than 11 commas"):
+        translate("/api/chat", json.dumps(body | {"x": [[], []]}).encode())
 
 
 @pytest.mark.parametrize("streams", [True, False])

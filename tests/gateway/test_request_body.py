@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.errors import RequestError
+from octavo.gateway import request_body
 from octavo.gateway.request_body import read_body
 
 JSON = "application/json"
@@ -62,6 +63,38 @@ def test_a_form_is_read_by_its_own_boundary() -> None:
     assert read_body(part("file", b"x"), "multipart/form-data; boundary=b+1").model is None
     with pytest.raises(RequestError, match="boundary"):
         read_body(data, "multipart/form-data")
+
+
+def test_only_so_many_parts_of_a_form_are_looked_at_and_only_their_own_headers() -> None:
+    def form(*names: str) -> bytes:
+        parts = [f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\nx\r\n'.encode() for name in names]
+        return b"".join(parts) + b"--b--\r\n"
+
+    kind = "multipart/form-data; boundary=b"
+    assert read_body(form(*"a" * 63, "model"), kind).model == "x"
+    assert read_body(form(*"a" * 64, "model"), kind).model is None
+    assert read_body(form("model").replace(b"Content", b"X-Content"), kind).model is None
+    assert read_body(form("model")[:-8], kind).model is None, "the part has no end"
+
+
+def test_fields_too_long_to_decide_about_a_replica_are_not_read() -> None:
+    long = [[1]] * 2000
+    names = ("stream", "stream_options", "background", "conversation", "previous_response_id", "session_id", "resume")
+    read = read_body(json.dumps(dict.fromkeys(names, long)).encode(), JSON)
+    assert (read.streams, read.wants_usage, read.is_background, read.refers_to, read.session_id) == (False,) * 3 + (
+        None,
+    ) * 2
+    assert read.is_resumed
+    assert not read_body(b'{"resume": null}', JSON).is_resumed
+    with pytest.raises(RequestError, match="4096"):
+        read_body(json.dumps({"model": "m" * 5000}).encode(), JSON)
+
+
+def test_a_conversation_of_too_many_values_is_split_like_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = [{"role": "user"}] * 200
+    assert len(_hashes(messages=talk)) == 200
+    monkeypatch.setattr(request_body, "_MAX_COMMAS", 198)
+    assert len(_hashes(messages=talk)) == -(-len(json.dumps(talk)) // 1024)
 
 
 def _hashes(**fields: object) -> list[bytes]:

@@ -8,6 +8,7 @@ and routes get them whole. A refused body is never read to its end: `http_protoc
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -44,6 +45,8 @@ _UNQUEUED_PREFIXES = (
 UPLOAD_PATH = "/v1/files"
 FORM_TYPE = "application/x-www-form-urlencoded"
 AUDIO_PATHS = {"/v1/audio/transcriptions", "/v1/audio/translations"}
+_CHARSET = re.compile(r"charset(.*)", re.IGNORECASE)  # the rest of the header, also of `charset*0="utf-"; charset*1`
+_UTF_8 = re.compile(r"""\s*=\s*"?(utf-?8|us-ascii)"?\s*(?!.*charset)(;|$)""", re.IGNORECASE)
 _FORM_BYTES = 1 << 20  # bytes of a form in addition to its file
 # Scope key of the `request-id` of an answer of Anthropic's API
 REQUEST_ID = "octavo.request_id"
@@ -194,9 +197,12 @@ class AuthAndLimits:
             )  # fmt: skip
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if path == UPLOAD_PATH or path in AUDIO_PATHS:
-            if content_type == "multipart/form-data":
-                return None
-            return error_response("A file must be sent as Content-Type: multipart/form-data.", 415)
+            if content_type != "multipart/form-data":
+                return error_response("A file must be sent as Content-Type: multipart/form-data.", 415)
+            # Starlette reads texts with any codec of Python. Some take hours for a megabyte.
+            if (named := _CHARSET.search(headers["content-type"])) and not _UTF_8.match(named[1]):
+                return error_response("The texts of a form must be in UTF-8: leave charset out.", 415)
+            return None
         if path.startswith(OLLAMA_PREFIX) and content_type in ("", FORM_TYPE) and "origin" not in headers:
             return None  # curl -d sends a form's type; a page in a browser sends its origin with every POST
         # A browser sends text/plain across origins without asking; for JSON it must ask first (CORS preflight).

@@ -160,6 +160,21 @@ def test_only_json_is_read(http: httpx.Client, content_type: str | None) -> None
     assert "Content-Type: application/json" in error_of(response)["message"]
 
 
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        ("", 400), ("; charset=utf-8", 400), ('; charset="UTF-8"', 400), ("; charset=punycode", 415),
+        ("; charset=utf-8; charset=punycode", 415), ("; charset*=utf-8''punycode", 415), ("; charset*0=puny", 415),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/audio/transcriptions"])
+def test_a_forms_texts_are_in_utf_8(http: httpx.Client, path: str, options: str, status: int) -> None:
+    body = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--\r\n'
+    for kind in (f"multipart/form-data; boundary=x{options}", f"multipart/form-data{options}; boundary=x"):
+        response = http.post(path, content=body, headers={"Content-Type": kind})
+        assert response.status_code == status, response.text
+
+
 def test_an_empty_conversation_is_said_to_be_too_short(http: httpx.Client) -> None:
     response = http.post("/v1/chat/completions", json={"messages": []})
     assert error_of(response)["message"] == "messages should have at least 1 item, got []."
