@@ -283,10 +283,11 @@ def _check_content(value: Any) -> str:
     return "\n".join(map(_check_text_part, value))
 
 
+_PARTS = f"text, {', '.join(MEDIA_PARTS)} and prompt_embeds are"
 _TEXT_PARTS_OF_RESPONSES = ("input_text", "output_text")
 
 
-def _check_text_part(part: Any) -> str:
+def _check_text_part(part: Any, built: str = "only text is") -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else None
     if kind == "refusal" and isinstance(part.get("refusal"), str):
         return check_text(part["refusal"])
@@ -295,7 +296,7 @@ def _check_text_part(part: Any) -> str:
             raise ValueError(
                 f"has a part of type {kind!r}, which is one of Responses; the type of a text is 'text' here"
             )
-        raise ValueError(f"has a part of type {kind!r}, which is not built yet; only text is")
+        raise ValueError(f"has a part of type {kind!r:.60}, which is not built yet; {built}")
     if kind is None or not isinstance(part.get("text"), str):
         raise ValueError('should be a string or a list of parts like {"type": "text", "text": "..."}')
     return check_text(part["text"])
@@ -317,7 +318,7 @@ def _read_content_part(part: Any) -> dict[str, Any]:
         if not isinstance(read["data"], str):
             raise ValueError("has a part of type prompt_embeds whose data is no string")
         return read
-    return as_part(read_part(part)) if _is_medium(part) else {"type": "text", "text": _check_text_part(part)}
+    return as_part(read_part(part)) if _is_medium(part) else {"type": "text", "text": _check_text_part(part, _PARTS)}
 
 
 def _is_medium(part: object) -> bool:

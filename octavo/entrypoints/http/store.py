@@ -153,13 +153,16 @@ class Database:
         self, kind: str, *, after: str | None, limit: int, is_ascending: bool, fields: Mapping[str, str] | None = None
     ) -> list[Stored]:
         """Return up to `limit` objects in the order of creation, beginning after the object with the id `after`; only
-        those whose bodies have these `fields`."""
+        those whose bodies have these `fields`. Raises `RequestError` if there is no such object: an empty page would
+        look like the end of the list."""
         sign, order = (">", "ASC") if is_ascending else ("<", "DESC")
         where, values = "kind = ?", [kind]
         for name, value in (fields or {}).items():
             where += f" AND {_FIELD} = ?"
             values += [f"$.{name}", value]
         if after is not None:
+            if self.get(kind, after) is None:
+                raise RequestError(f"There is no {after!r:.100} in this list.", param="after")
             where += f" AND number {sign} (SELECT number FROM objects WHERE kind = ? AND id = ?)"
             values += [kind, after]
         rows = self._db.execute(

@@ -37,6 +37,7 @@ class Tool(RequestBody):
     """A function, or a custom tool and the function that the model sees."""
 
     type: Literal["function", "custom"]
+    cache_control: dict[str, Any] | None = None  # a note for caches of other servers
     custom: CustomDefinition | None = Field(None, validate_default=True)
     function: FunctionDefinition = Field(default=None, validate_default=True)
 
@@ -146,6 +147,8 @@ class ChatMessage(RequestBody):
             data = {"content": None, **{name: one for name, one in data.items() if name not in _SHOWN_ONLY}}
             if refusal is not None and not data["content"]:
                 data["content"] = refusal
+        if "cache_control" in data:  # a note for caches of other servers
+            data = {name: value for name, value in data.items() if name != "cache_control"}
         # Unknown fields that are null or [] are dropped; others stay, and are refused.
         if data.keys() <= (known := cls.model_fields.keys()):
             return data

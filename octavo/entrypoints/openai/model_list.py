@@ -29,8 +29,10 @@ async def list_models(request: Request) -> ModelList | Response:
 
 
 @router.get("/v1/models/{model_id:path}", response_model=ModelCard)
-async def get_model(model_id: str, request: Request) -> ModelCard | Response:
+async def get_model(model_id: str, request: Request) -> ModelCard | ModelList | Response:
     """Return one name of the model; names may contain slashes."""
+    if not model_id:  # /v1/models/
+        return await list_models(request)
     state = state_of(request)
     if VERSION_HEADER in request.headers:
         return JSONResponse(_anthropic_card(state, state.resolve_model(model_id)))

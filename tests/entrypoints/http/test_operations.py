@@ -87,6 +87,10 @@ def test_a_model_is_found_by_a_name_with_a_slash(client: openai.OpenAI, http: ht
         client.models.retrieve("other")
 
 
+def test_models_are_listed_with_a_slash_at_the_end_too(http: httpx.Client) -> None:
+    assert http.get("/v1/models/").json() == http.get("/v1/models").json()
+
+
 def test_an_answer_carries_the_name_that_was_asked_for(http: httpx.Client) -> None:
     assert http.post("/v1/completions", json={"prompt": "a", "model": "alias"}).json()["model"] == "alias"
     assert http.post("/v1/completions", json={"prompt": "a"}).json()["model"] == MODEL

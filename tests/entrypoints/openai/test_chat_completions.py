@@ -41,6 +41,20 @@ def test_an_answer_has_the_message_the_reason_and_the_usage(client: openai.OpenA
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len("user: Hi\nassistant:"), 12)
 
 
+def test_notes_for_caches_of_other_servers_change_nothing(client: openai.OpenAI, engine: FakeEngine) -> None:
+    """LiteLLM and OpenRouter have clients put them on parts, messages and tools."""
+    note: Any = {"cache_control": {"type": "ephemeral"}}
+    function = {"type": "function", "function": {"name": "f"}}
+    chat(client, tools=[function])
+    chat(client, messages=[{**USER, **note}], tools=[{**function, **note}])
+    chat(client, messages=[{"role": "user", "content": [{"type": "text", "text": "Hi", **note}]}], tools=[function])
+    assert (
+        prompt_of(engine) == engine.tokenizer.decode(engine.seen[-2][0]) == engine.tokenizer.decode(engine.seen[-3][0])
+    )
+    with pytest.raises(openai.BadRequestError, match="'file', which is not built yet; text, image_url"):
+        chat(client, messages=[{"role": "user", "content": [{"type": "file", "file": {"file_id": "x"}}]}])
+
+
 def test_an_answer_may_be_as_long_as_the_context_allows(client: openai.OpenAI, engine: FakeEngine) -> None:
     engine.answer = "x" * 1000
     answer = chat(client)

@@ -79,6 +79,21 @@ def test_a_chat_is_kept_as_it_was_sent(http: httpx.Client, engine: FakeEngine) -
     assert found[2]["content"] is None and found[2]["tool_calls"][0]["function"]["name"] == "f"
 
 
+def test_a_list_does_not_end_early_after_a_deleted_object(client: openai.OpenAI, engine: FakeEngine) -> None:
+    """Its next page would be empty, and a loop that deletes everything would leave most of it."""
+    asked: Any = {"model": MODEL, "messages": HELLO, "store": True, "metadata": {"page": "x"}}
+    ids = [client.chat.completions.create(**asked).id for _ in range(2)]
+    page = client.chat.completions.list(metadata={"page": "x"}, limit=1)
+    client.chat.completions.delete(ids[0])
+    with pytest.raises(openai.BadRequestError, match="in this list") as refused:
+        page.get_next_page()
+    assert refused.value.param == "after"
+    for gone in (client.files, client.batches):
+        with pytest.raises(openai.BadRequestError, match="in this list"):
+            gone.list(after="gone")  # type: ignore[attr-defined]
+    client.chat.completions.delete(ids[1])
+
+
 def test_messages_of_parts_are_listed_with_their_parts(client: openai.OpenAI, engine: FakeEngine) -> None:
     parts: Any = [{"type": "text", "text": "Look at "}, {"type": "text", "text": "this."}]
     asked: Any = [{"role": "user", "content": parts}]

@@ -196,6 +196,12 @@ def test_tools_of_a_namespace_are_called_by_their_own_names(http: httpx.Client, 
     assert '"name": "mcp__sky__get_weather"' in asked and '"name": "get_weather"' in asked and "The sky." in asked
     assert [tool["type"] for tool in made["tools"]] == ["function", "namespace"]
     assert made["tools"][1]["tools"] == [made["tools"][0]]
+    for choice in (
+        named := {"type": "function", "name": "get_weather"},
+        {"type": "allowed_tools", "mode": "required", "tools": [named]},
+    ):
+        chosen = post(http, tools=[group], tool_choice=choice)
+        assert chosen["output"][0]["namespace"] == "mcp__sky" and chosen["tool_choice"] == choice
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "Rain"}
     engine.answer = "Rain."
     for fields in (
