@@ -121,8 +121,11 @@ def named_models(models: Sequence[str]) -> Catalogue:
 def read_catalogue(path: str) -> Catalogue:
     """Read and check a file. Raises `ConfigError`, which names the file and the key."""
     where = f"--catalogue {path}"
+    content = read_yaml(path, where)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where} has no key models with entries by name (docs/gateway.md, The catalogue).")
     try:
-        catalogue = msgspec.convert(_with_entries(read_yaml(path, where), where), Catalogue)
+        catalogue = msgspec.convert(_with_entries(content, where), Catalogue)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {reason_of(error, Catalogue)}.") from None
     _check(catalogue, where)
@@ -137,14 +140,20 @@ def _check_path(model: str, at: str = "") -> None:
         raise ConfigError(f"{at}there is no file or folder {model}: give a path that exists, or a Hugging Face id.")
 
 
-def _with_entries(content: Any, where: str) -> Any:
+def _with_entries(content: dict[Any, Any], where: str) -> dict[Any, Any]:
     """Return a file's content with the entries of its models read one by one, because msgspec's errors do not name the
     key of a map. Raises `ConfigError`."""
-    models = content.get("models") if isinstance(content, dict) else None
+    models = content.get("models")
     if not isinstance(models, dict):
         return content
     entries = {}
     for name, entry in models.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"{where}: models.{name}: a name is a text, and YAML reads this one otherwise; quote it.")
+        if not isinstance(entry, dict):
+            raise ConfigError(
+                f"{where}: models.{name} must be an object with keys such as model; {{}} has the defaults."
+            )
         try:
             entries[name] = msgspec.convert(entry, ModelEntry)
         except msgspec.ValidationError as error:

@@ -20,7 +20,10 @@ from octavo.processes import bind
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "object"),
+        ("", "has no key models with entries by name"),
+        ("[a]", "has no key models with entries by name"),
+        ("models: {a: }", "models.a must be an object with keys such as model; {} has the defaults."),
+        ("models: {7: {}}", "models.7: a name is a text, and YAML reads this one otherwise; quote it."),
         ("models: {}", "no models"),
         ("models: [a]", "models"),
         (
