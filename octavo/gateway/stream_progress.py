@@ -17,6 +17,7 @@ RESUMABLE = b"x-octavo-resumable"
 CUT_OFF = b"x-octavo-cut-off"  # header of an answer that is not whole, as its replica stops or has lost its engine
 RESUMABLE_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
 _TOKENS, _PROMPT, _GIVEN_UP = b": tokens ", b": prompt ", b": given up"
+_UNNAMED = b"data: {"
 _ENDS = (
     b"data: [DONE]", b"event: message_stop",
     b"event: response.completed", b"event: response.incomplete", b"event: response.failed",
@@ -64,7 +65,9 @@ class StreamProgress:
         *events, self._rest = (self._rest + data).split(b"\n\n")
         ready: list[bytes] = []
         for event in events:
-            if event.startswith(_TOKENS):
+            if event.startswith(_UNNAMED):  # most events: neither the first ones of a response nor the last
+                self._waiting.append(event)
+            elif event.startswith(_TOKENS):
                 self._tokens.append(event[len(_TOKENS) :])
                 self.num_tokens += 1 + event.count(b",")
                 ready += self._waiting
@@ -84,7 +87,7 @@ class StreamProgress:
                 if event.startswith(_ENDS) and not self.is_given_up:
                     ready += self._waiting
                     self._waiting, self.has_ended = [], True
-        return b"".join(event + b"\n\n" for event in ready)
+        return b"\n\n".join((*ready, b""))
 
     def flush(self) -> bytes:
         """Return the rest of a stream that has ended."""
