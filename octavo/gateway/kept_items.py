@@ -54,6 +54,12 @@ class KeptItems:
             return deployment, pinned[0]
         if named is not None:
             deployment = self._models.find(named)
+            maker = None if home is None else self._models.names().get(home.model)
+            if home is not None and maker is not None and deployment.router.load is maker.router.load:
+                # Another model of the same servers, such as an adapter of the model.
+                at = home.replica.upstream.address
+                pinned = [one for one in deployment.replicas if one.upstream.address == at]
+                return deployment, next(iter(pinned), None)
         elif len(self._models) == 1:
             deployment = next(iter(self._models))
         elif request.kept_id is not None:

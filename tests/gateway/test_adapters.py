@@ -13,7 +13,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.gateway.catalogue import ModelEntry, read_catalogue
-from tests.gateway.fakes import Asked, FakeLaunch, FakeServer, gateway, until
+from tests.gateway.fakes import Asked, FakeLaunch, FakeServer, fake_servers, gateway, until
 from tests.waiting import Clock
 
 PIRATE = {"adapter_of": "base", "model": "org/pirate", "aliases": ["p"]}
@@ -188,3 +188,35 @@ def test_a_mistake_about_an_adapter_is_named(tmp_path: Path, entries: str, says:
     with pytest.raises(ConfigError) as caught:
         read_catalogue(str(file))
     assert says in str(caught.value)
+
+
+def test_what_an_adapter_has_made_is_found_by_its_base(clock: Clock) -> None:
+    """And the other way round, at servers that the gateway starts and at others. The client's model answers."""
+
+    def keeper(number: int) -> Any:
+        async def behave(asked: Asked) -> None:
+            asked.reply(json.dumps({"id": f"resp_{number}x{asked.json['model']}"}).encode())
+
+        return behave
+
+    async def run() -> None:
+        async with fake_servers(keeper(0), keeper(1)) as servers:
+            at = {"addresses": [one.address for one in servers]}
+            entries = {"base": {"replicas": 2}, "pirate": PIRATE, "away": at, "away-pirate": at}
+            launch = Launch()
+            async with gateway(entries, launch) as gate:
+                for base, adapter in (("base", "pirate"), ("away", "away-pirate")):
+                    await gate.ask(base)
+                    of_base = servers if base == "away" else launch.servers["base"]
+                    for number, server in enumerate(of_base):
+                        server.behave = keeper(number)
+                    for maker, other in ((base, adapter), (adapter, base)):
+                        for _ in range(4):
+                            made = (await gate.ask(maker, "/v1/responses", input="x")).json()["id"]
+                            place = int(made[5])
+                            num_asked = len(of_base[place].asked)
+                            await gate.ask(other, "/v1/responses", input="y", previous_response_id=made)
+                            assert len(of_base[place].asked) == num_asked + 1
+                            assert of_base[place].asked[-1].json["model"] == other
+
+    clock.run(run())
