@@ -59,7 +59,7 @@ class RetryState:
     def allow_again(self) -> None:
         """Let replicas be asked again: busy ones, and ones healthy again since the last loss."""
         may_resume = self.tried - self.cannot_resume
-        self.tried -= {one for one in may_resume if one in self.busy or one.last_passed_check_at > self.failed_at}
+        self.tried -= {one for one in may_resume if one in self.busy or one.checks.last_passed_at > self.failed_at}
         self.busy.clear()
 
 

@@ -232,8 +232,8 @@ class Deployment:
         """Kill servers that have not answered health checks for `HANG_TIMEOUT_S`. What follows is as after a crash."""
         for replica, server in self._servers.items():
             if replica.is_silent(HANG_TIMEOUT_S):
-                replica.silent_since = None
-                logger.error("%s: replica %s hangs and is killed: %s", self.name, replica.name, replica.problem)
+                replica.checks.silent_since = None
+                logger.error("%s: replica %s hangs and is killed: %s", self.name, replica.name, replica.checks.problem)
                 server.kill()
 
     def begin_stop(self) -> None:

@@ -49,7 +49,7 @@ class SilenceTimer:
         """Send a comment, unless the client must read first. Before the answer's head the status is still open, so the
         stream begins only if the replica's health checks have no answer either."""
         has_begun = self._client.has_begun
-        is_sent = self._client.comment_at_once(_SILENT) if has_begun else self._replica.silent_since is None
+        is_sent = self._client.comment_at_once(_SILENT) if has_begun else self._replica.checks.silent_since is None
         if not is_sent and (self._sending is None or self._sending.done()):
             self._sending = asyncio.ensure_future(self._send(has_begun))
 

@@ -159,7 +159,7 @@ class Models:
     async def check_health(self, timeout_s: float) -> None:
         """Ask all replicas for their health, and kill servers that hang."""
         every = self._lasting()
-        checks = (self._check(one, timeout_s) for model in every for one in model.replicas)
+        checks = (self._check(one, timeout_s) for model in every if model.base is model for one in model.replicas)
         await asyncio.gather(read_notes(self, timeout_s), *checks)
         for deployment in every:
             deployment.kill_hanging()
@@ -205,7 +205,7 @@ class Models:
             timeout_s = max(timeout_s, LAST_CHECK_S)
         await replica.check_health(timeout_s)
         if replica.is_healthy != was_healthy:
-            state = "is healthy again" if replica.is_healthy else f"gets no requests: {replica.problem}"
+            state = "is healthy again" if replica.is_healthy else f"gets no requests: {replica.checks.problem}"
             logger.warning("%s at %s %s", replica.served_name, replica.upstream.address, state)
 
 

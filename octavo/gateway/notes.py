@@ -53,7 +53,7 @@ async def read_notes(models: Iterable[Deployment], timeout_s: float) -> None:
         if model.base.entry.is_local or not model.entry.may_be_several:
             continue
         for one in model.replicas:
-            if not one.problem and one.has_notes is not False:
+            if not one.checks.problem and one.has_notes is not False:
                 same = model.router.load, one.name, one.api_key, one.notes_at, one.has_notes
                 servers[same].append((model.router, one))
     await asyncio.gather(*(_read(readers, timeout_s) for readers in servers.values()))

@@ -49,6 +49,16 @@ class Notes(msgspec.Struct):
     adapters: dict[str, bool]
 
 
+@dataclass
+class HealthChecks:
+    """What the checks of a server's health have found."""
+
+    num_failed: int = 0  # in a row
+    problem: str = ""  # why the last one failed
+    last_passed_at: float = 0.0  # time.monotonic when that check began
+    silent_since: float | None = None  # time.monotonic when the first of the checks began that had no answer, in a row
+
+
 @dataclass(eq=False)
 class Replica:
     """`name` labels its metrics, `served_name` is the model's name at the server."""
@@ -59,20 +69,17 @@ class Replica:
     api_key: str | None = None
     health: str = "/health"
     breaker: Breaker = field(default_factory=Breaker)
-    num_failed_checks: int = 0  # of its health, in a row
-    problem: str = ""  # why the last check of its health failed
-    last_passed_check_at: float = 0.0  # time.monotonic when that check began
-    silent_since: float | None = None  # time.monotonic when the first of the checks began that had no answer, in a row
+    checks: HealthChecks = field(default_factory=HealthChecks)
     num_in_flight: int = 0
     has_notes: bool | None = None  # None: it has not been asked since it was last ill
     notes_at: str = "id=&after=0"  # where the next reading begins
 
     @property
     def is_healthy(self) -> bool:
-        return self.num_failed_checks < FAILED_CHECKS
+        return self.checks.num_failed < FAILED_CHECKS
 
     def serving(self, name: str) -> Replica:
-        """Return the same server under the name of another of its models."""
+        """Return the same server, whose health is checked once, under the name of another of its models."""
         return replace(self, served_name=name, num_in_flight=0)
 
     def takes_requests(self) -> bool:
@@ -80,7 +87,8 @@ class Replica:
 
     def is_silent(self, seconds: float) -> bool:
         """Return whether several health checks in a row, over at least so many seconds, had no answer."""
-        return self.silent_since is not None and not self.is_healthy and time.monotonic() - self.silent_since >= seconds
+        since = self.checks.silent_since
+        return since is not None and not self.is_healthy and time.monotonic() - since >= seconds
 
     def auth_headers(self) -> list[tuple[bytes, bytes]]:
         return [] if self.api_key is None else [(b"authorization", b"Bearer " + self.api_key.encode())]
@@ -97,26 +105,26 @@ class Replica:
     async def check_health(self, timeout_s: float) -> None:
         """Ask for the replica's health. Any answer but a server's error (5xx) counts as healthy: foreign servers may
         not have the path."""
-        begin, is_silent = time.monotonic(), True
+        begin, is_silent, checks = time.monotonic(), True, self.checks
         try:
             status, _ = await self._get(self.health, timeout_s)
             is_silent = False
-            self.problem = f"GET {self.health} is answered {status}" if status >= 500 else ""
+            checks.problem = f"GET {self.health} is answered {status}" if status >= 500 else ""
         except UpstreamError as error:
-            self.problem = str(error)
+            checks.problem = str(error)
         except TimeoutError:
-            self.problem = f"GET {self.health} had no answer within {timeout_s:g} s"
-        if self.problem:
-            self.num_failed_checks += 1
+            checks.problem = f"GET {self.health} had no answer within {timeout_s:g} s"
+        if checks.problem:
+            checks.num_failed += 1
             self.has_notes = None  # another version may come back
         else:
             if not self.is_healthy:  # what failed before is over
                 self.breaker.succeed()
-            self.num_failed_checks, self.last_passed_check_at = 0, begin
+            checks.num_failed, checks.last_passed_at = 0, begin
         if not is_silent:
-            self.silent_since = None
-        elif self.silent_since is None:
-            self.silent_since = begin
+            checks.silent_since = None
+        elif checks.silent_since is None:
+            checks.silent_since = begin
 
     async def listed(self, timeout_s: float) -> list[Listed]:
         """Return the replica's list of models; nothing if it gives none."""

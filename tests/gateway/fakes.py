@@ -77,6 +77,7 @@ class FakeServer:
     asked: list[Asked] = field(default_factory=list)
     num_connections: int = 0
     num_hung_up: int = 0
+    num_checks: int = 0  # of its health
     api_key: str | None = None
     address: str = ""
     is_stopped: bool = False
@@ -124,6 +125,7 @@ class FakeServer:
                     await reader.read()
                     return
                 if target == "/health":
+                    self.num_checks += 1
                     await waiting.virtual_sleep(self.health_after_s)
                     asked.reply(b"", self.health)
                     continue

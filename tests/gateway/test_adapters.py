@@ -104,6 +104,22 @@ def test_adapters_of_several_replicas_have_places(clock: Clock) -> None:
     clock.run(run())
 
 
+def test_a_server_is_checked_once_for_all_its_adapters_and_killed_if_it_hangs(clock: Clock) -> None:
+    async def run() -> None:
+        entries = {"base": {"keep_alive": None}, "pirate": PIRATE, "poet": {"adapter_of": "base"}}
+        async with gateway(entries) as gate:
+            await gate.ask("pirate")
+            server = gate.launch.last("base")
+            before, begin = server.num_checks, clock.now()
+            await until(lambda: clock.now() - begin >= 60)
+            assert 11 <= server.num_checks - before <= 13, "every 5 s"
+            server.hangs = True
+            assert (await gate.ask("pirate")).status_code == 200, "by the server that takes its place"
+            assert server.exited.done() and gate.launch.begun == ["base"] * 2
+
+    clock.run(run())
+
+
 def test_another_adapter_restarts_the_base_once_requests_have_ended(clock: Clock, tmp_path: Path) -> None:
     file = tmp_path / "models.yaml"
     may_end = asyncio.Event()

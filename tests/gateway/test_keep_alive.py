@@ -14,6 +14,7 @@ from starlette.types import Message
 
 from octavo.gateway import client
 from octavo.gateway.keep_alive import KeepAlive
+from octavo.gateway.replica import HealthChecks
 from tests.gateway.fakes import Asked, FakeServer, gateway
 from tests.waiting import Clock, virtual_sleep
 
@@ -146,7 +147,7 @@ def comments_in_silence(clock: Clock, prepare: Callable[[Any], Any]) -> list[byt
     async def run() -> None:
         one = client.Client(prepare(send), "/v1/chat/completions")
         one.streams = True
-        silence = KeepAlive(5.0).watch_silence(one, SimpleNamespace(silent_since=None))  # type: ignore[arg-type]
+        silence = KeepAlive(5.0).watch_silence(one, SimpleNamespace(checks=HealthChecks()))  # type: ignore[arg-type]
         await one.begin(events_answer())
         await virtual_sleep(12.0)
         await silence.end()

@@ -77,7 +77,7 @@ def test_what_gateways_agree_on_gives_way_to_load_and_to_what_is_known() -> None
     router.remember(fleet[2], [b"1"])
     assert {router.choose(fleet, {b"1": 9_000}, agreed=str(i).encode()) for i in range(20)} == {fleet[2]}
     for one in fleet[1:]:
-        one.num_failed_checks = FAILED_CHECKS
+        one.checks.num_failed = FAILED_CHECKS
     assert router.choose(fleet, {}, agreed=b"x") is fleet[0]
 
 
@@ -96,7 +96,7 @@ def test_load_corrects_affinity() -> None:
 def test_only_those_are_chosen_that_take_requests(states: list[str], seed: int) -> None:
     router, fleet = Router(random.Random(seed)), replicas(len(states))
     for one, state in zip(fleet, states, strict=True):
-        one.num_failed_checks = FAILED_CHECKS if state == "sick" else FAILED_CHECKS - 1
+        one.checks.num_failed = FAILED_CHECKS if state == "sick" else FAILED_CHECKS - 1
         if state == "broken":
             one.breaker.num_failures, one.breaker.open_until = FAILURES_TO_OPEN, math.inf
         router.remember(one, [b"1"])
@@ -151,7 +151,7 @@ def test_replicas_that_are_away_do_not_lower_the_bound_of_the_others() -> None:
     router, fleet = Router(random.Random(1)), replicas(4)
     router.remember(fleet[0], [b"1"])
     for one in fleet[2:]:
-        one.num_failed_checks = FAILED_CHECKS
+        one.checks.num_failed = FAILED_CHECKS
     for one in fleet[:2]:
         router.load.num_in_flight[one.name] = 10
     assert [router.choose(fleet, {b"1": 9_000}) for _ in range(5)] == [fleet[0]] * 5
@@ -159,10 +159,10 @@ def test_replicas_that_are_away_do_not_lower_the_bound_of_the_others() -> None:
 
 def test_a_replica_that_comes_back_gets_its_part_and_no_more() -> None:
     router, fleet = Router(random.Random(1)), replicas(4)
-    fleet[0].num_failed_checks = FAILED_CHECKS
+    fleet[0].checks.num_failed = FAILED_CHECKS
     for number in range(2000):
         router.choose(fleet, {str(number).encode(): 9_000})
-    fleet[0].num_failed_checks = 0
+    fleet[0].checks.num_failed = 0
     counts = Counter(router.choose(fleet, {f"x{number}".encode(): 9_000}) for number in range(400))
     assert 80 < counts[fleet[0]] < 120
 
@@ -328,7 +328,7 @@ def test_several_gateways_agree_about_adapters() -> None:
 def test_a_server_that_is_away_for_one_model_gets_its_part_of_the_work_and_no_more() -> None:
     load, counts = Load(), Counter[str]()
     models = [(Router(random.Random(1), load), replicas(8, name)) for name in "ab"]
-    models[0][1][0].num_failed_checks = FAILED_CHECKS
+    models[0][1][0].checks.num_failed = FAILED_CHECKS
     for number in range(400):
         for router, fleet in models:
             chosen = router.choose(fleet, {b"%d" % number: 9_000})
