@@ -273,9 +273,9 @@ def test_results_of_tools_have_pictures(client: openai.OpenAI, server: Server) -
         messages[-1]["content"][0]["content"] = [seen]
         marked = other.messages.count_tokens(model="llava", messages=messages)
         assert marked.input_tokens > counted.input_tokens, "a document may have pictures"
-        content[1] = {"type": "tool_reference", "tool_name": "look"}
+        content[1] = {"type": "container_upload", "file_id": "x"}
         messages[-1]["content"][0]["content"] = content
-        with pytest.raises(anthropic.BadRequestError, match=r"tool_reference\W+which is not built; text, image"):
+        with pytest.raises(anthropic.BadRequestError, match=r"container_upload\W+which is not built; text, image"):
             other.messages.create(model="llava", max_tokens=6, messages=messages)
 
 

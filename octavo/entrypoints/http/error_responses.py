@@ -80,14 +80,16 @@ _BESIDE_SCHEMA = ("name", "description", "schema", "strict")
 _OF_SCHEMAS = ONE | LISTS | MAPS | SILENT | {"type", "required", "items", "enum", "const", "format", "pattern", "$ref"}
 # Routes of OpenAI's and vLLM's servers that Octavo does not have.
 UNBUILT_PATHS = frozenset((
-    "/v1/audio/speech", "/v1/realtime", "/v1/images/generations",
+    "/v1/audio/speech", "/v1/realtime", "/v1/images/generations", "/v1/images/edits", "/v1/images/variations",
+    "/v1/videos", "/v1/containers", "/v1/evals",
     "/v1/moderations", "/v1/fine_tuning/jobs", "/v1/uploads", "/v1/vector_stores",
     "/v1/assistants", "/v1/threads", "/v1/messages/batches", "/v1/responses/compact",
     "/v1/completions/derender", "/v1/chat/completions/derender", "/v1/chat/completions/batch",
     "/generative_scoring", "/inference/v1/generate", "/server_info", "/reset_mm_cache", "/reset_encoder_cache",
     "/start_profile", "/stop_profile", "/collective_rpc", "/scale_elastic_ep", "/is_scaling_elastic_ep",
     "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
-    "/get_world_size", "/abort_requests",
+    "/start_draft_weight_update", "/update_weight_version", "/weight_info", "/weight_checker", "/get_world_size",
+    "/abort_requests",
 ))  # fmt: skip
 # Routes of `engine_control`, which exist with --enable-server-dev-mode only.
 DEV_MODE_PATHS = frozenset({
