@@ -23,7 +23,7 @@ def key_of(variable: str) -> str | None:
     value = os.environ.get(variable, "")
     key = value.strip()  # files often end their keys with a new line
     if value and not _can_be_sent(key):
-        raise ConfigError(f"The variable {variable} must have a key of printable ASCII characters, and has others.")
+        raise ConfigError(f"The variable {variable} must be a key of printable ASCII characters; it has others.")
     return key or None
 
 
@@ -33,7 +33,7 @@ def check_keys(flag: str, keys: Sequence[str]) -> None:
         raise ConfigError(f"{flag} must not be empty.")
     if not all(map(_can_be_sent, keys)):
         raise ConfigError(
-            f"{flag} must have keys of printable ASCII characters without spaces around them, and has others."
+            f"{flag} must be keys of printable ASCII characters without spaces around them; it has others."
         )
 
 

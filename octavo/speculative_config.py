@@ -121,7 +121,7 @@ def _method(settings: dict[str, Any]) -> str:
         return method
     if method == NO_METHOD:
         others = ", ".join(sorted(settings.keys() - {"method"}))
-        raise ConfigError(f"the speculative method none takes no {others}; leave out the method or the others.")
+        raise ConfigError(f"the speculative method none takes no {others}; leave out the method or these settings.")
     built = ", ".join([*HOST_METHODS, *DRAFT_METHODS])
     if method in _NOT_BUILT:
         raise ConfigError(f"the speculative method {method} is not built yet; {built} are.")

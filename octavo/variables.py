@@ -7,11 +7,12 @@ Hugging Face, CUDA) read further variables.
 from __future__ import annotations
 
 VARIABLES = {
-    "OCTAVO_API_KEY": "A key that clients of a server or gateway must send, beside those of `--api-key`; what "
-    "`octavo chat`, `complete` and `bench serve` send.",
+    "OCTAVO_API_KEY": "A key that clients of a server or gateway must send, beside those of `--api-key`. "
+    "`octavo chat`, `complete` and `bench serve` send it.",
     "OCTAVO_ADMIN_KEY": "A key for the admin routes of `octavo gateway`, beside those of `--admin-key`.",
     "VLLM_API_KEY": "The same for servers, under vLLM's name.",
-    "OPENAI_API_KEY": "What they send without `--api-key` and `OCTAVO_API_KEY`.",
+    "OPENAI_API_KEY": "The key that `octavo chat`, `complete` and `bench serve` send without `--api-key` and "
+    "`OCTAVO_API_KEY`.",
     "OCTAVO_CACHE": "Folder of the default model. Without it a folder `octavo` in `XDG_CACHE_HOME`, or in `~/.cache`.",
     "XDG_CACHE_HOME": "Folder of caches, unless `OCTAVO_CACHE` is set.",
     "XDG_STATE_HOME": "Folder of what `octavo chat` and `complete` keep of typed lines; `~/.local/state` by default.",

@@ -164,7 +164,7 @@ def test_arguments_of_a_wrong_type_are_refused_by_name(llm: LLM) -> None:
         llm.generate({"prompt": "Hi", "mm_processor_kwargs": {"num_crops": 4}}, greedy(1))
     nothing = {"multi_modal_data": {}, "mm_processor_kwargs": None, "encoder": None}
     assert llm.generate({"prompt": "Hi"} | nothing, greedy(1), use_tqdm=False)[0].finished
-    with pytest.raises(RequestError, match="priority must be a list of one for each of 1 prompts, got 3"):
+    with pytest.raises(RequestError, match="priority must be a list with a number for each of 1 prompts, got 3"):
         llm.generate("Hi", greedy(1), priority=3)
     with pytest.raises(RequestError, match="tools must be a list of dictionaries, got "):
         llm.chat([{"role": "user", "content": "Hi"}], greedy(1), tools=["greet"])

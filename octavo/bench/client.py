@@ -103,7 +103,7 @@ class Target:
                 response = connection.getresponse()
                 body = response.read()
                 if response.status == 401:
-                    raise OctavoError(f"{self.url} wants an API key, or another one: --api-key, or OCTAVO_API_KEY.")
+                    raise OctavoError(f"{self.url} needs an API key, or a different one: --api-key, or OCTAVO_API_KEY.")
                 if response.status != 200:
                     raise OSError(f"{path} answered {response.status}: {_error_message(body)}")
                 return msgspec.json.decode(body)
@@ -183,7 +183,7 @@ class _EventReader(asyncio.Protocol):
         try:
             chunk = _decode_chunk(data)
         except msgspec.DecodeError as error:
-            self._end(f"a chunk is not as OpenAI has it: {error}")
+            self._end(f"a chunk does not have OpenAI's form: {error}")
             return
         answer = self._answer
         if chunk.error is not None:

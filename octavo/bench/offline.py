@@ -127,7 +127,7 @@ def latency(args: argparse.Namespace) -> None:
 def _add_engine_args(parser: argparse.ArgumentParser) -> None:
     """Add every engine flag, and the flags of sampling and output."""
     parser.add_argument("model_positional", metavar="MODEL", nargs="?", help="The same as --model.")
-    parser.add_argument("--n", type=positive_int, default=1, help="Sequences of a prompt (default: 1).")
+    parser.add_argument("--n", type=positive_int, default=1, help="Answers to each prompt (default: 1).")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1).")
     parser.add_argument("--disable-detokenize", action="store_true", help="Make no text of the tokens.")
     parser.add_argument("--json", "--output-json", dest="json", metavar="FILE", help="Write the figures there.")

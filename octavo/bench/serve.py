@@ -53,7 +53,7 @@ def make_parser(prog: str) -> FlagParser:
     server.add_argument("--port", type=int, default=8000, help="Default: %(default)s.")
     server.add_argument("--endpoint", help="Default: the backend's.")
     server.add_argument("--model", help="Default: the first that the server names.")
-    server.add_argument("--served-model-name", help="What requests call the model; default: --model.")
+    server.add_argument("--served-model-name", help="Model name in requests; default: --model.")
     server.add_argument(
         "--lora-modules", nargs="+", metavar="NAME", help="Adapters of the server: each request names one of them "
         "as its model.",
@@ -66,7 +66,7 @@ def make_parser(prog: str) -> FlagParser:
     )
     server.add_argument("--tokenizer", help="Folder, .gguf file or Hugging Face id; default: the model's.")
     server.add_argument("--api-key", default=sent_by_default(), help="Default: OCTAVO_API_KEY, or OPENAI_API_KEY.")
-    server.add_argument("--tokenizer-mode", choices=("auto",), default="auto", help="It is recognised.")
+    server.add_argument("--tokenizer-mode", choices=("auto",), default="auto", help="Always found from the files.")
     server.add_argument(
         "--ready-check-timeout-sec", type=float, default=0.0, help="Seconds to wait for a server that is not ready yet "
         "(default: 0).",

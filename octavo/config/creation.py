@@ -59,7 +59,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
     code_folder = _code_folder(args, checkpoint)
     description = describe(checkpoint.config, args.model_impl, code_folder)
     if ignored := unread_settings(checkpoint.config, args.model_impl):
-        logger.warning("config.json of %s: nobody reads %s; they change nothing", checkpoint.name, ", ".join(ignored))
+        logger.warning("config.json of %s: %s are not read and change nothing", checkpoint.name, ", ".join(ignored))
     if description.num_cross_tokens:
         checkpoint = with_most_pictures(args, checkpoint, description)
         description = describe(checkpoint.config, args.model_impl, code_folder)
@@ -215,10 +215,10 @@ def _default_sampling_params(args: EngineArgs, checkpoint: Checkpoint) -> dict[s
         ) from None
     if not found and args.generation_config == "auto":
         logger.info(
-            "%s has no sampling defaults: a request that gives none is answered at temperature 1, as with vLLM%s; "
+            "%s has no sampling defaults. As with vLLM, a request without temperature gets 1%s. "
             """--override-generation-config '{"temperature": 0.7, "max_new_tokens": 1024}' sets defaults""",
             checkpoint.name,
-            "" if "max_new_tokens" in given else ", and up to the end of the context if it has no max_tokens",
+            "" if "max_new_tokens" in given else ", and one without max_tokens may fill the context",
         )
     return found
 

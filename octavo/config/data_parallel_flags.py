@@ -50,7 +50,7 @@ def flags_for_ray(args: EngineArgs, backend: str) -> dict[str, Any]:
     not start others. Raises `ConfigError` if a flag is a function."""
     flags = {f.name: getattr(args, f.name) for f in fields(EngineArgs)} | {backend: getattr(EngineArgs, backend)}
     if any(map(callable, flags.values())):
-        raise ConfigError(f"{_name(backend)} ray tells other hosts the flags: none may be a function.")
+        raise ConfigError(f"{_name(backend)} ray sends the flags to other hosts: none may be a function.")
     return flags
 
 

@@ -83,7 +83,7 @@ def media_config(
             )
     if missing := _missing(*_MODULES, *kind.modules):
         raise ConfigError(
-            f"{checkpoint.name} {kind.verb} by {', '.join(missing)}, which is not installed: "
+            f"{checkpoint.name} takes {kind.noun}s only with {', '.join(missing)}: "
             f"scripts/install {kind.extra}, or add --language-model-only."
         )
     if not any((Path(checkpoint.path) / name).is_file() for name in _PROCESSOR_FILES):
@@ -161,7 +161,7 @@ def _video_config(
     if token is not None and (options or limits.get(VIDEO.name)):
         if missing:
             raise ConfigError(
-                f"{checkpoint.name} sees videos by {', '.join(missing)}, which is not installed: "
+                f"{checkpoint.name} takes videos only with {', '.join(missing)}: "
                 f"scripts/install {VIDEO.extra}, or leave --media-io-kwargs and the limit of videos out."
             )
         if not has_processor:

@@ -38,9 +38,8 @@ def check_parallel(args: EngineArgs, device: str) -> None:
         _check_devices(args, num_workers)
     elif args.cpu_threads is not None and args.cpu_threads < num_workers:
         raise ConfigError(
-            f"--cpu-threads {args.cpu_threads} is the number of all workers' threads: less than the "
-            f"{num_workers} workers of --tensor-parallel-size, --pipeline-parallel-size and "
-            "--data-parallel-size."
+            f"--cpu-threads {args.cpu_threads} is for all workers together, and --tensor-parallel-size, "
+            f"--pipeline-parallel-size and --data-parallel-size make {num_workers}; give each a thread."
         )
     layer_partition(args)
     _check_nodes(args, device)

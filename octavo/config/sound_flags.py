@@ -44,9 +44,7 @@ def sound_config(
     check_cross_attention(args, checkpoint, "models that hear", device, pools=pools)
     missing = [module for module in _MODULES if find_spec(module) is None]
     if missing:
-        raise ConfigError(
-            f"{checkpoint.name} hears by {', '.join(missing)}, which is not installed: scripts/install audio."
-        )
+        raise ConfigError(f"{checkpoint.name} takes sounds only with {', '.join(missing)}: scripts/install audio.")
     if not any((Path(checkpoint.path) / name).is_file() for name in _EXTRACTOR_FILES):
         raise ConfigError(f"{checkpoint.name} has no {' or '.join(_EXTRACTOR_FILES)}, which says how it hears.")
     return SoundConfig(

@@ -327,7 +327,7 @@ class InputProcessor:
         if self.listener is not None:
             if given_media is None:
                 raise RequestError(
-                    f"{self.model.served_model_names[0]} writes down what it hears: send a file to "
+                    f"{self.model.served_model_names[0]} only transcribes sounds: send a file to "
                     "/v1/audio/transcriptions or /v1/audio/translations, or a prompt with multi_modal_data to LLM.",
                     code="model_hears",
                 )
@@ -368,14 +368,17 @@ class InputProcessor:
             raise RequestError("prompt_embeds needs --enable-prompt-embeds.", param="prompt_embeds")
         for name in ("prompt_token_ids", "multi_modal_data"):
             if prompt.get(name) is not None:
-                raise RequestError(f"prompt_embeds are all of a prompt; leave {name} out.", param=name)
+                raise RequestError(f"prompt_embeds are the whole prompt; leave {name} out.", param=name)
         for name in ("prompt_logprobs", "truncate_prompt_tokens"):
             if getattr(params, name) is not None:
-                raise RequestError(f"{name} is of tokens, and prompt_embeds are none; leave it out.", param=name)
+                raise RequestError(f"{name} needs tokens; prompt_embeds have none. Leave it out.", param=name)
         texts = prompt.get("prompt")
         if isinstance(embeds, list) and isinstance(texts, list):
             if len(texts) != len(embeds) + 1 or not all(isinstance(text, str) for text in texts):
-                raise RequestError("between a list of prompt_embeds prompt has texts, one more.", param="prompt")
+                raise RequestError(
+                    "with a list of prompt_embeds, prompt must be a list of texts: before, between and after them.",
+                    param="prompt",
+                )
             return self._make_mixed_prompt(texts, embeds, add_special_tokens, salt)
         item, made = self.prompt_embeds.take(embeds, salt)
         self._check_length(item.num_tokens, "shorten it")

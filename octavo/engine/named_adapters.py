@@ -58,4 +58,4 @@ class NamedAdapters:
     def note_loaded(self, result: AdapterLoaded) -> None:
         """Record that a core has read an adapter, or failed to: then it is no longer pinned."""
         if result.error is not None and self._pinned.pop(result.identity, None) is not None:
-            logger.warning("an adapter that was pinned is not any more: %s", result.error)
+            logger.warning("an adapter is not pinned any more: %s", result.error)

@@ -365,7 +365,7 @@ class OutputProcessor:
         """Return the output for tokens of the only completion, which another server has sent. Raises `RequestError` if
         they end it."""
         if state.completions[0].add(SequenceOutput(state.request.request_id, 0, token_ids)):
-            raise RequestError("the tokens of resume end the answer: there is nothing to go on with.", param="resume")
+            raise RequestError("the tokens of resume end the answer: nothing is left to generate.", param="resume")
         return state.take()
 
     def abort(self, request_id: str, stop_reason: str | None = None) -> RequestState | None:

@@ -165,9 +165,7 @@ class PoolingInput:
     def _prefix(self, text: Text) -> str:
         if not isinstance(text.first, str):
             if text.prompt_name:
-                raise RequestError(
-                    "prompt_name is of texts, and token ids are none; leave it out.", param="prompt_name"
-                )
+                raise RequestError("prompt_name needs a text, not token ids; leave it out.", param="prompt_name")
             return ""
         name = self.config.default_prompt if text.prompt_name is None else text.prompt_name
         if not name:
@@ -268,7 +266,7 @@ class Scores:
     ) -> None:
         """`fields` are the names of the two sides in errors; `scheduling` are arguments of `process`."""
         if not queries or not documents:
-            raise RequestError("there must be a query and a document at least.")
+            raise RequestError("send at least one query and one document.")
         if len(queries) not in (1, len(documents)):
             raise RequestError(
                 f"{len(queries)} queries for {len(documents)} documents; give one for all, or one for each."

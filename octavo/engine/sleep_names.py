@@ -13,7 +13,7 @@ def woken_by(tags: Iterable[str] | None) -> frozenset[str]:
     """Return the sleepers that `tags` wake; all of them by default. Raises `RequestError` for an unknown tag."""
     woken = SLEEPERS if tags is None else frozenset(tags)
     if woken - SLEEPERS:
-        raise RequestError(f"tags must be of {', '.join(sorted(SLEEPERS))}.", param="tags")
+        raise RequestError(f"tags must be among {', '.join(sorted(SLEEPERS))}.", param="tags")
     return woken
 
 

@@ -10,8 +10,8 @@ from octavo.errors import RequestError
 
 # Attributes of vLLM's engines and its `LLM` that Octavo lacks, with what to do instead.
 ABSENT = {
-    "apply_model": "models are Octavo's own and no torch.nn.Module; what they compute comes out of generate and encode",
-    "collective_rpc": "workers take no methods of callers; -tp and -pp are arguments of LLM",
+    "apply_model": "models are not torch.nn.Modules; generate and encode return their results",
+    "collective_rpc": "workers run no methods of callers; -tp and -pp are arguments of LLM",
     "preprocess_chat": "llm.get_tokenizer().apply_chat_template renders messages",
     "enqueue": "llm.llm_engine.add_request queues one request, step computes",
     "set_tokenizer": "tokenizer is an argument of LLM",

@@ -159,7 +159,7 @@ class LLM(PoolingMethods):
             priority = [0] * len(prompts)
         elif not isinstance(priority, Sequence) or len(priority) != len(prompts):
             raise RequestError(
-                f"priority must be a list of one for each of {len(prompts)} prompts, got {priority!r:.100}.",
+                f"priority must be a list with a number for each of {len(prompts)} prompts, got {priority!r:.100}.",
                 param="priority",
             )
         loras = _one_each(prompts, lora_request)

@@ -98,7 +98,9 @@ class AdapterStore:
         self._map = ModuleMap(matrices, lora.target_modules, lora.max_rank, others)
         names = [*others, *(name for matrix in matrices for module in matrix.modules for name in module.all_names)]
         if not any(map(self._map.is_open, names)):
-            raise LoadError(f"--lora-target-modules {' '.join(self._lora.target_modules or [])}: there are none such.")
+            raise LoadError(
+                f"--lora-target-modules {' '.join(self._lora.target_modules or [])}: the model has no such modules."
+            )
         backend = ops.backend
         dtype = self._lora.dtype
         # A table for each matrix, or for all experts of a stack.

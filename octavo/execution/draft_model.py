@@ -42,8 +42,8 @@ def group_for(groups: Sequence[CacheGroup], specs: Sequence[LayerCacheSpec], nam
         return 0
     if all(group.spec.kind == "state" for group in groups):
         raise ConfigError(
-            f"{name} cannot draft for this model: what it keeps lies in the model's blocks of keys and values, and all "
-            "layers of the model keep a state instead. Take ngram, suffix or medusa."
+            f"{name} cannot draft for this model: its keys and values need the model's blocks for keys, and all layers "
+            "of the model keep a state instead. Take ngram, suffix or medusa."
         )
     reads_all = any(spec.kind in ("full", "state") for spec in specs)
     longest = max((spec.window for spec in specs), default=0)

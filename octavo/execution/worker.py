@@ -277,8 +277,8 @@ class Worker:
         model_bytes = self.weight_bytes * self._worker_group.worker_rank.num_stages
         if 2 * draft_bytes > model_bytes:
             logger.warning(
-                "a draft token reads %.2f GiB of weights and a token of the model %.2f GiB: it takes more than half "
-                "the time, so little is gained; choose a smaller draft, or a smaller format for it",
+                "the draft model reads %.2f GiB of weights a token and the model %.2f GiB. A draft of more than half "
+                "the model's size gains little: choose a smaller one, or a smaller format",
                 draft_bytes / _GIB, model_bytes / _GIB,
             )  # fmt: skip
         self.weight_bytes += draft.num_weight_bytes
@@ -298,7 +298,9 @@ class Worker:
         speculative = self._config.speculative
         rates = None if speculative is None else speculative.synthetic_acceptance_rates
         if rates is not None:
-            logger.warning("synthetic_acceptance_rates: guesses are accepted at these rates, and answers are WRONG")
+            logger.warning(
+                "synthetic_acceptance_rates: draft tokens are accepted at these rates, and answers are WRONG"
+            )
             self.runner.draft_hooks.synthetic_acceptance = SyntheticAcceptance(rates, vocab_size)
 
     def _check_fits(self, description: ModelDescription, weights: Weights, config: ModelConfig) -> None:

@@ -23,7 +23,7 @@ class Outcome(Enum):
     UNREACHABLE = "no connection: the replica has not seen the request"
     LOST = "the replica hung up before its answer's first byte"
     ENGINE_DIED = "the replica's engine died, maybe of this request; another replica is asked"
-    BUSY = "the replica is busy or stops; another one is asked, or for a lost stream this one again later"
+    BUSY = "the replica is busy or stops; another one is asked; a lost stream asks this one again later"
     CANNOT_RESUME = "the replica began the stream again, or refused to resume it"
     DELIVER = "the client gets the answer"
     BROKEN = "the replica was lost amid an answer that the client was getting"

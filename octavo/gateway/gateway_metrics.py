@@ -38,23 +38,23 @@ class GatewayMetrics:
         )  # fmt: skip
         self.retries = Counter(
             "octavo_gateway_retries",
-            "Requests that a replica was lost for before the first byte, or was too busy for.",
+            "Requests whose replica was lost before the first byte, or was too busy.",
             labels,
             registry=on,
         )
         self.broken_streams = Counter(
-            "octavo_gateway_broken_answers", "Answers that ended amid their bytes, as the replica was lost.",
+            "octavo_gateway_broken_answers", "Answers that were cut off because the replica was lost.",
             labels, registry=on,
         )  # fmt: skip
         self.resumed = Counter(
-            "octavo_gateway_resumed_streams", "Streams that the replica went on with after another one was lost.",
+            "octavo_gateway_resumed_streams", "Streams that the replica continued after another one was lost.",
             labels, registry=on,
         )  # fmt: skip
         self.disconnects = Counter(
             "octavo_gateway_disconnects", "Requests whose client hung up before the end of the answer.", registry=on
         )
         self.of_gone = Counter(
-            "octavo_gateway_gone_replicas", "What the other counters had for replicas whose series were removed.",
+            "octavo_gateway_gone_replicas", "Values of the other counters for replicas whose series were removed.",
             ["counter", "model", "status"], registry=on,
         )  # fmt: skip
         self._gone_since: dict[tuple[str, str], float] = {}  # when it was first seen that a replica has gone
@@ -103,7 +103,7 @@ class GatewayMetrics:
         )
         failed = CounterMetricFamily(prefix + "failed_starts", "Starts that failed.", labels=["model"])
         affine = CounterMetricFamily(
-            prefix + "affine_requests", "Requests that went to a replica that knows a prefix of theirs.",
+            prefix + "affine_requests", "Requests that went to a replica that knows their beginning.",
             labels=["model"],
         )  # fmt: skip
         for deployment in self._models:

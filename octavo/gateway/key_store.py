@@ -169,7 +169,7 @@ class KeyStore:
             async with asyncio.timeout(CLOSE_S):
                 await self._is_idle.wait()
         except TimeoutError:
-            logger.error("%s does not answer: uses that were to be written are lost", self._database.address)
+            logger.error("%s does not answer: counts that were not written yet are lost", self._database.address)
         self._writing.cancel()
         await self._database.close()
 

@@ -163,13 +163,13 @@ def counted_request(request: ProxyRequest, key: Key, client: Client) -> ProxyReq
         meant = similar(request.path, ROUTES)
         perhaps = f"; did you mean {meant}?" if meant else "."
         raise RequestError(
-            f"{request.path:.200} is no route that the gateway knows, and others are not for the API key "
-            f"{settings.name}, which has a limit of tokens{perhaps}", status=404, code="not_found",
+            f"The gateway does not know the route {request.path:.200}. The API key {settings.name} has a token limit "
+            f"and may use only known routes{perhaps}", status=404, code="not_found",
         )  # fmt: skip
     if has_budget and (body.is_background or (request.method == "POST" and is_uncounted)):
         raise RequestError(
-            f"The API key {settings.name} has a limit of tokens, and those of batches, background responses and "
-            "/generate are not counted.", status=403, code="not_allowed",
+            f"The API key {settings.name} has a token limit. Tokens of batches, background responses and /generate are "
+            "not counted, so these need a key without one.", status=403, code="not_allowed",
         )  # fmt: skip
     if body.is_resumed and request.path == "/v1/responses":
         raise RequestError(

@@ -186,8 +186,8 @@ class ValkeyKeys(KeyDatabase):
                 found = {}
         if found.get("maxmemory") and str(found.get("maxmemory_policy")).startswith("allkeys"):
             raise ConfigError(
-                f"--keys: {self.address} drops what was not used for long (maxmemory-policy "
-                f"{found['maxmemory_policy']}), keys and counts too: set noeviction, or use another one."
+                f"--keys: {self.address} drops entries that were not used for long, also keys and counts "
+                f"(maxmemory-policy {found['maxmemory_policy']}). Set noeviction, or use another database."
             )
         if not found.get("aof_enabled", 1):
             logger.warning(

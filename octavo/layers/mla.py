@@ -136,7 +136,9 @@ class MLA:
         if d.index is not None:
             parameters.index = SparseIndexer(d.index, parameters, of_index, self._rotary)
         elif d.shares_index and parameters.index is None:
-            raise LoadError(f"{prefix} reads the keys that an index of a layer before chooses, and there is none.")
+            raise LoadError(
+                f"{prefix} needs the keys that an earlier layer's index chooses, but no earlier layer has an index."
+            )
         self._index = parameters.index if d.index is not None or d.shares_index else None
         self._attention_temperature = parameters.attention_temperature(d.attention_temperature)
 

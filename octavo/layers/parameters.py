@@ -258,7 +258,7 @@ class Parameters:
         block = cast(SegmentOps, self.ops).sum_by_segments(weight, shard.own_summands)
         if shard.is_whole or weight.in_features % block == 0:
             return
-        reason = f"the {weight.in_features} inputs of {name} that each has do not end with a block of {block}"
+        reason = f"the {weight.in_features} inputs of {name} that each worker has do not end with a block of {block}"
         if shard.must_agree:
             raise ConfigError(f"--reproducible-parallel with --tensor-parallel-size {shard.size}: {reason}.")
         if not self._has_warned:

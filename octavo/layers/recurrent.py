@@ -173,8 +173,8 @@ class GatedDeltaDescription:
             return range(count)
         if count % len(values):
             raise ConfigError(
-                f"--tensor-parallel-size {self.shard.size} gives each worker {len(values)} heads of values, which do "
-                f"not alternate among its own of {count} heads of keys; leave it out."
+                f"--tensor-parallel-size {self.shard.size} gives each worker {len(values)} value heads, which do not "
+                f"divide its {count} key heads; leave it out."
             )
         return range(values.start % count, values.start % count + len(values))
 

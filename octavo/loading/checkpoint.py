@@ -75,7 +75,7 @@ def resolve(
     is_default = is_default_model(model)
     if revision is not None and (is_default or os.path.exists(path)):
         name = f"the default model, {DEFAULT_MODEL_NAME}," if is_default else model
-        raise LoadError(f"revision {revision} is one of a model on the hub, and {name} is none; leave it out.")
+        raise LoadError(f"revision {revision} is for models of the hub, and {name} is none of these; leave it out.")
     if is_default:
         path = str(fetch_default_model())
         found = _from_gguf(DEFAULT_MODEL_NAME, path, load_format, _tokenizer_path(tokenizer, download_dir, path))

@@ -186,7 +186,7 @@ def _group_of(module: QuantizedModule) -> Settings:
                 if not group.get("weights"):
                     raise module.fail("the configuration says nothing of its weights")
                 return group
-    raise module.fail("no group of the configuration's config_groups has it as a target")
+    raise module.fail("no group of the configuration's config_groups targets it")
 
 
 def _is_target(target: str, name: str) -> bool:
@@ -281,7 +281,7 @@ def _fp8_matrix(module: QuantizedModule, scale_name: str, block: Sequence[int] |
     else:
         rows, columns = block
         if type(rows) is not int or type(columns) is not int or rows <= 0 or columns <= 0:
-            raise module.fail(f"blocks of {list(block)} are none")
+            raise module.fail(f"blocks cannot have the size {list(block)}")
         module.expect(scale_name, scales.shape, (*experts, -(-num_out // rows), -(-num_in // columns)))
 
     def read() -> dict[str, Any]:
@@ -354,7 +354,9 @@ def _mxfp4(files: QuantizedFiles) -> None:
         if scales is None or codes.format != "uint8" or scales.format != "uint8":
             raise module.fail("its _blocks and _scales are not both there as uint8")
         if len(codes.shape) != 4 or codes.shape[3] != 16:
-            raise module.fail(f"its _blocks have the shape {list(codes.shape)}, not experts by outputs by groups by 16")
+            raise module.fail(
+                f"its _blocks have the shape {list(codes.shape)}, expected [experts, outputs, groups, 16]"
+            )
         module.expect("_scales", scales.shape, codes.shape[:3])
         num_experts, num_out, groups, _ = codes.shape
         num_in = groups * 32
@@ -417,7 +419,7 @@ def _codebook(module: QuantizedModule) -> None:
     if absmax.format == "uint8":
         nested = tuple(module.tensor(f"weight.nested_{name}", ("float32",)) for name in ("absmax", "quant_map"))
         if type(nested_size) is not int or nested_size <= 0:
-            raise module.fail(f"nested blocks of {nested_size} are none")
+            raise module.fail(f"nested blocks cannot have the size {nested_size}")
         module.expect("weight.nested_absmax", nested[0].shape, (-(-num_blocks // nested_size),))
         module.expect("weight.nested_quant_map", nested[1].shape, (256,))
 

@@ -102,7 +102,9 @@ def _period(tensor: str) -> Setting:
         having = [i for i in range(count) if m.has(tensor, i)] or [count]
         period = having[1] - having[0] if len(having) > 1 else count + 1
         if having != list(range(having[0], max(count, having[0] + 1), period)):
-            raise LoadError(f"{m.file.path}: {tensor} in the layers {having} of {count}, in no period, is not built.")
+            raise LoadError(
+                f"{m.file.path}: {tensor} in the layers {having} of {count} is not built: they have no period."
+            )
         return period, having[0]
 
     return find
@@ -163,8 +165,8 @@ def _growth(m: Metadata) -> dict[str, Any]:
     start = m.number("attention.temperature_length", original)
     if start != original:
         raise LoadError(
-            f"{m.file.path}: queries that grow from position {start} on (attention.temperature_length) with positions "
-            f"stretched from {original} on are not built; one number for both is."
+            f"{m.file.path}: attention.temperature_length {start} and the original context length {original} differ, "
+            "which is not built."
         )
     return {"llama_4_scaling_beta": rate, "original_max_position_embeddings": original}
 

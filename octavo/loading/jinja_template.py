@@ -110,7 +110,7 @@ def compile_template(text: str) -> Template:
 
     def check_size(size: int) -> None:
         if size > _MAX_CHARACTERS:
-            raise SecurityError(f"a chat template must not make a value that takes {size} places.")
+            raise SecurityError(f"a chat template must not make a value of {size} places.")
 
     def check_method(text: str, name: str, *args: Any) -> None:
         """Refuse a call of a text's method whose result would be too long."""
@@ -310,7 +310,9 @@ def render_template(
     text = compiled.render(messages=chat, **variables)
     mark = _END_MARK.strip()
     if ending.strip() not in text or mark not in text:
-        raise ValueError("the chat template leaves out the end of the final message, which is to be continued.")
+        raise ValueError(
+            "the chat template leaves out the end of the final message, so this message cannot be continued."
+        )
     end = text.rindex(mark)
     # If the template has stripped the message, the mark's trailing blank is gone too.
     return text[:end] if text.startswith(_END_MARK, end) else text[:end].rstrip()
@@ -365,7 +367,7 @@ def _mark_end(template: str, message: dict[str, Any], field: str) -> str:
     # Reasoning is passed under several names: all get the mark, because the template may read any of them.
     fields = [name for name in REASONING if message.get(name) == content] if field in REASONING else [field]
     if not any(name in template for name in fields):
-        raise ValueError(f'the chat template does not read "{field}", which is to be continued.')
+        raise ValueError(f'the chat template does not read "{field}", so this field cannot be continued.')
     if not isinstance(content, list | tuple):
         message.update((name, content + _END_MARK) for name in fields)
         return str(content)

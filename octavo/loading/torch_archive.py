@@ -197,7 +197,7 @@ class _Bounded:
     def _count(self, data: bytes) -> bytes:
         self._num_left -= len(data)
         if self._num_left < 0:
-            raise ValueError(f"a pickle of it has more than {_MAX_PICKLE_BYTES} bytes")
+            raise ValueError(f"one of its pickles has more than {_MAX_PICKLE_BYTES} bytes")
         return data
 
 
@@ -220,7 +220,7 @@ class _Unpickler:
         for count, (instruction, value, _) in enumerate(pickletools.genops(bounded)):
             code = instruction.name
             if count == _MAX_INSTRUCTIONS:
-                raise ValueError(f"a pickle of it has more than {_MAX_INSTRUCTIONS} instructions")
+                raise ValueError(f"one of its pickles has more than {_MAX_INSTRUCTIONS} instructions")
             if code in _ARGUMENTS:
                 stack.append(value)
             elif code in ("BINPUT", "LONG_BINPUT"):

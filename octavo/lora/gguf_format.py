@@ -40,7 +40,7 @@ def read_gguf_adapter(opened: ReadFile, config: Mapping[str, Any], max_rank: int
     for name, info in file.tensors.items():
         base, _, half = name.rpartition(".lora_")
         if half not in halves or not base:
-            raise LoadError(f"{path}: tensor {name} is not one that LoRA adapters have.")
+            raise LoadError(f"{path}: LoRA adapters have no tensor {name}.")
         halves[half][base] = info
     if unpaired := set(halves["a"]) ^ set(halves["b"]):
         raise LoadError(f"{path} has {sorted(unpaired)[0]} without its other half.")

@@ -96,8 +96,8 @@ class ModuleMap:
                 )
             if not places:
                 raise LoadError(
-                    f"{path}: tensor {tensor} is of module {name}, which is no product of this model that adapters "
-                    f"may change; those are {self._examples()}."
+                    f"{path}: tensor {tensor} is of module {name}. Adapters of this model may change only products: "
+                    f"{self._examples()}."
                 )
             if not self.is_open(name):
                 raise LoadError(self._closed(path, tensor, name))
@@ -180,7 +180,7 @@ def _check_kind(path: str, adapter: ModuleAdapter, matrix: NamedMatrix) -> None:
     if matrix.expert is not None:
         for part in ("magnitude", "bias"):
             if part in adapter.tensors:
-                raise LoadError(f"{path}: tensor {adapter.tensors[part]} is of an expert, which is not built.")
+                raise LoadError(f"{path}: tensor {adapter.tensors[part]} changes an expert; experts take only A and B.")
     for part, tensor in adapter.tensors.items():
         if part in wrong:
             kind = "an embedding" if matrix.is_embedding else "no embedding"

@@ -77,12 +77,12 @@ def read_peft(
         module, part = _parse(name, path)
         found = modules.setdefault(module, ModuleAdapter())
         if part in found.tensors:
-            raise LoadError(f"{path} has {name} and {found.tensors[part]}, which say the same.")
+            raise LoadError(f"{path} has {name} and {found.tensors[part]}, of which one is enough.")
         found.tensors[part] = name
         if tensor.dtype.kind in "iub":
-            raise LoadError(f"{path}: tensor {name} has {tensor.dtype} numbers, which no factors are.")
+            raise LoadError(f"{path}: tensor {name} has {tensor.dtype} numbers; factors are floats.")
         if tensor.ndim == 0:
-            raise LoadError(f"{path}: tensor {name} is a single number, which no factors are.")
+            raise LoadError(f"{path}: tensor {name} is a single number; factors are matrices.")
         values = tensor
         if part != "whole" and tensor.dtype != np.float32:
             with np.errstate(over="ignore"):
@@ -102,7 +102,7 @@ def read_peft(
     saved = config.get("modules_to_save") or ()
     for name in saved if isinstance(saved, list | tuple) else ():
         if not any(f".{module}".endswith(f".{name}") and found.whole is not None for module, found in modules.items()):
-            raise LoadError(f"{path} has no weight of {str(name)[:60]}, which modules_to_save says was trained.")
+            raise LoadError(f"{path} has no weight of {str(name)[:60]}, which modules_to_save names.")
     ranks, alphas = (
         _by_pattern(f"{contents.config.path}: {name}", config.get(name) or {})
         for name in ("rank_pattern", "alpha_pattern")
@@ -180,7 +180,7 @@ def _check_config(path: str, config: Mapping[str, Any]) -> None:
         raise LoadError(f"{path}: peft_type {str(kind)[:40]!r} is not built; LORA is.")
     for name, neutral in _NOT_BUILT.items():
         if config.get(name) not in neutral:
-            raise LoadError(f"{path}: {name} is not built for adapters; {str(config[name])[:60]} was asked for.")
+            raise LoadError(f"{path}: {name} {str(config[name])[:60]} is not built for adapters.")
     if (initial := config.get("init_lora_weights")) not in _INITIAL_WEIGHTS:
         raise LoadError(
             f"{path}: init_lora_weights {str(initial)[:40]!r} changes the model's own weights, which the adapter does "
@@ -227,7 +227,7 @@ def _parse(name: str, path: str) -> tuple[str, str]:
     for suffix, part in _SUFFIXES.items():
         if inner.endswith(f".{suffix}") and not (part == "whole" and ".lora_" in inner):
             return inner[: -len(suffix) - 1], part
-    raise LoadError(f"{path}: tensor {name[:120]} is not one that LoRA adapters have.")
+    raise LoadError(f"{path}: LoRA adapters have no tensor {name[:120]}.")
 
 
 def _finish(

@@ -50,7 +50,7 @@ class MediaMetrics:
         """Yield the metrics: Prometheus's collector protocol."""
         from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
-        counts = CounterMetricFamily("octavo:media", "Media of requests, by kind and what became of them.",
+        counts = CounterMetricFamily("octavo:media", "Media of requests, by kind and outcome.",
                                      labels=["kind", "outcome"])  # fmt: skip
         times = HistogramMetricFamily("octavo:media_seconds", "Seconds that media took in the front end, by phase.",
                                       labels=["kind", "phase"])  # fmt: skip

@@ -63,16 +63,19 @@ _COUNTERS = {
     "num_host_dropped": ("octavo:host_cache_blocks_dropped", "Blocks not kept: too many at once, or no room."),
     "num_disk_hits": ("octavo:disk_cache_hits", "Prompt tokens whose blocks were read from disk."),
     "disk_read_bytes": ("octavo:disk_cache_read_bytes", "Bytes of these blocks."),
-    "disk_copied_bytes": ("octavo:disk_cache_copied_bytes", "Bytes of blocks that other servers gave."),
+    "disk_copied_bytes": ("octavo:disk_cache_copied_bytes", "Bytes of blocks copied from other servers."),
     "num_disk_written": ("octavo:disk_cache_blocks_written", "Blocks of the KV cache that were written to disk."),
     "disk_written_bytes": ("octavo:disk_cache_written_bytes", "Bytes of these blocks."),
     "num_disk_dropped": (
         "octavo:disk_cache_blocks_dropped",
-        "Blocks not kept: disk slow or refusing, or no time for them.",
+        "Blocks not kept: the disk was slow or failed, or the engine had no time.",
     ),
     "num_disk_damaged": ("octavo:disk_cache_blocks_damaged", "Files that were found damaged, and removed."),
     "num_adapter_reads": ("octavo:adapter_reads", "Adapters read from disk."),
-    "adapter_read_s": ("octavo:adapter_read_seconds", "From when they were asked for to when they were on the host."),
+    "adapter_read_s": (
+        "octavo:adapter_read_seconds",
+        "Seconds from the request for an adapter until it is on the host.",
+    ),
     "num_adapter_loads": ("octavo:adapter_loads", "Adapters copied to the device."),
     "num_adapter_evictions": ("octavo:adapter_evictions", "Adapters that gave their device memory to others."),
 }
@@ -343,7 +346,7 @@ class EngineMetrics:
         yield _Family("gauge", "octavo:adapters", help, held, ("place",))
         help = "Times that the engine core died and was started again."
         yield _Family("counter", "octavo:engine_restarts", help, {(): self.num_restarts * self.counts_steps})
-        help = "Requests that another engine core went on with when theirs had died."
+        help = "Requests that continued in another engine core after theirs had died."
         yield _Family("counter", "octavo:requests_continued", help, {(): self.num_continued})
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:

@@ -503,8 +503,8 @@ def rope_of(
     found = RopeConfig(**settings | valued(changes, config, i))
     if not (0 < found.theta < math.inf and 0 < found.factor < math.inf and found.original_max_position > 0):
         raise LoadError(
-            f"a rotation with the base {found.theta}, the factor {found.factor} and an original length of "
-            f"{found.original_max_position} is none."
+            f"rotary positions need a base, a factor and an original length above 0, got {found.theta}, {found.factor} "
+            f"and {found.original_max_position}."
         )
     return found
 

@@ -260,7 +260,7 @@ class Eagle3Head(ChainHead):
         description = described(config, target.description)
         [layer] = description.layers
         if not isinstance(layer.attention, AttentionDescription) or layer.feed_forward is None:
-            raise LoadError("an EAGLE-3 head of another layer than attention and feed-forward is not built.")
+            raise LoadError("an EAGLE-3 head without attention and feed-forward is not built.")
         has_own_name = "midlayer.self_attn.q_proj.weight" in weights
         prefix = "midlayer." if has_own_name else "model.layers.0."
 

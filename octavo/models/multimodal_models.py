@@ -229,7 +229,7 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
         )
     if media_token(config, name) >= description.vocab_size:
         raise LoadError(
-            f"the token of media is {media_token(config, name)}, and the decoder's are 0 to "
+            f"the placeholder token of media has id {media_token(config, name)}; the decoder's vocabulary ends at "
             f"{description.vocab_size - 1}."
         )
     layers = description.layers

@@ -114,7 +114,7 @@ def pooling_config(
         )
     is_asked = flags.runner == "pooling" or flags.convert is not None or bool(config.get("classifier_from_token"))
     if description.is_bidirectional and not (is_pooler or is_asked or sentence is not None):
-        raise ConfigError(f"{name} attends both ways here, which cannot generate; add --runner pooling.")
+        raise ConfigError(f"{name} has bidirectional attention here and cannot generate; add --runner pooling.")
     if flags.runner == "generate" or not (is_pooler or is_asked or sentence is not None):
         if flags.overrides:
             raise ConfigError("--pooler-config is for models that pool; add --runner pooling.")

@@ -111,7 +111,7 @@ class MediaConnector:
                 address = address.join(response.headers["location"])
             finally:
                 await response.aclose()
-        raise self._refusal(f"its url leads on more than {self._config.max_redirects} times (--max-media-redirects).")
+        raise self._refusal(f"its url redirects more than {self._config.max_redirects} times (--max-media-redirects).")
 
     def _check(self, address: httpx.URL) -> None:
         if address.scheme not in ("http", "https") or not address.host:
@@ -122,7 +122,7 @@ class MediaConnector:
             raise self._refusal("its url has a user or a password in it.")
         domains = self._config.allowed_domains
         if domains and address.host.rstrip(".").lower() not in domains:
-            raise self._refusal("its url is of none of the domains that are allowed here (--allowed-media-domains).")
+            raise self._refusal("its url's host is in none of the allowed domains (--allowed-media-domains).")
 
     async def _send(self, address: httpx.URL) -> httpx.Response:
         """Return the response, without its body, from the first of the host's addresses that can be reached."""
@@ -169,8 +169,8 @@ class MediaConnector:
     def _read(self, url: str) -> bytes:
         """Return the content of a file: URL. A missing file and a forbidden file get the same error."""
         if self._config.allowed_folder is None:
-            raise self._refusal("its url is of a file, and none are allowed here (--allowed-local-media-path).")
-        refused = partial(self._refusal, "its url is of no readable file below --allowed-local-media-path.")
+            raise self._refusal("its url names a file; this server allows none (--allowed-local-media-path).")
+        refused = partial(self._refusal, "its url names no readable file below --allowed-local-media-path.")
         try:
             parts = urlsplit(url)
             path = Path(unquote(parts.path)).resolve(strict=True)

@@ -88,7 +88,7 @@ class EmbeddingsReader:
             raise self._refusal("embeddings are taken in its place with --enable-mm-embeds only.")
         grid, times = None, FrameTimes()
         if self._kind is VIDEO and not self._config.has_grids:
-            raise self._refusal("embeddings in its place are built for models whose positions follow from grids.")
+            raise self._refusal("embeddings need a model whose positions follow from grids.")
         if isinstance(given, Mapping):
             known = {f"{self._kind.name}_embeds", self._grid_name, *(_OF_VIDEO if self._kind is VIDEO else ())}
             if f"{self._kind.name}_embeds" not in given or set(given) - known:
@@ -189,7 +189,7 @@ def _from_base64(given: str) -> NDArray[Any]:
         [name] = file.tensors
         return file.array(name)
     except (binascii.Error, ValueError, LoadError, RecursionError):
-        raise ValueError("are no base64 of one tensor as torch.save or safetensors write it.") from None
+        raise ValueError("are not base64 of one tensor as torch.save or safetensors write it.") from None
 
 
 def in_place_of(

@@ -318,7 +318,7 @@ class MediaProcessor:
         if is_sound:
             longest_s = self.config.longest_s or getattr(self._processor, "max_audio_len", None)
             if longest_s is not None and len(medium) > longest_s * RATE:
-                raise kind.refusal(f"it is longer than {longest_s:g} s, which is what this model hears of one.")
+                raise kind.refusal(f"it is longer than {longest_s:g} s, the most that this model takes.")
         found = self._processor(
             text=[self.placeholders[kind.name] * number],
             **{kind.argument: [medium] if number == 1 else [[medium] * number]},
@@ -330,7 +330,7 @@ class MediaProcessor:
         text = found.pop("text_replacement_offsets")[0][0]["replacement"]
         num_tokens = np.count_nonzero(np.asarray(found.pop("input_ids")) == self._tokens[kind.name]) // number
         if not num_tokens:
-            raise kind.refusal("it is too short: nothing of it reaches the model.")
+            raise kind.refusal("it is too short: the model would get no part.")
         arrays = []
         for name, values in found.items():
             if name not in _OF_TEXT:
@@ -375,7 +375,7 @@ class MediaProcessor:
         [[replaced]] = found["text_replacement_offsets"]
         num_tokens = int(np.count_nonzero(np.asarray(found["input_ids"]) == self.config.video.token_id))
         if not num_tokens:
-            raise VIDEO.refusal("nothing of it reaches the model.")
+            raise VIDEO.refusal("the model would get no part.")
         arrays = [_array(name, found[name]) for name in _OF_VIDEO if name in found]
         grid, step = None, 1.0
         if "video_grid_thw" in found and self.config.has_grids:
@@ -427,7 +427,7 @@ class MediaProcessor:
             self._found_marks[kind.name] = found = before, token, behind
         before, token, behind = found
         if not token or token in before + behind:
-            raise kind.refusal("embeddings in its place are not built for models with marks between its rows.")
+            raise kind.refusal(f"this model has marks between rows of a {kind.noun}; embeddings are not built for it.")
         return found
 
     def _warm_up(self) -> None:

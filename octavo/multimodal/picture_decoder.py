@@ -29,7 +29,7 @@ def decode(data: bytes, limits: dict[str, Any]) -> tuple[dict[str, Any], list[by
     max_pixels = limits["max_pixels"]
     if (size := _webp_size(data)) is not None:
         if not features.check("webp"):
-            raise Refused("it is a WebP file, which the Pillow of this server is built without.")
+            raise Refused("it is a WebP file, and this server's Pillow cannot read WebP.")
         check_size(size, max_pixels)
     # Compressed data cannot contain a scan marker; a thumbnail adds one each.
     if data[:2] == b"\xff\xd8" and data.count(b"\xff\xda") > MAX_SCANS:

@@ -128,7 +128,9 @@ def _speed() -> Iterator[Finding]:
         f"{rate / 0.65e9:.0f} tokens/s"
     )
     if rate < _SLOW_BANDWIDTH:
-        yield Finding("slow", "memory bandwidth", f"{text}; every token reads all weights, so small formats pay most.")
+        yield Finding(
+            "slow", "memory bandwidth", f"{text}; every token reads all weights, so formats of fewer bits are faster."
+        )
     else:
         yield Finding("ok", "memory bandwidth", f"{text}.")
 
@@ -190,7 +192,7 @@ def _folders() -> Iterator[Finding]:
     elif not os.access(present, os.W_OK):
         yield Finding("note", "default model", f"{folder} cannot be written; set OCTAVO_CACHE, or pass --model.")
     elif shutil.disk_usage(present).free < _FREE_DISK_BYTES:
-        yield Finding("note", "default model", f"less than 300 MB are free at {present}; it would not fit.")
+        yield Finding("note", "default model", f"less than 300 MB are free at {present}: the model does not fit.")
     else:
         yield Finding("ok", "default model", f"will be fetched to {folder} when it is first served.")
     try:

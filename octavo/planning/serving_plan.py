@@ -61,11 +61,9 @@ def make_plan(config: EngineConfig, options: PlanOptions) -> dict[str, Any]:
     checkpoint, dtype = config.model.checkpoint, config.model.dtype
     description = describe(checkpoint.config, config.model.impl, config.model.code_folder, config.model.pooling)
     if description.impl != "octavo":
-        raise ConfigError(f"{checkpoint.name} is computed by transformers, which says nothing of sizes before it runs.")
+        raise ConfigError(f"{checkpoint.name} runs through transformers, which gives no sizes before it runs.")
     if description.num_cross_tokens:
-        raise ConfigError(
-            f"{checkpoint.name} attends to what it hears or sees, and plans of models that do are not built yet."
-        )
+        raise ConfigError(f"{checkpoint.name} has cross attention to media; plans of such models are not built yet.")
     weights, notes = _weights(config, description, options)
     if options.format != AS_IS:
         dtype = "bfloat16"  # of weights that are not quantized

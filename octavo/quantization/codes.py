@@ -136,8 +136,8 @@ def common_order(orders: Sequence[Array | None]) -> Array | None:
         return None
     if any(order is None or not bool(namespace(order).all(order == first)) for order in orders):
         raise ConfigError(
-            "matrices of one input that were quantized in the order of activations (desc_act), each in another order, "
-            "cannot be stacked; --dtype float32 can."
+            "matrices with the same input but different column orders (desc_act) cannot be stacked; use --dtype "
+            "float32."
         )
     return cast(first, "int32")
 

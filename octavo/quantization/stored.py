@@ -108,8 +108,8 @@ class StoredWeight:
         if any(bound % unit and bound != size for bound in (begin, end)):
             what = ("rows", "columns")[side]
             raise ConfigError(
-                f"{what} {begin} to {end} of a {self.format} matrix {list(self.shape)} cannot be taken: {what} lie "
-                f"together by {unit}. Divide the model among another number of devices."
+                f"{what} {begin} to {end} of a {self.format} matrix {list(self.shape)} cannot be separated: {what} are "
+                f"stored in groups of {unit}. Divide the model among another number of devices."
             )
         tensors = {}
         for name, tensor in self.tensors.items():

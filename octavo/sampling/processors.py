@@ -113,7 +113,7 @@ def _run_callers_processors(ops: Ops, logits: Array, special: list[SpecialSample
 
 def _given_back(logits: Array) -> Array:
     if logits is None:
-        raise TypeError("it returned None; it has to return the logits, those that it changed in place too")
+        raise TypeError("it returned None; it must return the logits, also if it changed them in place")
     return logits
 
 

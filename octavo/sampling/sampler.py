@@ -26,7 +26,7 @@ from octavo.structured_output.grammar_matching import TokenMask
 
 NOTHING_TO_CHOOSE = (
     "no token could be chosen: allowed_token_ids, bad_words, min_tokens, structured_outputs and logits_processors "
-    "together leave none, or what the model computes with its weights, or an adapter's, is not finite."
+    "together leave none, or the logits are not finite because weights of the model or of an adapter are wrong."
 )
 
 

@@ -119,7 +119,7 @@ def _final_check(
 ) -> FinalCheck:
     if unheld and content.final_check == "refuse":
         raise RequestError(
-            f"{field} has {', '.join(sorted(unheld))}, which a grammar cannot hold an answer to; with final_check "
+            f"{field} has {', '.join(sorted(unheld))}, which a grammar cannot enforce; with final_check "
             '"report" or "error" the answer is checked when it has ended.',
             param=field,
         )

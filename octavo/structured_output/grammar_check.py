@@ -89,7 +89,7 @@ def checked_lark(text: str) -> str:
 
 def check_length(piece: str) -> None:
     if len(piece) > MAX_PIECE_CHARACTERS:
-        raise ValueError(f"a part of it has {len(piece)} characters, and {MAX_PIECE_CHARACTERS} is the most")
+        raise ValueError(f"a part has {len(piece)} characters, and {MAX_PIECE_CHARACTERS} is the most")
 
 
 def check_parts(schema: Any, passed_over: Collection[str] = COMMENTS) -> None:

@@ -334,5 +334,5 @@ def _new_pool(name: str, num_threads: int = 1) -> ThreadPoolExecutor:
 def _explain(matcher: LLMatcher) -> str:
     [reason, *_] = matcher.get_error().splitlines() or ["unknown reason"]
     if "NoExtension" in reason:  # llguidance's name for this
-        reason = "nothing may follow what the answer has so far, and it is not complete."
+        reason = "the grammar allows no further token, but the answer is not complete."
     return f"the grammar of structured_outputs cannot be followed any further: {reason}"

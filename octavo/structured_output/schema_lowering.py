@@ -70,7 +70,7 @@ def lower(
     try:
         whole = writer.whole(root if start is None else start, empty)
     except (AttributeError, KeyError, OverflowError, TypeError) as e:  # raised deep within a keyword
-        raise SchemaError(f"a keyword of it has a value of another kind than it takes: {e}") from None
+        raise SchemaError(f"a keyword has a value of a wrong type: {e}") from None
     if writer.unheld:
         writer.check_references()
     is_simple = (

@@ -80,11 +80,11 @@ def read_pattern(pattern: str) -> Pattern:
         end = _end_of_group(ahead)
         body = f"{anchor}{_translated(before)[0]}(?:{_translated(ahead[3:end])[0]})"
         if not anchor and ahead[2] == "!":
-            raise ValueError(f"pattern {pattern!r:.80} looks ahead without ^ before it, which is not built")
+            raise ValueError(f"pattern {pattern!r:.80} has a look-ahead without ^ before it, which is not built")
         (required if ahead[2] == "=" else forbidden).append(body)
         rest = before + ahead[end + 1 :]
     if (required or forbidden) and (not anchor or _has_alternatives(rest)):
-        raise ValueError(f"pattern {pattern!r:.80} has alternatives beside what it looks ahead for, which is not built")
+        raise ValueError(f"pattern {pattern!r:.80} has alternatives beside a look-ahead, which is not built")
     if (place := _place_of_last_look_behind(rest)) is not None and not _has_alternatives(rest):
         body = f"(?:{_translated(rest[place + 4 : -2])[0]})$"
         (required if rest[place + 3] == "=" else forbidden).append(body)
@@ -190,7 +190,7 @@ def _translated(pattern: str) -> tuple[str, bool]:
         elif c == "(":
             if pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), i):
                 raise ValueError(
-                    f"pattern {pattern!r:.80} looks around where the place is not known, which is not built"
+                    f"pattern {pattern!r:.80} has a look-around at a place that is not known, which is not built"
                 )
             if pattern.startswith("(?<", i):
                 out.append("(?P<")
@@ -241,7 +241,7 @@ def _escape(pattern: str, i: int) -> tuple[str, int]:
     if c == "0":
         return r"\x{0}", i + 2
     if c.isdigit() or (c == "k" and pattern.startswith("<", i + 2)):
-        raise ValueError(f"pattern {pattern!r:.80} refers back to what a group has found, which is not built")
+        raise ValueError(f"pattern {pattern!r:.80} has a back reference, which is not built")
     if c in "zZ":  # the end of a text in Python; hardly meant as the letter
         return "$", i + 2
     if c == "A":

@@ -126,7 +126,7 @@ class _Writer:
 
     def _json_schema(self, wanted: Mapping[str, Any], ends: _Ends, where: str) -> str:
         if (style := wanted.get("style", "json")) != "json":
-            raise ValueError(f'{where}.style is "json"; {json.dumps(style)[:40]} is not built')
+            raise ValueError(f'{where}.style must be "json"; {json.dumps(style)[:40]} is not built')
         if wanted.get("any_order", False) is not False:
             raise ValueError(f"{where}.any_order is not built: properties come in the order of their schema")
         return self._of_part("json", wanted["json_schema"], ends)

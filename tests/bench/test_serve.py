@@ -149,7 +149,7 @@ def test_a_key_is_sent(tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.Capt
     with serving(engine, disable_log_requests=True, api_key=["secret"]) as address:
         assert run(address, tmp_path, tiny_tokenizer, *flags, "--api-key", "secret")["completed"] == 2
         assert main(["--base-url", address, *flags, "--api-key", "wrong"]) == 1
-    assert "/v1/completions wants an API key, or another one: --api-key" in capsys.readouterr().err
+    assert "/v1/completions needs an API key, or a different one: --api-key" in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -336,7 +336,7 @@ def test_results_are_appended_and_a_server_is_waited_for(
 def test_a_key_that_is_missing_is_asked_for(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(engine, api_key=["secret"]) as url:
         assert main(["--base-url", url, "--disable-tqdm"]) == 1
-    assert "wants an API key, or another one: --api-key, or OCTAVO_API_KEY." in capsys.readouterr().err
+    assert "needs an API key, or a different one: --api-key, or OCTAVO_API_KEY." in capsys.readouterr().err
 
 
 def test_figures_are_those_of_the_requests_that_were_answered() -> None:

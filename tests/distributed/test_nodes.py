@@ -319,7 +319,7 @@ def test_flags_of_nodes_are_checked(
 def test_nodes_other_than_0_are_headless(model: Path) -> None:
     with pytest.raises(ConfigError, match="--data-parallel-start-rank 1 serves nothing, and needs --headless"):
         run_server(AsyncEngineArgs(data_parallel_size=2, data_parallel_start_rank=1), ServerArgs())
-    with pytest.raises(ConfigError, match="--data-parallel-hybrid-lb is a server for each host, and --headless none"):
+    with pytest.raises(ConfigError, match="--data-parallel-hybrid-lb starts a server on each host, --headless"):
         run_server(AsyncEngineArgs(**HYBRID, data_parallel_start_rank=2), ServerArgs(headless=True))
     for rank, headless, message in ((1, False, "serves nothing, and needs --headless"), (0, True, "--headless is for")):
         with pytest.raises(ConfigError, match=message):

@@ -1,6 +1,7 @@
 """What guides to vLLM tell people to type, in Python and from clients, with the package's name changed and the model's.
 
-All of the guides' Python and clients; docs/switching.md lists the rest of what they type, and what cannot be. Launch flags are tests/test_compat.py's, more snippets of vLLM's own examples test_snippets.py's.
+All of the guides' Python and clients; docs/switching.md lists the rest of what they type. Launch flags are
+tests/test_compat.py's, more snippets of vLLM's own examples test_snippets.py's.
 """
 
 from __future__ import annotations

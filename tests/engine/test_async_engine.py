@@ -85,7 +85,7 @@ def test_what_vllms_programs_call_is_there() -> None:
             await anext(engine.encode("a", PoolingParams(), "a"))
         with pytest.raises(RequestError, match="reset_running_requests is not built"):
             await engine.reset_prefix_cache(reset_running_requests=True)
-        with pytest.raises(AttributeError, match="AsyncLLMEngine has no collective_rpc: workers take no methods"):
+        with pytest.raises(AttributeError, match="AsyncLLMEngine has no collective_rpc: workers run no methods"):
             _ = engine.collective_rpc
         await engine.pause_generation(wait_for_inflight_requests=True)
         assert await engine.is_paused() and not await engine.is_sleeping()

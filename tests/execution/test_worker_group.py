@@ -423,7 +423,10 @@ def test_workers_share_the_memory_of_the_host_tier(model: Path) -> None:
     ("flags", "message"),
     [
         ({"tensor_parallel_size": 3}, "cannot share out 4 attention heads; these sizes could: 1, 2, 4"),
-        ({"tensor_parallel_size": 2, "quantization": "int8"}, "columns 0 to 48 of a INT8 matrix .* lie together by 32"),
+        (
+            {"tensor_parallel_size": 2, "quantization": "int8"},
+            "columns 0 to 48 of a INT8 matrix .* stored in groups of 32",
+        ),
         ({"tensor_parallel_size": 2, "cpu_threads": 1}, "less than the 2 workers of"),
         ({"tensor_parallel_size": 0}, "must be greater than 0"),
         ({"enable_expert_parallel": True}, "workers of --tensor-parallel-size, which is 1"),
@@ -448,7 +451,7 @@ def test_workers_share_the_memory_of_the_host_tier(model: Path) -> None:
                 "quantization": "int8",
                 "hf_overrides": {"intermediate_size": 128},
             },
-            "size 2: the 32 inputs of .*layers.0.self_attn.o_proj that each has do not end with a block of 64",
+            "size 2: the 32 inputs of .*layers.0.self_attn.o_proj that each worker has do not end with a block of 64",
         ),
         (
             {

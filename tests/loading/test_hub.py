@@ -135,7 +135,7 @@ def test_dummy_weights_and_another_download_folder(hub: Hub, tmp_path: Path) -> 
 
 def test_a_revision_is_of_the_hub(tmp_path: Path) -> None:
     for model, name in ((str(tmp_path), str(tmp_path)), ("", "the default model, SmolLM2-135M-Instruct,")):
-        with pytest.raises(LoadError, match=f"revision v2 is one of a model on the hub, and {name} is none"):
+        with pytest.raises(LoadError, match=f"revision v2 is for models of the hub, and {name} is none"):
             resolve(model, revision="v2")
 
 

@@ -182,7 +182,7 @@ ALL = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"
         ({"0.mlp.experts.lora_B.bias": (64,)}, DOWN, "lora_B.bias is of experts, which have"),
         ({"0.mlp.experts.lora_B.weight": None}, DOWN, "experts.lora_A.weight without its other half"),
         ({"0.block_sparse_moe.experts.6.w1.lora_A.weight": (3, 64),
-          "0.block_sparse_moe.experts.6.w1.lora_B.weight": (56, 3)}, DOWN, r"experts\.6\.w1, which is no product"),
+          "0.block_sparse_moe.experts.6.w1.lora_B.weight": (56, 3)}, DOWN, r"experts\.6\.w1\. Adapters of this model"),
         ({}, {"target_parameters": "down_proj"}, "target_parameters must be a list of names"),
     ],
 )  # fmt: skip

@@ -281,7 +281,7 @@ def test_a_pooling_model_does_not_generate(small_bert: tuple[Any, Path], tiny_to
         assert refusal.value.param == "prompts"
     with pytest.raises(RequestError, match="multi_modal_data is not built for models that pool"):
         llm.embed({"prompt": "a", "multi_modal_data": {"image": 1}}, use_tqdm=False)
-    with pytest.raises(RequestError, match="prompt_name is of texts"):
+    with pytest.raises(RequestError, match="prompt_name needs a text"):
         llm.embed([1, 2], prompt_name="query", use_tqdm=False)
     with pytest.raises(RequestError, match="cache_salt must be a string"):
         llm.embed({"prompt": "a", "cache_salt": 5}, use_tqdm=False)

@@ -319,7 +319,7 @@ def test_without_its_tower_it_is_a_language_model(llava: Path, llm: LLM, monkeyp
         generate(blind, asked("one"))
     blind.close()
     monkeypatch.setattr("octavo.config.media_flags.find_spec", lambda module: None if module == "PIL" else module)
-    with pytest.raises(ConfigError, match=r"sees by PIL, which is not installed: scripts/install vision"):
+    with pytest.raises(ConfigError, match=r"takes pictures only with PIL: scripts/install vision"):
         engine(llava)
 
 

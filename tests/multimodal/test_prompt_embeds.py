@@ -209,7 +209,7 @@ def test_chats_have_them_between_texts(llm: LLM, folder: Path) -> None:
     assert other.outputs[0].logprobs != mixed.outputs[0].logprobs
     for part, reason in (
         ({"type": "prompt_embeds"}, "has a part that is not like"),
-        ({"type": "prompt_embeds", "data": "%%%"}, "no base64 of one tensor"),
+        ({"type": "prompt_embeds", "data": "%%%"}, "not base64 of one tensor"),
         ({"type": "prompt_embeds", "data": torch.zeros(128, 64)}, "shorten it"),
     ):
         with pytest.raises(RequestError, match=reason):
@@ -224,8 +224,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too many": ({"prompt_embeds": torch.zeros(128, 64)}, "128 tokens and the model takes 128 of prompt and output"),
     "no numbers": ({"prompt_embeds": torch.full((4, 64), torch.nan)}, "not finite numbers"),
     "whole numbers": ({"prompt_embeds": torch.zeros(4, 64, dtype=torch.int64)}, "are of int64"),
-    "no base64": ({"prompt_embeds": "%%%"}, "no base64 of one tensor"),
-    "between no texts": ({"prompt_embeds": [torch.zeros(4, 64)], "prompt": ["a"]}, "prompt has texts, one more"),
+    "no base64": ({"prompt_embeds": "%%%"}, "not base64 of one tensor"),
+    "between no texts": ({"prompt_embeds": [torch.zeros(4, 64)], "prompt": ["a"]}, "prompt must be a list of texts"),
     "beside tokens": ({"prompt_embeds": torch.zeros(4, 64), "prompt_token_ids": [1]}, "leave prompt_token_ids out"),
 }
 
@@ -238,7 +238,7 @@ def test_what_is_no_prompt_is_refused(llm: LLM, name: str) -> None:
 
 
 def test_they_are_asked_for_by_a_flag(llm: LLM, folder: Path, llava: Path, draft_model: Path) -> None:
-    with pytest.raises(RequestError, match="prompt_logprobs is of tokens"):
+    with pytest.raises(RequestError, match="prompt_logprobs needs tokens"):
         generate(llm, {"prompt_embeds": noise(0)}, params=SamplingParams(prompt_logprobs=1))
     without = engine(folder, enable_prompt_embeds=False)
     with pytest.raises(RequestError, match="needs --enable-prompt-embeds"):
@@ -278,7 +278,7 @@ def test_completions_take_them(tmp_path: Path, llm: LLM, folder: Path) -> None:
         )
         texts["streamed"] = ["".join(chunk.choices[0].text for chunk in stream)]
         for more, reason in (
-            ({"prompt_embeds": "x"}, "no base64 of one tensor"),
+            ({"prompt_embeds": "x"}, "not base64 of one tensor"),
             ({"prompt_embeds": given[0], "echo": True}, "echo repeats a prompt's text"),
             ({"prompt_embeds": given[0], "prompt_logprobs": 1}, "prompt_logprobs is of tokens"),
         ):

@@ -108,7 +108,7 @@ def test_sounds_are_answered_as_in_scripts(client: openai.OpenAI, server: Server
         ({"image": picture(0)}, "takes no pictures here, but sounds"),
         ({"audio": (samples[0], 0)}, "its rate must be"),
         ({"audio": "a.wav"}, "must be an array of samples"),
-        ({"audio": np.zeros(16_000 * 31, np.float32)}, "longer than 30 s, which is what this model hears"),
+        ({"audio": np.zeros(16_000 * 31, np.float32)}, "longer than 30 s, the most that this model takes"),
     ):
         with pytest.raises(RequestError, match=message):
             llm.generate({"prompt": "<sound>", "multi_modal_data": media}, GREEDY, use_tqdm=False)
@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str, str | None]] = {
     "too long": ([given(file_of(np.zeros(8000 * 41, np.float32), "FLAC", 8000), "flac")], "longer than 40 s",
                  "invalid_audio"),
     "longer than it hears": ([given(file_of(np.zeros(8000 * 31, np.float32), "FLAC", 8000), "flac")],
-                             "longer than 30 s, which is what this model hears", "invalid_audio"),
+                             "longer than 30 s, the most that this model takes", "invalid_audio"),
     "too short": ([given(file_of(np.zeros(200, np.float32)))], "too short", "invalid_audio"),
     "too many bytes": ([given(bytes(1_000_010))], "more than 1000000 bytes", "invalid_audio"),
     "a private address": ([at("http://127.0.0.1/a.wav")], "not on the public internet", "invalid_audio"),

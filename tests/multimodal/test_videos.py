@@ -490,5 +490,5 @@ def test_flags_of_videos_are_checked(tmp_path: Path, tiny_tokenizer: Path, monke
     with pytest.raises(ConfigError, match="has no processor of videos; leave --media-io-kwargs"):
         engine(tmp_path)
     monkeypatch.setattr("octavo.config.media_flags.find_spec", lambda module: None if module == "av" else module)
-    with pytest.raises(ConfigError, match=r"sees videos by av, which is not installed: scripts/install video"):
+    with pytest.raises(ConfigError, match=r"takes videos only with av: scripts/install video"):
         engine(tmp_path)

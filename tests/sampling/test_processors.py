@@ -254,7 +254,7 @@ def test_the_error_of_a_processor_names_it_and_says_what_it_should_have_returned
         logits[0] += 1.0
 
     found = sample([Row(torch.zeros(3), SamplingParams(logits_processors=[forgetful]))])
-    assert "forgetful" in found.errors[0] and "it has to return the logits" in found.errors[0]
+    assert "forgetful" in found.errors[0] and "it must return the logits" in found.errors[0]
 
 
 def test_a_plain_request_is_not_processed_at_all() -> None:

@@ -136,5 +136,5 @@ def test_no_piece_of_a_grammar_is_so_long_that_its_masks_hold_others_up(name: st
         return make_grammar(StructuredOutputsParams(**{name: wanted[name]}))
 
     make(MAX_PIECE_CHARACTERS - 2)
-    with pytest.raises(RequestError, match=rf"structured_outputs\.{name} cannot be read: a part of it has"):
+    with pytest.raises(RequestError, match=rf"structured_outputs\.{name} cannot be read: a part has"):
         make(MAX_PIECE_CHARACTERS + 1)

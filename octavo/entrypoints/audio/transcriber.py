@@ -95,7 +95,7 @@ class SpeechTokens:
     def _of(self, name: str) -> int:
         found = self._vocabulary.get(name)
         if found is None:
-            raise RequestError(f"The model's tokenizer has no {name}, and so it cannot be told what to write down.")
+            raise RequestError(f"The model's tokenizer has no token {name}, which this request needs.")
         return int(found)
 
 
@@ -124,7 +124,7 @@ class Transcriber:
         """Return the code of a language, given its code or its English name. Raises `RequestError`."""
         code = CODES.get(name.lower(), name.lower())
         if code not in (self.tokens.languages or ("en",)):
-            raise RequestError(f"The model does not write down the language {name!r:.40}.", param="language")
+            raise RequestError(f"The model does not transcribe the language {name!r:.40}.", param="language")
         return code
 
     def name_of(self, code: str) -> str:
@@ -245,7 +245,7 @@ class Transcriber:
         heads = self.tokens.alignment_heads
         if not heads:
             raise RequestError(
-                "The model's generation_config.json has no alignment_heads, which times of words follow from.",
+                "The model's generation_config.json has no alignment_heads, so words have no times.",
                 param="timestamp_granularities",
             )
         sizes = [self._setting("decoder_layers", 4), self._setting("decoder_attention_heads", 6)]

@@ -66,7 +66,9 @@ class AudioRequest(RequestBody):
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = described("The most tokens of each half minute.")
     top_p: float | None = described("Sample only the likeliest tokens of this total probability.", maximum=1)
     top_k: Int | None = described("Sample only from this many likeliest tokens; 0 or -1: all.", minimum=-1)
-    min_p: float | None = described("Least probability, as a share of the likeliest token's.", minimum=0, maximum=1)
+    min_p: float | None = described(
+        "Tokens below this share of the likeliest token's probability are left out.", minimum=0, maximum=1
+    )
     repetition_penalty: float | None = described("Above 1 makes tokens of the text less likely.", minimum=0)
     presence_penalty: float | None = described(
         "Lowers the logits of tokens that the answer has.", minimum=-2, maximum=2
@@ -158,7 +160,7 @@ async def _answer(raw: Request, task: str) -> Response:
     listener = state.engine.inputs.listener
     if listener is None:
         raise RequestError(
-            f"{state.model_names[0]} hears nothing; {raw.url.path} needs a server of a Whisper.", code="model_is_deaf"
+            f"{state.model_names[0]} takes no sounds; {raw.url.path} needs a Whisper model.", code="model_is_deaf"
         )
     async with await _form_of_line(raw, listener.config.max_bytes) or raw.form(max_files=1, max_fields=32) as form:
         upload = form.get("file")

@@ -102,7 +102,7 @@ class CustomIds:
             return None
         digest = hashlib.blake2b(encode_json(custom_id), digest_size=16).digest()
         if digest in self._seen:
-            return f"custom_id {custom_id!r:.100} is that of an earlier line; each must be unique in a batch."
+            return f"custom_id {custom_id!r:.100} is in an earlier line too; each must be unique in a batch."
         self._seen.add(digest)
         return None
 

@@ -67,7 +67,7 @@ def run_batch(engine_args: AsyncEngineArgs, args: ServerArgs, input_path: Path, 
         print(f"Stopped: {done}. The same command continues with the others.", file=sys.stderr)
         raise
     except OSError as error:
-        raise OctavoError(f"{output_path} cannot be written: {error.strerror}; what is there stands.") from None
+        raise OctavoError(f"{output_path} cannot be written: {error.strerror}. Written answers are kept.") from None
     finally:
         files.close()
 
@@ -101,6 +101,8 @@ async def _run(engine_args: AsyncEngineArgs, args: ServerArgs, files: BatchFiles
             await files.run(build_app(engine, args), at_once=at_once, progress=progress)
         print(files.summary(), file=sys.stderr)
     except BatchStopped as error:
-        raise OctavoError(f"the engine answers no more: {error}; what is there stands, call it again.") from None
+        raise OctavoError(
+            f"the engine answers no more: {error}. Written answers are kept; the same command continues."
+        ) from None
     finally:
         engine.shutdown()

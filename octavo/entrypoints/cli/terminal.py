@@ -301,7 +301,7 @@ class ApiClient:
         try:
             return msgspec.convert(answer, kind)
         except msgspec.ValidationError as error:
-            raise OctavoError(f"{self._url} answers {path} with what is no such answer: {error}.") from None
+            raise OctavoError(f"the answer of {self._url} to {path} has a wrong form: {error}.") from None
 
     def _parsed(self, data: bytes) -> dict[str, Any]:
         try:
@@ -333,7 +333,7 @@ class ApiClient:
         if response.status != 200:
             said = _error_message(response.read())
             if response.status == 401:
-                said = f"{said} (It wants an API key, or another one: --api-key, or the variable OCTAVO_API_KEY.)"
+                said = f"{said} (It needs an API key, or a different one: --api-key, or the variable OCTAVO_API_KEY.)"
             raise StatusError(f"{self._url} answered {response.status}: {said}", response.status)
         return response
 
@@ -344,5 +344,5 @@ def _error_message(body: bytes) -> str:
         message: str = error if isinstance(error, str) else error["message"]
     except (ValueError, KeyError, TypeError):
         text = " ".join(body.decode(errors="replace").split())
-        return "a page, no API's error; is it the API's address?" if text.startswith("<") else text[:200]
+        return "the answer is a web page; check the API's address" if text.startswith("<") else text[:200]
     return message

@@ -294,7 +294,7 @@ def _check_text_part(part: Any, built: str = "only text is") -> str:
     if isinstance(kind, str) and kind != "text":
         if kind in _TEXT_PARTS_OF_RESPONSES:
             raise ValueError(
-                f"has a part of type {kind!r}, which is one of Responses; the type of a text is 'text' here"
+                f"has a part of type {kind!r}, which belongs to Responses; here a text has the type 'text'"
             )
         raise ValueError(f"has a part of type {kind!r:.60}, which is not built yet; {built}")
     if kind is None or not isinstance(part.get("text"), str):
@@ -343,7 +343,12 @@ class RefusalPart(TypedDict):
 
 
 Uuid = Annotated[
-    str, Field(min_length=1, max_length=256, description="A name under which the medium is kept: without it, that one.")
+    str,
+    Field(
+        min_length=1,
+        max_length=256,
+        description="A name for the medium. A later part with this name and no medium means the same one.",
+    ),
 ]
 
 

@@ -57,7 +57,7 @@ class BodyReader:
                     )
         except TimeoutError:
             return error_response(
-                f"The body did not arrive within {self._timeout_s:g} s: {num_bytes} bytes of it did.",
+                f"The body did not arrive within {self._timeout_s:g} s: only {num_bytes} bytes came.",
                 408,
                 code="request_timeout",
             )

@@ -29,9 +29,9 @@ PAGE_FILES = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
 OVERVIEW = """\
 OpenAI's API over the model that this server serves, with vLLM's extra fields and routes, and Anthropic's Messages.
 
-Any OpenAI client works with it: set its base URL to this server's `/v1`; Anthropic's take the server's address alone.
-Where the server has API keys, send one as `Authorization: Bearer KEY` or `x-api-key: KEY`. Errors have OpenAI's body,
-`{"error": {"message", "type", "param", "code"}}`, and those of Messages Anthropic's.
+Any OpenAI client works with it: set its base URL to this server's `/v1`. Anthropic's clients take the server's address
+without `/v1`. Where the server has API keys, send one as `Authorization: Bearer KEY` or `x-api-key: KEY`. Errors have
+OpenAI's body, `{"error": {"message", "type", "param", "code"}}`, and those of Messages Anthropic's.
 """
 
 _ERRORS = {

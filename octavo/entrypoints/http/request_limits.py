@@ -53,8 +53,8 @@ class RequestLimits:
     max_template_bytes: int = flag(256 << 10, "The most bytes of a request's own chat_template.", positive=True)
     max_parts: int = flag(16384, "The most messages of a request and parts of their contents, together.", positive=True)
     max_logprob_entries: int = flag(
-        2_000_000, "The most log-probabilities in an answer: tokens of the prompt or of all completions, times those "
-        "of each token.", positive=True,
+        2_000_000, "The most log-probabilities in an answer: tokens of the prompt or of all completions, times the "
+        "number for each token.", positive=True,
     )  # fmt: skip
 
     def refuse_json(self, body: bytes) -> None:

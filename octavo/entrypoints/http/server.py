@@ -211,11 +211,12 @@ def run_headless(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
             "host has a server of its own: --data-parallel-hybrid-lb."
         )
     if engine_args.data_parallel_hybrid_lb:
-        raise ConfigError("--data-parallel-hybrid-lb is a server for each host, and --headless none: leave one out.")
+        raise ConfigError(
+            "--data-parallel-hybrid-lb starts a server on each host, --headless starts none: leave one out."
+        )
     if not rank and not first:
         raise ConfigError(
-            "--headless is for nodes other than node 0, which serves; give it its --node-rank, or its "
-            "--data-parallel-start-rank."
+            "--headless is for other nodes than node 0, which serves; add --node-rank or --data-parallel-start-rank."
         )
     name = f"node {rank}" if rank else f"host of engine {first}"
     configure_logging(name, names=LOGGERS, log_format=args.log_format)

@@ -144,7 +144,7 @@ class ServerArgs(RequestLimits, Flags):
         "memory.",
     )  # fmt: skip
     response_store_bytes: int = flag(
-        256 << 20, "The most bytes that are kept; the oldest entries leave first, but no files or batches.",
+        256 << 20, "Bytes of the store. If it is full, the oldest entries leave first; files and batches stay.",
         positive=True,
     )  # fmt: skip
     max_engine_restarts: int = flag(
@@ -235,8 +235,8 @@ class ServerArgs(RequestLimits, Flags):
         check_keys("--api-key", self.api_key)
         if self.peers.has_networks and (not self.peer_key or self.peer_key in self.api_keys):
             raise ConfigError(
-                "--kv-cache-peers with a network needs OCTAVO_KV_CACHE_PEER_KEY, a key of the servers there that no "
-                "client has, and so none of this server's API keys: whoever has it can name any host of the network."
+                "--kv-cache-peers with a network needs OCTAVO_KV_CACHE_PEER_KEY, the API key of the servers there. It "
+                "must be none of this server's API keys: whoever has it can name any host of the network."
             )
         if self.kv_cache_peers and self.peer_key is None:
             raise ConfigError("--kv-cache-peers needs the servers' API key: set --api-key or OCTAVO_KV_CACHE_PEER_KEY.")

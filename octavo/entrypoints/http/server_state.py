@@ -266,8 +266,8 @@ class ServerState:
             return None
         if self.thinking_tokens is None:
             raise RequestError(
-                "The marks of this model's reasoning are no tokens of its own, so that it cannot be ended; leave "
-                "thinking_token_budget out.",
+                "The marks of this model's reasoning are not single tokens, so the server cannot end the reasoning; "
+                "leave thinking_token_budget out.",
                 param="thinking_token_budget",
             )
         start, end = self.thinking_tokens
@@ -415,7 +415,7 @@ class ServerState:
         """Return the request with the tokens that another server has sent. Raises `RequestError`."""
         vocab_size = self.engine.config.model.vocab_size
         if any(token >= vocab_size for group in tokens for token in group):
-            raise RequestError(f"resume has tokens beyond the model's {vocab_size}.", param="resume")
+            raise RequestError(f"resume has token ids beyond the model's {vocab_size}.", param="resume")
         if sum(map(len, tokens)) >= request.max_tokens:
             raise RequestError(f"resume has all {request.max_tokens} tokens that the answer may have.", param="resume")
         return msgspec.structs.replace(request, already_sent_token_ids=tokens)
@@ -567,7 +567,7 @@ class ServerState:
                 )
         if session is None:
             if ttl_s is not None:
-                raise RequestError("cache_ttl_s is of a cache_session; give its id too.", param="cache_ttl_s")
+                raise RequestError("cache_ttl_s needs cache_session.", param="cache_ttl_s")
             return None, 0.0
         self.check_keeps_sessions()
         return session, _CACHE_TTL_S if ttl_s is None else ttl_s

@@ -67,7 +67,7 @@ class Resume(RequestBody):
     seed: Int
     tokens: list[Annotated[list[TokenId], Field(min_length=1)]] = Field(description="Those of each comment.")
     prompt: Annotated[list[TokenId], Field(min_length=1)] | None = described(
-        "The prompt's tokens, if a comment had them: those of earlier answers may differ from those of their text."
+        "The prompt's tokens, if a comment had them. Tokens of earlier answers may differ from their text's."
     )
 
 
@@ -103,7 +103,9 @@ class TokenRequest(PromptRequest):
     logit_bias: dict[str, float] | None = described("Numbers by token id, -100 to 100, added to the tokens' logits.")
     # vLLM's sampling.
     top_k: Int | None = described("Sample only from this many likeliest tokens; 0 or -1: all.", minimum=-1)
-    min_p: float | None = described("Least probability, as a share of the likeliest token's.", minimum=0, maximum=1)
+    min_p: float | None = described(
+        "Tokens below this share of the likeliest token's probability are left out.", minimum=0, maximum=1
+    )
     repetition_penalty: float | None = described("Above 1 makes tokens of prompt and output less likely.", minimum=0)
     stop_token_ids: list[TokenId] | None = described("Tokens that end the answer.")
     include_stop_str_in_output: bool | None = described("Include the stop text at the end of the answer.")
@@ -261,7 +263,7 @@ class GenerationRequest(SamplingRequest):
     # vLLM's.
     prompt_logprobs: Int | None = described("Likeliest tokens to return for each prompt token; -1: all.", minimum=-1)
     logprob_token_ids: list[TokenId] | None = described(
-        f"With logprobs: return those of these tokens ({MAX_LOGPROB_TOKEN_IDS} at most), not of the likeliest."
+        f"With logprobs: the tokens to return, at most {MAX_LOGPROB_TOKEN_IDS}, in place of the likeliest."
     )
     return_token_ids: bool | None = described("Return the token ids of prompt and answer.")
     return_prompt_text: bool | None = described("Return the prompt's text, in chats as the template renders it.")

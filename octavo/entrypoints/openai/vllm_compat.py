@@ -131,6 +131,6 @@ async def init_app_state(
         state = one if isinstance(one, State) else state
         args = one if isinstance(one, argparse.Namespace) else args
     if state is None or args is None:
-        raise TypeError("init_app_state() takes an engine, the application's state and what a parser has found.")
+        raise TypeError("init_app_state() takes an engine, the application's state and parsed arguments.")
     state.engine_client = engine_client
     state.octavo_app = octavo_app.build_app(engine_client, both_args(args)[1])

@@ -36,7 +36,9 @@ class PoolingFields(PromptRequest):
         "Keep this many tokens of a text; -1: all that fit. If left out, a text that is too long is refused.",
         minimum=-1,
     )
-    truncation_side: Literal["left", "right"] | None = described("Where tokens are taken off; right if left out.")
+    truncation_side: Literal["left", "right"] | None = described(
+        "The end at which tokens are cut off; right if left out."
+    )
     use_activation: bool | None = described("False: the network's numbers, neither of length 1 nor probabilities.")
     normalize: bool | None = described("A former name of use_activation.")
     softmax: bool | None = described("Another.")
@@ -98,8 +100,8 @@ class EmbeddingRequest(TextsRequest):
     """Body of POST /v1/embeddings."""
 
     encoding_format: Encoding | None = described(
-        "Numbers; their bytes in base64; or the bytes of all vectors as the body, with the header metadata, a JSON "
-        "object that says where in it each vector is, or without (bytes_only)."
+        "float: numbers. base64: their bytes in base64. bytes: the body is the bytes of all vectors, and the header "
+        "metadata says as JSON where each vector is. bytes_only: bytes without the header."
     )
     dimensions: Int | None = described("Elements of each embedding, of models that were trained for it.", minimum=1)
     embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] | None = described(
@@ -152,7 +154,7 @@ class CohereEmbedRequest(PoolingFields):
         if (self.texts is None) == (self.inputs is None):
             raise RequestError("Send either texts or inputs.", param="texts")
         if self.truncate == "NONE" and self.max_tokens is not None:
-            raise RequestError("max_tokens cuts texts, and truncate is NONE.", param="max_tokens")
+            raise RequestError("max_tokens would cut texts, but truncate is NONE.", param="max_tokens")
         return self
 
     def cut(self, max_model_len: int) -> dict[str, Any]:

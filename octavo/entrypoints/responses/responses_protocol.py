@@ -94,7 +94,7 @@ def refuse_include(raw: Request) -> None:
     """Raise `RequestError` if a query asks for more of stored items than they have."""
     query = raw.query_params
     if wanted := {*query.getlist("include"), *query.getlist("include[]")} - _IDLE_INCLUDES:
-        said = f"include {min(wanted)!r:.60} is not built here: items have all that was kept of them."
+        said = f"include {min(wanted)!r:.60} is not built here: items already have everything that was kept."
         raise RequestError(said, param="include")
 
 

@@ -59,7 +59,7 @@ def _reads_layer(config: Config, i: int, type_of: Setting = _layer_type) -> int 
     kind = type_of(config, i)
     found = [j for j in range(first) if type_of(config, j) == kind]
     if not found:
-        raise LoadError(f"layer {i} reads the keys of an earlier layer of the type {kind}, of which there is none.")
+        raise LoadError(f"layer {i} needs the keys of an earlier layer of type {kind}, but there is no such layer.")
     return found[-1]
 
 
@@ -75,7 +75,7 @@ def _qkv_names(config: Config, i: int) -> tuple[str, ...]:
 
 def _window(config: Config, i: int) -> int:
     if config["use_bidirectional_attention"] == "all":  # "vision" applies to pictures only
-        raise LoadError("attention both ways in all layers of Gemma 4 is not built yet.")
+        raise LoadError("bidirectional attention in all layers of Gemma 4 is not built yet.")
     return int(config["sliding_window"]) if _layer_type(config, i) == "sliding_attention" else 0
 
 

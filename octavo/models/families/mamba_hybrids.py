@@ -80,7 +80,9 @@ def _falcon(config: Config, i: int) -> MambaDescription:
     """Return the Mamba layer of Falcon-H1, which runs in parallel to attention."""
     scale = config["ssm_in_multiplier"]
     if scale != 1.0 and config["mamba_proj_bias"]:
-        raise LoadError("mamba_proj_bias with an ssm_in_multiplier, which is of the weights alone, is not built yet.")
+        raise LoadError(
+            "mamba_proj_bias with an ssm_in_multiplier, which multiplies only the weights, is not built yet."
+        )
     return _hybrid(
         config, i, norm=NormDescription(config["norm_eps"]) if config["mamba_rms_norm"] else None,
         norms_before_gate=config["mamba_norm_before_gate"], output_bias=config["projectors_bias"],

@@ -389,8 +389,12 @@ def test_run_asks_a_served_model_the_message_behind_its_name(
     [
         (200, b"<html>", "answers no JSON object: is it the address of an OpenAI API"),
         (200, b"[]", "answers no JSON object"),
-        (401, b'{"error": {"message": "No."}}', "answered 401: No. (It wants an API key, or another one: --api-key,"),
-        (404, b"<!DOCTYPE html>\n<p>", "answered 404: a page, no API's error; is it the API's address?"),
+        (
+            401,
+            b'{"error": {"message": "No."}}',
+            "answered 401: No. (It needs an API key, or a different one: --api-key,",
+        ),
+        (404, b"<!DOCTYPE html>\n<p>", "answered 404: the answer is a web page; check the API's address"),
     ],
 )
 @pytest.mark.parametrize("command", [chat, run, ps])

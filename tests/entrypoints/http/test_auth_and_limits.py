@@ -107,7 +107,7 @@ def test_a_body_that_drips_has_its_time_as_a_whole(monkeypatch: pytest.MonkeyPat
 
     reader = body_reader.BodyReader(2000, 35.0)
     answer = clock.run(reader.read(Headers(), drip))
-    assert isinstance(answer, Response) and b"within 35 s: 3 bytes of it did" in answer.body
+    assert isinstance(answer, Response) and b"within 35 s: only 3 bytes came" in answer.body
     with pytest.raises(RequestError, match="did not arrive within 35 s") as refused:
         clock.run(all_of(reader.limited(drip)))
     assert refused.value.status == 408

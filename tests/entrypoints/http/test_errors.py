@@ -238,7 +238,7 @@ def test_values_are_shown_as_json(http: httpx.Client) -> None:
     parts = [{"type": "input_text", "text": "a"}]
     body = {"messages": [{"role": "user", "content": parts}]}
     message = error_of(http.post("/v1/chat/completions", json=body))["message"]
-    assert "has a part of type 'input_text', which is one of Responses; the type of a text is 'text' here" in message
+    assert "has a part of type 'input_text', which belongs to Responses; here a text has the type 'text'" in message
 
 
 def test_a_compressed_body_is_refused_as_that(http: httpx.Client) -> None:

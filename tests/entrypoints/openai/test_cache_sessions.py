@@ -45,7 +45,7 @@ def test_body_or_headers_say_what_is_kept(http: httpx.Client, disk: FakeEngine) 
 @pytest.mark.parametrize(
     ("fields", "headers", "said"),
     [
-        ({"cache_ttl_s": 5}, {}, "cache_ttl_s is of a cache_session"),
+        ({"cache_ttl_s": 5}, {}, "cache_ttl_s needs cache_session"),
         ({"cache_session": "a", "cache_ttl_s": 0}, {}, "cache_ttl_s"),
         ({"cache_session": "a", "cache_ttl_s": 1e9}, {}, "cache_ttl_s"),
         ({"cache_session": "a/b"}, {}, "cache_session"),

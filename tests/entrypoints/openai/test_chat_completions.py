@@ -418,7 +418,7 @@ def test_options_of_structured_outputs_apply_to_the_schema_of_another_field(
     assert refused.status_code == 400
     message = refused.json()["error"]["message"]
     assert message.startswith(field)
-    assert "has uniqueItems, which a grammar cannot hold an answer to" in message
+    assert "has uniqueItems, which a grammar cannot enforce" in message
 
 
 def test_an_error_of_the_prompt_names_the_messages(http: httpx.Client) -> None:

@@ -139,7 +139,7 @@ def _formats(
 def _unread(tokenizer: ModelTokenizer, template: str) -> str:
     """Return why no format of calls was recognised."""
     if not (rendered := _cut_calls(tokenizer, template)):
-        return "how the model writes calls was not recognised, as its chat template writes none"
+        return "how the model writes calls was not recognised: its chat template writes none"
     return f"no known format reads calls as the chat template writes them, such as {rendered[0].text.strip()!r:.300}"
 
 
