@@ -71,7 +71,7 @@ AUDIO = MediaKind(
 )  # fmt: skip
 VIDEO = MediaKind(
     "video", "video", "video_url", "videos", "video", ("PIL", "av", "torchvision", "httpx"), "sees",
-    "an array of uint8 [frames, height, width, 3], or a pair of one and a dictionary with fps",
+    "an array of uint8 [frames, height, width, 3], or a pair: such an array and a dictionary with fps",
     ("video/mp4", "video/quicktime", "video/webm", "video/x-matroska", "video/mkv", "video/x-m4v"),
     "mp4, mov, webm and mkv", "file of video",
 )  # fmt: skip

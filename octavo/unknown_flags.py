@@ -15,7 +15,7 @@ _NOT_BUILT = "it is not built yet; leave it out"
 _COMPILED = f"{_NEEDLESS}nothing is compiled at start, and graphs are captured for the sizes that steps have"
 _GRAMMARS = f"{_NEEDLESS}structured outputs are always made by llguidance"
 _OF_REQUESTS = f"{_NEEDLESS}requests ask for it by the field "
-_MIXED = f"{_NEEDLESS}prompts are cut to steps of a length in time, see --target-step-time"
+_MIXED = f"{_NEEDLESS}prompts are cut so that steps take a set time, see --target-step-time"
 _OF_SPECULATION = f"{_NEEDLESS}each step verifies as many draft tokens as pay, see docs/speculation.md"
 _NO_CLASSES = "classes of vLLM's cannot be plugged in; leave it out"
 

@@ -41,7 +41,7 @@ VARIABLES = {
     "KUBERNETES_SERVICE_HOST": "Set by Kubernetes: the address of the API server, which `octavo gateway` asks for "
     "endpoints.",
     "KUBERNETES_SERVICE_PORT": "Its port, likewise.",
-    "RUNTIME_DIRECTORY": "Set by systemd: where the processes' sockets are, in the place of the temporary files'.",
+    "RUNTIME_DIRECTORY": "Set by systemd: the folder of the processes' sockets, in place of the temporary folder.",
     "PYTHONPATH": "Folders of modules, which the engine's processes search too. Relative ones are left out.",
 }
 # vLLM's variables that Octavo reads (`ServerArgs.api_keys`), or that turn off usage statistics, which Octavo never

@@ -515,7 +515,7 @@ def test_the_first_of_10_layers_is_precise_where_weights_have_few_bits(tmp_path:
     assert config(**deep, quantization="int8", precise_layers=48).model.num_precise_layers == 48
     assert config(**model).model.num_precise_layers == 0
     for flags, message in [
-        ({"precise_layers": 3, "quantization": "int8"}, "--precise-layers must be 0 to 2, as there are layers, got 3"),
+        ({"precise_layers": 3, "quantization": "int8"}, "--precise-layers must be 0 to 2, the number of layers, got 3"),
         ({"precise_layers": 1}, "--precise-layers is for weights of few bits, and .* has floats throughout"),
         ({"precise_layers": 1, "quantization": "int8", "dtype": "float32"}, "has floats throughout"),
         (

@@ -78,7 +78,7 @@ def precise_layers(
         return 0 if is_pooling else len(description.layers) // _LAYERS_OF_ONE_PRECISE
     if not 0 <= wanted <= len(description.layers):
         raise ConfigError(
-            f"--precise-layers must be 0 to {len(description.layers)}, as there are layers, got {wanted}."
+            f"--precise-layers must be 0 to {len(description.layers)}, the number of layers, got {wanted}."
         )
     is_quantized = bool(
         args.quantization or checkpoint.format == "gguf" or checkpoint.config.get("quantization_config")

@@ -99,7 +99,7 @@ class RayHosts:
         try:
             actor = ray.remote(RayNode).options(num_cpus=self._num_cpus, scheduling_strategy=place).remote()
             self._actors[number] = actor
-            why = ray.get(actor.run.remote(start)) or "what it served is no more"
+            why = ray.get(actor.run.remote(start)) or "its engine has ended"
         except Exception as error:
             logger.debug("%s, as Ray tells it: %s", name, error)
             why = _first_line(getattr(error, "cause", None) or error)

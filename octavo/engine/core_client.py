@@ -287,7 +287,7 @@ def _make_socket_folder() -> tempfile.TemporaryDirectory[str]:
     if len(os.fsencode(folder.name)) > _MAX_PATH_BYTES:
         folder.cleanup()
         raise OctavoError(
-            f"the path {folder.name} is too long for sockets; let TMPDIR name a folder with a shorter one."
+            f"the path {folder.name} is too long for sockets; set TMPDIR to a folder with a shorter path."
         )
     return folder
 

@@ -375,7 +375,7 @@ def test_a_program_has_the_application_in_its_own(older: bool) -> None:
             async with httpx.AsyncClient(transport=httpx.ASGITransport(outer), base_url="http://here/llm") as client:
                 assert (await client.get("/v1/models")).status_code == 503
                 between = [await engine.get_vllm_config()] if older else []
-                with pytest.raises(TypeError, match="takes an engine, the application's state and what a parser"):
+                with pytest.raises(TypeError, match="takes an engine, the application's state and parsed"):
                     await api_server.init_app_state(engine, app.state)
                 if older:
                     await api_server.init_app_state(engine, *between, app.state, args)

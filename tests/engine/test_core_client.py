@@ -58,7 +58,7 @@ def test_a_path_that_is_too_long_for_sockets_is_refused(tmp_path: Path, monkeypa
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setenv("TMPDIR", str(long))
-    with pytest.raises(OctavoError, match="is too long for sockets; let TMPDIR name a folder with a shorter one"):
+    with pytest.raises(OctavoError, match="is too long for sockets; set TMPDIR to a folder with a shorter path"):
         _make_socket_folder()
     assert not list(long.iterdir())
 

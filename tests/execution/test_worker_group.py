@@ -427,7 +427,7 @@ def test_workers_share_the_memory_of_the_host_tier(model: Path) -> None:
             {"tensor_parallel_size": 2, "quantization": "int8"},
             "columns 0 to 48 of a INT8 matrix .* stored in groups of 32",
         ),
-        ({"tensor_parallel_size": 2, "cpu_threads": 1}, "less than the 2 workers of"),
+        ({"tensor_parallel_size": 2, "cpu_threads": 1}, "make 2; give each a thread"),
         ({"tensor_parallel_size": 0}, "must be greater than 0"),
         ({"enable_expert_parallel": True}, "workers of --tensor-parallel-size, which is 1"),
         ({"enable_expert_parallel": True, "tensor_parallel_size": 2}, "LlamaForCausalLM has no experts; leave it out"),
