@@ -29,7 +29,7 @@ VARIABLES = {
     "HF_HUB_OFFLINE": "`1` keeps `octavo doctor`, and the hub's library, from asking the hub.",
     "TRANSFORMERS_CACHE": "Folder of the hub's models, unless `--download-dir` says so; the former `HF_HUB_CACHE`.",
     "HF_HUB_CACHE": "The same under the hub's library's name.",
-    "HF_HOME": "Folder of the hub's library, whose `hub` has the models unless the two above say so.",
+    "HF_HOME": "Folder of the hub's library. Models are in its folder `hub` unless `HF_HUB_CACHE` names another.",
     "HF_ENDPOINT": "Address of the hub, which `octavo doctor` asks.",
     "PIP_INDEX_URL": "Address of the package index, which `octavo doctor` asks and the default model comes from.",
     "UV_DEFAULT_INDEX": "The same for uv; in environments without pip it is where the default model comes from.",

@@ -314,7 +314,7 @@ def _make(name: Any, arguments: Any) -> Any:
     if name == _PARAMETER:
         return arguments[0]
     if name not in _TENSORS:
-        raise ValueError("it calls what makes no tensor")
+        raise ValueError("it calls a function that makes no tensor")
     storage, offset, shape, strides, _requires_grad, _hooks, *more = arguments
     if not isinstance(storage, _Storage) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
         raise ValueError("it has a tensor without a storage or a shape")
