@@ -79,7 +79,7 @@ def test_failures_are_marked_and_refusals_are_not(clock: Clock, spans: Any) -> N
 
     run(clock, work, break_off)
     found = [(one.attributes["http.response.status_code"], one.status.is_ok, one.status.is_unset) for one in spans()]
-    assert found == [(200, False, False), (404, True, True), (400, True, True), (503, False, False)]
+    assert found == [(200, False, False), (404, True, True), (404, True, True), (503, False, False)]
     assert "octavo.replica" not in spans()[-1].attributes and "/no" not in spans()[2].name
 
 
