@@ -111,7 +111,7 @@ def test_heads_that_are_read_once_for_all_tokens_are_no_large_draft(
     """They have more weights than the model, but fewer for each token."""
     worker = LocalExecutor(config_of(model, hf_overrides={"num_hidden_layers": 1}, **settings("medusa", heads))).worker
     assert worker._draft is not None
-    assert 2 * worker._draft.num_weight_bytes > worker.weight_bytes and "choose a smaller draft" not in caplog.text
+    assert 2 * worker._draft.num_weight_bytes > worker.weight_bytes and "choose a smaller one" not in caplog.text
 
 
 def answer_of(core: EngineCore) -> tuple[list[int], dict[int, tuple[int, ...]]]:

@@ -99,7 +99,7 @@ def test_a_head_guesses_for_all_workers(
     expected = run(EngineCore(config_of(deep_model, **of_one)), guessed_requests(1), 1)
     guessed = answer_of(EngineCore(config_of(deep_model, **of_one, **head), None, always()))
     core = start(deep_model, always(), **workers(*sizes), **flags, **head)
-    assert ("choose a smaller draft" in caplog.text) == (sizes[0] > 1 and method != "medusa")
+    assert ("choose a smaller one" in caplog.text) == (sizes[0] > 1 and method != "medusa")
     assert answer_of(core) == guessed
     assert exactly(run(core, guessed_requests(1), 1)) == exactly(expected)
 

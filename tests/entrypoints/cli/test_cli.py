@@ -251,9 +251,8 @@ def test_a_taken_port_is_refused_before_a_model_is_looked_for(address: str, caps
 def test_origins_may_be_words_or_a_json_list() -> None:
     assert ServerArgs(allowed_origins=["https://a", "https://b"]).cors["allow_origins"] == ["https://a", "https://b"]
     assert ServerArgs(allowed_origins=['["https://a"]']).cors["allow_origins"] == ["https://a"]
-    assert ServerArgs(allow_credentials=True).cors == {
-        "allow_origins": ["*"], "allow_methods": ["*"], "allow_headers": ["*"], "allow_credentials": True
-    }  # fmt: skip
+    found = ServerArgs(allow_credentials=True).cors
+    assert [found[f"allow_{name}"] for name in ("origins", "methods", "headers", "credentials")] == [*[["*"]] * 3, True]
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -431,8 +430,8 @@ def test_a_server_that_names_no_model_is_one_line(body: bytes, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        ('{"choices": [7]}', "answers /c"),
-        ('{"choices": {"delta": {}}}', "answers /c"),
+        ('{"choices": [7]}', "has a wrong form"),
+        ('{"choices": {"delta": {}}}', "has a wrong form"),
         ('{"error": "broken"}', "error: broken"),
         ('{"error": 7}', '{"error": 7}'),
         ('{"object": "x"}', "ended the answer too early"),

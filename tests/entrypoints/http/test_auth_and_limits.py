@@ -270,7 +270,7 @@ def test_a_key_of_a_variable_has_no_space_around_it_and_can_be_sent(monkeypatch:
     assert with_environment(["b"]) == ["b", "a"] and sent_by_default() == "a"
     for key in ("\n", "hunter\n2", "h\u00fcnter"):
         monkeypatch.setenv("OCTAVO_API_KEY", key)
-        with pytest.raises(ConfigError, match="OCTAVO_API_KEY must have a key of printable ASCII") as error:
+        with pytest.raises(ConfigError, match="OCTAVO_API_KEY must be a key of printable ASCII") as error:
             with_environment([])
         assert key not in str(error.value)
     monkeypatch.setenv("OCTAVO_API_KEY", "")

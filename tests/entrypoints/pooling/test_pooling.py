@@ -20,7 +20,7 @@ def test_a_model_that_generates_has_no_vectors(http: httpx.Client, engine: FakeE
     for path, body in (("/v1/embeddings", {"input": "x"}), ("/rerank", {"query": "x", "documents": ["y"]})):
         answer = http.post(path, json=body)
         assert answer.status_code == 400
-        assert "generates text and has no vectors" in answer.json()["error"]["message"]
+        assert "generates text and returns no vectors" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("is_merged", [False, True])
