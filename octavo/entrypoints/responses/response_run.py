@@ -20,7 +20,9 @@ from octavo.entrypoints.responses.response_builder import Event, ResponseBuilder
 
 logger = logging.getLogger("octavo.server")
 
+ACTIVE_STATUSES = ("queued", "in_progress")
 _CHUNKS_AT_ONCE = 256  # events read together
+_POLL_S = 0.25  # between looks at a response of another server
 
 
 class ResponseRun:
@@ -181,12 +183,22 @@ class BackgroundRun(ResponseRun):
 
 
 async def stored_events(state: ServerState, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a background response that has ended."""
+    """Yield the events of a background response with numbers above `after`. Another server that works on it stores them
+    at its end, for which this waits. A response whose events are lost has only its failure."""
 
-    def read(database: Database) -> list[tuple[int, bytes]]:
-        return database.chunks(response_id, after, _CHUNKS_AT_ONCE)
+    async def find() -> dict[str, Any]:
+        return stored_responses.read_response(
+            await state.store.run(lambda database: stored_responses.find(database, response_id))
+        )
 
-    while chunks := await state.store.run(read):
+    async def read(after: int) -> list[tuple[int, bytes]]:
+        return await state.store.run(lambda database: database.chunks(response_id, after, _CHUNKS_AT_ONCE))
+
+    while (response := await find())["status"] in ACTIVE_STATUSES:  # noqa: ASYNC110 - the file tells, when it is asked
+        await asyncio.sleep(_POLL_S)
+    if response["status"] == "failed" and not await read(-1):
+        yield named_event({"type": "response.failed", "sequence_number": after + 1, "response": response})
+    while chunks := await read(after):
         after = chunks[-1][0]
         yield b"".join(data for _, data in chunks)
 

@@ -25,14 +25,12 @@ from octavo.entrypoints.responses import stored_responses
 from octavo.entrypoints.responses.items import Item, read_items, to_messages
 from octavo.entrypoints.responses.items_to_chat import NAMES, to_chat
 from octavo.entrypoints.responses.response_builder import ResponseBuilder
-from octavo.entrypoints.responses.response_run import BackgroundRun, ResponseRun, stored_events
+from octavo.entrypoints.responses.response_run import ACTIVE_STATUSES, BackgroundRun, ResponseRun, stored_events
 from octavo.entrypoints.responses.response_tools import ResponsesTool, callable_tools
 from octavo.entrypoints.responses.responses_protocol import ResponsesRequest, refuse_include
 from octavo.errors import RequestError
 
 router = Router(tags=["Responses"])
-
-_ACTIVE_STATUSES = ("queued", "in_progress")
 
 
 class ResponseObject(ResponseModel):
@@ -186,8 +184,6 @@ async def get_response(response_id: str, raw: Request) -> Response:
     )
     if not response["background"]:
         raise RequestError("Only events of background responses are kept.", param="stream")
-    if response["status"] in _ACTIVE_STATUSES:
-        raise RequestError("Another server works on this response: ask for it without stream.", param="stream")
     return EventStream(stored_events(state, response_id, after), {})
 
 
@@ -212,7 +208,7 @@ async def cancel_response(response_id: str, raw: Request) -> Response:
         )
 
     async def is_under_way() -> bool:
-        return (await find())["status"] in _ACTIVE_STATUSES
+        return (await find())["status"] in ACTIVE_STATUSES
 
     if not (await find())["background"]:
         raise RequestError("Only background responses can be cancelled.", param="response_id")
