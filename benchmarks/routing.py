@@ -151,11 +151,13 @@ class EnginesRouter:
 class Gateway:
     """One gateway's router and replicas, and what it has read of each replica's notes."""
 
-    def __init__(self, num_replicas: int, seed: int) -> None:
+    def __init__(self, num_replicas: int, num_blocks: int, seed: int) -> None:
         self.router = gateway_router.Router(random.Random(seed))
         self.fleet = [GatewayReplica(str(i), cast(Any, None), "") for i in range(num_replicas)]
         self.num_read = [0] * num_replicas
         self.reads_at = 0.0
+        for one in self.fleet if num_blocks else ():
+            self.router.set_cache_bytes(one, 4 * BLOCK_SIZE * num_blocks)
 
     def read(self, notes: list[list[str]]) -> None:
         for i, prompts in enumerate(notes):
@@ -171,6 +173,7 @@ class GatewayRouter:
         *, agrees: bool = False, has_notes: bool = True,
     ) -> None:  # fmt: skip
         self._num_replicas, self._num_gateways, self._seeds = num_replicas, num_gateways, itertools.count(seed)
+        self._num_blocks = num_blocks if has_notes else 0  # notes have them
         self._restart_s, self._restarts_at, self._has_notes, self._agrees = restart_s, 0.0, has_notes, agrees
         self._random = random.Random(seed)
         self._notes: list[list[str]] = [[] for _ in range(num_replicas)]
@@ -182,7 +185,9 @@ class GatewayRouter:
         now = request.arrival_time
         if now >= self._restarts_at:
             self._restarts_at += self._restart_s
-            self._all = [Gateway(self._num_replicas, next(self._seeds)) for _ in range(self._num_gateways)]
+            self._all = [
+                Gateway(self._num_replicas, self._num_blocks, next(self._seeds)) for _ in range(self._num_gateways)
+            ]
         gateway = self._random.choice(self._all)
         hashes_of_blocks = block_hashes(request, BLOCK_SIZE) if self.caches else []
         if self.caches:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.replica import Replica
+from octavo.gateway.request_body import BYTES_PER_TOKEN
 from octavo.gateway.router import Prompt, Router
 
 _MAX_READINGS = 64  # of a server's notes, one after the other
@@ -50,7 +51,7 @@ async def read_notes(models: Iterable[Deployment], timeout_s: float) -> None:
     address."""
     servers = defaultdict[tuple[object, ...], list[tuple[Router, Replica]]](list)
     for model in models:
-        if model.base.entry.is_local or not model.entry.may_be_several:
+        if not model.entry.may_be_several:
             continue
         for one in model.replicas:
             if not one.checks.problem and one.has_notes is not False:
@@ -72,6 +73,8 @@ async def _read(readers: list[tuple[Router, Replica]], timeout_s: float) -> None
         for router, replica in readers:
             name = replica.served_name
             router.learn(replica, prompts.get(tag(name), ()), notes.adapters.get(name))
+            if notes.cache_tokens > 0:
+                router.set_cache_bytes(replica, BYTES_PER_TOKEN * notes.cache_tokens)
         if not notes.has_more:
             break
     for _, replica in readers:

@@ -13,13 +13,13 @@ from octavo.gateway.gateway_metrics import GatewayMetrics
 from octavo.gateway.models import Models
 from octavo.gateway.proxy_request import ONLY_PROMPT, ProxyRequest
 from octavo.gateway.replica import Replica, has_lost_engine
+from octavo.gateway.request_body import BYTES_PER_TOKEN
 from octavo.gateway.upstream import Headers, UnreachableError, UpstreamError
 from octavo.peer_addresses import BLOCKS_AT, BLOCKS_PROOF, address_proof
 
 logger = logging.getLogger("octavo.gateway")
 
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
-_BYTES_PER_TOKEN = 4  # of prompts, about
 _MAX_ERROR_BYTES = 4096
 
 
@@ -36,7 +36,7 @@ class Prefill:
             return False
         prefixes, _ = request.body.prefixes
         num_new = max(prefixes.values(), default=0) - deployment.router.num_known_bytes(prefixes)
-        return num_new >= _BYTES_PER_TOKEN * entry.prefill_min_tokens
+        return num_new >= BYTES_PER_TOKEN * entry.prefill_min_tokens
 
     async def compute(self, deployment: Deployment, request: ProxyRequest, retry: RetryState) -> Headers:
         """Have the prompt computed, and return headers that name the server with its blocks, if other hosts can reach

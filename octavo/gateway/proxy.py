@@ -288,7 +288,7 @@ class Proxy:
         request, client = attempt.request, attempt.client
         body = client.progress.resumed(request.body.naming(replica.served_name))
         headers = request.headers_for(replica, keeps_keys=self._keeps_keys)
-        if replica.has_notes:
+        if replica.has_notes and not attempt.deployment.base.entry.is_local:  # which no other gateway asks
             names = written_names(replica.served_name, request.body.prefixes[0], request.session)
             headers += [(PROMPT_NAMES, names)] if names else []
         attempt.deployment.router.begin(replica)

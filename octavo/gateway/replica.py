@@ -39,14 +39,16 @@ class _ModelList(msgspec.Struct):
 
 
 class Notes(msgspec.Struct):
-    """What an Octavo server tells gateways: the names of prompts that gateways gave it, the oldest first, and which of
-    its adapters are on its device. `id` and `next` say where the next reading begins."""
+    """What an Octavo server tells gateways: the names of prompts that gateways gave it, the oldest first, which of its
+    adapters are on its device, and how many tokens its cache holds, 0 if unknown. `id` and `next` say where the next
+    reading begins."""
 
     id: str
     next: int
     has_more: bool
     prompts: list[str]
     adapters: dict[str, bool]
+    cache_tokens: int = 0
 
 
 @dataclass

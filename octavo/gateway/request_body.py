@@ -16,6 +16,7 @@ import msgspec
 from octavo.body_errors import plain_reason
 from octavo.errors import RequestError
 
+BYTES_PER_TOKEN = 4  # of prompts, about
 _MAX_CANDIDATES = 16  # places that look like the model's name, each tried by parsing
 _MAX_MEDIA = 1024  # of a message; later ones count with all their bytes
 _DIGESTED_BYTES = 1 << 16  # of a body without a conversation: enough to tell requests apart

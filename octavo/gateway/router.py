@@ -35,6 +35,35 @@ _ADAPTER = b"adapter"  # in place of a prefix's hash
 Prompt = tuple[list[bytes], bytes | None]  # its prefixes and session
 
 
+class _Cache:
+    """What a replica's cache still has of the prompts that it was given, if it evicts the least recently used, and of a
+    prompt the end first. `max_bytes` is its size."""
+
+    def __init__(self, max_bytes: float) -> None:
+        self.max_bytes = max_bytes
+        self._kept: OrderedDict[bytes, int] = OrderedDict()  # by prefix, the bytes that the one before it lacks
+        self._num_bytes = 0
+
+    def add(self, prefixes: Mapping[bytes, int]) -> list[bytes]:
+        """Note a prompt, and return the prefixes that are evicted for it."""
+        before, new = 0, list[tuple[bytes, int]]()
+        for one, count in prefixes.items():
+            new.append((one, count - before))
+            before = count
+        for one, count in reversed(new):
+            self._num_bytes += count - self._kept.pop(one, 0)
+            self._kept[one] = count
+        evicted = []
+        while self._num_bytes > self.max_bytes and len(self._kept) > 1:
+            one, count = self._kept.popitem(last=False)
+            self._num_bytes -= count
+            evicted.append(one)
+        return evicted
+
+    def remove(self, one: bytes) -> None:
+        self._num_bytes -= self._kept.pop(one, 0)
+
+
 @dataclass(eq=False)
 class Load:
     """The work of servers, by the names of the replicas. Models with the same addresses share it."""
@@ -48,12 +77,14 @@ class Load:
 class Router:
     """Chooses among the replicas of one model. Of those that have had some of a conversation and the least loaded of
     others, a request goes to the one with the smallest sum of two numbers: the bytes of the conversation that it has
-    not had, and `_LOAD_WEIGHT` times the bytes that it was given lately. Servers have this rule for their engines, all
-    of which they look at (`octavo.engine.data_parallel_routing`). `random_source` draws the others."""
+    not had or has evicted since, and `_LOAD_WEIGHT` times the bytes that it was given lately. Servers have this rule
+    for their engines, all of which they look at (`octavo.engine.data_parallel_routing`). `random_source` draws the
+    others."""
 
     def __init__(self, random_source: random.Random | None = None, load: Load | None = None) -> None:
         self._random = random_source or random.Random()
         self._holders: OrderedDict[bytes, list[Replica]] = OrderedDict()  # by the hash of a prefix
+        self._caches: dict[Replica, _Cache] = {}  # of replicas that say how large theirs are
         self.load = load or Load()
         self.is_for_adapter = False  # the model is an adapter, which some replicas have on their devices
         self._num_able = self._num_in_flight = 0  # replicas that take requests, and requests in flight
@@ -103,6 +134,10 @@ class Router:
             load.given = {one: given / load.unit for one, given in load.given.items()}
             load.unit = 1.0
         self.remember(chosen, prefixes, session)
+        if (cache := self._caches.get(chosen)) is not None:
+            text = {one: count - adapter_bytes for one, count in prefixes.items() if one != _ADAPTER}
+            for one in cache.add(text):
+                self._drop(chosen, one)
         return chosen
 
     def remember(self, replica: Replica, hashes: Iterable[bytes], session: bytes | None = None) -> None:
@@ -118,15 +153,28 @@ class Router:
             holders.append(replica)
             del holders[:-_MAX_HOLDERS]
         while len(self._holders) > MAX_HASHES:
-            self._holders.popitem(last=False)
+            one, holders = self._holders.popitem(last=False)
+            for cache in filter(None, map(self._caches.get, holders)):
+                cache.remove(one)
 
     def forget(self, replica: Replica) -> None:
         """Forget a replica that has ended, and all that it held."""
         self.load.given.pop(replica.name, None)
+        self._caches.pop(replica, None)
         for one in [one for one, holders in self._holders.items() if replica in holders]:
-            self._holders[one].remove(replica)
-            if not self._holders[one]:
-                del self._holders[one]
+            self._drop(replica, one)
+
+    def set_cache_bytes(self, replica: Replica, num_bytes: float) -> None:
+        """Note how many bytes of prompts a replica's cache holds; the rest is forgotten as the replica evicts it."""
+        self._caches.setdefault(replica, _Cache(num_bytes)).max_bytes = num_bytes
+
+    def _drop(self, replica: Replica, one: bytes) -> None:
+        """Note that a replica no longer has a prefix."""
+        holders = self._holders.get(one, [])
+        if replica in holders:
+            holders.remove(replica)
+        if not holders:
+            self._holders.pop(one, None)
 
     def num_known_bytes(self, prefixes: Mapping[bytes, int]) -> int:
         """Return how many bytes of a conversation with these prefixes some replica has had."""

@@ -85,6 +85,7 @@ class FakeServer:
     notes: PromptNotes | None = None  # of gateways
     num_notes_read: int = 0  # times
     adapters: dict[str, bool] = field(default_factory=dict)  # and whether each is on the device
+    cache_tokens: int = 0  # that its cache holds
     health_after_s: float = 0.0
 
     async def start(self) -> FakeServer:
@@ -136,7 +137,8 @@ class FakeServer:
                         asked.reply(b"{}", 404, connection="close")  # tests expect that requests come first
                         break
                     told = self.notes.read(place["id"], int(place["after"]))
-                    asked.reply(json.dumps(told | {"adapters": self.adapters}).encode())
+                    told |= {"adapters": self.adapters, "cache_tokens": self.cache_tokens}
+                    asked.reply(json.dumps(told).encode())
                     continue
                 if self.notes is not None and (names := headers.get(PROMPT_NAMES.decode())):
                     self.notes.add(names)

@@ -12,6 +12,7 @@ import msgspec
 from octavo.engine.prompt_notes import PromptNotes
 from octavo.gateway.catalogue import Catalogue, ModelEntry
 from octavo.gateway.proxy_request import PROMPT_NAMES
+from octavo.gateway.request_body import read_body
 from tests.gateway.fakes import Asked, FakeServer, Gateway, answer_plainly, fake_servers, gateway, until
 from tests.waiting import Clock
 
@@ -123,5 +124,34 @@ def test_adapters_of_octavo_and_of_other_servers_have_places(clock: Clock) -> No
                         await gate.ask("bc"[number % 2], messages=[{"role": "user", "content": str(number)}])
                 models = [{one.json["model"] for one in server.asked if one.method == "POST"} for server in each]
                 assert sorted(map(sorted, models)) == [["b"], ["c"]]
+
+    clock.run(run())
+
+
+def test_a_conversation_stays_only_where_the_cache_still_has_it(clock: Clock) -> None:
+    async def run() -> None:
+        async with octavo_servers(2) as (servers, entry):
+            for one in servers:
+                one.cache_tokens = 1000
+            async with gateway({"a": entry}) as gate:
+                deployment = gate.deployment("a")
+
+                def num_known(name: str) -> int:
+                    prefixes, _ = read_body(asked[name], "application/json").prefixes
+                    return int(deployment.router.num_known_bytes(prefixes))
+
+                asked: dict[str, bytes] = {}
+
+                async def ask(name: str) -> None:
+                    answer = await gate.ask("a", messages=[{"role": "user", "content": name * 1500}])
+                    asked[name] = answer.request.content
+
+                for name in "abcd":  # a cache has two of these
+                    await ask(name)
+                assert all(num_known(name) > 1500 for name in "abcd")
+                for name in "efgh":
+                    await ask(name)
+                assert not any(num_known(name) for name in "abcd")
+                assert all(num_known(name) > 1500 for name in "efgh")
 
     clock.run(run())

@@ -271,6 +271,39 @@ def test_names_have_a_prompts_ends_and_few_of_its_many_beginnings(count: int, ha
     assert names == sorted({*names}) and set(names) >= {*every[:1], *every[-3:]} and len(names) <= 13
 
 
+def test_what_a_cache_evicts_is_forgotten_and_the_end_of_a_conversation_first() -> None:
+    router, (replica, other) = Router(), replicas(2)
+    first, second = {b"a": 1_000, b"b": 6_000}, {b"c": 5_000}
+
+    def give(prefixes: dict[bytes, int]) -> None:
+        assert router.choose([replica, other], prefixes, {other}) is replica
+
+    for num_bytes, num_known in ((11_000, 6_000), (10_000, 1_000), (5_000, 0)):
+        router.forget(replica)
+        router.set_cache_bytes(replica, num_bytes)
+        give(first)
+        give(second)
+        assert router.num_known_bytes(first) == num_known and router.num_known_bytes(second) == 5_000
+    router.set_cache_bytes(replica, 11_000)
+    give(first)
+    give({b"d": 4_000})
+    assert router.num_known_bytes(first) == 6_000 and not router.num_known_bytes(second), "it was used before first"
+    give({b"e": 99_000})
+    assert router.num_known_bytes({b"e": 99_000}) == 99_000 and not router.num_known_bytes(first)
+    router.set_cache_bytes(other, 10)
+    assert router.choose([replica, other], {b"x": 5, b"y": 9}, {replica}) is other
+    assert router.num_known_bytes({b"x": 5, b"y": 9}) == 9
+
+
+def test_what_the_router_forgets_takes_no_room_in_a_replicas_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "MAX_HASHES", 3)
+    router, (replica,) = Router(), replicas(1)
+    router.set_cache_bytes(replica, 1e9)
+    for number in range(50):
+        router.choose([replica], {b"%d" % number: 1_000})
+    assert router._caches[replica]._num_bytes == 3_000 and len(router._caches[replica]._kept) == 3
+
+
 def adapters_of_a_fleet(names: str, count: int) -> dict[str, tuple[Router, list[Replica]]]:
     """A router and replicas for each adapter of so many servers."""
     load = Load()

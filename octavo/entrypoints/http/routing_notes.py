@@ -1,4 +1,5 @@
-"""The route for gateways: which prompts gateways have sent here, and which adapters are on the device."""
+"""The route for gateways: which prompts gateways have sent here, how large the cache is, and which adapters are on the
+device."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from octavo.config import EngineConfig
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import state_of
 
@@ -22,4 +24,13 @@ async def routing_notes(raw: Request) -> dict[str, Any]:
     else:
         notes, resident = await state.hub.call("read_notes", id=id, after=after)
     named = [] if state.adapters is None else state.adapters.named
-    return {**notes, "adapters": {name: name in resident for name in (*named, *resident)}}
+    adapters = {name: name in resident for name in (*named, *resident)}
+    return {**notes, "adapters": adapters, "cache_tokens": _cache_tokens(state.engine.config)}
+
+
+def _cache_tokens(config: EngineConfig) -> int:
+    """Return how many tokens of prompts the prefix cache holds; 0 if prompts stay elsewhere too, or in no cache."""
+    cache = config.cache
+    if cache.disk is not None or cache.host_bytes or not cache.enable_prefix_caching:
+        return 0
+    return (cache.num_gpu_blocks or 0) * cache.block_size * config.data_parallel_size

@@ -8,6 +8,7 @@ import logging
 import re
 import socket
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -375,3 +376,10 @@ def test_gateways_find_what_they_have_sent_and_the_resident_adapters(http: httpx
     assert all(read(id=first["id"], after=said)["prompts"] == first["prompts"] for said in ("x", "-1", "9" * 5000))
     engine.stats = EngineStats(resident_adapters=["pirate"])
     assert read()["adapters"] == {"pirate": True}
+    ready = replace(engine.config.cache, enable_prefix_caching=True, num_gpu_blocks=7)
+    for cache, num_tokens in (
+        (ready, 7 * ready.block_size), (replace(ready, num_gpu_blocks=None), 0), (replace(ready, host_bytes=1), 0),
+        (replace(ready, enable_prefix_caching=False), 0),
+    ):  # fmt: skip
+        engine.config = replace(engine.config, cache=cache)
+        assert read()["cache_tokens"] == num_tokens
