@@ -36,7 +36,7 @@ from typing import Any, cast
 from octavo.config import SchedulerConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.data_parallel_routing import Router, block_hashes
-from octavo.gateway import router as gateway_router
+from octavo.gateway import replica_router
 from octavo.gateway.notes import read_names, written_names
 from octavo.gateway.replica import Replica as GatewayReplica
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
@@ -152,7 +152,7 @@ class Gateway:
     """One gateway's router and replicas, and what it has read of each replica's notes."""
 
     def __init__(self, num_replicas: int, num_blocks: int, seed: int) -> None:
-        self.router = gateway_router.Router(random.Random(seed))
+        self.router = replica_router.ReplicaRouter(random.Random(seed))
         self.fleet = [GatewayReplica(str(i), cast(Any, None), "") for i in range(num_replicas)]
         self.num_read = [0] * num_replicas
         self.reads_at = 0.0
@@ -376,8 +376,8 @@ def adapter_loads(
         pool.register(name, 0)
     gateways = []
     for _ in range(num_gateways):
-        load = gateway_router.Load()
-        routers = [gateway_router.Router(random.Random(rng.random()), load if has_notes else None) for _ in names]
+        load = replica_router.Load()
+        routers = [replica_router.ReplicaRouter(random.Random(rng.random()), load if has_notes else None) for _ in names]
         fleets = [[GatewayReplica(str(i), cast(Any, None), name) for i in range(num_replicas)] for name in names]
         gateways.append((routers, fleets))
     now = read_at = 0.0

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "gguf_blocks.h"
+#include "gguf_pack_sources.h"
 #include "pack.h"
 #include "pack_words.h"
 

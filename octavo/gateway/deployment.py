@@ -23,7 +23,7 @@ from octavo.gateway.client_keys import Key
 from octavo.gateway.discovery import follow, read_source
 from octavo.gateway.memory_budget import MemoryBudget
 from octavo.gateway.replica import Replica
-from octavo.gateway.router import Load, Router
+from octavo.gateway.replica_router import Load, ReplicaRouter
 from octavo.gateway.serve_process import RunningServer, StartError
 from octavo.gateway.upstream import Upstream
 
@@ -50,7 +50,7 @@ class Deployment:
         self.name, self.entry = name, entry
         self.base = base or self  # whose servers answer
         self.stands_in_for: set[str] = set()  # names and aliases of models whose canary it is
-        self.router = Router(load=load)
+        self.router = ReplicaRouter(load=load)
         self.router.is_for_adapter = base is not None
         self._replicas: list[Replica] = []
         self._state: State = "stopped"

@@ -9,7 +9,7 @@ from octavo.gateway.deployment import Deployment
 from octavo.gateway.models import Models
 from octavo.gateway.proxy_request import MODEL_HEADER, ROUTES, ProxyRequest, route_of
 from octavo.gateway.replica import Replica
-from octavo.gateway.router import CreatedIds
+from octavo.gateway.replica_router import CreatedIds
 
 # Ids of things that a replica keeps, in an answer.
 _CREATED = re.compile(

@@ -16,7 +16,7 @@ from octavo.gateway.deployment import HANG_TIMEOUT_S, LAST_CHECK_S, Deployment, 
 from octavo.gateway.memory_budget import MemoryBudget
 from octavo.gateway.notes import read_notes
 from octavo.gateway.replica import Replica
-from octavo.gateway.router import Load
+from octavo.gateway.replica_router import Load
 
 logger = logging.getLogger("octavo.gateway")
 

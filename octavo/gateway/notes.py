@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.replica import Replica
 from octavo.gateway.request_body import BYTES_PER_TOKEN
-from octavo.gateway.router import Prompt, Router
+from octavo.gateway.replica_router import Prompt, ReplicaRouter
 
 _MAX_READINGS = 64  # of a server's notes, one after the other
 _SESSION = "session-"  # before a session's hash
@@ -49,7 +49,7 @@ def tag(model: str) -> str:
 async def read_notes(models: Iterable[Deployment], timeout_s: float) -> None:
     """Read the notes of all servers, and tell the models' routers. A server is read once for all models with its
     address."""
-    servers = defaultdict[tuple[object, ...], list[tuple[Router, Replica]]](list)
+    servers = defaultdict[tuple[object, ...], list[tuple[ReplicaRouter, Replica]]](list)
     for model in models:
         if not model.entry.may_be_several:
             continue
@@ -60,7 +60,7 @@ async def read_notes(models: Iterable[Deployment], timeout_s: float) -> None:
     await asyncio.gather(*(_read(readers, timeout_s) for readers in servers.values()))
 
 
-async def _read(readers: list[tuple[Router, Replica]], timeout_s: float) -> None:
+async def _read(readers: list[tuple[ReplicaRouter, Replica]], timeout_s: float) -> None:
     """Read the notes of one server."""
     first, was_asked = readers[0][1], readers[0][1].has_notes is not None
     for _ in range(_MAX_READINGS):

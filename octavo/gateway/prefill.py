@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 
 from octavo.errors import RequestError
-from octavo.gateway.attempt import RetryState
+from octavo.gateway.retry_state import RetryState
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.gateway_metrics import GatewayMetrics
 from octavo.gateway.models import Models

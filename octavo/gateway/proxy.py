@@ -16,8 +16,8 @@ The states of a request at a model, and the methods that move it there:
                                                                 `_answer_with_model`
     answered   the client has the whole answer                  `_forward_answer`
 
-`attempt.RetryState` has all that is remembered from one replica to the next. `attempt.Attempt.classify` decides about
-an answer, and `Proxy._record` alone changes breakers, metrics and the retry state.
+`RetryState` has all that is remembered from one replica to the next. `Attempt.classify` decides about an answer, and
+`Proxy._record` alone changes breakers, metrics and the retry state.
 
 Every level here returns when the client has its answer, and raises otherwise: `RequestError` for an error that the
 client gets, `_ReplicaError` if another replica may answer or resume the stream.
@@ -35,7 +35,7 @@ from typing import assert_never
 from urllib.parse import unquote
 
 from octavo.errors import RequestError
-from octavo.gateway.attempt import Attempt, Outcome, RetryState
+from octavo.gateway.retry_state import Attempt, Outcome, RetryState
 from octavo.gateway.broadcast import Broadcast
 from octavo.gateway.client import Client
 from octavo.gateway.client_keys import WITHOUT_LIMITS, Key

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.gateway import router as router_module
+from octavo.gateway import replica_router as router_module
 from octavo.gateway.breaker import FAILURES_TO_OPEN
 from octavo.gateway.notes import read_names, tag, written_names
 from octavo.gateway.replica import FAILED_CHECKS, Replica
-from octavo.gateway.router import CreatedIds, Load, Router
+from octavo.gateway.replica_router import CreatedIds, Load, ReplicaRouter
 from octavo.gateway.upstream import Upstream
 
 
@@ -23,7 +23,7 @@ def replicas(count: int, model: str = "m") -> list[Replica]:
 
 
 def test_without_a_prefix_load_is_even() -> None:
-    router, fleet = Router(random.Random(1)), replicas(8)
+    router, fleet = ReplicaRouter(random.Random(1)), replicas(8)
     for _ in range(800):
         chosen = router.choose(fleet, {})
         assert chosen is not None
@@ -33,7 +33,7 @@ def test_without_a_prefix_load_is_even() -> None:
 
 
 def test_the_longest_prefix_wins() -> None:
-    router, fleet = Router(random.Random(1)), replicas(8)
+    router, fleet = ReplicaRouter(random.Random(1)), replicas(8)
     router.remember(fleet[2], [b"1"])
     router.remember(fleet[5], [b"1", b"2"])
     assert router.choose(fleet, {b"1": 9_000, b"2": 20_000, b"3": 21_000}) is fleet[5]
@@ -42,7 +42,7 @@ def test_the_longest_prefix_wins() -> None:
 
 
 def test_a_session_goes_where_its_last_request_went() -> None:
-    router, fleet = Router(random.Random(1)), replicas(8)
+    router, fleet = ReplicaRouter(random.Random(1)), replicas(8)
     router.remember(fleet[2], [b"1", b"2"], b"session a")
     router.remember(fleet[5], [b"3"], b"session a")
     assert router.choose(fleet, {b"1": 9_000, b"2": 20_000}, session=b"session a") is fleet[5]
@@ -56,24 +56,24 @@ def test_a_session_goes_where_its_last_request_went() -> None:
 
 def test_several_gateways_agree_and_a_replica_that_leaves_moves_only_its_share() -> None:
     fleet, keys = replicas(8), [str(i).encode() for i in range(2000)]
-    first = [Router(random.Random(1)).choose(fleet, {}, agreed=key) for key in keys]
+    first = [ReplicaRouter(random.Random(1)).choose(fleet, {}, agreed=key) for key in keys]
     # Another gateway lists the replicas in another order, and its connections are its own.
-    other = [Router(random.Random(2)).choose(replicas(8)[::-1], {}, agreed=key) for key in keys]
+    other = [ReplicaRouter(random.Random(2)).choose(replicas(8)[::-1], {}, agreed=key) for key in keys]
     names = [one.name for one in first if one is not None]
     assert names == [one.name for one in other if one is not None]
     assert all(200 < count < 300 for count in Counter(names).values())
-    fewer = [Router(random.Random(3)).choose(fleet[1:], {}, agreed=key) for key in keys]
+    fewer = [ReplicaRouter(random.Random(3)).choose(fleet[1:], {}, agreed=key) for key in keys]
     assert all(one is before for one, before in zip(fewer, first, strict=True) if before is not fleet[0])
 
 
 def test_what_gateways_agree_on_gives_way_to_load_and_to_what_is_known() -> None:
-    router, fleet = Router(random.Random(1)), replicas(4)
+    router, fleet = ReplicaRouter(random.Random(1)), replicas(4)
     for number in range(400):
         chosen = router.choose(fleet, {}, agreed=b"the same" if number % 2 else str(number).encode())
         assert chosen is not None
         router.begin(chosen)
     assert max(one.num_in_flight for one in fleet) <= 1.25 * 100 + 3
-    router, fleet = Router(random.Random(1)), replicas(4)
+    router, fleet = ReplicaRouter(random.Random(1)), replicas(4)
     router.remember(fleet[2], [b"1"])
     assert {router.choose(fleet, {b"1": 9_000}, agreed=str(i).encode()) for i in range(20)} == {fleet[2]}
     for one in fleet[1:]:
@@ -82,7 +82,7 @@ def test_what_gateways_agree_on_gives_way_to_load_and_to_what_is_known() -> None
 
 
 def test_load_corrects_affinity() -> None:
-    router, fleet = Router(random.Random(1)), replicas(4)
+    router, fleet = ReplicaRouter(random.Random(1)), replicas(4)
     router.remember(fleet[0], [b"1"])
     for _ in range(400):
         chosen = router.choose(fleet, {b"1": 9_000})
@@ -94,7 +94,7 @@ def test_load_corrects_affinity() -> None:
 
 @given(st.lists(st.sampled_from(["fine", "sick", "broken", "tried"]), min_size=1, max_size=9), st.integers(0, 99))
 def test_only_those_are_chosen_that_take_requests(states: list[str], seed: int) -> None:
-    router, fleet = Router(random.Random(seed)), replicas(len(states))
+    router, fleet = ReplicaRouter(random.Random(seed)), replicas(len(states))
     for one, state in zip(fleet, states, strict=True):
         one.checks.num_failed = FAILED_CHECKS if state == "sick" else FAILED_CHECKS - 1
         if state == "broken":
@@ -108,7 +108,7 @@ def test_only_those_are_chosen_that_take_requests(states: list[str], seed: int) 
 
 
 def test_a_replica_that_has_ended_is_forgotten() -> None:
-    router, fleet = Router(random.Random(1)), replicas(3)
+    router, fleet = ReplicaRouter(random.Random(1)), replicas(3)
     router.remember(fleet[0], [b"1", b"2"])
     router.remember(fleet[1], [b"1"])
     router.forget(fleet[0])
@@ -119,7 +119,7 @@ def test_a_replica_that_has_ended_is_forgotten() -> None:
 def test_memory_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(router_module, "MAX_HASHES", 10)
     monkeypatch.setattr(router_module, "MAX_IDS", 10)
-    router, (one,), ids = Router(), replicas(1), CreatedIds()
+    router, (one,), ids = ReplicaRouter(), replicas(1), CreatedIds()
     for number in range(100):
         router.remember(one, [b"%d" % number])
         ids.add(str(number), "m", one)
@@ -129,7 +129,7 @@ def test_memory_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_conversations_begin_where_least_was_to_do_and_stay() -> None:
-    router, fleet = Router(random.Random(1)), replicas(2)
+    router, fleet = ReplicaRouter(random.Random(1)), replicas(2)
     document = router.choose(fleet, {b"document": 50_000})
     assert document is not None
     other = fleet[1 - fleet.index(document)]
@@ -140,7 +140,7 @@ def test_conversations_begin_where_least_was_to_do_and_stay() -> None:
 
 def test_a_replica_that_is_new_gets_its_share_and_no_more(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(router_module, "_MAX_UNIT", 1.5)  # units begin anew now and then
-    router, fleet = Router(random.Random(1)), replicas(4)
+    router, fleet = ReplicaRouter(random.Random(1)), replicas(4)
     for number in range(1000):
         assert router.choose(fleet[:3], {b"%d" % number: 1_000}) is not fleet[3]
     later = Counter(router.choose(fleet, {b"later %d" % number: 1_000}) for number in range(100))
@@ -148,7 +148,7 @@ def test_a_replica_that_is_new_gets_its_share_and_no_more(monkeypatch) -> None: 
 
 
 def test_replicas_that_are_away_do_not_lower_the_bound_of_the_others() -> None:
-    router, fleet = Router(random.Random(1)), replicas(4)
+    router, fleet = ReplicaRouter(random.Random(1)), replicas(4)
     router.remember(fleet[0], [b"1"])
     for one in fleet[2:]:
         one.checks.num_failed = FAILED_CHECKS
@@ -158,7 +158,7 @@ def test_replicas_that_are_away_do_not_lower_the_bound_of_the_others() -> None:
 
 
 def test_a_replica_that_comes_back_gets_its_part_and_no_more() -> None:
-    router, fleet = Router(random.Random(1)), replicas(4)
+    router, fleet = ReplicaRouter(random.Random(1)), replicas(4)
     fleet[0].checks.num_failed = FAILED_CHECKS
     for number in range(2000):
         router.choose(fleet, {str(number).encode(): 9_000})
@@ -168,7 +168,7 @@ def test_a_replica_that_comes_back_gets_its_part_and_no_more() -> None:
 
 
 def test_replicas_that_join_a_large_fleet_get_requests() -> None:
-    router, fleet = Router(random.Random(1)), replicas(100)
+    router, fleet = ReplicaRouter(random.Random(1)), replicas(100)
     for number in range(2000):
         router.choose(fleet[:80], {str(number).encode(): 9_000})
     counts = Counter(router.choose(fleet, {f"x{number}".encode(): 9_000}) for number in range(5000))
@@ -176,14 +176,14 @@ def test_replicas_that_join_a_large_fleet_get_requests() -> None:
 
 
 def test_a_replica_that_was_only_looked_at_is_still_to_be_counted() -> None:
-    router, fleet = Router(random.Random(1)), replicas(2)
+    router, fleet = ReplicaRouter(random.Random(1)), replicas(2)
     router.choose(fleet[:1], {b"x": 9_000})
     assert router._given(fleet[1]) == router._given(fleet[0]) > 0
     assert list(router.load.given) == [fleet[0].name]
 
 
 def test_a_prefix_remembers_its_latest_holders() -> None:
-    router, fleet = Router(random.Random(1)), replicas(20)
+    router, fleet = ReplicaRouter(random.Random(1)), replicas(20)
     for one in fleet:
         router.remember(one, [b"instructions"])
     router.remember(fleet[3], [b"instructions"])
@@ -192,7 +192,7 @@ def test_a_prefix_remembers_its_latest_holders() -> None:
 
 
 def test_several_gateways_leave_a_conversation_where_it_is() -> None:
-    router, fleet = Router(random.Random(1)), replicas(4)
+    router, fleet = ReplicaRouter(random.Random(1)), replicas(4)
     for number in range(400):
         router.choose(fleet, {str(number).encode(): 50_000})
     for number in range(100):
@@ -212,7 +212,7 @@ def test_an_id_in_an_answer_to_another_client_stays_with_who_made_it() -> None:
 
 
 def test_a_gateway_learns_from_a_server_what_another_one_gave_it() -> None:
-    router, fleet = Router(random.Random(1)), replicas(8)
+    router, fleet = ReplicaRouter(random.Random(1)), replicas(8)
     turns, session = {bytes([number]) * 16: 9_000 * number for number in range(1, 30)}, b"session a".ljust(16)
     every = [read_names(one)[1] for one in (written_names("m", turns, session).decode(), "no names", "ab,x", "")]
     router.learn(fleet[5], every, None)
@@ -242,14 +242,14 @@ def test_a_note_in_another_form_says_nothing(names: str) -> None:
 
 
 def test_requests_without_a_session_have_no_place_that_notes_can_name() -> None:
-    router, fleet = Router(random.Random(1)), replicas(8)
+    router, fleet = ReplicaRouter(random.Random(1)), replicas(8)
     router.learn(fleet[3], [([b""], b"")], None)
     counts = Counter(router.choose(fleet, {str(number).encode(): 9_000}) for number in range(400))
     assert set(counts.values()) == {50}
 
 
 def test_a_replica_without_requests_leaves_no_count() -> None:
-    router, (replica,) = Router(), replicas(1)
+    router, (replica,) = ReplicaRouter(), replicas(1)
     for _ in range(2):
         router.begin(replica)
     router.end(replica)
@@ -272,7 +272,7 @@ def test_names_have_a_prompts_ends_and_few_of_its_many_beginnings(count: int, ha
 
 
 def test_what_a_cache_evicts_is_forgotten_and_the_end_of_a_conversation_first() -> None:
-    router, (replica, other) = Router(), replicas(2)
+    router, (replica, other) = ReplicaRouter(), replicas(2)
     first, second = {b"a": 1_000, b"b": 6_000}, {b"c": 5_000}
 
     def give(prefixes: dict[bytes, int]) -> None:
@@ -297,17 +297,17 @@ def test_what_a_cache_evicts_is_forgotten_and_the_end_of_a_conversation_first() 
 
 def test_what_the_router_forgets_takes_no_room_in_a_replicas_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "MAX_HASHES", 3)
-    router, (replica,) = Router(), replicas(1)
+    router, (replica,) = ReplicaRouter(), replicas(1)
     router.set_cache_bytes(replica, 1e9)
     for number in range(50):
         router.choose([replica], {b"%d" % number: 1_000})
     assert router._caches[replica]._num_bytes == 3_000 and len(router._caches[replica]._kept) == 3
 
 
-def adapters_of_a_fleet(names: str, count: int) -> dict[str, tuple[Router, list[Replica]]]:
+def adapters_of_a_fleet(names: str, count: int) -> dict[str, tuple[ReplicaRouter, list[Replica]]]:
     """A router and replicas for each adapter of so many servers."""
     load = Load()
-    found = {name: (Router(random.Random(1), load), replicas(count, name)) for name in names}
+    found = {name: (ReplicaRouter(random.Random(1), load), replicas(count, name)) for name in names}
     for router, fleet in found.values():
         for one in fleet:
             router.learn(one, [], False)
@@ -360,7 +360,7 @@ def test_several_gateways_agree_about_adapters() -> None:
 
 def test_a_server_that_is_away_for_one_model_gets_its_part_of_the_work_and_no_more() -> None:
     load, counts = Load(), Counter[str]()
-    models = [(Router(random.Random(1), load), replicas(8, name)) for name in "ab"]
+    models = [(ReplicaRouter(random.Random(1), load), replicas(8, name)) for name in "ab"]
     models[0][1][0].checks.num_failed = FAILED_CHECKS
     for number in range(400):
         for router, fleet in models:

@@ -74,7 +74,7 @@ class Load:
     unit: float = 1.0
 
 
-class Router:
+class ReplicaRouter:
     """Chooses among the replicas of one model. Of those that have had some of a conversation and the least loaded of
     others, a request goes to the one with the smallest sum of two numbers: the bytes of the conversation that it has
     not had or has evicted since, and `_LOAD_WEIGHT` times the bytes that it was given lately. Servers have this rule
