@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.engine.detokenizer import Detokenizer, StopStrings, make_detokenizer
+from octavo.engine.detokenizer import Detokenizer, make_detokenizer
+from octavo.engine.stop_strings import StopStrings
 from octavo.engine.wire import Abort
 from octavo.errors import OctavoError, RequestError
 from octavo.loading.token_texts import decode

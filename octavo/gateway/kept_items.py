@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
+from typing import NamedTuple
 
 from octavo.errors import RequestError, similar
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.models import Models
 from octavo.gateway.proxy_request import MODEL_HEADER, ROUTES, ProxyRequest, route_of
 from octavo.gateway.replica import Replica
-from octavo.gateway.replica_router import CreatedIds
 
 # Ids of things that a replica keeps, in an answer.
 _CREATED = re.compile(
@@ -17,6 +18,36 @@ _CREATED = re.compile(
 )
 _ADMIN_PATHS = ("/usage", "/keys")
 _HEAD_BYTES = 8192  # of an answer, which has the ids
+_MAX_IDS = 65_536  # remembered ones
+
+
+class Home(NamedTuple):
+    """Who keeps a thing, and for which client's key."""
+
+    model: str
+    replica: Replica
+    owner: str | None
+
+
+class CreatedIds:
+    """Which model's replica keeps a response, a conversation, a stored chat, a file or a batch, and for whose key. The
+    oldest are forgotten first."""
+
+    def __init__(self) -> None:
+        self._homes: OrderedDict[str, Home] = OrderedDict()
+
+    def add(self, created: str, model: str, replica: Replica, owner: str | None = None) -> None:
+        """Note an id in an answer to `owner`. An id that is another one's stays so: answers repeat what clients
+        write."""
+        if created in self._homes and self._homes[created].owner != owner:
+            return
+        self._homes[created] = Home(model, replica, owner)
+        self._homes.move_to_end(created)
+        if len(self._homes) > _MAX_IDS:
+            self._homes.popitem(last=False)
+
+    def find(self, created: str) -> Home | None:
+        return self._homes.get(created)
 
 
 class KeptItems:

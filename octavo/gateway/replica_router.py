@@ -1,6 +1,5 @@
 """Chooses the replica that answers a request: one that has had much of its conversation, and was not given much else
-lately; or for a new conversation, where several gateways share the replicas, the one that all of them would choose.
-Also remembers which replica keeps an id."""
+lately; or for a new conversation, where several gateways share the replicas, the one that all of them would choose."""
 
 from __future__ import annotations
 
@@ -10,12 +9,10 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from octavo.gateway.replica import Replica
 
 MAX_HASHES = 65_536  # remembered prefixes of a model
-MAX_IDS = 65_536
 # How many times the mean of requests in flight a replica may have before affinity gives way: the constant of consistent
 # hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016).
 LOAD_FACTOR = 1.25
@@ -255,32 +252,3 @@ def _score(key: bytes, replica: Replica) -> bytes:
     """Rendezvous hashing (Thaler, Ravishankar 1998): the replica with the highest score gets the key, and if it leaves,
     only its keys move."""
     return hashlib.blake2b(key + b"\0" + replica.name.encode(), digest_size=8).digest()
-
-
-class Home(NamedTuple):
-    """Who keeps a thing, and for which client's key."""
-
-    model: str
-    replica: Replica
-    owner: str | None
-
-
-class CreatedIds:
-    """Which model's replica keeps a response, a conversation, a stored chat, a file or a batch, and for whose key. The
-    oldest are forgotten first."""
-
-    def __init__(self) -> None:
-        self._homes: OrderedDict[str, Home] = OrderedDict()
-
-    def add(self, created: str, model: str, replica: Replica, owner: str | None = None) -> None:
-        """Note an id in an answer to `owner`. An id that is another one's stays so: answers repeat what clients
-        write."""
-        if created in self._homes and self._homes[created].owner != owner:
-            return
-        self._homes[created] = Home(model, replica, owner)
-        self._homes.move_to_end(created)
-        if len(self._homes) > MAX_IDS:
-            self._homes.popitem(last=False)
-
-    def find(self, created: str) -> Home | None:
-        return self._homes.get(created)

@@ -14,7 +14,7 @@ from octavo.gateway import replica_router as router_module
 from octavo.gateway.breaker import FAILURES_TO_OPEN
 from octavo.gateway.notes import read_names, tag, written_names
 from octavo.gateway.replica import FAILED_CHECKS, Replica
-from octavo.gateway.replica_router import CreatedIds, Load, ReplicaRouter
+from octavo.gateway.replica_router import Load, ReplicaRouter
 from octavo.gateway.upstream import Upstream
 
 
@@ -118,14 +118,10 @@ def test_a_replica_that_has_ended_is_forgotten() -> None:
 
 def test_memory_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(router_module, "MAX_HASHES", 10)
-    monkeypatch.setattr(router_module, "MAX_IDS", 10)
-    router, (one,), ids = ReplicaRouter(), replicas(1), CreatedIds()
+    router, (one,) = ReplicaRouter(), replicas(1)
     for number in range(100):
         router.remember(one, [b"%d" % number])
-        ids.add(str(number), "m", one)
     assert len(router._holders) == 10
-    assert Counter(ids.find(str(number)) is not None for number in range(100)) == {True: 10, False: 90}
-    assert ids.find("99") == ("m", one, None)
 
 
 def test_conversations_begin_where_least_was_to_do_and_stay() -> None:
@@ -200,15 +196,6 @@ def test_several_gateways_leave_a_conversation_where_it_is() -> None:
     router.remember(fleet[2], [b"short", b"brief"])
     assert router.choose(fleet, {b"brief": 100}) is not fleet[2]
     assert router.choose(fleet, {b"short": 100}, agreed=b"x") is fleet[2]
-
-
-def test_an_id_in_an_answer_to_another_client_stays_with_who_made_it() -> None:
-    ids, (one, other) = CreatedIds(), replicas(2)
-    ids.add("resp_1", "a", one, "key_1")
-    ids.add("resp_1", "b", other, "key_2")
-    assert ids.find("resp_1") == ("a", one, "key_1")
-    ids.add("resp_1", "a", other, "key_1")
-    assert ids.find("resp_1") == ("a", other, "key_1"), "as a stream that another replica has ended"
 
 
 def test_a_gateway_learns_from_a_server_what_another_one_gave_it() -> None:
