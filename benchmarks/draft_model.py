@@ -122,20 +122,20 @@ def _stream_s(core: EngineCore, num_tokens: int) -> tuple[float, int, float]:
     """Seconds of one stream after its first token, its steps, and the seconds that guessing took."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens + 1, ignore_eos=True)
     core.add(EngineRequest("r", Prompt(list(range(100, 164))), params, [], num_tokens + 1, 0.0))
-    update, draft_s = core.scheduler.update, 0.0
+    apply_result, draft_s = core.scheduler.apply_result, 0.0
 
     def watched(plan: Any, result: Any) -> Any:
         nonlocal draft_s
         draft_s += result.draft_s
-        return update(plan, result)
+        return apply_result(plan, result)
 
-    core.scheduler.update = watched  # type: ignore[method-assign]
+    core.scheduler.apply_result = watched  # type: ignore[method-assign]
     core.step()
     draft_s, num_steps, begin = 0.0, 0, time.perf_counter()
     while core.has_work:
         core.step()
         num_steps += 1
-    core.scheduler.update = update  # type: ignore[method-assign]
+    core.scheduler.apply_result = apply_result  # type: ignore[method-assign]
     return time.perf_counter() - begin, num_steps, draft_s
 
 

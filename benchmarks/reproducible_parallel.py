@@ -46,7 +46,7 @@ class Model:
         for cache in self.runner.caches:  # a page that was never written is read from one page of zeros
             for part in (cache.key, cache.value):
                 part[:] = np.random.default_rng(2).standard_normal(part.shape[1:], np.float32).astype(part.dtype)
-        table = self.runner.table
+        table = self.runner.sequence_table
         blocks = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
         each = CONTEXT // BLOCK_SIZE
         table.blocks[0, : max(ROWS), :each] = blocks.reshape(-1, each)
@@ -57,7 +57,7 @@ class Model:
         """Have the step's arrays hold decodes of `rows` sequences, or the prompt for 0."""
         [captured] = self.runner.captured_steps
         planned = [PlannedRow(row, CONTEXT - 1, 1, 1) for row in range(rows)] or [PlannedRow(0, 0, PROMPT, 1)]
-        self.runner.table.gather(StepPlan(rows=planned), captured.staged[0])
+        self.runner.sequence_table.gather(StepPlan(rows=planned), captured.staged[0])
         return StepShape(rows or PROMPT, len(planned), len(planned), 0)
 
     def step_s(self, shape: StepShape) -> float:

@@ -82,7 +82,7 @@ def simulate(
         seconds = truth.seconds(plan.work) * rng.lognormal(0, noise)
         fitted.observe(plan.work, seconds)
         now += seconds + 0.4e-3  # what the core does between two steps
-        outputs = scheduler.update(plan, StepResult([7] * sum(row.num_samples for row in plan.rows)))
+        outputs = scheduler.apply_result(plan, StepResult([7] * sum(row.num_samples for row in plan.rows)))
         for output in outputs:
             served[output.request_id].times.append(now)
     return list(served.values()), now

@@ -119,12 +119,12 @@ class Model:
         for cache in self.runner.caches:  # a page that was never written is read from one page of zeros
             for part in (cache.key, cache.value):
                 part[:] = np.random.default_rng(2).standard_normal(part.shape[1:], np.float32).astype(part.dtype)
-        table = self.runner.table
+        table = self.runner.sequence_table
         table.tokens[:] = np.random.default_rng(1).integers(0, self.description.vocab_size, table.tokens.shape)
 
     def measure(self, rows: int, context: int, peaks: Peaks, seconds: float) -> Point:
         per_row = -(-context // BLOCK_SIZE)
-        table = self.runner.table
+        table = self.runner.sequence_table
         table.blocks[0, :rows, :per_row] = self.blocks[: rows * per_row].reshape(rows, per_row)
         [captured] = self.runner.captured_steps
         table.gather(StepPlan(rows=[PlannedRow(row, context - 1, 1, 1) for row in range(rows)]), captured.staged[0])

@@ -43,7 +43,7 @@ class Sequence:
         field                  written by
         num_computed_tokens    `KVCacheManager.share_prefix`; `Step.mark_in_flight`, and `Step.roll_back` to undo it;
                                `accept_drafts`; set to 0 by `KVCacheManager.release` and `SequenceQueues.fork`
-        num_awaited_tokens     raised by `Step.mark_in_flight`; lowered by `Scheduler.update` and `Step.roll_back`
+        num_awaited_tokens     raised by `Step.mark_in_flight`; lowered by `Scheduler.apply_result` and `Step.roll_back`
         num_registered_blocks  `KVCacheManager.share_prefix` and `register_computed`; set to 0 by
                                `KVCacheManager.release`, `KVCacheManager.swap_out` and `SequenceQueues.fork`
         admission_step         `Step.add`, at each admission

@@ -25,7 +25,7 @@ from octavo.engine.forecast import FirstTokenForecast
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.engine.output_processor import OutputProcessor, RequestState
-from octavo.engine.pause_and_sleep import EngineControl
+from octavo.engine.pause_and_sleep import PauseAndSleep
 from octavo.engine.request_log import log_request, shown_id
 from octavo.engine.request_stream import RequestStream, Sink
 from octavo.engine.resubmission import Resubmission
@@ -84,10 +84,10 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         waiting      the engine takes no requests now             `_wait_until_open`
         running      `_output_processor` has its `RequestState`   `_outputs_of`; `take_over`, from another engine
         finished     `state.is_over`                              `_take_step`
-        aborted      as finished; the caller still gets the       `abort_request`
+        aborted      as finished; the caller still gets the       `end_request`
                      outputs so far
         failed       its stream raises an error                   `_core_ended`, `abort_all_for_shutdown`,
-                                                                  `_wait_until_open`, `abort_request`,
+                                                                  `_wait_until_open`, `end_request`,
                                                                   `RequestStream.deliver`, `RequestStream.abort`
         handed over  another engine has it                        `_hand_over`
 
@@ -153,7 +153,9 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         #   _resubmission               internal id  may name requests that have ended
         self._streams: dict[str, RequestStream] = {}
         self._undelivered = deque[RequestStream]()  # streams with new outputs, in order
-        self._control = EngineControl(self._supervisor, lambda: not self._output_processor.requests, self._abort_sent)
+        self._pause_and_sleep = PauseAndSleep(
+            self._supervisor, lambda: not self._output_processor.requests, self._abort_sent
+        )
         self._adapters = AdapterRequests(self._supervisor, self.inputs)
 
     @classmethod
@@ -330,7 +332,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             if await self._wait_until_open(stream):
                 # Send it at once. Apart from `_wait_until_open`, no `await` may stand between
                 # `_open_stream` and here: `accept_waiter` None means that the core has the request (`_abort_sent`,
-                # `abort_request`), and the watchdog takes an unsent request of `_output_processor` for a hang.
+                # `end_request`), and the watchdog takes an unsent request of `_output_processor` for a hang.
                 self._send_to_core(self._add_state(stream, first_completion_token_ids))
             for output in stream.replayed_outputs:
                 yield output
@@ -364,8 +366,9 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         """Wait until the engine takes requests. Returns False if the request is aborted first. Raises the error of an
         engine that has failed or is being restarted."""
         self._supervisor.listen()
-        while not self.is_ready or self._control.is_paused:  # the engine may be paused before this caller resumes
-            waiter = stream.accept_waiter = asyncio.ensure_future(self._control.wait_open())
+        # A loop: the engine may be paused again before this caller resumes.
+        while not self.is_ready or self._pause_and_sleep.is_paused:
+            waiter = stream.accept_waiter = asyncio.ensure_future(self._pause_and_sleep.wait_open())
             try:
                 # Not `await waiter`: an abort cancels the future, and this caller must go on.
                 await asyncio.wait((waiter,))
@@ -395,14 +398,15 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
 
     # Aborts
     #
-    #   method                  tells the core       wakes the caller              drops the state
+    #   method                  tells the core     wakes the caller              drops the state
     #   abort, _abort_sent      `RequestStream.abort` of each request
-    #   RequestStream.abort     by `abort_request`   yes; a request for vectors    by `abort_request`
-    #                                                fails
-    #   abort_all_for_shutdown  by `abort_request`   yes; a request without a      by `abort_request`
-    #                                                token fails
-    #   abort_request           if the core has it   no                            from `_output_processor`
-    #   close_stream            by `abort_request`   no: the caller has gone       from `_streams` too
+    #   RequestStream.abort     by `end_request`   yes; a request for vectors    by `end_request`
+    #                                              fails
+    #   abort_all_for_shutdown  by `end_request`   yes; a request without a      by `end_request`
+    #                                              token fails
+    #   end_request             if the core has    no                            from `_output_processor`
+    #                           the request
+    #   close_stream            by `end_request`   no: the caller has gone       from `_streams` too
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests. A stream of text gets its output so far, with the finish reason "abort"; `pool` raises
@@ -415,7 +419,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         """Abort all requests as the server stops. A stream with a first token gets its output so far, with the finish
         reason "abort". Other streams raise `EngineStoppingError`."""
         for stream in list(self._streams.values()):
-            state = self.abort_request(stream)
+            state = self.end_request(stream)
             if state is not None and state.metrics.first_token_time is None and not state.num_tokens:
                 stream.fail_without_output(EngineStoppingError("the server is stopping."))
             elif state is not None:
@@ -429,7 +433,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
 
     # Called by `RequestStream` and by other engines.
 
-    def abort_request(self, stream: RequestStream, stop_reason: str | None = None) -> RequestState | None:
+    def end_request(self, stream: RequestStream, stop_reason: str | None = None) -> RequestState | None:
         """End a request, in the core or while it still waits. The caller wakes the stream, except where tokens that
         the request brought end its answer with an error. Returns the request's state, or None if it has ended."""
         request_id = stream.request.request_id
@@ -454,7 +458,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         exactly once for each stream."""
         self.forecast.end(stream.request.request_id)
         del self._streams[stream.external_id]
-        self.abort_request(stream)
+        self.end_request(stream)
         stream.close()
 
     def take_over(self, stream: RequestStream, state: RequestState) -> None:
@@ -481,9 +485,9 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                     state = self._output_processor.requests.get(one.request_id)
                     # "": a request of another front end
                     one.request_id = "" if state is None else shown_id(state.external_id, one.request_id)
-                self._control.take_live_view(message)
+                self._pause_and_sleep.take_live_view(message)
             case CacheWasReset():
-                self._control.cache_was_reset(message)
+                self._pause_and_sleep.cache_was_reset(message)
             case Loading(share):
                 if self._hooks.on_loading is not None:
                     self._hooks.on_loading(self.config.place, share)
@@ -527,7 +531,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
 
     def _core_is_ready(self, ready: Ready) -> None:
         """Give a new core the last core's halt, pinned adapters and requests."""
-        self._control.halt_again()
+        self._pause_and_sleep.halt_again()
         self._adapters.pin_again()
         if number := self._resubmission.core_is_ready():
             logger.info("%d requests go on with this engine core", number)
@@ -538,12 +542,12 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
 
     def _is_busy(self) -> bool:
         """Return whether requests run, and the core may be in a step."""
-        return bool(self._output_processor.requests) and self._control.may_compute
+        return bool(self._output_processor.requests) and self._pause_and_sleep.may_compute
 
     def _core_ended(self, error: OctavoError) -> None:
         """Give each running request to another engine, keep it for the next core, or fail it."""
         # 1. Fail callers that wait for the core's answers, and reset the stats to an idle engine's.
-        self._control.core_ended()
+        self._pause_and_sleep.core_ended()
         self._adapters.core_ended(error)
         if self._hooks.on_core_death is not None:
             self._hooks.on_core_death()

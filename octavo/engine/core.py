@@ -250,7 +250,7 @@ class EngineCore:
             result = ended.pending.result()
             took_s = self._measure(ended, result.draft_s)
             step_s, predicted_step_s = step_s + took_s, predicted_step_s + ended.predicted_s
-            outputs += self.scheduler.update(ended.plan, result)
+            outputs += self.scheduler.apply_result(ended.plan, result)
         stats = self.scheduler.take_stats()
         stats.step_s, stats.predicted_step_s = step_s, predicted_step_s
         if plan.work.num_tokens > plan.work.num_samples:  # not a step of decodes alone

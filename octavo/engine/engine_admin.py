@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from octavo.engine.adapter_requests import AdapterRequests
-from octavo.engine.pause_and_sleep import EngineControl
+from octavo.engine.pause_and_sleep import PauseAndSleep
 from octavo.engine.vllm_names import refuse_kwargs
 from octavo.engine.wire import LiveView
 from octavo.lora.request import LoRARequest
@@ -21,7 +21,7 @@ class EngineAdmin:
 
     metrics: EngineMetrics | None
     _adapters: AdapterRequests
-    _control: EngineControl
+    _control: PauseAndSleep
 
     # Adapters.
 
@@ -66,15 +66,15 @@ class EngineAdmin:
         """Take no new requests until `resume_generation`; they wait. `mode` says what happens to running requests:
         "abort" ends them with their tokens so far, "wait" (formerly `wait_for_inflight_requests`) lets them finish,
         "keep" stops computing them and leaves the cache alone. Raises `RequestError` for another mode."""
-        await self._control.pause("wait" if wait_for_inflight_requests else mode, clear_cache)
+        await self._pause_and_sleep.pause("wait" if wait_for_inflight_requests else mode, clear_cache)
 
     async def resume_generation(self) -> None:
         """Take requests again, and continue halted requests. No effect while the engine sleeps."""
-        await self._control.resume()
+        await self._pause_and_sleep.resume()
 
     async def is_paused(self) -> bool:
         """Whether the engine holds new requests back, because it is paused or asleep."""
-        return self._control.is_paused
+        return self._pause_and_sleep.is_paused
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free memory until `wake_up`; requests wait. `mode` is that of `pause_generation`, without "keep". Raises
@@ -84,38 +84,38 @@ class EngineAdmin:
         its imports done. On a GPU level 1 does the same as level 2, because a process frees GPU memory only at its end.
         Waking then reads the weights from the page cache.
         """
-        await self._control.sleep(level, mode)
+        await self._pause_and_sleep.sleep(level, mode)
         self._record_sleep()
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Allocate again what `sleep` freed: "weights", the "kv_cache", or both. Requests continue once both are
         allocated."""
-        await self._control.wake_up(tags)
+        await self._pause_and_sleep.wake_up(tags)
         self._record_sleep()
 
     async def is_sleeping(self) -> bool:
         """Whether the engine has freed memory and has not woken up."""
-        return self._control.is_sleeping
+        return self._pause_and_sleep.is_sleeping
 
     def _record_sleep(self) -> None:
         if self.metrics is not None:
-            self.metrics.sleep_level = self._control.sleep_level
+            self.metrics.sleep_level = self._pause_and_sleep.sleep_level
 
     async def live_view(self) -> LiveView | None:
         """Return the use of each KV block, taken between two steps; None if the core does not answer within 5 s.
 
         Concurrent callers share one answer. The core gathers the map only on request.
         """
-        return await self._control.live_view()
+        return await self._pause_and_sleep.live_view()
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Empty the prefix cache. Returns False if the core ended before it answered; its cache is gone too.
         Waits while the engine loads or sleeps. Raises `EngineDeadError`."""
         refuse_kwargs(reset_running_requests=reset_running_requests)
-        return await self._control.reset_prefix_cache()
+        return await self._pause_and_sleep.reset_prefix_cache()
 
     async def drop_cache_session(self, session: str, salt: str | None = None) -> int | None:
         """Free the blocks that requests with this `cache_session` and `cache_salt` have kept, unless another session
         has them too. Returns their number, or None if there is no such session. Waits while the engine loads or sleeps.
         Raises `EngineDeadError`."""
-        return await self._control.drop_cache_session(session, salt)
+        return await self._pause_and_sleep.drop_cache_session(session, salt)

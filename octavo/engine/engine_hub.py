@@ -446,7 +446,7 @@ class EngineHub:
         await self.tell_all("resume_generation")
 
     async def _sleep(self, level: int, mode: str) -> None:
-        """See `EngineControl.sleep`. The memory is freed when no front end has requests any more."""
+        """See `PauseAndSleep.sleep`. The memory is freed when no front end has requests any more."""
         check_level(level)
         check_mode(mode, SLEEP_MODES)
         while not await self._hold(mode=mode, clear_cache=False):

@@ -1,6 +1,7 @@
-"""Control of a running engine, in vLLM's words: pause and sleep, reset of the prefix cache, and a live view of it.
+"""Pause and sleep of an engine, in vLLM's words, and the calls that the core answers between two steps: reset of the
+prefix cache, and a live view of it.
 
-It decides whether new requests are taken; requests that have to wait do so in `EngineControl.wait_open`.
+A request that comes during a pause or sleep waits in `PauseAndSleep.wait_open`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ logger = logging.getLogger(__name__)
 _LIVE_VIEW_TIMEOUT_S = 5.0  # the page does not wait longer for the step that runs
 
 
-class EngineControl:
-    """The control of one engine. `is_idle` says whether no request is running, `abort_all` ends the running ones."""
+class PauseAndSleep:
+    """Of one engine. `is_idle` returns whether no request is running, `abort_all` ends the running requests."""
 
     def __init__(self, supervisor: Supervisor, is_idle: Callable[[], bool], abort_all: Callable[[], None]) -> None:
         self._supervisor, self._is_idle, self._abort_all = supervisor, is_idle, abort_all

@@ -96,7 +96,7 @@ class RequestStream:
 
     def abort(self, stop_reason: str | None = None) -> None:
         """Abort the request and give its caller the last output. A request for vectors has none: it fails."""
-        if (state := self.engine.abort_request(self, stop_reason)) is None:
+        if (state := self.engine.end_request(self, stop_reason)) is None:
             return
         if state.request.pooling is None:
             self.wake()

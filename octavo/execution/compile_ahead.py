@@ -138,7 +138,7 @@ class _OutlineGroup(WorkerGroup):
 
     def __init__(self, stage: ModelDescription) -> None:
         link = cast(Link, self)
-        self.links = StageLinks(None if stage.is_first_stage else link, None if stage.is_last_stage else link)
+        self.stage_links = StageLinks(None if stage.is_first_stage else link, None if stage.is_last_stage else link)
 
 
 def _outline_runner(config: EngineConfig, description: ModelDescription, weights: Weights | None, ops: Ops) -> Runner:
@@ -161,7 +161,7 @@ def _outline_runner(config: EngineConfig, description: ModelDescription, weights
         others = adaptable_modules(description)
         adapters = RunnerAdapters(adapted, AdapterStore(model.matrices, adapted, config, device, others=others))
     runner = Runner(
-        model, ops, device, table, limits.max_num_batched_tokens, pooling=config.model.pooling, media=media,
+        model, ops, device, table, limits.max_num_batched_tokens, pooling=config.model.pooling, media_table=media,
         cross_outputs=cross, adapters=adapters, worker_group=_OutlineGroup(description),
     )  # fmt: skip
     own = description.cache_indices(description.stage)

@@ -92,7 +92,7 @@ class Draft:
         assert not (is_head and self._states), "heads have attention"
         table = SequenceTable(
             limits.max_num_seqs, config.model.max_model_len, config.cache.block_size, group_layers(model.layer_caches),
-            tokens_of=target.table, num_ahead=int(is_head),
+            tokens_of=target.sequence_table, num_ahead=int(is_head),
             vocab_size=None if is_head or model.vocab_size >= target.model.vocab_size else model.vocab_size,
         )  # fmt: skip
         self.runner = runner = Runner(model, ops, device, table, limits.max_num_batched_tokens)
@@ -118,12 +118,12 @@ class Draft:
         assert self.runner is not None
         kept: FilledSlots | DraftStates
         if self._states:
-            kept = DraftStates(self.runner.table, mover)
+            kept = DraftStates(self.runner.sequence_table, mover)
         else:
             kept = self._filled = FilledSlots(
                 num_blocks, num_host_blocks, self._block_size, self._has_null_block, not self._device.shares_memory
             )
-        table, longest = self._target.table, self._own.max_model_len
+        table, longest = self._target.sequence_table, self._own.max_model_len
         vocab_size = self._target.model.vocab_size
         return ModelDrafter(self.runner, table, self._group, self.pool, kept, longest, vocab_size)
 

@@ -113,4 +113,4 @@ class DraftingRunner:
     def waiting_steps_use(self, groups: Sequence[int], blocks: Sequence[int]) -> bool:
         """Return whether the tables of these groups have any of the blocks for a row of a step that waits."""
         rows = sorted({planned.row for step in self._waiting if not step.is_done for planned in step.plan.rows})
-        return bool(np.isin(self._runner.table.blocks[np.ix_(groups, rows)], blocks).any())
+        return bool(np.isin(self._runner.sequence_table.blocks[np.ix_(groups, rows)], blocks).any())

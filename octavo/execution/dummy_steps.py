@@ -46,7 +46,7 @@ class DummySteps:
         for adapted in {False, self._largest.adapted}:
             self._warm_up_steps(adapted)
         self._warm_up_encoder_kv()
-        self._runner.mover.warm_up()
+        self._runner.block_mover.warm_up()
 
     def _warm_up_steps(self, adapted: bool) -> None:
         ops, num_rows = self._ops, self._largest.seqs
@@ -80,7 +80,7 @@ class DummySteps:
 
     def run(self, num_tokens: int, num_rows: int, num_samples: int, adapted: bool) -> None:
         """Run a step of equally long sequences, with everything that requests may ask for, and wait for it."""
-        num_media = num_tokens if self._runner.media is not None else 0
+        num_media = num_tokens if self._runner.media_table is not None else 0
         shape = StepShape(num_tokens, num_rows, num_samples, updates=0, media=num_media, adapted=adapted)
         layout, buffers = StepLayout(self._limits, shape), self._runner.buffers
         self._fill(layout.on_host(buffers.staging[0].inputs), shape)
@@ -92,7 +92,7 @@ class DummySteps:
         clear(arrays, self._runner.padding)
         arrays.query_start_loc[:] = np.linspace(0, shape.tokens, shape.seqs + 1).astype(np.int32)
         arrays.seq_lens[:] = np.diff(arrays.query_start_loc)
-        arrays.slot_mapping[self._runner.table.state_groups] = 0  # a state needs a block, and none is in use yet
+        arrays.slot_mapping[self._runner.sequence_table.state_groups] = 0  # a state needs a block, and none is in use yet
         arrays.temperature[:] = arrays.top_p[:] = arrays.min_p[:] = 1
 
     def _compute(self, inputs: StepArrays[Array], num_samples: int) -> None:
@@ -103,7 +103,7 @@ class DummySteps:
         logits, argmax_tokens = runner.computation.logits(inputs, hidden)
         if runner.draft_hooks.warm_up_drafter is not None:
             runner.draft_hooks.warm_up_drafter(features)
-        if runner.pooling_table is not None or runner.links.next is not None:
+        if runner.pooling_table is not None or runner.stage_links.next is not None:
             return
         # The most log-probabilities that a step measures in one call: one for each row, or MAX_ROWS of a prompt.
         num_with_logprobs = min(num_samples, max(self._largest.seqs, MAX_ROWS))

@@ -51,7 +51,7 @@ class ChainDrafter:
         self._ops = runner.ops
         runner.draft_hooks.keeps_features = target.draft_hooks.keeps_features = True
         target.draft_hooks.warm_up_drafter = self._read
-        table = target.table
+        table = target.sequence_table
         self._max_len = table.tokens.shape[1] - 1
         # By row: the number of positions that the head has computed, if it has a draft token for the next one;
         # otherwise -1.
@@ -83,7 +83,7 @@ class ChainDrafter:
         """Make draft tokens for the rows of a plan that ask for them."""
         has_vocabulary = self._head.target_token_ids is None
         self._runner.resend_block_tables_later(self._changes)  # if no step has followed them
-        self._changes = changes_of(plan, self._group, len(self._runner.table.blocks), has_vocabulary)
+        self._changes = changes_of(plan, self._group, len(self._runner.sequence_table.blocks), has_vocabulary)
         self._runner.apply_updates(self._changes)
         for admission in plan.admissions:
             self._num_computed[admission.row] = -1
@@ -104,7 +104,7 @@ class ChainDrafter:
         last, planned_rows = self._last, []
         for planned in rows:
             num_computed = planned.num_computed + len(found[planned.row]) - 1
-            self._runner.table.num_known[planned.row] = num_computed + 2
+            self._runner.sequence_table.num_known[planned.row] = num_computed + 2
             planned_rows.append(PlannedRow(planned.row, num_computed, 1, 1))
 
         def feed() -> None:
@@ -129,7 +129,7 @@ class ChainDrafter:
             rows.append(PlannedRow(planned.row, planned.num_computed, count, int(is_sampled)))
             sources.append(np.arange(begin, begin + count))
             ends.append(sum(map(len, sources)) - 1)
-            self._runner.table.num_known[planned.row] = end + 1
+            self._runner.sequence_table.num_known[planned.row] = end + 1
             self._num_computed[planned.row] = -1
         source = np.concatenate(sources)
 
@@ -168,7 +168,7 @@ class MedusaDrafter:
     def __init__(self, heads: MedusaHeads, target: Runner, device: Device) -> None:
         self._heads, self._target, self._device, self._ops = heads, target, device, target.ops
         target.draft_hooks.keeps_features, target.draft_hooks.warm_up_drafter = True, self._read
-        num_rows = target.table.max_num_seqs
+        num_rows = target.sequence_table.max_num_seqs
         self._sampling = SamplingTable(num_rows)
         self._num_computed = np.full(num_rows, -1, np.int64)  # by row: position of its last features, or -1 without any
         self._last: _RowFeatures | None = None
@@ -206,7 +206,7 @@ class MedusaDrafter:
         [N]."""
         assert self._last is not None
         last, samples = self._last, Samples(rows, np.zeros_like(rows), lengths)
-        batch = self._sampling.build(samples, self._target.table.tokens)
+        batch = self._sampling.build(samples, self._target.sequence_table.tokens)
         settings = SimpleNamespace(
             temperature=np.zeros(len(rows), np.float32), top_k=np.zeros(len(rows), np.int64),
             top_p=np.zeros(len(rows), np.float32), min_p=np.zeros(len(rows), np.float32),

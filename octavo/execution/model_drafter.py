@@ -109,7 +109,7 @@ class ModelDrafter:
 
     def _take_in(self, plan: StepPlan) -> StepPlan:
         """Apply the plan's updates that concern the draft, and return them as a plan without rows."""
-        table = self._runner.table
+        table = self._runner.sequence_table
         changes = changes_of(plan, self._group, len(table.blocks), state_groups=table.state_groups)
         self._runner.apply_updates(changes)
         if self._filled is not None:
@@ -153,7 +153,7 @@ class ModelDrafter:
     def _next(self, planned: PlannedRow, num_tokens: int, is_sampled: bool) -> PlannedRow:
         num_drafted = int(self._num_drafted[planned.row])
         self._num_drafted[planned.row] = num_drafted + num_tokens
-        self._runner.table.num_known[planned.row] = num_drafted + num_tokens
+        self._runner.sequence_table.num_known[planned.row] = num_drafted + num_tokens
         return PlannedRow(planned.row, num_drafted, num_tokens, int(is_sampled))
 
     def _run(self, plan: StepPlan, ready: list[PlannedRow], found: dict[int, list[int]]) -> None:

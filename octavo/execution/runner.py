@@ -118,55 +118,55 @@ class Runner:
         model: Model,
         ops: Ops,
         device: Device,
-        table: SequenceTable,
+        sequence_table: SequenceTable,
         max_step_tokens: int,
         grammars: GrammarCompiler | None = None,
         adapters: RunnerAdapters | None = None,
         pooling: PoolingConfig | None = None,
         worker_group: WorkerGroup = ALONE,
-        media: MediaTable | None = None,
+        media_table: MediaTable | None = None,
         cross_outputs: CrossOutputs | None = None,
     ) -> None:
-        """`table` has the sequences, and a step has at most `max_step_tokens` tokens. `grammars` compile the masks.
-        `adapters`: None if none are served. `pooling`: results are vectors instead of tokens. `media`: for models that
-        take media. `cross_outputs`: for models with cross attention. `use_caches` must follow: before
-        it, `caches` and `mover` do not exist."""
+        """`sequence_table` has the sequences, and a step has at most `max_step_tokens` tokens. `grammars` compile the
+        masks. `adapters`: None if none are served. `pooling`: results are vectors instead of tokens. `media_table`: for
+        models that take media. `cross_outputs`: for models with cross attention. `use_caches` must follow: before it,
+        `caches` and `block_mover` do not exist."""
         self.model, self.ops, self.device = model, ops, device
-        self.table, self.max_step_tokens = table, max_step_tokens
-        self.worker_group, self.links = worker_group, worker_group.links
-        self._adapters, self.media, self.cross_outputs = adapters, media, cross_outputs
+        self.sequence_table, self.max_step_tokens = sequence_table, max_step_tokens
+        self.worker_group, self.stage_links = worker_group, worker_group.stage_links
+        self._adapters, self.media_table, self.cross_outputs = adapters, media_table, cross_outputs
         self.draft_hooks = DraftHooks()
         self.captured_steps: list[CapturedEntry] = []
-        self.caches: Sequence[LayerKVCache]  # set by `use_caches`, like `mover`
-        self.mover: BlockMover
+        self.caches: Sequence[LayerKVCache]  # set by `use_caches`, like `block_mover`
+        self.block_mover: BlockMover
         self._build_tables(grammars, pooling)
         # Number of elements of a sample's output: logits or a vector.
         self._output_size = model.vocab_size if pooling is None else pooling.size
         self.limits = self._compute_limits(pooling)
         self.computation = StepComputation(
-            model, ops, device, self.limits, self._device_tables, self.links,
+            model, ops, device, self.limits, self._device_tables, self.stage_links,
             None if adapters is None else adapters.ops,
         )  # fmt: skip
         self.buffers = StepBuffers(device, self.limits)
         # Pinned memory for hidden states on their way to the next stage.
         self._hidden_staging: NDArray[np.uint8] | None = None
-        if self.links.next is not None and not device.shares_memory:
+        if self.stage_links.next is not None and not device.shares_memory:
             row_bytes = cast(StageModel, model).stage_width * 4  # upper bound: rows in float32
             self._hidden_staging = device.pinned([max_step_tokens * row_bytes], "uint8")
 
     def _build_tables(self, grammars: GrammarCompiler | None, pooling: PoolingConfig | None) -> None:
         """Build the tables that have a row for each running sequence, beside `SequenceTable`."""
-        _, num_rows, max_blocks = self.table.blocks.shape
+        _, num_rows, max_blocks = self.sequence_table.blocks.shape
         self.sampling_table = SamplingTable(num_rows, grammars)
         self.pooling_table = PoolingTable(num_rows) if pooling is not None else None
         self._prompt_logprobs = PromptLogprobs()
         self._row_generation = np.zeros(num_rows, np.int64)  # how many sequences have had each row
         self._rows_to_resend: set[int] = set()  # rows whose block tables the device may lack
-        self._device_tables = None if self.device.shares_memory else DeviceTables(self.device, self.table)
+        self._device_tables = None if self.device.shares_memory else DeviceTables(self.device, self.sequence_table)
         self.padding = Padding(num_tokens=0, no_row=num_rows, no_place=num_rows * max_blocks)
 
     def _compute_limits(self, pooling: PoolingConfig | None) -> StepLimits:
-        num_groups, num_rows, max_blocks = self.table.blocks.shape
+        num_groups, num_rows, max_blocks = self.sequence_table.blocks.shape
         largest = StepShape(
             tokens=self.max_step_tokens,
             seqs=num_rows,
@@ -174,7 +174,7 @@ class Runner:
             # one for each other row.
             samples=self.max_step_tokens + num_rows - 1,
             updates=0 if self._device_tables is None else num_groups * num_rows * (max_blocks + UPDATES_PER_DECODE),
-            media=0 if self.media is None else self.max_step_tokens,
+            media=0 if self.media_table is None else self.max_step_tokens,
             adapted=self._adapters is not None,
         )
         limits = StepLimits(
@@ -184,18 +184,18 @@ class Runner:
             crosses=self.cross_outputs is not None,
             pools="" if pooling is None else "texts" if pooling.whole_prompts else "parts",
         )
-        if self.media is not None:
-            limits = replace(limits, **self.media.extents)
-        if self.links.previous is not None:
+        if self.media_table is not None:
+            limits = replace(limits, **self.media_table.extents)
+        if self.stage_links.previous is not None:
             stage = cast(StageModel, self.model)
             item_bytes = 4 if stage.residual_dtype == "float32" else 2
             limits = replace(limits, hidden_in_bytes=stage.stage_width * item_bytes)
         return limits
 
-    def use_caches(self, caches: Sequence[LayerKVCache], mover: BlockMover) -> None:
+    def use_caches(self, caches: Sequence[LayerKVCache], block_mover: BlockMover) -> None:
         """Set the caches, by layer. Call this before anything runs: captured graphs hold the caches' addresses."""
         self.caches = self.computation.caches = caches
-        self.mover = mover
+        self.block_mover = block_mover
 
     def capture(self) -> None:
         """Capture steps (CUDA graphs, or the CPU's program), the largest first: smaller ones reuse its memory. Call
@@ -217,7 +217,7 @@ class Runner:
     def capture_memory_bytes(self) -> int:
         """An estimate of the memory that `capture` will take: the logits of the largest captured step, and as much
         again for its intermediate arrays. Smaller captured steps reuse both. Stages before the last make no logits."""
-        if self.device.shares_memory or self.links.next is not None:
+        if self.device.shares_memory or self.stage_links.next is not None:
             return 0
         max_samples = max((shape.samples for shape in self.device.capture_shapes(self.limits)), default=0)
         return 2 * max_samples * self._output_size * 4
@@ -235,11 +235,11 @@ class Runner:
     def apply_updates(self, plan: StepPlan) -> None:
         """Apply what comes before a plan's rows: admissions, block tables, moves of blocks, loads of adapters. Raises
         `DeviceMemoryError` as `submit` does."""
-        self.table.update(plan)
+        self.sequence_table.update(plan)
         self._admit(plan)
         try:
             try:
-                self.mover.move(plan.moves)
+                self.block_mover.move(plan.moves)
             finally:  # run even if the moves failed: the store queues the loads for the next plan
                 if self._adapters is not None:
                     self._adapters.store.load(plan.adapters)
@@ -249,8 +249,8 @@ class Runner:
     def _admit(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
             self._row_generation[admission.row] += 1
-            if self.media is not None:
-                self.media.admit(admission)
+            if self.media_table is not None:
+                self.media_table.admit(admission)
             if self.pooling_table is not None:
                 self.pooling_table.admit(admission)
                 continue
@@ -283,8 +283,8 @@ class Runner:
         # 3. Choose the captured step, if one fits, and lay out the arrays.
         shape = self._shape_of(plan, 0 if updates is None else len(updates[0]))
         prompt_logprob_parts: list[PromptPart] = []
-        if self.links.next is None:
-            prompt_logprob_parts = self._prompt_logprobs.parts(plan, self.table.tokens)
+        if self.stage_links.next is None:
+            prompt_logprob_parts = self._prompt_logprobs.parts(plan, self.sequence_table.tokens)
         alignment_parts = [] if self.cross_outputs is None else self.cross_outputs.alignment_parts(plan)
         # A replay does not keep the queries that the alignment reads.
         captured = None if alignment_parts else self._captured_for(shape)
@@ -297,8 +297,8 @@ class Runner:
         # 4. Gather the arrays from the tables.
         samples, sampling_batch = self._gather(plan, arrays, shape, updates, layout.shape.adapted)
         # 5. Wait for the previous stage.
-        if self.links.previous is not None:
-            self.links.previous.receive(arrays.hidden_in[: shape.tokens])
+        if self.stage_links.previous is not None:
+            self.stage_links.previous.receive(arrays.hidden_in[: shape.tokens])
         # 6. Upload the arrays.
         self.buffers.upload(staging, layout.num_bytes)
         # 7. Append the step's work to the stream.
@@ -307,7 +307,7 @@ class Runner:
             _StreamWork(step, shape, inputs, captured, sampling_batch, prompt_logprob_parts, alignment_parts)
         )
         # 8. Wait for the step if a next stage needs its hidden states.
-        if self.links.next is not None:
+        if self.stage_links.next is not None:
             self._send(step, shape.tokens)
         # 9. Forget the prompts whose log-probabilities, encoder outputs or alignment this step completes.
         self._prompt_logprobs.forget(plan)
@@ -318,7 +318,7 @@ class Runner:
     def _write_encoder_kv(self, plan: StepPlan) -> None:
         """Write the keys and values of encoder outputs that tokens of the step are the first to see."""
         for row, encoded, slots in () if self.cross_outputs is None else self.cross_outputs.begin_media(plan):
-            slot = self.table.adapter_slots[row]
+            slot = self.sequence_table.adapter_slots[row]
             adapter_slots = None if slot < 0 else np.full(len(slots), slot, np.int32)
             self.device.compute.run(partial(self.computation.write_encoder_kv, encoded, slots, adapter_slots))
 
@@ -330,8 +330,8 @@ class Runner:
             seqs=num_seqs,
             samples=num_seqs if columns.each_row_samples_once else sum([planned.num_samples for planned in plan.rows]),
             updates=num_updates,
-            media=0 if self.media is None else self.media.num_rows(plan),
-            adapted=self._adapters is not None and self.table.has_adapters(columns.row),
+            media=0 if self.media_table is None else self.media_table.num_rows(plan),
+            adapted=self._adapters is not None and self.sequence_table.has_adapters(columns.row),
         )
 
     def _captured_for(self, shape: StepShape) -> CapturedEntry | None:
@@ -347,12 +347,12 @@ class Runner:
     ) -> tuple[Samples, SamplingBatch | None]:  # fmt: skip
         """Fill the step's arrays from the tables. Returns the samples and the sampler's settings: None if all samples
         are greedy, if there are none, or if the model pools."""
-        gathered = self.table.gather(plan, arrays)
+        gathered = self.sequence_table.gather(plan, arrays)
         samples = gathered.samples
         if has_adapters:
-            self.table.gather_adapters(gathered, arrays)
-        if self.media is not None:
-            self.media.gather(plan, gathered.row_of, arrays)
+            self.sequence_table.gather_adapters(gathered, arrays)
+        if self.media_table is not None:
+            self.media_table.gather(plan, gathered.row_of, arrays)
         if self.cross_outputs is not None:
             self.cross_outputs.gather(plan, gathered.row_of, arrays)
         if self._device_tables is not None and updates is not None:
@@ -363,8 +363,8 @@ class Runner:
             return samples, None
         if not shape.samples:
             return samples, None
-        num_known = None if self._device_tables is None else self.table.num_known
-        batch = self.sampling_table.build(samples, self.table.tokens, num_known)
+        num_known = None if self._device_tables is None else self.sequence_table.num_known
+        batch = self.sampling_table.build(samples, self.sequence_table.tokens, num_known)
         if batch is not None:
             write_settings(arrays, batch)
         return samples, batch
@@ -381,12 +381,12 @@ class Runner:
 
     def _send(self, step: SubmittedStep, num_tokens: int) -> None:
         """Wait until the device has computed the step, and send its hidden states to the next stage."""
-        assert self.links.next is not None and step.done is not None
+        assert self.stage_links.next is not None and step.done is not None
         step.done.wait()
         rows: Any = step.hidden_out
         if self._hidden_staging is not None:
             rows = self._hidden_staging[: rows.nbytes].reshape(num_tokens, -1)
-        self.links.next.send(rows)
+        self.stage_links.next.send(rows)
 
     # In the stream.
 
@@ -396,7 +396,7 @@ class Runner:
         outputs, step.alignment = self._model_outputs(work)
         if self.draft_hooks.keeps_features:
             step.features = outputs.features[: shape.tokens]
-        if self.links.next is not None:
+        if self.stage_links.next is not None:
             step.hidden_out = self.device.view(outputs.hidden[: shape.tokens], "uint8")
         elif self.pooling_table is not None:
             step.vectors = outputs.logits[: shape.samples]
@@ -510,7 +510,7 @@ class Runner:
         if not is_kept.all():
             samples = Samples(samples.rows[is_kept], samples.forks[is_kept], samples.lengths[is_kept], {})
             tokens = tokens[is_kept]
-        self.table.append(samples, tokens)
+        self.sequence_table.append(samples, tokens)
         self.sampling_table.advance(samples.rows, samples.forks, tokens)
         return {int(step.samples.rows[n]): message for n, message in errors.items()}
 

@@ -31,10 +31,10 @@ class StepComputation:
 
     def __init__(
         self, model: Model, ops: Ops, device: Device, limits: StepLimits, tables: DeviceTables | None,
-        links: StageLinks, adapters: AdaptedOps | None,
+        stage_links: StageLinks, adapters: AdaptedOps | None,
     ) -> None:  # fmt: skip
         self._model, self._ops, self._device, self._limits = model, ops, device, limits
-        self._tables, self._links, self._adapters = tables, links, adapters
+        self._tables, self._stage_links, self._adapters = tables, stage_links, adapters
         self._hidden_in_dtype = cast(StageModel, model).residual_dtype if limits.hidden_in_bytes else ""
         self.aux_hidden_states: AuxHiddenStates | None = None  # for draft heads that read other layers than the last
 
@@ -47,7 +47,7 @@ class StepComputation:
 
     def logits(self, inputs: StepArrays[Array], hidden: Array) -> tuple[Array, Array]:
         """`StepModel.logits`."""
-        if self._links.next is not None:
+        if self._stage_links.next is not None:
             return hidden, hidden  # placeholders: only the last stage computes logits
         if self._limits.pools:
             vectors = cast(PoolingModel, self._model).pool(hidden, inputs.pool_starts, inputs.sample_rows)
@@ -65,7 +65,7 @@ class StepComputation:
     def outputs(self, inputs: StepArrays[Array], num_samples: int) -> ModelOutputs:
         """Compute the whole step, call by call."""
         hidden, features = self.hidden(inputs)
-        if not num_samples or self._links.next is not None:
+        if not num_samples or self._stage_links.next is not None:
             return ModelOutputs(hidden, features, hidden[:0], hidden[:0])
         return ModelOutputs(hidden, features, *self.logits(inputs, hidden))
 

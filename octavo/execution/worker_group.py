@@ -76,7 +76,7 @@ class WorkerGroup:
 
     worker_rank = WorkerRank()
     is_leader = True  # the first worker, which samples
-    links = NO_LINKS
+    stage_links = NO_LINKS
     memory = -1
     memory_bytes = 0
 
@@ -147,7 +147,7 @@ class Leader(WorkerGroup):
             host.start(worker_rank, theirs.fileno())
             theirs.close()
             self._followers.append(Connection(own.detach()))
-        self.links = host.ends(self.worker_rank).open(self.connections)
+        self.stage_links = host.ends(self.worker_rank).open(self.connections)
         host.let_go(self.worker_rank)
         self._listener = ThreadPoolExecutor(1, "others' adapters")  # waits for the followers' answers
         self._inboxes = [_Inbox(*one) for one in zip(self._worker_ranks, self._followers, strict=True)]
@@ -222,7 +222,7 @@ class Leader(WorkerGroup):
         for worker_rank, follower in zip(self._worker_ranks, self._followers, strict=True):
             if worker_rank.node != self.worker_rank.node:
                 hang_up(follower)
-        self.links.hang_up()
+        self.stage_links.hang_up()
 
     def send_rows(self, rows: dict[bytes, NDArray[np.float32]]) -> None:
         self._tell(PictureRows.of(rows))
@@ -360,7 +360,7 @@ class Follower(WorkerGroup):
         self.worker_rank, self.memory, self.memory_bytes = orders.worker_rank, orders.memory, orders.memory_bytes
         self._leader = leader
         self._answering = threading.Lock()  # threads that read adapters answer too
-        self.links = orders.ends.open(self.connections)
+        self.stage_links = orders.ends.open(self.connections)
 
     @property
     def connections(self) -> list[int]:

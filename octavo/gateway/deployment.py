@@ -68,7 +68,7 @@ class Deployment:
         self._restarts: set[asyncio.Task[None]] = set()
         self._idle_timer: asyncio.TimerHandle | None = None
         self._is_retired = self._is_closed = False
-        self.is_cut_off = False  # its requests are cut off, and send nothing more to a replica
+        self.has_cut_off_requests = False  # so none sends anything more to a replica
         self._closing: asyncio.Future[None] | None = None
         self._failure: StartError | None = None
         self._asked_keep_alive: float | None = None
@@ -242,9 +242,9 @@ class Deployment:
             self._state = "stopping"
             self._stopping = asyncio.ensure_future(self._stop())
 
-    def cut(self) -> None:
+    def cut_off_requests(self) -> None:
         """End all requests, waiting or being answered, with errors."""
-        self._is_closed = self.is_cut_off = True
+        self._is_closed = self.has_cut_off_requests = True
         _cancel(self._starting)
         for wait in self._waits:
             wait.cancel()

@@ -175,10 +175,10 @@ class Models:
         every = [*self, *self._retired]
         await asyncio.gather(*(deployment.close() for deployment in every), *self._tasks, return_exceptions=True)
 
-    def cut(self) -> None:
+    def cut_off_requests(self) -> None:
         """End the requests under way, with errors."""
         for deployment in [*self, *self._retired]:
-            deployment.cut()
+            deployment.cut_off_requests()
 
     def _lasting(self) -> list[Deployment]:
         """Return the models of the catalogue, and those that have left it but still answer."""

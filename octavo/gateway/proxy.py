@@ -207,7 +207,7 @@ class Proxy:
                 # 1. Start the model, and have a long prompt computed elsewhere.
                 await self._start_if_needed(attempt)
                 await self._prefill_elsewhere(attempt)
-                if deployment.is_cut_off:  # meanwhile
+                if deployment.has_cut_off_requests:  # meanwhile
                     raise _stopping()
                 # 2. Ask its replicas.
                 await self._answer_with_replicas(attempt)

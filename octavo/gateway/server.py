@@ -272,7 +272,7 @@ class GatewayServer(DrainingServer):
             logger.info("stopping: %d requests have %g s to end", self.app.num_in_flight, timeout_s)
         if not await self.is_idle_within(timeout_s):
             logger.warning("stopping: %d requests are cut off", self.app.num_in_flight)
-            self.models.cut()
+            self.models.cut_off_requests()
             await self.is_idle_within(1.0)
         self.should_exit = True
 

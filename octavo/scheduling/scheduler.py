@@ -8,23 +8,24 @@ fewer after a prefix hit. Draft tokens follow the last token. They count as comp
 
 The states of a sequence, and the methods that move it there:
 
-    waiting     in `queues.waiting`, without a row           `add`; `update`, for a fork without a free row, or whose
-                                                             parent has lost its blocks
-    running     in `queues.running`, with a row and blocks   `schedule` (`_schedule_waiting`); `update`, for other forks
-    in flight   in a step of `_in_flight`, and running,      `schedule` (`Step.mark_in_flight`), until `update`
+    waiting     in `queues.waiting`, without a row           `add`; `apply_result`, for a fork without a free row, or
+                                                             whose parent has lost its blocks
+    running     in `queues.running`, with a row and blocks   `schedule` (`_schedule_waiting`); `apply_result`, for other
+                                                             forks
+    in flight   in a step of `_in_flight`, and running,      `schedule` (`Step.mark_in_flight`), until `apply_result`
                 unless preempted or ended since
     preempted   waiting at its old place; its blocks are     `schedule` (`_preempt`), when blocks or rows run out;
                 freed, or swapped out to the host            `withdraw`, if the model has states
-    held        waiting or running, with `is_held`; all its  `update` (`hold_for_beam_search`), until `BeamSearch`
-                tokens are computed, none is chosen yet      chooses
-    finished    `has_ended`; its row and blocks are free     `update`, `abort`, `withdraw` (`queues.drop`)
+    held        waiting or running, with `is_held`; all its  `apply_result` (`hold_for_beam_search`), until
+                tokens are computed, none is chosen yet      `BeamSearch` chooses
+    finished    `has_ended`; its row and blocks are free     `apply_result`, `abort`, `withdraw` (`queues.drop`)
 
 With pipeline stages several steps are in flight. Each step gets an equal part of the sequences. At most one step in
 flight samples for a sequence. Chunks of one prompt may be in several.
 
 A device that runs ahead gets the next step before the tokens of the last step are known. A token that a step in flight
 will sample is awaited (`num_awaited_tokens`) and is counted as if it were known. If the step in flight ends the
-sequence, the next step computes the sequence's row for nothing, and `update` drops the row's result.
+sequence, the next step computes the sequence's row for nothing, and `apply_result` drops the row's result.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ _MAX_SHOWN_SEQUENCES = 50  # on a page that people read
 
 
 class Scheduler:
-    """Owns the sequences. Each plan with rows that `schedule` returns goes to `update`, in order, or to `withdraw`.
+    """Owns the sequences. Each plan with rows that `schedule` returns goes to `apply_result`, in order, or to `withdraw`.
 
     One thread calls all methods; `add` and `abort` may come between any two of them. If `plan.runs_ahead`, `schedule`
     may be called before the plan's result is known. A plan runs ahead:
@@ -418,7 +419,7 @@ class Scheduler:
         if plan.work.num_chunks and self._cost is not None and not all(row.is_decode for row in plan.rows):
             self._prompt_token_s = prompt_token_s(self._cost, plan, self.config.max_num_batched_tokens, step.time_limit)
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
+    def apply_result(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Apply the result of a step. Returns the outputs of its sequences."""
         step = self._in_flight.popleft()
         assert step.plan is plan, "results come in the order of the plans"

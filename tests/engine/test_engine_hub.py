@@ -345,7 +345,7 @@ def test_a_resume_ends_a_pause_for_all_and_delays_a_sleep(with_hub: Callable[...
         slow = asyncio.create_task(ask(busy.engine, HANG))
         await until(lambda: busy.engine._output_processor.requests)
         pausing = asyncio.create_task(idle.shared.pause_generation("wait"))
-        await until(lambda: busy.engine._control.is_paused)
+        await until(lambda: busy.engine._pause_and_sleep.is_paused)
         await idle.shared.resume_generation()
         await pausing
         assert not await (await make()).shared.is_paused()
@@ -358,9 +358,9 @@ def test_a_resume_ends_a_pause_for_all_and_delays_a_sleep(with_hub: Callable[...
 
         idle.link.channels.answering = {**parts, "sleep": sleep}
         falling_asleep = asyncio.create_task(idle.shared.sleep(1, "wait"))
-        await until(lambda: busy.engine._control.is_paused)
+        await until(lambda: busy.engine._pause_and_sleep.is_paused)
         await idle.shared.resume_generation()
-        await until(lambda: busy.engine._control.is_paused)
+        await until(lambda: busy.engine._pause_and_sleep.is_paused)
         await busy.engine.abort("r")
         await asyncio.gather(slow, falling_asleep)
         assert had_requests == [False] and await busy.engine.is_sleeping()

@@ -82,10 +82,10 @@ def test_a_pause_that_keeps_requests_waits_for_a_slow_step(
         for _ in range(9):
             assert await engine.live_view() is None
         assert not pausing.done()
-        assert engine._control.may_compute, "the watchdog ends a core whose step hangs"
+        assert engine._pause_and_sleep.may_compute, "the watchdog ends a core whose step hangs"
         core.send_signal(signal.SIGCONT)
         await pausing
-        assert not engine._control.may_compute
+        assert not engine._pause_and_sleep.may_compute
 
     with_engine(use)
 
@@ -112,7 +112,7 @@ def test_a_pause_that_fails_halfway_holds_no_requests(with_engine: WithEngine) -
 
     async def use(engine: AsyncLLMEngine) -> None:
         await engine.wait_ready()
-        control, supervisor = engine._control, engine._supervisor
+        control, supervisor = engine._pause_and_sleep, engine._supervisor
 
         def suspend() -> bool:
             supervisor._outage = EngineRestartingError("it is being started again.")
@@ -194,7 +194,7 @@ def test_a_pause_that_waits_for_requests_ends_when_it_is_resumed(with_engine: Wi
         slow = asyncio.create_task(ask(engine, HANG, "slow"))
         await until(lambda: engine._output_processor.requests)
         pausing = asyncio.create_task(engine.pause_generation("wait"))
-        await until(lambda: engine._control.is_paused)
+        await until(lambda: engine._pause_and_sleep.is_paused)
         await engine.resume_generation()
         await until(pausing.done)
         assert not slow.done() and not await engine.is_paused()
@@ -222,7 +222,7 @@ def test_a_live_view_that_a_core_has_not_answered_ends_with_the_core(with_engine
         core = engine._supervisor.core.process
         core.send_signal(signal.SIGSTOP)
         asked = asyncio.create_task(engine.live_view())
-        await until(lambda: engine._control._views)
+        await until(lambda: engine._pause_and_sleep._views)
         core.kill()
         await until(lambda: not engine.is_ready)
         await until_ready(engine)

@@ -151,7 +151,7 @@ def run_requests(
     num_preemptions = 0
     while scheduler.has_work:
         plan = scheduler.schedule()
-        for output in scheduler.update(plan, runner.submit(plan).result()):
+        for output in scheduler.apply_result(plan, runner.submit(plan).result()):
             assert output.error is None
             tokens[output.request_id].setdefault(output.index, []).extend(output.token_ids)
             if output.prompt_logprobs is not None:

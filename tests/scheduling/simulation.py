@@ -183,7 +183,7 @@ class Simulation:
             num_ahead = max(1, self.setup.num_stages - 1) if plan.runs_ahead else 0
         self.seen["ahead"] += bool(plan.rows and num_ahead)
         while len(self.under_way) > num_ahead:
-            for output in self.scheduler.update(*self.under_way.popleft()):
+            for output in self.scheduler.apply_result(*self.under_way.popleft()):
                 self._take(output)
         stats = self.scheduler.take_stats()
         if self.scheduler.host_tier is not None:

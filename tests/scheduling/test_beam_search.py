@@ -27,7 +27,7 @@ def offered(plan: StepPlan, *offers: Offer) -> StepResult:
 
 def step(s: Scheduler, *offers: Offer) -> list[SequenceOutput]:
     plan = s.schedule()
-    return s.update(plan, offered(plan, *offers))
+    return s.apply_result(plan, offered(plan, *offers))
 
 
 def outputs_of(s: Scheduler) -> list[list[int]]:
@@ -51,14 +51,14 @@ def test_forks_share_their_blocks_and_copy_the_one_that_they_write_to() -> None:
     s.add(request("a", 6, n=3, use_beam_search=True))
     plan = s.schedule()
     assert ([planned.num_samples for planned in plan.rows], s.queues.num_rows_left) == ([1], 0)
-    s.update(plan, offered(plan, {1: 0.5, 2: 0.3, 3: 0.2}))
+    s.apply_result(plan, offered(plan, {1: 0.5, 2: 0.3, 3: 0.2}))
     assert s.cache.pools[0].num_used == 2
     plan = s.schedule()
     assert len(plan.moves[0].copy) == 2
     assert plan.new_tokens == [(plan.rows[0].row, 6, 1)], "the runner is told what was chosen"
     assert [admission.token_ids[-1] for admission in plan.admissions] == [2, 3]
     assert s.cache.pools[0].num_used == 4
-    s.update(plan, offered(plan, {1: 0.9}, {1: 0.01, 2: 0.01}, {1: 0.01, 2: 0.01}))
+    s.apply_result(plan, offered(plan, {1: 0.9}, {1: 0.01, 2: 0.01}, {1: 0.01, 2: 0.01}))
     assert s.cache.pools[0].num_used == 3, "the beam that died has given its block back, and the new one shares"
 
 
@@ -68,7 +68,7 @@ def test_answers_come_at_the_end_best_first_with_their_logprobs() -> None:
     plan = s.schedule()
     result = offered(plan, {1: 0.6, 2: 0.4})
     result.prompt_logprobs[plan.rows[0].row] = [TokenLogprobs([9], [-1.0], 1), TokenLogprobs([8], [-1.0], 1)]
-    assert s.update(plan, result) == []
+    assert s.apply_result(plan, result) == []
     first, second = step(s, {3: 0.5, 4: 0.5}, {5: 0.9, EOS: 0.1})
     assert ([first.index, second.index], first.token_ids, second.token_ids) == ([0, 1], [2, 5], [1, 3])
     assert (first.finish_reason, second.finish_reason) == ("length", "length")
@@ -111,14 +111,14 @@ def test_a_beam_that_is_preempted_leaves_the_others_waiting_for_it() -> None:
     plan = s.schedule()
     result = offered(plan, {1: 1.0}, {1: 0.5, 2: 0.5})
     result.tokens, result.logprobs = [7, 0], [None, *(result.logprobs or [])[1:]]
-    s.update(plan, result)
+    s.apply_result(plan, result)
     held = []
     for _ in range(30):
         plan = s.schedule()
         held += [seq for seq in s.queues if seq.is_held]
         sampled = [planned for planned in plan.rows if planned.num_samples]
         result = offered(plan, *[{3: 0.6, 4: 0.3}] * len(sampled))
-        s.update(plan, result)
+        s.apply_result(plan, result)
         if not s.has_work:
             break
     assert held, "the test is of beams that wait"
@@ -137,11 +137,11 @@ def test_an_abort_or_an_error_ends_all_beams() -> None:
     s.add(request("b", 6, n=3, use_beam_search=True))
     s.add(request("good", 5, ignore_eos=True))
     plan = s.schedule()
-    s.update(plan, offered(plan, {1: 0.5, 2: 0.3, 3: 0.2}, {7: 1.0}))
+    s.apply_result(plan, offered(plan, {1: 0.5, 2: 0.3, 3: 0.2}, {7: 1.0}))
     plan = s.schedule()
     result = offered(plan, *[{1: 0.5, 2: 0.5}] * 4)
     result.errors[plan.rows[1].row] = "its processor raised"
-    (failed, fine) = s.update(plan, result)
+    (failed, fine) = s.apply_result(plan, result)
     assert (failed.request_id, failed.finish_reason, failed.error) == ("b", "error", "its processor raised")
     assert fine.request_id == "good"
     assert names(s.queues.running) == ["good"]
@@ -155,7 +155,7 @@ def test_masks_that_leave_too_few_answers_are_an_error() -> None:
     assert result.logprobs is not None and result.logprobs[0] is not None
     result.logprobs[0].token_ids += [6, 7]
     result.logprobs[0].logprobs += [-math.inf, -math.inf]
-    (failed,) = s.update(plan, result)
+    (failed,) = s.apply_result(plan, result)
     assert failed.error == "beam search found 1 of 3 completions: no other token is allowed."
     assert (s.has_work, s.cache.pools[0].num_used) == (False, 0)
 

@@ -30,7 +30,7 @@ def step(s: Scheduler, *tokens: int, logprobs: bool = False) -> tuple[PlannedRow
     plan = s.schedule()
     [planned] = plan.rows
     entries: list[TokenLogprobs | None] = [TokenLogprobs([token], [-1.0], 1) for token in tokens]
-    [output] = s.update(plan, StepResult(list(tokens), entries if logprobs else None))
+    [output] = s.apply_result(plan, StepResult(list(tokens), entries if logprobs else None))
     return planned, output
 
 
@@ -120,7 +120,7 @@ def test_guesses_take_what_budget_the_running_sequences_leave() -> None:
         (2, (1,)),
         (1, ()),
     ]
-    s.update(plan, StepResult([7] * 8))
+    s.apply_result(plan, StepResult([7] * 8))
 
 
 def test_guesses_are_dropped_where_blocks_are_short_and_nobody_is_preempted_for_them() -> None:
@@ -132,7 +132,7 @@ def test_guesses_are_dropped_where_blocks_are_short_and_nobody_is_preempted_for_
     assert [planned.draft_tokens for planned in plan.rows] == [(), ()], (
         "each has taken a block for the token that it has"
     )
-    s.update(plan, StepResult([7, 7]))
+    s.apply_result(plan, StepResult([7, 7]))
     assert s.take_stats().num_preemptions == 0
 
 
@@ -144,7 +144,7 @@ def test_forks_and_beams_and_the_chunks_of_a_prompt_are_not_guessed() -> None:
     plan = s.schedule()
     assert all(planned.draft_tokens == () for planned in plan.rows)
     best: list[TokenLogprobs | None] = [None, None, TokenLogprobs([5, 5, 6], [-1.0, -1.0, -2.0], 1)]
-    s.update(plan, StepResult([3, 4, 5], best))
+    s.apply_result(plan, StepResult([3, 4, 5], best))
     plan = s.schedule()
     draft_tokens = {
         (seq.request.request_id, p.draft_tokens) for seq in s.queues.running for p in plan.rows if p.row == seq.row
@@ -160,9 +160,9 @@ def test_steps_run_ahead_until_there_are_guesses_to_verify() -> None:
     s.add(request("a", 3))
     first, second = s.schedule(), s.schedule()
     assert first.runs_ahead and second.runs_ahead, "nothing was guessed yet"
-    s.update(first, StepResult([7]))
+    s.apply_result(first, StepResult([7]))
     third = s.schedule()
     assert not third.runs_ahead and third.rows[0].draft_tokens == (), "a guess is there, but of the token before"
-    s.update(second, StepResult([7]))
-    s.update(third, StepResult([7]))
+    s.apply_result(second, StepResult([7]))
+    s.apply_result(third, StepResult([7]))
     assert s.schedule().rows[0].draft_tokens == (7,)

@@ -39,7 +39,7 @@ def run(seed: int) -> int:
                 under_way.append(plan)
             if under_way and (not plan.rows or len(under_way) == num_stages):
                 oldest = under_way.popleft()
-                s.update(oldest, result_of(oldest))
+                s.apply_result(oldest, result_of(oldest))
     return num_preempted
 
 

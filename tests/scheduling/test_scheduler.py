@@ -87,7 +87,7 @@ def result_of(plan: StepPlan, token: int = 7) -> StepResult:
 
 def step(s: Scheduler, token: int = 7) -> list[SequenceOutput]:
     plan = s.schedule()
-    return s.update(plan, result_of(plan, token)) if plan.rows else []
+    return s.apply_result(plan, result_of(plan, token)) if plan.rows else []
 
 
 def computed(s: Scheduler) -> dict[str, int]:
@@ -95,7 +95,7 @@ def computed(s: Scheduler) -> dict[str, int]:
     plan = s.schedule()
     names = {seq.row: f"{seq.request.request_id}" for seq in s.queues.running}
     counts = {names[planned.row]: planned.num_tokens for planned in plan.rows}
-    s.update(plan, result_of(plan))
+    s.apply_result(plan, result_of(plan))
     return counts
 
 
@@ -144,7 +144,7 @@ def test_copies_for_a_sequence_are_waited_for_only_while_nothing_runs() -> None:
     assert asked == {"a": [True], "b": [False], "c": [False]}, "the rows of this step would wait, too"
     plan = s.schedule()
     assert asked["b"] == [False, False]
-    s.update(plan, result_of(plan))
+    s.apply_result(plan, result_of(plan))
     for name in "ac":
         s.abort(name)
     assert step(s) == [] and asked["b"] == [False, False, True]
@@ -167,7 +167,7 @@ def test_a_prompt_that_gets_its_last_token_is_sampled_and_a_chunk_is_not() -> No
     for num_samples in (0, 1, 1):
         plan = s.schedule()
         assert [planned.num_samples for planned in plan.rows] == [num_samples]
-        s.update(plan, result_of(plan))
+        s.apply_result(plan, result_of(plan))
 
 
 def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_all_of_it() -> None:
@@ -237,14 +237,14 @@ def test_swapping_keeps_what_was_computed() -> None:
     computed(s)
     plan = s.schedule()
     assert len(plan.moves[0].swap_out) == 3
-    s.update(plan, result_of(plan))
+    s.apply_result(plan, result_of(plan))
     stats = s.take_stats()
     assert (stats.num_swapped, stats.num_waiting, stats.num_host_blocks_used) == (1, 0, 3)
     s.abort("a")
     plan = s.schedule()
     [planned] = plan.rows
     assert (len(plan.moves[0].swap_in), planned.num_computed, planned.num_tokens) == (3, 9, 1)
-    s.update(plan, result_of(plan))
+    s.apply_result(plan, result_of(plan))
     assert s.take_stats().num_host_blocks_used == 0
 
 
@@ -330,7 +330,7 @@ def test_a_cached_prefix_costs_neither_budget_nor_blocks() -> None:
     s.add(request("b", [*prompt[:12], 1, 2]))
     plan = s.schedule()
     assert [planned.num_tokens for planned in plan.rows] == [1, 2]
-    _, first = s.update(plan, result_of(plan))
+    _, first = s.apply_result(plan, result_of(plan))
     assert (first.request_id, first.num_cached_tokens) == ("b", 12) and (first.first_scheduled_time or 0) > 0
     assert s.cache.pools[0].num_used == 5
     stats = s.take_stats()
@@ -366,7 +366,7 @@ def test_forks_share_the_blocks_of_their_prompt_and_run_on_their_own() -> None:
     assert [(planned.num_tokens, planned.num_sampled_positions, planned.num_last_samples) for planned in plan.rows] == [
         (10, 1, 3)
     ]
-    outputs = s.update(plan, StepResult(tokens=[1, 2, 3]))
+    outputs = s.apply_result(plan, StepResult(tokens=[1, 2, 3]))
     assert [(output.index, output.token_ids) for output in outputs] == [(0, [1]), (1, [2]), (2, [3])]
     assert s.cache.pools[0].num_used == 3, "one prompt"
     plan = s.schedule()
@@ -453,7 +453,7 @@ def test_a_request_that_fails_leaves_the_others_alone() -> None:
     plan = s.schedule()
     result = result_of(plan)
     result.errors[plan.rows[0].row] = "its processor raised"
-    outputs = {output.request_id: output for output in s.update(plan, result)}
+    outputs = {output.request_id: output for output in s.apply_result(plan, result)}
     assert (outputs["bad"].finish_reason, outputs["bad"].error) == ("error", "its processor raised")
     assert outputs["good"].token_ids == [7]
     assert names(s.queues.running) == ["good"]
@@ -468,7 +468,7 @@ def test_prompt_logprobs_come_whole_with_the_first_token_only() -> None:
         plan = s.schedule()
         result = result_of(plan)
         result.prompt_logprobs[plan.rows[0].row] = [TokenLogprobs([first + i + 2], [0.0], 1) for i in range(count)]
-        reported += [output.prompt_logprobs for output in s.update(plan, result)]
+        reported += [output.prompt_logprobs for output in s.apply_result(plan, result)]
     assert [entry.token_ids[0] for entry in reported[0] or []] == [2, 3, 4, 5, 6]
     assert reported[1] is None
 
@@ -723,7 +723,7 @@ def test_no_chunk_ends_within_a_picture_whose_tokens_see_each_other() -> None:
         plan = s.schedule()
         chunks += [(row.num_computed, row.num_tokens) for row in plan.rows if row.num_tokens > 1]
         assert len(plan.rows) == 2  # the decode goes on
-        s.update(plan, result_of(plan))
+        s.apply_result(plan, result_of(plan))
     assert chunks == [(0, 4), (4, 6), (10, 9), (19, 7), (26, 4)]
     large = msgspec.structs.replace(seen.prompt, media=(MediaItem(0, 9, b"d"),))
     with pytest.raises(RequestError, match="a picture of 9 tokens is computed in one step, which has room for 8"):
