@@ -73,7 +73,7 @@ class CacheSessions:
         tier.pin_pending_blocks(found, keep_until)
         self._remember(session, found.keys(), keep_until)
         pending = filter(tier.is_pending, self._sessions[session].names)  # includes blocks of earlier turns
-        tier.enqueue_task(partial(self._files.keep_session, session, [*found, *pending], keep_until), may_skip=True)
+        tier.writer.enqueue_task(partial(self._files.keep_session, session, [*found, *pending], keep_until), may_skip=True)
         self._forget_old()
 
     def drop(self, session_id: str, salt: str | None) -> int | None:

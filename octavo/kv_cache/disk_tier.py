@@ -5,9 +5,9 @@ copied to the host is not saved.
 
 Blocks are saved outside of the steps: while the engine is idle, for a small share of its time while it is busy, and
 when they are about to be evicted from a pool. Saves at eviction may take only as long as disk hits have gained (plus
-1 s to start), so a workload without hits is not slowed. A thread writes the blocks, from a queue of bounded size; a
-block that finds the queue full is not kept. `EngineCore` calls everything here, from one thread. See `block_files` for
-the folder and what is evicted from it, and `cache_sessions` for the sessions that clients keep there.
+1 s to start), so a workload without hits is not slowed. A thread writes the blocks (`block_writer`), from a queue of
+bounded size; a block that finds the queue full is not kept. `EngineCore` calls everything here, from one thread. See
+`block_files` for the folder and what is evicted from it, and `cache_sessions` for the sessions that clients keep there.
 
 States of a block: indexed (in a pool) -> unsaved -> queued -> written, or dropped: forgotten while it is unsaved,
 evicted without time or room to save it, or refused by the folder. On GPUs a block may also leave the device before it
@@ -16,12 +16,10 @@ is copied to the host; `HostTier` counts it, and `num_disk_dropped` does not.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
-import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import chain, islice
 from typing import Protocol
@@ -30,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kv_cache.block_files import BlockFiles, Name
+from octavo.kv_cache.block_writer import BlockWriter
 from octavo.kv_cache.cache_sessions import CacheSessions
 from octavo.kv_cache.disk_fetches import DiskFetches
 from octavo.kv_cache.host_tier import HostTier
@@ -43,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 _QUEUE_BYTES = 64 << 20  # of blocks on their way to the folder
 _IDLE_QUEUE_BYTES = 4 << 20  # the limit while the engine is idle, so that the writer is done when the next step begins
-_MOST_QUEUED = 10_000  # entries of the queue; beyond this, last-used updates and the files of sessions are dropped
 _MOST_PASSED = 64  # unsaved blocks to look at, at most, for one that is not being copied
 _BUSY_SHARE = 0.003  # of a busy engine's time that saving may take, the writer's time included
 _GPU_BUSY_SHARE = 0.03  # on GPUs, where the writer delays no step, and planning has time while a step is computed
@@ -51,11 +49,7 @@ _INITIAL_EVICTION_SAVE_S = 1.0  # for saves at eviction, before disk hits have g
 _MAX_EVICTION_SAVE_S = 60.0  # upper bound of the time for saves at eviction
 _MAX_BUSY_SAVE_S = 0.02  # upper bound of the time that a busy engine spends on saving in one go
 _IDLE_WAIT_S = 0.01  # longest wait for the writer before the caller looks for messages again
-_WARNING_S = 60.0  # between two warnings of the same error
 _CLOSE_TIMEOUT_S = 10.0  # longest wait until all blocks are saved, in case the disk hangs
-_COUNTERS = ("num_disk_written", "disk_written_bytes", "num_disk_dropped")
-
-_Block = tuple[Name, NDArray[np.uint8]]
 
 
 class BlockMemory(Protocol):
@@ -126,35 +120,21 @@ class DiskTier:
         self._host_tier = host_tier
         self.pools = cache.pools if host_tier is None else cache.host_pools  # in the host's memory
         self.pools_or_disk = [_PoolOrDisk(self, pool) for pool in range(len(self.pools))]
-        # Fields belong to the engine's thread, or change only under the lock of `_changed`. The engine's thread reads
-        # single values without the lock: `is_removing_all`, `_queued`, `_queued_bytes`, the length of `_queue`,
-        # `keep_until`, `_write_s`, `_is_closed`. The writer's thread reads `keep_until` so. What bounds saving:
+        # The own fields belong to the engine's thread; other threads only read how many blocks are unsaved. What bounds
+        # saving:
         #
-        # account          | gains                              | spends                        | cap
-        # _busy_save_s     | a share of each step's time        | `save_while_busy`             | _MAX_BUSY_SAVE_S
-        # _eviction_save_s | time that disk hits have gained    | `save_before_eviction`        | _MAX_EVICTION_SAVE_S
-        # _write_s         | an average of writes, no account   | part of each block's price    | none
-        # _queued_bytes    | each block that is queued          | each block that is written    | _QUEUE_BYTES; if idle
-        #                  |                                    |                               | _IDLE_QUEUE_BYTES
-        # len(_queue)      | blocks, and tasks (`enqueue_task`) | the writer takes the next one | _MOST_QUEUED; only
-        #                  |                                    |                               | `may_skip` tasks obey
+        # account              | gains                            | spends                     | cap
+        # _busy_save_s         | a share of each step's time      | `save_while_busy`          | _MAX_BUSY_SAVE_S
+        # _eviction_save_s     | time that disk hits have gained  | `save_before_eviction`     | _MAX_EVICTION_SAVE_S
+        # writer.write_s       | an average of writes, no account | part of each block's price | none
+        # writer.queued_bytes  | each block that is queued        | each block that is written | _QUEUE_BYTES; if idle
+        #                      |                                  |                            | _IDLE_QUEUE_BYTES
+        self.writer = BlockWriter(files, clock)
         # Blocks that only a pool has, the oldest first; ordered dictionaries lose their first entry in constant time.
-        self.unsaved = OrderedDict[Name, int]()  # engine's thread
-        self._prioritised = OrderedDict[Name, None]()  # blocks to save before others, unsaved or not yet here; engine's
-        self._busy_save_s = 0.0  # engine's thread; may be overdrawn
-        self._eviction_save_s = _INITIAL_EVICTION_SAVE_S  # engine's thread; may be overdrawn
-        self._changed = threading.Condition()  # notified when something is queued, written, forgotten or dropped
-        self.is_removing_all = False  # all files of the folder are being removed; lock
-        self._queue: deque[_Block | Callable[[], None]] = deque()  # blocks to write, and tasks in between; lock
-        self._queued: dict[Name, NDArray[np.uint8]] = {}  # blocks of the queue, and the one being written; lock
-        self._queued_bytes = 0  # lock
-        self._is_writing = self._is_closed = False  # lock
-        self.keep_until: dict[Name, float] = {}  # for blocks that are not written yet; lock
-        self._write_s = 0.0  # moving average of the writer's processor time for a block; lock
-        self._stats = EngineStats()  # lock
-        self._last_error, self._next_warning = "", 0.0  # writer's thread
-        self._writer = threading.Thread(target=self._write, name="block-writer", daemon=True)
-        self._writer.start()
+        self.unsaved = OrderedDict[Name, int]()
+        self._prioritised = OrderedDict[Name, None]()  # blocks to save before others, unsaved or not yet here
+        self._busy_save_s = 0.0  # may be overdrawn
+        self._eviction_save_s = _INITIAL_EVICTION_SAVE_S  # may be overdrawn
         for number, pool in enumerate(self.pools):
             pool.watchers.append(_PoolWatch(self, number))
         if host_tier is not None:
@@ -166,10 +146,7 @@ class DiskTier:
 
     def take_stats(self, stats: EngineStats) -> None:
         """Add the gauges, and the increments of the counters since the last call."""
-        with self._changed:
-            own, self._stats = self._stats, EngineStats()
-        for name in _COUNTERS:
-            setattr(stats, name, getattr(own, name))
+        self.writer.take_stats(stats)
         self.fetches.take_stats(stats)
         stats.num_disk_damaged, self.files.num_damaged = self.files.num_damaged, 0
         stats.disk_bytes, stats.disk_kept_bytes = self.files.num_bytes, self.files.num_kept_bytes
@@ -183,27 +160,15 @@ class DiskTier:
         self.fetches.end_all()
         if removes_files:
             self.sessions.clear()
-            with self._changed:
-                self.keep_until.clear()
-                self._queue.clear()  # tasks too: `_remove_all` removes their files; peers' copies wait for their time
-                self._queued.clear()
-                self._queued_bytes = 0
-                self.is_removing_all = True
-                self.enqueue_task(self._remove_all)
-
-    def _remove_all(self) -> None:
-        try:
-            self.files.remove_all()
-        finally:
-            with self._changed:
-                self.is_removing_all = False
+            self.writer.remove_all()
 
     def wait_until_saved(self, timeout_s: float | None = None) -> bool:
         """Return when nothing is left to write, or after `timeout_s`. Any thread may call it, while the engine's thread
         saves blocks."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: not (self._num_unsaved or self._queue or self._is_writing) or self._is_closed, timeout_s
+        writer = self.writer
+        with writer.changed:
+            return writer.changed.wait_for(
+                lambda: (not self._num_unsaved and writer.is_idle) or writer.is_closed, timeout_s
             )
 
     def save_all(self) -> bool:
@@ -213,15 +178,12 @@ class DiskTier:
         while time.monotonic() < end and self.save_while_idle():
             pass
         # Blocks that are unsaved now stay so: the device lacks memory to copy them, or the disk hangs.
-        with self._changed:
-            is_written = self._changed.wait_for(
-                lambda: not (self._queue or self._is_writing) or self._is_closed, max(0.0, end - time.monotonic())
-            )
+        is_written = self.writer.wait_until_idle(max(0.0, end - time.monotonic()))
         return is_written and not self._num_unsaved
 
     def close(self, saves: bool = True) -> None:
         """Save the unsaved blocks if `saves`, and end the threads. A second call does nothing."""
-        if self._is_closed:
+        if self.writer.is_closed:
             return
         is_saved = False
         try:
@@ -229,13 +191,7 @@ class DiskTier:
         except RuntimeError as e:  # a worker has ended
             logger.warning("blocks of the KV cache are not kept on disk: %s", e)
         finally:
-            with self._changed:
-                self._is_closed = True
-                self._changed.notify_all()
-        # The writer's thread refers to `self`, and so to the executor: join it to free both. If the disk hangs, this
-        # wait would be endless.
-        if is_saved:
-            self._writer.join()
+            self.writer.close(waits=is_saved)
         self.fetches.close()
 
     # Blocks that go to the folder.
@@ -243,8 +199,8 @@ class DiskTier:
     @property
     def num_unwritten(self) -> int:
         """The number of blocks that are unsaved, or in the writer's queue. Any thread may ask."""
-        with self._changed:
-            return self._num_unsaved + len(self._queued)
+        with self.writer.changed:
+            return self._num_unsaved + self.writer.num_blocks
 
     @property
     def _num_unsaved(self) -> int:
@@ -253,8 +209,8 @@ class DiskTier:
 
     def _wake(self) -> None:
         """Have `wait_until_saved` look again."""
-        with self._changed:
-            self._changed.notify_all()
+        with self.writer.changed:
+            self.writer.changed.notify_all()
 
     def is_in_memory(self, name: Name) -> bool:
         """Return whether a block is in its pool, on the device or on the host."""
@@ -263,7 +219,7 @@ class DiskTier:
 
     def is_pending(self, name: Name) -> bool:
         """Return whether a block is not written yet: unsaved, or in the writer's queue."""
-        return name in self.unsaved or name in self._queued or self._will_be_copied(name)
+        return name in self.unsaved or name in self.writer or self._will_be_copied(name)
 
     def _will_be_copied(self, name: Name) -> bool:
         """Return whether a block of a device is still to be copied to its host, and saved then."""
@@ -271,7 +227,7 @@ class DiskTier:
 
     def _must_be_saved(self, name: Name) -> bool:
         """Return whether a block is neither in the folder nor in the writer's queue."""
-        return (self.is_removing_all or not self.files.knows(name)) and name not in self._queued
+        return (self.writer.is_removing_all or not self.files.knows(name)) and name not in self.writer
 
     def is_settled(self, pool: int, blocks: Sequence[int], waits: bool = False) -> bool:
         """Return whether blocks can be read and written now: on GPUs, whether they are neither copied with the next
@@ -283,22 +239,21 @@ class DiskTier:
 
     def pin_pending_blocks(self, names: Iterable[Name], keep_until: float) -> None:
         """Have the pending ones of these blocks kept in the folder until `time.time` is `keep_until`."""
-        with self._changed:
-            self.keep_until |= {name: keep_until for name in names if self.is_pending(name)}
+        with self.writer.changed:
+            self.writer.keep_until |= {name: keep_until for name in names if self.is_pending(name)}
 
     def forget_unsaved(self, name: Name) -> None:
         """Do not save a block, unless the writer has it already."""
         self.unsaved.pop(name, None)
         self._prioritised.pop(name, None)
-        with self._changed:
-            self.keep_until.pop(name, None)
-            self._changed.notify_all()  # `wait_until_saved` looks at `unsaved`
+        with self.writer.changed:
+            self.writer.keep_until.pop(name, None)
+            self.writer.changed.notify_all()  # `wait_until_saved` looks at `unsaved`
 
     def _drop(self, name: Name) -> None:
         """Count a block as lost that was unsaved until now."""
         self.forget_unsaved(name)
-        with self._changed:
-            self._stats.num_disk_dropped += 1
+        self.writer.count_dropped()
 
     def forget(self, name: Name) -> None:
         """Forget a block in the pools, and do not save it."""
@@ -328,7 +283,7 @@ class DiskTier:
 
     def _clear_priority_and_pin(self, name: Name) -> None:
         """Wait no longer for a block of a device that the folder has got in another way."""
-        if self._host_tier is not None and name not in self.unsaved and name not in self._queued:
+        if self._host_tier is not None and name not in self.unsaved and name not in self.writer:
             self.forget_unsaved(name)
 
     def save_before_eviction(self, name: Name) -> None:
@@ -337,7 +292,7 @@ class DiskTier:
         block = self.unsaved.get(name)
         if block is None:
             return
-        is_kept = name in self.keep_until
+        is_kept = name in self.writer.keep_until
         has_time = is_kept or self._eviction_save_s > 0
         if not (has_time and self._has_room() and self.is_settled(name[0], [block])):
             self._drop(name)
@@ -367,17 +322,17 @@ class DiskTier:
     def save_while_idle(self) -> bool:
         """Save a block, or wait shortly for the writer. Returns False if no block is unsaved, or if the device lacks
         memory to copy blocks."""
-        if self._host_tier is not None and not self._is_closed:
+        if self._host_tier is not None and not self.writer.is_closed:
             self._copy_to_host(self._host_tier)
         if not self.unsaved:
             return False
-        with self._changed:
-            has_room = self._changed.wait_for(lambda: self._has_room(_IDLE_QUEUE_BYTES), _IDLE_WAIT_S)
+        with self.writer.changed:
+            has_room = self.writer.changed.wait_for(lambda: self._has_room(_IDLE_QUEUE_BYTES), _IDLE_WAIT_S)
         if has_room:
             if (name := self._next_savable(waits=True)) is None:
                 return False
             self._save(name)
-        return not self._is_closed
+        return not self.writer.is_closed
 
     def _copy_to_host(self, host_tier: HostTier) -> None:
         """Make the copies that wait for a plan. Then copy blocks that only the device has, if the pools have no unsaved
@@ -417,13 +372,10 @@ class DiskTier:
         begin = self._clock()
         contents = self._memory.read_blocks(name[0], [self.unsaved[name]])[0]
         self._prioritised.pop(name, None)
-        with self._changed:  # `wait_until_saved` sees the block among the unsaved ones or in the queue
+        with self.writer.changed:  # `wait_until_saved` sees the block among the unsaved ones or in the queue
             del self.unsaved[name]
-            self._queue.append((name, contents))
-            self._queued[name] = contents
-            self._queued_bytes += contents.nbytes
-            self._changed.notify_all()
-        return wait_s + self._clock() - begin + (self._write_s if self._host_tier is None else 0.0)
+            self.writer.enqueue(name, contents)
+        return wait_s + self._clock() - begin + (self.writer.write_s if self._host_tier is None else 0.0)
 
     def _wait_for_workers(self) -> float:
         """Wait for the workers. Returns the seconds that this delays steps: none if the next step waits for them
@@ -435,64 +387,4 @@ class DiskTier:
 
     def _has_room(self, num_bytes: int = sys.maxsize) -> bool:
         """Return whether a queue limited to `num_bytes` has room for another block. An empty queue takes any block."""
-        return self._queued_bytes < min(num_bytes, _QUEUE_BYTES) and not self._is_closed
-
-    def enqueue_task(self, work: Callable[[], None], may_skip: bool = False) -> None:
-        """Have the writer do `work` after everything queued before. With `may_skip` drop it if the queue is too
-        long."""
-        if may_skip and len(self._queue) >= _MOST_QUEUED:
-            return
-        with self._changed:
-            self._queue.append(work)
-            self._changed.notify_all()
-
-    def _write(self) -> None:
-        """The writer's thread: write queued blocks until the tier is closed."""
-        while True:
-            with self._changed:
-                self._is_writing = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._queue or self._is_closed)
-                if not self._queue:
-                    return
-                item = self._queue.popleft()
-                self._is_writing = True
-            try:
-                if isinstance(item, tuple):
-                    self._write_block(*item)
-                else:
-                    with contextlib.suppress(OSError):  # if the disk fails, later blocks report it
-                        item()
-            except Exception:  # the thread must go on: the engine waits for it
-                logger.exception("the cache on disk could not be changed")
-
-    def _write_block(self, name: Name, contents: NDArray[np.uint8]) -> None:
-        begin, keep_until, latest = time.thread_time(), self.keep_until.get(name, 0.0), 0.0
-        is_written = self.write_file(name, contents, keep_until)
-        with self._changed:
-            self._write_s += (time.thread_time() - begin - self._write_s) / 8
-            # `forget_pools` may have forgotten it meanwhile, and the engine's thread may have queued it again.
-            if self._queued.get(name) is contents:
-                del self._queued[name]
-                self._queued_bytes -= contents.nbytes
-                latest = self.keep_until.pop(name, 0.0)
-            self._stats.num_disk_written += is_written
-            self._stats.disk_written_bytes += contents.nbytes * is_written
-        if latest > keep_until:  # pinned during the write
-            self.files.keep([name], latest)
-
-    def write_file(self, name: Name, contents: NDArray[np.uint8], keep_until: float = 0.0) -> bool:
-        """Write a block, in the writer's thread. Returns False, and counts the block as dropped, if the folder does not
-        take it."""
-        error, is_written = "", False
-        try:
-            is_written = self.files.write(name, contents, keep_until)
-        except Exception as e:
-            error = (isinstance(e, OSError) and e.strerror) or repr(e)
-        now = self._clock()
-        if error and (error != self._last_error or now >= self._next_warning):
-            logger.warning("blocks of the KV cache are not kept on disk: %s", error)
-            self._last_error, self._next_warning = error, now + _WARNING_S
-        with self._changed:
-            self._stats.num_disk_dropped += not is_written
-        return is_written
+        return self.writer.queued_bytes < min(num_bytes, _QUEUE_BYTES) and not self.writer.is_closed

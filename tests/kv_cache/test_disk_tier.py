@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from octavo.kv_cache import cache_sessions, disk_fetches, disk_tier
+from octavo.kv_cache import block_writer, cache_sessions, disk_fetches, disk_tier
 from octavo.kv_cache.block_files import BlockFiles, Name, block_file_name
 from octavo.kv_cache.disk_fetches import Fetch, Readiness
 from octavo.kv_cache.disk_tier import DiskTier
@@ -183,7 +183,7 @@ def takes_3_ms(one: Engine) -> None:
 
     def slow(pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
         one.now += 0.003
-        one.tier._write_s = 0.0
+        one.tier.writer.write_s = 0.0
         return read(pool, blocks)
 
     one.memory.read_blocks = slow  # type: ignore[method-assign]
@@ -267,7 +267,7 @@ def test_an_idle_engine_leaves_the_writer_little_to_do(engines: Any, monkeypatch
     one.compute(list(range(40)))
     for _ in range(10):
         assert one.tier.save_while_idle()
-    assert (one.tier._queued_bytes, len(one.tier.unsaved)) == (2 * BLOCK_BYTES, 10 - 2)
+    assert (one.tier.writer.queued_bytes, len(one.tier.unsaved)) == (2 * BLOCK_BYTES, 10 - 2)
     assert one.tier.num_unwritten == 10
     may_go.set()
     one.save()
@@ -513,7 +513,7 @@ def test_who_waits_until_all_is_saved_is_woken_when_the_last_unsaved_block_is_lo
     one = engines()
     one.compute(list(range(22)))
     one.tier._eviction_save_s = 0.0
-    lock, *names = one.tier._changed, *one.tier.unsaved
+    lock, *names = one.tier.writer.changed, *one.tier.unsaved
     lose = one.tier.forget_unsaved if loss == "forgotten" else one.tier.save_before_eviction
     for name in names[1:]:
         lose(name)
@@ -567,7 +567,7 @@ def test_a_session_keeps_the_blocks_of_its_turns_until_it_is_dropped(
 
 
 def test_nobody_waits_until_a_disk_that_hangs_has_forgotten(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "_MOST_QUEUED", 3)
+    monkeypatch.setattr(block_writer, "_MOST_QUEUED", 3)
     first = engines()
     first.compute(list(range(22)))
     first.save()
@@ -577,7 +577,7 @@ def test_nobody_waits_until_a_disk_that_hangs_has_forgotten(engines: Any, monkey
     assert one.fetched(list(range(22))) is None, "what is there is as good as gone"
     for number in range(8):
         turn_of(one, list(range(22)), f"session {number}")
-    assert len(one.tier._queue) <= 3 and len(one.tier.unsaved) == 5
+    assert len(one.tier.writer._queue) <= 3 and len(one.tier.unsaved) == 5
     may_go.set()
     one.save()
     assert engines().fetched(list(range(22))) is not None, "what was computed since is there"
@@ -586,11 +586,11 @@ def test_nobody_waits_until_a_disk_that_hangs_has_forgotten(engines: Any, monkey
 def test_a_block_of_a_session_that_is_not_kept_leaves_nothing(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one = engines()
     turn_of(one, list(range(22)), "mine")
-    assert len(one.tier.keep_until) == 5
+    assert len(one.tier.writer.keep_until) == 5
     monkeypatch.setattr(disk_tier, "_QUEUE_BYTES", 0)
     for name in one.contents():
         one.tier.save_before_eviction(name)
-    assert one.tier.keep_until == {} and one.stats().num_disk_dropped == 5
+    assert one.tier.writer.keep_until == {} and one.stats().num_disk_dropped == 5
 
 
 def test_the_blocks_of_a_session_are_saved_also_where_reads_have_earned_no_time(engines: Any) -> None:
@@ -617,7 +617,7 @@ def test_a_block_that_is_kept_while_it_is_written_leaves_nothing(engines: Any) -
     may_go.set()
     one.save()
     wait_until(lambda: one.files.sessions())
-    assert one.tier.keep_until == {} and len(one.files._kept) == 2, "the block and the session's file"
+    assert one.tier.writer.keep_until == {} and len(one.files._kept) == 2, "the block and the session's file"
 
 
 @pytest.mark.parametrize("is_forgotten", [False, True])
@@ -637,7 +637,7 @@ def test_a_block_that_is_pinned_during_its_write_is_kept(engines: Any, is_forgot
         one.tier.save_while_idle()
     may_go.set()
     one.save()
-    assert one.tier.keep_until == {} and one.stats().disk_kept_bytes > 0 and one.tier._queued_bytes == 0
+    assert one.tier.writer.keep_until == {} and one.stats().disk_kept_bytes > 0 and one.tier.writer.queued_bytes == 0
 
 
 def turn_of(engine: Engine, tokens: list[int], session: str, ttl_s: float = 1000.0) -> None:

@@ -113,14 +113,14 @@ def test_what_a_session_keeps_is_noted_only_until_the_folder_has_it(engines: Cal
     one = engines()
     seq = one.compute(list(range(22)))
     one.end_turn(seq, "a")
-    assert len(one.tier.keep_until) == 5
+    assert len(one.tier.writer.keep_until) == 5
     for name in one.names(seq)[:2]:  # as another server does
-        one.tier.write_file(name, one.memory.blocks[0][0])
+        one.tier.writer.write_file(name, one.memory.blocks[0][0])
     one.save()
-    assert not one.tier.keep_until
+    assert not one.tier.writer.keep_until
     again = engines()
     again.end_turn(again.compute(list(range(22))), "b")
-    assert not again.tier.keep_until
+    assert not again.tier.writer.keep_until
 
 
 def test_a_session_lists_blocks_of_earlier_turns_that_only_the_device_has(engines: Callable[[], DeviceEngine]) -> None:
@@ -139,9 +139,9 @@ def test_who_waits_until_all_is_saved_is_woken_when_nothing_is_left_to_copy(
 ) -> None:
     one = engines()
     [name] = one.names(one.compute(list(range(SIZE))))
-    lock = one.tier._changed
+    lock = one.tier.writer.changed
     if way != "the cache is reset":
-        one.tier.write_file(name, one.memory.blocks[0][0])
+        one.tier.writer.write_file(name, one.memory.blocks[0][0])
     if way == "the host has the block":
         pool = one.cache.host_pools[0]
         pool.register(pool.allocate(), name[1])

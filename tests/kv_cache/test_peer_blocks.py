@@ -326,7 +326,7 @@ def test_nothing_is_copied_for_a_request_that_has_ended_or_while_the_folder_is_e
     second.tier.forget_pools(removes_files=True)
     may_go.set()
     wait_until(lambda: all(copy is not None and copy.done.done() for copy in copies))
-    wait_until(lambda: not second.tier.is_removing_all)
+    wait_until(lambda: not second.tier.writer.is_removing_all)
     assert second.files.num_bytes == 0 and "read" not in peer.asked
 
 
