@@ -40,7 +40,7 @@ class AdapterLibrary:
     _entries: OrderedDict[str, _Entry] = field(default_factory=OrderedDict)  # least recently used first
     _pinned: set[str] = field(default_factory=set)
 
-    def want(self, source: AdapterSource, in_use: Callable[[], Set[str]]) -> Future[int] | None:
+    def start_reading(self, source: AdapterSource, in_use: Callable[[], Set[str]]) -> Future[int] | None:
         """Start to read an adapter. Returns a future that is ready when it is on the host; None if there is no room
         now: call again. Raises `RequestError` if all room is pinned. `in_use` returns the adapters that must stay. It
         is called only if room is short, because it looks at every live sequence."""
@@ -67,7 +67,7 @@ class AdapterLibrary:
         self._make_room(0, 0, lambda: in_use() | {source.identity})
         return entry.ready
 
-    def take_in(self, identity: str) -> None:
+    def register(self, identity: str) -> None:
         """Register an adapter that has been read, so that sequences may load it. Raises its error if it has failed."""
         entry = self._entries.get(identity)
         if entry is None or entry.is_registered:

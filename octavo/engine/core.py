@@ -137,11 +137,11 @@ class EngineCore:
         if request.params.grammar is None and request.adapter is None and not request.media:
             self._queue(request)
             return
-        preparing = PendingRequest(request)
+        pending = PendingRequest(request)
         if request.params.grammar is not None:
-            preparing.grammar = self.executor.prepare_grammar(request.params.grammar, request.eos_token_ids, request)
-        self._pending[request.request_id] = preparing
-        self._prepare([preparing])
+            pending.grammar = self.executor.prepare_grammar(request.params.grammar, request.eos_token_ids, request)
+        self._pending[request.request_id] = pending
+        self._prepare([pending])
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         if index is None:
@@ -178,7 +178,8 @@ class EngineCore:
         self._loading.append(one := LoadingAdapter(source, pins))
         if self.adapters is not None:
             with contextlib.suppress(RequestError):  # the next step reports it
-                one.ready = self.adapters.want(source, self._adapters_in_use)  # before later requests want others
+                # Now, before the adapters of later requests.
+                one.ready = self.adapters.start_reading(source, self._adapters_in_use)
 
     def unload_adapter(self, identity: str) -> None:
         """Free an adapter's memory, now or when the requests that use it have ended."""
@@ -217,33 +218,16 @@ class EngineCore:
         return [disk.fetches.forget, disk.sessions.keep, disk.saved_prompts.end]
 
     def _step(self) -> StepOutputs:
+        # 1. Queue the requests whose grammar, adapter and media are ready.
         if self._pending or self._loading:
             if not self.scheduler.has_work and not self._refused:  # nothing else to do
                 self._wait_for_prepared()
             self._queue_prepared()
-        loaded = self._take_in_adapters()
+        loaded = self._finish_loading()
         outputs, self._refused = self._refused, []
-        begin = time.monotonic()
-        tower_running = self.cost.tower_running = self._takes_media and self.executor.makes_media()
-        plan = self.scheduler.schedule()
-        if plan.admissions and self.on_admission is not None:
-            self.on_admission([*{seq.request_id: None for seq in self.scheduler.queues.running}])
-        # If nothing can be planned, wait for a step in flight.
-        num_ahead = max(0, len(self._in_flight) - 1)
-        if plan.rows:
-            predicted_s = self.cost.seconds(plan.work)
-            try:
-                self._in_flight.append(
-                    _InFlightStep(plan, self.executor.submit(plan), begin, predicted_s, tower_running)
-                )
-                num_ahead = max(1, self.executor.num_stages - 1) if plan.runs_ahead else 0
-            except DeviceMemoryError as e:
-                outputs += self.scheduler.withdraw(plan, str(e))
-        elif self.disk is not None and not self._in_flight:
-            if self.scheduler.has_work:
-                self.disk.fetches.wait(_PREPARE_WAIT_S)  # every sequence that could run waits for blocks from disk
-            elif self.disk.saved_prompts.holds_outputs:
-                self.disk.saved_prompts.wait()
+        # 2. Plan and submit the next step.
+        plan, num_ahead = self._submit_next(outputs)
+        # 3. Wait for the steps that the device may not run ahead of, and apply their results.
         step_s = predicted_step_s = 0.0
         while len(self._in_flight) > num_ahead:
             ended = self._in_flight.popleft()
@@ -251,8 +235,44 @@ class EngineCore:
             took_s = self._measure(ended, result.draft_s)
             step_s, predicted_step_s = step_s + took_s, predicted_step_s + ended.predicted_s
             outputs += self.scheduler.apply_result(ended.plan, result)
-        stats = self.scheduler.take_stats()
+        # 4. Save blocks, and hold back the outputs that wait for blocks.
+        if self.disk is not None:
+            self.disk.save_while_busy(step_s)
+            self.disk.saved_prompts.save()
+            outputs = self.disk.saved_prompts.hold(outputs)
+        if self._publisher is not None:
+            self._publisher.publish()
+        stats = self._take_stats(plan)
         stats.step_s, stats.predicted_step_s = step_s, predicted_step_s
+        return StepOutputs(outputs, stats, loaded)
+
+    def _submit_next(self, outputs: list[SequenceOutput]) -> tuple[StepPlan, int]:
+        """Plan a step, and submit it if it has rows. Returns the plan, and how many steps may stay in flight. If the
+        device lacks memory, `outputs` get those of the request that ends."""
+        begin = time.monotonic()
+        tower_running = self.cost.tower_running = self._takes_media and self.executor.makes_media()
+        plan = self.scheduler.schedule()
+        if plan.admissions and self.on_admission is not None:
+            self.on_admission([*{seq.request_id: None for seq in self.scheduler.queues.running}])
+        if plan.rows:
+            predicted_s = self.cost.seconds(plan.work)
+            try:
+                pending = self.executor.submit(plan)
+            except DeviceMemoryError as e:
+                outputs += self.scheduler.withdraw(plan, str(e))
+            else:
+                self._in_flight.append(_InFlightStep(plan, pending, begin, predicted_s, tower_running))
+                return plan, max(1, self.executor.num_stages - 1) if plan.runs_ahead else 0
+        elif self.disk is not None and not self._in_flight:
+            if self.scheduler.has_work:
+                self.disk.fetches.wait(_PREPARE_WAIT_S)  # every sequence that could run waits for blocks from disk
+            elif self.disk.saved_prompts.holds_outputs:
+                self.disk.saved_prompts.wait()
+        return plan, max(0, len(self._in_flight) - 1)  # nothing was submitted: wait for the oldest step
+
+    def _take_stats(self, plan: StepPlan) -> EngineStats:
+        """Return the gauges, and the increments of the counters since the last call. `plan` is the last step's."""
+        stats = self.scheduler.take_stats()
         if plan.work.num_tokens > plan.work.num_samples:  # not a step of decodes alone
             unsampled = [row for row in plan.rows if not row.num_sampled_positions]
             stats.num_chunked_tokens = sum([row.num_computed + row.num_tokens for row in unsampled])
@@ -263,15 +283,10 @@ class EngineCore:
         if self.scheduler.host_tier is not None:
             self.scheduler.host_tier.take_stats(stats)
         if self.disk is not None:
-            self.disk.save_while_busy(step_s)
-            self.disk.saved_prompts.save()
-            outputs = self.disk.saved_prompts.hold(outputs)
             self.disk.take_stats(stats)
         if self._takes_media:
             stats.num_media_queries, stats.num_media_hits, stats.tower_s = self.executor.take_media_stats()
-        if self._publisher is not None:
-            self._publisher.publish()
-        return StepOutputs(outputs, stats, loaded)
+        return stats
 
     def _measure(self, step: _InFlightStep, draft_s: float) -> float:
         """Return the seconds that a finished step took, and teach the cost model; `draft_s` of them were for drafts.
@@ -310,38 +325,38 @@ class EngineCore:
         self._has_adapter_room = self._has_media_room = True
         self._prepare(list(self._pending.values()))
 
-    def _prepare(self, several: list[PendingRequest]) -> None:
+    def _prepare(self, requests: list[PendingRequest]) -> None:
         """Start missing preparations of pending requests, in order. Queue or refuse the requests that wait for nothing
         any more."""
         if self.adapters is not None:
-            self._find_room(self.adapters, several)
-        self._look_at_media(several)
-        for one in several:
-            request_id = one.request.request_id
-            if self._pending.get(request_id) is not one or not one.is_ready:
+            self._start_adapters(self.adapters, requests)
+        self._start_media(requests)
+        for pending in requests:
+            request_id = pending.request.request_id
+            if self._pending.get(request_id) is not pending or not pending.is_ready:
                 continue
             del self._pending[request_id]
-            error = one.error
+            error = pending.error
             if error is None:
-                if self.adapters is not None and one.request.adapter is not None:
-                    self.adapters.take_in(one.request.adapter.identity)
-                one.request.media = []  # the tower has their rows
-                self._queue(one.request)
+                if self.adapters is not None and pending.request.adapter is not None:
+                    self.adapters.register(pending.request.adapter.identity)
+                pending.request.media = []  # the tower has their rows
+                self._queue(pending.request)
             elif isinstance(error, RequestError):
-                self._refuse(one.request, error)
+                self._refuse(pending.request, error)
             else:
                 logger.error("a request could not be prepared", exc_info=error)
-                what = "adapter" if one.adapter is not None else "a picture or a sound"
-                if one.grammar is not None and one.grammar.exception() is not None:
+                what = "adapter" if pending.adapter is not None else "a picture or a sound"
+                if pending.grammar is not None and pending.grammar.exception() is not None:
                     what = "structured_outputs"
-                self._refuse(one.request, RequestError(f"{what} failed: {type(error).__name__}.", status=500))
+                self._refuse(pending.request, RequestError(f"{what} failed: {type(error).__name__}.", status=500))
 
-    def _look_at_media(self, several: list[PendingRequest]) -> None:
+    def _start_media(self, requests: list[PendingRequest]) -> None:
         """Start the tower on the media of pending requests, in order, while there is room for their rows."""
-        for one in several:
-            if one.waits_for_media and self._has_media_room:
-                one.media = self.executor.prepare_media(one.request.media, self._media_in_use)
-                self._has_media_room = one.media is not None
+        for pending in requests:
+            if pending.waits_for_media and self._has_media_room:
+                pending.media = self.executor.prepare_media(pending.request.media, self._media_in_use)
+                self._has_media_room = pending.media is not None
 
     def _media_in_use(self) -> set[bytes]:
         """Return the content hashes of media of queued requests, and of those that the tower computes."""
@@ -349,22 +364,22 @@ class EngineCore:
         prompts += [one.request.prompt for one in self._pending.values() if one.media is not None]
         return {item.content_hash for prompt in prompts for item in prompt.media}
 
-    def _find_room(self, adapters: AdapterLibrary, several: list[PendingRequest]) -> None:
+    def _start_adapters(self, adapters: AdapterLibrary, requests: list[PendingRequest]) -> None:
         """Start to read the adapters of pending requests, in order. If there is no room for one, later requests get no
         room either, unless their adapter is already there."""
-        for one in several:
-            source = one.request.adapter
-            if source is None or not one.waits_for_room:
+        for pending in requests:
+            source = pending.request.adapter
+            if source is None or not pending.waits_for_adapter_room:
                 continue
             if not (self._has_adapter_room or adapters.has(source.identity)):
                 continue
             try:
-                one.adapter = adapters.want(source, self._adapters_in_use)
+                pending.adapter = adapters.start_reading(source, self._adapters_in_use)
             except RequestError as e:
-                del self._pending[one.request.request_id]
-                self._refuse(one.request, e)
+                del self._pending[pending.request.request_id]
+                self._refuse(pending.request, e)
                 continue
-            if one.adapter is None:
+            if pending.adapter is None:
                 self._has_adapter_room = False
 
     def _adapters_in_use(self) -> set[str]:
@@ -374,37 +389,37 @@ class EngineCore:
         found |= {one.source.identity for one in self._loading if one.ready is not None}
         return found | {one.request.prompt.adapter or "" for one in self._pending.values() if one.adapter is not None}
 
-    def _take_in_adapters(self) -> list[AdapterLoaded]:
+    def _finish_loading(self) -> list[AdapterLoaded]:
         """Try again to read adapters that found no room. Returns the adapters that are ready or have failed."""
         loaded = []
-        for one in list(self._loading):
+        for adapter in list(self._loading):
             try:
-                is_ready = self._take_in(one)
+                is_ready = self._load(adapter)
             except RequestError as e:
-                loaded.append(AdapterLoaded(one.source.identity, str(e)))
+                loaded.append(AdapterLoaded(adapter.source.identity, str(e)))
             except Exception as e:
                 logger.error("an adapter could not be read", exc_info=e)
-                loaded.append(AdapterLoaded(one.source.identity, f"the adapter failed: {type(e).__name__}."))
+                loaded.append(AdapterLoaded(adapter.source.identity, f"the adapter failed: {type(e).__name__}."))
             else:
                 if not is_ready:
                     continue
-                loaded.append(AdapterLoaded(one.source.identity))
-            self._loading.remove(one)
+                loaded.append(AdapterLoaded(adapter.source.identity))
+            self._loading.remove(adapter)
         return loaded
 
-    def _take_in(self, one: LoadingAdapter) -> bool:
-        """Begin to read an adapter if there is room now, and take it in once it is read. Returns whether it is on the
+    def _load(self, adapter: LoadingAdapter) -> bool:
+        """Begin to read an adapter if there is room now, and register it once it is read. Returns whether it is on the
         host now. Raises its error if it has failed."""
         if self.adapters is None:
             raise RequestError("adapters need --enable-lora.")
-        if one.ready is None:
-            one.ready = self.adapters.want(one.source, self._adapters_in_use)
-        if one.ready is None or not one.ready.done():
+        if adapter.ready is None:
+            adapter.ready = self.adapters.start_reading(adapter.source, self._adapters_in_use)
+        if adapter.ready is None or not adapter.ready.done():
             return False
-        one.ready.result()
-        self.adapters.take_in(one.source.identity)
-        if one.pins:
-            self.adapters.pin(one.source.identity)
+        adapter.ready.result()
+        self.adapters.register(adapter.source.identity)
+        if adapter.pins:
+            self.adapters.pin(adapter.source.identity)
         return True
 
     def _add_adapter_stats(self, stats: EngineStats, adapters: AdapterLibrary) -> None:

@@ -20,7 +20,7 @@ class PendingRequest:
     media: list[Future[Any]] | None = None  # None: no media, or no room for their rows yet
 
     @property
-    def waits_for_room(self) -> bool:
+    def waits_for_adapter_room(self) -> bool:
         return self.request.adapter is not None and self.adapter is None
 
     @property
@@ -33,7 +33,7 @@ class PendingRequest:
 
     @property
     def is_ready(self) -> bool:
-        return not self.waits_for_room and not self.waits_for_media and all(future.done() for future in self.futures)
+        return not self.waits_for_adapter_room and not self.waits_for_media and all(future.done() for future in self.futures)
 
     @property
     def error(self) -> BaseException | None:
