@@ -20,7 +20,7 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.ops import Array, LayerKVCache, Ops
 from octavo.step_plan import BlockMoves
 
-_STAGE_BYTES = 64 << 20  # of each of two staging buffers on the device: one or two milliseconds of the bus
+_STAGING_BYTES = 64 << 20  # of each of two staging buffers on the device: one or two milliseconds of the bus
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -33,7 +33,7 @@ def block_bytes(cache: LayerKVCache) -> int:
 def staging_bytes(block_bytes: int, host_bytes: int) -> int:
     """Return the most device memory that a pool takes to move blocks to and from up to `host_bytes` of host memory: two
     staging buffers, and the blocks that are gathered for one of them."""
-    return 3 * max(block_bytes, min(_STAGE_BYTES, host_bytes)) if block_bytes and host_bytes else 0
+    return 3 * max(block_bytes, min(_STAGING_BYTES, host_bytes)) if block_bytes and host_bytes else 0
 
 
 def layer_cache(config: CacheConfig, device: Device, ops: Ops, spec: LayerCacheSpec, num_blocks: int) -> LayerKVCache:
@@ -78,7 +78,7 @@ class _PoolMover:
             num_bytes = sum(block_bytes(cache) for cache in caches)
             self._host = device.pinned([num_host_blocks, num_bytes], "uint8")
             self.host_arrays = [self._host]
-            num_staged = max(1, min(num_host_blocks, _STAGE_BYTES // num_bytes))
+            num_staged = max(1, min(num_host_blocks, _STAGING_BYTES // num_bytes))
             self._staging_buffers = [_StagingBuffer(device.zeros([num_staged, num_bytes], "uint8")) for _ in range(2)]
 
     def add(self, moves: BlockMoves) -> None:

@@ -27,7 +27,7 @@ from octavo.step_plan import Admission, StepPlan
 _NEVER = np.iinfo(np.int64).max
 
 
-class _Wish(NamedTuple):
+class _WantedAlignment(NamedTuple):
     """The wanted alignment of a row's prompt."""
 
     heads: list[tuple[int, int]]  # layer and head
@@ -39,7 +39,7 @@ class AlignmentPart(NamedTuple):
     """Tokens first .. end of a step, whose alignment is wanted; `is_last`: the prompt's last token is among them."""
 
     row: int
-    wish: _Wish
+    wanted: _WantedAlignment
     first: int
     end: int
     is_last: bool
@@ -59,7 +59,7 @@ class Alignment(NamedTuple):
         return [*found, b"".join(one.tobytes() for one in fetch(self.keys))] if self.keys else found
 
 
-class _Seen(NamedTuple):
+class _Medium(NamedTuple):
     """One medium of a row: from a position on, tokens see its rows first .. end of the row's blocks. Rows before belong
     to the media just before it."""
 
@@ -75,10 +75,10 @@ class CrossOutputs:
     right before it; steps start at these places."""
 
     def __init__(
-        self, found: MediaRows, groups: tuple[CacheGroup, ...], block_size: int, dtype: str, num_rows: int,
+        self, media_rows: MediaRows, groups: tuple[CacheGroup, ...], block_size: int, dtype: str, num_rows: int,
         most_exchanged: int,
     ) -> None:  # fmt: skip
-        self._found, self._dtype = found, np.dtype(dtype)
+        self._media_rows, self._dtype = media_rows, np.dtype(dtype)
         self._group = next(number for number, group in enumerate(groups) if group.spec.kind == "cross")
         self._block_size, num_tokens = block_size, groups[self._group].spec.num_tokens
         self._most_exchanged = most_exchanged  # rows of one exchange between workers
@@ -86,9 +86,9 @@ class CrossOutputs:
         self._lens = np.ones(num_rows, np.int32)  # number of rows that a row's tokens attend to
         self._starts = np.full(num_rows, _NEVER)  # position of its first token that sees something
         self._ahead: dict[
-            int, tuple[list[_Seen], list[int]]
+            int, tuple[list[_Medium], list[int]]
         ] = {}  # by table row: media still to come, and their blocks
-        self._wishes: dict[int, _Wish] = {}  # by row
+        self._wanted: dict[int, _WantedAlignment] = {}  # by row
         self._offsets = np.arange(num_tokens) % block_size
         self._blocks = np.arange(num_tokens) // block_size
 
@@ -110,7 +110,7 @@ class CrossOutputs:
             seen = passed[-1]
             self._lens[planned.row] = seen.end
             if seen.position == planned.num_computed:
-                rows = self._found.rows(seen.content_hash)
+                rows = self._media_rows.rows(seen.content_hash)
                 blocks = np.array(table, np.int64)[self._blocks[seen.first : seen.end]]
                 slots = blocks * self._block_size + self._offsets[seen.first : seen.end]
                 yield planned.row, rows.reshape(-1, rows.shape[-1]).astype(self._dtype), slots
@@ -130,13 +130,13 @@ class CrossOutputs:
                 end = 0
                 for item in run:
                     first, end = end, end + item.num_rows
-                    media.append(_Seen(item.position, first, end, item.content_hash))
+                    media.append(_Medium(item.position, first, end, item.content_hash))
             self._ahead[row] = media, admission.block_tables[self._group]
             self._starts[row] = media[0].position
-        self._wishes.pop(admission.row, None)
+        self._wanted.pop(admission.row, None)
         num_prompt, heads = admission.num_prompt_tokens, admission.params.alignment_heads
         if heads and len(admission.token_ids) == num_prompt:
-            self._wishes[admission.row] = _Wish(heads, num_prompt, admission.block_tables[self._group])
+            self._wanted[admission.row] = _WantedAlignment(heads, num_prompt, admission.block_tables[self._group])
 
     def gather(self, plan: StepPlan, row_of: NDArray[np.int64], into: StepArrays[NDArray[Any]]) -> None:
         """Fill in the cross-attention arrays of a step whose positions are gathered; `row_of` are the table rows of its
@@ -150,11 +150,11 @@ class CrossOutputs:
         """Return the prompt tokens of a step whose alignment is wanted."""
         found = []
         end = 0
-        for planned in plan.rows if self._wishes else ():
+        for planned in plan.rows if self._wanted else ():
             first, end = end, end + planned.num_tokens
-            if (wish := self._wishes.get(planned.row)) is not None:
-                is_last = planned.num_computed + planned.num_tokens >= wish.num_prompt_tokens
-                found.append(AlignmentPart(planned.row, wish, first, end, is_last))
+            if (wanted := self._wanted.get(planned.row)) is not None:
+                is_last = planned.num_computed + planned.num_tokens >= wanted.num_prompt_tokens
+                found.append(AlignmentPart(planned.row, wanted, first, end, is_last))
         return found
 
     def note_submitted(self, plan: StepPlan, parts: Sequence[AlignmentPart]) -> None:
@@ -165,7 +165,7 @@ class CrossOutputs:
                 del self._ahead[planned.row]
         for part in parts:
             if part.is_last:
-                del self._wishes[part.row]
+                del self._wanted[part.row]
 
     @contextmanager
     def keeping_queries(self, model: CrossModel) -> Iterator[None]:
@@ -196,17 +196,17 @@ class CrossOutputs:
         """Return, by row, the alignment of the step's tokens. All workers call it, with the same parts."""
         layers = model.cross_layers
         found: dict[int, Alignment] = {}
-        for row, wish, first, end, is_last in parts:
-            queries: list[Any] = [layers[layer][0].query for layer, _ in wish.heads]
+        for row, wanted, first, end, is_last in parts:
+            queries: list[Any] = [layers[layer][0].query for layer, _ in wanted.heads]
             keys: list[Any] = []
             if is_last:
                 found_keys: dict[tuple[int, int], Any] = {}
-                for number in dict.fromkeys(number for number, _ in wish.heads):
-                    (cross, cache), heads = layers[number], [head for other, head in wish.heads if other == number]
-                    of_layer: Any = cross.keys(caches[cache], wish.blocks, heads, self._most_exchanged)
+                for number in dict.fromkeys(number for number, _ in wanted.heads):
+                    (cross, cache), heads = layers[number], [head for other, head in wanted.heads if other == number]
+                    of_layer: Any = cross.keys(caches[cache], wanted.blocks, heads, self._most_exchanged)
                     found_keys |= {(number, head): of_layer[i : i + 1] for i, head in enumerate(heads)}
-                keys = [found_keys[wished] for wished in wish.heads]
-            pairs = zip(queries, wish.heads, strict=True)
+                keys = [found_keys[pair] for pair in wanted.heads]
+            pairs = zip(queries, wanted.heads, strict=True)
             found[row] = Alignment(
                 [query[first:end, head] for query, (_, head) in pairs], [one[:, : self.num_tokens] for one in keys]
             )

@@ -92,7 +92,8 @@ class DummySteps:
         clear(arrays, self._runner.padding)
         arrays.query_start_loc[:] = np.linspace(0, shape.tokens, shape.seqs + 1).astype(np.int32)
         arrays.seq_lens[:] = np.diff(arrays.query_start_loc)
-        arrays.slot_mapping[self._runner.sequence_table.state_groups] = 0  # a state needs a block, and none is in use yet
+        # A state needs a block, and none is in use yet.
+        arrays.slot_mapping[self._runner.sequence_table.state_groups] = 0
         arrays.temperature[:] = arrays.top_p[:] = arrays.min_p[:] = 1
 
     def _compute(self, inputs: StepArrays[Array], num_samples: int) -> None:

@@ -122,17 +122,17 @@ class LocalExecutor:
         """Compute the rows of a request's media. Plans may admit sequences with them when the futures are done and
         while their hashes are in `in_use()`, which is called only if room is short. Returns None if there is no room
         beside those in use."""
-        assert self.worker.media is not None, "media are not served"
-        return self.worker.media.prepare(media, in_use)
+        assert self.worker.tower_cache is not None, "media are not served"
+        return self.worker.tower_cache.prepare(media, in_use)
 
     def makes_media(self) -> bool:
         """Return whether a tower computes now."""
-        return self.worker.media is not None and self.worker.media.is_making
+        return self.worker.tower_cache is not None and self.worker.tower_cache.is_making
 
     def take_media_stats(self) -> tuple[int, int, float]:
         """Return, since the last call: media looked up, media found, and the tower's seconds for the others."""
-        assert self.worker.media is not None, "media are not served"
-        return self.worker.media.take_stats()
+        assert self.worker.tower_cache is not None, "media are not served"
+        return self.worker.tower_cache.take_stats()
 
     def forget_adapter(self, identity: str) -> None:
         """Free an adapter's memory on the host."""
@@ -169,7 +169,7 @@ class MultiprocExecutor(LocalExecutor):
         self.other_nodes = self.worker_group.other_nodes
 
     def submit(self, plan: StepPlan) -> PendingStep:
-        media, rows = self.worker.media, dict[bytes, NDArray[np.float32]]()
+        media, rows = self.worker.tower_cache, dict[bytes, NDArray[np.float32]]()
         hashes = {item.content_hash for admission in plan.admissions for item in admission.media}
         if media is not None and hashes:
             rows = {content_hash: media.rows(content_hash) for content_hash in hashes}

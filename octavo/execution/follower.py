@@ -32,7 +32,7 @@ from octavo.execution.worker_messages import (
     ForgetAdapter,
     MoveBlocks,
     Number,
-    PictureRows,
+    TowerRows,
     Plan,
     PrepareAdapter,
     ReadBlocks,
@@ -94,8 +94,8 @@ def _run(leader: Connection, args: FollowerArgs) -> None:
                 step = steps.popleft()
                 step.take_tokens(sampled.tokens)
                 step.result()
-            case PictureRows() as pictures:
-                executor.worker.take_rows(pictures.rows)
+            case TowerRows() as media:
+                executor.worker.take_rows(media.rows)
             case PrepareAdapter(source):
                 executor.prepare_adapter(source).add_done_callback(partial(worker_group.tell_read, source.identity))
             case ForgetAdapter(identity):

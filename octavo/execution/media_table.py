@@ -32,8 +32,8 @@ class MediaRows(Protocol):
 class MediaTable:
     """The media of the running sequences, by table row."""
 
-    def __init__(self, found: MediaRows, description: ModelDescription, num_rows: int) -> None:
-        self._found, self._has_axes, self._sees_ahead = found, description.has_axes, description.sees_ahead
+    def __init__(self, media_rows: MediaRows, description: ModelDescription, num_rows: int) -> None:
+        self._media_rows, self._has_axes, self._sees_ahead = media_rows, description.has_axes, description.sees_ahead
         self._stand_in = description.media_stand_in
         self._items: dict[int, tuple[MediaItem, ...]] = {}
         self._positions: dict[int, NDArray[np.int64]] = {}  # [3, tokens up to the end of the last picture]
@@ -74,7 +74,7 @@ class MediaTable:
         count = 0
         for item, first, begin, end in self._parts(plan):
             size = end - begin
-            into.media_rows[:, count : count + size] = self._found.rows(item.content_hash)[:, begin:end]
+            into.media_rows[:, count : count + size] = self._media_rows.rows(item.content_hash)[:, begin:end]
             into.media_indices[first : first + size] = np.arange(count, count + size)
             if self._stand_in is not None:
                 into.token_ids[first : first + size] = self._stand_in

@@ -39,7 +39,7 @@ class PromptPart:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _WantedLogprobs:
     num_top: int
     num_prompt_tokens: int
 
@@ -48,35 +48,35 @@ class PromptLogprobs:
     """The rows that want log-probabilities of their prompts."""
 
     def __init__(self) -> None:
-        self._wishes: dict[int, _Wish] = {}  # by row
+        self._wanted: dict[int, _WantedLogprobs] = {}  # by row
 
     def admit(self, admission: Admission) -> None:
         """Note a new sequence. If it has output tokens, nothing is left to measure: its prompt was measured before a
         preemption."""
-        self._wishes.pop(admission.row, None)
+        self._wanted.pop(admission.row, None)
         num_top, num_prompt = admission.params.prompt_logprobs, admission.num_prompt_tokens
         if num_top is not None and len(admission.token_ids) <= num_prompt:
-            self._wishes[admission.row] = _Wish(num_top, num_prompt)
+            self._wanted[admission.row] = _WantedLogprobs(num_top, num_prompt)
 
     def parts(self, plan: StepPlan, tokens: NDArray[np.int32]) -> list[PromptPart]:
         """Return the prompt tokens that a step's tokens predict, for each row that wants them; `tokens` are those of
         all rows."""
         found: list[PromptPart] = []
         start = 0
-        for planned in plan.rows if self._wishes else ():
+        for planned in plan.rows if self._wanted else ():
             row, computed = planned.row, planned.num_computed
             first, start = start, start + planned.num_tokens
-            if (wish := self._wishes.get(row)) is None:
+            if (wanted := self._wanted.get(row)) is None:
                 continue
-            end = min(computed + planned.num_tokens, wish.num_prompt_tokens - 1)
+            end = min(computed + planned.num_tokens, wanted.num_prompt_tokens - 1)
             if end > computed:
                 predicted = tokens[row, computed + 1 : end + 1].astype(np.int64)
-                found.append(PromptPart(row, first, predicted, wish.num_top))
+                found.append(PromptPart(row, first, predicted, wanted.num_top))
         return found
 
     def forget(self, plan: StepPlan) -> None:
         """Forget the prompts that end with a submitted plan."""
-        for planned in plan.rows if self._wishes else ():
-            wish = self._wishes.get(planned.row)
-            if wish is not None and planned.num_computed + planned.num_tokens >= wish.num_prompt_tokens:
-                del self._wishes[planned.row]
+        for planned in plan.rows if self._wanted else ():
+            wanted = self._wanted.get(planned.row)
+            if wanted is not None and planned.num_computed + planned.num_tokens >= wanted.num_prompt_tokens:
+                del self._wanted[planned.row]

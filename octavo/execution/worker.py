@@ -87,7 +87,7 @@ class Worker:
         self.grammars = GrammarCompiler(model_config.checkpoint, model.vocab_size)
         self.adapters: AdapterStore | None = None
         runner_adapters = None if adapted is None else self._make_adapter_store(model, adapted, phases)
-        self.media: TowerCache | None = None
+        self.tower_cache: TowerCache | None = None
         self._largest_media: Callable[[], list[MediaInput]]  # the largest media that the tower may get
         self._received: ReceivedRows | None = None
         self._media_table: MediaTable | None = None
@@ -160,7 +160,7 @@ class Worker:
             from octavo.multimodal.model_processor import MediaProcessor
 
             tower = Tower(media.folder, media.kind, media.row_multiplier, *self._tower_device)
-            rows = self.media = TowerCache(tower, media.cache_tokens)
+            rows = self.tower_cache = TowerCache(tower, media.cache_tokens)
             if worker_group.worker_rank.num_stages > 1:
                 # With stages, a step may be computed after its requests have ended, when their rows would be forgotten.
                 rows = self._received = ReceivedRows()
@@ -184,7 +184,7 @@ class Worker:
         from octavo.multimodal.speech_encoder import SpeechEncoder
 
         encoder = SpeechEncoder(sound.folder, *self._tower_device)
-        self.media = TowerCache(encoder, sound.cache_tokens)
+        self.tower_cache = TowerCache(encoder, sound.cache_tokens)
         self._largest_media = lambda: [encoder.example()]
         phases.end("encoder")
 
@@ -196,7 +196,7 @@ class Worker:
 
         rows: MediaRows
         if self._worker_group.is_leader:
-            rows = self.media = TowerCache(BroughtRows(embeds.multiplier), embeds.cache_tokens)
+            rows = self.tower_cache = TowerCache(BroughtRows(embeds.multiplier), embeds.cache_tokens)
             self._largest_media = lambda: []
         if not self._worker_group.is_leader or self._worker_group.worker_rank.num_stages > 1:
             rows = self._received = ReceivedRows()
@@ -206,7 +206,7 @@ class Worker:
         """Make the table of encoder outputs, for a model with cross attention; otherwise return None."""
         if not self._description.num_cross_tokens:
             return None
-        rows: MediaRows | None = self._received or self.media
+        rows: MediaRows | None = self._received or self.tower_cache
         if rows is None:  # --language-model-only: there is no tower, and there are no rows
             from octavo.multimodal.tower import ReceivedRows
 
@@ -355,7 +355,7 @@ class Worker:
         sizes = own_sizes  # the first worker's sizes decide the number of blocks, because draft models share them
         if self._worker_group.worker_rank.num_stages > 1:
             sizes = [max(pair) for pair in zip(own_sizes, self._largest_blocks(), strict=True)]
-        self._use(small, [0] * len(small))
+        self._use_caches(small, [0] * len(small))
         other_bytes = sum(runner.capture_memory_bytes for runner in self._runners if self._captures(runner))
         other_bytes += self._tower_bytes()
         if not device.shares_memory:
@@ -379,7 +379,7 @@ class Worker:
         host_bytes, on_host = sum(map(mul, self.num_host_blocks, own_sizes)), self._worker_group.worker_rank.on_host
         capacity.check_host_memory(config, host_bytes, self.cache_bytes if device.shares_memory else 0, on_host.size)
         config = config.with_max_model_len(self.max_model_len)
-        self._use(self._caches(self.num_blocks), self.num_host_blocks)
+        self._use_caches(self._caches(self.num_blocks), self.num_host_blocks)
         phases.end("KV cache")
         capacity.log_capacity(config, self.groups, self.cache_bytes, self.num_blocks, self.num_host_blocks)
         if device.shares_memory and config.cache.gpu_memory_utilization != EngineArgs.gpu_memory_utilization:
@@ -390,7 +390,7 @@ class Worker:
 
     def _tower_bytes(self) -> int:
         """Return the device memory that a tower takes, beside its weights, for the largest medium."""
-        tower = self.media
+        tower = self.tower_cache
         if self._device.shares_memory or tower is None:
             return 0
         return max((self._device.peak_bytes(partial(tower.try_out, one)) for one in self._largest_media()), default=0)
@@ -507,7 +507,7 @@ class Worker:
         config = config if dtype is None else replace(config, dtype=dtype)
         return layer_cache(config, self._device, self._ops, spec, num_blocks)
 
-    def _use(self, caches: list[list[LayerKVCache]], num_host_blocks: Sequence[int]) -> None:
+    def _use_caches(self, caches: list[list[LayerKVCache]], num_host_blocks: Sequence[int]) -> None:
         by_layer: dict[int, LayerKVCache] = {}
         own = self._own_layers
         for group in self.groups:

@@ -42,7 +42,7 @@ from octavo.execution.worker_messages import (
     MoveBlocks,
     Number,
     Offer,
-    PictureRows,
+    TowerRows,
     Plan,
     PrepareAdapter,
     ReadBlocks,
@@ -225,7 +225,7 @@ class Leader(WorkerGroup):
         self.stage_links.hang_up()
 
     def send_rows(self, rows: dict[bytes, NDArray[np.float32]]) -> None:
-        self._tell(PictureRows.of(rows))
+        self._tell(TowerRows.of(rows))
 
     def send_plan(self, plan: StepPlan) -> None:
         """Send a plan, without sampling parameters, to the other workers, which do not need them."""
@@ -356,11 +356,11 @@ class Follower(WorkerGroup):
 
     is_leader = False
 
-    def __init__(self, leader: Connection, orders: FollowerArgs) -> None:
-        self.worker_rank, self.memory, self.memory_bytes = orders.worker_rank, orders.memory, orders.memory_bytes
+    def __init__(self, leader: Connection, args: FollowerArgs) -> None:
+        self.worker_rank, self.memory, self.memory_bytes = args.worker_rank, args.memory, args.memory_bytes
         self._leader = leader
         self._answering = threading.Lock()  # threads that read adapters answer too
-        self.stage_links = orders.ends.open(self.connections)
+        self.stage_links = args.ends.open(self.connections)
 
     @property
     def connections(self) -> list[int]:

@@ -56,13 +56,13 @@ class SampledTokens(msgspec.Struct, tag="tokens"):
         return np.frombuffer(self.values, np.int64)
 
 
-class PictureRows(msgspec.Struct, tag="rows"):
+class TowerRows(msgspec.Struct, tag="rows"):
     """The rows of the next plan's media, by content hash."""
 
     values: dict[bytes, tuple[tuple[int, ...], bytes]]  # shape, and float32
 
     @classmethod
-    def of(cls, rows: dict[bytes, NDArray[np.float32]]) -> PictureRows:
+    def of(cls, rows: dict[bytes, NDArray[np.float32]]) -> TowerRows:
         """Make the message of rows [parts, tokens, H] by content hash."""
         return cls({key: (of_one.shape, of_one.tobytes()) for key, of_one in rows.items()})
 
@@ -143,7 +143,7 @@ class BlockContents(msgspec.Struct, tag="contents"):
 
 
 ToFollower = (
-    Number | AgreedSizes | Plan | SampledTokens | PictureRows | PrepareAdapter | ForgetAdapter | ReleaseCache
+    Number | AgreedSizes | Plan | SampledTokens | TowerRows | PrepareAdapter | ForgetAdapter | ReleaseCache
     | MoveBlocks | ReadBlocks | WriteBlocks
 )  # fmt: skip
 ToLeader = Number | MemoryOffer | WorkerReady | CannotStart | AdapterRead | BlockContents

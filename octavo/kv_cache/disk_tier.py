@@ -116,7 +116,7 @@ class DiskTier:
         clock: Callable[[], float] = time.monotonic,
         host_tier: HostTier | None = None,
     ) -> None:
-        self.files, self._memory, self._cache, self._cost, self._clock = files, memory, cache, cost, clock
+        self.files, self._memory, self._cache, self._clock = files, memory, cache, clock
         self._host_tier = host_tier
         self.pools = cache.pools if host_tier is None else cache.host_pools  # in the host's memory
         self.pools_or_disk = [_PoolOrDisk(self, pool) for pool in range(len(self.pools))]

@@ -46,7 +46,7 @@ def generate(llm: LLM, *prompts: dict[str, Any], params: SamplingParams = GREEDY
 
 
 def tower(llm: LLM) -> TowerCache:
-    media = llm.core.executor.worker.media  # type: ignore[attr-defined]
+    media = llm.core.executor.worker.tower_cache  # type: ignore[attr-defined]
     assert isinstance(media, TowerCache)
     return media
 

@@ -90,8 +90,8 @@ def test_preempted_it_hears_the_same_again(whisper: Path, start: list[int], mode
     for one, other in zip(alone, together, strict=True):
         assert one.outputs[0].logprobs == other.outputs[0].logprobs
     executor = crowded.core.executor
-    assert isinstance(executor, LocalExecutor) and executor.worker.media is not None
-    assert executor.worker.media.num_runs == 3  # of the encoder
+    assert isinstance(executor, LocalExecutor) and executor.worker.tower_cache is not None
+    assert executor.worker.tower_cache.num_runs == 3  # of the encoder
     crowded.close()
 
 
