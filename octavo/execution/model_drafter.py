@@ -31,8 +31,8 @@ from octavo.step_plan import NewBlock, PlannedRow, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
-# Steps in flight whose tokens are not fetched yet. A runner has buffers for two steps.
-_MOST_UNDER_WAY = 2
+# Steps in flight whose tokens are not fetched yet. A runner has staging buffers for these, and one to write.
+_MOST_IN_FLIGHT = 2
 
 
 class DraftBatch(NamedTuple):
@@ -65,49 +65,60 @@ class ModelDrafter:
     def draft(self, plan: StepPlan) -> DraftBatch:
         """Compute the tokens of the plan's rows that the draft model lacks, and make the draft tokens that rows ask
         for, if there is enough memory."""
-        changes = self._take_in(plan)
-        wanting = [planned for planned in plan.rows if planned.wants_drafts]
-        budget = self._runner.max_step_tokens
-        first: list[PlannedRow] = []
-        ready: list[PlannedRow] = []  # rows that ask for draft tokens and lack nothing
+        # 1. Apply the plan's updates.
+        changes = self._apply_updates(plan)
+        # 2. Choose the rows that compute what the draft model lacks.
+        rows, ready, caught_up = self._choose_rows(plan)
+        made: dict[int, list[int]] = {planned.row: [] for planned in ready}
+        if not rows:
+            self._runner.resend_block_tables_later(changes)
+        else:
+            # 3. Compute these rows, and make the draft tokens.
+            try:
+                self._run(replace(changes, rows=rows), ready, made)
+            except DeviceMemoryError as e:
+                numbers = [planned.row for planned in rows]
+                self._num_drafted[numbers] = self._num_filled[numbers]
+                logger.debug("no draft tokens are made: %s", e)
+            else:
+                for planned in rows:  # blocks may be saved, or shared, before the next plan
+                    self._note_filled(planned.row, planned.num_computed + planned.num_tokens)
+        return DraftBatch(
+            {planned.row: made.get(planned.row, []) for planned in plan.rows if planned.wants_drafts}, caught_up
+        )
+
+    def _choose_rows(self, plan: StepPlan) -> tuple[list[PlannedRow], list[PlannedRow], bool]:
+        """Return the rows of the draft model's next step, within its token budget; the plan's rows whose first draft
+        token this step samples; and whether the draft model catches up."""
+        rows: list[PlannedRow] = []
+        ready: list[PlannedRow] = []
         caught_up = False
-        for planned in wanting:
-            num_lacking = self._num_lacking(planned)
-            if planned.num_computed + planned.num_tokens > self._max_len:
+        budget = self._runner.max_step_tokens
+        # 1. Rows that ask for draft tokens.
+        for planned in plan.rows:
+            if not planned.wants_drafts or planned.num_computed + planned.num_tokens > self._max_len:
                 continue
+            num_lacking = self._num_lacking(planned)
             num_tokens = min(num_lacking, budget)
             budget -= num_tokens
             if num_tokens == num_lacking:
                 ready.append(planned)
             caught_up |= num_lacking > len(planned.draft_tokens) + 1  # more than one step can have added
             if num_tokens > 0:
-                first.append(self._next(planned, num_tokens, num_tokens == num_lacking))
-        if plan.drafts_prompts:
-            for planned in plan.rows:
-                if not planned.draft_tokens and (planned.num_tokens > 1 or not planned.num_sampled_positions):
-                    num_tokens = max(0, min(self._num_lacking(planned), budget))
-                    budget -= num_tokens
-                    if num_tokens:
-                        first.append(self._next(planned, num_tokens, False))
-        found: dict[int, list[int]] = {planned.row: [] for planned in ready}
-        if first:
-            try:
-                self._run(replace(changes, rows=first), ready, found)
-            except DeviceMemoryError as e:
-                rows = [planned.row for planned in first]
-                self._num_drafted[rows] = self._num_filled[rows]
-                logger.debug("no tokens are guessed: %s", e)
-            else:
-                for planned in first:  # blocks may be saved, or shared, before the next plan
-                    self._note_filled(planned.row, planned.num_computed + planned.num_tokens)
-        else:
-            self._runner.resend_block_tables_later(changes)
-        return DraftBatch({planned.row: found.get(planned.row, []) for planned in wanting}, caught_up)
+                rows.append(self._next(planned, num_tokens, num_tokens == num_lacking))
+        # 2. Parts of prompts.
+        for planned in plan.rows if plan.drafts_prompts else ():
+            if not planned.draft_tokens and (planned.num_tokens > 1 or not planned.num_sampled_positions):
+                num_tokens = max(0, min(self._num_lacking(planned), budget))
+                budget -= num_tokens
+                if num_tokens:
+                    rows.append(self._next(planned, num_tokens, False))
+        return rows, ready, caught_up
 
     def observe(self, plan: StepPlan, step: SubmittedStep, result: StepResult) -> None:
         """Do nothing: the next plan shows which draft tokens were accepted."""
 
-    def _take_in(self, plan: StepPlan) -> StepPlan:
+    def _apply_updates(self, plan: StepPlan) -> StepPlan:
         """Apply the plan's updates that concern the draft, and return them as a plan without rows."""
         table = self._runner.sequence_table
         changes = changes_of(plan, self._group, len(table.blocks), state_groups=table.state_groups)
@@ -156,23 +167,23 @@ class ModelDrafter:
         self._runner.sequence_table.num_known[planned.row] = num_drafted + num_tokens
         return PlannedRow(planned.row, num_drafted, num_tokens, int(is_sampled))
 
-    def _run(self, plan: StepPlan, ready: list[PlannedRow], found: dict[int, list[int]]) -> None:
+    def _run(self, plan: StepPlan, ready: list[PlannedRow], made: dict[int, list[int]]) -> None:
         """Compute a plan that samples the first draft token of each row of `ready`, then the rows' next draft tokens
-        one by one. Appends them to `found`."""
-        under_way: deque[tuple[list[PlannedRow], SubmittedStep]] = deque()
+        one by one. Appends them to `made`."""
+        in_flight: deque[tuple[list[PlannedRow], SubmittedStep]] = deque()
 
         def collect() -> None:
-            rows, step = under_way.popleft()
+            rows, step = in_flight.popleft()
             sampled = [planned.row for planned in rows if planned.num_sampled_positions]
             for row, token in zip(sampled, step.result().tokens, strict=True):
-                found[row].append(token if token < self._vocab_size else 0)
+                made[row].append(token if token < self._vocab_size else 0)
 
         num_drafted = 1
         if self._states is not None:
             self._states.use_right()
         while plan.rows:
-            under_way.append((plan.rows, self._runner.launch(plan)))
-            while len(under_way) >= (_MOST_UNDER_WAY if self._runner.device.runs_ahead else 1):
+            in_flight.append((plan.rows, self._runner.launch(plan)))
+            while len(in_flight) >= (_MOST_IN_FLIGHT if self._runner.device.runs_ahead else 1):
                 collect()
             plan = StepPlan()
             for planned in ready:
@@ -183,7 +194,7 @@ class ModelDrafter:
             if num_drafted == 1 and self._states is not None and plan.rows:
                 self._states.use_copies([planned.row for planned in plan.rows])
             num_drafted += 1
-        while under_way:
+        while in_flight:
             collect()
 
 
