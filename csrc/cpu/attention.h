@@ -17,7 +17,7 @@ namespace {
 // Reads tiles and queries as they lie. Latent attention has views of its own (latent.h).
 template <class E>
 struct StoredView {
-    const Head<E>& head;
+    const KvHead<E>& head;
 
     const TileRefs<E>& tile(const TileRefs<E>& refs, int) { return refs; }
     const typename E::T* query(const AttentionArgs& a, int64_t token, int64_t head_number, int) {
@@ -28,7 +28,7 @@ struct StoredView {
 // Attends all rows of a task to the keys of one partition, from nothing. `after` is the tile to fetch during the
 // partition's last tile.
 template <class E, class View>
-void attend_partition(const Head<E>& h, View& view, Rows<E>& rows, int partition, const TileRefs<E>& after) {
+void attend_partition(const KvHead<E>& h, View& view, Rows<E>& rows, int partition, const TileRefs<E>& after) {
     int first = rows.first[0], last = rows.last[0];
     for (int r = 0; r < rows.count; ++r) {
         first = min_of(first, rows.first[r]);
@@ -41,9 +41,9 @@ void attend_partition(const Head<E>& h, View& view, Rows<E>& rows, int partition
     last = min_of(last, partition_begin(partition + 1) - 1);
 #ifdef OCTAVO_AMX
     if constexpr (__is_same(E, PlainBf16)) {
-        if (rows.sees_alike && h.steps % kTileMaxRows == 0) {
+        if (rows.see_all_keys && h.steps % kTileMaxRows == 0) {
             for (int r = 0; r < rows.count; r += kTileMaxRows) {
-                attend_by_tiles(h, rows, r, min_of(rows.count - r, kTileMaxRows), first, last);
+                attend_by_amx(h, rows, r, min_of(rows.count - r, kTileMaxRows), first, last);
             }
             return;
         }
@@ -148,10 +148,10 @@ void write_rows(const AttentionArgs& a, const AttentionTask& task, int kv_head, 
 
 // Returns where the keys and values of a task's sequence and of one key/value head lie.
 template <class E>
-Head<E> find_head(const AttentionArgs& a, const AttentionTask& task, int kv_head) {
+KvHead<E> find_head(const AttentionArgs& a, const AttentionTask& task, int kv_head) {
     using Cached = typename E::Cached;
     const int64_t padded = padded_size(a.value_size);
-    Head<E> h;
+    KvHead<E> h;
     const int64_t key_size = a.rotated_query ? a.rotated_size : a.head_size;
     h.steps = static_cast<int32_t>(key_size / E::kStep);
     h.block_size = a.block_size;
@@ -184,25 +184,21 @@ inline int last_key(const AttentionArgs& a, const AttentionTask& task, int token
 template <class E>
 void find_first_tile(const AttentionArgs& a, int64_t task_number, TileRefs<E>& refs) {
     const AttentionTask& task = a.schedule->tasks[task_number / a.kv_heads];
-    const Head<E> h = find_head<E>(a, task, static_cast<int>(task_number % a.kv_heads));
+    const KvHead<E> h = find_head<E>(a, task, static_cast<int>(task_number % a.kv_heads));
     const int ratio = a.query_heads / a.kv_heads;
     const int first = max_of(first_key(a, task, task.row_begin / ratio), partition_begin(task.part_begin));
     const int last = last_key(a, task, (task.row_end - 1) / ratio);
     find_tile(h, first / kKeyTile * kKeyTile, first, last, refs);
 }
 
-template <class E, template <class> class View>
-void attention_task(const AttentionArgs& a, int64_t task_number) {
-    const AttentionSchedule& schedule = *a.schedule;
-    const AttentionTask& task = schedule.tasks[task_number / a.kv_heads];
-    const int kv_head = static_cast<int>(task_number % a.kv_heads);
+// Sets what a task's rows need before they meet keys: their queries, the keys that they see, and how scores become
+// weights.
+template <class E, class View>
+void prepare_rows(const AttentionArgs& a, const AttentionTask& task, int kv_head, View& view, Rows<E>& rows) {
     const int ratio = a.query_heads / a.kv_heads;
-    const Head<E> h = find_head<E>(a, task, kv_head);
-    View<E> view{h};
-    Rows<E> rows;
     rows.count = task.row_end - task.row_begin;
-    rows.padded = h.value_stride / E::kStep;
-    rows.sees_alike = a.bidirectional && a.window == 0 && !a.key_ends;
+    rows.padded = padded_size(a.value_size);
+    rows.see_all_keys = a.bidirectional && a.window == 0 && !a.key_ends;
     rows.adjusts = a.softcap > 0.0f || a.slopes || a.biases;
     rows.scale = a.scale;
     rows.softcap = a.softcap;
@@ -220,28 +216,34 @@ void attention_task(const AttentionArgs& a, int64_t task_number) {
         }
         rows.query[r] = prepare(E{}, rows, r, view.query(a, task.first_token + token, head, r), a.head_size);
     }
-    TileRefs<E> after;
-    find_first_tile(a, min_of(task_number + 1, schedule.num_tasks - 1), after);
+}
 
-    if (task.split >= 0) {
-        const AttentionSplit& split = schedule.splits[task.split];
-        for (int p = task.part_begin; p < task.part_end; ++p) {
-            attend_partition(h, view, rows, p, after);
-            take_partials(rows, partials_at(schedule, split, kv_head, p, rows.padded));
-        }
-        // The last of the tasks that share these rows merges all partitions, and resets the counter for the next call.
-        int32_t* remaining = schedule.remaining + static_cast<int64_t>(task.split) * a.kv_heads + kv_head;
-        if (__atomic_sub_fetch(remaining, 1, __ATOMIC_ACQ_REL) != 0) return;
-        *remaining = split.num_tasks;
-        const Partials total = partials_at(schedule, split, kv_head, split.part_begin, rows.padded);
-        for (int p = split.part_begin + 1; p < split.part_begin + split.num_parts; ++p) {
-            const Partials part = partials_at(schedule, split, kv_head, p, rows.padded);
-            merge<E>(total, part, rows.count, rows.padded, rows.exponent);
-        }
-        write_rows(a, task, kv_head, rows, total);
-        return;
+// Attends a task's rows, which other tasks share, to the task's partitions. The last of these tasks merges all
+// partitions, writes the rows, and resets the counter for the next call.
+template <class E, class View>
+void attend_split(const AttentionArgs& a, const AttentionTask& task, int kv_head, const KvHead<E>& h, View& view,
+                  Rows<E>& rows, const TileRefs<E>& after) {
+    const AttentionSchedule& schedule = *a.schedule;
+    const AttentionSplit& split = schedule.splits[task.split];
+    for (int p = task.part_begin; p < task.part_end; ++p) {
+        attend_partition(h, view, rows, p, after);
+        take_partials(rows, partials_at(schedule, split, kv_head, p, rows.padded));
     }
+    int32_t* remaining = schedule.remaining + static_cast<int64_t>(task.split) * a.kv_heads + kv_head;
+    if (__atomic_sub_fetch(remaining, 1, __ATOMIC_ACQ_REL) != 0) return;
+    *remaining = split.num_tasks;
+    const Partials total = partials_at(schedule, split, kv_head, split.part_begin, rows.padded);
+    for (int p = split.part_begin + 1; p < split.part_begin + split.num_parts; ++p) {
+        const Partials part = partials_at(schedule, split, kv_head, p, rows.padded);
+        merge<E>(total, part, rows.count, rows.padded, rows.exponent);
+    }
+    write_rows(a, task, kv_head, rows, total);
+}
 
+// Attends a task's rows to all partitions, and writes the rows.
+template <class E, class View>
+void attend_whole(const AttentionArgs& a, const AttentionTask& task, int kv_head, const KvHead<E>& h, View& view,
+                  Rows<E>& rows, const TileRefs<E>& after) {
     alignas(64) float total_out[kQueryRows * kMaxHeadSize];
     float max[2][kQueryRows], sum[2][kQueryRows];
     const Partials part{max[0], sum[0], rows.out};
@@ -256,6 +258,24 @@ void attention_task(const AttentionArgs& a, int64_t task_number) {
         }
     }
     write_rows(a, task, kv_head, rows, total);
+}
+
+template <class E, template <class> class View>
+void attention_task(const AttentionArgs& a, int64_t task_number) {
+    const AttentionSchedule& schedule = *a.schedule;
+    const AttentionTask& task = schedule.tasks[task_number / a.kv_heads];
+    const int kv_head = static_cast<int>(task_number % a.kv_heads);
+    const KvHead<E> h = find_head<E>(a, task, kv_head);
+    View<E> view{h};
+    Rows<E> rows;
+    prepare_rows(a, task, kv_head, view, rows);
+    TileRefs<E> after;
+    find_first_tile(a, min_of(task_number + 1, schedule.num_tasks - 1), after);
+    if (task.split >= 0) {
+        attend_split(a, task, kv_head, h, view, rows, after);
+    } else {
+        attend_whole(a, task, kv_head, h, view, rows, after);
+    }
 }
 
 void attention(const void* args, int64_t task) {

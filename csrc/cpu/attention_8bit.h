@@ -81,7 +81,7 @@ struct KeyVectors {
     int64_t stride;
     bool in_halves;
 
-    KeyVectors(const Head<C>& h, const TileRefs<C>& refs, int vec) {
+    KeyVectors(const KvHead<C>& h, const TileRefs<C>& refs, int vec) {
         stride = static_cast<int64_t>(h.block_size) * C::kStep;
         in_halves = h.block_size < kLanes;
         for (int v = 0; v < V; ++v) {
@@ -176,7 +176,7 @@ inline void multiply_keys(Float8Cache<E, kMantissa>, const Rows<Float8Cache<E, k
 
 // Scores R rows against vectors [vec, vec + V) of a tile's keys, into scores [R][kKeyTile].
 template <class C, int R, int V>
-inline void score_bytes(const Head<C>& h, const TileRefs<C>& refs, const Rows<C>& rows, int row, int vec,
+inline void score_bytes(const KvHead<C>& h, const TileRefs<C>& refs, const Rows<C>& rows, int row, int vec,
                         const float* key_scales, float* scores) {
     const KeyVectors<C, V> k(h, refs, vec);
     Vec products[R][V];
@@ -197,7 +197,7 @@ inline void score_bytes(const Head<C>& h, const TileRefs<C>& refs, const Rows<C>
 
 // Finds the scales of keys and values in vectors [begin, end) of a tile.
 template <class C>
-inline void find_scales(const Head<C>& h, const TileRefs<C>& refs, int begin, int end, float* of_keys,
+inline void find_scales(const KvHead<C>& h, const TileRefs<C>& refs, int begin, int end, float* of_keys,
                         float* of_values) {
     for (int vec = begin; vec < end; ++vec) {
         const KeyVectors<C, 1> k(h, refs, vec);
@@ -329,11 +329,11 @@ inline void multiply_values(const TileWeights<Float8Cache<E, kMantissa>, R>& w, 
     }
 }
 
-// Computes out[r] = shrink[r] * out[r] + weights[r] . values for V vectors of columns, over keys [begin, end), four at
+// Computes out[r] = rescale[r] * out[r] + weights[r] . values for V vectors of columns, over keys [begin, end), four at
 // a time.
 template <class C, int R, int V>
-inline void add_byte_vectors(const Head<C>& h, const TileRefs<C>& refs, const TileWeights<C, R>& weights, int begin,
-                             int end, float* out, int64_t out_stride, int64_t column, const float* shrink) {
+inline void add_byte_vectors(const KvHead<C>& h, const TileRefs<C>& refs, const TileWeights<C, R>& weights, int begin,
+                             int end, float* out, int64_t out_stride, int64_t column, const float* rescale) {
     const auto load_values = [&](int key, Ints(&values)[V]) {
         const int64_t offset = key % kGroupKeys / C::kStep * h.value_stride + column * C::kStep;
         const uint8_t* from = refs.values[key / kGroupKeys] + offset;
@@ -346,7 +346,7 @@ inline void add_byte_vectors(const Head<C>& h, const TileRefs<C>& refs, const Ti
     Vec sums[R][V];
     multiply_values(weights, begin, end, load_values, sums);
     for (int r = 0; r < R; ++r) {
-        const Vec factor = set1(shrink[r]);
+        const Vec factor = set1(rescale[r]);
         for (int v = 0; v < V; ++v) {
             float* p = out + r * out_stride + column + v * kLanes;
             store(p, fma(load(p), factor, sums[r][v]));
@@ -356,11 +356,11 @@ inline void add_byte_vectors(const Head<C>& h, const TileRefs<C>& refs, const Ti
 
 // Attends R rows, from `row` on, to the keys of one tile of a cache of bytes.
 template <int R, class C>
-void attend_tile(C, const Head<C>& h, const TileRefs<C>& refs, Rows<C>& rows, int row, int tile_begin) {
+void attend_tile(C, const KvHead<C>& h, const TileRefs<C>& refs, Rows<C>& rows, int row, int tile_begin) {
     alignas(64) float scores[R * kKeyTile];
     alignas(64) float weights[R * kKeyTile];
     alignas(64) float key_scales[kKeyTile], value_scales[kKeyTile];
-    alignas(64) float shrink[kLanes];
+    alignas(64) float rescale[kLanes];
     TileWeights<C, R> scaled;
     const Visible<R> seen = find_visible<C, R>(rows, row, tile_begin);
     if (seen.lowest >= seen.highest) return;
@@ -374,22 +374,22 @@ void attend_tile(C, const Head<C>& h, const TileRefs<C>& refs, Rows<C>& rows, in
     for (int r = 0; r < R; ++r) {
         if (rows.adjusts) adjust(rows, row + r, scores + r * kKeyTile, tile_begin, seen.begin[r], seen.end[r]);
     }
-    soften<C, R>(rows, row, scores, weights, seen.begin, seen.end, shrink);
+    update_softmax<C, R>(rows, row, scores, weights, seen.begin, seen.end, rescale);
     for (int r = 0; r < R; ++r) {
         float* w = weights + r * kKeyTile;
         scale_weights(w, value_scales, first, last, seen.begin[r], seen.end[r]);
         take_weights(scaled, r, w, first, last);
         // A row that sees none of these keys stays as it is.
-        if (seen.begin[r] >= seen.end[r]) shrink[r] = 1.0f;
+        if (seen.begin[r] >= seen.end[r]) rescale[r] = 1.0f;
     }
     float* out = rows.out + row * rows.padded;
     const int from = seen.lowest / 4 * 4, until = (seen.highest + 3) / 4 * 4;
     int64_t column = 0;
     for (; column + kByteValueVecs * kLanes <= rows.padded; column += kByteValueVecs * kLanes) {
-        add_byte_vectors<C, R, kByteValueVecs>(h, refs, scaled, from, until, out, rows.padded, column, shrink);
+        add_byte_vectors<C, R, kByteValueVecs>(h, refs, scaled, from, until, out, rows.padded, column, rescale);
     }
     for (; column < rows.padded; column += kLanes) {
-        add_byte_vectors<C, R, 1>(h, refs, scaled, from, until, out, rows.padded, column, shrink);
+        add_byte_vectors<C, R, 1>(h, refs, scaled, from, until, out, rows.padded, column, rescale);
     }
 }
 

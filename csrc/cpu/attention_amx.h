@@ -22,7 +22,7 @@ using PlainBf16 = PlainCache<BF16>;
 
 // Returns elements [32 * chunk, 32 * chunk + 32) of 16 keys as a tile. The halves of two blocks of 8 keys are put side
 // by side in `copy`.
-inline TileSource keys_of_tile(const Head<PlainBf16>& h, const TileRefs<PlainBf16>& refs, int vec, int64_t chunk,
+inline TileSource keys_of_tile(const KvHead<PlainBf16>& h, const TileRefs<PlainBf16>& refs, int vec, int64_t chunk,
                                uint16_t* copy) {
     const int64_t stride = static_cast<int64_t>(h.block_size) * BF16::kStep;
     const int64_t offset = chunk * kTileMaxRows * stride;
@@ -39,7 +39,7 @@ inline TileSource keys_of_tile(const Head<PlainBf16>& h, const TileRefs<PlainBf1
 
 // Returns 32 columns of the values of 16 keys, two tiles side by side. Only the first `count` keys are seen: values of
 // the others, NaN perhaps, are 0 in `copy`.
-inline TileSource values_of_tile(const Head<PlainBf16>& h, const TileRefs<PlainBf16>& refs, int vec, int64_t column,
+inline TileSource values_of_tile(const KvHead<PlainBf16>& h, const TileRefs<PlainBf16>& refs, int vec, int64_t column,
                                  int count, uint16_t* copy) {
     const int64_t offset = column * BF16::kStep;
     if (h.block_size >= kLanes && count >= kLanes) return {refs.values[2 * vec] + offset, h.value_stride * 2};
@@ -61,7 +61,7 @@ inline TileSource values_of_tile(const Head<PlainBf16>& h, const TileRefs<PlainB
 }
 
 // Attends rows row .. row + count - 1, at most sixteen, to the keys [first, last] of one partition.
-inline void attend_by_tiles(const Head<PlainBf16>& h, Rows<PlainBf16>& rows, int row, int count, int first, int last) {
+inline void attend_by_amx(const KvHead<PlainBf16>& h, Rows<PlainBf16>& rows, int row, int count, int first, int last) {
     alignas(64) float scores[kTileMaxRows * kKeyTile];
     alignas(64) uint16_t weights[kTileMaxRows * kKeyTile];
     alignas(64) uint16_t copy[kTileMaxRows * kTileK];
@@ -98,7 +98,7 @@ inline void attend_by_tiles(const Head<PlainBf16>& h, Rows<PlainBf16>& rows, int
         }
         for_constants<4>([&](auto vec) { tile_store<vec.kValue>(scores + vec.kValue * kLanes, kScoreStride); });
 
-        // Softmax by vectors. What was summed up before shrinks to the new maxima.
+        // Softmax by vectors. Earlier sums are rescaled to the new maxima.
         int begin[kTileMaxRows] = {}, end[kTileMaxRows];
         for (int& e : end) e = seen;
         for (int r = 0; rows.adjusts && r < count; ++r) {
@@ -106,14 +106,14 @@ inline void attend_by_tiles(const Head<PlainBf16>& h, Rows<PlainBf16>& rows, int
         }
         for (int r = 0; r < count; r += kScoreRows) {
             const int some = min_of(count - r, kScoreRows);
-            alignas(64) float shrink[kLanes];
+            alignas(64) float rescale[kLanes];
             with_constant<kScoreRows>(some, [&](auto n) {
-                soften<PlainBf16, decltype(n)::kValue>(rows, row + r, scores + r * kKeyTile, weights + r * kKeyTile,
-                                                       begin, end, shrink);
+                update_softmax<PlainBf16, decltype(n)::kValue>(rows, row + r, scores + r * kKeyTile, weights + r * kKeyTile,
+                                                       begin, end, rescale);
             });
             for (int i = 0; i < some; ++i) {
                 float* o = out + (r + i) * rows.padded;
-                const Vec factor = set1(shrink[i]);
+                const Vec factor = set1(rescale[i]);
                 for (int64_t j = 0; j < rows.padded; j += kLanes) store(o + j, mul(load(o + j), factor));
             }
         }

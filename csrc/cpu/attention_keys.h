@@ -24,7 +24,7 @@ inline Pairs keep_second(Pairs v) { return and_pairs(v, set1_pair(0xffff0000u));
 
 // The keys and values of one sequence and one key/value head in a cache (kv_cache_formats.h).
 template <class E>
-struct Head {
+struct KvHead {
     using Cached = typename E::Cached;
     const Cached* keys;
     const Cached* values;
@@ -46,7 +46,7 @@ struct TileRefs {
 // Finds a tile's groups. Only the blocks of positions first .. last are looked up, as other entries of the table may be
 // anything. Groups outside borrow the nearest valid block; its keys are read at most as masked keys.
 template <class E>
-inline void find_tile(const Head<E>& h, int tile_begin, int first, int last, TileRefs<E>& refs) {
+inline void find_tile(const KvHead<E>& h, int tile_begin, int first, int last, TileRefs<E>& refs) {
     for (int g = 0; g < kTileGroups; ++g) {
         const int position = tile_begin + g * kGroupKeys;
         const int64_t block = h.table[min_of(max_of(position, first), last) >> h.block_shift];
@@ -80,7 +80,7 @@ inline void score_steps(int steps, const typename E::T* const* query, Vec (&acc)
 
 // Scores R rows against vectors [vec, vec + V) of a tile's keys, into scores [R][kKeyTile].
 template <class E, int R, int V>
-inline void score_vectors(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* const* query, int vec,
+inline void score_vectors(const KvHead<E>& h, const TileRefs<E>& refs, const typename E::T* const* query, int vec,
                           float* scores) {
     using T = typename E::T;
     const int64_t stride = static_cast<int64_t>(h.block_size) * E::kStep;
@@ -113,7 +113,7 @@ inline void score_vectors(const Head<E>& h, const TileRefs<E>& refs, const typen
 
 // Scores R rows against vectors [begin, end) of the tile's keys. Other lanes of `scores` keep what they hold.
 template <class E, int R>
-inline void score_tile(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* const* query, int begin, int end,
+inline void score_tile(const KvHead<E>& h, const TileRefs<E>& refs, const typename E::T* const* query, int begin, int end,
                        float* scores) {
     int vec = begin;
     for (; vec + kScoreVecs <= end; vec += kScoreVecs) {
@@ -137,7 +137,7 @@ struct Rows : PreparedQueries<E> {
     int64_t padded;  // Elements of a row of `out`.
     float exponent;
     bool adjusts;
-    bool sees_alike;  // Every row sees all keys of the sequence.
+    bool see_all_keys;  // Every row sees all keys of the sequence.
     float scale, softcap;
     float slope[kQueryRows];
     const float* bias[kQueryRows];            // points to the bias of key 0, or null
@@ -168,11 +168,11 @@ void adjust(const Rows<E>& rows, int row, float* scores, int tile_begin, int beg
 }
 
 // Turns the scores of keys [begin[r], end[r]) of each row into weights relative to the row's new maximum; all other
-// lanes of the same vectors get 0. Sums and earlier results are relative to the old maximum: shrink[r] is the factor
+// lanes of the same vectors get 0. Sums and earlier results are relative to the old maximum: rescale[r] is the factor
 // that they must be multiplied by.
 template <class E, int R>
-inline void soften(Rows<E>& rows, int row, float* scores, typename E::Weight* weights, const int* begin, const int* end,
-                   float* shrink) {
+inline void update_softmax(Rows<E>& rows, int row, float* scores, typename E::Weight* weights, const int* begin, const int* end,
+                   float* rescale) {
     static_assert(R <= kLanes, "maxima of the rows share a vector");
     const Vec lowest = set1(-__builtin_inff());
     alignas(64) float highest[kLanes] = {};
@@ -195,7 +195,7 @@ inline void soften(Rows<E>& rows, int row, float* scores, typename E::Weight* we
     const Vec shift = select_greater(now, lowest, now, zero());
     alignas(64) float shifts[kLanes];
     store(shifts, shift);
-    store(shrink, pow2<E>(mul(sub(load(rows.max + row), shift), exponent)));
+    store(rescale, pow2<E>(mul(sub(load(rows.max + row), shift), exponent)));
     for (int r = 0; r < R; ++r) {
         const float* s = scores + r * kKeyTile;
         typename E::Weight* w = weights + r * kKeyTile;
@@ -208,20 +208,20 @@ inline void soften(Rows<E>& rows, int row, float* scores, typename E::Weight* we
         }
         if (begin[r] < end[r]) {
             rows.max[row + r] = highest[r];
-            store(rows.sums[row + r], fma(load(rows.sums[row + r]), set1(shrink[r]), sum));
+            store(rows.sums[row + r], fma(load(rows.sums[row + r]), set1(rescale[r]), sum));
         }
     }
 }
 
-// Computes out[r] = shrink[r] * out[r] + weights[r][key] * value[key] over keys [begin, end), step by step, for V
+// Computes out[r] = rescale[r] * out[r] + weights[r][key] * value[key] over keys [begin, end), step by step, for V
 // vectors of columns. If begin or end cuts a pair of keys, the key outside is hidden.
 template <class E, int R, int V>
-inline void add_value_vectors(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* weights, int begin,
-                              int end, float* out, int64_t out_stride, int64_t column, const float* shrink) {
+inline void add_value_vectors(const KvHead<E>& h, const TileRefs<E>& refs, const typename E::T* weights, int begin,
+                              int end, float* out, int64_t out_stride, int64_t column, const float* rescale) {
     using T = typename E::T;
     Vec acc[R][V];
     for (int r = 0; r < R; ++r) {
-        const Vec factor = set1(shrink[r]);
+        const Vec factor = set1(rescale[r]);
         for (int v = 0; v < V; ++v) acc[r][v] = mul(load(out + r * out_stride + column + v * kLanes), factor);
     }
     const auto add_step = [&](int key, const T* value, const T* ahead, auto keep) {
@@ -267,15 +267,15 @@ inline void add_value_vectors(const Head<E>& h, const TileRefs<E>& refs, const t
 
 // Adds the weighted values of all columns, in about equal shares of at most kValueVecs vectors.
 template <class E, int R>
-inline void add_values(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* weights, int begin, int end,
-                       float* out, int64_t out_stride, const float* shrink) {
+inline void add_values(const KvHead<E>& h, const TileRefs<E>& refs, const typename E::T* weights, int begin, int end,
+                       float* out, int64_t out_stride, const float* rescale) {
     const int64_t vecs = out_stride / kLanes;
     const int64_t shares = (vecs + kValueVecs - 1) / kValueVecs;
     for (int64_t i = 0, done = 0; i < shares; ++i) {
         const int64_t width = (vecs - done + shares - i - 1) / (shares - i);
         with_constant<kValueVecs>(width, [&](auto v) {
             add_value_vectors<E, R, decltype(v)::kValue>(h, refs, weights, begin, end, out, out_stride, done * kLanes,
-                                                         shrink);
+                                                         rescale);
         });
         done += width;
     }
@@ -310,12 +310,12 @@ inline Visible<R> find_visible(const Rows<E>& rows, int row, int tile_begin) {
 
 // Attends R rows, from `row` on, to the keys of one tile of a cache of floats.
 template <int R, class E>
-void attend_tile(PlainCache<E>, const Head<PlainCache<E>>& h, const TileRefs<PlainCache<E>>& refs,
+void attend_tile(PlainCache<E>, const KvHead<PlainCache<E>>& h, const TileRefs<PlainCache<E>>& refs,
                  Rows<PlainCache<E>>& rows, int row, int tile_begin) {
     using C = PlainCache<E>;
     alignas(64) float scores[R * kKeyTile];
     alignas(64) typename E::T weights[R * kKeyTile];
-    alignas(64) float shrink[kLanes];
+    alignas(64) float rescale[kLanes];
     const Visible<R> seen = find_visible<C, R>(rows, row, tile_begin);
     const int *begin = seen.begin, *end = seen.end;
     const int lowest = seen.lowest, highest = seen.highest;
@@ -325,7 +325,7 @@ void attend_tile(PlainCache<E>, const Head<PlainCache<E>>& h, const TileRefs<Pla
     if (rows.adjusts) {
         for (int r = 0; r < R; ++r) adjust(rows, row + r, scores + r * kKeyTile, tile_begin, begin[r], end[r]);
     }
-    soften<C, R>(rows, row, scores, weights, begin, end, shrink);
+    update_softmax<C, R>(rows, row, scores, weights, begin, end, rescale);
     // Values of steps that all rows see are added for all rows at once; those at the edges are added row by row, in the
     // same order. A pair may be cut for all rows only where all of them begin or end at the same key.
     float* out = rows.out + row * rows.padded;
@@ -334,14 +334,14 @@ void attend_tile(PlainCache<E>, const Head<PlainCache<E>>& h, const TileRefs<Pla
     const bool shared = common_begin < common_end;
     const auto add_row = [&](int r, int from, int until) {
         if (from >= until) return;
-        add_values<C, 1>(h, refs, weights + r * kKeyTile, from, until, out + r * rows.padded, rows.padded, shrink + r);
-        shrink[r] = 1.0f;
+        add_values<C, 1>(h, refs, weights + r * kKeyTile, from, until, out + r * rows.padded, rows.padded, rescale + r);
+        rescale[r] = 1.0f;
     };
     for (int r = 0; r < R; ++r) add_row(r, begin[r], shared ? common_begin : end[r]);
     if (!shared) return;
-    add_values<C, R>(h, refs, weights, common_begin, common_end, out, rows.padded, shrink);
+    add_values<C, R>(h, refs, weights, common_begin, common_end, out, rows.padded, rescale);
     for (int r = 0; r < R; ++r) {
-        shrink[r] = 1.0f;
+        rescale[r] = 1.0f;
         add_row(r, common_end, end[r]);
     }
 }

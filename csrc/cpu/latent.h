@@ -17,7 +17,7 @@ typedef uint64_t Words4 __attribute__((vector_size(32)));
 
 // Transposes 8 elements of 8 tokens: out[d][8 tokens]. Rows of `values` lie `stride` elements apart, rows of `out`
 // kKeyTile elements.
-inline void turn_group(const float* values, int64_t stride, float* out) {
+inline void transpose_group(const float* values, int64_t stride, float* out) {
     Floats8 a[8], b[8];
     for (int i = 0; i < 8; ++i) memcpy(&a[i], values + i * stride, sizeof(a[i]));
     // Tokens i and i + 1, element by element: even elements in b[i], odd ones in b[i + 1].
@@ -42,7 +42,7 @@ inline void turn_group(const float* values, int64_t stride, float* out) {
 }
 
 // The same for bf16. Values are pairs of tokens [token / 2][d][2], keys are pairs of elements: out[d / 2][8 tokens][2].
-inline void turn_group(const uint16_t* values, int64_t stride, uint16_t* out) {
+inline void transpose_group(const uint16_t* values, int64_t stride, uint16_t* out) {
     Words4 a[4];
     for (int i = 0; i < 4; ++i) {
         Halves16 v;
@@ -56,10 +56,10 @@ inline void turn_group(const uint16_t* values, int64_t stride, uint16_t* out) {
     const Words4 b[4] = {
         __builtin_shufflevector(a[0], a[1], 0, 4, 2, 6), __builtin_shufflevector(a[0], a[1], 1, 5, 3, 7),
         __builtin_shufflevector(a[2], a[3], 0, 4, 2, 6), __builtin_shufflevector(a[2], a[3], 1, 5, 3, 7)};
-    const Words4 turned[4] = {
+    const Words4 transposed[4] = {
         __builtin_shufflevector(b[0], b[2], 0, 1, 4, 5), __builtin_shufflevector(b[1], b[3], 0, 1, 4, 5),
         __builtin_shufflevector(b[0], b[2], 2, 3, 6, 7), __builtin_shufflevector(b[1], b[3], 2, 3, 6, 7)};
-    for (int i = 0; i < 4; ++i) memcpy(out + i * 2 * kKeyTile, &turned[i], sizeof(turned[i]));
+    for (int i = 0; i < 4; ++i) memcpy(out + i * 2 * kKeyTile, &transposed[i], sizeof(transposed[i]));
 }
 
 // A tile's keys and a task's queries, rotated parts first. It is the view of tiles and queries that attention_task
@@ -69,7 +69,7 @@ struct LatentView {
     using T = typename E::T;
     static constexpr int kMaxKeySize = kMaxRotatedSize + kMaxHeadSize;
 
-    explicit LatentView(const Head<E>& h) : stored(h), head(h) { head.block_size = kKeyTile; }
+    explicit LatentView(const KvHead<E>& h) : stored(h), head(h) { head.block_size = kKeyTile; }
 
     const T* query(const AttentionArgs& a, int64_t token, int64_t head_number, int row) {
         const T* rotated =
@@ -81,10 +81,10 @@ struct LatentView {
         return queries[row];
     }
 
-    const TileRefs<E>& tile(const TileRefs<E>& refs, int) { return turned(stored, refs); }
+    const TileRefs<E>& tile(const TileRefs<E>& refs, int) { return transposed(stored, refs); }
 
     // Returns the tile `refs` of `from`, with its vectors also transposed to keys.
-    const TileRefs<E>& turned(const Head<E>& from, const TileRefs<E>& refs) {
+    const TileRefs<E>& transposed(const KvHead<E>& from, const TileRefs<E>& refs) {
         constexpr int64_t kRow = kKeyTile * E::kStep;
         const int64_t padded = from.value_stride / E::kStep;
         const int64_t stride = static_cast<int64_t>(from.block_size) * E::kStep;
@@ -95,7 +95,7 @@ struct LatentView {
             }
             T* latent = column + from.steps * kRow;
             for (int64_t d = 0; d < padded; d += 8) {
-                turn_group(refs.values[g] + d * E::kStep, from.value_stride, latent + d / E::kStep * kRow);
+                transpose_group(refs.values[g] + d * E::kStep, from.value_stride, latent + d / E::kStep * kRow);
             }
             seen.keys[g] = ahead.keys[g] = column;
             seen.values[g] = refs.values[g];
@@ -105,8 +105,8 @@ struct LatentView {
         return seen;
     }
 
-    const Head<E>& stored;
-    Head<E> head;
+    const KvHead<E>& stored;
+    KvHead<E> head;
     TileRefs<E> seen, ahead;
     T queries[kQueryRows][kMaxKeySize];
     alignas(64) T keys[kMaxKeySize * kKeyTile];  // [D / step][kKeyTile][step]

@@ -43,8 +43,8 @@ inline uint64_t keep_largest(uint64_t* x, int count, int n) {
 
 // Returns where the index's keys of a sequence lie.
 template <class E>
-Head<E> find_index(const ChooseArgs& a, int seq) {
-    Head<E> h{};
+KvHead<E> find_index(const ChooseArgs& a, int seq) {
+    KvHead<E> h{};
     h.steps = static_cast<int32_t>(a.size / E::kStep);
     h.block_size = a.block_size;
     h.block_shift = __builtin_ctz(static_cast<unsigned>(a.block_size));
@@ -57,7 +57,7 @@ Head<E> find_index(const ChooseArgs& a, int seq) {
 
 // Writes totals[key], the score for one token of each of the first `num_keys` keys of a tile.
 template <class E>
-void score_keys(const ChooseArgs& a, const Head<E>& h, const TileRefs<E>& refs, int64_t row, int num_keys,
+void score_keys(const ChooseArgs& a, const KvHead<E>& h, const TileRefs<E>& refs, int64_t row, int num_keys,
                 float* totals) {
     using T = typename E::T;
     const T* query = static_cast<const T*>(a.query) + row * a.query_stride;
@@ -117,7 +117,7 @@ void add_part(const ChooseArgs& a, int64_t row, const TokenPlace& place, int64_t
     const int64_t tiles = place.last / kKeyTile + 1;
     const int begin = static_cast<int>(tiles * part / a.parts) * kKeyTile;
     const int end = min_of(static_cast<int>(tiles * (part + 1) / a.parts) * kKeyTile, place.last + 1);
-    const Head<E> h = find_index<E>(a, place.seq);
+    const KvHead<E> h = find_index<E>(a, place.seq);
     alignas(64) float totals[kKeyTile];
     TileRefs<E> refs[2];
     find_tile(h, begin, 0, place.last, refs[0]);
@@ -175,7 +175,7 @@ struct ChosenView : LatentView<E> {
     using T = typename E::T;
     using Base = LatentView<E>;
 
-    explicit ChosenView(const Head<E>& h) : Base(h), gathered(h) { gathered.block_size = kKeyTile; }
+    explicit ChosenView(const KvHead<E>& h) : Base(h), gathered(h) { gathered.block_size = kKeyTile; }
 
     const T* query(const AttentionArgs& a, int64_t token, int64_t head_number, int row) {
         chosen = a.chosen + token * a.num_chosen;
@@ -184,7 +184,7 @@ struct ChosenView : LatentView<E> {
     }
 
     const TileRefs<E>& tile(const TileRefs<E>&, int tile_begin) {
-        const Head<E>& h = this->stored;
+        const KvHead<E>& h = this->stored;
         const int64_t stride = static_cast<int64_t>(h.block_size) * E::kStep;
         const T* sources[kKeyTile];
         int parity[kKeyTile];
@@ -208,7 +208,7 @@ struct ChosenView : LatentView<E> {
             refs.values[g] = values + g * kGroupKeys / E::kStep * h.value_stride;
         }
         refs.next = &refs;
-        return Base::turned(gathered, refs);
+        return Base::transposed(gathered, refs);
     }
 
     static void gather_values(const float* const* from, const int*, int64_t n, float* to) {
@@ -223,7 +223,7 @@ struct ChosenView : LatentView<E> {
         }
     }
 
-    Head<E> gathered;
+    KvHead<E> gathered;
     TileRefs<E> refs;
     const int32_t* chosen;
     int num_chosen;

@@ -59,7 +59,7 @@ class Hypothesis:
 
 
 class BeamSearch:
-    """The search of one request: the `Chooser` of its sequences, the first of which is `root`."""
+    """The search of one request, whose first sequence is `root`; the `Chooser` of all its sequences."""
 
     def __init__(self, root: Sequence, siblings: Siblings) -> None:
         self.params = root.params

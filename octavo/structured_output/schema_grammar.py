@@ -11,7 +11,7 @@ from typing import Any
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output.grammar_check import check_parts, problem_of
-from octavo.structured_output.schema_lowering import lower
+from octavo.structured_output.schema_lowering import Lowered, lower
 
 # JSON allows any amount of whitespace, and small models may write it for ever. People write a line break and an
 # indentation, or a few spaces.
@@ -24,7 +24,8 @@ _EMPTY_DEFINITION = re.compile(r"^Unsatisfiable.* while processing \S*#/\$defs/(
 _WHERE = re.compile(r" while processing \S*#/\$defs/\d+\S*$")  # a place with numbers that mean nothing to callers
 _PLAIN = StructuredOutputsParams(json={})  # options of JSON in calls
 _UNSATISFIABLE = "Unsatisfiable schema"  # begins errors about schemas that no value satisfies
-_MAX_ROUNDS = 8  # each round finds one empty definition, and tries the whole schema
+_MAX_EMPTY = 8  # definitions without a value; each is found by trying the whole schema
+_LEVELS: tuple[dict[str, bool], ...] = ({}, {"is_picky": True}, {"is_coarse": True})  # of `lower`, the most exact first
 
 
 class NoValueError(RequestError):
@@ -67,41 +68,16 @@ def schema_grammar(
     if options.disable_any_whitespace:
         blanks = {"whitespace_flexible": False}
     draft.has_parts = True
-    merges_references, levels = True, [{"is_coarse": True}, {"is_picky": True}, {}]
-    empty, num_rounds = frozenset[str](), 0
+    form = _Form()
     while True:
-        try:
-            lowered = lower(
-                schema, start=start, closes=closes, merges_references=merges_references, empty=empty, **levels[-1]
-            )
-        except RecursionError:
-            raise RequestError(f"{field} cannot be followed: it is nested too deep.", param=field) from None
-        except ValueError as e:
-            raise _refusal(f"{e}.", field) from None
+        lowered = _lower(schema, field, form, start, closes)
         grammar = {"json_schema": {**lowered.schema, "x-guidance": blanks}}
         if not draft.tries_each:
             break
-        text = json.dumps({"grammars": [grammar]})
-        problem = problem_of(text, field, is_simple=lowered.is_simple)
+        problem = problem_of(json.dumps({"grammars": [grammar]}), field, is_simple=lowered.is_simple)
         if not problem:
             break
-        # A definition that no value satisfies may be in a place that the schema does not need.
-        of_definition = _EMPTY_DEFINITION.search(problem)
-        if of_definition is not None and of_definition[1] not in empty:
-            if num_rounds == _MAX_ROUNDS:
-                message = f"more than {_MAX_ROUNDS} of its definitions are satisfied by no value."
-                raise RequestError(f"{field} cannot be followed: {message}", param=field)
-            empty |= {of_definition[1]}
-            num_rounds += 1
-            continue
-        empty, num_rounds = frozenset(), 0  # definitions have other numbers at each level
-        if merges_references and problem.startswith(_TOO_MANY_MERGES):
-            merges_references = False
-            continue
-        levels.pop()
-        # If no value satisfies a part of the schema, none satisfies the whole.
-        if not levels or problem.startswith(_UNSATISFIABLE):
-            raise _refusal(problem, field)
+        form = form.after(problem, field)
     if lowered.unheld or lowered.has_open_objects:
         draft.fields_held_in_part.add(field)
     draft.unheld |= lowered.unheld
@@ -109,6 +85,44 @@ def schema_grammar(
     draft.is_simple &= lowered.is_simple and options.whitespace_pattern is None
     draft.is_certain &= lowered.is_certain
     return grammar
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Form:
+    """How a schema is lowered: see `lower`."""
+
+    level: int = 0  # in `_LEVELS`
+    merges_references: bool = True
+    empty: frozenset[str] = frozenset()  # numbers of definitions that no value satisfies
+
+    def after(self, problem: str, field: str) -> _Form:
+        """Return the form to try after llguidance's error `problem`. Raises `RequestError` if there is none."""
+        # A definition that no value satisfies may be in a place that the schema does not need.
+        of_definition = _EMPTY_DEFINITION.search(problem)
+        if of_definition is not None and of_definition[1] not in self.empty:
+            if len(self.empty) == _MAX_EMPTY:
+                message = f"more than {_MAX_EMPTY} of its definitions are satisfied by no value."
+                raise RequestError(f"{field} cannot be followed: {message}", param=field)
+            return dataclasses.replace(self, empty=self.empty | {of_definition[1]})
+        other = dataclasses.replace(self, empty=frozenset())  # definitions have other numbers in another form
+        if self.merges_references and problem.startswith(_TOO_MANY_MERGES):
+            return dataclasses.replace(other, merges_references=False)
+        # If no value satisfies a part of the schema, none satisfies the whole.
+        if problem.startswith(_UNSATISFIABLE) or self.level + 1 == len(_LEVELS):
+            raise _refusal(problem, field)
+        return dataclasses.replace(other, level=self.level + 1)
+
+
+def _lower(schema: dict[str, Any], field: str, form: _Form, start: Any, closes: bool) -> Lowered:
+    try:
+        return lower(
+            schema, start=start, closes=closes, merges_references=form.merges_references, empty=form.empty,
+            **_LEVELS[form.level],
+        )  # fmt: skip
+    except RecursionError:
+        raise RequestError(f"{field} cannot be followed: it is nested too deep.", param=field) from None
+    except ValueError as e:
+        raise _refusal(f"{e}.", field) from None
 
 
 def _refusal(problem: str, field: str) -> RequestError:
