@@ -197,7 +197,7 @@ class GatewayRouter:
             gateway.reads_at = now + NOTES_S
             gateway.read(self._notes)
         hashes = {name.rjust(16, b"."): count for name, count in messages.items()}
-        chosen = gateway.router.choose(gateway.fleet, hashes, agreed=next(iter(hashes)) if self._agrees else None)
+        chosen = gateway.router.choose(gateway.fleet, hashes, shared_key=next(iter(hashes)) if self._agrees else None)
         assert chosen is not None
         gateway.router.begin(chosen)
         self._routed[request.request_id] = gateway, chosen

@@ -27,7 +27,7 @@ KEEP_ALIVE_S = 30  # for idle connections; longer than clients keep theirs, so t
 
 
 class DirectWriter(Protocol):
-    """What writes an answer's chunks to its connection, past the ASGI application's `send`."""
+    """Writes an answer's chunks to its connection, past the ASGI application's `send`."""
 
     def open(self, write: Callable[[bytes], None]) -> None: ...
     def pause(self) -> None: ...
@@ -96,7 +96,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._write_timeout_s = write_timeout_s
         self._head_timer: asyncio.TimerHandle | None = None  # runs while waiting for a head
         self._end_timer: asyncio.TimerHandle | None = None  # aborts the connection
-        self._push: DirectWriter | None = None  # of the answer under way
+        self._writer: DirectWriter | None = None  # of the answer under way
         self._is_lingering = False  # answered; further data is dropped
         self._is_pipelined = False  # the request that starts now was sent before the last answer ended
         self._answering: RequestResponseCycle | None = None  # `cycle` is the last of pipelined requests
@@ -204,14 +204,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._push is not None:
-            self._push.pause()
+        if self._writer is not None:
+            self._writer.pause()
         self._end_within(self._write_timeout_s)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._push is not None:
-            self._push.resume()
+        if self._writer is not None:
+            self._writer.resume()
         if self._end_timer is not None and not self.transport.is_closing() and not self._is_lingering:
             self._end_timer.cancel()
             self._end_timer = None
@@ -240,16 +240,16 @@ class HttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             self._close()
 
-    def _attach(self, push: DirectWriter) -> None:
-        self._push = push
+    def _attach(self, writer: DirectWriter) -> None:
+        self._writer = writer
         if self.flow.write_paused:
-            push.pause()
+            writer.pause()
 
     def _detach(self) -> None:
-        """End what writes past `send`. It may refer to its answer, which refers to this object: a cycle."""
-        if self._push is not None:
-            self._push.close()
-            self._push = None
+        """Close the direct writer. It may refer to its answer, which refers to this object: a cycle."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def _close(self) -> None:
         """Hang up when the client has read all written data, or nothing for `write_timeout_s`."""
@@ -360,11 +360,11 @@ class ResponseCycle(RequestResponseCycle):
             self.transport.close()
         self.on_response = _do_nothing
 
-    def attach(self, push: DirectWriter) -> None:
-        """Open `push`, if the answer has chunks and its client is there, and close it while the client is late."""
+    def attach(self, writer: DirectWriter) -> None:
+        """Open `writer`, if the answer has chunks and its client is there, and close it while the client is late."""
         if self.chunked_encoding and not self._ends_with_connection and not self.disconnected:
-            push.open(self.transport.write)
-            self.transport.attach(push)  # type: ignore[attr-defined]
+            writer.open(self.transport.write)
+            self.transport.attach(writer)  # type: ignore[attr-defined]
 
     def send(self, message: Any) -> Any:
         """Send a message without a coroutine of its own, because streams call this for every chunk."""

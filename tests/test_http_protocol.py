@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 
 from octavo import http_protocol
 from octavo.engine.output_processor import RequestState
-from octavo.entrypoints.http.streaming import Push
+from octavo.entrypoints.http.streaming import EventSink
 from octavo.http_protocol import HttpProtocol
 from octavo.http_server import DrainingServer
 from octavo.outputs import RequestOutput
@@ -248,15 +248,15 @@ def test_a_client_that_reads_again_is_not_cut_off(monkeypatch: pytest.MonkeyPatc
     run(monkeypatch, act)
 
 
-def test_a_push_is_open_while_its_client_is_there_and_keeps_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    push = Push(lambda output: b"pushed")
+def test_a_sink_is_open_while_its_client_is_there_and_keeps_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = EventSink(lambda output: b"pushed")
     output = RequestOutput("a", None, [1], [], False)
     state = cast(RequestState, SimpleNamespace(take=lambda: output))
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         connection = send.__self__  # type: ignore[attr-defined]
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        connection.attach(push)
+        connection.attach(sink)
         await receive()
         await receive()
 
@@ -264,21 +264,21 @@ def test_a_push_is_open_while_its_client_is_there_and_keeps_up(monkeypatch: pyte
         client = Client()
         client.connect(app)
         await client.send(GET)
-        assert push.is_open
-        push.take(state)
+        assert sink.is_open
+        sink.take(state)
         assert client.written.endswith(b"\r\n6\r\npushed\r\n")
         client.reads = False
-        push.take(state)
-        assert not push.is_open
+        sink.take(state)
+        assert not sink.is_open
         assert client.protocol is not None
         client.protocol.resume_writing()
-        assert push.is_open
+        assert sink.is_open
         client.abort()
-        assert not push.is_open
+        assert not sink.is_open
         old = Client()
         old.connect(app)
         await old.send(b"GET / HTTP/1.0\r\n\r\n")
-        assert not push.is_open, "there are no chunks"
+        assert not sink.is_open, "there are no chunks"
 
     run(monkeypatch, act)
 
@@ -510,11 +510,11 @@ def test_an_error_of_the_application_is_logged_and_closes_an_answer_that_has_beg
 
 
 def test_an_answer_that_has_ended_is_not_kept_by_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its push may refer to it, and it refers to the connection."""
+    """Its sink may refer to it, and it refers to the connection."""
     opened: list[bool] = []
 
-    async def push(scope: Scope, receive: Receive, send: Send) -> None:
-        one = Push(lambda output: b"")
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        one = EventSink(lambda output: b"")
         await send({"type": "http.response.start", "status": 200, "headers": []})
         cast(Any, send).__self__.attach(one)
         opened.append(one.is_open)
@@ -522,9 +522,9 @@ def test_an_answer_that_has_ended_is_not_kept_by_its_connection(monkeypatch: pyt
 
     async def act(clock: Clock) -> None:
         client = Client()
-        client.connect(push)
+        client.connect(answer)
         await client.send(GET)
-        assert client.protocol is not None and opened == [True] and client.protocol._push is None
+        assert client.protocol is not None and opened == [True] and client.protocol._writer is None
         client.abort()
 
     run(monkeypatch, act)

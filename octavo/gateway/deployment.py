@@ -39,7 +39,7 @@ MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0  # between starts that fail
 
 
 class Deployment:
-    """One entry of the catalogue. `launch` starts a server of it."""
+    """One entry of the catalogue; texts call it the model. `launch` starts a server of it."""
 
     def __init__(
         self, name: str, entry: ModelEntry, budget: MemoryBudget, launch: Launch, *, replica_timeout_s: float,

@@ -280,8 +280,8 @@ class Proxy:
         if not deployment.entry.may_be_several and deployment.entry.prefill_model is None:
             return deployment.router.choose(deployment.replicas, {}, tried)
         (prefixes, shared_prefix), session = body.prefixes, attempt.request.session
-        shared_routing_key = (session or shared_prefix) if self._several_gateways else None
-        return deployment.router.choose(deployment.replicas, prefixes, tried, session, shared_routing_key)
+        shared_key = (session or shared_prefix) if self._several_gateways else None
+        return deployment.router.choose(deployment.replicas, prefixes, tried, session, shared_key)
 
     async def _answer_with_replica(self, attempt: Attempt, replica: Replica) -> None:
         """Have a replica answer, or resume the stream that the client has."""

@@ -71,12 +71,12 @@ async def _answer(body: MessagesRequest, raw: Request) -> Response:
         events = b"".join(map(named_event, builder.add(part)))
         return resumable.shown(events, part.token_ids, is_last=part.finish_reason is not None)
 
-    push = run.make_sink(write) if body.stream else None
-    prompt, outputs = await run_until_disconnect(run.prepare_outputs(resumable.id, push, resumable), raw.receive)
+    sink = run.make_sink(write) if body.stream else None
+    prompt, outputs = await run_until_disconnect(run.prepare_outputs(resumable.id, sink, resumable), raw.receive)
     progress = run.progress(outputs)
     if body.stream:
         headers = resumable.headers(len(prompt.token_ids))
-        return _MessageStream(_stream(write, progress, resumable), headers, push)
+        return _MessageStream(_stream(write, progress, resumable), headers, sink)
     return JSONResponse(await run_until_disconnect(_collect(builder, progress), raw.receive))
 
 

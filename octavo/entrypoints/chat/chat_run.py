@@ -32,7 +32,7 @@ from octavo.entrypoints.chat.reasoning_effort import effort_options
 from octavo.entrypoints.http.error_responses import validation_error
 from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.server_state import PreparedPrompt, ServerState
-from octavo.entrypoints.http.streaming import Push
+from octavo.entrypoints.http.streaming import EventSink
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError, naming_prompt
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
@@ -271,10 +271,10 @@ class ChatRun:
         finally:
             await outputs.aclose()
 
-    def make_sink(self, write: Callable[[Progress], bytes]) -> Push:
+    def make_sink(self, write: Callable[[Progress], bytes]) -> EventSink:
         """Return a sink for `prepare_outputs` that writes the progress of each output it takes. `progress` yields the
         rest."""
-        return Push(lambda output: b"".join([write(part) for part in self._progress_of(output)]))
+        return EventSink(lambda output: b"".join([write(part) for part in self._progress_of(output)]))
 
     def _progress_of(self, output: RequestOutput) -> Iterator[Progress]:
         """Yield what an output adds."""

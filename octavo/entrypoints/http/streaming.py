@@ -101,15 +101,15 @@ def named_event(event: Mapping[str, Any]) -> bytes:
 class Connection(Protocol):
     """The server's side of an answer (`http_protocol.ResponseCycle`)."""
 
-    def attach(self, push: Push) -> None:
-        """Open `push`, if the answer has chunks, and close it while the client is late."""
+    def attach(self, sink: EventSink) -> None:
+        """Open `sink`, if the answer has chunks, and close it while the client is late."""
 
 
 def _encode_nothing(output: RequestOutput) -> bytes:
     return b""
 
 
-class Push:
+class EventSink:
     """A request's `Sink`: writes to the connection at once, while the client keeps up. What it cannot write comes
     through the stream's generator."""
 
@@ -118,7 +118,7 @@ class Push:
     def __init__(self, encode: Callable[[RequestOutput], bytes]) -> None:
         """`encode` returns the events of an output."""
         self.is_open = False
-        self.has_sent = False  # since the keeper's last check
+        self.has_sent = False  # since the last look of `_KeepAliveTimer`
         self.num_text_tokens = 0  # tokens written without `encode`
         self._encode = encode
         self._text_chunk: tuple[int, bytes, bytes] | None = None
@@ -168,16 +168,16 @@ class Push:
 
 
 class EventStream(Response):
-    """Sends the events of a generator, and those that `push` takes beside it. When the client hangs up, it closes the
+    """Sends the events of a generator, and those that `sink` takes beside it. When the client hangs up, it closes the
     generator, which aborts the request."""
 
     media_type = "text/event-stream"
     keep_alive = b": keep-alive\n\n"  # a comment, sent when nothing else has been sent for a while
     shows_errors = True  # as a last event; else an error breaks the answer off, so that it does not look complete
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str], push: Push | None = None) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str], sink: EventSink | None = None) -> None:
         self._events = events
-        self._push = push or Push(_encode_nothing)
+        self._sink = sink or EventSink(_encode_nothing)
         self.status_code = 200
         self.background: BackgroundTask | None = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
@@ -191,33 +191,33 @@ class EventStream(Response):
         """Send the headers through the middlewares. Bodies bypass them, because each middleware would add a coroutine
         to every chunk."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        push = self._push
-        keeper = _Keeper(self.keep_alive, send_body, idle_s, push) if idle_s and self.keep_alive else None
+        sink = self._sink
+        timer = _KeepAliveTimer(self.keep_alive, send_body, idle_s, sink) if idle_s and self.keep_alive else None
         connection: Connection | None = getattr(send_body, "__self__", None)
         if connection is not None and hasattr(connection, "attach"):  # a `ResponseCycle`, and no middleware
-            connection.attach(push)
+            connection.attach(sink)
         try:
             async for events in self._events:
-                push.has_sent = True
+                sink.has_sent = True
                 await send_body({"type": "http.response.body", "body": events, "more_body": True})
         except Exception as error:
             if not self.shows_errors:
                 raise
             await send_body({"type": "http.response.body", "body": stream_error_event(error), "more_body": True})
         finally:
-            push.close()
-            if keeper is not None:
-                keeper.stop()
+            sink.close()
+            if timer is not None:
+                timer.stop()
             await self._events.aclose()
         await send_body({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class _Keeper:
+class _KeepAliveTimer:
     """Sends a comment when nothing else has been sent for a while. Proxies end silent connections, and a stream is
     silent while its request is queued. It is a timer, with a task only while there is something to send."""
 
-    def __init__(self, comment: bytes, send_body: Send, idle_s: float, push: Push) -> None:
-        self._comment, self._send_body, self._idle_s, self._push = comment, send_body, idle_s, push
+    def __init__(self, comment: bytes, send_body: Send, idle_s: float, sink: EventSink) -> None:
+        self._comment, self._send_body, self._idle_s, self._sink = comment, send_body, idle_s, sink
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
         self._timer = self._loop.call_later(idle_s, self._look)
@@ -228,9 +228,9 @@ class _Keeper:
             self._task.cancel()
 
     def _look(self) -> None:
-        if not self._push.has_sent and (self._task is None or self._task.done()):
+        if not self._sink.has_sent and (self._task is None or self._task.done()):
             self._task = self._loop.create_task(self._send())
-        self._push.has_sent = False
+        self._sink.has_sent = False
         self._timer = self._loop.call_later(self._idle_s, self._look)
 
     async def _send(self) -> None:

@@ -93,8 +93,8 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
             last_kept = kept
             if len(kept) < len(messages) or self._params.truncate_prompt_tokens is not None:
                 self._chat_run = self._make_chat_run(self._body.model_copy(update={"messages": kept}))
-            push = None if is_tried else self._push
-            prompt, generator = await self._chat_run.prepare_outputs(self._about["id"], push, self._resumable)
+            sink = None if is_tried else self._sink
+            prompt, generator = await self._chat_run.prepare_outputs(self._about["id"], sink, self._resumable)
             return generator, prompt
 
         if self._truncation != "auto":

@@ -120,7 +120,7 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
             num_prompts=len(body.prompts),
             clamps_max_tokens=body.max_tokens is None or self._truncation is not None,
             scores_prompt=body.only_prompt,
-            sink=self._push if len(body.prompts) == 1 else None,
+            sink=self._sink if len(body.prompts) == 1 else None,
             only_renders=self._only_renders,
         )
 

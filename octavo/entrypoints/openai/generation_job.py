@@ -17,7 +17,7 @@ from starlette.responses import Response
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.server_state import state_of
-from octavo.entrypoints.http.streaming import DONE, ChunkWriter, EventStream, Push, merge, respond, run_until_disconnect
+from octavo.entrypoints.http.streaming import DONE, ChunkWriter, EventStream, EventSink, merge, respond, run_until_disconnect
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.openai.request_bodies import GenerationRequest, StreamOptions
 from octavo.entrypoints.openai.response_bodies import (
@@ -72,7 +72,7 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         self._generators: list[AsyncGenerator[RequestOutput, None]] = []  # one for each prompt
         # Log-probabilities may need a thread, which only the generators use.
         wants_logprobs = self._params.wants_logprobs or self._params.prompt_logprobs is not None
-        self._push = Push(self._pushed) if body.stream and not wants_logprobs else None
+        self._sink = EventSink(self._events_of) if body.stream and not wants_logprobs else None
         self._prompt_logprobs: dict[int, Sequence[PositionLogprobs | None]] = {}  # by prompt
         self._num_prompt = 0  # tokens of all prompts
         self._num_cached: dict[int, int] = {}  # tokens, by prompt
@@ -88,7 +88,7 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
             self._writer = ChunkWriter(self.chunk_kind, self._about, self.text_field, wants_usage=wants_usage)
             self._has_plain_answer = self._is_plain()
             headers = self._headers | self._resumable.headers(self._num_prompt)
-            return EventStream(self._stream(wants_usage), headers, self._push)
+            return EventStream(self._stream(wants_usage), headers, self._sink)
         return await respond(self._collect(), raw, self._headers)
 
     async def render(self) -> list[list[int]]:
@@ -173,12 +173,12 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
             yield self._writer.usage(self._usage().model_dump_json().encode())
         yield DONE
 
-    def _pushed(self, output: RequestOutput) -> bytes:
+    def _events_of(self, output: RequestOutput) -> bytes:
         """Return the chunks of an output without log-probabilities. The first output tells how many tokens of the
         prompt were cached, and begins the stream."""
         self._note(0, output)
-        if self._push is not None and self._has_plain_answer and self._params.num_completions == 1:
-            self._push.begin_text(*self._writer.around_text(0), shows_tokens=self._resumable.shows_tokens)
+        if self._sink is not None and self._has_plain_answer and self._params.num_completions == 1:
+            self._sink.begin_text(*self._writer.around_text(0), shows_tokens=self._resumable.shows_tokens)
         return self._encode(0, output)
 
     def _encode(self, prompt_index: int, output: RequestOutput) -> bytes:
@@ -206,7 +206,7 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         return num_entries * LENGTH_OF_ENTRY
 
     def _usage(self) -> Usage:
-        num_completion = self._num_completion + (0 if self._push is None else self._push.num_text_tokens)
+        num_completion = self._num_completion + (0 if self._sink is None else self._sink.num_text_tokens)
         return Usage(
             prompt_tokens=self._num_prompt,
             completion_tokens=num_completion,

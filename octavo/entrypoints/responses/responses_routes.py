@@ -19,7 +19,7 @@ from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ServerState, num_body_bytes, state_of
 from octavo.entrypoints.http.store import Stored
-from octavo.entrypoints.http.streaming import EventStream, Push, encode_json, encode_off_loop, run_until_disconnect
+from octavo.entrypoints.http.streaming import EventStream, EventSink, encode_json, encode_off_loop, run_until_disconnect
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.responses import stored_responses
 from octavo.entrypoints.responses.items import Item, read_items, to_messages
@@ -75,7 +75,7 @@ async def create_response(body: ResponsesRequest, raw: Request) -> Response:
     run = ResponseRun(state, builder, items, progress)
     if body.stream:
         headers |= stream.resumable.headers(stream.num_prompt_tokens)
-        return EventStream(run.stream(stream.resumable), headers, stream.push)
+        return EventStream(run.stream(stream.resumable), headers, stream.sink)
     response = await run_until_disconnect(run.collect(), raw.receive)
     return Response(await encode_off_loop(response), headers=headers, media_type="application/json")
 
@@ -109,7 +109,7 @@ async def _read(body: ResponsesRequest, state: ServerState, response_id: str) ->
 class _Stream:
     """The parts of a response's stream."""
 
-    push: Push | None
+    sink: EventSink | None
     resumable: ResumableStream
     num_prompt_tokens: int
 
@@ -133,10 +133,10 @@ async def _submit(
         def write(part: Progress) -> bytes:
             return resumable.shown(builder.write(part), part.token_ids, is_last=part.finish_reason is not None)
 
-        pushes = body.stream and not body.background and not is_tried
-        push = run.make_sink(write) if pushes else None
-        prompt, outputs = await run.prepare_outputs(response["id"], push, resumable)
-        return run.progress(outputs), _Stream(push, resumable, len(prompt.token_ids))
+        may_write_directly = body.stream and not body.background and not is_tried
+        sink = run.make_sink(write) if may_write_directly else None
+        prompt, outputs = await run.prepare_outputs(response["id"], sink, resumable)
+        return run.progress(outputs), _Stream(sink, resumable, len(prompt.token_ids))
 
     with NAMES.in_errors():
         if body.truncation != "auto":
