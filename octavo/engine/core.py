@@ -248,7 +248,7 @@ class EngineCore:
 
     def _submit_next(self, outputs: list[SequenceOutput]) -> tuple[StepPlan, int]:
         """Plan a step, and submit it if it has rows. Returns the plan, and how many steps may stay in flight. If the
-        device lacks memory, `outputs` get those of the request that ends."""
+        device lacks memory, a request ends: its outputs are added to `outputs`."""
         begin = time.monotonic()
         tower_running = self.cost.tower_running = self._takes_media and self.executor.makes_media()
         plan = self.scheduler.schedule()

@@ -121,8 +121,8 @@ def _warm_up_stages(
 def outline_runners(
     config: EngineConfig, description: ModelDescription, weights: Weights | None, ops: Ops, stages: range
 ) -> Iterator[Runner]:
-    """Yield the runner of the first worker of each of `stages`, and after the last stage's that of a draft model; the
-    calling thread must be outlining. `description` may be that of one stage."""
+    """Yield the runner of the first worker of each of `stages`, and after the last stage's runner a draft model's; the
+    calling thread must be outlining. `description` may describe one stage."""
     layers = config.stages(description)
     for stage in stages:
         runner = _outline_runner(config, with_stage(description, layers[stage]), weights, ops)

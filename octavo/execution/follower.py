@@ -1,4 +1,4 @@
-"""A worker beside the first, as a process: `python -m octavo.execution.follower`, started by `HostWorkers`.
+"""A worker other than the first, as a process: `python -m octavo.execution.follower`, started by `HostWorkers`.
 
 Its standard input brings one line of JSON (`FollowerArgs`) and stays open. When it closes, the parent process has ended
 and the worker ends too. It builds its shard of the model and computes every plan of the first worker, until their

@@ -59,8 +59,8 @@ class PromptLogprobs:
             self._wanted[admission.row] = _WantedLogprobs(num_top, num_prompt)
 
     def parts(self, plan: StepPlan, tokens: NDArray[np.int32]) -> list[PromptPart]:
-        """Return the prompt tokens that a step's tokens predict, for each row that wants them; `tokens` are those of
-        all rows."""
+        """Return the prompt tokens that a step's tokens predict, for each row that wants them; `tokens` are
+        `SequenceTable.tokens`."""
         found: list[PromptPart] = []
         start = 0
         for planned in plan.rows if self._wanted else ():

@@ -155,7 +155,7 @@ class Runner:
             self._hidden_staging = device.pinned([max_step_tokens * row_bytes], "uint8")
 
     def _build_tables(self, grammars: GrammarCompiler | None, pooling: PoolingConfig | None) -> None:
-        """Build the tables that have a row for each running sequence, beside `SequenceTable`."""
+        """Build the tables that have a row for each running sequence, besides `SequenceTable`."""
         _, num_rows, max_blocks = self.sequence_table.blocks.shape
         self.sampling_table = SamplingTable(num_rows, grammars)
         self.pooling_table = PoolingTable(num_rows) if pooling is not None else None

@@ -412,7 +412,7 @@ class Worker:
 
     def _caches(self, num_blocks: Sequence[int]) -> list[list[LayerKVCache]]:
         """Allocate, by pool, memory for as many layers as the pool's largest group has in this stage; the layers of all
-        its groups share it. Scratch memory is that of one layer, shared by all. The layers of a draft model with caches
+        its groups share it. Scratch memory is one layer's, which all share. The layers of a draft model with caches
         in the same blocks come last."""
         caches = []
         for pool, count in enumerate(num_blocks):

@@ -122,8 +122,8 @@ ALONE = WorkerGroup()
 
 
 class Leader(WorkerGroup):
-    """The first worker's view. It starts and ends the processes of this host, and is connected to those of other
-    nodes."""
+    """The first worker's view. It starts and ends the processes of this host, and is connected to the processes
+    of other nodes."""
 
     def __init__(self, config: EngineConfig, description: ModelDescription) -> None:
         """Start the workers, and wait for the other nodes. Raises `ConfigError` if the process already has a group, or

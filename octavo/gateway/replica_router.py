@@ -124,19 +124,21 @@ class ReplicaRouter:
         if chosen is None:
             return None
         self.num_affine += known.get(chosen, 0) > adapter_bytes or chosen in of_session
-        num_given = num_bytes - known.get(chosen, 0) + _ANSWER_BYTES
-        load = self.load
-        load.given[chosen.name] = load.unit * (self._given(chosen) + num_given)
-        load.unit *= 1 + 1 / (_REQUEST_MEMORY * len(replicas))
-        if load.unit > _MAX_UNIT:
-            load.given = {one: given / load.unit for one, given in load.given.items()}
-            load.unit = 1.0
+        self._count_given(chosen, num_bytes - known.get(chosen, 0) + _ANSWER_BYTES, len(replicas))
         self.remember(chosen, prefixes, session)
         if (cache := self._caches.get(chosen)) is not None:
             text = {one: count - adapter_bytes for one, count in prefixes.items() if one != _ADAPTER}
             for one in cache.add(text):
                 self._drop(chosen, one)
         return chosen
+
+    def _count_given(self, replica: Replica, num_bytes: int, num_replicas: int) -> None:
+        load = self.load
+        load.given[replica.name] = load.unit * (self._given(replica) + num_bytes)
+        load.unit *= 1 + 1 / (_REQUEST_MEMORY * num_replicas)
+        if load.unit > _MAX_UNIT:
+            load.given = {name: given / load.unit for name, given in load.given.items()}
+            load.unit = 1.0
 
     def remember(self, replica: Replica, hashes: Iterable[bytes], session: bytes | None = None) -> None:
         """Note that a replica has these prefixes and the session from now on."""

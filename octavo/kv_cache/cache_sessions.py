@@ -57,13 +57,13 @@ class CacheSessions:
         self._num_blocks = 0
 
     def keep(self, seq: Sequence) -> None:
-        """Keep the blocks of a finished sequence whose request has a session: those of the prompt, and those of prompt
-        and answer, as the next turn may begin with either."""
+        """Keep the blocks of a finished sequence whose request has a session: the prompt's, and those of prompt and
+        answer together, as the next turn may begin with either."""
         request, tier = seq.request, self._tier
         if request.cache_session is None:
             return
         session, found = _session_key(request.cache_session, request.prompt.cache_salt), dict[Name, None]()
-        num_hashes = len(seq.block_hashes)  # less than those of the prompt if the request has waited until its end
+        num_hashes = len(seq.block_hashes)  # fewer than the prompt's if the request has waited until its end
         for limit in (len(request.prompt.token_ids) // self._cache.block_size, num_hashes):
             num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, min(limit, num_hashes), tier.pools_or_disk)
             found |= dict.fromkeys(self._cache.prefix_names(seq.block_hashes, num_blocks))

@@ -105,7 +105,7 @@ class _PoolOrDisk(Container[bytes]):
 
 
 class DiskTier:
-    """Keeps the indexed blocks of the pools of `cache` in `files`: with a `host_tier`, those of the host pools."""
+    """Keeps the indexed blocks of the pools of `cache`, or of its host pools with a `host_tier`, in `files`."""
 
     def __init__(
         self,
@@ -367,7 +367,7 @@ class DiskTier:
 
     def _save(self, name: Name) -> float:
         """Queue a copy of an unsaved block, for which there is room. Returns the seconds that steps are later for it:
-        those of copying the block and, on CPUs, of writing it."""
+        to copy the block and, on CPUs, to write it."""
         wait_s = self._wait_for_workers()
         begin = self._clock()
         contents = self._memory.read_blocks(name[0], [self.unsaved[name]])[0]

@@ -330,7 +330,7 @@ class KVCacheManager:
         return num_tokens
 
     def share_all(self, seq: Sequence, fork: Sequence) -> None:
-        """Count the references of `fork`, whose block tables are copies of those of `seq`."""
+        """Count the references of `fork`, whose block tables are copies of `seq`'s."""
         seq.num_ready_slots = fork.num_ready_slots = 0
         self._share(fork)
 

@@ -190,8 +190,8 @@ class Decoder:
         """Return hidden states [T, H]: before the final norm, or after it if the model pools. A stage that is not the
         last returns rows [T, `stage_width`].
 
-        The type is `residual_dtype`; after the final norm, the model's. `caches[i]` is that of the stage's i-th entry
-        of `layer_caches`."""
+        The type is `residual_dtype`; after the final norm, the model's. `caches[i]` is for the stage's i-th entry of
+        `layer_caches`."""
         # 1. Embed the tokens, or take the rows of the previous stage.
         residual, embedding = self._split_input(batch)
         # 2. Compute what later layers need from the embedding, before the layers overwrite it.
