@@ -352,13 +352,14 @@ class OutputProcessor:
         self.requests: dict[str, RequestState] = {}
 
     def add(
-        self, request: EngineRequest, external_id: str | None = None, answer: list[int] | None = None
-    ) -> RequestState:
+        self, request: EngineRequest, external_id: str | None = None,
+        first_completion_token_ids: list[int] | None = None,
+    ) -> RequestState:  # fmt: skip
         """Expect outputs of a request. Its results have `external_id`, if given, instead of the core's id. The tokens
-        of its first sequence are put into `answer`, if given."""
+        of its first completion are put into `first_completion_token_ids`, if given."""
         state = RequestState(request, external_id or request.request_id, self)
-        if answer is not None and state.completions:
-            state.completions[0].token_ids = answer
+        if first_completion_token_ids is not None and state.completions:
+            state.completions[0].token_ids = first_completion_token_ids
         self.requests[request.request_id] = state
         return state
 
@@ -445,6 +446,13 @@ class OutputProcessor:
             self.metrics.ttft_s.observe_all(first_latencies_s)
             for last, count in last_times.items():
                 self.metrics.inter_token_latency_s.observe(now - last, count)
+        return self._changed(touched, aborts, now), aborts
+
+    def _changed(
+        self, touched: dict[str, RequestState], aborts: list[Abort], now: float
+    ) -> list[RequestState]:
+        """Return which of the requests that a step has touched have new output or an error. Requests that have ended
+        are removed, and those with an error are added to `aborts`."""
         changed: list[RequestState] = []
         for request_id, state in touched.items():
             state.last_token_time = now
@@ -459,7 +467,7 @@ class OutputProcessor:
             else:
                 state.has_new_output = True
             changed.append(state)
-        return changed, aborts
+        return changed
 
     def _is_too_soon(self, state: RequestState) -> bool:
         num_sent = sum(completion.num_sent_tokens for completion in state.completions)

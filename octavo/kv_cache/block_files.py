@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
 from octavo.file_lock import lock
-
-Name = tuple[int, bytes]  # the pool of a block, and its key in the pool's index
+from octavo.kv_cache.block_pool import BlockName
 
 _FORMAT = "octavo-kv-1"
 DIGEST_BYTES = 32
@@ -98,7 +97,7 @@ class BlockFiles:
         except OSError as e:
             raise _unusable(folder, e) from None
 
-    def has(self, name: Name) -> bool:
+    def has(self, name: BlockName) -> bool:
         """Return whether the folder has a block, even if another server has written it."""
         return self._has(block_file_name(name))
 
@@ -112,11 +111,11 @@ class BlockFiles:
         self._count((self._own, file_name), _on_disk(found.st_size), found.st_mtime_ns)
         return True
 
-    def knows(self, name: Name) -> bool:
+    def knows(self, name: BlockName) -> bool:
         """Return whether the folder had a block when this process last wrote or scanned. No file is touched."""
         return (self._own, block_file_name(name)) in self._files
 
-    def write(self, name: Name, contents: NDArray[np.uint8], keep_until: float = 0.0) -> bool:
+    def write(self, name: BlockName, contents: NDArray[np.uint8], keep_until: float = 0.0) -> bool:
         """Write a block, [num_bytes] uint8, and keep it until `time.time` is `keep_until`. Returns False if the block
         is larger than the folder's limit. Raises `OSError`, and leaves no part of the block."""
         return self._write(block_file_name(name), contents.data, keep_until)
@@ -149,11 +148,11 @@ class BlockFiles:
     def fingerprint_hex(self) -> str:
         return self._own
 
-    def is_intact(self, name: Name, contents: memoryview, digest: memoryview) -> bool:
+    def is_intact(self, name: BlockName, contents: memoryview, digest: memoryview) -> bool:
         """Return whether `digest` is the checksum of a block's name and contents."""
         return self._digest(block_file_name(name), contents) == digest
 
-    def read(self, name: Name, into: NDArray[np.uint8]) -> bool:
+    def read(self, name: BlockName, into: NDArray[np.uint8]) -> bool:
         """Fill `into`, [num_bytes], with a block. Returns False if it is gone, damaged (then it is removed) or
         unreadable (then it is not known any more, and written again when it is computed)."""
         file_name, digest = block_file_name(name), bytearray(DIGEST_BYTES)
@@ -176,7 +175,7 @@ class BlockFiles:
         self.num_damaged += 1
         return False
 
-    def touch(self, names: Iterable[Name]) -> None:
+    def touch(self, names: Iterable[BlockName]) -> None:
         """Mark the blocks of a prompt, in order, as used now. Each block gets an earlier time than the block before it,
         because it is useless without that block. Kept blocks stay as they are, and so do blocks used in the last
         seconds if their order is right."""
@@ -192,7 +191,7 @@ class BlockFiles:
             else:
                 before = found.used
 
-    def keep(self, names: Iterable[Name], keep_until: float) -> None:
+    def keep(self, names: Iterable[BlockName], keep_until: float) -> None:
         """Keep blocks until `time.time` is `keep_until`. If sessions keep too much already, mark the blocks as used now
         instead."""
         for name in names:
@@ -218,14 +217,14 @@ class BlockFiles:
                     self.num_kept_bytes -= self._kept.pop(key)
             return end if end > now and self.num_kept_bytes + size <= _KEPT_SHARE * self.limit_bytes else now
 
-    def keep_session(self, session: str, names: Collection[Name], keep_until: float) -> None:
+    def keep_session(self, session: str, names: Collection[BlockName], keep_until: float) -> None:
         """Add blocks to a session's file, for `drop_session`, and keep those that are in the folder. Blocks of the
         session that are gone are removed from its file."""
         self.keep(names, keep_until)
         lines = {line for line in self._lines(session) if self._has(line)} | {block_file_name(name) for name in names}
         self._write(session + _SESSION, memoryview("\n".join(sorted(lines)).encode()), keep_until)
 
-    def drop_session(self, session: str, names: Iterable[Name] = ()) -> None:
+    def drop_session(self, session: str, names: Iterable[BlockName] = ()) -> None:
         """Remove a session, and those of its blocks and of `names` that no other session has."""
         own = self._lines(session) | {block_file_name(name) for name in names}
         for other in self.sessions():
@@ -244,7 +243,7 @@ class BlockFiles:
         the past if it has ended, or if there was no room to keep it."""
         return {name.removesuffix(_SESSION): used / 1e9 for name, used in self._sessions.copy().items()}
 
-    def session_names(self, session: str) -> set[Name]:
+    def session_names(self, session: str) -> set[BlockName]:
         """Return the blocks of a session; an empty set if there is no such session."""
         parts = [line.partition("-") for line in self._lines(session)]
         return {(int(pool), bytes.fromhex(key)) for key, _, pool in parts}
@@ -262,7 +261,7 @@ class BlockFiles:
         self.num_damaged += 1
         return set()
 
-    def remove(self, names: Iterable[Name]) -> None:
+    def remove(self, names: Iterable[BlockName]) -> None:
         for name in names:
             self._remove((self._own, block_file_name(name)))
 
@@ -362,7 +361,7 @@ class BlockFiles:
         return digest.digest()
 
 
-def block_file_name(name: Name) -> str:
+def block_file_name(name: BlockName) -> str:
     pool, key = name
     return f"{key.hex()}-{pool}"
 

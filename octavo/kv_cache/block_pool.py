@@ -11,6 +11,7 @@ from collections.abc import Container
 from enum import IntEnum
 from typing import Protocol
 
+BlockName = tuple[int, bytes]  # the pool of a block, and its key in the pool's index
 Copies = list[tuple[int, int]]  # of blocks: (source, target)
 TableChanges = list[tuple[int, int, int]]  # entries of block tables: (group, position, block)
 

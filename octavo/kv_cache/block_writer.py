@@ -13,7 +13,8 @@ from collections.abc import Callable, Container
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.kv_cache.block_files import BlockFiles, Name
+from octavo.kv_cache.block_files import BlockFiles
+from octavo.kv_cache.block_pool import BlockName
 from octavo.stats import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -22,10 +23,10 @@ _MOST_QUEUED = 10_000  # entries of the queue; beyond this, last-used updates an
 _WARNING_S = 60.0  # between two warnings of the same error
 _COUNTERS = ("num_disk_written", "disk_written_bytes", "num_disk_dropped")
 
-_Block = tuple[Name, NDArray[np.uint8]]
+_Block = tuple[BlockName, NDArray[np.uint8]]
 
 
-class BlockWriter(Container[Name]):
+class BlockWriter(Container[BlockName]):
     """Writes blocks to `files` in the order of the queue, and does tasks in between. As a container it has the blocks
     of the queue, and the one being written.
 
@@ -37,11 +38,11 @@ class BlockWriter(Container[Name]):
         self.changed = threading.Condition()  # notified when a block or task is queued or done, and at the end
         self.is_closed = False
         self.is_removing_all = False  # all files of the folder are being removed
-        self.keep_until: dict[Name, float] = {}  # `time.time`, for blocks that are not written yet
+        self.keep_until: dict[BlockName, float] = {}  # `time.time`, for blocks that are not written yet
         self.queued_bytes = 0  # of the blocks of the queue, and of the one being written
         self.write_s = 0.0  # moving average of the thread's processor time for a block
         self._queue: deque[_Block | Callable[[], None]] = deque()
-        self._queued: dict[Name, NDArray[np.uint8]] = {}
+        self._queued: dict[BlockName, NDArray[np.uint8]] = {}
         self._is_writing = False
         self._stats = EngineStats()
         self._last_error, self._next_warning = "", 0.0  # of the thread
@@ -71,7 +72,7 @@ class BlockWriter(Container[Name]):
         with self.changed:
             self._stats.num_disk_dropped += 1
 
-    def enqueue(self, name: Name, contents: NDArray[np.uint8]) -> None:
+    def enqueue(self, name: BlockName, contents: NDArray[np.uint8]) -> None:
         with self.changed:
             self._queue.append((name, contents))
             self._queued[name] = contents
@@ -136,7 +137,7 @@ class BlockWriter(Container[Name]):
             except Exception:  # the thread must go on: the engine waits for it
                 logger.exception("the cache on disk could not be changed")
 
-    def _write_block(self, name: Name, contents: NDArray[np.uint8]) -> None:
+    def _write_block(self, name: BlockName, contents: NDArray[np.uint8]) -> None:
         begin, keep_until, latest = time.thread_time(), self.keep_until.get(name, 0.0), 0.0
         is_written = self.write_file(name, contents, keep_until)
         with self.changed:
@@ -151,7 +152,7 @@ class BlockWriter(Container[Name]):
         if latest > keep_until:  # pinned during the write
             self._files.keep([name], latest)
 
-    def write_file(self, name: Name, contents: NDArray[np.uint8], keep_until: float = 0.0) -> bool:
+    def write_file(self, name: BlockName, contents: NDArray[np.uint8], keep_until: float = 0.0) -> bool:
         """Write a block, in the writer's thread. Returns False, and counts the block as dropped, if the folder does not
         take it."""
         error, is_written = "", False

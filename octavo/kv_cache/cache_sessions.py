@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from octavo.kv_cache.block_files import Name
+from octavo.kv_cache.block_pool import BlockName
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.sequence import Sequence
 
@@ -30,7 +30,7 @@ _LEAST_MEMORY_S = 86400.0  # the sessions of a former server can be dropped at l
 class _Session:
     """The blocks of a conversation's turns. Lost blocks are removed now and then."""
 
-    names: set[Name] = field(default_factory=set)
+    names: set[BlockName] = field(default_factory=set)
     keep_until: float = 0.0  # time.time
     prune_at: int = _LEAST_PRUNED  # number of blocks at which lost blocks are looked for
 
@@ -62,7 +62,7 @@ class CacheSessions:
         request, tier = seq.request, self._tier
         if request.cache_session is None:
             return
-        session, found = _session_key(request.cache_session, request.prompt.cache_salt), dict[Name, None]()
+        session, found = _session_key(request.cache_session, request.prompt.cache_salt), dict[BlockName, None]()
         num_hashes = len(seq.block_hashes)  # fewer than the prompt's if the request has waited until its end
         for limit in (len(request.prompt.token_ids) // self._cache.block_size, num_hashes):
             num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, min(limit, num_hashes), tier.pools_or_disk)
@@ -73,7 +73,8 @@ class CacheSessions:
         tier.pin_pending_blocks(found, keep_until)
         self._remember(session, found.keys(), keep_until)
         pending = filter(tier.is_pending, self._sessions[session].names)  # includes blocks of earlier turns
-        tier.writer.enqueue_task(partial(self._files.keep_session, session, [*found, *pending], keep_until), may_skip=True)
+        keep = partial(self._files.keep_session, session, [*found, *pending], keep_until)
+        tier.writer.enqueue_task(keep, may_skip=True)
         self._forget_old()
 
     def drop(self, session_id: str, salt: str | None) -> int | None:
@@ -91,7 +92,7 @@ class CacheSessions:
         self._tier.enqueue_task(partial(self._files.drop_session, session, names))
         return len(freed)
 
-    def _remember(self, session: str, names: Set[Name], keep_until: float) -> None:
+    def _remember(self, session: str, names: Set[BlockName], keep_until: float) -> None:
         """Add blocks to a session, and make it the one used last."""
         one = self._sessions.pop(session, None) or _Session()
         num_before = len(one.names)
@@ -103,7 +104,7 @@ class CacheSessions:
         self._num_blocks += len(one.names) - num_before
         self._sessions[session] = one
 
-    def _is_anywhere(self, name: Name) -> bool:
+    def _is_anywhere(self, name: BlockName) -> bool:
         """Return whether a block is in its pool, on disk or on its way there."""
         return self._tier.is_in_memory(name) or self._tier.is_pending(name) or self._files.knows(name)
 
@@ -123,7 +124,7 @@ class CacheSessions:
         for session in forgotten:
             self._tier.enqueue_task(partial(self._files.forget_session, session))
 
-    def _forget(self, session: str) -> set[Name]:
+    def _forget(self, session: str) -> set[BlockName]:
         """Forget a session, and return its blocks."""
         names = self._sessions.pop(session).names
         self._num_blocks -= len(names)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.kv_cache.block_files import BlockFiles, Name
+from octavo.kv_cache.block_files import BlockFiles
+from octavo.kv_cache.block_pool import BlockName
 from octavo.kv_cache.block_hashes import extend_block_hashes
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.kv_cache.peer_blocks import Copy, PeerBlocks
@@ -87,12 +88,12 @@ class Fetch:
     keys: list[bytes]  # hashes of the sequence's full blocks
     num_cached_blocks: int  # of the prefix in the pools, when it was looked up
     num_found_blocks: int  # of the prefix in pools and folder together
-    used: list[Name]  # all blocks that this prefix needs
-    missing: list[Name]  # blocks of `used` that the pools lacked
+    used: list[BlockName]  # all blocks that this prefix needs
+    missing: list[BlockName]  # blocks of `used` that the pools lacked
     patience_s: float  # after this time the rest is computed instead
     has_begun: bool = False
     began: float = 0.0  # on the tier's clock
-    unread: deque[list[Name]] = field(default_factory=deque)  # in chunks
+    unread: deque[list[BlockName]] = field(default_factory=deque)  # in chunks
     reading: deque[Future[_Chunk]] = field(default_factory=deque)  # the next chunks
     has_ended: bool = False
 
@@ -302,11 +303,11 @@ class DiskFetches:
         first, end = num_cached_blocks * self._cache.block_size, num_found_blocks * self._cache.block_size
         return self._cost.seconds(StepWork().plus(first, end - first, 1))
 
-    def _read_s(self, names: Sequence[Name]) -> float:
+    def _read_s(self, names: Sequence[BlockName]) -> float:
         """Return the predicted seconds to read blocks, behind all reads that are under way."""
         return self._read_cost.seconds(self._num_bytes(names) + sum(self._reading_bytes.values()))
 
-    def _num_bytes(self, names: Sequence[Name]) -> int:
+    def _num_bytes(self, names: Sequence[BlockName]) -> int:
         return sum(self._memory.block_bytes[pool] for pool, _ in names)
 
     def _drop_done_abandoned(self) -> None:
@@ -314,16 +315,16 @@ class DiskFetches:
             self._abandoned.remove(future)
             del self._reading_bytes[future]
 
-    def _fit(self, names: Sequence[Name]) -> bool:
+    def _fit(self, names: Sequence[BlockName]) -> bool:
         """Return whether the pools have free blocks for all of `names`, and for the blocks that other waiting sequences
         have read. The latter must not be evicted before these sequences start."""
         others = [fetch.missing for fetch in self._by_request.values() if fetch is not None and fetch.has_begun]
         counts = Counter(pool for one in (names, *others) for pool, _ in one)
         return all(count <= self._tier.pools[pool].num_free for pool, count in counts.items())
 
-    def _chunks(self, names: Sequence[Name]) -> deque[list[Name]]:
+    def _chunks(self, names: Sequence[BlockName]) -> deque[list[BlockName]]:
         """Return `names` in chunks to read together."""
-        chunks = deque[list[Name]]()
+        chunks = deque[list[BlockName]]()
         num_bytes = _CHUNK_BYTES
         for name in names:
             if num_bytes >= _CHUNK_BYTES:
@@ -333,7 +334,7 @@ class DiskFetches:
             num_bytes += max(self._memory.block_bytes[name[0]], _FILE_BYTES)
         return chunks
 
-    def _touch(self, names: Sequence[Name]) -> None:
+    def _touch(self, names: Sequence[BlockName]) -> None:
         """Mark the blocks of a prompt as used."""
         if names:
             self._tier.enqueue_task(partial(self._tier.files.touch, names), may_skip=True)
@@ -346,7 +347,7 @@ class DiskFetches:
             fetch.reading.append(future)
             self._reading_bytes[future] = self._num_bytes(names)
 
-    def _read_chunk(self, names: Sequence[Name]) -> _Chunk:
+    def _read_chunk(self, names: Sequence[BlockName]) -> _Chunk:
         """Read blocks, in each pool up to the first one that is missing or damaged."""
         begin, parts, num_read = time.monotonic(), dict[int, _Part](), 0
         for pool, num_bytes in enumerate(self._memory.block_bytes):

@@ -27,7 +27,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.kv_cache.block_files import BlockFiles, Name
+from octavo.kv_cache.block_files import BlockFiles
+from octavo.kv_cache.block_pool import BlockName
 from octavo.kv_cache.block_writer import BlockWriter
 from octavo.kv_cache.cache_sessions import CacheSessions
 from octavo.kv_cache.disk_fetches import DiskFetches
@@ -131,8 +132,8 @@ class DiskTier:
         #                      |                                  |                            | _IDLE_QUEUE_BYTES
         self.writer = BlockWriter(files, clock)
         # Blocks that only a pool has, the oldest first; ordered dictionaries lose their first entry in constant time.
-        self.unsaved = OrderedDict[Name, int]()
-        self._prioritised = OrderedDict[Name, None]()  # blocks to save before others, unsaved or not yet here
+        self.unsaved = OrderedDict[BlockName, int]()
+        self._prioritised = OrderedDict[BlockName, None]()  # blocks to save before others, unsaved or not yet here
         self._busy_save_s = 0.0  # may be overdrawn
         self._eviction_save_s = _INITIAL_EVICTION_SAVE_S  # may be overdrawn
         for number, pool in enumerate(self.pools):
@@ -212,20 +213,20 @@ class DiskTier:
         with self.writer.changed:
             self.writer.changed.notify_all()
 
-    def is_in_memory(self, name: Name) -> bool:
+    def is_in_memory(self, name: BlockName) -> bool:
         """Return whether a block is in its pool, on the device or on the host."""
         pool, key = name
         return key in self._cache.pools[pool] or key in self.pools[pool]
 
-    def is_pending(self, name: Name) -> bool:
+    def is_pending(self, name: BlockName) -> bool:
         """Return whether a block is not written yet: unsaved, or in the writer's queue."""
         return name in self.unsaved or name in self.writer or self._will_be_copied(name)
 
-    def _will_be_copied(self, name: Name) -> bool:
+    def _will_be_copied(self, name: BlockName) -> bool:
         """Return whether a block of a device is still to be copied to its host, and saved then."""
         return self._host_tier is not None and self._host_tier.copies_later(name) and self._must_be_saved(name)
 
-    def _must_be_saved(self, name: Name) -> bool:
+    def _must_be_saved(self, name: BlockName) -> bool:
         """Return whether a block is neither in the folder nor in the writer's queue."""
         return (self.writer.is_removing_all or not self.files.knows(name)) and name not in self.writer
 
@@ -237,12 +238,12 @@ class DiskTier:
         is_planned = not self._cache.host_blocks_written_later[pool].isdisjoint(blocks)
         return not is_planned and self._memory.is_settled(pool, blocks, waits)
 
-    def pin_pending_blocks(self, names: Iterable[Name], keep_until: float) -> None:
+    def pin_pending_blocks(self, names: Iterable[BlockName], keep_until: float) -> None:
         """Have the pending ones of these blocks kept in the folder until `time.time` is `keep_until`."""
         with self.writer.changed:
             self.writer.keep_until |= {name: keep_until for name in names if self.is_pending(name)}
 
-    def forget_unsaved(self, name: Name) -> None:
+    def forget_unsaved(self, name: BlockName) -> None:
         """Do not save a block, unless the writer has it already."""
         self.unsaved.pop(name, None)
         self._prioritised.pop(name, None)
@@ -250,12 +251,12 @@ class DiskTier:
             self.writer.keep_until.pop(name, None)
             self.writer.changed.notify_all()  # `wait_until_saved` looks at `unsaved`
 
-    def _drop(self, name: Name) -> None:
+    def _drop(self, name: BlockName) -> None:
         """Count a block as lost that was unsaved until now."""
         self.forget_unsaved(name)
         self.writer.count_dropped()
 
-    def forget(self, name: Name) -> None:
+    def forget(self, name: BlockName) -> None:
         """Forget a block in the pools, and do not save it."""
         if self._host_tier is not None:
             self._host_tier.forget(name)
@@ -264,7 +265,7 @@ class DiskTier:
         if (block := pool.lookup(name[1])) is not None:
             pool.forget(block)
 
-    def note_in_memory(self, name: Name) -> None:
+    def note_in_memory(self, name: BlockName) -> None:
         """Save a block of the pools if the folder has lost it."""
         pool, key = name
         if not self._must_be_saved(name):
@@ -274,19 +275,19 @@ class DiskTier:
         elif self._host_tier is not None and (block := self._cache.pools[pool].lookup(key)) is not None:
             self._host_tier.note_indexed(name, block)
 
-    def note_computed(self, name: Name, block: int) -> None:
+    def note_computed(self, name: BlockName, block: int) -> None:
         """Save a block of the host's memory, unless the folder has it or the writer's queue does."""
         if self._must_be_saved(name):
             self.unsaved[name] = block
         else:
             self._clear_priority_and_pin(name)
 
-    def _clear_priority_and_pin(self, name: Name) -> None:
+    def _clear_priority_and_pin(self, name: BlockName) -> None:
         """Wait no longer for a block of a device that the folder has got in another way."""
         if self._host_tier is not None and name not in self.unsaved and name not in self.writer:
             self.forget_unsaved(name)
 
-    def save_before_eviction(self, name: Name) -> None:
+    def save_before_eviction(self, name: BlockName) -> None:
         """Save a block that is about to be overwritten, if it is unsaved, if the writer keeps up, and if a session
         keeps the block or disk hits have gained the time. Drop it otherwise."""
         block = self.unsaved.get(name)
@@ -349,14 +350,14 @@ class DiskTier:
         while (name := self._next_savable()) is not None:
             self._save(name)
 
-    def prioritise(self, names: Iterable[Name]) -> None:
+    def prioritise(self, names: Iterable[BlockName]) -> None:
         """Save these blocks before others."""
         first = [name for name in names if name in self.unsaved or self._will_be_copied(name)]
         self._prioritised.update(dict.fromkeys(first))
         if self._host_tier is not None:
             self._host_tier.prioritise(first)
 
-    def _next_savable(self, waits: bool = False) -> Name | None:
+    def _next_savable(self, waits: bool = False) -> BlockName | None:
         """Return the block to save before all others, of those that are not being copied. With `waits`, wait for copies
         under way. Returns None if there is none, or if the queue has no room."""
         if not self._has_room():
@@ -365,7 +366,7 @@ class DiskTier:
         candidates = islice(in_order, _MOST_PASSED)
         return next((name for name in candidates if self.is_settled(name[0], [self.unsaved[name]], waits)), None)
 
-    def _save(self, name: Name) -> float:
+    def _save(self, name: BlockName) -> float:
         """Queue a copy of an unsaved block, for which there is room. Returns the seconds that steps are later for it:
         to copy the block and, on CPUs, to write it."""
         wait_s = self._wait_for_workers()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 
+from octavo.kv_cache.block_pool import BlockName
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.sequence import HostLoad
 from octavo.sequence import Sequence as TokenSequence
@@ -25,7 +26,6 @@ _LOAD_BYTES = 256 << 20
 _MOST_COPIES = 256  # to the host, with one plan: each takes the scheduler some microseconds, however small it is
 _LOAD_S_PER_BYTE = 1e-10  # 10 GB/s: PCIe 3.0 with 16 lanes; computing tokens of any model but the smallest takes longer
 
-_Name = tuple[int, bytes]  # the pool of a block, and its key in the pool's index
 
 
 class _PoolWatch:
@@ -62,13 +62,14 @@ class HostTier:
         cache.on_release.append(self.note_released)
         # Blocks that the host lacks, the oldest first: those indexed before this plan, and those indexed since, whose
         # contents may come only with this plan's moves.
-        self._uncopied = OrderedDict[_Name, int]()
-        self._fresh: dict[_Name, int] = {}
-        self._first: list[_Name] = []  # to be copied before others, once this plan is made
-        self._released = deque[Sequence[_Name]]()  # blocks that sequences had, still to be counted as used
+        self._uncopied = OrderedDict[BlockName, int]()
+        self._fresh: dict[BlockName, int] = {}
+        self._prioritised: list[BlockName] = []  # to be copied before others, once this plan is made
+        self._released = deque[Sequence[BlockName]]()  # blocks that sequences had, still to be counted as used
         self._is_forgetting = False
-        self.on_drop: Callable[[_Name], None] = lambda name: None  # called with a block that the host does not get
-        self.on_present: Callable[[_Name], None] = lambda name: None  # called with one that the host has without a copy
+        # Are called with a block that the host does not get, and with one that it has without a copy.
+        self.on_drop: Callable[[BlockName], None] = lambda name: None
+        self.on_present: Callable[[BlockName], None] = lambda name: None
         self.on_all_copied: Callable[[], None] = lambda: None  # called when `num_uncopied` is 0 again
         self.end_plan()
         self._num_hits = self._num_copied = self._num_dropped = 0  # since `take_stats`
@@ -84,10 +85,10 @@ class HostTier:
         moves."""
         self._uncopied |= self._fresh
         self._fresh = {}
-        for name in reversed(self._first):
+        for name in reversed(self._prioritised):
             if name in self._uncopied:
                 self._uncopied.move_to_end(name, last=False)
-        self._first.clear()
+        self._prioritised.clear()
         while self._uncopied and self._copy_left > 0:
             name = next(iter(self._uncopied))
             self._copy(name, self._uncopied[name])
@@ -107,15 +108,15 @@ class HostTier:
         the tier below has it or it is lost, and in between it may count twice."""
         return len(self._fresh) + len(self._uncopied)  # in the order in which blocks go on
 
-    def copies_later(self, name: _Name) -> bool:
+    def copies_later(self, name: BlockName) -> bool:
         """Return whether a later plan copies a block to the host."""
         return name in self._uncopied or name in self._fresh
 
-    def prioritise(self, names: Sequence[_Name]) -> None:
+    def prioritise(self, names: Sequence[BlockName]) -> None:
         """Copy these blocks before others."""
-        self._first += names
+        self._prioritised += names
 
-    def forget(self, name: _Name) -> None:
+    def forget(self, name: BlockName) -> None:
         """Remove a block from the index of the device; it is not copied."""
         self._uncopied.pop(name, None)
         self._fresh.pop(name, None)
@@ -128,7 +129,7 @@ class HostTier:
     def forget_prefixes(self) -> None:
         """Empty the prefix index of the device and of the host; nothing is copied."""
         lost = [*self._uncopied, *self._fresh]
-        for blocks in (self._uncopied, self._fresh, self._first, self._released):
+        for blocks in (self._uncopied, self._fresh, self._prioritised, self._released):
             blocks.clear()
         self._is_forgetting = True
         self._cache.forget_prefixes()
@@ -136,15 +137,15 @@ class HostTier:
         for name in lost:
             self.on_drop(name)
 
-    def note_indexed(self, name: _Name, block: int) -> None:
+    def note_indexed(self, name: BlockName, block: int) -> None:
         if not self._has(name):
             self._fresh[name] = block
 
-    def note_released(self, names: Sequence[_Name]) -> None:
+    def note_released(self, names: Sequence[BlockName]) -> None:
         """Count the copies of a prefix that a sequence had as used, once all are made."""
         self._released.append(names)
 
-    def save_before_eviction(self, name: _Name, block: int) -> None:
+    def save_before_eviction(self, name: BlockName, block: int) -> None:
         """Copy a block that is about to be overwritten, if the host lacks it and the plan has not too many copies."""
         self._cache.cancel_load(name[0], block)
         if self._is_forgetting:
@@ -216,7 +217,7 @@ class HostTier:
         """Return whether the device has lost the first or the last of the blocks that were planned."""
         return any(self._cache.pools[pool].lookup(key) is None for pool, key in load.planned)
 
-    def _is_worth_it(self, missing: Sequence[_Name], num_cached_blocks: int, num_found_blocks: int) -> bool:
+    def _is_worth_it(self, missing: Sequence[BlockName], num_cached_blocks: int, num_found_blocks: int) -> bool:
         """Return whether the pools have room for the `missing` blocks, and loading them is faster than computing."""
         counts = Counter(pool for pool, _ in missing)
         if any(count > self._cache.pools[pool].num_free for pool, count in counts.items()):
@@ -225,11 +226,11 @@ class HostTier:
         compute_s = self._cost.seconds(StepWork().plus(first, end - first, 1))
         return sum(self._block_bytes[pool] for pool, _ in missing) * _LOAD_S_PER_BYTE < compute_s
 
-    def _has(self, name: _Name) -> bool:
+    def _has(self, name: BlockName) -> bool:
         pool, key = name
         return key in self._cache.host_pools[pool]
 
-    def _copy(self, name: _Name, block: int) -> None:
+    def _copy(self, name: BlockName, block: int) -> None:
         """Copy a block to the host, if the host lacks it and has room and the plan has not too many copies."""
         if self._has(name):
             self.on_present(name)
@@ -241,7 +242,7 @@ class HostTier:
         self._copy_left -= self._counted_bytes[name[0]]
         self._num_copied += 1
 
-    def _note_copied(self, name: _Name) -> None:
+    def _note_copied(self, name: BlockName) -> None:
         """Count a block as uncopied no longer, now that it is copied or lost."""
         if self._uncopied.pop(name, None) is not None and not self.num_uncopied:
             self.on_all_copied()

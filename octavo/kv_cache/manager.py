@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from octavo.kv_cache.attention_blocks import AttentionBlocks
 from octavo.kv_cache.block_events import BlockEvents
 from octavo.kv_cache.block_hashes import extend_block_hashes
-from octavo.kv_cache.block_pool import BlockPool, TableChanges
+from octavo.kv_cache.block_pool import BlockName, BlockPool, TableChanges
 from octavo.kv_cache.cross_blocks import CrossBlocks
 from octavo.kv_cache.groups import CacheGroup
 from octavo.kv_cache.state_blocks import MAX_DRAFT_TOKENS, StateBlocks
@@ -83,8 +83,8 @@ class KVCacheManager:
         self._returning: list[tuple[int, int]] = []  # (pool, host block): becomes free with the next plan
         # By pool: blocks that get the contents of a host block with the next plan, on behalf of `HostTier`.
         self._loads: list[dict[int, int]] = [{} for _ in self.pools]
-        # Are called with the pools and keys of a sequence's indexed blocks when it loses its blocks.
-        self.on_release: list[Callable[[list[tuple[int, bytes]]], None]] = []
+        # Are called with the names of a sequence's indexed blocks when it loses its blocks.
+        self.on_release: list[Callable[[list[BlockName]], None]] = []
         self.events: BlockEvents | None = None
 
     def collect_events(self) -> BlockEvents | None:
@@ -155,8 +155,8 @@ class KVCacheManager:
             num_blocks, i = found, (i + 1) % len(self._groups)
         return num_blocks
 
-    def prefix_names(self, keys: list[bytes], num_blocks: int) -> list[tuple[int, bytes]]:
-        """Return the pool and the key of every block that tokens after a prefix of `num_blocks` need."""
+    def prefix_names(self, keys: list[bytes], num_blocks: int) -> list[BlockName]:
+        """Return the names of the blocks that tokens after a prefix of `num_blocks` need."""
         found = [blocks.prefix_keys(keys, num_blocks) for blocks in self._groups]
         # Group by group from the end: a window group has only the last blocks of the prefix.
         places = range(-max(map(len, found), default=0), 0)
@@ -167,8 +167,8 @@ class KVCacheManager:
             if len(of_group) >= -place
         ]
 
-    def all_names(self, keys: list[bytes]) -> list[tuple[int, bytes]]:
-        """Return the pool and the key of every block that tokens after any prefix may need."""
+    def all_names(self, keys: list[bytes]) -> list[BlockName]:
+        """Return the names of the blocks that tokens after any prefix may need."""
         groups = [(self._pool_of[blocks.group], blocks.key_suffix) for blocks in self.attention]
         groups += [(self._pool_of[blocks.group], b"") for blocks in self.states]
         return [(pool, key + suffix) for key in keys for pool, suffix in groups]

@@ -24,7 +24,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.kv_cache.block_files import DIGEST_BYTES, Name, block_file_name
+from octavo.kv_cache.block_files import DIGEST_BYTES, block_file_name
+from octavo.kv_cache.block_pool import BlockName
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.kv_cache.reader_threads import ReaderThreads
 from octavo.request import BlockPeer
@@ -56,7 +57,7 @@ class _PeerError(Exception):
 class _Found(Container[bytes]):
     """The keys of a pool's blocks that the pool, the folder or the peer has."""
 
-    def __init__(self, known: Container[bytes], pool: int, at_peer: Collection[Name]) -> None:
+    def __init__(self, known: Container[bytes], pool: int, at_peer: Collection[BlockName]) -> None:
         self._known, self._pool, self._at_peer = known, pool, at_peer
 
     def __contains__(self, key: object) -> bool:
@@ -204,8 +205,8 @@ class PeerBlocks:
             self._await(copy.peer, -num_bytes)
 
     def _copy_chunks(
-        self, copy: Copy, connection: http.client.HTTPConnection, names: Sequence[Name]
-    ) -> Iterator[Sequence[Name]]:
+        self, copy: Copy, connection: http.client.HTTPConnection, names: Sequence[BlockName]
+    ) -> Iterator[Sequence[BlockName]]:
         """Copy blocks chunk by chunk, up to the first one that the peer does not give or the own folder does not take.
         A chunk is written while the next one is read. Yields the names of each chunk that has been read."""
         per_chunk = max(1, CHUNK_BYTES // max(self._block_bytes))
@@ -221,16 +222,16 @@ class PeerBlocks:
                 break
         _wait(written)
 
-    def _num_bytes(self, names: Sequence[Name]) -> int:
+    def _num_bytes(self, names: Sequence[BlockName]) -> int:
         return sum(self._block_bytes[pool] for pool, _ in names)
 
     def _await(self, peer: _Peer, num_bytes: int) -> None:
         with self._lock:
             peer.awaited_bytes += num_bytes
 
-    def _find(self, copy: Copy, connection: http.client.HTTPConnection, names: Sequence[Name]) -> set[Name]:
+    def _find(self, copy: Copy, connection: http.client.HTTPConnection, names: Sequence[BlockName]) -> set[BlockName]:
         """Return those of `names` that the peer has."""
-        found = set[Name]()
+        found = set[BlockName]()
         for first in range(0, len(names), MAX_NAMES):
             asked = names[first : first + MAX_NAMES]
             answer = self._ask(copy, connection, "find", asked, len(asked))
@@ -240,8 +241,8 @@ class PeerBlocks:
         return found
 
     def _read(
-        self, copy: Copy, connection: http.client.HTTPConnection, names: Sequence[Name]
-    ) -> list[tuple[Name, _Contents]]:
+        self, copy: Copy, connection: http.client.HTTPConnection, names: Sequence[BlockName]
+    ) -> list[tuple[BlockName, _Contents]]:
         """Return the names and contents of blocks up to the first one that the peer lacks, or that is damaged."""
         sizes = [self._block_bytes[pool] + DIGEST_BYTES for pool, _ in names]
         begin = time.monotonic()
@@ -260,7 +261,7 @@ class PeerBlocks:
         return blocks
 
     def _ask(
-        self, copy: Copy, connection: http.client.HTTPConnection, what: str, names: Sequence[Name], max_bytes: int
+        self, copy: Copy, connection: http.client.HTTPConnection, what: str, names: Sequence[BlockName], max_bytes: int
     ) -> bytearray:
         """Return the body of the peer's answer. Raises `_PeerError` and errors of `http.client`."""
         path = f"{urlsplit(copy.peer.address).path}{BLOCKS_PATH}/{self._files.fingerprint_hex}/{what}"
@@ -281,7 +282,7 @@ class PeerBlocks:
         response.read()
         return data
 
-    def _write(self, copy: Copy, blocks: Sequence[tuple[Name, _Contents]]) -> threading.Event:
+    def _write(self, copy: Copy, blocks: Sequence[tuple[BlockName, _Contents]]) -> threading.Event:
         """Have the tier's writer write blocks, up to the first one that the folder does not take. Returns the event
         that the writer is done."""
         written = threading.Event()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from octavo.kv_cache.block_files import Name
+from octavo.kv_cache.block_pool import BlockName
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.request import EngineRequest, SequenceOutput
 from octavo.sequence import Sequence as TokenSequence
@@ -24,7 +24,8 @@ class SavedPrompts:
     def __init__(self, tier: DiskTier, cache: KVCacheManager, clock: Callable[[], float]) -> None:
         self._tier, self._cache, self._clock = tier, cache, clock
         self._expected: set[str] = set()  # requests that have not ended
-        self._waits: dict[str, tuple[Sequence[Name], float]] = {}  # unsaved blocks of ended requests, and until when
+        # By ended request: its unsaved blocks, and until when it waits.
+        self._waits: dict[str, tuple[Sequence[BlockName], float]] = {}
         self._held: list[SequenceOutput] = []
 
     @property

@@ -21,7 +21,7 @@ from octavo.engine.core import EngineCore
 from octavo.execution.block_mover import BlockMover
 from octavo.execution.executor import MultiprocExecutor
 from octavo.kv_cache import disk_fetches, host_tier
-from octavo.kv_cache.block_files import Name
+from octavo.kv_cache.block_pool import BlockName
 from octavo.kv_cache.reader_threads import ReaderThreads
 from octavo.ops import LayerKVCache
 from octavo.request import EngineRequest, Prompt
@@ -67,7 +67,7 @@ def late_core(config: EngineConfig, folder: Path, seed: int = 1, **settings: Any
     return device_core(on_disk(config, folder, **settings), LateDevice(seed))
 
 
-def saved(core: EngineCore) -> dict[Name, bytes]:
+def saved(core: EngineCore) -> dict[BlockName, bytes]:
     """Save all blocks. Return those on disk that the device has too."""
     assert core.disk is not None and core.disk.save_all()
     found = {}
@@ -79,13 +79,13 @@ def saved(core: EngineCore) -> dict[Name, bytes]:
     return found
 
 
-def blocks_read(core: EngineCore) -> dict[Name, bytes]:
+def blocks_read(core: EngineCore) -> dict[BlockName, bytes]:
     """Return a dictionary that gets the blocks that are read from disk from now on."""
     assert core.disk is not None
-    files, found = core.disk.files, dict[Name, bytes]()
+    files, found = core.disk.files, dict[BlockName, bytes]()
     read = files.read
 
-    def noted(name: Name, into: Any) -> bool:
+    def noted(name: BlockName, into: Any) -> bool:
         is_read = read(name, into)
         if is_read:
             found[name] = into.tobytes()
@@ -95,7 +95,7 @@ def blocks_read(core: EngineCore) -> dict[Name, bytes]:
     return found
 
 
-def on_host(core: EngineCore) -> dict[Name, bytes]:
+def on_host(core: EngineCore) -> dict[BlockName, bytes]:
     return {
         (number, key): core.executor.read_blocks(number, [block]).tobytes()
         for number, pool in enumerate(core.scheduler.cache.host_pools)
@@ -103,7 +103,7 @@ def on_host(core: EngineCore) -> dict[Name, bytes]:
     }
 
 
-def on_device(core: EngineCore) -> dict[Name, bytes]:
+def on_device(core: EngineCore) -> dict[BlockName, bytes]:
     """Return the blocks that the device has, when it has done all its work."""
     device: Any = core.executor.worker._device
     for stream in (device.compute, device.copies):

@@ -21,7 +21,7 @@ from octavo.execution.executor import MultiprocExecutor
 from octavo.execution.node import Node
 from octavo.execution.stage_links import worker_ranks_of
 from octavo.kv_cache import host_tier
-from octavo.kv_cache.block_files import Name
+from octavo.kv_cache.block_pool import BlockName
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from tests.distributed.test_nodes import Beside
@@ -138,7 +138,7 @@ def test_each_worker_has_its_part_of_a_block_from_disk(
 ) -> None:  # fmt: skip
     expected = run(of_one_on_cpu(model, **flags), requests(1), 1)
     shape = {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}
-    kept, num_hits = dict[Name, bytes](), list[int]()
+    kept, num_hits = dict[BlockName, bytes](), list[int]()
     for _ in range(2):
         core = start(kv_cache_host_gib=0.01, kv_cache_disk=str(tmp_path), **shape, **flags)
         executor, disk = core.executor, core.disk

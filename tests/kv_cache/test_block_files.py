@@ -15,13 +15,14 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.kv_cache import block_files
-from octavo.kv_cache.block_files import BlockFiles, Name
+from octavo.kv_cache.block_files import BlockFiles
+from octavo.kv_cache.block_pool import BlockName
 
 SIZE = 4000  # of a block: with its checksum it takes one page
 PAGE = 4096
 
 
-def name(number: int, pool: int = 0) -> Name:
+def name(number: int, pool: int = 0) -> BlockName:
     return pool, number.to_bytes(16, "big")
 
 
@@ -29,7 +30,7 @@ def contents(number: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.random.default_rng(number).integers(0, 256, SIZE, np.uint8)
 
 
-def read(one: BlockFiles, of: Name) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+def read(one: BlockFiles, of: BlockName) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
     found = np.empty(SIZE, np.uint8)
     return found if one.read(of, found) else None
 

@@ -14,7 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 from octavo.kv_cache import block_writer, cache_sessions, disk_fetches, disk_tier
-from octavo.kv_cache.block_files import BlockFiles, Name, block_file_name
+from octavo.kv_cache.block_files import BlockFiles, block_file_name
+from octavo.kv_cache.block_pool import BlockName
 from octavo.kv_cache.disk_fetches import Fetch, Readiness
 from octavo.kv_cache.disk_tier import DiskTier
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
@@ -88,7 +89,7 @@ class Engine:
         self.cache.release(seq)
         return seq
 
-    def contents(self) -> dict[Name, bytes]:
+    def contents(self) -> dict[BlockName, bytes]:
         """What the index of each pool leads to."""
         return {
             (number, key): self.memory.blocks[number][block].tobytes()
@@ -400,12 +401,12 @@ def test_a_disk_that_hangs_while_others_blocks_are_looked_for_stops_nobody(
 ) -> None:
     for limit in ("_LOOKUP_GRACE_S", "_LOOKUP_S"):
         monkeypatch.setattr(disk_fetches, limit, 0.0)
-    one, other, may_go, looks = engines(), engines(), threading.Event(), list[Name]()
+    one, other, may_go, looks = engines(), engines(), threading.Event(), list[BlockName]()
     one.compute(list(range(22)))
     one.save()
     has = other.files.has
 
-    def hang(name: Name) -> bool:
+    def hang(name: BlockName) -> bool:
         looks.append(name)
         may_go.wait()
         return has(name)

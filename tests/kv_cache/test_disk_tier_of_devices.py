@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from octavo.kv_cache import disk_fetches, disk_tier
-from octavo.kv_cache.block_files import Name
+from octavo.kv_cache.block_pool import BlockName
 from octavo.kv_cache.disk_fetches import Readiness
 from octavo.kv_cache.disk_tier import DiskTier
 from octavo.kv_cache.groups import group_layers
@@ -45,7 +45,7 @@ class DeviceEngine(Engine):
         self.host = HostTier(self.cache, [BLOCK_BYTES], self.cost, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES)
         self.tier = DiskTier(self.files, self.memory, self.cache, self.cost, lambda: self.now, host_tier=self.host)
 
-    def names(self, seq: TokenSequence) -> list[Name]:
+    def names(self, seq: TokenSequence) -> list[BlockName]:
         return self.cache.prefix_names(seq.block_hashes, len(seq.block_hashes))
 
     def end(self, seq: TokenSequence) -> None:
@@ -80,10 +80,10 @@ def test_blocks_of_a_saved_prompt_are_copied_and_saved_before_others(
         one.host.begin_plan()
     assert len(one.tier.unsaved) == num_on_host
     first = one.compute([*range(50, 62)])
-    written: list[Name] = []
+    written: list[BlockName] = []
     write = one.files.write
 
-    def noted(name: Name, *args: Any) -> bool:
+    def noted(name: BlockName, *args: Any) -> bool:
         written.append(name)
         return write(name, *args)
 
@@ -124,7 +124,7 @@ def test_what_a_session_keeps_is_noted_only_until_the_folder_has_it(engines: Cal
 
 
 def test_a_session_lists_blocks_of_earlier_turns_that_only_the_device_has(engines: Callable[[], DeviceEngine]) -> None:
-    one, listed = engines(), list[set[Name]]()
+    one, listed = engines(), list[set[BlockName]]()
     one.files.keep_session = lambda session, names, until: listed.append(set(names))  # type: ignore[method-assign]
     turns = [one.compute(list(range(first, first + 12))) for first in (0, 50)]
     for seq in turns:
@@ -147,7 +147,7 @@ def test_who_waits_until_all_is_saved_is_woken_when_nothing_is_left_to_copy(
         pool.register(pool.allocate(), name[1])
     forget = one.tier.forget_unsaved
 
-    def forget_slowly(name: Name) -> None:
+    def forget_slowly(name: BlockName) -> None:
         """The thread looks again before the block counts as copied."""
         forget(name)
         wait_until(lambda: len(lock._waiters) == 2)  # type: ignore[attr-defined]
