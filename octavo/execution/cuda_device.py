@@ -62,7 +62,7 @@ def shapes_to_capture(limits: StepLimits) -> list[StepShape]:
     return mixed if limits.pools else decodes + mixed
 
 
-def becomes(used: StepShape, captured: StepShape) -> bool:
+def can_pad_to(used: StepShape, captured: StepShape) -> bool:
     """Return whether padding turns a step into `captured`. A captured step of decodes can replay only decodes."""
     if captured.tokens == captured.seqs and not used.tokens == used.seqs == used.samples:
         return False
@@ -203,7 +203,7 @@ class CudaDevice:
         return shapes_to_capture(limits)
 
     def can_replay(self, captured: StepShape, used: StepShape) -> bool:
-        return becomes(used, captured)
+        return can_pad_to(used, captured)
 
     def capture(self, model: StepModel, inputs: StepArrays[Array]) -> CapturedGraph:
         """Capture the step in a graph. All its kernels must have been launched before."""

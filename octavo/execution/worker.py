@@ -350,12 +350,14 @@ class Worker:
 
     def _allocate(self, phases: Phases) -> None:
         config, device = self._config, self._device
+        # 1. Find the bytes of a block, by pool, from caches of one block, with which the largest step can run.
         small = self._caches([1] * capacity.num_pools(self.groups))
         own_sizes = [sum(map(block_bytes, of_pool)) for of_pool in small]
         sizes = own_sizes  # the first worker's sizes decide the number of blocks, because draft models share them
         if self._worker_group.worker_rank.num_stages > 1:
             sizes = [max(pair) for pair in zip(own_sizes, self._largest_blocks(), strict=True)]
         self._use_caches(small, [0] * len(small))
+        # 2. Find the memory that the worker with the least has left.
         other_bytes = sum(runner.capture_memory_bytes for runner in self._runners if self._captures(runner))
         other_bytes += self._tower_bytes()
         if not device.shares_memory:
@@ -365,6 +367,7 @@ class Worker:
         del small
         budget, source = self._worker_group.smallest(self._cache_offer(other_bytes))
 
+        # 3. Choose the numbers of blocks, the same for all workers.
         def choose() -> Sizes:
             fitting = capacity.shortened(config, self.groups, sizes, budget)
             num_blocks = capacity.num_blocks(fitting, self.groups, sizes, budget, source)
@@ -372,6 +375,7 @@ class Worker:
             return Sizes(num_blocks, num_host_blocks, fitting.model.max_model_len)
 
         self.num_blocks, self.num_host_blocks, self.max_model_len = self._worker_group.agree(choose)
+        # 4. Allocate the caches.
         self.cache_bytes = sum(map(mul, self.num_blocks, own_sizes))
         self.block_bytes = list(own_sizes)  # of a block that is read or written
         if self._draft is not None:

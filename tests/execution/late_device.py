@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.config import CacheConfig
-from octavo.execution.cuda_device import becomes, shapes_to_capture
+from octavo.execution.cuda_device import can_pad_to, shapes_to_capture
 from octavo.execution.device import Event, ModelOutputs, StepModel
 from octavo.execution.step_arrays import StepArrays, StepLimits, StepShape
 
@@ -163,7 +163,7 @@ class LateDevice:
         return shapes_to_capture(limits)
 
     def can_replay(self, captured: StepShape, used: StepShape) -> bool:
-        return becomes(used, captured)
+        return can_pad_to(used, captured)
 
     def capture(self, model: StepModel, inputs: StepArrays[Any]) -> LateStep:
         self.captured.append(LateStep(self, model, inputs))

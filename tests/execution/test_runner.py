@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 
 from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
-from octavo.execution.cuda_device import becomes, graph_sizes, shapes_to_capture
+from octavo.execution.cuda_device import can_pad_to, graph_sizes, shapes_to_capture
 from octavo.execution.executor import LocalExecutor
 from octavo.execution.step_arrays import StepLimits, StepShape
 from octavo.request import EngineRequest, Prompt, SequenceOutput
@@ -335,7 +335,7 @@ def test_what_is_captured() -> None:
     assert [(s.tokens, s.seqs) for s in few[-2:]] == [(128, 6), (200, 6)]
 
     def captured_for(*used: int) -> int:
-        return next((shape.tokens for shape in shapes if becomes(StepShape(*used), shape)), 0)
+        return next((shape.tokens for shape in shapes if can_pad_to(StepShape(*used), shape)), 0)
 
     assert captured_for(3, 3, 3, 0) == 4
     assert captured_for(3, 2, 2, 0) == 128  # two of them are of a prompt
