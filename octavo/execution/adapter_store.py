@@ -101,27 +101,48 @@ class AdapterStore:
             raise LoadError(
                 f"--lora-target-modules {' '.join(self._lora.target_modules or [])}: the model has no such modules."
             )
-        backend = ops.backend
-        dtype = self._lora.dtype
+        self._backend = ops.backend
         # A table for each matrix, or for all experts of a stack.
         groups = [list(of_one) for _, of_one in groupby(range(len(matrices)), lambda i: _table_key(matrices[i]))]
         groups = [numbers for numbers in groups if matrices[numbers[0]].weight is not None]
         firsts = [matrices[numbers[0]] for numbers in groups]
         self._table_of = {number: table for table, numbers in enumerate(groups) for number in numbers}
+        self._size_memory(firsts, worker_group)
+        self._arena: Array | None = None
+        if device.shares_memory:
+            self.num_pages, self.num_slots = 0, lora.max_loras
+        else:
+            self._arena = self._backend.allocate_arena(self.num_pages * self.page_bytes)
+        self._tables = [self._new_table(matrix, self.num_slots) for matrix in firsts]
+        for matrix, table in zip(firsts, self._tables, strict=True):
+            adapt: Any = ops.adapt_lookup if matrix.is_embedding else ops.adapt
+            if matrix.expert is not None:
+                adapt = ops.adapt_experts
+            adapt(matrix.weight, table)
+        self._experts = [matrix.expert for matrix in matrices]
+        self._on_host: dict[str, HostAdapter] = {}
+        self._left: list[AdapterLoad] = []  # loads that are still to be copied
+        self._copied: dict[str, Event] = {}  # by identity: reached when its last copy to the device is done
+        self._free_pages: deque[NDArray[np.uint8]] = deque()  # pinned memory, which is reused and never freed
+        self._used: dict[int, str] = {}  # by slot: the adapter whose factors on the host the device uses
+        self._readers = ThreadPoolExecutor(_NUM_READERS, "adapters")
 
-        def new_table(matrix: NamedMatrix, num_slots: int) -> AdapterTable | ExpertsAdapterTable:
-            shape = _shape(matrix, lora)
-            if matrix.expert is None:
-                return backend.adapter_table(shape, num_slots, dtype)
-            num_experts = cast(ExpertsWeight, matrix.weight).num_experts
-            return backend.experts_adapter_table(shape, num_experts, num_slots, dtype)
+    def _new_table(self, matrix: NamedMatrix, num_slots: int) -> AdapterTable | ExpertsAdapterTable:
+        shape, dtype = _shape(matrix, self._lora), self._lora.dtype
+        if matrix.expert is None:
+            return self._backend.adapter_table(shape, num_slots, dtype)
+        num_experts = cast(ExpertsWeight, matrix.weight).num_experts
+        return self._backend.experts_adapter_table(shape, num_experts, num_slots, dtype)
 
-        sizing = [new_table(matrix, 1) for matrix in firsts]
+    def _size_memory(self, firsts: Sequence[NamedMatrix], worker_group: WorkerGroup) -> None:
+        """Choose the bytes of a page, and the numbers of pages and slots, the same for all workers. `firsts` has a
+        matrix of each table."""
+        lora, device = self._lora, self._device
+        sizing = [self._new_table(matrix, 1) for matrix in firsts]
         products = [
             table for matrix, table in zip(firsts, sizing, strict=True)
             if not matrix.is_embedding and any(self._map.is_open(name) for m in matrix.modules for name in m.all_names)
         ]  # fmt: skip
-
         # Plans count pages that all workers have. If adapters stay on the host, pages are only a unit of its memory.
         least = worker_group.largest(max((table.least_page_bytes() for table in sizing), default=1))
         self.page_bytes = -(-least // _PAGE_UNIT) * _PAGE_UNIT
@@ -140,25 +161,6 @@ class AdapterStore:
             max((cast(ExpertsWeight, m.weight).num_experts for m in firsts if m.expert is not None), default=1)
         )
         self.num_slots = min(self.num_pages, max(lora.max_loras, _MAX_SLOTS // num_experts))
-        self._arena: Array | None = None
-        if device.shares_memory:
-            self.num_pages, self.num_slots = 0, lora.max_loras
-        else:
-            self._arena = backend.allocate_arena(self.num_pages * self.page_bytes)
-        self._allocate = backend.allocate_arena
-        self._tables = [new_table(matrix, self.num_slots) for matrix in firsts]
-        for matrix, table in zip(firsts, self._tables, strict=True):
-            adapt: Any = ops.adapt_lookup if matrix.is_embedding else ops.adapt
-            if matrix.expert is not None:
-                adapt = ops.adapt_experts
-            adapt(matrix.weight, table)
-        self._experts = [matrix.expert for matrix in matrices]
-        self._on_host: dict[str, HostAdapter] = {}
-        self._left: list[AdapterLoad] = []  # loads that are still to be copied
-        self._copied: dict[str, Event] = {}  # by identity: reached when its last copy to the device is done
-        self._free_pages: deque[NDArray[np.uint8]] = deque()  # pinned memory, which is reused and never freed
-        self._used: dict[int, str] = {}  # by slot: the adapter whose factors on the host the device uses
-        self._readers = ThreadPoolExecutor(_NUM_READERS, "adapters")
 
     @property
     def memory(self) -> AdapterMemory:
@@ -261,7 +263,7 @@ class AdapterStore:
         pages: list[Any]
         if self._arena is None:
             ends = [offset + piece.nbytes for piece, (_, offset) in zip(pieces.values(), placed, strict=True)]
-            pages = [self._allocate(max(ends, default=0))]
+            pages = [self._backend.allocate_arena(max(ends, default=0))]
         else:
             pages = [self._new_page() for _ in range(num_pages)]
         images = {}

@@ -480,26 +480,32 @@ class ServerState:
         name = external_id(request, response_id)
         if not only_renders:
             self.check_ttft(len(request.prompt.token_ids), body.max_ttft)
-        limits_s = [limit for limit in (body.timeout, self.args.max_request_time) if limit is not None]
-        deadline = request.arrival_time + min(limits_s) if limits_s else None
         headers = {} if arrival is None else arrival.headers
+        self._set_session_and_limits(request, body, headers)
+        request.response_id = response_id
+        request.client = None if arrival is None else arrival.client
+        if (resume := getattr(body, "resume", None)) is not None:
+            request = self._resumed(request, resume.tokens)
+        if headers.get(ONLY_PROMPT_HEADER) and not only_renders:
+            await self._save_prompt(request, name, num_prompts)
+        return request.prompt, self.outputs_of(request, name, sink)
+
+    def _set_session_and_limits(
+        self, request: EngineRequest, body: SamplingRequest, headers: Mapping[str, str]
+    ) -> None:
+        """Set the deadline, the sessions and the peer of a request. Raises `RequestError`."""
+        limits_s = [limit for limit in (body.timeout, self.args.max_request_time) if limit is not None]
+        request.deadline = request.arrival_time + min(limits_s) if limits_s else None
+        request.max_ttft_s = body.max_ttft
         session_id = body.session_id or headers.get(SESSION_HEADER)
         if session_id is not None and len(session_id) > MAX_SESSION_LENGTH:  # the header's; the body's has been checked
             raise RequestError(
                 f"{SESSION_HEADER} must have {MAX_SESSION_LENGTH} characters at most, got {len(session_id)}.",
                 param=SESSION_HEADER,
             )
-        cache_session, cache_ttl_s = self._cache_session(body, headers)
-        request.deadline, request.max_ttft_s, request.session_id = deadline, body.max_ttft, session_id or None
-        request.cache_session, request.cache_ttl_s = cache_session, cache_ttl_s
-        request.response_id = response_id
-        request.client = None if arrival is None else arrival.client
+        request.session_id = session_id or None
+        request.cache_session, request.cache_ttl_s = self._cache_session(body, headers)
         request.blocks_from = self._peer(headers.get(BLOCKS_AT), headers.get(BLOCKS_PROOF, ""))
-        if (resume := getattr(body, "resume", None)) is not None:
-            request = self._resumed(request, resume.tokens)
-        if headers.get(ONLY_PROMPT_HEADER) and not only_renders:
-            await self._save_prompt(request, name, num_prompts)
-        return request.prompt, self.outputs_of(request, name, sink)
 
     def _peer(self, address: str | None, proof: str) -> BlockPeer | None:
         """Return the server at an address, if the operator allows to copy blocks from it: a client could name any."""
