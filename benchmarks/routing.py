@@ -377,7 +377,9 @@ def adapter_loads(
     gateways = []
     for _ in range(num_gateways):
         load = replica_router.Load()
-        routers = [replica_router.ReplicaRouter(random.Random(rng.random()), load if has_notes else None) for _ in names]
+        routers = [
+            replica_router.ReplicaRouter(random.Random(rng.random()), load if has_notes else None) for _ in names
+        ]
         fleets = [[GatewayReplica(str(i), cast(Any, None), name) for i in range(num_replicas)] for name in names]
         gateways.append((routers, fleets))
     now = read_at = 0.0

@@ -108,8 +108,8 @@ inline void attend_by_amx(const KvHead<PlainBf16>& h, Rows<PlainBf16>& rows, int
             const int some = min_of(count - r, kScoreRows);
             alignas(64) float rescale[kLanes];
             with_constant<kScoreRows>(some, [&](auto n) {
-                update_softmax<PlainBf16, decltype(n)::kValue>(rows, row + r, scores + r * kKeyTile, weights + r * kKeyTile,
-                                                       begin, end, rescale);
+                update_softmax<PlainBf16, decltype(n)::kValue>(rows, row + r, scores + r * kKeyTile,
+                                                               weights + r * kKeyTile, begin, end, rescale);
             });
             for (int i = 0; i < some; ++i) {
                 float* o = out + (r + i) * rows.padded;

@@ -113,8 +113,8 @@ inline void score_vectors(const KvHead<E>& h, const TileRefs<E>& refs, const typ
 
 // Scores R rows against vectors [begin, end) of the tile's keys. Other lanes of `scores` keep what they hold.
 template <class E, int R>
-inline void score_tile(const KvHead<E>& h, const TileRefs<E>& refs, const typename E::T* const* query, int begin, int end,
-                       float* scores) {
+inline void score_tile(const KvHead<E>& h, const TileRefs<E>& refs, const typename E::T* const* query, int begin,
+                       int end, float* scores) {
     int vec = begin;
     for (; vec + kScoreVecs <= end; vec += kScoreVecs) {
         score_vectors<E, R, kScoreVecs>(h, refs, query, vec, scores);
@@ -171,8 +171,8 @@ void adjust(const Rows<E>& rows, int row, float* scores, int tile_begin, int beg
 // lanes of the same vectors get 0. Sums and earlier results are relative to the old maximum: rescale[r] is the factor
 // that they must be multiplied by.
 template <class E, int R>
-inline void update_softmax(Rows<E>& rows, int row, float* scores, typename E::Weight* weights, const int* begin, const int* end,
-                   float* rescale) {
+inline void update_softmax(Rows<E>& rows, int row, float* scores, typename E::Weight* weights, const int* begin,
+                           const int* end, float* rescale) {
     static_assert(R <= kLanes, "maxima of the rows share a vector");
     const Vec lowest = set1(-__builtin_inff());
     alignas(64) float highest[kLanes] = {};

@@ -1,5 +1,5 @@
-"""Every engine flag once: command lines, `LLM(...)` keywords and YAML files all fill `EngineArgs`. The modules `*_flags`
-only check flags, and make parts of the `EngineConfig`."""
+"""Every engine flag once: command lines, `LLM(...)` keywords and YAML files all fill `EngineArgs`. The modules
+`*_flags` only check flags, and make parts of the `EngineConfig`."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class EngineAdmin:
 
     metrics: EngineMetrics | None
     _adapters: AdapterRequests
-    _control: PauseAndSleep
+    _pause_and_sleep: PauseAndSleep
 
     # Adapters.
 

@@ -448,9 +448,7 @@ class OutputProcessor:
                 self.metrics.inter_token_latency_s.observe(now - last, count)
         return self._changed(touched, aborts, now), aborts
 
-    def _changed(
-        self, touched: dict[str, RequestState], aborts: list[Abort], now: float
-    ) -> list[RequestState]:
+    def _changed(self, touched: dict[str, RequestState], aborts: list[Abort], now: float) -> list[RequestState]:
         """Return which of the requests that a step has touched have new output or an error. Requests that have ended
         are removed, and those with an error are added to `aborts`."""
         changed: list[RequestState] = []

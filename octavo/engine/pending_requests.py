@@ -33,7 +33,11 @@ class PendingRequest:
 
     @property
     def is_ready(self) -> bool:
-        return not self.waits_for_adapter_room and not self.waits_for_media and all(future.done() for future in self.futures)
+        return (
+            not self.waits_for_adapter_room
+            and not self.waits_for_media
+            and all(future.done() for future in self.futures)
+        )
 
     @property
     def error(self) -> BaseException | None:

@@ -1,8 +1,8 @@
 """Notes of gateways about the prompts that this server was given, for other gateways and for their own restarts.
 
 A gateway knows prompts by the hashes of their beginnings as texts, and sends these with a request. The server only
-keeps what it is told, in the order of arrival, and forgets the oldest notes. `octavo.gateway.replica_router` writes and reads
-them.
+keeps what it is told, in the order of arrival, and forgets the oldest notes. `octavo.gateway.replica_router` writes and
+reads them.
 """
 
 from __future__ import annotations

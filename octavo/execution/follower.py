@@ -32,12 +32,12 @@ from octavo.execution.worker_messages import (
     ForgetAdapter,
     MoveBlocks,
     Number,
-    TowerRows,
     Plan,
     PrepareAdapter,
     ReadBlocks,
     ReleaseCache,
     SampledTokens,
+    TowerRows,
     WorkerReady,
     WriteBlocks,
 )

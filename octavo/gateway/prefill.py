@@ -7,13 +7,13 @@ from __future__ import annotations
 import logging
 
 from octavo.errors import RequestError
-from octavo.gateway.retry_state import RetryState
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.gateway_metrics import GatewayMetrics
 from octavo.gateway.models import Models
 from octavo.gateway.proxy_request import ONLY_PROMPT, ProxyRequest
 from octavo.gateway.replica import Replica, has_lost_engine
 from octavo.gateway.request_body import BYTES_PER_TOKEN
+from octavo.gateway.retry_state import RetryState
 from octavo.gateway.upstream import Headers, UnreachableError, UpstreamError
 from octavo.peer_addresses import BLOCKS_AT, BLOCKS_PROOF, address_proof
 

@@ -35,7 +35,6 @@ from typing import assert_never
 from urllib.parse import unquote
 
 from octavo.errors import RequestError
-from octavo.gateway.retry_state import Attempt, Outcome, RetryState
 from octavo.gateway.broadcast import Broadcast
 from octavo.gateway.client import Client
 from octavo.gateway.client_keys import WITHOUT_LIMITS, Key
@@ -48,6 +47,7 @@ from octavo.gateway.notes import written_names
 from octavo.gateway.prefill import Prefill
 from octavo.gateway.proxy_request import PROMPT_NAMES, ProxyRequest, check_use, counted_request, route_of
 from octavo.gateway.replica import BUSY_STATUSES, NOTES_PATH, Replica
+from octavo.gateway.retry_state import Attempt, Outcome, RetryState
 from octavo.gateway.stream_progress import CUT_OFF, RESUMABLE
 from octavo.gateway.upstream import Answer, UnreachableError, UpstreamError
 

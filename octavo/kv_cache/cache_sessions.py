@@ -89,7 +89,7 @@ class CacheSessions:
             freed -= freed & other.names  # takes time in proportion to the smaller set
         for name in freed:
             self._tier.forget(name)
-        self._tier.enqueue_task(partial(self._files.drop_session, session, names))
+        self._tier.writer.enqueue_task(partial(self._files.drop_session, session, names))
         return len(freed)
 
     def _remember(self, session: str, names: Set[BlockName], keep_until: float) -> None:
@@ -122,7 +122,7 @@ class CacheSessions:
             forgotten.append(next(iter(self._sessions)))
             self._forget(forgotten[-1])
         for session in forgotten:
-            self._tier.enqueue_task(partial(self._files.forget_session, session))
+            self._tier.writer.enqueue_task(partial(self._files.forget_session, session))
 
     def _forget(self, session: str) -> set[BlockName]:
         """Forget a session, and return its blocks."""

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kv_cache.block_files import BlockFiles
-from octavo.kv_cache.block_pool import BlockName
 from octavo.kv_cache.block_hashes import extend_block_hashes
+from octavo.kv_cache.block_pool import BlockName
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.kv_cache.peer_blocks import Copy, PeerBlocks
 from octavo.kv_cache.reader_threads import ReaderThreads
@@ -215,7 +215,7 @@ class DiskFetches:
     def _begin_copy(self, seq: TokenSequence, peer: BlockPeer) -> Copy | None:
         limit = self._most_blocks(seq)
         num_known = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._tier.pools_or_disk)
-        if num_known >= limit or self._tier.is_removing_all:
+        if num_known >= limit or self._tier.writer.is_removing_all:
             return None
         compute_s = self._compute_s(num_known, limit)
         return self._peers.begin(peer, seq.block_hashes[:limit], num_known, compute_s, _patience_s(compute_s))
@@ -234,7 +234,7 @@ class DiskFetches:
         and for others until it has looked."""
         limit, request_id = self._most_blocks(seq), seq.request_id
         self._drop_done_abandoned()
-        if limit <= 0 or self._tier.is_removing_all or self._abandoned:
+        if limit <= 0 or self._tier.writer.is_removing_all or self._abandoned:
             return 0  # an abandoned chunk is still being read: the disk hangs
         keys = seq.block_hashes
         num_known = self._cache.num_prefix_blocks(keys, limit, self._tier.pools_or_disk)
@@ -337,7 +337,7 @@ class DiskFetches:
     def _touch(self, names: Sequence[BlockName]) -> None:
         """Mark the blocks of a prompt as used."""
         if names:
-            self._tier.enqueue_task(partial(self._tier.files.touch, names), may_skip=True)
+            self._tier.writer.enqueue_task(partial(self._tier.files.touch, names), may_skip=True)
 
     def _read_ahead(self, fetch: Fetch) -> None:
         """Have the next chunks read: at least one, and as many as `_READING_BYTES` allow for all fetches."""

@@ -27,7 +27,6 @@ _MOST_COPIES = 256  # to the host, with one plan: each takes the scheduler some 
 _LOAD_S_PER_BYTE = 1e-10  # 10 GB/s: PCIe 3.0 with 16 lanes; computing tokens of any model but the smallest takes longer
 
 
-
 class _PoolWatch:
     """Tells the tier when blocks of one pool are indexed or lost."""
 

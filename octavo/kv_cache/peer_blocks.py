@@ -292,7 +292,7 @@ class PeerBlocks:
                 for name, contents in blocks:
                     if copy.is_cancelled or copy.is_refused or self._files.knows(name):
                         continue
-                    if self._tier.write_file(name, contents):
+                    if self._tier.writer.write_file(name, contents):
                         with self._lock:
                             self._copied_bytes += contents.nbytes
                     else:
@@ -300,7 +300,7 @@ class PeerBlocks:
             finally:
                 written.set()
 
-        self._tier.enqueue_task(write)
+        self._tier.writer.enqueue_task(write)
         return written
 
 

@@ -74,7 +74,8 @@ _MAX_SHOWN_SEQUENCES = 50  # on a page that people read
 
 
 class Scheduler:
-    """Owns the sequences. Each plan with rows that `schedule` returns goes to `apply_result`, in order, or to `withdraw`.
+    """Owns the sequences. Each plan with rows that `schedule` returns goes to `apply_result`, in order, or to
+    `withdraw`.
 
     One thread calls all methods; `add` and `abort` may come between any two of them. If `plan.runs_ahead`, `schedule`
     may be called before the plan's result is known. A plan runs ahead:

@@ -175,7 +175,9 @@ class EventStream(Response):
     keep_alive = b": keep-alive\n\n"  # a comment, sent when nothing else has been sent for a while
     shows_errors = True  # as a last event; else an error breaks the answer off, so that it does not look complete
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str], sink: EventSink | None = None) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], headers: dict[str, str], sink: EventSink | None = None
+    ) -> None:
         self._events = events
         self._sink = sink or EventSink(_encode_nothing)
         self.status_code = 200

@@ -17,7 +17,15 @@ from starlette.responses import Response
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.server_state import state_of
-from octavo.entrypoints.http.streaming import DONE, ChunkWriter, EventStream, EventSink, merge, respond, run_until_disconnect
+from octavo.entrypoints.http.streaming import (
+    DONE,
+    ChunkWriter,
+    EventSink,
+    EventStream,
+    merge,
+    respond,
+    run_until_disconnect,
+)
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.openai.request_bodies import GenerationRequest, StreamOptions
 from octavo.entrypoints.openai.response_bodies import (

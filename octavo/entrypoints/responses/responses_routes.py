@@ -19,7 +19,7 @@ from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ServerState, num_body_bytes, state_of
 from octavo.entrypoints.http.store import Stored
-from octavo.entrypoints.http.streaming import EventStream, EventSink, encode_json, encode_off_loop, run_until_disconnect
+from octavo.entrypoints.http.streaming import EventSink, EventStream, encode_json, encode_off_loop, run_until_disconnect
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.responses import stored_responses
 from octavo.entrypoints.responses.items import Item, read_items, to_messages
