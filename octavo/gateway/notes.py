@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.replica import Replica
-from octavo.gateway.request_body import BYTES_PER_TOKEN
 from octavo.gateway.replica_router import Prompt, ReplicaRouter
+from octavo.gateway.request_body import BYTES_PER_TOKEN
 
 _MAX_READINGS = 64  # of a server's notes, one after the other
 _SESSION = "session-"  # before a session's hash
