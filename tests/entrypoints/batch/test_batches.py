@@ -259,7 +259,7 @@ def test_a_batch_whose_lines_have_the_same_id_is_refused(
 def test_a_file_with_the_same_id_twice_is_refused(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(b"".join([line("a"), b"\n", b"{}\n", b"{}\n", b"not JSON\n", line("b"), line("a")]))
-    with pytest.raises(ConfigError, match="request 6: custom_id 'a' is that of an earlier line"):
+    with pytest.raises(ConfigError, match="request 6: custom_id 'a' is in an earlier line too"):
         BatchFiles(source, target, 10_000)
     assert not target.exists()
 
