@@ -101,6 +101,11 @@ class Deployment:
             self._discovering = asyncio.ensure_future(follow(read_source(self.entry.discover), self._move_to))
 
     @property
+    def num_requests(self) -> int:
+        """The requests for this name that wait or are being answered. `num_held` of a base counts its adapters' too."""
+        return self.num_held - sum(one.num_held for one in self._adapters)
+
+    @property
     def is_idle(self) -> bool:
         return self.state == "ready" and not self.num_held
 

@@ -109,7 +109,7 @@ class GatewayMetrics:
         for deployment in self._models:
             name = [deployment.name]
             ready.add_metric(name, deployment.state == "ready")
-            held.add_metric(name, deployment.num_held)
+            held.add_metric(name, deployment.num_requests)
             starts.add_metric(name, deployment.num_starts)
             failed.add_metric(name, deployment.num_failed_starts)
             affine.add_metric(name, deployment.router.num_affine)

@@ -105,7 +105,7 @@ def _model(deployment: Deployment, answers: dict[str, int]) -> dict[str, Any]:
         "is_local": entry.is_local,
         "memory_gib": entry.total_gib if entry.is_local and entry.memory_gib is not None else None,
         "in_flight": in_flight,
-        "waiting": max(0, deployment.num_held - in_flight),
+        "waiting": max(0, deployment.num_requests - in_flight),
         "answered": sum(answers.values()),
         "failed": answers.get("5", 0),
         "starts": deployment.num_starts,

@@ -34,10 +34,10 @@ Prompt = tuple[list[bytes], bytes | None]  # its prefixes and session
 
 class _Cache:
     """What a replica's cache still has of the prompts that it was given, if it evicts the least recently used, and of a
-    prompt the end first. `max_bytes` is its size."""
+    prompt the end first. `max_bytes` is its size, and `evicted` has what was evicted since the notes were read."""
 
     def __init__(self, max_bytes: float) -> None:
-        self.max_bytes = max_bytes
+        self.max_bytes, self.evicted = max_bytes, set[bytes]()
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # by prefix, the bytes that the one before it lacks
         self._num_bytes = 0
 
@@ -50,11 +50,13 @@ class _Cache:
         for one, count in reversed(new):
             self._num_bytes += count - self._kept.pop(one, 0)
             self._kept[one] = count
+            self.evicted.discard(one)
         evicted = []
         while self._num_bytes > self.max_bytes and len(self._kept) > 1:
             one, count = self._kept.popitem(last=False)
             self._num_bytes -= count
             evicted.append(one)
+        self.evicted.update(evicted)
         return evicted
 
     def remove(self, one: bytes) -> None:
@@ -195,10 +197,12 @@ class ReplicaRouter:
         """Take in what a server says: the prefixes and sessions of prompts that other gateways gave it, or this one
         before its restart; and if the model is an adapter, whether it is on the device. The replica that alone had the
         adapter keeps its requests when the adapter has been evicted there: elsewhere it would evict another one."""
+        evicted = set[bytes]() if (cache := self._caches.get(replica)) is None else cache.evicted
         for prefixes, session in prompts:
             is_known = session in self._holders  # its last request may have been elsewhere
-            new = [one for one in prefixes if replica not in self._holders.get(one, ())]
+            new = [one for one in prefixes if one not in evicted and replica not in self._holders.get(one, ())]
             self.remember(replica, new, None if is_known else session)
+        evicted.clear()
         self.is_for_adapter |= has_adapter is not None
         holders = self._holders.get(_ADAPTER, [])
         if has_adapter and replica not in holders:

@@ -120,6 +120,28 @@ def test_a_server_is_checked_once_for_all_its_adapters_and_killed_if_it_hangs(cl
     clock.run(run())
 
 
+def test_an_adapters_requests_are_no_requests_of_its_base(clock: Clock) -> None:
+    may_end = asyncio.Event()
+
+    async def behave(asked: Asked) -> None:
+        await may_end.wait()
+        asked.reply(b"{}")
+
+    async def run() -> None:
+        async with gateway({"base": {}, "pirate": PIRATE}, FakeLaunch(behave)) as gate:
+            asking = asyncio.ensure_future(gate.ask("pirate"))
+            await until(lambda: gate.launch.servers and gate.launch.last("base").asked)
+            shown = {one["name"]: one for one in (await gate.http.get("/ui/stats")).json()["models"]}
+            for name, number in (("base", 0), ("pirate", 1)):
+                assert (shown[name]["in_flight"], shown[name]["waiting"]) == (number, 0)
+                assert await gate.metric(f'octavo_gateway_model_requests{{model="{name}"}}') == number
+            assert not gate.deployment("base").is_idle
+            may_end.set()
+            await asking
+
+    clock.run(run())
+
+
 def test_another_adapter_restarts_the_base_once_requests_have_ended(clock: Clock, tmp_path: Path) -> None:
     file = tmp_path / "models.yaml"
     may_end = asyncio.Event()

@@ -282,6 +282,18 @@ def test_what_a_cache_evicts_is_forgotten_and_the_end_of_a_conversation_first() 
     assert router.num_known_bytes({b"x": 5, b"y": 9}) == 9
 
 
+def test_notes_of_prompts_that_have_been_evicted_since_bring_nothing_back() -> None:
+    router, (replica,) = ReplicaRouter(), replicas(1)
+    router.set_cache_bytes(replica, 2_000)
+    for name in (b"a", b"b", b"a", b"c"):
+        router.choose([replica], {name: 1_000})
+    router.learn(replica, [([b"a"], None), ([b"b"], None), ([b"of another gateway"], None)], None)
+    assert [router.num_known_bytes({name: 1_000}) for name in (b"a", b"b", b"c")] == [1_000, 0, 1_000]
+    assert router.num_known_bytes({b"of another gateway": 1_000}) == 1_000
+    router.learn(replica, [([b"b"], None)], None)
+    assert router.num_known_bytes({b"b": 1_000}) == 1_000, "another gateway has sent it again"
+
+
 def test_what_the_router_forgets_takes_no_room_in_a_replicas_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "MAX_HASHES", 3)
     router, (replica,) = ReplicaRouter(), replicas(1)
