@@ -371,9 +371,9 @@ class DiskFetches:
                 continue
             blocks = [pool.allocate() for _ in missing]
             own = contents if len(missing) == len(keys) else contents[missing]
-            is_settled = self._tier.is_settled(number, blocks, may_wait)
+            may_overwrite = self._tier.may_overwrite(number, blocks, may_wait)
             begin = time.monotonic()  # waits for copies say nothing about the disk
-            is_taken = is_settled and self._memory.write_blocks(number, blocks, own)
+            is_taken = may_overwrite and self._memory.write_blocks(number, blocks, own)
             if is_taken:
                 chunk.seconds += time.monotonic() - begin  # other nodes get their parts by the network
             for block, i in zip(blocks, missing, strict=True):

@@ -230,9 +230,16 @@ class DiskTier:
         """Return whether a block is neither in the folder nor in the writer's queue."""
         return (self.writer.is_removing_all or not self.files.knows(name)) and name not in self.writer
 
+    def may_overwrite(self, pool: int, blocks: Sequence[int], waits: bool = False) -> bool:
+        """Return whether blocks can be written now. The plan that is being made may have to copy them first, if
+        sequences had them until now. `waits`: as in `is_settled`."""
+        if self._host_tier is None and self._cache.is_read_later(pool, blocks):
+            return False
+        return self.is_settled(pool, blocks, waits)
+
     def is_settled(self, pool: int, blocks: Sequence[int], waits: bool = False) -> bool:
-        """Return whether blocks can be read and written now: on GPUs, whether they are neither copied with the next
-        plan nor are being copied. With `waits`, wait for copies under way."""
+        """Return whether blocks can be read now: on GPUs, whether they are neither copied with the next plan nor are
+        being copied. With `waits`, wait for copies under way."""
         if self._host_tier is None:
             return True
         is_planned = not self._cache.host_blocks_written_later[pool].isdisjoint(blocks)

@@ -408,6 +408,11 @@ class KVCacheManager:
         """Return whether a block gets its contents with the next plan."""
         return block in self._loads[pool]
 
+    def is_read_later(self, pool: int, blocks: Iterable[int]) -> bool:
+        """Return whether the next plan copies any of these blocks of the device, even if they are free by now."""
+        moves = self._moves[pool]
+        return bool(moves) and not {source for source, _ in (*moves.copy, *moves.swap_out)}.isdisjoint(blocks)
+
     # For the plan, and checks.
 
     def take_moves(self) -> list[BlockMoves]:

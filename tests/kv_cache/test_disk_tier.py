@@ -466,6 +466,35 @@ def test_blocks_that_a_step_in_flight_uses_are_filled_after_it(engines: Any) -> 
     assert kept + 5 == len(found) and expected.items() <= found.items() and second.stats().num_disk_hits == 20
 
 
+def test_a_block_that_the_plan_copies_is_filled_after_it(engines: Any) -> None:
+    """A sequence goes on from a snapshot in a copy. If the snapshot is the only free block, no read may overwrite it
+    before the copy is made."""
+    first = engines((FULL, STATE))
+    first.compute(list(range(6)))
+    first.save()
+    second = engines((FULL, STATE))
+    cache, memory, tokens = second.cache, second.memory, list(range(100, 110))
+    [state], running = cache.states, TokenSequence(request=request(tokens), key=(0, 0), seed=0, token_ids=tokens)  # type: ignore[arg-type]
+    number = cache._pool_of[state.group]
+    assert cache.share_prefix(running, cache.find_prefix(running), 64) and cache.grow(running, SIZE) is not None
+    cache.take_moves()
+    running.num_computed_tokens = SIZE
+    [snapshot] = running.block_tables[state.group]
+    memory.blocks[number][snapshot] = 7
+    while state.pool.num_free > 1:
+        state.pool.allocate()
+    assert cache.grow(running, 2 * SIZE) is not None
+    assert state.pool.free_blocks() == [snapshot]
+    seq, fetch = second.begin(list(range(6)), may_wait=False)
+    assert fetch is not None
+    wait_until(lambda: fetch.reading[0].done())
+    assert second.tier.fetches.prepare(seq, may_wait=False) is Readiness.READING
+    assert (memory.blocks[number][snapshot] == 7).all()
+    cache.take_moves()
+    assert second.tier.fetches.prepare(seq, may_wait=False) is Readiness.READY
+    assert first.contents().items() <= second.contents().items()
+
+
 def test_errors_end_no_thread(engines: Any, caplog: pytest.LogCaptureFixture) -> None:
     first = engines()
     first.compute(list(range(22)))
