@@ -152,7 +152,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         #   _output_processor.requests  internal id  while it runs; a subset of `_streams`
         #   _resubmission               internal id  may name requests that have ended
         self._streams: dict[str, RequestStream] = {}
-        self._undelivered = deque[RequestStream]()  # streams with new outputs, in order
+        self._undelivered = deque[RequestStream]()  # streams with new outputs, in order of delivery
         self._pause_and_sleep = PauseAndSleep(
             self._supervisor, lambda: not self._output_processor.requests, self._abort_sent
         )
@@ -510,11 +510,15 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         # 3. Have `_deliver` run after the core's messages that have arrived by now, unless it is scheduled already.
         if changed and not self._undelivered:
             asyncio.get_running_loop().call_soon(self._deliver)
+        # First outputs go before those of streams that have begun, which may wait for ten turns of the loop.
+        firsts = list[RequestStream]()
         for state in changed:
             stream = state.stream
             if stream is not None and not stream.is_undelivered:
                 stream.is_undelivered = True
-                self._undelivered.append(stream)
+                is_first = state.metrics.first_token_time == state.last_token_time
+                (firsts if is_first else self._undelivered).append(stream)
+        self._undelivered.extendleft(reversed(firsts))
         # 4. A request under test because it may crash the core has survived a step.
         self._resubmission.step_ended()
 

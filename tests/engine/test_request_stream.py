@@ -200,3 +200,35 @@ def test_failed_requests_leave_no_cycles(with_engine: Callable[..., Any]) -> Non
             assert not left
 
     with_engine(use)
+
+
+def test_a_first_output_goes_before_those_of_streams_that_have_begun(with_engine: Callable[..., Any]) -> None:
+    """A thousand streams may take many turns of the event loop."""
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        params = SamplingParams(max_tokens=TOKENS, output_kind=RequestOutputKind.DELTA)
+        requests = [engine.inputs.process({"prompt_token_ids": HANG}, params) for _ in range(5)]
+        order: list[str] = []
+
+        async def read(request: EngineRequest) -> None:
+            async for _ in engine.generate_from(request):
+                order.append(request.request_id)
+
+        reading = [asyncio.ensure_future(read(request)) for request in requests]
+        await until(lambda: len(engine._output_processor.requests) == len(requests))
+
+        def step(*numbers: int) -> None:
+            ids = [requests[number].request_id for number in numbers]
+            engine._handle(StepOutputs([SequenceOutput(one, 0, [300]) for one in ids], EngineStats()))
+
+        step(0, 1, 2)
+        await until(lambda: len(order) == 3)
+        step(0, 1)
+        step(0, 1, 2, 3, 4)
+        await until(lambda: len(order) == 8)
+        assert order[3:] == [requests[number].request_id for number in (3, 4, 0, 1, 2)]
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+
+    with_engine(use)

@@ -19,6 +19,7 @@ from starlette.responses import FileResponse, Response
 from octavo.entrypoints.anthropic.anthropic_errors import AnthropicError
 from octavo.entrypoints.http.error_responses import ErrorResponse
 from octavo.entrypoints.http.router import LazyRoute, Router, RouteSpec
+from octavo.entrypoints.http.streaming import encode_json
 from octavo.messages_errors import MESSAGES_PREFIX
 from octavo.version import __version__
 
@@ -190,20 +191,37 @@ def _add_errors(operation: dict[str, Any], body: str) -> None:
 
 
 @router.get("/openapi.json")
-async def openapi(request: Request) -> dict[str, Any]:
+async def openapi(request: Request) -> Response:
     """Return the description of the API."""
     description: Description = request.app.state.openapi
-    schema = await asyncio.to_thread(lambda: description.schema)
     root = request.scope.get("root_path", "")
-    return {**schema, "servers": [{"url": root}]} if root else schema
+
+    def body() -> bytes:
+        return encode_json({**description.schema, "servers": [{"url": root}]} if root else description.schema)
+
+    return Response(await asyncio.to_thread(body), media_type="application/json")
 
 
 @router.get("/docs")
 async def docs(request: Request) -> Response:
     """Swagger UI over /openapi.json."""
+    return await asyncio.to_thread(_page, request.scope.get("root_path", ""))
+
+
+@router.get("/docs/{name}")
+async def docs_file(name: str) -> Response:
+    """Return a file of the page /docs."""
+    if name not in PAGE_FILES:
+        raise HTTPException(404)
+    return FileResponse(await asyncio.to_thread(_files) / name)
+
+
+# These import FastAPI, which takes 0.15 s of a processor: they run in a thread.
+
+
+def _page(root: str) -> Response:
     from fastapi.openapi.docs import get_swagger_ui_html
 
-    root = request.scope.get("root_path", "")
     script, style, icon = (f"{root}/docs/{name}" for name in PAGE_FILES)
     return get_swagger_ui_html(
         openapi_url=f"{root}/openapi.json",
@@ -214,11 +232,7 @@ async def docs(request: Request) -> Response:
     )
 
 
-@router.get("/docs/{name}")
-async def docs_file(name: str) -> Response:
-    """Return a file of the page /docs."""
-    if name not in PAGE_FILES:
-        raise HTTPException(404)
-    import fastapi_offline  # has Swagger UI; imported here, as the start does not need it
+def _files() -> Path:
+    import fastapi_offline  # has Swagger UI
 
-    return FileResponse(Path(fastapi_offline.__file__).parent / "static" / name)
+    return Path(fastapi_offline.__file__).parent / "static"
