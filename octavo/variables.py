@@ -15,7 +15,7 @@ VARIABLES = {
     "`OCTAVO_API_KEY`.",
     "OCTAVO_CACHE": "Folder of the default model. Without it a folder `octavo` in `XDG_CACHE_HOME`, or in `~/.cache`.",
     "XDG_CACHE_HOME": "Folder of caches, unless `OCTAVO_CACHE` is set.",
-    "XDG_STATE_HOME": "Folder of what `octavo chat` and `complete` keep of typed lines; `~/.local/state` by default.",
+    "XDG_STATE_HOME": "Folder of the lines typed in `octavo chat` and `complete`; `~/.local/state` by default.",
     "NO_COLOR": "Anything but empty keeps colours and Markdown from the terminal.",
     "OCTAVO_KERNELS": "Archive of `octavo kernels`, whose compiled kernels a server on a GPU starts from.",
     "OCTAVO_CPU_ISA": "Instruction set of the native kernels, in the place of the best that this processor has.",

@@ -202,7 +202,7 @@ class Plan:
         self.extra_body = _json_object(args.extra_body)
         self.ramp = _ramp(args)
         if args.append_result and not args.save_result:
-            raise ConfigError("--append-result says how --save-result writes; give that too.")
+            raise ConfigError("--append-result needs --save-result.")
         if not rate > 0:
             raise ConfigError(f"--request-rate must be greater than 0, got {rate}.")
         if not args.burstiness > 0:

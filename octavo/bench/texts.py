@@ -20,7 +20,7 @@ def custom_texts(path: str, output_len: int) -> list[tuple[str, int]]:
     """Return the `prompt` of each line of a JSON Lines file, and its number of output tokens: `output_len`, or the
     line's own `output_tokens` if `output_len` is -1. Raises `ConfigError`."""
     if output_len != -1 and output_len < 1:
-        raise ConfigError(f"--custom-output-len must be at least 1, or -1 for what each line says, got {output_len}.")
+        raise ConfigError(f"--custom-output-len must be at least 1, or -1 for each line's own, got {output_len}.")
     found = []
     for number, line in enumerate(_lines(path), 1):
         try:

@@ -262,7 +262,7 @@ class EngineArgs(Flags):
         None, "Number of this server's only engine. Each of the --data-parallel-size engines has its own server, and "
         "a balancer in front picks one for each request.",
     )  # fmt: skip
-    data_parallel_external_lb: bool = flag(False, "Means what --data-parallel-rank means, which it needs.")
+    data_parallel_external_lb: bool = flag(False, "The same as --data-parallel-rank, which it needs.")
     data_parallel_hybrid_lb: bool = flag(
         False, "Each host has its own server for --data-parallel-size-local engines, from number "
         "--data-parallel-start-rank on; a balancer in front picks a server for each request.",

@@ -51,8 +51,8 @@ def check_parallel(args: EngineArgs, device: str) -> None:
         raise ConfigError("--reproducible-parallel is not built yet on GPUs; leave it out.")
     if args.reproducible_parallel and args.enable_lora and size > 1:
         raise ConfigError(
-            "--reproducible-parallel is not built yet with --enable-lora: what adapters add is not cut at the same "
-            "places for any --tensor-parallel-size; leave one of them out."
+            "--reproducible-parallel is not built yet with --enable-lora: the terms of adapters are cut at "
+            "other places for another --tensor-parallel-size. Leave one of them out."
         )
     if size * num_stages == 1:
         return
@@ -62,7 +62,7 @@ def check_parallel(args: EngineArgs, device: str) -> None:
         return
     method = speculative.method
     for name, is_asked in {
-        f"with {method}, which reads what the model computes, on GPUs": device == "cuda" and method in HEAD_METHODS,
+        f"with {method}, which reads the model's hidden states, on GPUs": device == "cuda" and method in HEAD_METHODS,
         "with a draft model on GPUs": device == "cuda" and method in DRAFT_METHODS,
         "with synthetic_acceptance_rates": speculative.synthetic_acceptance_rates is not None,
     }.items():
@@ -189,6 +189,6 @@ def check_shared(args: EngineArgs, description: ModelDescription, device: str) -
                 f"--reproducible-parallel is not possible with --tensor-parallel-size {size}: {reason}; leave one of "
                 "them out."
             )
-        logger.info("Answers are not to the bit those of another --tensor-parallel-size: %s.", reason)
+        logger.info("Answers of another --tensor-parallel-size can have other bits: %s.", reason)
     for layers in stage_layers(description, num_stages, layer_partition(args)):
         with_stage(shared, layers)

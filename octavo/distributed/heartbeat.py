@@ -80,7 +80,7 @@ class Heartbeat:
             except OSError as e:
                 return f"cannot be reached any more ({e.strerror or e})"
             except (ValueError, msgspec.MsgspecError) as e:
-                return f"sends what no node would ({e})"
+                return f"sends bytes that no node would send ({e})"
             now = time.monotonic()
             if data is not None or now - looked > 3 * INTERVAL_S:  # or this process itself was stopped
                 heard = now

@@ -225,7 +225,7 @@ class EngineNode:
                 if num_leaving:
                     logger.info("stopping: requests under way have %g s to end", self._shutdown_timeout_s)
                     if not self._wait(self._shutdown_timeout_s):
-                        logger.warning("stopping: what is under way is cut off")
+                        logger.warning("stopping: running requests are cut off")
                         for engine in self._engines:
                             engine.end()
                         self._wait(STOP_S + EXIT_GRACE_S)  # a core may save blocks until `CoreClient.close` kills it

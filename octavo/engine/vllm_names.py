@@ -23,7 +23,7 @@ ABSENT = {
 _INSTEAD = {
     "lora_request": "models that pool take no adapters",
     "mm_processor_kwargs": "the model's own settings are taken",
-    "reset_running_requests": "requests under way keep what they have; a pause ends them",
+    "reset_running_requests": "running requests keep their blocks; a pause ends them",
     "tokenization_kwargs": "truncate_prompt_tokens cuts prompts",
     "trace_headers": "spans are the server's",
 }

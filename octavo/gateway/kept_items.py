@@ -117,7 +117,7 @@ class KeptItems:
             )
         lists = request.method == "GET" and "lists" in request.traits
         if lists and request.usage_counter is not None:
-            raise RequestError(f"{request.path} lists what other clients keep, too.", status=403, code="not_allowed")
+            raise RequestError(f"{request.path} also lists items of other clients.", status=403, code="not_allowed")
         if lists and deployment.entry.may_be_several:
             raise RequestError(
                 f"{request.path} lists what one server keeps, and {deployment.name} has several replicas: ask for one "

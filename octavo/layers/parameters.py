@@ -262,7 +262,7 @@ class Parameters:
         if shard.must_agree:
             raise ConfigError(f"--reproducible-parallel with --tensor-parallel-size {shard.size}: {reason}.")
         if not self._has_warned:
-            logger.warning("answers are not those of another --tensor-parallel-size to the bit: %s", reason)
+            logger.warning("answers of another --tensor-parallel-size can have other bits: %s", reason)
         self._has_warned = True
 
     def rotary(self, rope: RopeConfig | None, head_size: int) -> Array:

@@ -58,7 +58,7 @@ def _parse(path: str, data: bytes, prefixes_every_part: bool) -> SentencePieces:
             "tokenizer.json."
         )
     if not pieces or not any(t in (UNKNOWN, BYTE) for t in types):
-        raise IndexError(f"{len(pieces)} pieces and none for what is unknown")
+        raise IndexError(f"{len(pieces)} pieces and none for unknown text")
     ids = {"unk_token": types.index(UNKNOWN)} if UNKNOWN in types else {}
     for field, (role, default) in _ROLES.items():
         index = _signed(trainer.get(field, default))

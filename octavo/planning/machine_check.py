@@ -37,7 +37,7 @@ _MODULES = (
 _SLOW_KERNELS = {
     "portable": "there are no vector instructions that Octavo knows: expect a tenth of the speed or less",
     "avx2": "AVX2 has no dot products of bytes: prompts take two to three times as long as with AVX-512 VNNI",
-    "avx2_vnni": "AVX-VNNI without AVX-512: half as wide as what servers have",
+    "avx2_vnni": "AVX-VNNI without AVX-512: half as wide as on servers",
     "neon": "NEON without dot products of bytes (FEAT_DotProd): quantized products are done by wider arithmetic",
     "neon_dotprod": "NEON without FEAT_I8MM and FEAT_BF16: prompts and bfloat16 models take more instructions",
     "avx512": "AVX-512 without VNNI and BF16: quantized and bfloat16 products are done by wider arithmetic",

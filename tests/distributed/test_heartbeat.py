@@ -24,7 +24,7 @@ from tests.waiting import within
         (lambda other: None, "has not been heard of for 0.2 s"),
         (lambda other: other.close(), "has closed its connection"),
         (lambda other: other.sendall(framed(Ended("it was told to"))), "has ended: it was told to"),
-        (lambda other: other.sendall(b"HTTP/1.1 400 Bad Request"), "sends what no node would .*"),
+        (lambda other: other.sendall(b"HTTP/1.1 400 Bad Request"), "sends bytes that no node would send .*"),
     ],
 )
 def test_a_node_is_lost(do: Callable[[socket.socket], None], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,7 +252,7 @@ def test_several_workers_say_where_their_bits_are_not_those_of_one(
     assert not caplog.messages
     config(tensor_parallel_size=3, hf_overrides=TWELVE)
     assert caplog.messages == [
-        "Answers are not to the bit those of another --tensor-parallel-size: the sizes for which sums are cut alike "
+        "Answers of another --tensor-parallel-size can have other bits: the sizes for which sums are cut alike "
         "are 1, 2, 4."
     ]
     with pytest.raises(ConfigError, match="--reproducible-parallel is not built yet on GPUs"):

@@ -10,7 +10,7 @@ from octavo.flags import FlagParser
 
 
 def make_parser(prog: str) -> FlagParser:
-    parser = FlagParser(prog=prog, description="Print what a report of a problem needs. Secrets are left out.")
+    parser = FlagParser(prog=prog, description="Print the facts for a report of a problem, without secrets.")
     parser.add_argument("--json", action="store_true", help="As JSON.")
     return parser
 

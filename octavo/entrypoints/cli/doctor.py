@@ -35,5 +35,5 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"can_serve": runs, "findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
-        print("A server can run here." if runs else "A server cannot run here: see what is marked [ no ].")
+        print("A server can run here." if runs else "A server cannot run here: see the lines marked [ no ].")
     return int(not runs)

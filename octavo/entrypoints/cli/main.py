@@ -43,7 +43,7 @@ COMMANDS: Commands = {
     "plan": Command("octavo.entrypoints.cli.plan", "main", "say what fits where and how fast"),
     "kernels": Command("octavo.entrypoints.cli.kernels", "main", "compile a model's GPU kernels into an archive"),
     "doctor": Command("octavo.entrypoints.cli.doctor", "main", "say what this machine can do, and what would be slow"),
-    "collect-env": Command("octavo.entrypoints.cli.collect_env", "main", "print what a report of a problem needs"),
+    "collect-env": Command("octavo.entrypoints.cli.collect_env", "main", "print the facts for a report of a problem"),
     "completion": Command(
         "octavo.entrypoints.cli.shell_completion", "main", "print a shell's completion of this command"
     ),
@@ -64,8 +64,8 @@ BENCHMARKS: Commands = {
     "latency": Command(
         "octavo.bench.offline", "latency", "how long one batch of requests takes, offline", "make_latency_parser"
     ),
-    "serve": Command("octavo.bench.serve", "main", "what clients of a running server see"),
-    "startup": Command("octavo.bench.startup", "main", "how long a server takes to be ready, and what it holds then"),
+    "serve": Command("octavo.bench.serve", "main", "latency and throughput of a running server"),
+    "startup": Command("octavo.bench.startup", "main", "time of a server's start, and its memory"),
 }
 
 

@@ -177,7 +177,7 @@ class ServerArgs(RequestLimits, Flags):
     enable_auto_tool_choice: bool = flag(True, "Let the model choose whether to call tools.")
     answer_memory_bytes: int = flag(
         64 << 20, "Bytes for the tokens of answers. If a history has an answer of this server, the prompt holds the "
-        "answer's original tokens. 0: none; the prompt is what the chat template writes.",
+        "answer's original tokens. 0: none; the prompt is the chat template's text.",
     )  # fmt: skip
     tool_call_parser: str = flag(
         AUTO, f"Format of the model's tool calls: auto (recognised), none, {', '.join(FORMATS)}."

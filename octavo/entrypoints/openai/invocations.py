@@ -47,5 +47,5 @@ def _path_of(given: Any, pooling: PoolingConfig | None) -> str:
         elif "input" in given or "messages" in given:
             return {"embed": "/v1/embeddings", "classify": "/classify"}.get(pooling.task, "/pooling")
     fields = "messages or prompt" if pooling is None else "input, messages, query with documents, or text_1 with text_2"
-    said = f"The body must be a JSON object with {fields}, which tell what the request asks for."
+    said = f"The body must be a JSON object with {fields}, which say which kind of request it is."
     raise RequestError(said, code="invalid_body")

@@ -532,7 +532,7 @@ class TokenizeRequest(TemplateRequest):
     model: Text | None = described("One of the names of GET /v1/models; may be left out.")
     prompt: Text | None = described("A text.")
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = described("A conversation.")
-    add_special_tokens: bool | None = described("Begin the prompt with what the tokenizer begins texts with.")
+    add_special_tokens: bool | None = described("Begin the prompt with the tokenizer's start tokens.")
     return_token_strs: bool | None = described("Add the tokens as the vocabulary writes them.")
 
     @model_validator(mode="after")

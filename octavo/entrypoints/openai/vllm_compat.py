@@ -50,7 +50,7 @@ async def run_server(args: argparse.Namespace, **uvicorn_kwargs: Any) -> None:
     or the cancellation of the task. Raises `OctavoError` if the server cannot start."""
     if uvicorn_kwargs:
         names = ", ".join(sorted(uvicorn_kwargs))
-        raise ConfigError(f"run_server passes nothing on to uvicorn, got {names}; the flags of the server have it.")
+        raise ConfigError(f"run_server takes no arguments for uvicorn, got {names}; use the server's flags.")
     await server.serve(*both_args(args))
 
 
