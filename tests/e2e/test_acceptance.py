@@ -399,7 +399,7 @@ def test_what_programs_cannot_have_says_why() -> None:
         from octavo.entrypoints.openai.api_server import router  # noqa: F401
     with pytest.raises(AttributeError, match=r"'router': app.add_route\(path, function"):
         _ = api_server.router
-    with pytest.raises(ConfigError, match="passes nothing on to uvicorn, got workers"):
+    with pytest.raises(ConfigError, match="takes no arguments for uvicorn, got workers"):
         asyncio.run(api_server.run_server(arguments(), workers=2))
     with pytest.raises(ConfigError, match="--port must be between"):
         validate_parsed_serve_args(arguments("--port", "70000"))
