@@ -193,8 +193,8 @@ class GatewayApp:
         return key
 
     def _check(self, scope: Scope, key: Key | None) -> None:
-        """Raise `RequestError` for a key that may send no requests, and for a method or encoding that no route
-        takes."""
+        """Raise `RequestError` for a key that may send no requests, and for a method, encoding or length of a
+        body that no route takes."""
         if self._store is not None and key is not None:
             self._store.check(key)
         if scope["method"] not in _METHODS:
@@ -203,6 +203,8 @@ class GatewayApp:
             raise RequestError(message, status=405, allow=allowed)
         if is_encoded(scope["headers"]):
             raise RequestError("The body must be sent as it is, without a Content-Encoding.", status=415)
+        if any(name == b"content-length" and int(value) > self._max_body_bytes for name, value in scope["headers"]):
+            raise self._too_long()
         if self.is_stopping:
             raise RequestError("The gateway is stopping.", status=503, code="stopping")
 
@@ -243,13 +245,14 @@ class GatewayApp:
                     parts.append(message.get("body", b""))
                     num_bytes += len(parts[-1])
                     if num_bytes > self._max_body_bytes:
-                        raise RequestError(
-                            f"The body has more than {self._max_body_bytes} bytes (--max-body-bytes).", status=413
-                        )
+                        raise self._too_long()
                     if not message.get("more_body", False):
                         return parts[0] if len(parts) == 1 else b"".join(parts)
         except TimeoutError:
             raise RequestError(f"The body did not arrive within {BODY_TIMEOUT_S:g} s.", status=408) from None
+
+    def _too_long(self) -> RequestError:
+        return RequestError(f"The body has more than {self._max_body_bytes} bytes (--max-body-bytes).", status=413)
 
     async def _own(self, path: str, client: Client, accept: bytes) -> None:
         if path == "/metrics":

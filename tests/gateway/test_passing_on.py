@@ -163,6 +163,20 @@ def test_what_cannot_be_placed_is_refused_with_a_reason(
     clock.run(run())
 
 
+def test_a_body_that_says_that_it_is_too_long_is_not_waited_for(clock: Clock) -> None:
+    async def run() -> None:
+        async with gateway({"a": {}}, max_body_bytes=200) as gate:
+            reader, writer = await asyncio.open_connection("127.0.0.1", gate.http.base_url.port)
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 201\r\n\r\n{")
+            begin = clock.now()
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 413 ") and b"--max-body-bytes" in answer
+            assert clock.now() - begin < 10
+            writer.close()
+
+    clock.run(run())
+
+
 def test_what_a_replica_keeps_is_asked_of_that_replica(clock: Clock) -> None:
     def keeper(number: int) -> Any:
         async def behave(asked: Asked) -> None:
