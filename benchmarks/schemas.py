@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -103,13 +103,24 @@ def stated(path: Path) -> tuple[dict[str, Any], list[tuple[Any, bool]]] | None:
     return found["schema"], [(test["data"], test["valid"]) for test in found["tests"]]
 
 
+def property_orders(schema: Any) -> Iterator[dict[str, int]]:
+    """The place of each property in every object of a schema."""
+    if isinstance(schema, dict):
+        if isinstance(properties := schema.get("properties"), dict):
+            yield {key: place for place, key in enumerate(properties)}
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for part in schema:
+            yield from property_orders(part)
+
+
 class Reader:
     """Reads values as a grammar allows them: properties in any order, since a model writes them in the grammar's."""
 
     def __init__(self, grammar: str) -> None:
-        self._grammar = grammar
         self._matcher = LLMatcher(BYTES, grammar, log_level=0)
         self._num_texts = 0  # that may still be tried
+        self._orders = list(property_orders(json.loads(grammar))) if grammar.startswith("{") else []
 
     def takes(self, value: Any, max_texts: int) -> bool:
         self._num_texts = max_texts
@@ -126,14 +137,18 @@ class Reader:
 
     def _value(self, value: Any) -> Iterator[None]:
         if isinstance(value, dict):
-            places = {key: self._grammar.find(f"{json.dumps(key)}: ") % sys.maxsize for key in value}
             for _ in self._text("{"):
-                yield from self._properties({key: value[key] for key in sorted(value, key=places.__getitem__)}, "")
+                yield from self._properties({key: value[key] for key in self._order(value)}, "")
         elif isinstance(value, list):
             for _ in self._text("["):
                 yield from self._items(value, 0)
         else:
             yield from self._text(json.dumps(value, ensure_ascii=False))
+
+    def _order(self, keys: Iterable[str]) -> list[str]:
+        """Keys in the order of the schema's object that has most of them."""
+        order = max(self._orders, key=lambda order: sum(key in order for key in keys), default={})
+        return sorted(keys, key=lambda key: order.get(key, len(order)))
 
     def _properties(self, left: dict[str, Any], separator: str) -> Iterator[None]:
         if not left:

@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 _KNOWN = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
-WRITTEN_FORMATS = {  # RFC 3986, RFC 3987, RFC 6901
+_MAIL_NAME = r"[^\s\x00-\x1f\"(),.:;<>@\[\\\]]+"
+_NAME = "([0-9A-Z_a-z]|%[0-9A-Fa-f]{2})+"
+_VARIABLE = rf"{_NAME}(\.{_NAME})*(:[1-9][0-9]{{0,3}}|\*)?"
+WRITTEN_FORMATS = {  # RFC 3986, RFC 3987, RFC 6531, RFC 6570, RFC 6901
+    "idn-email": rf"^{_MAIL_NAME}(\.{_MAIL_NAME})*@{_MAIL_NAME}(\.{_MAIL_NAME})*$",
     "iri": r"^[A-Za-z][A-Za-z0-9+.-]*:[^\s\x00-\x1f\"<>\\^`{|}]*$",
     "iri-reference": r"^([A-Za-z][A-Za-z0-9+.-]*:[^\s\x00-\x1f\"#<>\\^`{|}]*"
     r"|[^\s\x00-\x1f\"#/:<>?\\^`{|}]*([/?][^\s\x00-\x1f\"#<>\\^`{|}]*)?)(#[^\s\x00-\x1f\"#<>\\^`{|}]*)?$",
@@ -23,6 +27,8 @@ WRITTEN_FORMATS = {  # RFC 3986, RFC 3987, RFC 6901
     "uri-reference": r"^([A-Za-z][A-Za-z0-9+.-]*:([!$&-;=?-\[\]_a-z~]|%[0-9A-Fa-f]{2})*"
     r"|([!$&-.0-9;=@-Z_a-z~]|%[0-9A-Fa-f]{2})*([/?]([!$&-;=?-\[\]_a-z~]|%[0-9A-Fa-f]{2})*)?)"
     r"(#([!$&-;=?-Z_a-z~]|%[0-9A-Fa-f]{2})*)?$",
+    "uri-template": r"^([^\s\x00-\x1f\"%<>\\^`{|}]|%[0-9A-Fa-f]{2}"
+    rf"|\{{[!#&+,./;=?@|]?{_VARIABLE}(,{_VARIABLE})*\}})*$",
 }
 CHECKED_FORMATS = frozenset(("regex",))  # by the final check
 _CLASS_OR_ESCAPE = re.compile(r"\\.|\[\^?\]|\[(?:\\.|[^\]\\])+\]", re.DOTALL)

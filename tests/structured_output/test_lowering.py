@@ -421,6 +421,12 @@ def test_a_format_that_is_not_known_says_nothing(name: str) -> None:
         ({"format": "iri-reference"}, "ö/b:c#d", ["://", "a b", "a#b#c", "ö:"]),
         ({"format": "json-pointer"}, "/a b/~0/ö", ["a", "/~", "/~2"]),
         ({"format": "relative-json-pointer"}, "10/a", ["/a", "01", "1a"]),
+        (
+            {"format": "uri-template"},
+            "http://a/{b:3}/ö{?c.d*,%20}%7B",
+            ["/{a", "/a}", "{}", "{a b}", "{a:0}", "a b", "%2"],
+        ),
+        ({"format": "idn-email"}, "jö.b@ö.example", ["jö", "a@", "@b", "a b@c", "a@b@c", "a..b@c", "a@b."]),
     ],
 )
 def test_a_format_holds_beside_a_pattern_unless_nothing_has_both(

@@ -250,16 +250,18 @@ class FormatParser(TextParser):
     def _take_named(self, body: NamedJson) -> Steps[list[Call] | None]:
         assert self._head is not None
         begin = self._seen
+        stop = self._end or self._start  # the next call's
         while (brace := self._text.find("{", self._seen, begin + _MAX_HEAD)) < 0:
-            if self._end and self._end in self._text[begin : begin + _MAX_HEAD]:
+            if stop and stop in self._text[begin : begin + _MAX_HEAD]:
                 break
             self._seen = len(self._text)
             if self._seen - begin >= _MAX_HEAD or not (yield from self._more()):
                 return None
-        end = self._text.find(self._end, begin, begin + _MAX_HEAD) if self._end else -1
+        end = self._text.find(stop, begin, begin + _MAX_HEAD) if stop else -1
         is_bare = end >= 0 and (brace < 0 or end < brace)  # a call without arguments
         self._seen = end if is_bare else brace
-        head = self._head.fullmatch(" ".join(self._text[begin : self._seen].split()))
+        written = " ".join(self._text[begin : self._seen].split())
+        head = self._head.fullmatch(written.removesuffix(body.end.strip()) if is_bare else written)
         # Without a mark of its own a call is known by its name only.
         if head is None or ((is_bare or self._form.text_start) and head["name"] not in self._tools):
             return None

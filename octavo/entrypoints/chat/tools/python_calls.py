@@ -161,6 +161,8 @@ def keyed_call(text: str, body: KeyedValues, names: Collection[str]) -> Call | N
     no such call. Models forget the mark before the name: without it only functions in `names` are called."""
     text = text.strip()
     is_marked = text.startswith(body.before)
+    if is_marked and text.removeprefix(body.before) in names:  # no arguments
+        text += "{}"
     head = _HEAD.match(text.removeprefix(body.before) if is_marked else text.removeprefix(":"))
     if head is None or not (is_marked or head[1] in names):
         return None

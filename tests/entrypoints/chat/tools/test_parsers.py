@@ -94,6 +94,18 @@ GOOD: list[tuple[str, str, str | None, list[Any]]] = [
     ),
     ("qwen3_coder", '<tool_call>\n<function=get_weather>\n{"city": "Paris"}\n</function>\n</tool_call>', None, [PARIS]),
     ("glm45", "<tool_call>now<tool_call>now</tool_call>", None, [NOW, NOW]),
+    ("gemma4", "<|tool_call>call:now<tool_call|>", None, [NOW]),
+    ("gemma4", "<|tool_call>call:later<tool_call|>", "<|tool_call>call:later<tool_call|>", []),
+    (
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        None,
+        [NOW],
+    ),
+    ("mistral", "[TOOL_CALLS]now[ARGS][TOOL_CALLS]now[ARGS]{}", None, [NOW, NOW]),
+    ("mistral", "[TOOL_CALLS]later[TOOL_CALLS]now[ARGS]{}", "[TOOL_CALLS]later", [NOW]),
+    ("mistral", "[TOOL_CALLS]now", "[TOOL_CALLS]now", []),
+    ("functionary", ">>>now\n>>>now\n{}", None, [NOW, NOW]),
     ("glm45", "The <tool_call>word<tool_call> is a mark", "The <tool_call>word<tool_call> is a mark", []),
     (
         "openai",
