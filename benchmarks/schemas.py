@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     tokenizer = read_tokenizer(str(fetch_default_model()))
-    vocabulary = make_vocabulary(tokenizer.backend_tokenizer.to_str(), len(tokenizer), [tokenizer.eos_token_id])
+    vocabulary = make_vocabulary(tokenizer.backend_tokenizer, len(tokenizer), [tokenizer.eos_token_id])
     rng = random.Random(args.seed)
     total = Counter[str]()
     written, tried, compiled = list[float](), list[float](), list[float]()
