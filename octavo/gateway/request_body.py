@@ -105,7 +105,7 @@ class RequestBody:
         for number, found in enumerate(_MODEL.finditer(self.data)):
             if number == _MAX_CANDIDATES or number * len(self.data) > _MAX_SEARCHED_BYTES:
                 break
-            changed = self.data[: found.start(1)] + name + self.data[found.end(1) :]
+            changed = b"".join((self.data[: found.start(1)], name, self.data[found.end(1) :]))
             if _value(_decode_fields(changed).model) == model:
                 return changed
         raise RequestError(
@@ -227,7 +227,7 @@ def with_fields(data: bytes, fields: Mapping[str, bytes]) -> bytes:
     """Return a JSON object with further fields at its end: of two fields with one name, readers take the last."""
     more = b",".join(b'"%b":%b' % (name.encode(), value) for name, value in fields.items())
     body = data.rstrip()[:-1].rstrip()
-    return body + (b"" if body.endswith(b"{") else b",") + more + b"}"
+    return b"".join((body, b"" if body.endswith(b"{") else b",", more, b"}"))  # `+` would copy 100 MB thrice
 
 
 def _read_form(data: bytes, options: str) -> RequestBody:
