@@ -76,6 +76,7 @@ class BatchFiles:
 
         async def write(number: int, is_good: bool, line: bytes) -> None:
             self._append(line)
+            self._is_done[number] = True
             if not is_good:
                 self._count_failed(line)
             progress.update()

@@ -6,18 +6,21 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 
 from octavo.bench import offline
 from octavo.bench import serve as bench_serve
+from octavo.entrypoints.batch.run_batch_files import BatchFiles
 from octavo.entrypoints.cli import kernels, local, main, plan, run_batch, serve
 from octavo.entrypoints.cli.gateway import make_parser as gateway_parser
 from octavo.entrypoints.cli.gateway import models as gateway_models
@@ -470,11 +473,17 @@ def test_the_clients_say_what_is_wrong_in_one_line(
 def test_ctrl_c_of_run_batch_says_how_to_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
+    async def one_answer(app: object, left: AsyncIterator[tuple[int, bytes]], write: Any, at_once: int) -> None:
+        async for number, _ in left:
+            await write(number, True, b"{}\n")
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_batch, "_run", interrupted)
+    async def run_files(engine_args: object, args: object, files: BatchFiles) -> None:
+        await files.run(Starlette(), at_once=1, progress=SimpleNamespace(update=lambda: None))  # type: ignore[arg-type]
+
+    monkeypatch.setattr("octavo.entrypoints.batch.run_batch_files.answer_lines", one_answer)
+    monkeypatch.setattr(run_batch, "_run", run_files)
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"custom_id": "1"}\n{"custom_id": "2"}\n')
     assert run_batch.main(["-i", str(source), "-o", str(target)]) == 130
-    assert f"Stopped: 0 of 2 requests have an answer in {target}. The same command" in capsys.readouterr().err
+    assert f"Stopped: 1 of 2 requests have an answer in {target}. The same command" in capsys.readouterr().err
