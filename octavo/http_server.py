@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import signal
 import socket
 import time
@@ -18,6 +19,8 @@ import uvicorn
 
 from octavo.http_protocol import KEEP_ALIVE_S, HttpProtocol, RequestStarts
 from octavo.processes import accepting_several
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 
@@ -60,8 +63,9 @@ class DrainingServer(uvicorn.Server):
         """Begin to drain; a second call ends the server at once."""
         if self._draining is None:
             self._draining = asyncio.ensure_future(self.drain())
-        else:
+        elif not self.force_exit:
             self.force_exit = self.should_exit = True
+            logger.warning("stopping at once: %d requests are cut off", self._num_in_flight())
 
     async def drain(self) -> None:
         """Let requests under way end, and set `should_exit`."""

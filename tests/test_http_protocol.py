@@ -489,6 +489,16 @@ def test_a_server_that_stops_logs_one_line_about_the_requests_that_it_cuts_off(
     assert "Cancel 3 " in line.getMessage() and line.exc_info is None
 
 
+def test_a_second_stop_says_how_many_requests_it_cuts_off(caplog: pytest.LogCaptureFixture) -> None:
+    async def act() -> None:
+        server = DrainingServer(refuse, lambda: 3, lambda *_: b"{}", max_connections=8, write_timeout_s=WRITE_TIMEOUT_S)
+        for _ in range(3):
+            server.stop()
+
+    asyncio.run(act())
+    assert [record.getMessage() for record in caplog.records] == ["stopping at once: 3 requests are cut off"]
+
+
 def test_an_error_of_the_application_is_logged_and_closes_an_answer_that_has_begun(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
