@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from octavo import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from octavo.engine.engine_client import make_engine
-from octavo.errors import ConfigError, RequestError
+from octavo.errors import ConfigError, OctavoError, RequestError
 from octavo.lora.request import LoRARequest
 from octavo.sequence import Sequence
 from octavo.stats import EngineStats
@@ -295,6 +295,11 @@ def test_what_is_pinned_stays_so_while_an_engine_sleeps(adapters: list[LoRAReque
         assert llm.llm_engine.remove_lora(1)
         llm.wake_up()
         assert llm.generate(PROMPT, params(1), use_tqdm=False, lora_request=adapters[1])
+        llm.sleep(1)
+        llm.close()
+        llm.wake_up()
+        with pytest.raises(OctavoError, match="or has been closed"):
+            llm.generate(PROMPT, params(1))
 
 
 @pytest.mark.long
