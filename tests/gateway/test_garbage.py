@@ -93,6 +93,6 @@ def test_the_gateway_collects_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         with bind("127.0.0.1", 0) as sock:
             asyncio.run(_serve(GatewayArgs(), named_models(["a"]), sock, None, None))
-        assert frozen[0] and gc.get_threshold() == (50_000, 1_000, 1_000)
+        assert frozen[0] and gc.get_threshold() == (200_000, 1_000, 1_000)
     finally:
         gc.unfreeze()
