@@ -391,7 +391,7 @@ def test_a_model_that_peft_wraps_is_read_without_the_wrapping_or_refused_with_wh
 def test_a_share_that_divides_blocks_is_refused(mixed_gguf: Path) -> None:
     weights = _open(resolve(str(mixed_gguf)), "bfloat16")
     name = "model.layers.0.mlp.up_proj.weight"
-    with pytest.raises(ConfigError, match=r"columns 0 to 48 of a Q4_1 matrix \[96, 64\] .* by 32"):
+    with pytest.raises(ConfigError, match=r"columns 0 to 48 of a Q4_1 matrix \[96, 64\] .* groups of 32"):
         weights.take_matrix(name, (96, 64), columns=(0, 48))
 
 

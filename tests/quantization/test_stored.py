@@ -90,7 +90,7 @@ def test_bounds_inside_of_a_block_are_refused_with_the_numbers(name: str) -> Non
         if unit == 1:
             continue
         for begin, end in [(0, unit // 2), (unit // 2, size), (unit, size - 1)]:
-            message = rf"{what} {begin} to {end} of a {matrix.format} matrix \[64, 1024\] .* by {unit}\."
+            message = rf"{what} {begin} to {end} of a {matrix.format} matrix \[64, 1024\] .* groups of {unit}\."
             with pytest.raises(ConfigError, match=message):
                 cut(begin, end)
     assert matrix.rows(0, N).columns(0, K).num_bytes == matrix.num_bytes

@@ -263,7 +263,7 @@ def test_models_of_english_alone_are_told_of_no_language() -> None:
     checkpoint.generation_config = {}
     assert Transcriber(engine)._prompt(TranscriptionOptions("transcribe"), "en", has_times=True) == [0, 1, 2]
     del engine.tokenizer.vocab["<|notimestamps|>"]
-    with pytest.raises(RequestError, match=r"no <\|notimestamps"):
+    with pytest.raises(RequestError, match=r"no token <\|notimestamps"):
         Transcriber(engine).check(TranscriptionOptions("translate"))
 
 
