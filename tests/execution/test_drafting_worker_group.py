@@ -61,7 +61,7 @@ def test_a_draft_guesses_for_all_workers(
         nonlocal num_drafted
         num_drafted += sum(map(len, draft_tokens.values()))
 
-    monkeypatch.setattr(speculation, "drafted", count)
+    monkeypatch.setattr(speculation, "note_drafted", count)
     core = start(model, speculation, speculative_config=speculative, **workers(*sizes), **flags)
     assert exactly(run(core, guessed_requests(1), 1)) == exactly(expected)
     assert num_drafted > 100
