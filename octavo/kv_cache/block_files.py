@@ -127,11 +127,13 @@ class BlockFiles:
         if self._unscanned_bytes > _RESCAN_SHARE * self.limit_bytes:
             self.scan()
         self._make_room(size)
-        path = self._path_of(self._own, file_name)
+        key, path = (self._own, file_name), self._path_of(self._own, file_name)
         part, file = _open_part(path)
         try:
             _write_all(file, [data, memoryview(self._digest(file_name, data))])
-            used = self._time(size, keep_until)
+            used = self._time(0 if key in self._kept else size, keep_until)
+            if self._has(file_name):  # another server, or another session of this one, may keep it longer
+                used = max(used, self._files[key].used)
             os.utime(file, ns=(used, used))
             os.rename(part, path)
         except OSError:
@@ -140,7 +142,7 @@ class BlockFiles:
             raise
         finally:
             os.close(file)
-        self._count((self._own, file_name), size, used)
+        self._count(key, size, used)
         self._unscanned_bytes += size
         return True
 

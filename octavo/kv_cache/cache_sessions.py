@@ -97,7 +97,7 @@ class CacheSessions:
         one = self._sessions.pop(session, None) or _Session()
         num_before = len(one.names)
         one.names |= names
-        one.keep_until = keep_until
+        one.keep_until = max(one.keep_until, keep_until)  # as the blocks of former turns are kept
         if len(one.names) >= one.prune_at:
             one.names = {name for name in one.names if name in names or self._is_anywhere(name)}
             one.prune_at = 2 * len(one.names) + _LEAST_PRUNED

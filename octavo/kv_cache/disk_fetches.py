@@ -120,7 +120,8 @@ class DiskFetches:
         self._lookup_thread = ReaderThreads(1, "look for blocks on disk")
         self._lookups: dict[str, tuple[Future[int], float]] = {}  # by request, and when they began on the tier's clock
         self._late_lookup: Future[int] | None = None  # while the disk has not answered it, nobody looks
-        self._abandoned: list[Future[_Chunk]] = []  # chunks that are being read for fetches that have ended
+        # Chunks that are being read for fetches that have ended, and the end of each fetch's patience.
+        self._abandoned: dict[Future[_Chunk], float] = {}
         self._num_hits = self._read_bytes = 0  # since `take_stats`
 
     def take_stats(self, stats: EngineStats) -> None:
@@ -140,6 +141,8 @@ class DiskFetches:
             copy.is_cancelled = True
         for fetch in list(self._fetches):
             self._end(fetch)
+        self._by_request.clear()  # the plans and lookups count blocks of the pools; each prompt gets new ones
+        self._lookups.clear()
 
     def prepare(self, seq: TokenSequence, may_wait: bool) -> Readiness:
         """Have the blocks of a waiting sequence read, now that it is its turn: begin once the pools have room, and put
@@ -234,8 +237,8 @@ class DiskFetches:
         and for others until it has looked."""
         limit, request_id = self._most_blocks(seq), seq.request_id
         self._drop_done_abandoned()
-        if limit <= 0 or self._tier.writer.is_removing_all or self._abandoned:
-            return 0  # an abandoned chunk is still being read: the disk hangs
+        if limit <= 0 or self._tier.writer.is_removing_all or self._hangs():
+            return 0
         keys = seq.block_hashes
         num_known = self._cache.num_prefix_blocks(keys, limit, self._tier.pools_or_disk)
         if request_id not in self._lookups:
@@ -290,7 +293,7 @@ class DiskFetches:
             if future.cancel() or future.done():
                 del self._reading_bytes[future]
             else:
-                self._abandoned.append(future)
+                self._abandoned[future] = fetch.began + fetch.patience_s
         fetch.reading.clear()
         num_blocks = self._cache.num_prefix_blocks(fetch.keys, fetch.num_found_blocks, self._tier.pools)
         if num_blocks > fetch.num_cached_blocks:
@@ -310,10 +313,14 @@ class DiskFetches:
     def _num_bytes(self, names: Sequence[BlockName]) -> int:
         return sum(self._memory.block_bytes[pool] for pool, _ in names)
 
+    def _hangs(self) -> bool:
+        """Return whether the disk hangs: a chunk that nobody waits for any more takes longer than its fetch would have
+        waited."""
+        return any(self._clock() > end for end in self._abandoned.values())
+
     def _drop_done_abandoned(self) -> None:
         for future in [future for future in self._abandoned if future.done()]:
-            self._abandoned.remove(future)
-            del self._reading_bytes[future]
+            del self._abandoned[future], self._reading_bytes[future]
 
     def _fit(self, names: Sequence[BlockName]) -> bool:
         """Return whether the pools have free blocks for all of `names`, and for the blocks that other waiting sequences

@@ -246,9 +246,11 @@ class DiskTier:
         return not is_planned and self._memory.is_settled(pool, blocks, waits)
 
     def pin_pending_blocks(self, names: Iterable[BlockName], keep_until: float) -> None:
-        """Have the pending ones of these blocks kept in the folder until `time.time` is `keep_until`."""
+        """Have the pending ones of these blocks kept in the folder until `time.time` is `keep_until`, or longer if
+        another session keeps them longer."""
+        ends = self.writer.keep_until
         with self.writer.changed:
-            self.writer.keep_until |= {name: keep_until for name in names if self.is_pending(name)}
+            ends |= {name: max(keep_until, ends.get(name, 0.0)) for name in names if self.is_pending(name)}
 
     def forget_unsaved(self, name: BlockName) -> None:
         """Do not save a block, unless the writer has it already."""

@@ -15,7 +15,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.kv_cache import block_files
-from octavo.kv_cache.block_files import BlockFiles
+from octavo.kv_cache.block_files import BlockFiles, block_file_name
 from octavo.kv_cache.block_pool import BlockName
 
 SIZE = 4000  # of a block: with its checksum it takes one page
@@ -145,6 +145,15 @@ def test_two_servers_share_a_folder(tmp_path: Path) -> None:
         one.write(name(number), contents(number))
         other.write(name(100 + number), contents(number))
     assert len(paths(tmp_path)) <= 32 + 32 // 16 + 1, "each finds the other's blocks as it writes"
+
+
+def test_a_block_that_another_server_keeps_is_kept_after_it_is_written_again(tmp_path: Path) -> None:
+    one, other = files(tmp_path), files(tmp_path)
+    end = time.time() + 1000.0
+    one.write(name(0), contents(0), end)
+    other.write(name(0), contents(0), end - 500.0)
+    for each in (other, files(tmp_path)):
+        assert each._files[each._own, block_file_name(name(0))].used == int(end * 1e9) and each.num_kept_bytes == PAGE
 
 
 def test_what_a_killed_server_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:

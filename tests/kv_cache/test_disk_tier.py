@@ -396,6 +396,41 @@ def test_blocks_that_nobody_reads_any_more_are_not_waited_for(engines: Any) -> N
     assert second.fetched(list(range(40))) is not None and second.tier.fetches._reading_bytes == {}
 
 
+def test_the_read_of_an_aborted_request_does_not_keep_another_prompt_from_the_disk(engines: Any) -> None:
+    first = engines()
+    first.compute(list(range(22)))
+    first.save()
+    second = engines()
+    second.files.read, began, may_go = held(second.files.read)
+    seq, fetch = second.begin(list(range(22)))
+    began.wait()
+    second.tier.fetches.forget(seq)
+    assert second.tier.fetches._abandoned
+    other, planned = second.begin(list(range(22)), "other")
+    assert planned is not None, "a disk that reads does not hang"
+    second.tier.fetches.forget(other)
+    second.now = fetch.patience_s + 1
+    assert second.begin(list(range(22)), "late")[1] is None, "by now it hangs"
+    may_go.set()
+
+
+@pytest.mark.parametrize("num_cached", [10, 22])
+def test_prompts_that_wait_while_the_pools_are_forgotten_read_all_blocks(engines: Any, num_cached: int) -> None:
+    """Where the pools had a part of the prompt, and where they had all of it."""
+    first = engines()
+    first.compute(list(range(22)))
+    first.save()
+    second = engines()
+    second.compute(list(range(num_cached)))
+    second.tier.fetches._fit = lambda names: False
+    seq, _ = second.begin(list(range(22)))
+    second.tier.forget_pools(removes_files=False)
+    second.cache.forget_prefixes()
+    del second.tier.fetches._fit
+    wait_until(lambda: second.tier.fetches.prepare(seq, may_wait=True) is Readiness.READY)
+    assert len(second.contents()) == 5
+
+
 def test_a_disk_that_hangs_while_others_blocks_are_looked_for_stops_nobody(
     engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -529,7 +564,8 @@ def test_what_is_forgotten_does_not_come_back(engines: Any) -> None:
     seq, fetch = other.begin(list(range(22)))
     assert fetch is not None
     other.tier.forget_pools(removes_files=False)  # as when memory is freed: what was on its way is not put there
-    assert other.tier.fetches.prepare(seq, may_wait=True) is Readiness.READY and other.contents() == {}
+    wait_until(lambda: all(future.done() for future in other.tier.fetches._abandoned))
+    assert fetch.has_ended and other.contents() == {}
     other.tier.fetches.forget(seq)
     assert other.fetched(list(range(22))) is not None
     other.tier.forget_pools(removes_files=True)
@@ -675,6 +711,24 @@ def turn_of(engine: Engine, tokens: list[int], session: str, ttl_s: float = 1000
     seq = engine.compute(tokens)
     seq.request.cache_session, seq.request.cache_ttl_s = session, ttl_s
     engine.tier.sessions.keep(seq)
+
+
+@pytest.mark.parametrize("is_pending", [False, True])
+@pytest.mark.parametrize("second", ["short", "long"])
+def test_a_short_session_does_not_shorten_the_time_of_a_long_one(engines: Any, is_pending: bool, second: str) -> None:
+    """They share blocks, or are turns of one session. The blocks of the first are written already, or pending."""
+    one, begin = engines(), time.time()
+    turn_of(one, list(range(22)), "long", ttl_s=10_000.0)
+    if not is_pending:
+        one.save()
+    turn_of(one, list(range(22)), second, ttl_s=10.0)
+    one.save()
+    wait_until(lambda: len(one.files.sessions()) == (1 if second == "long" else 2))
+    one.tier.wait_until_saved()
+    for name in one.contents():
+        assert one.files._files[one.files._own, block_file_name(name)].used > (begin + 9000.0) * 1e9
+    assert max(one.files.sessions().values()) > begin + 9000.0, "the session can be dropped as long"
+    assert max(session.keep_until for session in one.tier.sessions._sessions.values()) > begin + 9000.0
 
 
 def test_a_client_of_sessions_takes_no_more_memory_than_there_are_blocks(
