@@ -30,7 +30,7 @@ from octavo.engine.request_log import log_request, shown_id
 from octavo.engine.request_stream import RequestStream, Sink
 from octavo.engine.resubmission import Resubmission
 from octavo.engine.supervisor import Supervisor, record_ready
-from octavo.engine.wire import Abort, CacheWasReset, CoreMessage, LiveView, Loading, Ready, Running, StepOutputs
+from octavo.engine.wire import Abort, CacheWasReset, CoreMessage, LiveView, Loading, Ready, StepBegins, StepOutputs
 from octavo.errors import EngineStoppingError, OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.logs import configure_logging
@@ -83,7 +83,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
 
         waiting      the engine takes no requests now             `_wait_until_open`
         running      `_output_processor` has its `RequestState`   `_outputs_of`; `take_over`, from another engine
-        finished     `state.is_over`                              `_take_step`
+        finished     `state.is_over`                              `_apply_step_outputs`
         aborted      as finished; the caller still gets the       `end_request`
                      outputs so far
         failed       its stream raises an error                   `_core_ended`, `abort_all_for_shutdown`,
@@ -271,7 +271,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
     async def prepare(self, args: GenerateArgs) -> EngineRequest:
         """Return the checked request, for `generate_from`. A thread handles long prompts, grammars and media. Raises
         `RequestError`."""
-        prompt, sampling_params, request_id, lora_request, priority, data_parallel_rank = args
+        request_id, lora_request = args.request_id, args.lora_request
         if not isinstance(request_id, str) or not is_unicode(request_id):
             raise RequestError(f"the request id {request_id!r} is not valid Unicode text.", param="request_id")
         arrival_time = time.monotonic()
@@ -280,12 +280,12 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             adapter = await self._adapters.find(lora_request)
             self.name_adapter(lora_request.lora_int_id, adapter)
         process = partial(
-            self.inputs.process, prompt, sampling_params, priority=priority, arrival_time=arrival_time, adapter=adapter,
-            data_parallel_rank=data_parallel_rank,
+            self.inputs.process, args.prompt, args.sampling_params, priority=args.priority, arrival_time=arrival_time,
+            adapter=adapter, data_parallel_rank=args.data_parallel_rank,
         )  # fmt: skip
-        has_grammar = getattr(sampling_params, "structured_outputs", None) is not None
+        has_grammar = getattr(args.sampling_params, "structured_outputs", None) is not None
         return await run_off_loop(
-            process, length=length_of(prompt), has_grammar=has_grammar, media=_media_kinds(prompt)
+            process, length=length_of(args.prompt), has_grammar=has_grammar, media=_media_kinds(args.prompt)
         )
 
     def generate_from(
@@ -330,9 +330,9 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                 timer = asyncio.get_running_loop().call_later(delay_s, stream.abort, "timeout")
             # 3. Wait until the engine takes requests, and send it to the core.
             if await self._wait_until_open(stream):
-                # Send it at once. Apart from `_wait_until_open`, no `await` may stand between
-                # `_open_stream` and here: `accept_waiter` None means that the core has the request (`_abort_sent`,
-                # `end_request`), and the watchdog takes an unsent request of `_output_processor` for a hang.
+                # Send it at once, without an `await` since `_wait_until_open` has returned: a stream that does not
+                # wait counts as sent (`is_waiting_for_engine`), and the watchdog takes an unsent request of
+                # `_output_processor` for a hang.
                 self._send_to_core(self._add_state(stream, first_completion_token_ids))
             for output in stream.replayed_outputs:
                 yield output
@@ -399,7 +399,6 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
     # Aborts
     #
     #   method                  tells the core     wakes the caller              drops the state
-    #   abort, _abort_sent      `RequestStream.abort` of each request
     #   RequestStream.abort     by `end_request`   yes; a request for vectors    by `end_request`
     #                                              fails
     #   abort_all_for_shutdown  by `end_request`   yes; a request without a      by `end_request`
@@ -407,6 +406,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
     #   end_request             if the core has    no                            from `_output_processor`
     #                           the request
     #   close_stream            by `end_request`   no: the caller has gone       from `_streams` too
+    #
+    # `abort` and `_abort_sent` call `RequestStream.abort` of each request.
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests. A stream of text gets its output so far, with the finish reason "abort"; `pool` raises
@@ -428,19 +429,20 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
     def _abort_sent(self) -> None:
         """Abort the requests that the core has. Requests that still wait for the engine keep waiting."""
         for stream in list(self._streams.values()):
-            if stream.accept_waiter is None:  # otherwise it waits in `_wait_until_open`
+            if not stream.is_waiting_for_engine:
                 stream.abort()
 
     # Called by `RequestStream` and by other engines.
 
     def end_request(self, stream: RequestStream, stop_reason: str | None = None) -> RequestState | None:
-        """End a request, in the core or while it still waits. The caller wakes the stream, except where tokens that
-        the request brought end its answer with an error. Returns the request's state, or None if it has ended."""
+        """End a request, in the core or while it still waits. Returns the request's state; the caller then wakes the
+        stream. Returns None if the request has ended, or if the replay of its `already_sent_token_ids` raises an error,
+        with which the stream then fails."""
         request_id = stream.request.request_id
-        if stream.accept_waiter is not None and not stream.was_aborted_while_waiting:
+        if (waiter := stream.accept_waiter) is not None and not stream.was_aborted_while_waiting:
             # The core does not have the request. The state made here only gives the caller its last output.
             stream.was_aborted_while_waiting = True
-            stream.accept_waiter.cancel()
+            waiter.cancel()
             try:
                 self._add_state(stream)
             except RequestError as error:
@@ -477,8 +479,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         """Handle a message that `Supervisor` passes on."""
         match message:
             case StepOutputs():
-                self._take_step(message)
-            case Running(request_ids):
+                self._apply_step_outputs(message)
+            case StepBegins(request_ids):
                 self._resubmission.step_begins(request_ids)
             case LiveView(sequences=sequences):
                 for one in sequences:
@@ -494,7 +496,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             case Ready():
                 self._core_is_ready(message)
 
-    def _take_step(self, step: StepOutputs) -> None:
+    def _apply_step_outputs(self, step: StepOutputs) -> None:
         """Add a step's outputs to their requests, and have the streams deliver them."""
         # 1. Note what the core says of itself and of adapters.
         self.stats = step.stats
@@ -510,7 +512,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         # 3. Have `_deliver` run after the core's messages that have arrived by now, unless it is scheduled already.
         if changed and not self._undelivered:
             asyncio.get_running_loop().call_soon(self._deliver)
-        # First outputs go before those of streams that have begun, which may wait for ten turns of the loop.
+        # First outputs go before those of streams that have begun, which may wait for several turns (`_DELIVERY_S`).
         firsts = list[RequestStream]()
         for state in changed:
             stream = state.stream
@@ -519,7 +521,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                 is_first = state.metrics.first_token_time == state.last_token_time
                 (firsts if is_first else self._undelivered).append(stream)
         self._undelivered.extendleft(reversed(firsts))
-        # 4. A request under test because it may crash the core has survived a step.
+        # 4. Count the step. A request under test because it may crash the core has survived it.
         self._resubmission.step_ended()
 
     def _deliver(self) -> None:
@@ -540,7 +542,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         if number := self._resubmission.core_is_ready():
             logger.info("%d requests go on with this engine core", number)
         self._count_continued(number)
-        self.inputs.model = self.config.model
+        self.inputs.model = self.config.model  # `inputs` is shared by the engines of a server: all have one model
         if self.metrics is not None:
             record_ready(self.metrics, ready, self.config)
 

@@ -36,8 +36,8 @@ from octavo.engine.wire import (
     Loading,
     Ready,
     ResetCache,
-    Running,
     SetPaused,
+    StepBegins,
     Trials,
     UnloadAdapter,
     decode_frontend_message,
@@ -117,7 +117,7 @@ def _run(
         startup=phases.seconds | executor.startup,
     )
     sender.send(encode_message(ready))
-    core.on_admission = lambda request_ids: sender.send(encode_message(Running(request_ids)))
+    core.on_admission = lambda request_ids: sender.send(encode_message(StepBegins(request_ids)))
     try:
         _serve(core, receiver, sender)
     except Exception:

@@ -38,8 +38,8 @@ from octavo.engine.wire import (
     Loading,
     Ready,
     ResetCache,
-    Running,
     SetPaused,
+    StepBegins,
     StepOutputs,
     Trials,
     decode_frontend_message,
@@ -194,10 +194,10 @@ class _Engine:
                 for number, front in fronts.items():
                     front.send(self.rank, _encode_raw(_Outputs(of_front[number], encoded, adapters)))
                 self.metrics.record_step(stats)
-            case Running(request_ids):
+            case StepBegins(request_ids):
                 for front in fronts.values():
                     own_ids = [one for one in request_ids if one.startswith(front.prefix)]
-                    front.send(self.rank, encode_message(Running(own_ids)))
+                    front.send(self.rank, encode_message(StepBegins(own_ids)))
             case Loading(share):
                 self._hub.on_loading(self.rank, share)
             case LiveView():

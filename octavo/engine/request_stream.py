@@ -51,6 +51,12 @@ class RequestStream:
         self._woken = asyncio.Event()
         self._is_awaited = False  # a caller waits in `get` and has not been woken
 
+    @property
+    def is_waiting_for_engine(self) -> bool:
+        """Whether the request waits in `_wait_until_open`. Otherwise it is sent to the core in the same turn of the
+        event loop, or was sent."""
+        return self.accept_waiter is not None
+
     def follow(self, state: RequestState) -> None:
         """From now on, bring the outputs of `state`."""
         self.state, state.stream = state, self

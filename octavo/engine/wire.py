@@ -101,7 +101,7 @@ class StepOutputs(msgspec.Struct, tag="step"):
     adapters: list[AdapterLoaded] = []
 
 
-class Running(msgspec.Struct, tag="running"):
+class StepBegins(msgspec.Struct, tag="running"):
     """The requests in the step that begins; sent when a step has new ones."""
 
     request_ids: list[str]
@@ -161,7 +161,7 @@ FrontendMessage = (
     | UnloadAdapter
     | Trials
 )
-CoreMessage = StepOutputs | Running | Loading | Ready | Failed | LiveView | CacheWasReset | Leaving
+CoreMessage = StepOutputs | StepBegins | Loading | Ready | Failed | LiveView | CacheWasReset | Leaving
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_frontend_message = msgspec.msgpack.Decoder(FrontendMessage).decode

@@ -16,8 +16,9 @@ The states of a request at a model, and the methods that move it there:
                                                                 `_answer_with_model`
     answered   the client has the whole answer                  `_forward_answer`
 
-`RetryState` has all that is remembered from one replica to the next. `Attempt.classify` decides about an answer, and
-`Proxy._record` alone changes breakers, metrics and the retry state.
+`RetryState` has all that is remembered from one replica to the next. `Attempt.classify` decides about an answer.
+`Proxy._record` records its outcome with the breaker, the metrics and the retry state; the methods here note in the
+retry state which replicas were tried. `prefill` and `broadcast` record the replicas that they ask themselves.
 
 Every level here returns when the client has its answer, and raises otherwise: `RequestError` for an error that the
 client gets, `_ReplicaError` if another replica may answer or resume the stream.

@@ -1,5 +1,5 @@
 """One request at one model: which replicas it has asked, and the meaning of their answers for it. Nothing here changes
-a replica, a breaker or a metric: `proxy` does."""
+a replica, a breaker or a metric: `proxy` and `prefill` do."""
 
 from __future__ import annotations
 

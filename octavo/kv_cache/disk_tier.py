@@ -6,8 +6,9 @@ copied to the host is not saved.
 Blocks are saved outside of the steps: while the engine is idle, for a small share of its time while it is busy, and
 when they are about to be evicted from a pool. Saves at eviction may take only as long as disk hits have gained (plus
 1 s to start), so a workload without hits is not slowed. A thread writes the blocks (`block_writer`), from a queue of
-bounded size; a block that finds the queue full is not kept. `EngineCore` calls everything here, from one thread. See
-`block_files` for the folder and what is evicted from it, and `cache_sessions` for the sessions that clients keep there.
+bounded size; a block that must leave its pool while the queue is full is lost. `EngineCore` calls everything here, from
+one thread. See `block_files` for the folder and what is evicted from it, and `cache_sessions` for the sessions that
+clients keep there.
 
 States of a block: indexed (in a pool) -> unsaved -> queued -> written, or dropped: forgotten while it is unsaved,
 evicted without time or room to save it, or refused by the folder. On GPUs a block may also leave the device before it
@@ -88,7 +89,7 @@ class _PoolWatch:
         self._tier, self._pool = tier, pool
 
     def entered(self, block: int, key: bytes) -> None:
-        self._tier.note_computed((self._pool, key), block)
+        self._tier.note_indexed((self._pool, key), block)
 
     def leaves(self, block: int, key: bytes) -> None:
         self._tier.save_before_eviction((self._pool, key))
@@ -127,9 +128,10 @@ class DiskTier:
         # account              | gains                            | spends                     | cap
         # _busy_save_s         | a share of each step's time      | `save_while_busy`          | _MAX_BUSY_SAVE_S
         # _eviction_save_s     | time that disk hits have gained  | `save_before_eviction`     | _MAX_EVICTION_SAVE_S
-        # writer.write_s       | an average of writes, no account | part of each block's price | none
         # writer.queued_bytes  | each block that is queued        | each block that is written | _QUEUE_BYTES; if idle
         #                      |                                  |                            | _IDLE_QUEUE_BYTES
+        #
+        # On CPUs a block also costs `writer.write_s`, the average time of a write (`_save`).
         self.writer = BlockWriter(files, clock)
         # Blocks that only a pool has, the oldest first; ordered dictionaries lose their first entry in constant time.
         self.unsaved = OrderedDict[BlockName, int]()
@@ -255,6 +257,10 @@ class DiskTier:
     def forget_unsaved(self, name: BlockName) -> None:
         """Do not save a block, unless the writer has it already."""
         self.unsaved.pop(name, None)
+        self._unpin(name)
+
+    def _unpin(self, name: BlockName) -> None:
+        """Forget that a block is to be saved before others, and how long it is to be kept."""
         self._prioritised.pop(name, None)
         with self.writer.changed:
             self.writer.keep_until.pop(name, None)
@@ -275,26 +281,26 @@ class DiskTier:
             pool.forget(block)
 
     def note_in_memory(self, name: BlockName) -> None:
-        """Save a block of the pools if the folder has lost it."""
+        """Mark a block of the pools as unsaved if the folder has lost it."""
         pool, key = name
         if not self._must_be_saved(name):
-            self._clear_priority_and_pin(name)
+            self._unpin_saved(name)
         elif (block := self.pools[pool].lookup(key)) is not None:
-            self.note_computed(name, block)
+            self.note_indexed(name, block)
         elif self._host_tier is not None and (block := self._cache.pools[pool].lookup(key)) is not None:
             self._host_tier.note_indexed(name, block)
 
-    def note_computed(self, name: BlockName, block: int) -> None:
-        """Save a block of the host's memory, unless the folder has it or the writer's queue does."""
+    def note_indexed(self, name: BlockName, block: int) -> None:
+        """Mark a block of the host's memory as unsaved, unless the folder has it or the writer's queue does."""
         if self._must_be_saved(name):
             self.unsaved[name] = block
         else:
-            self._clear_priority_and_pin(name)
+            self._unpin_saved(name)
 
-    def _clear_priority_and_pin(self, name: BlockName) -> None:
-        """Wait no longer for a block of a device that the folder has got in another way."""
+    def _unpin_saved(self, name: BlockName) -> None:
+        """Unpin a block of a device that the folder has got in another way."""
         if self._host_tier is not None and name not in self.unsaved and name not in self.writer:
-            self.forget_unsaved(name)
+            self._unpin(name)
 
     def save_before_eviction(self, name: BlockName) -> None:
         """Save a block that is about to be overwritten, if it is unsaved, if the writer keeps up, and if a session
@@ -323,10 +329,10 @@ class DiskTier:
         self._busy_save_s = min(self._busy_save_s + share * step_s, _MAX_BUSY_SAVE_S)
         if self._busy_save_s <= 0 or self._next_savable() is None:
             return
-        # After paying the wait once, save for at least as long as it took.
         wait_s = self._wait_for_workers()
         self._busy_save_s -= wait_s
-        while self._busy_save_s > -2 * wait_s and (name := self._next_savable()) is not None:
+        max_overdraft_s = 2 * wait_s  # the wait, and at least as much time for saving
+        while self._busy_save_s > -max_overdraft_s and (name := self._next_savable()) is not None:
             self._busy_save_s -= self._save(name)
 
     def save_while_idle(self) -> bool:

@@ -26,9 +26,8 @@ from octavo.step_batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingCopies:
-    """What later layers and stages read of a step's embedding [T, H]. Copies, because layers overwrite the embedding.
-    The zeros beside a copy are filled in later."""
+class EmbeddingRows:
+    """What later layers and stages read of a step's embedding [T, H], which the layers overwrite."""
 
     stage_output: Array | None  # [T, stage_width], [zeros, embedding]: the last layer's output is added to the zeros
     padded_embedding: Array | None  # [T, 2 * H], [zeros, embedding]: each reused layer writes its input over the zeros
@@ -124,11 +123,12 @@ class Decoder:
         """Tell `weights` which tensors of the checkpoint this stage does not use: at any time before
         `Weights.check_all_taken`."""
         description = self.description
-        layers, own = description.checkpoint_layers, description.stage
+        checkpoint_layers, own = description.checkpoint_layers, description.stage
         # Other stages' layers, and layers after the last that are not used, such as multi-token prediction's.
-        others = [layer for i, layer in enumerate(layers) if i not in own]
-        for layer in (*others, *range(len(layers), len(layers) + description.num_unused_layers)):
-            weights.ignore(f"{description.layer_prefix}{layer}.")
+        others = [checkpoint_layer for i, checkpoint_layer in enumerate(checkpoint_layers) if i not in own]
+        first_unused = max(checkpoint_layers) + 1
+        for checkpoint_layer in (*others, *range(first_unused, first_unused + description.num_unused_layers)):
+            weights.ignore(f"{description.layer_prefix}{checkpoint_layer}.")
         # A checkpoint has the weights of reused layers outside of its layers.
         reused = [layer.reused for i, layer in enumerate(description.layers) if i not in own]
         reused_prefixes = [f"{one.name}." for one in reused if one is not None]
@@ -195,40 +195,41 @@ class Decoder:
         # 1. Embed the tokens, or take the rows of the previous stage.
         residual, embedding = self._split_input(batch)
         # 2. Compute what later layers need from the embedding, before the layers overwrite it.
-        copies = self._copy_embedding(batch, embedding)
+        rows = self._copy_embedding(batch, embedding)
         # 3. Run the layers. With AltUp there are several residual streams side by side.
         if self._altup is not None and self.description.is_first_stage:
             residual = self._altup.expand(residual)
-        residual = self._run_layers(residual, batch, caches, copies)
+        residual = self._run_layers(residual, batch, caches, rows)
         # 4. Return the rows for the next stage, or the hidden states.
-        if copies is not None and copies.stage_output is not None:
-            # Some stage's blocks accept no float32 stream if layers read the embedding, so no stage has one.
+        if rows is not None and rows.stage_output is not None:
+            # Layers that read the embedding accept no float32 stream (`_choose_residual_dtype`). If some stage has such
+            # a layer, `use_residual_dtype` gives all stages the model's type.
             assert self.residual_dtype == self._dtype, "rows for the next stage have the model's type"
-            self._ops.add(copies.stage_output[:, : residual.shape[1]], residual)
-            return copies.stage_output
+            self._ops.add(rows.stage_output[:, : residual.shape[1]], residual)
+            return rows.stage_output
         if self._altup is not None and self.description.is_last_stage:
             residual = self._altup.merge(residual)
         return self._output.final_norm(residual) if self._output.pools else residual
 
-    def _copy_embedding(self, batch: StepBatch, embedding: Array) -> EmbeddingCopies | None:
+    def _copy_embedding(self, batch: StepBatch, embedding: Array) -> EmbeddingRows | None:
         """Return what later layers and stages need from the embedding [T, H]; None if they need nothing, as in most
         models."""
         per_layer, stage_rows, reused_rows = self._per_layer_embeddings, self._stage_rows, self._reused_input_rows
         if per_layer is None and stage_rows is None and reused_rows is None:
             return None
         per_layer_inputs = None if per_layer is None else per_layer.embed(batch.token_ids, embedding)
-        return EmbeddingCopies(
+        return EmbeddingRows(
             stage_output=None if stage_rows is None else stage_rows.padded_left(embedding),
             padded_embedding=None if reused_rows is None else reused_rows.padded_left(embedding),
             per_layer_inputs=per_layer_inputs,
         )
 
     def _run_layers(
-        self, residual: Array, batch: StepBatch, caches: Sequence[LayerKVCache], copies: EmbeddingCopies | None
+        self, residual: Array, batch: StepBatch, caches: Sequence[LayerKVCache], rows: EmbeddingRows | None
     ) -> Array:
         """Return the residual streams [T, streams * H] after this stage's layers."""
         caches_by_layer = self._resolve_caches(batch, caches)
-        padded_embedding = None if copies is None else copies.padded_embedding
+        padded_embedding = None if rows is None else rows.padded_embedding
         deferred_by_layer: dict[int, Array] = {}  # an earlier layer's output, by the layer after which it is added
         for layer, block in self._blocks.items():
             if self.on_layer_input is not None:
@@ -237,7 +238,7 @@ class Decoder:
             residual = block.forward(residual, batch, tables, cache, second_cache, padded_embedding)
             if (output := block.take_deferred()) is not None:
                 deferred_by_layer[layer + self.description.layers[layer].deferred_by] = output
-            self._after_layer(layer, residual, batch, deferred_by_layer.pop(layer, None), copies)
+            self._after_layer(layer, residual, batch, deferred_by_layer.pop(layer, None), rows)
         assert not deferred_by_layer, "a deferred output would be added in another stage"
         return residual
 
@@ -265,12 +266,7 @@ class Decoder:
         return by_layer
 
     def _after_layer(
-        self,
-        layer: int,
-        residual: Array,
-        batch: StepBatch,
-        deferred_output: Array | None,
-        copies: EmbeddingCopies | None,
+        self, layer: int, residual: Array, batch: StepBatch, deferred_output: Array | None, rows: EmbeddingRows | None
     ) -> None:
         """Change the residual stream in place after a block: steps 10 to 13 of `octavo.models.block`."""
         # 10. Add the deferred output of an earlier layer.
@@ -280,20 +276,20 @@ class Decoder:
         if layer < self.description.num_media_layers and batch.media_rows is not None:
             self._ops.add_rows(residual, batch.media_rows[layer + 1], batch.media_indices)
         # 12. Add the gated per-layer embedding.
-        if self._per_layer_embeddings is not None and copies is not None and copies.per_layer_inputs is not None:
-            self._per_layer_embeddings.add_to(residual, layer, copies.per_layer_inputs)
+        if self._per_layer_embeddings is not None and rows is not None and rows.per_layer_inputs is not None:
+            self._per_layer_embeddings.add_to(residual, layer, rows.per_layer_inputs)
         # 13. Multiply the stream by the checkpoint's factor.
         scale_in_place(self._ops, residual, self._layer_scales.get(layer, 1.0))
 
     def write_encoder_kv(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
         """Write the cross-attention keys and values of rows [N, H] of an encoder's output to `slots` [N] int64 of their
         group. `positions` [N] int64 may be any valid positions: keys are not rotated. `caches` are as in `forward`."""
-        for layer, cache_index in self.cross_layers:
-            layer.write(rows, positions, slots, caches[cache_index])
+        for attention, cache_index in self.cross_layers:
+            attention.write(rows, positions, slots, caches[cache_index])
 
     @property
     def cross_layers(self) -> list[tuple[CrossAttention, int]]:
         """Return the cross-attention layers of this stage, in order, each with the index of its cache in the stage."""
         first = self.description.cache_indices(self.description.stage).start
-        layers = [(block.cross_attention, i) for i, block in self._blocks.items()]
-        return [(layer, self._cache_indices_by_layer[i][0] - first) for layer, i in layers if layer is not None]
+        of_layers = [(block.cross_attention, i) for i, block in self._blocks.items()]
+        return [(one, self._cache_indices_by_layer[i][0] - first) for one, i in of_layers if one is not None]

@@ -167,8 +167,8 @@ class Scheduler:
             self._add_draft_tokens(step)
             # 3. Admit waiting sequences.
             self._schedule_waiting(step)
-        # 4. Nothing was planned though sequences run: those held for a beam search have all blocks or rows. Preempt
-        #    running ones from the end until a waiting one starts.
+        # 4. Nothing was planned though sequences run: all of them are beams that wait for a sibling, and they have the
+        #    blocks or rows that it needs. Preempt running ones from the end until a waiting one starts.
         while not (self._in_flight or step.sequences) and self.queues.running:
             self._preempt(self.queues.running[-1])
             self._schedule_waiting(step)
@@ -203,8 +203,8 @@ class Scheduler:
         return max(1, -(-(len(self.queues.running) + num_waiting) // self._num_stages))
 
     def _schedule_running(self, step: Step) -> bool:
-        """Schedule running sequences in order. Returns False if anything was preempted, or nothing could get blocks.
-        The caller then adds no draft tokens and admits no sequence."""
+        """Schedule running sequences in order. Returns whether draft tokens and waiting sequences may be added: not if
+        anything was preempted, nor if the first sequence needs blocks that steps in flight may free."""
         # The queue itself, not a copy: `_preempt` removes entries from its end, `_admit_ahead_of` inserts entries
         # before `index` and returns the new index.
         running = self.queues.running
@@ -220,8 +220,9 @@ class Scheduler:
             num_tokens = len(seq.token_ids) + seq.num_awaited_tokens - num_computed  # `num_uncomputed_tokens`, inlined
             if num_tokens == 0 or (seq.num_awaited_tokens and seq.num_tokens_left_to_sample <= 0):
                 continue  # it is held, or a step in flight samples its last token
-            # 2. Cut a chunk of a prompt. Each later running sequence keeps one token of the budget, so that a long
-            #    prompt stalls no decode. Waiting sequences that come before the prompt leave one for it too.
+            # 2. Cut a chunk of a prompt, or of an answer that is computed again after a preemption. Each later running
+            #    sequence keeps one token of the budget, so that a long prompt stalls no decode. Waiting sequences that
+            #    come before the prompt leave one for it too.
             if num_tokens > 1:
                 if self.config.enable_chunked_prefill and not has_preempted:
                     index = self._admit_ahead_of(step, index)
@@ -246,7 +247,7 @@ class Scheduler:
             # 4. Add the row.
             step.add(seq, num_tokens, changed)
             if seq.num_uncounted_tokens:
-                self._count_computed(seq, num_tokens)
+                self._count_computed_in_stats(seq, num_tokens)
         return not has_preempted
 
     def _add_draft_tokens(self, step: Step) -> None:
@@ -254,21 +255,21 @@ class Scheduler:
         is preempted for them."""
         if self._speculation is None or self._speculation.is_idle:
             return
-        row_indices, candidates = [], []
-        for index, (seq, planned) in enumerate(zip(step.sequences, step.plan.rows, strict=True)):
+        places, candidates = [], []
+        for place, (seq, planned) in enumerate(zip(step.sequences, step.plan.rows, strict=True)):
             max_draft_tokens = min(step.token_budget, seq.num_tokens_left_to_sample - 1)
             # A decode, or the last token of a prompt, for which nothing is proposed.
             samples_one_token = planned.num_tokens == planned.num_sampled_positions == 1
             if samples_one_token and max_draft_tokens > 0 and not seq.num_awaited_tokens and _may_draft(seq, planned):
-                row_indices.append(index)
+                places.append(place)
                 candidates.append((seq, max_draft_tokens))
         if not candidates:
             return
         proposals = self._speculation.choose(candidates, step.plan.rows)
-        for index, (seq, _), draft_tokens in zip(row_indices, candidates, proposals, strict=True):
+        for place, (seq, _), draft_tokens in zip(places, candidates, proposals, strict=True):
             draft_tokens = draft_tokens[: min(step.token_budget, self.cache.num_draft_slots)]
             if draft_tokens and (changed := self.cache.grow_for_drafts(seq, len(draft_tokens))) is not None:
-                step.add_draft_tokens(index, draft_tokens, changed)
+                step.add_draft_tokens(place, draft_tokens, changed)
 
     def _admit_ahead_of(self, step: Step, index: int) -> int:
         """Admit waiting sequences that come before the prompt `running[index]` in scheduling order. They leave a token
@@ -299,10 +300,10 @@ class Scheduler:
                     break
                 i += 1
                 continue
-            may_block = not (self._in_flight or step.sequences)  # nothing else can run
-            if self.fetches is not None and (readiness := self.fetches.prepare(seq, may_block)) is not Readiness.READY:
+            may_wait = not (self._in_flight or step.sequences)  # nothing else can run
+            if self.fetches is not None and (readiness := self.fetches.prepare(seq, may_wait)) is not Readiness.READY:
                 # NO_ROOM: if anything runs, stop, so that later sequences do not take the blocks this one waits for. If
-                # nothing runs, a later waiting sequence has them: go on to it.
+                # nothing runs, a later waiting sequence has the blocks (its own were read from the disk): go on to it.
                 if readiness is Readiness.NO_ROOM and (step.sequences or self.queues.running):
                     break
                 i += 1
@@ -330,7 +331,7 @@ class Scheduler:
             if seq.first_scheduled_time == 0.0:
                 seq.first_scheduled_time = time.monotonic()
             step.add(seq, num_tokens, [])
-            self._count_computed(seq, num_tokens)
+            self._count_computed_in_stats(seq, num_tokens)
         return num_admitted
 
     def _allocate_for_start(self, seq: Sequence, token_budget: int, time_limit: TimeLimit | None) -> int:
@@ -359,17 +360,17 @@ class Scheduler:
         if not has_blocks:
             return 0
         if prefix is not None:
-            self._count_prompt(seq, prefix.num_tokens)
+            self._count_prompt_in_stats(seq, prefix.num_tokens)
         # 4. Allocate the blocks of the chunk.
         changed = self.cache.grow(seq, num_computed + num_tokens)
         assert changed is not None, "`share_prefix` and `swap_in` check that the blocks are free"
         return num_tokens
 
-    def _count_prompt(self, seq: Sequence, num_cached_tokens: int) -> None:
+    def _count_prompt_in_stats(self, seq: Sequence, num_cached_tokens: int) -> None:
         """Count a prompt's look-up and its cached tokens in the statistics, at its first admission. Its other tokens
         are counted with the steps that compute them, or when a later admission finds them in the cache."""
         if seq.num_uncounted_tokens is not None:
-            self._count_computed(seq, seq.num_uncounted_tokens - (seq.num_tokens - num_cached_tokens))
+            self._count_computed_in_stats(seq, seq.num_uncounted_tokens - (seq.num_tokens - num_cached_tokens))
             return
         seq.num_uncounted_tokens = seq.num_tokens - num_cached_tokens
         seq.num_cached_tokens = num_cached_tokens
@@ -380,7 +381,7 @@ class Scheduler:
         if self.host_tier is not None:
             self.host_tier.count_hits(seq, num_cached_tokens)
 
-    def _count_computed(self, seq: Sequence, num_tokens: int) -> None:
+    def _count_computed_in_stats(self, seq: Sequence, num_tokens: int) -> None:
         """Count tokens of a prompt in the statistics, as a step computes them; not again after a preemption."""
         assert seq.num_uncounted_tokens is not None
         num_counted = max(0, min(num_tokens, seq.num_uncounted_tokens))
@@ -404,8 +405,9 @@ class Scheduler:
         if self.queues.adapters is not None:
             plan.adapters = self.queues.adapters.take_loads()
             step.group_by_adapter()  # reorders rows, so `_add_draft_tokens`, which has their indices, comes before
-        # A plan without rows is not executed, so it must have no moves or loads. It has none: blocks are copied only
-        # for a sequence that then gets a row, as each sequence alone fits in the pools.
+        # A plan without rows is not executed, so it must have no moves or loads. It has none: blocks are loaded only
+        # for a sequence that then gets a row, and a preemption that swaps blocks out is followed by a start, as each
+        # sequence alone fits in the pools.
         assert plan.rows or not plan.adapters
         assert plan.rows or not any(plan.moves)
 

@@ -21,7 +21,7 @@ from octavo.engine.wire import (
     LiveView,
     Ready,
     ResetCache,
-    Running,
+    StepBegins,
     StepOutputs,
     decode_frontend_message,
     encode_message,
@@ -56,7 +56,7 @@ def main() -> None:
         if not isinstance(message, EngineRequest):
             continue
         what = message.prompt.token_ids[0]
-        sender.send(encode_message(Running([message.request_id])))
+        sender.send(encode_message(StepBegins([message.request_id])))
         if what in (1, 5):
             num_before = len(message.output_token_ids.get(0, []))
             end = "length" if what == 1 or num_before == 2 else None
