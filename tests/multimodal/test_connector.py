@@ -261,7 +261,8 @@ def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPa
 
     prompt = Prompt([1])
 
-    async def submit(*_: Any, **__: Any) -> tuple[Prompt, str]:
+    async def submit(_id: str, _body: Any, _params: Any, prepare: Any, **_: Any) -> tuple[Prompt, str]:
+        prepare()
         await asyncio.sleep(0)
         assert sum(bool(run._media_files) for run in made) == 1
         events.append("decoded")
@@ -277,7 +278,7 @@ def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPa
         resumable: Any = SimpleNamespace()
         made.extend(ChatRun(body, state, SamplingParams()) for _ in range(3))
         for one in made:
-            one._answer_format = AnswerFormat()  # as `prepare_outputs` would have it prepared
+            monkeypatch.setattr(one, "_prepare", lambda: (None, AnswerFormat()))
         assert (
             await asyncio.gather(*(one.prepare_outputs("a", None, resumable) for one in made))
             == [(prompt, "outputs")] * 3

@@ -38,6 +38,7 @@ from octavo.errors import RequestError, naming_prompt
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from octavo.request import Prompt
 from octavo.sampling_params import SamplingParams
+from octavo.structured_output.grammar_builder import WantedGrammar
 
 if TYPE_CHECKING:
     from octavo.engine.request_stream import Sink
@@ -56,8 +57,17 @@ class Progress:
     stop_reason: int | str | None  # the stop text or token, or the reason of an abort
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens from the prefix cache
-    num_tokens: int  # tokens of the answer so far
+    num_tokens: int  # tokens of the answer so far, without tokens that `EventSink.begin_text` writes
     num_reasoning_tokens: int  # tokens of the reasoning so far
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What `prepare_outputs` finds out, for readers of the answers."""
+
+    response_id: str
+    prompt_token_ids: list[int]
+    format: AnswerFormat
 
 
 class ChatRun:
@@ -65,7 +75,7 @@ class ChatRun:
 
     1. Optional: `make_sink`, to write chunks without waking the reader task.
     2. `prepare_outputs`. It loads earlier answers of the server and fetches media files
-       (`_run_with_history_and_media`). A thread renders the prompt and chooses the answers' format and grammar
+       (`_with_history_and_media`). A thread renders the prompt and chooses the answers' format and grammar
        (`_prepare`). The request goes to the engine when the first output is read.
     3. One of: `progress`, for one choice; `parse`, for each output of each choice.
 
@@ -100,13 +110,11 @@ class ChatRun:
         self._sent_media = media_of([message.content for message in body.messages])
         answers = state.answers if not self._sent_media and can_recall(body) else None
         self._answer_recall = None if answers is None else AnswerRecall(answers, body, state)
-        self._media_files: dict[str, bytes] = {}  # media files by URL; filled only inside `_run_with_history_and_media`
-        self._answer_format: AnswerFormat | None = None  # set by `_prepare`
+        self._media_files: dict[str, bytes] = {}  # media files by URL; filled only inside `_with_history_and_media`
+        self._prepared: _Prepared | None = None
         self._readers: dict[int, AnswerReader] = {}  # by index of the choice
         self._counters: dict[int, ReasoningCounter] = {}  # by index of the choice; none if answers have no reasoning
-        self._prompt_token_ids: list[int] = []  # set by `prepare_outputs`
         self._num_tokens = 0  # of the outputs read by `progress` and the sink
-        self._response_id = ""  # set by `prepare_outputs`
 
     async def prepare_outputs(
         self, response_id: str, sink: Sink | None, resumable: ResumableStream
@@ -114,16 +122,22 @@ class ChatRun:
         """Check the request. Returns the prompt, and a generator of outputs, which submits the request when it is first
         read. `sink` is from `make_sink`. `resumable` gets the tokens of a prompt with earlier answers. Raises
         `RequestError`."""
-        self._response_id = response_id
+        formats = list[AnswerFormat]()
+
+        def prepare() -> PreparedPrompt:
+            prepared_prompt, answer_format = self._prepare()
+            formats.append(answer_format)
+            return prepared_prompt
+
         # A retry with fewer turns (`truncation` "auto") must not keep the last try's prompt.
         resumable.recalled_prompt = None
         with naming_prompt("messages"):
-            prompt, outputs = await self._run_with_history_and_media(
+            prompt, outputs = await self._with_history_and_media(
                 lambda: self._state.submit(
                     response_id,
                     self._body,
                     self._params,
-                    self._prepare,
+                    prepare,
                     has_grammar=may_want_grammar(self._body),
                     media=self._media_kinds(),
                     clamps_max_tokens=self._clamps_max_tokens,
@@ -131,8 +145,8 @@ class ChatRun:
                     only_renders=self._only_renders,
                 )
             )
-        self._prompt_token_ids = prompt.token_ids
-        if self._format.reasoning is not None:
+        self._prepared = _Prepared(response_id, prompt.token_ids, formats[-1])
+        if formats[-1].reasoning is not None:
             outputs = self._count_long_outputs_in_thread(outputs)
         if self._answer_recall is not None:
             if (recalled := self._answer_recall.recalled) is not None:
@@ -144,7 +158,7 @@ class ChatRun:
         self, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield `outputs`. A thread counts the reasoning of outputs with many tokens, which `parse` would count in the
-        event loop."""
+        event loop, as it does for outputs that the sink takes."""
         try:
             async for output in outputs:
                 for completion in output.outputs:
@@ -159,18 +173,16 @@ class ChatRun:
         bodies. Do not call `prepare_outputs` afterwards. Raises `RequestError`, also for `prompt_embeds`."""
 
         def count() -> int:
-            prepared = self._prepare()
+            prepared, _ = self._prepare()
             if self._answer_recall is not None and self._answer_recall.recalled is not None:
                 return len(self._answer_recall.recalled.token_ids)
             if not isinstance(prepared.prompt, str):
                 raise RequestError("the tokens of a prompt with prompt_embeds cannot be counted.", param="messages")
             return self._state.engine.inputs.count(prepared.prompt, prepared.media, prepared.add_special_tokens)
 
-        return await self._run_with_history_and_media(
-            lambda: run_off_loop(count, length=length, media=self._media_kinds())
-        )
+        return await self._with_history_and_media(lambda: run_off_loop(count, length=length, media=self._media_kinds()))
 
-    async def _run_with_history_and_media(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def _with_history_and_media(self, work: Callable[[], Awaitable[T]]) -> T:
         """Load the server's earlier answers and fetch the media files, for `_prepare`; then run `work` and return its
         result. `media_fetch_slots` limits how many requests hold files in memory. Raises `RequestError`."""
         if self._answer_recall is not None:
@@ -186,8 +198,8 @@ class ChatRun:
             finally:
                 self._media_files = {}
 
-    def _prepare(self) -> PreparedPrompt:
-        """Return the prompt, and set the answers' format. May run in a thread. Raises `RequestError`.
+    def _prepare(self) -> tuple[PreparedPrompt, AnswerFormat]:
+        """Return the prompt and the answers' format. May run in a thread. Raises `RequestError`.
 
         Side effect: sets `params.skip_special_tokens` to False if a mark of the format is a special token, so read
         `params` afterwards."""
@@ -197,26 +209,35 @@ class ChatRun:
         # 2. Render the prompt.
         prompt = self._render(placeholders)
         # 3. Choose the format of the answers. The reader must see its marks, even if they are special tokens.
-        self._answer_format = answer_format(body, state.formats, prompt, checks_calls=self._checks_calls)
-        if any(map(state.engine.inputs.has_special_token, self._format.marks)):
+        chosen = answer_format(body, state.formats, prompt, checks_calls=self._checks_calls)
+        if any(map(state.engine.inputs.has_special_token, chosen.marks)):
             params.skip_special_tokens = False
         # 4. Choose the grammar of the answers.
-        budget = state.thinking_budget(body.thinking_token_budget, self._format.reasoning, self._format.call_marks)
+        budget = state.thinking_budget(body.thinking_token_budget, chosen.reasoning, chosen.call_marks)
         grammar = wanted_grammar(
-            body, self._format, state.formats, params.structured_outputs, state.engine.inputs.special_tokens, budget
+            body, chosen, state.formats, params.structured_outputs, state.engine.inputs.special_tokens, budget
         )
-        # 5. Reuse the tokens of earlier answers, if any are found. Such a prompt has neither media nor embeddings.
+        # 5. Find the tokens of the prompt.
+        return self._with_known_tokens(prompt, grammar, media), chosen
+
+    def _with_known_tokens(
+        self, prompt: str, grammar: WantedGrammar | None, media: dict[str, list[Any]] | None
+    ) -> PreparedPrompt:
+        """Return the prompt, with the tokens that earlier answers or a resumed stream have for it. Raises
+        `RequestError`."""
+        body = self._body
+        # 1. Reuse the tokens of earlier answers, if any are found. Such a prompt has neither media nor embeddings.
         #    `recall` finds nothing for a body with `resume.prompt`; it only notes the prompt's text.
         if self._answer_recall is not None and (recalled := self._answer_recall.recall(prompt)) is not None:
             tokens = {"prompt": prompt, "prompt_token_ids": recalled.token_ids}
             return PreparedPrompt(tokens, add_special_tokens=False, grammar=grammar)
-        # 6. Or take the prompt of a stream that is resumed.
+        # 2. Or take the prompt of a stream that is resumed.
         if body.resume is not None and body.resume.prompt is not None:
             if media:
                 raise RequestError("resume.prompt is not for messages with media.", param="resume.prompt")
             tokens = {"prompt": prompt, "prompt_token_ids": body.resume.prompt}
             return PreparedPrompt(tokens, add_special_tokens=False, grammar=grammar)
-        # 7. Otherwise have the text tokenized, with its embeddings and media.
+        # 3. Otherwise have the text tokenized, with its embeddings and media.
         embeds = embeds_of([message.content for message in body.messages])
         prompt_with_embeds = with_embeds(prompt, embeds) if embeds else prompt
         # By default no special tokens are added: the template has written them.
@@ -251,15 +272,14 @@ class ChatRun:
         processor = self._state.engine.inputs.media_processor_of(media)
         return processor.decode(media, self._media_files, self._body.cache_salt), processor.placeholders
 
-    @property
-    def _format(self) -> AnswerFormat:
-        assert self._answer_format is not None, "`prepare_outputs` or `count_tokens` comes first"
-        return self._answer_format
+    def _after_prepare(self) -> _Prepared:
+        assert self._prepared is not None, "`prepare_outputs` comes first"
+        return self._prepared
 
     @property
     def has_content_only(self) -> bool:
         """Whether answers have content only: no reasoning and no calls. Valid after `prepare_outputs`."""
-        return self._format.is_plain
+        return self._after_prepare().format.is_plain
 
     async def progress(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[Progress, None]:
         """Yield the progress of a request with one choice. `outputs` come from `prepare_outputs`. Closing the generator
@@ -298,7 +318,8 @@ class ChatRun:
         output, or its only one; each may be given once."""
         index, is_end = completion.index, completion.finish_reason is not None
         if index not in self._readers:
-            self._readers[index] = AnswerReader(self._format, f"{self._response_id} {index}")
+            prepared = self._after_prepare()
+            self._readers[index] = AnswerReader(prepared.format, f"{prepared.response_id} {index}")
         self._count_reasoning(completion)
         reader = self._readers[index]
         deltas, reason = reader.add(completion.text, is_end=is_end), completion.finish_reason
@@ -309,10 +330,11 @@ class ChatRun:
         this: `ReasoningCounter.count` skips an output object that it had last, and would count a copy again."""
         params = self._params
         if (counter := self._counters.get(completion.index)) is None:
-            if (splitter := self._format.new_splitter()) is None:
+            prepared = self._after_prepare()
+            if (splitter := prepared.format.new_splitter()) is None:
                 return
             detokenizer = make_detokenizer(
-                self._state.engine.tokenizer.backend_tokenizer, self._prompt_token_ids, params.skip_special_tokens,
+                self._state.engine.tokenizer.backend_tokenizer, prepared.prompt_token_ids, params.skip_special_tokens,
                 params.spaces_between_special_tokens,
             )  # fmt: skip
             counter = self._counters[completion.index] = ReasoningCounter(splitter, detokenizer)

@@ -560,16 +560,17 @@ def test_a_stream_that_another_server_has_begun_goes_on_with_its_prompt(engine: 
         assert ask(own, resume={**about, "tokens": []})[0] == prompt
 
 
-def test_a_stream_drops_the_prompt_that_a_trial_with_fewer_turns_has_recalled() -> None:
+def test_a_stream_drops_the_prompt_that_a_trial_with_fewer_turns_has_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial may leave out media, with which nothing is recalled."""
 
-    async def submit(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    async def submit(_id: Any, _body: Any, _params: Any, prepare: Any, **_kwargs: Any) -> tuple[Any, Any]:
+        prepare()
         return SimpleNamespace(token_ids=[1]), None
 
     args = SimpleNamespace(trust_request_chat_template=False, unknown_fields="error")
     state: Any = SimpleNamespace(args=args, formats=ModelFormats(), answers=None, submit=submit)
     run = ChatRun(talk(user("Where?")), state, SamplingParams())
-    run._answer_format = AnswerFormat()
+    monkeypatch.setattr(run, "_prepare", lambda: (None, AnswerFormat()))
     resumable: Any = SimpleNamespace(recalled_prompt=[7])
     asyncio.run(run.prepare_outputs("chatcmpl-1", None, resumable))
     assert resumable.recalled_prompt is None
