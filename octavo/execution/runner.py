@@ -244,7 +244,7 @@ class Runner:
                 if self._adapters is not None:
                     self._adapters.store.load(plan.adapters)
         except self.device.memory_errors as e:
-            raise self._memory_error_after(plan, e) from None
+            raise self._recover_from_memory_error(plan, e) from None
 
     def _admit(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
@@ -266,16 +266,23 @@ class Runner:
         try:
             return self._launch_rows(plan, staging)
         except self.device.memory_errors as e:
-            raise self._memory_error_after(plan, e) from None
+            raise self._recover_from_memory_error(plan, e) from None
         finally:
             staging.free_event = self.device.compute.record()
 
     def _launch_rows(self, plan: StepPlan, staging: StagingBuffer) -> SubmittedStep:
         """Gather the arrays of a plan's rows, upload them, and append the step's work to the stream.
 
-        A step that fails for lack of memory is planned again. So until 9 nothing may change that a second launch needs,
-        and what 1 and 4 write, a second launch writes again. What 2 takes from `_rows_to_resend`,
-        `_memory_error_after` puts back."""
+        A step that fails for lack of memory is planned again. What a failed launch leaves:
+
+            step  changes                                      undone by
+            1     keys and values of encoder outputs           the second launch, which writes them again
+            2     takes rows from `_rows_to_resend`            `_recover_from_memory_error`
+            4, 6  the arrays of the step                       the second launch, which writes them again
+            5, 8  hidden states of pipeline stages             nothing: with several workers the error is fatal
+            7     outputs, and last tokens on the device       the second launch, which writes them again
+            9     forgets what a second launch would need      not needed: nothing fails from here on
+        """
         # 1. Write the encoder outputs that the step's tokens are the first to see.
         self._write_encoder_kv(plan)
         # 2. Find the block-table entries that the device does not have yet.
@@ -308,7 +315,7 @@ class Runner:
         )
         # 8. Wait for the step if a next stage needs its hidden states.
         if self.stage_links.next is not None:
-            self._send(step, shape.tokens)
+            self._send_hidden_states(step, shape.tokens)
         # 9. Forget the prompts whose log-probabilities, encoder outputs or alignment this step completes.
         self._prompt_logprobs.forget(plan)
         if self.cross_outputs is not None:
@@ -355,7 +362,8 @@ class Runner:
             self.media_table.gather(plan, gathered.row_of, arrays)
         if self.cross_outputs is not None:
             self.cross_outputs.gather(plan, gathered.row_of, arrays)
-        if self._device_tables is not None and updates is not None:
+        if self._device_tables is not None:
+            assert updates is not None
             self._device_tables.fill_table_rows(plan, arrays, gathered, updates)
             pad(arrays, self.limits, shape, replace(self.padding, num_tokens=shape.tokens))
         if self.pooling_table is not None:
@@ -379,7 +387,7 @@ class Runner:
         compute.run(partial(self._download, step, shape.samples), writes=[to_host])
         step.done = compute.record()
 
-    def _send(self, step: SubmittedStep, num_tokens: int) -> None:
+    def _send_hidden_states(self, step: SubmittedStep, num_tokens: int) -> None:
         """Wait until the device has computed the step, and send its hidden states to the next stage."""
         assert self.stage_links.next is not None and step.done is not None
         step.done.wait()
@@ -475,8 +483,8 @@ class Runner:
             if self.device.shares_memory:  # the next step overwrites the device's array
                 result.vectors = result.vectors.copy()
         if step.sampled is not None:
-            tokens, errors = self._fetch_tokens(step, step.sampled, fetch, result)
-            result.errors = self._append_valid(step, tokens, errors)
+            tokens, errors_by_sample = self._fetch_tokens(step, step.sampled, fetch, result)
+            result.errors = self._append_valid(step, tokens, errors_by_sample)
         # 3. Fetch what requests ask for besides.
         for row, measured in step.prompt_logprobs:
             of_row = result.prompt_logprobs.setdefault(row, [])
@@ -492,13 +500,15 @@ class Runner:
         writes tokens and log-probabilities to `result`."""
         tokens = step.staging.tokens[: len(step.samples.rows)].copy()
         self.worker_group.send_tokens(tokens)
-        result.logprobs, errors = sampled.results(tokens, fetch)
+        result.logprobs, errors_by_sample = sampled.results(tokens, fetch)
         if self.draft_hooks.synthetic_acceptance is not None:
             self.draft_hooks.synthetic_acceptance.apply(step.samples, tokens, self._may_replace_tokens)
         result.tokens = tokens.tolist()
-        return tokens, errors
+        return tokens, errors_by_sample
 
-    def _append_valid(self, step: SubmittedStep, tokens: NDArray[np.int64], errors: dict[int, str]) -> dict[int, str]:
+    def _append_valid(
+        self, step: SubmittedStep, tokens: NDArray[np.int64], errors_by_sample: dict[int, str]
+    ) -> dict[int, str]:
         """Append the valid tokens to the rows that still have the same sequence. Returns the errors of valid tokens,
         by row."""
         samples = step.samples
@@ -506,22 +516,22 @@ class Runner:
         if samples.drafted:
             is_valid = samples.valid(tokens)
             is_kept &= is_valid
-            errors = {n: message for n, message in errors.items() if is_valid[n]}
+            errors_by_sample = {n: message for n, message in errors_by_sample.items() if is_valid[n]}
         if not is_kept.all():
             samples = Samples(samples.rows[is_kept], samples.forks[is_kept], samples.lengths[is_kept], {})
             tokens = tokens[is_kept]
         self.sequence_table.append(samples, tokens)
         self.sampling_table.advance(samples.rows, samples.forks, tokens)
-        return {int(step.samples.rows[n]): message for n, message in errors.items()}
+        return {int(step.samples.rows[n]): message for n, message in errors_by_sample.items()}
 
     def _may_replace_tokens(self, row: int) -> bool:
         """Return whether any token may replace a row's sampled tokens: not if the row follows a grammar."""
         settings = self.sampling_table.settings[row]
         return settings is not None and settings.params.grammar is None
 
-    def _memory_error_after(self, plan: StepPlan, error: Exception) -> Exception:
+    def _recover_from_memory_error(self, plan: StepPlan, error: Exception) -> Exception:
         """Free reserved memory, and have a later step upload the plan's block tables. Returns the error to raise:
-        `DeviceMemoryError`; with several workers the error is fatal, and `error` itself is returned."""
+        `DeviceMemoryError`. With several workers the error is fatal: returns `error` itself."""
         if self.worker_group.connections:
             return error
         self.resend_block_tables_later(plan)

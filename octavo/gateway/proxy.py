@@ -202,14 +202,14 @@ class Proxy:
         """Have a replica of the model answer."""
         deployment, retry = attempt.deployment, attempt.retry
         await deployment.wait_for_addresses()
-        num_rounds = 2  # restart the model once, if its last replica died meanwhile
-        while num_rounds:
+        may_restart = True  # the model, once, if its last replica has died meanwhile
+        while True:
             try:
                 # 1. Start the model, and have a long prompt computed elsewhere.
                 await self._start_if_needed(attempt)
                 await self._prefill_elsewhere(attempt)
                 if deployment.has_cut_off_requests:  # meanwhile
-                    raise _stopping()
+                    raise _stopping_error()
                 # 2. Ask its replicas.
                 await self._answer_with_replicas(attempt)
                 return
@@ -221,10 +221,12 @@ class Proxy:
                 if deployment.state == "ready":
                     await self._pause(attempt)
                 retry.allow_again()
-            elif attempt.pinned_replica is not None or deployment.state == "ready" or attempt.may_yield_to_model:
+                continue
+            if attempt.pinned_replica is not None or deployment.state == "ready" or attempt.may_yield_to_model:
                 break
-            else:
-                num_rounds -= 1
+            if not may_restart:
+                break
+            may_restart = False
         breaker_waits_s = [one.breaker.wait_s() for one in deployment.replicas]
         raise RequestError(
             f"The model {deployment.name} cannot answer: {retry.last_failure}.", status=503, code="no_replica",
@@ -266,7 +268,7 @@ class Proxy:
             except _ReplicaError as error:
                 retry.last_failure = str(error)
             if self.is_stopping:
-                raise _stopping()
+                raise _stopping_error()
             if attempt.may_yield_to_model and retry.num_lost:
                 break
             if retry.num_lost >= _MAX_LOST:
@@ -306,7 +308,7 @@ class Proxy:
             outcome = attempt.classify(answer)
             self._record(attempt, replica, outcome, answer)
             if outcome is not Outcome.DELIVER:
-                raise _refused(replica, outcome, answer)
+                raise _refused_error(replica, outcome, answer)
             if answer.status < 300:
                 stream_id = client.progress.id if client.progress.is_resumable else None
                 self._kept_items.note_created(request, attempt.deployment, replica, data, stream_id)
@@ -427,7 +429,7 @@ class Proxy:
             client.loads_s.append(time.monotonic() - begin)
 
 
-def _refused(replica: Replica, outcome: Outcome, answer: Answer) -> _ReplicaError:
+def _refused_error(replica: Replica, outcome: Outcome, answer: Answer) -> _ReplicaError:
     if outcome is Outcome.CANNOT_RESUME:
         return _ReplicaError(f"replica {replica.name} cannot continue another replica's stream")
     return _ReplicaError(
@@ -435,5 +437,5 @@ def _refused(replica: Replica, outcome: Outcome, answer: Answer) -> _ReplicaErro
     )
 
 
-def _stopping() -> RequestError:
+def _stopping_error() -> RequestError:
     return RequestError("The gateway is stopping.", status=503, code="stopping")
