@@ -24,7 +24,7 @@ from octavo.gateway.models import Models
 from octavo.gateway.ollama_routes import OllamaRoutes
 from octavo.gateway.page import STATS_PATH, Page, is_of_page
 from octavo.gateway.proxy import Proxy, WaitLimits
-from octavo.gateway.proxy_request import ProxyRequest, route_of
+from octavo.gateway.proxy_request import ProxyRequest, plain_path, route_of
 from octavo.gateway.request_body import RequestBody, read_body
 from octavo.gateway.request_spans import RequestSpans
 from octavo.gateway.upstream import Headers, is_encoded
@@ -113,6 +113,7 @@ class GatewayApp:
                 route = route_of(path) or UNKNOWN_ROUTE
                 span, headers = self._spans.begin(scope["method"], route, headers, arrival)
             self._check(scope, key)
+            path = plain_path(path)
             if path == "/v1/models" or path.startswith("/v1/models/"):
                 name = path.removeprefix("/v1/models").removeprefix("/")
                 await self._list_models(scope["method"], name, key, client)

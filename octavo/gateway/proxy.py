@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import posixpath
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -46,7 +45,7 @@ from octavo.gateway.kept_items import KeptItems
 from octavo.gateway.models import Models
 from octavo.gateway.notes import written_names
 from octavo.gateway.prefill import Prefill
-from octavo.gateway.proxy_request import PROMPT_NAMES, ProxyRequest, check_use, counted_request, route_of
+from octavo.gateway.proxy_request import PROMPT_NAMES, ProxyRequest, check_use, counted_request, has_prefix, route_of
 from octavo.gateway.replica import BUSY_STATUSES, NOTES_PATH, Replica
 from octavo.gateway.retry_state import Attempt, Outcome, RetryState
 from octavo.gateway.stream_progress import CUT_OFF, RESUMABLE
@@ -57,7 +56,7 @@ logger = logging.getLogger("octavo.gateway")
 _CACHE_SESSIONS = "/v1/cache/sessions/"
 _NOT_FOR_CLIENTS = ("/v1/cache/blocks/", NOTES_PATH + "/")  # for servers or gateways alone
 # Of Octavo's and vLLM's servers: they change a server for everyone, so keys of the store may not use them.
-_OF_OPERATORS = frozenset(
+_OF_OPERATORS = tuple(
     f"/{name}/" for name in (
         "sleep", "wake_up", "pause", "resume", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache",
         "abort_requests", "collective_rpc", "start_profile", "stop_profile", "scale_elastic_ep", "update_weights",
@@ -104,11 +103,12 @@ class Proxy:
         if request.method == "DELETE" and request.path.startswith(_CACHE_SESSIONS):
             await self._broadcast.answer(request, client)
             return
-        path = posixpath.normpath(unquote(request.path)) + "/"  # as a reverse proxy would
+        path = unquote(request.path) + "/"  # as a proxy before the server may read it
         if any(one in path for one in _NOT_FOR_CLIENTS):
             raise RequestError(f"{request.path:.200} is no route for clients.", status=404, code="not_found")
         counter = request.usage_counter
-        if counter is not None and "/" + path.lstrip("/") in _OF_OPERATORS:
+        # A replica with --root-path /llm also answers /llm/sleep and /llm/v1/files/x.
+        if counter is not None and (path.endswith(_OF_OPERATORS) or has_prefix(path)):
             raise RequestError(
                 f"{request.path:.200} is not for keys of --keys; {WITHOUT_LIMITS}.", status=403, code="not_allowed"
             )

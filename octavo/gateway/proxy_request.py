@@ -9,6 +9,7 @@ import hashlib
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from urllib.parse import unquote
 
 from octavo.errors import RequestError, similar
 from octavo.gateway.client import Client
@@ -61,7 +62,8 @@ ROUTES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ProxyRequest:
-    """A request with its whole body. `target` is the path and query as the client wrote them."""
+    """A request with its whole body. `path` comes from `plain_path`; `target` is path and query as the client wrote
+    them."""
 
     method: str
     path: str
@@ -129,11 +131,30 @@ class ProxyRequest:
         return next((value for own, value in self.headers if own == name), None)
 
 
+def plain_path(path: str) -> str:
+    """Return a path without the slash at its end: what the gateway may do with a request depends on it. Raises
+    `RequestError` for a path that a server, or a proxy before it, may read as another one, such as
+    `/v1/audio/../../generate` as `/generate`."""
+    segments = unquote(path).replace("\\", "/").removesuffix("/").split("/")
+    if not {"", ".", ".."}.isdisjoint(segments[1:]):
+        raise RequestError(
+            f"{path:.200} has a segment that is empty, `.` or `..`; give the path without.", status=404,
+            code="not_found",
+        )  # fmt: skip
+    return path.removesuffix("/") or "/"
+
+
 def route_of(path: str) -> str | None:
     """Return the known route of a path, without ids."""
     if path in ROUTES:
         return path
     return next((route for route in ROUTES if path.startswith(route + "/")), None)
+
+
+def has_prefix(path: str) -> bool:
+    """Return whether a known route follows a prefix in `path`, which ends with a slash. The gateway does not do for it
+    what it does for the route, such as a look at who has made a file."""
+    return route_of(path) is None and any(f"{route}/" in path for route in ROUTES)
 
 
 def check_use(key: Key, deployment: Deployment) -> None:
@@ -156,17 +177,14 @@ def counted_request(request: ProxyRequest, key: Key, client: Client) -> ProxyReq
     if request.method != "POST" or request.kept_id is not None:
         client.usage_counter = None  # the usage in a kept answer was counted when it was made
     has_budget = settings.tokens_per_day is not None or settings.tokens_per_minute is not None
-    # A server in front of a replica may read `/v1/audio/../../generate` as `/generate`.
-    has_plain_path = not {"", ".", ".."} & set(request.path.split("/")[1:])
-    is_uncounted = not has_plain_path or "uncounted" in request.traits
-    if has_budget and request.method == "POST" and has_plain_path and route_of(request.path) is None:
+    if has_budget and request.method == "POST" and route_of(request.path) is None:
         meant = similar(request.path, ROUTES)
         perhaps = f"; did you mean {meant}?" if meant else "."
         raise RequestError(
             f"The gateway does not know the route {request.path:.200}. The API key {settings.name} has a token limit "
             f"and may use only known routes{perhaps}", status=404, code="not_found",
         )  # fmt: skip
-    if has_budget and (body.is_background or (request.method == "POST" and is_uncounted)):
+    if has_budget and (body.is_background or (request.method == "POST" and "uncounted" in request.traits)):
         raise RequestError(
             f"The API key {settings.name} has a token limit. Tokens of batches, background responses and /generate are "
             "not counted, so these need a key without one.", status=403, code="not_allowed",

@@ -505,7 +505,7 @@ def test_a_key_may_not_use_routes_that_change_a_server_for_all(clock: Clock, tmp
     async def test(gate: Gateway, keys: Keys) -> None:
         _, headers = await keys.create()
         gate.http.headers.update(headers | {"x-octavo-model": "a"})
-        paths = ("/sleep?level=1", "/x/../pause", "/v1/load_lora_adapter/", "/x/..//v1/unload%5Flora_adapter")
+        paths = ("/sleep?level=1", "/llm/pause", "/v1/load_lora_adapter/", "/v1/unload%5Flora_adapter")
         for path in paths:
             refused = await gate.http.post(path, json={})
             assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_allowed"), path
@@ -618,14 +618,22 @@ def test_a_key_is_for_its_models_and_sees_no_others(clock: Clock, tmp_path: Path
         _, others = await keys.create()
         found = await gate.http.get(f"/v1/responses/{made}", headers=others)
         assert found.status_code == 404, "what another key has made"
-        chosen = await gate.ask(path="/v1/responses", input="x", stream=True, resume={"id": made})
-        assert chosen.status_code == 403, "whose id it would have"
+        for path, status in (
+            (f"/llm/v1/responses/{made}", 403),
+            (f"/v1/cache/sessions/%2e%2e/%2e%2e/responses/{made}", 404),
+        ):
+            for method in ("GET", "DELETE"):
+                found = await gate.http.request(method, path, headers={**others, "x-octavo-model": "a"})
+                assert found.status_code == status and found.json()["error"]["message"].startswith("/"), path
         assert (await gate.http.delete("/v1/cache/sessions/s")).status_code == 200
         assert [one.target for one in gate.launch.last("a").asked][-1] == "/v1/cache/sessions/s"
         elsewhere = await gate.http.delete("/v1/cache/sessions/s", headers={"x-octavo-model": "b"})
         assert elsewhere.status_code == 403
-        lists = await gate.http.get("/v1/files", headers={**others, "x-octavo-model": "a"})
-        assert lists.status_code == 403
+        for path in ("/v1/files", "/v1/files/", "/llm/v1/files"):
+            assert (await gate.http.get(path, headers={**others, "x-octavo-model": "a"})).status_code == 403, path
+        for path in ("/v1/responses", "/v1/responses/"):
+            chosen = await gate.ask(path=path, input="x", stream=True, resume={"id": made})
+            assert chosen.status_code == 403, "whose id it would have"
         changed = await keys.http.patch(f"/keys/{key_id}", json={"models": None, "is_enabled": False})
         assert changed.json()["models"] is None and changed.json()["name"] == "k"
         assert (await gate.ask("b")).status_code == 401
@@ -671,8 +679,8 @@ def test_limits_refuse_with_the_time_to_come_back(clock: Clock, tmp_path: Path) 
         assert (await gate.ask(path="/v1/batches")).status_code == (await gate.ask(path="/generate")).status_code == 403
         assert (await gate.ask(path="/generate/")).status_code == 403
         num_asked = len(asked)
-        for path in ("/llm/generate", "/llm/v1/chat/completions", "/v1/nothing"):  # of a replica with --root-path /llm
-            assert (await gate.ask(path=path)).status_code == 404
+        for path, status in (("/llm/generate", 403), ("/llm/v1/chat/completions", 403), ("/v1/nothing", 404)):
+            assert (await gate.ask(path=path)).status_code == status
         unknown = await gate.ask(path="/v1/chat/completion")
         assert "did you mean /v1/chat/completions?" in unknown.json()["error"]["message"]
         assert (unknown.status_code, len(asked)) == (404, num_asked)

@@ -293,6 +293,25 @@ def test_a_cache_session_is_deleted_at_every_replica(clock: Clock) -> None:
     clock.run(run())
 
 
+def test_a_path_that_a_proxy_may_read_as_another_one_reaches_no_server(clock: Clock) -> None:
+    async def run() -> None:
+        async with fake_servers(answer_plainly) as (server,), gateway({"a": {"addresses": [server.address]}}) as gate:
+            for path in (
+                "/v1/cache/sessions/%2e%2e/%2e%2e/files/x", "/v1/cache/sessions/..%2f..%2ffiles/x",
+                "/v1/cache/sessions/%252e%252e/%252E./files/x", "/v1/cache/sessions/..%5c..%5Cfiles%5cx",
+                "/v1/cache/sessions/%2e/x", "/v1/cache/sessions//x", "/v1%2f%2ffiles/x", "/v1/files/x//",
+            ):  # fmt: skip
+                for method in ("DELETE", "GET", "POST"):
+                    answer = await gate.http.request(method, path)
+                    assert answer.status_code == 404 and "give the path without" in answer.text, (method, path)
+            assert server.asked == []
+            for path in ("/v1/files/a..b", "/v1/files/...", "/v1/cache/sessions/a%2Fb", "/v1/files/x/"):
+                assert (await gate.http.delete(path)).status_code == 200
+                assert server.asked[-1].target == path, "as the client wrote it"
+
+    clock.run(run())
+
+
 def test_a_server_of_several_entries_is_told_once_of_a_deleted_cache_session(clock: Clock) -> None:
     async def run() -> None:
         async with fake_servers(answer_plainly) as (server,):
