@@ -236,12 +236,15 @@ class Proxy:
     async def _start_if_needed(self, attempt: Attempt) -> None:
         """Start the model if it does not run. For a stream that has lost its replica, a failed start is retried like a
         failed replica, until `resume_deadline`."""
+        retry = attempt.retry
         if attempt.deployment.state == "ready":
             return
+        if retry.resume_deadline is not None and not retry.may_still_resume:
+            raise _ReplicaError(retry.last_failure)
         try:
-            await self.wait_until_ready(attempt.deployment, attempt.client, attempt.retry.resume_deadline)
+            await self.wait_until_ready(attempt.deployment, attempt.client, retry.resume_deadline)
         except RequestError as refusal:
-            if refusal.code != "start_failed" or not attempt.retry.may_still_resume:
+            if refusal.code != "start_failed" or not retry.may_still_resume:
                 raise
             await self._pause(attempt)
             raise _ReplicaError(str(refusal)) from None
@@ -401,27 +404,27 @@ class Proxy:
         reason = "the gateway is stopping" if self.is_stopping else "its replica was lost amid the answer"
         raise RequestError(f"The model {name} did not end its answer: {reason}.", status=503, code="replica_lost")
 
-    async def wait_until_ready(self, deployment: Deployment, client: Client, resume_deadline: float = 0.0) -> None:
+    async def wait_until_ready(
+        self, deployment: Deployment, client: Client, resume_deadline: float | None = None
+    ) -> None:
         """Wait for a model, with comments for a client that streams; until `resume_deadline` for a stream that has lost
         its replica. Raises `RequestError`."""
         retry_after_s = max(1, round(deployment.start_s))
-        left_s = resume_deadline - time.monotonic()
-        is_resuming = left_s > 0
-        if self._num_waiting >= self._limits.max_waiting and not is_resuming:
+        if self._num_waiting >= self._limits.max_waiting and resume_deadline is None:
             raise RequestError(
                 f"{self._num_waiting} requests wait for models that are not loaded (--max-waiting); try again in "
                 f"about {retry_after_s} s.", status=429, code="queue_full", retry_after_s=retry_after_s,
             )  # fmt: skip
         self._num_waiting += 1
         begin = time.monotonic()
-        limit_s, of_flag = (left_s, "") if is_resuming else (self._limits.max_wait_s, " (--max-wait)")
+        limit_s = self._limits.max_wait_s if resume_deadline is None else resume_deadline - begin
         try:
             async with asyncio.timeout(limit_s):
                 await self._keep_alive.during(deployment.ready(), f"{deployment.name} is being loaded", client)
         except TimeoutError:
             what = "memory, which other models are using" if deployment.state == "waiting" else "its start"
             raise RequestError(
-                f"The model {deployment.name} was not there within {limit_s:.3g} s{of_flag}: it "
+                f"The model {deployment.name} was not there within {self._limits.max_wait_s:.3g} s (--max-wait): it "
                 f"waits for {what}.", status=503, code="model_not_ready", retry_after_s=retry_after_s,
             ) from None  # fmt: skip
         finally:

@@ -40,12 +40,13 @@ class RetryState:
     failed_at: float = 0.0  # when a replica was last lost, or could not be asked
     busy: set[Replica] = field(default_factory=set)  # replicas to ask again soon
     cannot_resume: set[Replica] = field(default_factory=set)
-    resume_deadline: float = 0.0  # until then a stream that has lost its replica waits for one that resumes it
+    # Until then a stream that has lost its replica waits for one that resumes it; None: no stream has lost one.
+    resume_deadline: float | None = None
 
     @property
     def may_still_resume(self) -> bool:
         """Whether the client's stream has lost its replica, and still has time to be resumed."""
-        return time.monotonic() < self.resume_deadline
+        return self.resume_deadline is not None and time.monotonic() < self.resume_deadline
 
     def begin_model(self) -> None:
         """Begin with the replicas of another model. The lost replicas of the one before still count."""

@@ -276,6 +276,37 @@ def test_a_stream_whose_replicas_start_again_waits_for_them_though_a_start_fails
     clock.run(run())
 
 
+@pytest.mark.parametrize("num_waiting", [0, 1])
+def test_a_stream_whose_time_to_be_resumed_ends_between_two_starts_waits_for_no_other(
+    clock: Clock, num_waiting: int
+) -> None:
+    """Neither does it hear that too many wait: it has lost a replica."""
+
+    def lose(asked: Asked) -> None:
+        launch.error = "the memory is not free yet"
+        launch.last("a").die()
+
+    has_begun = asyncio.Event()
+    has_begun.set()
+    launch = FakeLaunch(lost_at(has_begun, lose))
+
+    async def run() -> None:
+        async with gateway({"a": {}}, launch, max_wait=20.0, max_waiting=1) as gate:
+            proxy = gate.server.app._proxy
+
+            async def pause_until_it_is_late(*args: Any) -> None:
+                launch.may_start.clear()
+                proxy._num_waiting += num_waiting
+                await virtual_sleep(21.0)
+
+            proxy._pause = pause_until_it_is_late
+            answer = await gate.ask(stream=True)
+            assert b"the memory is not free yet" in answer.content and b'"code":"no_replica"' in answer.content
+            assert launch.begun == ["a", "a"], "nothing starts for it any more"
+
+    clock.run(run())
+
+
 def test_a_stream_that_is_cut_off_while_it_waits_for_a_busy_replica_does_not_ask_it_again(clock: Clock) -> None:
     async def run() -> None:
         async def be_busy(asked: Asked) -> None:
