@@ -366,7 +366,7 @@ def test_ray_is_not_asked_for_stages_that_this_hosts_gpus_hold(model: Path, monk
         ({"tensor_parallel_size": 2, "speculative_model": "other"}, "not built yet with a draft model on GPUs"),
         (
             {"tensor_parallel_size": 2, "speculative_config": {"method": "mtp"}},
-            "-size 2 is not built yet with mtp, which reads what the model computes, on GPUs",
+            "-size 2 is not built yet with mtp, which reads the model's hidden states, on GPUs",
         ),
         ({"tensor_parallel_size": 3}, "cannot share out 4 attention heads; these sizes could: 1, 2, 4"),
     ],
