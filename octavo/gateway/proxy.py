@@ -263,7 +263,7 @@ class Proxy:
     async def _answer_with_replicas(self, attempt: Attempt) -> None:
         """Have a replica answer, one after another. Each try excludes one, so the loop ends."""
         retry = attempt.retry
-        while (replica := attempt.pinned_replica or self._choose(attempt)) is not None and replica not in retry.tried:
+        while (replica := self._next_replica(attempt)) is not None:
             retry.tried.add(replica)
             try:
                 await self._answer_with_replica(attempt, replica)
@@ -281,7 +281,10 @@ class Proxy:
                 )  # fmt: skip
         raise _ReplicaError(retry.last_failure)
 
-    def _choose(self, attempt: Attempt) -> Replica | None:
+    def _next_replica(self, attempt: Attempt) -> Replica | None:
+        """Return the replica to ask next; None if all were tried."""
+        if (pinned := attempt.pinned_replica) is not None:
+            return None if pinned in attempt.retry.tried else pinned
         deployment, body, tried = attempt.deployment, attempt.request.body, attempt.retry.tried
         if not deployment.entry.may_be_several and deployment.entry.prefill_model is None:
             return deployment.router.choose(deployment.replicas, {}, tried)

@@ -108,7 +108,7 @@ class BlockFiles:
             found = os.stat(self._path_of(self._own, file_name))
         except OSError:
             return False
-        self._count((self._own, file_name), _on_disk(found.st_size), found.st_mtime_ns)
+        self._note_file((self._own, file_name), _on_disk(found.st_size), found.st_mtime_ns)
         return True
 
     def knows(self, name: BlockName) -> bool:
@@ -131,7 +131,7 @@ class BlockFiles:
         part, file = _open_part(path)
         try:
             _write_all(file, [data, memoryview(self._digest(file_name, data))])
-            used = self._time(0 if key in self._kept else size, keep_until)
+            used = self._time_of_use(0 if key in self._kept else size, keep_until)
             if self._has(file_name):  # another server, or another session of this one, may keep it longer
                 used = max(used, self._files[key].used)
             os.utime(file, ns=(used, used))
@@ -142,7 +142,7 @@ class BlockFiles:
             raise
         finally:
             os.close(file)
-        self._count(key, size, used)
+        self._note_file(key, size, used)
         self._unscanned_bytes += size
         return True
 
@@ -161,13 +161,13 @@ class BlockFiles:
         try:
             file = os.open(self._path_of(self._own, file_name), os.O_RDONLY)
         except OSError:
-            self._discount((self._own, file_name))
+            self._forget_file((self._own, file_name))
             return False
         try:
             is_whole = os.fstat(file).st_size == into.nbytes + DIGEST_BYTES
             is_whole = is_whole and _read_all(file, [into.data, memoryview(digest)])
         except OSError:
-            self._discount((self._own, file_name))
+            self._forget_file((self._own, file_name))
             return False
         finally:
             os.close(file)
@@ -182,16 +182,16 @@ class BlockFiles:
         because it is useless without that block. Kept blocks stay as they are, and so do blocks used in the last
         seconds if their order is right."""
         now = time.time_ns()
-        before = now + 1
+        previous_used = now + 1
         for name in names:
             key = self._own, block_file_name(name)
             if (found := self._files.get(key)) is None or found.used > now:
                 continue
-            if found.used >= before or found.used <= now - _FRESH_NS:
-                self._mark(key, found.size, before - 1)
-                before -= 1
+            if found.used >= previous_used or found.used <= now - _FRESH_NS:
+                previous_used -= 1
+                self._set_time(key, found.size, previous_used)
             else:
-                before = found.used
+                previous_used = found.used
 
     def keep(self, names: Iterable[BlockName], keep_until: float) -> None:
         """Keep blocks until `time.time` is `keep_until`. If sessions keep too much already, mark the blocks as used now
@@ -199,25 +199,29 @@ class BlockFiles:
         for name in names:
             key = self._own, block_file_name(name)
             if (found := self._files.get(key)) is not None:
-                used = self._time(0 if key in self._kept else found.size, keep_until)
-                self._mark(key, found.size, max(found.used, used))
+                used = self._time_of_use(0 if key in self._kept else found.size, keep_until)
+                self._set_time(key, found.size, max(found.used, used))
 
-    def _mark(self, key: _Key, size: int, used: int) -> None:
+    def _set_time(self, key: _Key, size: int, used: int) -> None:
         """Change the time of a file."""
-        self._count(key, size, used)
+        self._note_file(key, size, used)
         with contextlib.suppress(OSError):
             os.utime(self._path_of(*key), ns=(used, used))  # for other servers, and for the next one
 
-    def _time(self, size: int, keep_until: float) -> int:
+    def _time_of_use(self, size: int, keep_until: float) -> int:
         """Return the time for a file of `size` bytes that is used now: `keep_until` if sessions may keep `size` bytes
         more, otherwise now."""
         now, end = time.time_ns(), int(keep_until * 1e9)  # the system's own times are some milliseconds coarse
         with self._lock:
-            while self._ends and self._ends[0][0] <= now:
-                ended, key = heapq.heappop(self._ends)
-                if key in self._kept and self._files[key].used == ended:
-                    self.num_kept_bytes -= self._kept.pop(key)
+            self._expire_kept(now)
             return end if end > now and self.num_kept_bytes + size <= _KEPT_SHARE * self.limit_bytes else now
+
+    def _expire_kept(self, now: int) -> None:
+        """With the lock held: count files as kept no more whose time has come."""
+        while self._ends and self._ends[0][0] <= now:
+            ended, key = heapq.heappop(self._ends)
+            if key in self._kept and self._files[key].used == ended:
+                self.num_kept_bytes -= self._kept.pop(key)
 
     def keep_session(self, session: str, names: Collection[BlockName], keep_until: float) -> None:
         """Add blocks to a session's file, for `drop_session`, and keep those that are in the folder. Blocks of the
@@ -318,9 +322,9 @@ class BlockFiles:
     def _remove(self, key: _Key) -> None:
         with contextlib.suppress(OSError):
             os.unlink(self._path_of(*key))
-        self._discount(key)
+        self._forget_file(key)
 
-    def _count(self, key: _Key, size: int, used: int) -> None:
+    def _note_file(self, key: _Key, size: int, used: int) -> None:
         """Note that a file is there, and its time."""
         with self._lock:
             self._subtract(key)
@@ -329,7 +333,7 @@ class BlockFiles:
                 self._by_time = [(file.used, key) for key, file in self._files.items()]
                 heapq.heapify(self._by_time)
 
-    def _discount(self, key: _Key) -> None:
+    def _forget_file(self, key: _Key) -> None:
         with self._lock:
             self._subtract(key)
 

@@ -30,8 +30,8 @@ class BlockWriter(Container[BlockName]):
     """Writes blocks to `files` in the order of the queue, and does tasks in between. As a container it has the blocks
     of the queue, and the one being written.
 
-    All fields change under the lock of `changed`. The engine's thread reads single values without the lock, and so does
-    the writer's thread with `keep_until`."""
+    The fields change under the lock of `changed`, `keep_until` also in `DiskTier`. Without the lock the engine's thread
+    reads single values, and the writer's thread reads `keep_until` and changes fields that it alone has."""
 
     def __init__(self, files: BlockFiles, clock: Callable[[], float]) -> None:
         self._files, self._clock = files, clock

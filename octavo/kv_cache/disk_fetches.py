@@ -264,7 +264,7 @@ class DiskFetches:
         while not fetch.has_ended and fetch.reading and fetch.reading[0].done():
             future = fetch.reading[0]
             chunk = future.result() if future.exception() is None else None
-            taken = Readiness.NO_ROOM if chunk is None else self._take_in(chunk, may_wait)
+            taken = None if chunk is None else self._take_in(chunk, may_wait)  # None: the read has failed
             if taken is Readiness.READING:
                 break
             fetch.reading.popleft()
@@ -273,7 +273,7 @@ class DiskFetches:
                 num_bytes = sum(contents.nbytes for _, contents in chunk.parts.values())
                 self._read_bytes += num_bytes
                 self._read_cost.observe(num_bytes, chunk.seconds)
-            if taken is Readiness.NO_ROOM or (chunk is not None and not chunk.is_whole):
+            if chunk is None or not chunk.is_whole or taken is Readiness.NO_ROOM:
                 self._end(fetch)
             self._read_ahead(fetch)
         is_late = self._clock() - fetch.began > fetch.patience_s

@@ -109,6 +109,7 @@ class Scheduler:
         self.queues = SequenceQueues(config.max_num_seqs, cache, adapters)
         if self._speculation is not None:
             self.queues.on_end.append(self._speculation.end)
+        # Set by `EngineCore`, which sets `fetches` to None again once the cache on disk has failed.
         self.fetches: DiskFetches | None = None  # of blocks of waiting sequences, from the disk
         self.host_tier: HostTier | None = None  # of blocks on the host
         self._cost = cost

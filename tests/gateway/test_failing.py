@@ -550,7 +550,7 @@ def test_each_request_is_counted_as_one_answer(clock: Clock, monkeypatch: pytest
             with monkeypatch.context() as fault:
                 fault.setattr(Client, "end", None)
                 assert b"internal_error" in (await gate.ask(stream=True)).content
-            monkeypatch.setattr(gate.server.app._proxy, "_choose", None)
+            monkeypatch.setattr(gate.server.app._proxy, "_next_replica", None)
             assert (await gate.ask()).status_code == 500
             text = (await gate.http.get("/metrics")).text
             counts = [
@@ -605,7 +605,7 @@ def test_a_fault_of_the_gateways_own_is_an_answer_too(
 ) -> None:
     async def run() -> None:
         async with gateway({"a": {}}) as gate:
-            monkeypatch.setattr(gate.server.app._proxy, "_choose", None)
+            monkeypatch.setattr(gate.server.app._proxy, "_next_replica", None)
             response = await gate.ask()
             assert response.status_code == 500 and response.json()["error"]["message"] == "Internal error."
             assert "TypeError" in caplog.text and gate.deployment("a").is_idle

@@ -77,7 +77,7 @@ class ChatRun:
     2. `prepare_outputs`. It loads earlier answers of the server and fetches media files
        (`_with_history_and_media`). A thread renders the prompt and chooses the answers' format and grammar
        (`_prepare`). The request goes to the engine when the first output is read.
-    3. One of: `progress`, for one choice; `parse`, for each output of each choice.
+    3. One of: `progress`, for one choice; `read_next`, for each output of each choice.
 
     The answers are remembered as they end (`AnswerRecall`).
     """
@@ -157,8 +157,8 @@ class ChatRun:
     async def _count_long_outputs_in_thread(
         self, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield `outputs`. A thread counts the reasoning of outputs with many tokens, which `parse` would count in the
-        event loop, as it does for outputs that the sink takes."""
+        """Yield `outputs`. A thread counts the reasoning of outputs with many tokens, which `read_next` would count in
+        the event loop, as it does for outputs that the sink takes."""
         try:
             async for output in outputs:
                 for completion in output.outputs:
@@ -227,7 +227,7 @@ class ChatRun:
         `RequestError`."""
         body = self._body
         # 1. Reuse the tokens of earlier answers, if any are found. Such a prompt has neither media nor embeddings.
-        #    `recall` finds nothing for a body with `resume.prompt`; it only notes the prompt's text.
+        #    For a body with `resume.prompt`, `recall` only notes the prompt's text, and returns None.
         if self._answer_recall is not None and (recalled := self._answer_recall.recall(prompt)) is not None:
             tokens = {"prompt": prompt, "prompt_token_ids": recalled.token_ids}
             return PreparedPrompt(tokens, add_special_tokens=False, grammar=grammar)
@@ -299,7 +299,7 @@ class ChatRun:
     def _progress_of(self, output: RequestOutput) -> Iterator[Progress]:
         """Yield what an output adds."""
         for completion in output.outputs:
-            deltas, finish_reason, stop_reason = self.parse(completion)
+            deltas, finish_reason, stop_reason = self.read_next(completion)
             self._num_tokens += len(completion.token_ids)
             yield Progress(
                 deltas=deltas,
@@ -313,7 +313,7 @@ class ChatRun:
                 num_reasoning_tokens=self.num_reasoning_tokens,
             )
 
-    def parse(self, completion: CompletionOutput) -> tuple[list[Delta], str | None, int | str | None]:
+    def read_next(self, completion: CompletionOutput) -> tuple[list[Delta], str | None, int | str | None]:
         """Return the new deltas of a choice, its finish reason and its stop reason. `completion` is the choice's next
         output, or its only one; each may be given once."""
         index, is_end = completion.index, completion.finish_reason is not None
@@ -326,8 +326,8 @@ class ChatRun:
         return deltas, reader.finish_reason(reason), reader.stop_reason(reason, completion.stop_reason)
 
     def _count_reasoning(self, completion: CompletionOutput) -> None:
-        """Count the reasoning tokens of a choice's next output. `_count_long_outputs_in_thread` and `parse` both call
-        this: `ReasoningCounter.count` skips an output object that it had last, and would count a copy again."""
+        """Count the reasoning tokens of a choice's next output. `_count_long_outputs_in_thread` and `read_next` both
+        call this: `ReasoningCounter.count` skips an output object that it had last, and would count a copy again."""
         params = self._params
         if (counter := self._counters.get(completion.index)) is None:
             prepared = self._after_prepare()

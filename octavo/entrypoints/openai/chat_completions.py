@@ -142,7 +142,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
 
     def _choice(self, prompt_index: int, completion: CompletionOutput) -> ChatChoice:
         self._num_completion += len(completion.token_ids)
-        deltas, finish_reason, stop_reason = self._chat_run.parse(completion)
+        deltas, finish_reason, stop_reason = self._chat_run.read_next(completion)
         self._num_reasoning = self._chat_run.num_reasoning_tokens
         return ChatChoice(
             index=completion.index,
@@ -200,7 +200,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         is nothing new."""
         logprobs = self._logprobs(completion)
         token_ids = b',"token_ids":' + encode_json(completion.token_ids) if self._body.return_token_ids else b""
-        read, finish_reason, stop_reason = self._chat_run.parse(completion)
+        read, finish_reason, stop_reason = self._chat_run.read_next(completion)
         finish_reason = self._end(finish_reason)
         self._num_reasoning = self._chat_run.num_reasoning_tokens
         if self._kept is not None:
