@@ -35,7 +35,8 @@ inline float element_of_block(const BlocksView& w, int64_t at, int64_t lane) {
         const int nibble = at / 4 % 2 == 0 ? both & 15 : both >> 4;
         code = Unpacked::kHasTable ? w.table[nibble] - 128 : nibble - 8;
     } else {
-        code = static_cast<uint8_t>(w.codes[at / 4 * kStepBytes + lane * 4 + at % 4]) - (1 << (Unpacked::kBits - 1));
+        code = static_cast<uint8_t>(w.codes[at / 4 * kStepBytes + lane * 4 + at % 4]) -
+               (1 << (Unpacked::kMultipliedBits - 1));
     }
     const int64_t group = at / Unpacked::kGroupElements;
     float value = scale_value(w.scales_of_group<Unpacked>(group)[lane]) * static_cast<float>(code);

@@ -9,11 +9,11 @@
 //        ...     +---------------+---------------+                  +---------------+---------------+
 //      group 1   ...                                                 int32 of one group; acc: float, of all blocks
 //
-// int_tile, for each block b, for each group g of it:
+// int_tile, for each block b, for each V vectors of outputs, for each group g of the block:
 //   a. dot_group    sum = term + codes * elements      each lane has four k of one output: one instruction for each
 //                                                      row, vector and step
 //   b. add_scaled   acc += scale of the weights * scale of the row * sum
-// and then for the block, if the matrix has minima of 32 elements:
+// and then for the same vectors, if the matrix has minima of 32 elements:
 //   c. add_minima   acc += minimum * sum of the row's elements
 // `dot_group` adds integers, so their order does not matter. `add_scaled` and `add_minima` add floats, in the order of
 // blocks and groups. So a row's bits do not depend on R, nor on how the work is cut.
@@ -44,13 +44,13 @@ constexpr int kVecBytes = kLanes * 4;
 // codes of 4, 6 or 8 bits. Table formats count as 8 bits.
 template <class F>
 inline int32_t zero_point_term(const QBlock& x, int g) {
-    static_assert(F::kBits != 6 || F::kGroupElements == 16, "6-bit formats need groups of 16");
-    if constexpr (F::kBits == 8) {
+    static_assert(F::kMultipliedBits != 6 || F::kGroupElements == 16, "6-bit formats need groups of 16");
+    if constexpr (F::kMultipliedBits == 8) {
         if (kCodesAreCentred) return 0;
         return F::kGroupElements == 32 ? x.zero_point_terms_z128[g] : x.zero_point_terms_z128_by_16[g];
     } else if constexpr (F::kGroupElements == 16) {
         // From -128 * sum to -z * sum: a multiple of 128 has only zeros in the bits that are shifted out.
-        return x.zero_point_terms_z128_by_16[g] >> (8 - F::kBits);
+        return x.zero_point_terms_z128_by_16[g] >> (8 - F::kMultipliedBits);
     } else {
         return x.zero_point_terms_z8[g];
     }
@@ -166,23 +166,23 @@ __attribute__((always_inline)) inline void dot_group(const QBlock* const* x, int
     constexpr int kStepsPerGroup = F::kGroupElements / F::kCodesPerByte / 4;
     for (int r = 0; r < R; ++r) {
         const int32_t term = zero_point_term<F>(x[r][b], g);
-        for (int v = 0; v < V; ++v) sum[r][v] = F::kBits == 4 ? begin_sums4(term) : set1_int(term);
+        for (int v = 0; v < V; ++v) sum[r][v] = F::kMultipliedBits == 4 ? begin_sums4(term) : set1_int(term);
     }
-    constexpr int kStepsAtOnce = F::kBits == 6 ? 2 : 1;
+    constexpr int kStepsAtOnce = F::kMultipliedBits == 6 ? 2 : 1;
 #pragma GCC unroll 8
     for (int s = g * kStepsPerGroup; s < (g + 1) * kStepsPerGroup; s += kStepsAtOnce) {
         const char* step = codes + s * kStepBytes;
         if constexpr (F::kCodesPerByte == 2) {
             add_step_of_nibbles<F, R, V>(x, b, step, s, table, sum);
-        } else if constexpr (F::kBits == 6) {
+        } else if constexpr (F::kMultipliedBits == 6) {
             add_two_steps6<R, V>(x, b, step, s, sum);
         } else {
             add_step8<R, V>(x, b, step, s, sum);
         }
     }
-    // Instruction sets without VNNI have added in 16 bits (simd_pairs.h). They add the zero-point term only now:
-    // begin_sums4 ignores the term on these sets, end_sums4 on all others, so it is added once.
-    if constexpr (F::kBits == 4) {
+    // The zero-point term is added once: by begin_sums4 (simd.h), or here on instruction sets without VNNI, which have
+    // added in 16 bits (simd_pairs.h).
+    if constexpr (F::kMultipliedBits == 4) {
         for (int r = 0; r < R; ++r) {
             const int32_t term = zero_point_term<F>(x[r][b], g);
             for (int v = 0; v < V; ++v) sum[r][v] = end_sums4(sum[r][v], term);

@@ -111,7 +111,7 @@ constexpr int kSignedBytes = kPanel * kQBlock;
 // Writes the codes of `blocks` blocks to `to`, as signed codes.
 template <class F>
 void unpack_signed_codes(BlocksView w, int64_t blocks, char* to) {
-    const Ints zero_code = set1_int((1 << (F::kBits - 1)) * 0x01010101u);  // z in every byte
+    const Ints zero_code = set1_int((1 << (F::kMultipliedBits - 1)) * 0x01010101u);  // z in every byte
     const auto unpacked = [&](Ints nibbles) {
         if constexpr (F::kHasTable) nibbles = look_up(load_table(w.table), nibbles);
         return _mm512_sub_epi8(nibbles, zero_code);
@@ -209,7 +209,7 @@ class AmxTilesIf<F, true> {
     // tile takes as long for 16 elements as for 32.)
     static constexpr int64_t num_tiles(int64_t rows) {
         constexpr int64_t kFewest = 13;
-        if (F::kBits == 8 && rows < 2 * kAmxRows) return 0;
+        if (F::kMultipliedBits == 8 && rows < 2 * kAmxRows) return 0;
         return (rows + kAmxRows - kFewest) / kAmxRows;
     }
 

@@ -104,7 +104,7 @@ inline Vec load_scale(const float* p) { return load(p); }
 
 inline float half_value(uint16_t h) {
     float magnitude = bits_of<float>((h & 0x7fffu) << 13) * 0x1p112f;
-    // A weight that is not finite has the scale NaN.
+    // Infinities and NaNs stay so: a weight that is not finite is packed with the scale NaN.
     if ((h & 0x7c00u) == 0x7c00u) magnitude = h & 0x3ffu ? __builtin_nanf("") : __builtin_inff();
     return h & 0x8000u ? -magnitude : magnitude;
 }
@@ -112,7 +112,6 @@ inline float scale_value(uint16_t scale) { return half_value(scale); }
 inline float scale_value(float scale) { return scale; }
 
 // A format F of integer matrices, here or in superblock_layouts.h, has
-//   kBits          bits of a code as it is multiplied
 //   kBlockBytes    bytes of a packed block; of a superblock, a fourth
 //   UnpackedFormat   the IntFormat of unpacked blocks; F itself if blocks are read as they lie
 //   kUnpackedBytes   bytes of the buffer that an unpacked block takes; 0 if blocks are read as they lie
@@ -121,29 +120,28 @@ inline float scale_value(float scale) { return scale; }
 //                  unpacked whole. Their scales are divided by the matrix's factor
 //   column(panel, k, with, out)   writes element k of the panel's outputs to `out`, as floats, divided by the factor
 //   kZeroPointTermOfOne   the zero-point term of a group with the sum 1, if UnpackedFormat has minima of 16 elements
-// An IntFormat also has kGroupElements and the sizes of a block's parts.
+// An IntFormat also has kGroupElements, the sizes of a block's parts, and
+//   kMultipliedBits   bits of a code as it is multiplied: 8 with a table, otherwise the stored bits
 //
 // Codes of 4 bits are two a byte, codes of more bits one a byte. Scales are float16, or float32 in an unpacked buffer.
 // `minima`: 0, none; 32, a bfloat16 for each 32 elements; 16, a float32 for each 16 elements, which is multiplied by a
 // zero-point term of QBlock. With `has_table` codes of four bits are indices, and are multiplied as the codes of eight
 // bits that the table has for them: results are those of a matrix of eight bits.
-template <int bits, int group, int minima, class ScaleType = uint16_t, bool has_table = false>
+template <int stored_bits, int group, int minima, class ScaleType = uint16_t, bool has_table = false>
 struct IntFormat {
     using UnpackedFormat = IntFormat;
     using Scale = ScaleType;
     static constexpr bool kHasTable = has_table;
-    static constexpr int kBits = has_table ? 8 : bits;
+    static constexpr int kMultipliedBits = has_table ? 8 : stored_bits;
     static constexpr int kGroupElements = group;
     static_assert(minima == 0 || minima == 32 || (minima == 16 && group == 16 && sizeof(ScaleType) == 4));
     static constexpr bool kHasMinimaBy32 = minima == 32, kHasMinimaBy16 = minima == 16;
     static constexpr int kGroupsPerBlock = kQBlock / group;
-    static constexpr int kCodesPerByte = bits == 4 ? 2 : 1;
+    static constexpr int kCodesPerByte = stored_bits == 4 ? 2 : 1;
     static constexpr int kCodeBytes = kPanel * kQBlock / kCodesPerByte;
     static constexpr int kScaleBytes = kPanel * kGroupsPerBlock * static_cast<int>(sizeof(Scale));
-    static constexpr int kMinimumBytes = kHasMinimaBy32   ? kPanel * 4
-                                         : kHasMinimaBy16 ? kPanel * kGroupsPerBlock * 4
-                                                          : 0;
-    static constexpr int kBlockBytes = kCodeBytes + kScaleBytes + kMinimumBytes;
+    static constexpr int kMinimaBytes = kHasMinimaBy32 ? kPanel * 4 : kHasMinimaBy16 ? kPanel * kGroupsPerBlock * 4 : 0;
+    static constexpr int kBlockBytes = kCodeBytes + kScaleBytes + kMinimaBytes;
     static constexpr int kUnpackedBytes = 0;
 
     static inline BlocksView unpack_blocks(const char* panel, int64_t block, int64_t, UnpackWith with, char*) {
@@ -154,9 +152,9 @@ struct IntFormat {
     // Returns the codes of element `at` of a block, less their zero, for vector v of outputs.
     static inline Vec centred_codes_at(const char* block_codes, int at, int v, UnpackWith with) {
         // The vector with element `at`, and the first bit of its code in a lane: byte at % 4, low or high half.
-        const char* codes = block_codes + (bits == 4 ? at / 8 : at / 4) * kPanel * 4;
-        const int shift = at % 4 * 8 + (bits == 4 ? at / 4 % 2 * 4 : 0);
-        const Ints found = code_at<bits>(load_ints(codes + v * kLanes * 4), shift);
+        const char* codes = block_codes + (stored_bits == 4 ? at / 8 : at / 4) * kPanel * 4;
+        const int shift = at % 4 * 8 + (stored_bits == 4 ? at / 4 % 2 * 4 : 0);
+        const Ints found = code_at<stored_bits>(load_ints(codes + v * kLanes * 4), shift);
         if constexpr (!has_table) return to_float(found);
         // code_at<4> has subtracted 8: the index is 8 more. The table's entries are codes of 8 bits, with z = 128.
         const Ints index = add_ints(found, set1_int(8));

@@ -74,13 +74,12 @@ struct TaskSizes {
     static constexpr int kBatchRows = F::kUnpackedBytes ? kUnpackedRows : kOutlierRows;
 
     // Sizes.
-    int64_t rows_per_output;  // 2 for 16-bit inputs, stored as two 8-bit rows: add_row_halves
-    // Quantized rows, and the QBlocks from one row to the next. args.x_stride is that of an output's row: two quantized
-    // rows for 16-bit inputs. IntProductTask::x_ uses it whole.
-    int64_t rows, x_stride;
-    int64_t blocks, panel_bytes;  // blocks, bytes of a panel
-    int64_t epilogue_panels;      // panels that share an epilogue
-    int64_t tiles;                // of all batches, by one panel
+    int64_t rows_per_output;       // 2 for 16-bit inputs, stored as two 8-bit rows: add_row_halves
+    int64_t rows;                  // quantized rows
+    int64_t quantized_row_stride;  // QBlocks from one quantized row to the next; args.x_stride: from output to output
+    int64_t blocks, panel_bytes;   // blocks, bytes of a panel
+    int64_t epilogue_panels;       // panels that share an epilogue
+    int64_t tiles;                 // of all batches, by one panel
     // Tuning: results do not depend on these.
     bool uses_amx;
     int64_t blocks_at_once;  // the most blocks of a run
@@ -90,7 +89,7 @@ struct TaskSizes {
     TaskSizes(const LinearArgs& args, int64_t task_rows)
         : rows_per_output(args.x_is_paired ? 2 : 1),
           rows(task_rows * rows_per_output),
-          x_stride(args.x_stride / rows_per_output),
+          quantized_row_stride(args.x_stride / rows_per_output),
           blocks((args.matrix.k + kQBlock - 1) / kQBlock),
           panel_bytes(blocks * F::kBlockBytes) {
         using Split = TileSplit<typename F::UnpackedFormat>;
@@ -122,9 +121,10 @@ class IntProductTask {
           sizes_(args, row_end - row_begin),
           x_(static_cast<const QBlock*>(args.x) + row_begin * args.x_stride),
           outliers_(outliers),
-          amx_(x_, sizes_.x_stride, sizes_.blocks, sizes_.rows, sizes_.uses_amx),
+          amx_(x_, sizes_.quantized_row_stride, sizes_.blocks, sizes_.rows, sizes_.uses_amx),
           lora_factors_(args, row_begin, row_end, panel_begin, panels_of(args.matrix)) {
-        outliers_.collect(x_, sizes_.x_stride, sizes_.blocks, sizes_.rows, kBatchRows, args.matrix.segments);
+        outliers_.collect(x_, sizes_.quantized_row_stride, sizes_.blocks, sizes_.rows, kBatchRows,
+                          args.matrix.segments);
     }
 
     // Multiplies panels panel_begin .. panel_end - 1. The loops, from the outermost to the innermost:
@@ -209,16 +209,18 @@ class IntProductTask {
                 continue;
             }
             with_constant<kIntRows>(tile.end - tile.begin, [&](auto r) {
-                vector_tile<Unpacked, decltype(r)::kValue>(view, run.count, x_ + row * sizes_.x_stride + run.block,
-                                                           sizes_.x_stride, run.is_first, factor, y, prefetch);
+                vector_tile<Unpacked, decltype(r)::kValue>(
+                    view, run.count, x_ + row * sizes_.quantized_row_stride + run.block, sizes_.quantized_row_stride,
+                    run.is_first, factor, y, prefetch);
             });
         }
     }
 
     // Returns where tile number `tile` of the epilogue panels begins to prefetch weights when it begins with block
-    // `block`. One tile: prefetch its own panel `w`, some bytes ahead. Several: each prefetches its share of the next
-    // panel `next`, which is multiplied after the epilogue. May point past the matrix (last panels): a prefetch does
-    // not fault.
+    // `block`:
+    //   one tile in the task   in its own panel `w`, some bytes ahead
+    //   several                in its share of panel `next`, which is multiplied after the epilogue
+    //   the last panels        past the matrix: a prefetch does not fault
     const char* next_weights(const char* w, const char* next, int64_t tile, int64_t block) const {
         if (sizes_.tiles == 1) return w + block * F::kBlockBytes + sizes_.prefetch_bytes;
         return next + (tile * sizes_.blocks + block) * sizes_.fetch_lines * 64;

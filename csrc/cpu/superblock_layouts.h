@@ -113,10 +113,10 @@ struct ScalesAndMinima {
 // and minima only: codes are read as they lie.
 struct FormatQ4K : Superblocks<FormatQ4K> {
     using UnpackedFormat = IntFormat<4, 32, 32, float>;
-    static constexpr int kBits = 4, kGroup = 32;
+    static constexpr int kGroup = 32;
     static constexpr bool kUnpacksCodes = false;
     static constexpr int kBlockBytes = UnpackedFormat::kCodeBytes + kPanel * 4;
-    static constexpr int kUnpackedBytes = UnpackedFormat::kScaleBytes + UnpackedFormat::kMinimumBytes;
+    static constexpr int kUnpackedBytes = UnpackedFormat::kScaleBytes + UnpackedFormat::kMinimaBytes;
 
     struct Header : ScalesAndMinima<UnpackedFormat::kCodeBytes> {
         using ScalesAndMinima::ScalesAndMinima;
@@ -157,7 +157,7 @@ struct FormatQ4K : Superblocks<FormatQ4K> {
 // belongs to element 4j + i.
 struct FormatQ5K : Superblocks<FormatQ5K> {
     using UnpackedFormat = IntFormat<8, 32, 32, float>;
-    static constexpr int kBits = 5, kGroup = 32;
+    static constexpr int kGroup = 32;
     static constexpr bool kUnpacksCodes = true;
     static constexpr int kNibbleBytes = kPanel * kQBlock / 2;
     static constexpr int kCodeBytes = kNibbleBytes + kPanel * kQBlock / 8;
@@ -258,7 +258,7 @@ struct FormatQ5K : Superblocks<FormatQ5K> {
 // nibble. Each of the last two words [2][32] has the third bits of four vectors, in bits 0 to 3 of each nibble.
 struct FormatQ3K : Superblocks<FormatQ3K> {
     using UnpackedFormat = IntFormat<4, 16, 0, float>;
-    static constexpr int kBits = 3, kGroup = 16;
+    static constexpr int kGroup = 16;
     static constexpr bool kUnpacksCodes = true;
     static constexpr int kSuperblockScaleBytes = kPanel * 2;
     static constexpr int kHeaderBytes = kSuperblockScaleBytes + 3 * kPanel * 4;
@@ -332,7 +332,7 @@ struct FormatQ3K : Superblocks<FormatQ3K> {
 // The other eight elements are in its high two bits. No scale and no minimum is rounded.
 struct FormatQ2K : Superblocks<FormatQ2K> {
     using UnpackedFormat = IntFormat<4, 16, 16, float>;
-    static constexpr int kBits = 2, kGroup = 16;
+    static constexpr int kGroup = 16;
     static constexpr bool kUnpacksCodes = true;
     static constexpr int kSuperblockScaleBytes = 2 * kPanel * 2;
     static constexpr int kHeaderBytes = kSuperblockScaleBytes + 4 * kPanel * 4;
@@ -408,7 +408,6 @@ struct FormatQ2K : Superblocks<FormatQ2K> {
 // elements 4s + i; the high two bits of all three are elements 12 + i (fourth_of_six_bits).
 struct FormatQ6K {
     using UnpackedFormat = IntFormat<6, 16, 0, float>;
-    static constexpr int kBits = 6;
     static constexpr int kHeaderBytes = kPanel * (2 + kSuperblock / 16);
     static constexpr int kCodeBytes = kPanel * kQBlock * 6 / 8;
     static constexpr int kSuperBytes = kHeaderBytes + kBlocksPerSuperblock * kCodeBytes;
@@ -475,7 +474,6 @@ struct FormatQ6K {
 template <class F>
 struct TableAndBytes {
     using UnpackedFormat = IntFormat<4, 32, 0, float, true>;
-    static constexpr int kBits = UnpackedFormat::kBits;
     static constexpr int kBlockBytes = UnpackedFormat::kCodeBytes + kPanel * 2;
     static constexpr int kUnpackedBytes = UnpackedFormat::kScaleBytes;
 
