@@ -91,9 +91,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                                                                   `RequestStream.deliver`, `RequestStream.abort`
         handed over  another engine has it                        `_hand_over`
 
-    `_streams` has every request, except those handed over, from `_open_stream` until its caller stops reading
-    (`close_stream`). If the core dies, `Supervisor` starts another one, within `max_restarts`, and running requests
-    keep running: `Resubmission` sends them to the next core with their tokens."""
+    If the core dies, `Supervisor` starts another one, within `max_restarts`, and running requests keep running:
+    `Resubmission` sends them to the next core with their tokens."""
 
     def __init__(
         self,
@@ -480,7 +479,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         match message:
             case StepOutputs():
                 self._apply_step_outputs(message)
-            case StepBegins(request_ids):
+            case StepBegins(request_ids=request_ids):
                 self._resubmission.step_begins(request_ids)
             case LiveView(sequences=sequences):
                 for one in sequences:
@@ -490,7 +489,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                 self._pause_and_sleep.take_live_view(message)
             case CacheWasReset():
                 self._pause_and_sleep.cache_was_reset(message)
-            case Loading(share):
+            case Loading(share=share):
                 if self._hooks.on_loading is not None:
                     self._hooks.on_loading(self.config.place, share)
             case Ready():

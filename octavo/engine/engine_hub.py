@@ -194,11 +194,11 @@ class _Engine:
                 for number, front in fronts.items():
                     front.send(self.rank, _encode_raw(_Outputs(of_front[number], encoded, adapters)))
                 self.metrics.record_step(stats)
-            case StepBegins(request_ids):
+            case StepBegins(request_ids=request_ids):
                 for front in fronts.values():
                     own_ids = [one for one in request_ids if one.startswith(front.prefix)]
                     front.send(self.rank, encode_message(StepBegins(own_ids)))
-            case Loading(share):
+            case Loading(share=share):
                 self._hub.on_loading(self.rank, share)
             case LiveView():
                 self._views.popleft().send(self.rank, encode_message(message))

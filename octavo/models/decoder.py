@@ -243,8 +243,9 @@ class Decoder:
         return residual
 
     def _split_input(self, batch: StepBatch) -> tuple[Array, Array]:
-        """Return the residual streams [T, streams * H] before this stage's layers, and the embedding [T, H]. In a later
-        stage the second array is meaningless unless the model `carries_embedding`. Both may be one array."""
+        """Return the residual streams [T, streams * H] before this stage's layers, and the embedding [T, H]. Both may
+        be one array. In a later stage of a model that does not carry its embedding (`carries_embedding`), nothing reads
+        the second array: it is the rows of the previous stage."""
         if batch.hidden_in is None:
             embedding = self._input.forward(batch, self.residual_dtype)
             return embedding, embedding
