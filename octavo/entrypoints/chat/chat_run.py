@@ -232,13 +232,15 @@ class ChatRun:
             tokens = {"prompt": prompt, "prompt_token_ids": recalled.token_ids}
             return PreparedPrompt(tokens, add_special_tokens=False, grammar=grammar)
         # 2. Or take the prompt of a stream that is resumed.
+        embeds = embeds_of([message.content for message in body.messages])
         if body.resume is not None and body.resume.prompt is not None:
-            if media:
-                raise RequestError("resume.prompt is not for messages with media.", param="resume.prompt")
+            if media or embeds:
+                raise RequestError(
+                    "resume.prompt is not for messages with media or prompt_embeds.", param="resume.prompt"
+                )
             tokens = {"prompt": prompt, "prompt_token_ids": body.resume.prompt}
             return PreparedPrompt(tokens, add_special_tokens=False, grammar=grammar)
         # 3. Otherwise have the text tokenized, with its embeddings and media.
-        embeds = embeds_of([message.content for message in body.messages])
         prompt_with_embeds = with_embeds(prompt, embeds) if embeds else prompt
         # By default no special tokens are added: the template has written them.
         return PreparedPrompt(prompt_with_embeds, bool(body.add_special_tokens), grammar, media)

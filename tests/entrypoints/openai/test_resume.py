@@ -74,6 +74,10 @@ def test_only_streams_of_one_answer_are_resumable(http: httpx.Client, engine: Fa
     stored = {"messages": [{"role": "user", "content": "x"}], "stream": True, "store": True}
     refused = http.post("/v1/chat/completions", json={**stored, "resume": {**about, "tokens": []}})
     assert refused.status_code == 400 and "store" in refused.json()["error"]["message"]
+    of_rows = [{"role": "user", "content": [{"type": "prompt_embeds", "data": "AAAA"}]}]
+    body = {"messages": of_rows, "stream": True, "resume": {**about, "tokens": [], "prompt": [5]}}
+    refused = http.post("/v1/chat/completions", json=body)
+    assert refused.status_code == 400 and "with media or prompt_embeds" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", [*BODIES, "/v1/responses"])
