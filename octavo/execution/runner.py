@@ -137,6 +137,7 @@ class Runner:
         self._adapters, self.media_table, self.cross_outputs = adapters, media_table, cross_outputs
         self.draft_hooks = DraftHooks()
         self.captured_steps: list[CapturedEntry] = []
+        self._num_launched = self._last_collected = 0  # steps are numbered from 1
         self.caches: Sequence[LayerKVCache]  # set by `use_caches`, like `block_mover`
         self.block_mover: BlockMover
         self._build_tables(grammars, pooling)
@@ -194,12 +195,14 @@ class Runner:
 
     def use_caches(self, caches: Sequence[LayerKVCache], block_mover: BlockMover) -> None:
         """Set the caches, by layer. Call this before anything runs: captured graphs hold the caches' addresses."""
+        assert not self.captured_steps
         self.caches = self.computation.caches = caches
         self.block_mover = block_mover
 
     def capture(self) -> None:
         """Capture steps (CUDA graphs, or the CPU's program), the largest first: smaller ones reuse its memory. Call
-        `use_caches` first."""
+        `use_caches` first, and `capture` once."""
+        assert not self.captured_steps
         if not self.device.shares_memory:
             gc.collect()  # free the device memory that garbage holds; capturing makes no new garbage
         for shape in reversed(self.device.capture_shapes(self.limits)):
@@ -309,7 +312,8 @@ class Runner:
         # 6. Upload the arrays.
         self.buffers.upload(staging, layout.num_bytes)
         # 7. Append the step's work to the stream.
-        step = SubmittedStep(self, plan, staging, samples, self._row_generation[samples.rows])
+        self._num_launched += 1
+        step = SubmittedStep(self, self._num_launched, plan, staging, samples, self._row_generation[samples.rows])
         self._append_work(
             _StreamWork(step, shape, inputs, captured, sampling_batch, prompt_logprob_parts, alignment_parts)
         )
@@ -471,6 +475,8 @@ class Runner:
     def collect(self, step: SubmittedStep) -> StepResult:
         """Wait for a step, append its valid tokens to their rows, and return its results. Call this once for each step,
         in the order of submission."""
+        assert step.number > self._last_collected, "steps are collected once each, in the order of submission"
+        self._last_collected = step.number
         # 1. Wait for the device.
         assert step.done is not None
         step.done.wait()

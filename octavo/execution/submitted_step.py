@@ -45,13 +45,15 @@ class SubmittedStep:
     def __init__(
         self,
         runner: Runner,
+        number: int,
         plan: StepPlan,
         staging: StagingBuffer,
         samples: Samples,
         row_generation: NDArray[np.int64],
     ) -> None:
-        """`row_generation` [N]: how many sequences have had the row of each sample."""
-        self._runner = runner
+        """`number` counts the steps of the runner. `row_generation` [N]: how many sequences have had the row of each
+        sample."""
+        self._runner, self.number = runner, number
         self.plan = plan
         self.staging = staging
         self.samples = samples

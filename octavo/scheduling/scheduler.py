@@ -536,8 +536,10 @@ class Scheduler:
         ended."""
         step = self._in_flight.pop()
         assert step.plan is plan, "only the last plan can be withdrawn"
+        self._last_step = None  # `progress` shows none of its tokens
         scheduled = step.roll_back()
         for seq in scheduled:
+            assert seq.row is not None, "a sequence of the plan was preempted since"
             self.cache.roll_back(seq)
             if self.cache.states:  # the step may have changed the states of some layers
                 self._preempt(seq, may_swap=False)

@@ -316,6 +316,23 @@ def refuse_in_turn(device: LateDevice, run_all: Callable[[], dict[Any, Any]], in
     assert ended
 
 
+def test_a_runner_is_captured_once_and_its_steps_are_collected_in_order(model: Path) -> None:
+    config = config_of(model)
+    executor = late_executor(config, LateDevice(0))
+    core, runner = EngineCore(config, executor), executor.worker.runner
+    collected = list[Any]()
+    collect = runner.collect
+    runner.collect = lambda step: collected.append(step) or collect(step)  # type: ignore[method-assign]
+    run(core, requests(0, num=3))
+    for step in (collected[0], collected[-1]):
+        with pytest.raises(AssertionError, match="in the order of submission"):
+            collect(step)
+    with pytest.raises(AssertionError):
+        runner.capture()
+    with pytest.raises(AssertionError):
+        runner.use_caches(runner.caches, runner.block_mover)
+
+
 def test_steps_with_prompts_are_replayed_too(model: Path) -> None:
     """Up to some hundred tokens, padded; longer ones and those of more sequences are launched call by call."""
     device = LateDevice(0)

@@ -748,3 +748,15 @@ def test_the_host_is_not_asked_for_a_prompt_that_gets_no_row() -> None:
     for _ in range(3):
         step(s)
     assert asked == ["a"]
+
+
+def test_a_plan_is_not_withdrawn_after_one_of_its_sequences_was_preempted() -> None:
+    s = scheduler()
+    s.add(request("a", 8))
+    s.add(request("b", 8))
+    s.withdraw(s.schedule(), "no memory")
+    assert [one.num_step_tokens for one in s.progress()] == [0], "nothing was computed in the last step"
+    plan = s.schedule()
+    s._preempt(s.queues.running[-1])
+    with pytest.raises(AssertionError, match="preempted since"):
+        s.withdraw(plan, "no memory")
