@@ -44,13 +44,15 @@ constexpr int kVecBytes = kLanes * 4;
 // codes of 4, 6 or 8 bits. Table formats count as 8 bits.
 template <class F>
 inline int32_t zero_point_term(const QBlock& x, int g) {
-    static_assert(F::kMultipliedBits != 6 || F::kGroupElements == 16, "6-bit formats need groups of 16");
-    if constexpr (F::kMultipliedBits == 8) {
+    constexpr int kBits = F::kMultipliedBits;
+    static_assert(kBits == 4 || kBits == 6 || kBits == 8, "QBlock has no terms of other zero points");
+    static_assert(kBits != 6 || F::kGroupElements == 16, "6-bit formats need groups of 16");
+    if constexpr (kBits == 8) {
         if (kCodesAreCentred) return 0;
         return F::kGroupElements == 32 ? x.zero_point_terms_z128[g] : x.zero_point_terms_z128_by_16[g];
     } else if constexpr (F::kGroupElements == 16) {
         // From -128 * sum to -z * sum: a multiple of 128 has only zeros in the bits that are shifted out.
-        return x.zero_point_terms_z128_by_16[g] >> (8 - F::kMultipliedBits);
+        return x.zero_point_terms_z128_by_16[g] >> (8 - kBits);
     } else {
         return x.zero_point_terms_z8[g];
     }
