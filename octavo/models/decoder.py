@@ -126,7 +126,7 @@ class Decoder:
         checkpoint_layers, own = description.checkpoint_layers, description.stage
         # Other stages' layers, and layers after the last that are not used, such as multi-token prediction's.
         others = [checkpoint_layer for i, checkpoint_layer in enumerate(checkpoint_layers) if i not in own]
-        first_unused = max(checkpoint_layers) + 1
+        first_unused = max(checkpoint_layers, default=-1) + 1  # parts that are measured may have no layer
         for checkpoint_layer in (*others, *range(first_unused, first_unused + description.num_unused_layers)):
             weights.ignore(f"{description.layer_prefix}{checkpoint_layer}.")
         # A checkpoint has the weights of reused layers outside of its layers.
