@@ -191,7 +191,7 @@ def bench(num_streams: int, num_steps: int, num_weight_bytes: int, sampled: bool
     runner.submit = parts.timed("submit", runner.submit)
     runner.collect = parts.timed("collect", runner.collect)
     device.replay = parts.timed("compute", device.replay)
-    scheduler.update = parts.timed("update", scheduler.update)
+    scheduler.apply_result = parts.timed("update", scheduler.apply_result)
     scheduler.take_stats = parts.timed("stats", scheduler.take_stats)
     whole.step = parts.timed("step", core.step)
     outputs_of_llm.process = parts.timed("LLM_text", outputs_of_llm.process)  # type: ignore[method-assign]

@@ -23,6 +23,8 @@ STARTS_PER_TURN = 8  # requests; each takes up to some milliseconds before it wa
 IDLE_GRACE_S = 1.0  # for a connection to send a request before it may be cut for another one
 MAX_PIPELINED = 16  # requests of a connection that wait for the answers before them
 PIECE_BYTES = 8192  # data of a client that are parsed at once; they have some hundred requests at most
+BODY_PIECE_BYTES = 65536  # the same amid a body, of which uvicorn copies what it has for each piece
+MAX_UNPARSED_BYTES = 1 << 20  # behind them; a client that sends more gets the present answer and is hung up on
 KEEP_ALIVE_S = 30  # for idle connections; longer than clients keep theirs, so that the clients close them
 
 
@@ -101,6 +103,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_pipelined = False  # the request that starts now was sent before the last answer ended
         self._answering: RequestResponseCycle | None = None  # `cycle` is the last of pipelined requests
         self._unparsed = b""  # what the client sent after many pipelined requests
+        self._has_dropped_requests = False  # pipelined ones; later data is dropped too, which may begin amid one
         self._num_head_bytes = 0
         self._num_trailer_bytes = 0
 
@@ -145,16 +148,26 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse data until `MAX_PIPELINED` requests wait: the ten thousand that a client can send at once would hold
         the event loop for half a second."""
-        self._unparsed += data
-        while self._unparsed:
-            if self._is_lingering or self.transport.is_closing():
-                self._unparsed = b""
-            elif len(self.pipeline) >= MAX_PIPELINED:
-                self.flow.pause_reading()  # until `on_response_complete`
+        data, self._unparsed = self._unparsed + data, b""
+        begin = 0
+        while begin < len(data) and not (
+            self._is_lingering or self._has_dropped_requests or self.transport.is_closing()
+        ):
+            if len(self.pipeline) >= MAX_PIPELINED:
+                self._unparsed = data[begin:]
+                if len(self._unparsed) > MAX_UNPARSED_BYTES:  # each request that is answered may resume reading
+                    self.shutdown()
+                self.flow.pause_reading()  # until `_parse_rest`
                 return
-            else:
-                piece, self._unparsed = self._unparsed[:PIECE_BYTES], self._unparsed[PIECE_BYTES:]
-                self._parse(piece)
+            is_in_body = self.cycle is not None and self.cycle.more_body
+            end = begin + (BODY_PIECE_BYTES if is_in_body else PIECE_BYTES)
+            self._parse(data[begin:end])
+            begin = end
+
+    def _parse_rest(self) -> None:
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            self.data_received(b"")
 
     def _parse(self, data: bytes) -> None:
         idle_timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
@@ -221,8 +234,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_pipelined = bool(self.pipeline)
         super().on_response_complete()
         self._is_pipelined = False
-        if self._unparsed:
-            self.loop.call_soon(self.data_received, b"")
+        if self._unparsed and not self.transport.is_closing():
+            self.flow.pause_reading()  # uvicorn has resumed it
+            self.loop.call_soon(self._parse_rest)
         self._idle.pop(self, None)  # removed first, to keep the order of times
         if self.cycle.response_complete and not self.transport.is_closing() and not self._is_lingering:
             self._idle[self] = self.loop.time()
@@ -233,6 +247,7 @@ class HttpProtocol(HttpToolsProtocol):
     def shutdown(self) -> None:
         """Hang up after the present answer. The client sends its pipelined requests again, elsewhere."""
         super().shutdown()
+        self._has_dropped_requests |= bool(self.pipeline or self._unparsed)
         self.pipeline.clear()
         self._unparsed = b""
         if self._answering is not None:

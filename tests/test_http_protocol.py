@@ -39,7 +39,7 @@ class Client(asyncio.Transport):
         self.reads = reads
         self.server, self.idle = server or (ServerState(), {})
         self.written = b""
-        self.is_half_closed = self.is_gone = self._is_closing = False
+        self.is_half_closed = self.is_gone = self._is_closing = self.is_paused = False
         self.protocol: HttpProtocol | None = None
 
     def connect(self, app: Any) -> None:
@@ -93,10 +93,10 @@ class Client(asyncio.Transport):
             self.protocol.connection_lost(None)
 
     def pause_reading(self) -> None:
-        pass
+        self.is_paused = True
 
     def resume_reading(self) -> None:
-        pass
+        self.is_paused = False
 
 
 async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
@@ -444,6 +444,57 @@ def test_few_of_the_requests_that_a_client_sends_at_once_are_parsed_until_they_a
     run(monkeypatch, act)
 
 
+def test_a_client_is_not_read_while_requests_that_it_sent_at_once_wait_to_be_parsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gates = asyncio.Semaphore(0)
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        await gates.acquire()
+        await refuse(scope, receive, send)
+
+    async def act(clock: Clock) -> None:
+        client = Client()
+        client.connect(wait)
+        await client.send(GET * 2000)
+        for num_answers in range(1, 400):
+            assert client.is_paused
+            gates.release()
+            await virtual_sleep(1)
+            assert client.written.count(b"HTTP/1.1 401 ") == num_answers
+        for _ in range(1601):
+            gates.release()
+        await virtual_sleep(1)
+        assert client.written.count(b"HTTP/1.1 401 ") == 2000 and not client.is_paused
+        client.abort()
+
+    run(monkeypatch, act)
+
+
+def test_a_client_that_sends_ever_more_requests_before_it_is_answered_is_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = asyncio.Event()
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        await gate.wait()
+        await refuse(scope, receive, send)
+
+    async def act(clock: Clock) -> None:
+        client = Client()
+        client.connect(wait)
+        assert client.protocol is not None
+        for _ in range(40):
+            await client.send(GET * 2000)  # as it can after each `receive`
+            assert len(client.protocol._unparsed) <= http_protocol.MAX_UNPARSED_BYTES
+        gate.set()
+        await virtual_sleep(1)
+        assert client.written.count(b"HTTP/1.1 401 ") == 1
+        assert b"connection: close" in client.written and client.is_closing()
+
+    run(monkeypatch, act)
+
+
 def test_a_server_that_stops_answers_one_request_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = asyncio.Event()
 
@@ -457,6 +508,7 @@ def test_a_server_that_stops_answers_one_request_of_a_pipeline(monkeypatch: pyte
         await client.send(GET * 1000)
         assert client.protocol is not None
         client.protocol.shutdown()
+        await client.send(GET[5:] + GET)  # begins amid a request that was dropped
         gate.set()
         await virtual_sleep(1)
         assert client.written.count(b"HTTP/1.1 401 ") == 1
