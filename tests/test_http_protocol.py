@@ -105,6 +105,16 @@ async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"no"})
 
 
+def refusing_after(wait: Callable[[], Awaitable[object]]) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    """Return an application that refuses a request when `wait` has returned."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await wait()
+        await refuse(scope, receive, send)
+
+    return app
+
+
 async def stream(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": []})
     for text in (b"a", b"bc"):
@@ -423,10 +433,7 @@ def test_few_of_the_requests_that_a_client_sends_at_once_are_parsed_until_they_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate = asyncio.Event()
-
-    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
-        await gate.wait()
-        await refuse(scope, receive, send)
+    wait = refusing_after(gate.wait)
 
     async def act(clock: Clock) -> None:
         client = Client()
@@ -448,10 +455,7 @@ def test_a_client_is_not_read_while_requests_that_it_sent_at_once_wait_to_be_par
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gates = asyncio.Semaphore(0)
-
-    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
-        await gates.acquire()
-        await refuse(scope, receive, send)
+    wait = refusing_after(gates.acquire)
 
     async def act(clock: Clock) -> None:
         client = Client()
@@ -475,10 +479,7 @@ def test_a_client_that_sends_ever_more_requests_before_it_is_answered_is_hung_up
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate = asyncio.Event()
-
-    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
-        await gate.wait()
-        await refuse(scope, receive, send)
+    wait = refusing_after(gate.wait)
 
     async def act(clock: Clock) -> None:
         client = Client()
@@ -497,10 +498,7 @@ def test_a_client_that_sends_ever_more_requests_before_it_is_answered_is_hung_up
 
 def test_a_server_that_stops_answers_one_request_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = asyncio.Event()
-
-    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
-        await gate.wait()
-        await refuse(scope, receive, send)
+    wait = refusing_after(gate.wait)
 
     async def act(clock: Clock) -> None:
         client = Client()

@@ -353,13 +353,19 @@ def held(work: Callable[..., Any]) -> tuple[Callable[..., Any], threading.Event,
     return wait, began, may_go
 
 
-def test_a_disk_that_hangs_is_waited_for_no_longer_than_computing_takes(engines: Any) -> None:
+def with_held_read(engines: Any) -> tuple[Any, Any, Any, threading.Event, threading.Event]:
+    """Return an engine that has begun to read a prompt's blocks, the prompt's sequence and fetch, and the events of
+    `held`."""
     first = engines()
     first.compute(list(range(22)))
     first.save()
     second = engines()
     second.files.read, began, may_go = held(second.files.read)
-    seq, fetch = second.begin(list(range(22)))
+    return second, *second.begin(list(range(22))), began, may_go
+
+
+def test_a_disk_that_hangs_is_waited_for_no_longer_than_computing_takes(engines: Any) -> None:
+    second, seq, fetch, began, may_go = with_held_read(engines)
     assert fetch is not None and not second.tier.fetches._advance(fetch, may_wait=True)
     began.wait()
     second.now = fetch.patience_s + 1
@@ -397,12 +403,7 @@ def test_blocks_that_nobody_reads_any_more_are_not_waited_for(engines: Any) -> N
 
 
 def test_the_read_of_an_aborted_request_does_not_keep_another_prompt_from_the_disk(engines: Any) -> None:
-    first = engines()
-    first.compute(list(range(22)))
-    first.save()
-    second = engines()
-    second.files.read, began, may_go = held(second.files.read)
-    seq, fetch = second.begin(list(range(22)))
+    second, seq, fetch, began, may_go = with_held_read(engines)
     began.wait()
     second.tier.fetches.forget(seq)
     assert second.tier.fetches._abandoned

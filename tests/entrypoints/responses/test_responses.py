@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -743,17 +744,20 @@ def test_tokens_are_counted_as_the_response_has_them(client: openai.OpenAI) -> N
         client.responses.input_tokens.count(**asked | {"previous_response_id": "resp_no"})
 
 
+@contextlib.contextmanager
+def sharing_a_store(folder: Path, engines: Sequence[FakeEngine]) -> Iterator[list[str]]:
+    """Yield the addresses of servers that have one response store."""
+    with contextlib.ExitStack() as stack:
+        flags: dict[str, Any] = {"response_store": str(folder / "store.db"), "disable_log_requests": True}
+        yield [stack.enter_context(serving(engine, **flags)) for engine in engines]
+
+
 @pytest.mark.long
 def test_two_servers_share_a_file_and_a_dead_one_is_noticed(
     tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = str(tmp_path / "store.db")
     engines = [FakeEngine(tiny_tokenizer) for _ in range(2)]
-    with (
-        serving(engines[0], response_store=path, disable_log_requests=True) as one,
-        serving(engines[1], response_store=path, disable_log_requests=True) as other,
-        httpx.Client(timeout=within(60)) as http,
-    ):
+    with sharing_a_store(tmp_path, engines) as (one, other), httpx.Client(timeout=within(60)) as http:
         made = http.post(f"{one}/v1/responses", json={"input": "Hi"}).json()
         assert http.get(f"{other}/v1/responses/{made['id']}").json() == made
         answer = http.post(f"{other}/v1/responses", json={"input": "?", "previous_response_id": made["id"]})
@@ -778,13 +782,8 @@ def test_two_servers_share_a_file_and_a_dead_one_is_noticed(
 
 def test_events_of_another_servers_response_come_at_its_end(tiny_tokenizer: Path, tmp_path: Path) -> None:
     """Front ends share a port: a client that goes on with its stream may meet another one."""
-    path = str(tmp_path / "store.db")
     engines = [FakeEngine(tiny_tokenizer) for _ in range(2)]
-    with (
-        serving(engines[0], response_store=path, disable_log_requests=True) as one,
-        serving(engines[1], response_store=path, disable_log_requests=True) as other,
-        httpx.Client(timeout=within(60)) as http,
-    ):
+    with sharing_a_store(tmp_path, engines) as (one, other), httpx.Client(timeout=within(60)) as http:
         engines[0].is_paused = True
         id = http.post(f"{one}/v1/responses", json={"input": "Hi", "background": True}).json()["id"]
         wait_until(lambda: len(engines[0].active) == 1)
