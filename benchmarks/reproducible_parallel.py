@@ -40,7 +40,7 @@ class Model:
         ).create_engine_config()  # fmt: skip
         worker = LocalExecutor(config).worker
         self.runner = worker.runner
-        attention = worker.runner.model.description.layers[0].attention
+        attention = worker.runner.model.description.layers[0].attention  # type: ignore[attr-defined]
         assert isinstance(attention, AttentionDescription)
         self.summands = attention.shard.summands
         for cache in self.runner.caches:  # a page that was never written is read from one page of zeros

@@ -145,7 +145,7 @@ def _huge() -> Iterator[Case]:
         "/tokenize": [{"prompt": words}],
         "/detokenize": [{"tokens": [7] * (3 * _MB)}],
     }.items():  # fmt: skip
-        for field in fields:
+        for field in fields:  # type: ignore[attr-defined]
             yield Case(f"{route} ten megabytes of {next(iter(field))}", request(route, _dump({**GOOD[route], **field})))
 
 

@@ -93,4 +93,5 @@ def _look_at(disk: Path, expected: dict[str, bytes]) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    serve(*sys.argv[1:4], int(sys.argv[4]))
+    model, tokenizer, disk, seed = sys.argv[1:]
+    serve(model, tokenizer, disk, int(seed))
