@@ -108,6 +108,7 @@ def test_the_gateway_imports_nothing_of_the_engine() -> None:
         "flags",
         "http_protocol",
         "http_server",
+        "json_size",
         "logs",
         "messages_errors",
         "ollama",

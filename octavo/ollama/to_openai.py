@@ -16,6 +16,7 @@ import msgspec
 
 from octavo.body_errors import plain_reason
 from octavo.errors import RequestError
+from octavo.json_size import refuse_json
 from octavo.ollama import OPTIONS, TRUNCATION_HEADER, plain_name
 
 logger = logging.getLogger("octavo.ollama")
@@ -34,7 +35,9 @@ _WITHOUT_EFFECT = frozenset((
     "vocab_only", "use_mmap", "use_mlock", "embedding_only", "num_keep", "repeat_last_n", "penalize_newline",
     "mirostat_eta", "mirostat_tau",
 ))  # fmt: skip
-_MAX_VALUES = 1 << 18  # of a body that the gateway's event loop parses: some 50 ms
+# Of a body that the gateway's event loop parses: some 50 ms.
+_MAX_NODES = 1 << 18
+_MAX_DEPTH = 128
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"([-+]?)((?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+)")
 # The first letters of a file in base64.
@@ -126,11 +129,7 @@ _BODIES: dict[Kind, type[_Request]] = {
 
 def translate(path: str, data: bytes) -> Translated:
     """Return the request of OpenAI's API for the body of a request for one of `PATHS`. Raises `RequestError`."""
-    if sum(map(data.count, (b",", b"[", b"{"))) > _MAX_VALUES:
-        raise RequestError(
-            f"{path}: the body has more than {_MAX_VALUES} commas and brackets; OpenAI's routes take longer ones.",
-            status=413, code="request_too_large",
-        )  # fmt: skip
+    refuse_json(data, _MAX_NODES, _MAX_DEPTH)
     try:
         body = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

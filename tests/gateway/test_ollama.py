@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import ollama
 import pytest
 from hypothesis import given
@@ -120,12 +121,15 @@ def test_a_chat_is_streamed_and_whole(clock: Clock) -> None:
     clock.run(run())
 
 
-def test_a_body_that_would_hold_the_event_loop_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.ollama.to_openai._MAX_VALUES", 11)
-    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "options": {"seed": 1}}
+def test_a_body_of_many_values_is_refused_before_it_is_parsed_whatever_its_texts_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "a, [b], " * 99}], "options": {"seed": 1}}
+    monkeypatch.setattr("octavo.ollama.to_openai._MAX_NODES", 4 * 8 + 4)
     assert translate("/api/chat", json.dumps(body).encode()).model == "m"
-    with pytest.raises(RequestError, match="more than 11 commas"):
-        translate("/api/chat", json.dumps(body | {"x": [[], []]}).encode())
+    monkeypatch.setattr(msgspec.json, "decode", None)
+    with pytest.raises(RequestError, match="more than 36 values"):
+        translate("/api/chat", json.dumps(body | {"x": [1]}).encode())
 
 
 @pytest.mark.parametrize("streams", [True, False])

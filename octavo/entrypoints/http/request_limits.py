@@ -8,8 +8,6 @@ checks the parsed body before any class validates it; fields have the same names
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +16,7 @@ import msgspec
 
 from octavo.errors import RequestError
 from octavo.flags import flag
-
-CONTAINER_NODES = 8  # values that a list or an object counts for, by the cost to create and to collect it
-_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))  # every byte but brackets
-_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+from octavo.json_size import CONTAINER_NODES, refuse_json
 
 _STOPS = ("stop", "stop_sequences")
 _TOKEN_IDS = ("logit_bias", "stop_token_ids")
@@ -59,31 +53,7 @@ class RequestLimits:
 
     def refuse_json(self, body: bytes) -> None:
         """Raise `RequestError` for a body with too many values, or with values nested too deeply."""
-        num_openers = body.count(b"[") + body.count(b"{")
-        if self._most_nodes(body) <= self.max_json_nodes and num_openers <= self.max_json_depth:
-            return  # within the limits even if all brackets count
-        rest = _STRINGS.sub(b"", body)
-        num_nodes = self._most_nodes(rest)
-        if num_nodes > self.max_json_nodes:
-            raise RequestError(
-                f"The body has {num_nodes} values, and a request may have {self.max_json_nodes} here "
-                f"(--max-json-nodes); a list or an object counts for {CONTAINER_NODES}.",
-                code="request_too_large",
-            )
-        steps = map(_STEPS.__getitem__, rest.translate(None, _BRACKETS))
-        if any(depth > self.max_json_depth for depth in itertools.accumulate(steps)):
-            raise RequestError(
-                "The body is nested too deeply: it has more than --max-json-depth, "
-                f"{self.max_json_depth}, lists and objects within each other.",
-                code="request_too_large",
-            )
-
-    @staticmethod
-    def _most_nodes(body: bytes) -> int:
-        """Return the most values that a body can have. Commas and brackets in strings count too, so a body with strings
-        may have fewer."""
-        num_openers = body.count(b"[") + body.count(b"{")
-        return 1 + body.count(b",") + num_openers * CONTAINER_NODES
+        refuse_json(body, self.max_json_nodes, self.max_json_depth, ("--max-json-nodes", "--max-json-depth"))
 
     def refuse_fields(self, fields: object) -> None:
         """Raise `RequestError` for the first field beyond its limit. Fields of a wrong type are left for the body's

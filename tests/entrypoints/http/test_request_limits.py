@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.entrypoints.http.request_limits import CONTAINER_NODES, RequestLimits
+from octavo.entrypoints.http.request_limits import RequestLimits
 from octavo.errors import RequestError
+from octavo.json_size import CONTAINER_NODES
 from tests.entrypoints.fake_engine import FakeEngine, serving
 from tests.entrypoints.http.test_json_worker import any_json
 
@@ -127,14 +128,15 @@ def nodes_and_depth(value: Any) -> tuple[int, int]:
     return 1 + num_nodes, 1 + max((depth for _, depth in sizes), default=0)
 
 
-def test_values_and_depth_are_counted_as_json_has_them_whatever_texts_say() -> None:
+def test_values_and_depth_are_counted_as_json_has_them_whatever_texts_say(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(3)
     for _ in range(200):
+        monkeypatch.setattr("octavo.json_size.PIECE_BYTES", rng.choice((1, 2, 3, 10, 1 << 16)))
         value = [any_json(rng, 2), 'a"[{,\\', {'[[,\\"': ["{[,"]}]
         body = json.dumps(value, ensure_ascii=rng.random() < 0.5).encode(errors="surrogatepass")
         num_nodes, depth = nodes_and_depth(value)
         RequestLimits(max_json_nodes=num_nodes, max_json_depth=depth).refuse_json(body)
-        with pytest.raises(RequestError, match=f"{num_nodes} values.*--max-json-nodes"):
+        with pytest.raises(RequestError, match=f"more than {num_nodes - 1} values.*--max-json-nodes"):
             RequestLimits(max_json_nodes=num_nodes - 1, max_json_depth=depth).refuse_json(body)
         with pytest.raises(RequestError, match="--max-json-depth"):
             RequestLimits(max_json_nodes=num_nodes, max_json_depth=depth - 1).refuse_json(body)
