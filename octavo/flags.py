@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from octavo.errors import ConfigError
-from octavo.unknown_flags import advice_on, known_arguments
+from octavo.unknown_flags import SYNONYMS, advice_on, known_arguments
 
 
 def flag(
@@ -79,7 +79,8 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse like argparse, with Octavo's forms of flags. `parse_args` uses it."""
-        words = _with_objects([*map(with_hyphens, sys.argv[1:] if args is None else args)])
+        words = [self._with_own_name(with_hyphens(word)) for word in (sys.argv[1:] if args is None else args)]
+        words = _with_objects(words)
         for word in words:
             if word.startswith("--help="):
                 self._show(word.removeprefix("--help=").replace("_", "-"))
@@ -96,7 +97,7 @@ class FlagParser(argparse.ArgumentParser):
         if not unknown and self.more_words is not None and (more := self.more_words(found, words)):
             found, unknown = self.parse_known_args([*words, *more], before)
         if unknown:
-            names = [word.partition("=")[0].removeprefix("--") for word in unknown if word.startswith("--")]
+            names = [found[1] for word in unknown if (found := re.match(r"--?([a-z][^=.]*)", word))]
             known = [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
             advice = advice_on(names, known)
             if not names and self.for_more_words:
@@ -155,6 +156,14 @@ class FlagParser(argparse.ArgumentParser):
             self.error(f"no flag has {wanted} in its name; --help=all shows all")
         print(self._help_of(found), end="")
         self.exit()
+
+    def _with_own_name(self, word: str) -> str:
+        """Return a word of a command line, with the parser's own name in place of another name of vLLM's."""
+        name = re.split("[=.]", word, maxsplit=1)[0]
+        own = SYNONYMS.get(name)
+        if own is None or self._knows(name) or not self._knows(own.partition(".")[0]):
+            return word
+        return own + word.removeprefix(name)
 
     def _knows(self, word: str) -> bool:
         return word.partition("=")[0] in self._option_string_actions

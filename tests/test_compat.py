@@ -17,20 +17,26 @@ import pytest
 
 import octavo
 from octavo import compat, envs, unknown_flags
-from octavo.config import AsyncEngineArgs, PoolerConfig
+from octavo.bench.offline import make_latency_parser, make_throughput_parser
+from octavo.bench.serve import make_parser as make_serve_parser
+from octavo.bench.startup import make_parser as make_startup_parser
+from octavo.config import AsyncEngineArgs, EngineArgs, PoolerConfig
 from octavo.config.checks import check as check_engine_args
 from octavo.distributed import cleanup_dist_env_and_memory, destroy_distributed_environment, destroy_model_parallel
 from octavo.entrypoints.cli.serve import make_parser, parse_args
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError, LoadError, RequestError
+from octavo.flags import FlagParser
 from octavo.loading.tokenizer import read_tokenizer
 from octavo.logger import init_logger
 from octavo.sampling_params import SamplingParams
 from octavo.transformers_utils.tokenizer import get_tokenizer
+from octavo.unknown_flags import SYNONYMS, advice_on
 from octavo.usage.usage_lib import UsageContext
 from octavo.utils import FlexibleArgumentParser, get_open_port, random_uuid
 from octavo.v1.engine.async_llm import AsyncLLM
 from octavo.v1.engine.llm_engine import LLMEngine
+from tests import vllm_flags
 
 # Flags that work, each with a value that a launch script would give it.
 WORKING = [
@@ -134,6 +140,50 @@ def test_no_flag_of_vllms_that_we_promise_is_unknown() -> None:
     assert promised <= known.keys()
 
 
+@pytest.mark.parametrize(
+    ("parser", "names"),
+    [
+        (make_parser("octavo serve"), vllm_flags.SERVE),
+        (make_serve_parser("octavo bench serve"), vllm_flags.BENCH_SERVE),
+        (make_throughput_parser("octavo bench throughput"), vllm_flags.BENCH_THROUGHPUT),
+        (make_latency_parser("octavo bench latency"), vllm_flags.BENCH_LATENCY),
+        (make_startup_parser("octavo bench startup"), vllm_flags.BENCH_STARTUP),
+    ],
+    ids=lambda value: getattr(value, "prog", ""),
+)
+def test_every_flag_of_vllms_is_known_or_answered_with_advice(parser: FlagParser, names: str) -> None:
+    known = parser._option_string_actions
+    without = [
+        name
+        for name in names.split()
+        if name not in known
+        and SYNONYMS.get(name, "").partition(".")[0] not in known
+        # --ubatch-size means llama.cpp's. No other flag is guessed from its spelling.
+        and not advice_on([name.lstrip("-")], ["max-num-batched-tokens"])
+    ]
+    assert not without
+
+
+def test_vllms_other_names_of_flags_mean_octavos() -> None:
+    engine_args, server_args = check("-n=1 -ep -tp 2 --spec-method=ngram --spec-tokens 3 --sse-keep-alive-interval 2")
+    assert engine_args.nnodes == 1 and engine_args.enable_expert_parallel
+    assert engine_args.speculative_config == {"method": "ngram", "num_speculative_tokens": 3}
+    assert server_args.stream_keep_alive == 2
+    with pytest.raises(ConfigError, match=r"--compilation-config .* is not built yet"):
+        check("-cc.mode 3")
+    for name, meaning in SYNONYMS.items():
+        assert meaning.partition(".")[0] in make_parser("octavo serve")._option_string_actions, name
+
+
+def test_a_parser_with_a_flag_of_another_names_spelling_keeps_its_own() -> None:
+    parser = FlexibleArgumentParser()
+    EngineArgs.add_cli_args(parser)
+    parser.add_argument("--spec-method")
+    parser.add_argument("-n", type=int)
+    args = parser.parse_args(["--spec-method", "mine", "-n", "3"])
+    assert (args.spec_method, args.n, args.nnodes, args.speculative_config) == ("mine", 3, 1, None)
+
+
 def test_an_unknown_flag_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_args(["--no-such-flag"], "octavo serve")
@@ -153,6 +203,9 @@ def test_an_unknown_flag_ends_the_command(capsys: pytest.CaptureFixture[str]) ->
         # Values with spaces, as manifests write them, are not taken for a model.
         (["--kv-transfer-config={'kv_connector': 'x'}"], "kv-transfer-config: it is not built yet"),
         (["--structured-outputs-config.backend=guidance"], "structured-outputs-config: leave it out"),
+        (["--profiler-config.profiler", "torch"], "profiler-config: leave it out: /ui and /metrics show"),
+        (["-dcp", "2"], "dcp: it is not built yet; leave it out."),
+        (["-ac.backend", "FLASH_ATTN"], "ac: leave it out: kernels are chosen by device and model"),
     ],
 )
 def test_an_unknown_flag_of_vllms_says_what_to_do(
@@ -161,7 +214,7 @@ def test_an_unknown_flag_of_vllms_says_what_to_do(
     with pytest.raises(SystemExit):
         parse_args(words, "octavo serve")
     error = capsys.readouterr().err
-    assert "unrecognized arguments: --" in error
+    assert "unrecognized arguments: -" in error
     assert said in error
 
 
@@ -169,7 +222,7 @@ def test_what_is_advised_exists_and_what_exists_needs_no_advice() -> None:
     known = {name.removeprefix("--") for name in make_parser("octavo serve")._option_string_actions}
     for field, advice in unknown_flags._ADVICE.items():
         assert field.replace("_", "-") not in known
-        assert {flag.partition(".")[0] for flag in re.findall(r"--([a-z0-9.-]+)", advice)} <= known, field
+        assert {flag.partition(".")[0] for flag in re.findall(r"--([a-z0-9.-]+)", advice)} <= known | {"runs"}, field
 
 
 def test_keywords_and_keys_of_a_file_get_the_same_advice(tmp_path: Path) -> None:

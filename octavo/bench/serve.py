@@ -66,6 +66,7 @@ def make_parser(prog: str) -> FlagParser:
     )
     server.add_argument("--tokenizer", help="Folder, .gguf file or Hugging Face id; default: the model's.")
     server.add_argument("--api-key", default=sent_by_default(), help="Default: OCTAVO_API_KEY, or OPENAI_API_KEY.")
+    server.add_argument("--trust-remote-code", action="store_true", help="Run Python code of the tokenizer's folder.")
     server.add_argument("--tokenizer-mode", choices=("auto",), default="auto", help="Always found from the files.")
     server.add_argument(
         "--ready-check-timeout-sec", type=float, default=0.0, help="Seconds to wait for a server that is not ready yet "
@@ -332,7 +333,7 @@ async def _measure(plan: Plan) -> tuple[list[RequestResult], float, list[BenchPr
     from octavo.loading.checkpoint import find_tokenizer
     from octavo.loading.tokenizer import read_tokenizer
 
-    prompts = sample_prompts(args, read_tokenizer(find_tokenizer(plan.tokenizer)))
+    prompts = sample_prompts(args, read_tokenizer(find_tokenizer(plan.tokenizer), args.trust_remote_code))
     models = plan.models(len(prompts))
     bodies = [plan.body(prompt, model) for prompt, model in zip(prompts, models, strict=True)]
     for _ in range(args.num_warmups):

@@ -68,7 +68,7 @@ def _own_parser() -> FlagParser:
     """Return a parser of the flags that are not passed on to the server."""
     own = FlagParser(add_help=False)
     own.add_argument("--runs", type=positive_int, default=3, help="Starts to measure, after one that does not count.")
-    own.add_argument("--json", metavar="FILE", help="Write all figures there.")
+    own.add_argument("--json", "--output-json", metavar="FILE", help="Write all figures there.")
     return own
 
 

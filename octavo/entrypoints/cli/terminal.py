@@ -7,6 +7,7 @@ import http.client
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -68,6 +69,7 @@ def talk(args: argparse.Namespace) -> None:
         messages.append({"role": "user", "content": text})
         choices = client.stream("/chat/completions", messages=messages)
         answer = _print_answer(choices, _delta_parts, make_view(plain=args.plain), goes_on=is_typed)
+        client.print_stats()
         if answer is None:  # without an answer the question is dropped from the conversation
             messages.pop()
         else:
@@ -81,6 +83,7 @@ def complete(args: argparse.Namespace) -> None:
     for text in _texts(args):
         choices = client.stream("/completions", prompt=text)
         _print_answer(choices, lambda choice: ("", choice.text or ""), PlainView(), goes_on=_is_typed(args))
+        client.print_stats()
 
 
 def _is_typed(args: argparse.Namespace) -> bool:
@@ -108,8 +111,13 @@ class _Choice(msgspec.Struct, frozen=True):
     delta: _Delta = _Delta()
 
 
+class _Usage(msgspec.Struct, frozen=True):
+    completion_tokens: int = 0
+
+
 class _Chunk(msgspec.Struct, frozen=True):
     choices: list[_Choice] | None = None
+    usage: _Usage | None = None
 
 
 def _delta_parts(choice: _Choice) -> tuple[str, str]:
@@ -153,6 +161,7 @@ def _make_parser(prog: str, description: str) -> FlagParser:
     parser.add_argument("--model", "--model-name", help="Default: the first model that the server lists.")
     parser.add_argument("--max-tokens", type=int, help="The most tokens of an answer.")
     parser.add_argument("--temperature", type=float, help="0 is greedy; default: the server's.")
+    parser.add_argument("--stats", action="store_true", help="Print the time to the first token and tokens/s.")
     parser.add_argument(
         "--history", action=argparse.BooleanOptionalAction, default=True,
         help=f"Whether lines typed on a terminal are kept in a file ({_HISTORY}), to be recalled in later runs.",
@@ -247,12 +256,17 @@ class ApiClient:
         self._options = {
             name: value for name in ("max_tokens", "temperature") if (value := getattr(args, name, None)) is not None
         }
+        self._stats = ""  # of the last answer
+        if getattr(args, "stats", False):
+            self._options["stream_options"] = {"include_usage": True}
         self.model: str = (args.model or self._first_model()) if needs_model else ""
 
     def stream(self, path: str, **body: Any) -> Generator[_Choice, None, None]:
         """Yield the first choice of every chunk. Closing the iterator hangs up, which ends the request on the
         server."""
         body = {"model": self.model, "stream": True, **self._options, **body}
+        self._stats = ""
+        begun, first = time.monotonic(), None
         with closing(self.request("POST", path, body)) as response:
             events = EventReader()
             while data := response.read1():
@@ -262,9 +276,20 @@ class ApiClient:
                     chunk = self._parsed(event)
                     if "error" in chunk:
                         raise OctavoError(_error_message(event))
-                    if choices := self._read_as(_Chunk, path, chunk).choices:
-                        yield choices[0]
+                    read = self._read_as(_Chunk, path, chunk)
+                    if read.choices:
+                        # The chunk of a chat's role comes before any token.
+                        if first is None and (read.choices[0].text or any(_delta_parts(read.choices[0]))):
+                            first = time.monotonic()
+                        yield read.choices[0]
+                    elif read.usage is not None and first is not None:
+                        self._stats = _stats(first - begun, time.monotonic() - first, read.usage.completion_tokens)
         raise OctavoError(f"{self._url} ended the answer too early.")
+
+    def print_stats(self) -> None:
+        """Print the statistics of the last answer, if they were asked for and it is complete."""
+        if self._stats:
+            print(self._stats, file=sys.stderr)
 
     def _first_model(self) -> str:
         names = self.model_names()
@@ -336,6 +361,12 @@ class ApiClient:
                 said = f"{said} (It needs an API key, or a different one: --api-key, or the variable OCTAVO_API_KEY.)"
             raise StatusError(f"{self._url} answered {response.status}: {said}", response.status)
         return response
+
+
+def _stats(first_s: float, others_s: float, num_tokens: int) -> str:
+    """Return a line of an answer: the seconds to its first token, and the rate of the others."""
+    rate = f", then {(num_tokens - 1) / others_s:.1f} tokens/s" if num_tokens > 1 and others_s > 0 else ""
+    return f"{num_tokens} tokens: the first after {first_s * 1000:.0f} ms{rate}"
 
 
 def _error_message(body: bytes) -> str:

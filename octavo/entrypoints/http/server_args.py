@@ -61,6 +61,9 @@ class ServerArgs(RequestLimits, Flags):
         None, "Certificates (PEM) of authorities; clients must show a certificate that one of them signed.",
         needs="ssl_certfile",
     )  # fmt: skip
+    ssl_ciphers: str | None = flag(
+        None, "Ciphers of TLS 1.2 as OpenSSL lists them; default: OpenSSL's.", needs="ssl_certfile"
+    )
     headless: bool = flag(
         False, "Run as a node of --nnodes other than node 0, or a host of --data-parallel-size-local, without HTTP."
     )
@@ -304,8 +307,14 @@ class ServerArgs(RequestLimits, Flags):
     def _check_certificate(self, certfile: str) -> None:
         import ssl
 
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        if self.ssl_ciphers is not None:
+            try:
+                context.set_ciphers(self.ssl_ciphers)
+            except ssl.SSLError:
+                raise ConfigError(f"--ssl-ciphers {self.ssl_ciphers} names no cipher that OpenSSL has.") from None
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, self.ssl_keyfile)
+            context.load_cert_chain(certfile, self.ssl_keyfile)
         except (ssl.SSLError, OSError) as error:
             raise ConfigError(
                 f"--ssl-certfile {certfile} and --ssl-keyfile {self.ssl_keyfile} are not a certificate and its key in "

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import socket
 import ssl
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.entrypoints.http.app import build_app
 from octavo.entrypoints.http.error_responses import error_body
@@ -42,7 +42,9 @@ class HttpServer(DrainingServer):
         self._batches: asyncio.Task[None] | None = None  # continues the batches of servers that have ended
         _ = self.state.formats  # recognise the formats now, so that no chat waits
         self._shutdown_timeout_s = args.shutdown_timeout
-        more = {} if takes_signals else {"signals": ()}
+        more: dict[str, Any] = {} if takes_signals else {"signals": ()}
+        if args.ssl_ciphers is not None:
+            more["ssl_ciphers"] = args.ssl_ciphers
         super().__init__(
             app,
             lambda: self.state.num_in_flight,

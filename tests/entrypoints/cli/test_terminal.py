@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from io import StringIO
@@ -84,6 +85,15 @@ def test_commands_of_a_chat_come_from_pipes_too(address: str, engine: FakeEngine
     asked = subprocess.run(command, input="/help\n/foo\n /foo\n", capture_output=True, text=True, check=True)
     assert asked.stdout == "Hello there\n" and len(engine.seen) == 1
     assert "forget the conversation" in asked.stderr and "/foo is no command" in asked.stderr
+
+
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_stats_tell_the_tokens_and_their_speed(command: str, address: str) -> None:
+    words = [sys.executable, "-m", "octavo.entrypoints.cli.main", command, "--url", address + "/v1", "-q", "Hi"]
+    asked = subprocess.run([*words, "--stats"], capture_output=True, text=True, check=True)
+    assert asked.stdout == "Hello there\n"
+    assert re.fullmatch(r"12 tokens: the first after \d+ ms, then [\d.]+ tokens/s\n", asked.stderr)
+    assert "tokens/s" not in subprocess.run(words, capture_output=True, text=True, check=True).stderr
 
 
 def test_a_terminal_shows_markdown_unless_it_is_told_not_to(address: str, engine: FakeEngine) -> None:

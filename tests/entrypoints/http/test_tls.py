@@ -56,6 +56,20 @@ def test_a_key_that_is_not_the_certificates_is_refused(certificate: tuple[str, s
         ServerArgs(ssl_certfile=certificate[0]).check()
 
 
+def test_ciphers_are_openssls(engine: FakeEngine, certificate: tuple[str, str]) -> None:
+    flags = {"ssl_certfile": certificate[0], "ssl_keyfile": certificate[1]}
+    with pytest.raises(ConfigError, match="--ssl-ciphers no-cipher names no cipher"):
+        ServerArgs(**flags, ssl_ciphers="no-cipher").check()
+    trusting = ssl.create_default_context(cafile=certificate[0])
+    trusting.maximum_version = ssl.TLSVersion.TLSv1_2
+    with serving(engine, **flags, ssl_ciphers="ECDHE-RSA-AES256-GCM-SHA384") as url:
+        trusting.set_ciphers("ECDHE-RSA-AES256-GCM-SHA384")
+        assert httpx.get(url + "/health", verify=trusting).status_code == 200
+        trusting.set_ciphers("ECDHE-RSA-AES128-GCM-SHA256")
+        with pytest.raises(httpx.ConnectError, match="SSL"):
+            httpx.get(url + "/health", verify=trusting)
+
+
 def test_every_key_is_compared_whole_whatever_was_sent(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[tuple[int, int]] = []
 
