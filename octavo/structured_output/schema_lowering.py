@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from octavo.structured_output.pattern_cost import is_tame, length_is_costly, patterns_meet
 from octavo.structured_output.schema_alternatives import AlternativesWriter
-from octavo.structured_output.schema_formats import CHECKED_FORMATS, WRITTEN_FORMATS, format_keywords
+from octavo.structured_output.schema_formats import CHECKED_FORMATS, format_keywords
 from octavo.structured_output.schema_keywords import (
     IN_PLACE,
     SILENT,
@@ -36,6 +36,7 @@ from octavo.structured_output.schema_references import check_cycles, prune_empty
 from octavo.structured_output.schema_validation import array_parts, bounds_of, is_type, types_in
 
 _MAX_LENGTH = 1 << 31  # longer than any answer
+_NO_FORMAT: Mapping[str, str] = {}
 _MAX_TRIED = 40  # most trials of text schemas, each of which takes llguidance about a millisecond
 # Schemas within these limits take llguidance milliseconds; only larger ones are tried in another process.
 _MAX_SIMPLE_NODES = 400
@@ -84,11 +85,11 @@ def lower(
 
 
 @lru_cache(maxsize=1024)
-def _some_text_has(keywords: tuple[tuple[str, Any], ...]) -> bool:
+def _some_text_has(keywords: tuple[tuple[str, Any], ...], form: tuple[tuple[str, str], ...]) -> bool:
     """Return whether llguidance follows a schema for texts, and some text satisfies it."""
     from llguidance import LLMatcher
 
-    schema = {"type": "string", **dict(keywords)}
+    schema = {"type": "string", "allOf": [dict(keywords), dict(form)]}
     return not LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": schema}]}))
 
 
@@ -170,7 +171,7 @@ class _Writer(ObjectWriter, AlternativesWriter):
         if types is None or "number" in types or "integer" in types:
             self._number(schema, types, out, both)
         if types is None or "string" in types:
-            self._string(schema, out)
+            self._string(schema, out, both)
         if types is None or "array" in types:
             self._array(schema, base, out)
         if (types is None or "object" in types) and self._object(schema, base, out, both, is_alone=is_alone_here):
@@ -293,7 +294,7 @@ class _Writer(ObjectWriter, AlternativesWriter):
         self._origins[id(whole)] = whole, keyword
         both.append({"anyOf": whole} if len(whole) > 1 else whole[0] if whole else False)
 
-    def _string(self, schema: dict[str, Any], out: dict[str, Any]) -> None:
+    def _string(self, schema: dict[str, Any], out: dict[str, Any], both: list[Schema]) -> None:
         least, most = size_of("minLength", schema), size_of("maxLength", schema)
         if most is not None and most >= _MAX_LENGTH:
             most = None
@@ -320,8 +321,11 @@ class _Writer(ObjectWriter, AlternativesWriter):
         if (said := format_keywords(schema.get("format"))) is not None and not self._is_coarse:
             beside = {name: out[name] for name in ("pattern", "minLength", "maxLength") if name in out}
             # The format is left out if no text has it and satisfies the other keywords: by itself it forbids nothing.
-            if not beside or (not said.keys() & beside and self._some_text_has(**beside, **said)):
-                out.update(said)
+            if not beside or self._some_text_has(said, **beside):
+                if said.keys() & beside:
+                    both.append(said)
+                else:
+                    out.update(said)
                 self.has_patterns = True
                 self.has_merges |= "pattern" in beside
 
@@ -333,13 +337,12 @@ class _Writer(ObjectWriter, AlternativesWriter):
         pattern.check()
         return False
 
-    def _some_text_has(self, **keywords: Any) -> bool:
-        """Return whether some text satisfies keywords; also False if finding out takes too long."""
-        found = tuple(keywords.items())
+    def _some_text_has(self, form: Mapping[str, str] = _NO_FORMAT, **keywords: Any) -> bool:
+        """Return whether some text satisfies keywords and those of a format; also False if finding out takes too
+        long."""
+        found = tuple(keywords.items()), tuple(form.items())
         self._tried.add(found)
-        pattern = keywords.get("pattern", "")
-        is_known = pattern in WRITTEN_FORMATS.values() or is_tame(pattern)
-        return len(self._tried) <= _MAX_TRIED and is_known and _some_text_has(found)
+        return len(self._tried) <= _MAX_TRIED and is_tame(keywords.get("pattern", "")) and _some_text_has(*found)
 
     def _array(self, schema: dict[str, Any], base: str, out: dict[str, Any]) -> None:
         first, rest = array_parts(schema, self._draft)

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-_CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]", "s": r"\s", "S": r"\S"}
+_SPACES = r"\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"  # of ECMAScript
+_CLASSES = {
+    "d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]", "s": f"[{_SPACES}]", "S": f"[^{_SPACES}]",
+}  # fmt: skip
 _CONTROLS = {"t": r"\t", "n": r"\n", "r": r"\r", "f": r"\f", "v": r"\v"}
 _REPEATED = re.compile(r"\{\d+(,\d*)?\}")
 # Characters, classes and escapes of one character, with fixed counts, so that the place after them is known.
@@ -271,7 +274,7 @@ def _class(pattern: str, i: int) -> tuple[str, int]:
             continue
         is_doubled = c in "&~-" and pattern.startswith(c, i - 1)
         # Beside a class such as \d a hyphen is itself, not a range.
-        is_hyphen = c == "-" and (out[-1].startswith((r"\p", r"\P", "[", r"\s", r"\S")) and len(out) > 1)
+        is_hyphen = c == "-" and (out[-1].startswith((r"\p", r"\P", "[")) and len(out) > 1)
         is_hyphen = is_hyphen or (c == "-" and _OWN_CLASS.match(pattern, i + 1) is not None)
         out.append("\\" + c if c == "[" or is_doubled or is_hyphen else c)
         i += 1

@@ -33,7 +33,7 @@ class SchemaWriter:
         self._logic = Logic(document)
         self._names: dict[tuple[int, str, bool], str] = {}
         self._waiting: list[tuple[str, Schema, str, bool]] = []
-        self._tried = set[tuple[tuple[str, Any], ...]]()  # keywords for texts that llguidance has tried
+        self._tried = set[tuple[tuple[tuple[str, Any], ...], ...]]()  # keywords for texts that llguidance has tried
         self._rewriting = 0
         self._num_rewritten = 0
 

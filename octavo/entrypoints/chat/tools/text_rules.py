@@ -17,24 +17,15 @@ WRITTEN = frozenset(("const", "enum", "format", "maxLength", "minLength", "patte
 _MAX_LENGTH = 1 << 16  # of a text; longer limits would take the lexer too long
 
 _HEX = "[0-9A-Fa-f]"
-_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
-_DATE = (
-    "([0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
-    f"|{_LEAP_YEAR}-02-29)"
-)
-_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IN_PATH = rf"([!$&-.0-;=@-Z_a-z~]|%{_HEX}{{2}})"
 _AUTHORITY = rf"(([!$&-.0-;=A-Z_a-z~]|%{_HEX}{{2}})*@)?([!$&-.0-9;=A-Z_a-z~]|%{_HEX}{{2}})*(:[0-9]*)?"
 # The usual texts of each format: some rare ones, such as quoted names in addresses, are left out.
 _FORMATS = {
-    "date": _DATE,
-    "date-time": f"{_DATE}T{_TIME}",
     "email": rf"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@{_LABEL}(\.{_LABEL})+",
     "hostname": rf"{_LABEL}(\.{_LABEL})*",
     "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
-    "time": _TIME,
     "uri": rf"[A-Za-z][A-Za-z0-9+.-]*:(//{_AUTHORITY}(/{_IN_PATH}*)*|/?({_IN_PATH}+(/{_IN_PATH}*)*)?)"
     rf"(\?({_IN_PATH}|[/?])*)?(#({_IN_PATH}|[/?])*)?",
     "uuid": f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
@@ -60,7 +51,9 @@ def text_rules(schema: Mapping[str, Any]) -> tuple[str, ...] | None:
         rules.append(f"(.|\\n){{{least},{most if 'maxLength' in schema else ''}}}")
     said = format_keywords(schema.get("format")) or {}
     expressions = [_FORMATS.get(said["format"])] if "format" in said else []
-    for pattern in filter(None, (schema.get("pattern"), said.get("pattern"))):
+    if "pattern" in said:
+        expressions.append(read_pattern(said["pattern"]).of_whole_text)
+    if pattern := schema.get("pattern"):
         if not isinstance(pattern, str) or not is_tame(pattern) or length_is_costly(pattern, most):
             return None
         try:
