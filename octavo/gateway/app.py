@@ -25,7 +25,7 @@ from octavo.gateway.ollama_routes import OllamaRoutes
 from octavo.gateway.page import STATS_PATH, Page, is_of_page
 from octavo.gateway.proxy import Proxy, WaitLimits
 from octavo.gateway.proxy_request import ProxyRequest, plain_path, route_of
-from octavo.gateway.request_body import RequestBody, read_body
+from octavo.gateway.request_body import LARGE_BYTES, RequestBody, read_body
 from octavo.gateway.request_spans import RequestSpans
 from octavo.gateway.upstream import Headers, is_encoded
 from octavo.gateway.usage_counter import UsageCounter
@@ -125,7 +125,7 @@ class GatewayApp:
             target = scope["raw_path"] + (b"?" + query if query else b"")
             if path.startswith(OLLAMA_PREFIX):
                 request = ProxyRequest(scope["method"], path, target, headers, RequestBody(data), arrival, counter)
-                client, work = self._ollama.begin(request, client)
+                client, work = await self._ollama.begin(request, client)
             else:
                 body = read_body(data, types[0].decode("latin-1") if types else "")
                 client.streams = body.streams
@@ -248,6 +248,8 @@ class GatewayApp:
                     if num_bytes > self._max_body_bytes:
                         raise self._too_long()
                     if not message.get("more_body", False):
+                        if num_bytes > LARGE_BYTES:
+                            return await asyncio.to_thread(b"".join, parts)  # it lets the event loop run
                         return parts[0] if len(parts) == 1 else b"".join(parts)
         except TimeoutError:
             raise RequestError(f"The body did not arrive within {BODY_TIMEOUT_S:g} s.", status=408) from None

@@ -66,7 +66,7 @@ class Broadcast:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 headers = request.headers_for(replica, keeps_keys=self._keeps_keys)
-                answer = await replica.upstream.send(request.method, request.target, headers, request.body.data)
+                answer = await replica.upstream.send(request.method, request.target, headers, request.body.parts())
                 try:
                     body = await answer.read_all(_MAX_ANSWER_BYTES)
                     status, content_type = answer.status, answer.header(b"content-type")

@@ -147,6 +147,11 @@ class Deployment:
         return {*map(str, places), *(one.name for one in (*self.replicas, *self._gone))}
 
     @property
+    def served_name(self) -> str:
+        """The model's name at its replicas."""
+        return self.entry.served_model_name or self.name
+
+    @property
     def answering_names(self) -> set[str]:
         """The names of the entries that may answer a request for this one."""
         return {self.name, *self.entry.fallbacks, *self.entry.canaries}
@@ -294,7 +299,7 @@ class Deployment:
     def _replica_at(self, address: str) -> Replica:
         key = None if self.entry.api_key_env is None else key_of(self.entry.api_key_env)
         upstream = Upstream(address, timeout_s=self._timeout_s)
-        return Replica(address, upstream, self.entry.served_model_name or self.name, key, self.entry.health)
+        return Replica(address, upstream, self.served_name, key, self.entry.health)
 
     def _move_to(self, addresses: list[str]) -> None:
         """Have replicas at these addresses only. Replicas that have gone may still end the answers that they have
@@ -371,7 +376,7 @@ class Deployment:
     async def _launch_one(self, name: str) -> Replica:
         server = await self._launch(self.name, self.entry)
         upstream = Upstream(server.address, timeout_s=self._timeout_s)
-        replica = Replica(name, upstream, self.name, server.api_key)
+        replica = Replica(name, upstream, self.served_name, server.api_key)
         self._servers[replica] = server
         server.exited.add_done_callback(lambda _: self._on_exit(replica))
         return replica

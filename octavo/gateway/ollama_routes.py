@@ -21,7 +21,7 @@ from octavo.gateway.models import Models
 from octavo.gateway.octavo_commands import ModelCards, run_octavo
 from octavo.gateway.proxy import Proxy
 from octavo.gateway.proxy_request import ProxyRequest, check_use
-from octavo.gateway.request_body import RequestBody, parse
+from octavo.gateway.request_body import LARGE_BYTES, RequestBody, parse
 from octavo.gateway.upstream import UpstreamError
 from octavo.gateway.usage_counter import UsageCounter
 from octavo.ollama import API_VERSION, UNBUILT, plain_name, refuse_unbuilt
@@ -52,7 +52,7 @@ class OllamaRoutes:
         self._models, self._proxy = models, proxy
         self._cards = ModelCards()
 
-    def begin(self, request: ProxyRequest, client: Client) -> tuple[Client, Callable[[], Awaitable[None]]]:
+    async def begin(self, request: ProxyRequest, client: Client) -> tuple[Client, Callable[[], Awaitable[None]]]:
         """Return the client to answer in the place of `client`, and the work that answers it. Of the body of `request`
         only the bytes are read. Raises `RequestError`."""
         path, method = request.path, request.method
@@ -64,7 +64,7 @@ class OllamaRoutes:
         if method != wanted:
             raise RequestError(f"Not allowed to {method} on {path}; it takes {wanted}.", status=405, allow=wanted)
         if path in PATHS:
-            return self._begin_generation(request, client)
+            return await self._begin_generation(request, client)
         if path == "/api/version":
             return client, lambda: _reply(client, {"version": API_VERSION})
         key = None if request.usage_counter is None else request.usage_counter.key
@@ -91,8 +91,13 @@ class OllamaRoutes:
             return client, lambda: self._pull(name, client, streams=body.stream is not False)
         return client, lambda: self._delete(name, client)
 
-    def _begin_generation(self, request: ProxyRequest, client: Client) -> tuple[Client, Callable[[], Awaitable[None]]]:
-        translated = translate(request.path, request.body.data)
+    async def _begin_generation(
+        self, request: ProxyRequest, client: Client
+    ) -> tuple[Client, Callable[[], Awaitable[None]]]:
+        if len(request.body.data) > LARGE_BYTES:
+            translated = await asyncio.to_thread(translate, request.path, request.body.data)
+        else:
+            translated = translate(request.path, request.body.data)
         if translated.only_loads:
             return client, lambda: self._load(translated, client, request.usage_counter)
         translator = AnswerTranslator(client.send, translated, request.arrival)

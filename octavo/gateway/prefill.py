@@ -56,7 +56,8 @@ class Prefill:
             status, said = 503, b""
             try:
                 headers = [*request.headers_for(replica, keeps_keys=self._keeps_keys), (ONLY_PROMPT, b"1")]
-                body = request.body.naming(replica.served_name)
+                await request.body.prepare(replica.served_name, reads_prefixes=False)
+                body = request.body.parts(replica.served_name)
                 answer = await replica.upstream.send(request.method, request.target, headers, body)
                 try:
                     status, said = answer.status, await answer.read_all(_MAX_ERROR_BYTES)

@@ -148,6 +148,8 @@ class Proxy:
         cannot. If none can, the client gets the model's own error."""
         errors: list[RequestError] = []
         retry = RetryState()
+        if deployment.entry.canaries:
+            await request.body.prepare(None, reads_prefixes=True)
         canary = self._canary_of(deployment, pinned_replica, request)
         for one in self._models_to_try(canary, deployment, pinned_replica, request):
             if request.usage_counter is not None:
@@ -202,6 +204,7 @@ class Proxy:
         """Have a replica of the model answer."""
         deployment, retry = attempt.deployment, attempt.retry
         await deployment.wait_for_addresses()
+        await attempt.request.body.prepare(deployment.served_name, reads_prefixes=_reads_prefixes(deployment))
         may_restart = True  # the model, once, if its last replica has died meanwhile
         while True:
             try:
@@ -286,7 +289,7 @@ class Proxy:
         if (pinned := attempt.pinned_replica) is not None:
             return None if pinned in attempt.retry.tried else pinned
         deployment, body, tried = attempt.deployment, attempt.request.body, attempt.retry.tried
-        if not deployment.entry.may_be_several and deployment.entry.prefill_model is None:
+        if not _reads_prefixes(deployment):
             return deployment.router.choose(deployment.replicas, {}, tried)
         (prefixes, shared_prefix), session = body.prefixes, attempt.request.session
         shared_key = (session or shared_prefix) if self._several_gateways else None
@@ -295,7 +298,7 @@ class Proxy:
     async def _answer_with_replica(self, attempt: Attempt, replica: Replica) -> None:
         """Have a replica answer, or resume the stream that the client has."""
         request, client = attempt.request, attempt.client
-        body = client.progress.resumed(request.body.naming(replica.served_name))
+        body = request.body.parts(replica.served_name, client.progress.resume_fields())
         headers = request.headers_for(replica, keeps_keys=self._keeps_keys)
         if replica.has_notes and not attempt.deployment.base.entry.is_local:  # which no other gateway asks
             names = written_names(replica.served_name, request.body.prefixes[0], request.session)
@@ -433,6 +436,10 @@ class Proxy:
         finally:
             self._num_waiting -= 1
             client.loads_s.append(time.monotonic() - begin)
+
+
+def _reads_prefixes(deployment: Deployment) -> bool:
+    return deployment.entry.may_be_several or deployment.entry.prefill_model is not None
 
 
 def _refused_error(replica: Replica, outcome: Outcome, answer: Answer) -> _ReplicaError:

@@ -100,11 +100,12 @@ class StreamProgress:
         before, self._num_seen = self._num_seen, len(self._tokens)
         return self._num_seen > before
 
-    def resumed(self, body: bytes) -> bytes:
-        """Return a request's body that asks to go on with the stream."""
+    def resume_fields(self) -> dict[str, bytes]:
+        """Return the fields (JSON) of a request that asks to go on with the stream; none if it has no tokens to go on
+        with."""
         if self._about is None:
-            return body
+            return {}
         more = {"tokens": b"[" + b",".join(self._tokens) + b"]"}
         if self._prompt:
             more["prompt"] = self._prompt
-        return with_fields(body, {"resume": with_fields(self._about, more)})
+        return {"resume": with_fields(self._about, more)}

@@ -12,11 +12,13 @@ import ipaddress
 import re
 import ssl
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
+
+from octavo.gateway.request_body import PIECE_BYTES, Part
 
 Headers = Sequence[tuple[bytes, bytes]]
 Sink = Callable[[bytes], bool]  # takes bytes; returns False if it can take no more yet
@@ -84,13 +86,18 @@ class Upstream:
         """Whether nobody outside reads what is sent: the address is near, or the connection is encrypted."""
         return self.is_near or self._ssl is not None
 
-    async def send(self, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Answer:
-        """Send a request and return its answer once the status and headers are here. Raises `UpstreamError`."""
+    async def send(
+        self, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes | list[Part]
+    ) -> Answer:
+        """Send a request, whose body may be in parts, and return its answer once the status and headers are here.
+        Raises `UpstreamError`."""
+        parts: list[Part] = [body] if isinstance(body, bytes) else body
+        num_bytes = sum(map(len, parts))
         lines = [b"%s %s HTTP/1.1" % (method.encode(), self._prefix + target), b"host: " + self._host_header]
         lines += [b"%s: %s" % header for header in headers]
-        if body or method in ("POST", "PUT", "PATCH"):
-            lines.append(b"content-length: %d" % len(body))
-        message = b"\r\n".join(lines) + b"\r\n\r\n" + body
+        if num_bytes or method in ("POST", "PUT", "PATCH"):
+            lines.append(b"content-length: %d" % num_bytes)
+        message = [b"\r\n".join(lines) + b"\r\n\r\n", *parts]
         was_lost = False
         if (connection := self._take_idle()) is not None:
             try:
@@ -266,6 +273,17 @@ class Answer:
             self.fail(UpstreamError(f"nothing came for {self._timeout_s:g} s"))
 
 
+def _pieces(message: Sequence[Part]) -> Iterator[Part]:
+    """Yield a short message whole, and a longer one in pieces: one write takes all that it is given, and would hold the
+    event loop while it copies or encrypts that."""
+    if sum(map(len, message)) <= PIECE_BYTES:
+        yield b"".join(message)
+        return
+    for part in message:
+        for begin in range(0, len(part), PIECE_BYTES):
+            yield memoryview(part)[begin : begin + PIECE_BYTES]
+
+
 def _long_head() -> UpstreamError:
     return UpstreamError(f"the head of the server's answer has more than {MAX_HEAD_BYTES} bytes")
 
@@ -285,6 +303,9 @@ class _Connection(asyncio.Protocol):
         self._has_head = False
         self._ends_with_connection = self._keeps_alive = False
         self._num_requests = 0
+        self._unsent: Iterator[Part] = iter(())  # of the request
+        self._is_sent = True
+        self._may_write = True
         self.idle_since = 0.0
 
     @property
@@ -295,15 +316,17 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports have no class of asyncio as a base
         self._others.add(self)
 
-    async def ask(self, message: bytes, timeout_s: float) -> Answer:
-        """Send a request's bytes, and return the answer once its head has come. Raises `UpstreamError`."""
+    async def ask(self, message: Sequence[Part], timeout_s: float) -> Answer:
+        """Send a request's bytes, and return the answer once its head has come, even before all bytes are sent. Raises
+        `UpstreamError`."""
         answer = self._answer = Answer(self, timeout_s)
         self._parser = httptools.HttpResponseParser(self)
         self._has_head = self._ends_with_connection = self._keeps_alive = False
         self._num_head_bytes = 0
         self._num_requests += 1
         try:
-            self._transport.write(message)
+            self._unsent, self._is_sent = _pieces(message), False
+            self._send()
             while not self._has_head:
                 await answer.wait()
         except BaseException:
@@ -316,14 +339,31 @@ class _Connection(asyncio.Protocol):
         if self._answer is not answer:
             return
         self._answer = None
-        if answer.is_whole and self._keeps_alive and not self._transport.is_closing():
+        if answer.is_whole and self._is_sent and self._keeps_alive and not self._transport.is_closing():
             self.idle_since = time.monotonic()
             self._transport.resume_reading()
             self._idle.append(self)
         else:
             self.abort()
 
+    def _send(self) -> None:
+        """Write pieces of the request while the server keeps up."""
+        while self._may_write and not self._is_sent:
+            if (piece := next(self._unsent, None)) is None:
+                self._is_sent = True
+            else:
+                self._transport.write(piece)
+
+    def pause_writing(self) -> None:
+        self._may_write = False
+
+    def resume_writing(self) -> None:
+        self._may_write = True
+        if not self._transport.is_closing():
+            self._send()
+
     def abort(self) -> None:
+        self._unsent = iter(())
         self._transport.abort()
         if self._answer is not None:
             self._answer.fail(UpstreamError("the connection was cut"))

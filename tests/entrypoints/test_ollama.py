@@ -86,7 +86,7 @@ def test_a_suffix_needs_tokens_for_it(
     ("body", "said"),
     [
         (b'{"model": "m", "options": ' + b"[" * 2000 + b"]" * 2000 + b"}", "--max-json-depth"),
-        (b'{"model": "m", "options": ' + b"[" * 3_000_000, "values"),
+        (b'{"model": "m", "options": [' + b"[]," * 1_000_000, "--max-json-nodes"),
         (b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}', "surrogate"),
         (b'{"model": "m", "\\ud800": 1}', "surrogate"),
         (b'{"model": 5}', "model should be a string, got an integer."),

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.errors import RequestError
-from octavo.gateway import request_body
-from octavo.gateway.request_body import read_body
+from octavo.gateway import request_body, upstream
+from octavo.gateway.request_body import RequestBody, read_body
+from tests.gateway.fakes import answer_plainly, fake_servers, gateway
 
 JSON = "application/json"
 _values = st.recursive(
@@ -28,19 +33,21 @@ def test_nothing_but_the_models_name_changes(fields: dict[str, object], name: st
     data = json.dumps(body, indent=1).encode()
     read = read_body(data, JSON)
     assert read.model == name
-    assert json.loads(read.naming(other)) == {**body, "model": other}
-    assert read.naming(name) is data
+    assert json.loads(b"".join(read.parts(other))) == {**body, "model": other}
+    assert read.parts(name) == [data]
 
 
 def test_the_outermost_name_is_the_one_that_changes() -> None:
     data = rb'{"messages": [{"model": "m"}, "{\"model\": \"m\"}"], "model": "m", "x": {"model": "m"}}'
-    assert read_body(data, JSON).naming("n") == data.replace(b'], "model": "m"', b'], "model":"n"'.replace(b":", b": "))
+    assert b"".join(read_body(data, JSON).parts("n")) == data.replace(
+        b'], "model": "m"', b'], "model":"n"'.replace(b":", b": ")
+    )
 
 
 def test_a_name_that_cannot_be_found_is_refused_and_not_searched_for_ever() -> None:
     data = b'{"x": [' + b'{"model": "m"},' * 1000 + b'1], "model": "m"}'
     with pytest.raises(RequestError, match="put the key"):
-        read_body(data, JSON).naming("n")
+        read_body(data, JSON).parts("n")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +66,7 @@ def test_a_form_is_read_by_its_own_boundary() -> None:
     data = part("file", b'--b\r\nname="model"') + part("model", b"m\xc3\xa9") + part("stream", b"true") + b"--b+1--\r\n"
     read = read_body(data, 'multipart/form-data; boundary="b+1"')
     assert (read.model, read.streams) == ("mé", True)
-    assert read.naming("longer") == data.replace(b"m\xc3\xa9", b"longer")
+    assert b"".join(read.parts("longer")) == data.replace(b"m\xc3\xa9", b"longer")
     assert read_body(part("file", b"x"), "multipart/form-data; boundary=b+1").model is None
     with pytest.raises(RequestError, match="boundary"):
         read_body(data, "multipart/form-data")
@@ -162,3 +169,61 @@ def test_text_beside_media_counts_as_text(medium: dict[str, object]) -> None:
 def test_flags_are_read_as_servers_do_that_take_more_than_booleans(written: str, is_on: int) -> None:
     read = read_body(b'{"stream": %b, "background": %b}' % (written.encode(), written.encode()), JSON)
     assert read.streams == read.is_background == bool(is_on)
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 100])
+def test_work_in_pieces_finds_the_same(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    document = {"type": "document", "source": {"type": "text", "data": "some words " * 99}}
+    image = {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{'/9j+' * 2000}"}}
+    talk = [{"role": "system", "content": "be kind"}, {"role": "user", "content": [document, image]}]
+    for body in ({"messages": talk}, {"prompt": "x " * 3000}, {"prompt": [1, 2] * 900}):
+        data = json.dumps({**body, "tools": [{"model": "m"}], "model": "m", "n": 1}).encode()
+        whole = read_body(data, JSON)
+        expected = whole.prefixes, b"".join(whole.parts("other", {"seed": b"3"}))
+        with monkeypatch.context() as patch:
+            patch.setattr(request_body, "PIECE_BYTES", piece_bytes)
+            pieces = read_body(data, JSON)
+            assert (pieces.prefixes, b"".join(pieces.parts("other", {"seed": b"3"}))) == expected
+        assert json.loads(expected[1]) == json.loads(data) | {"model": "other", "seed": 3}
+
+
+def test_a_large_body_is_scanned_once_and_copied_nowhere_and_all_else_is_done_in_a_thread_in_small_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_scans, on_loop, written = 0, list[bool](), list[int]()
+    decode, find, pieces = request_body._decode_fields, RequestBody._find_prefixes, upstream._pieces
+    loops_thread = threading.get_ident()
+
+    def counted(data: bytes) -> Any:
+        nonlocal num_scans
+        num_scans += 1
+        return decode(data)
+
+    def noted(self: RequestBody) -> Any:
+        on_loop.append(threading.get_ident() == loops_thread)
+        return find(self)
+
+    def measured(message: Any) -> Iterator[Any]:
+        for piece in pieces(message):
+            written.append(len(piece))
+            yield piece
+
+    monkeypatch.setattr(request_body, "_decode_fields", counted)
+    monkeypatch.setattr(RequestBody, "_find_prefixes", noted)
+    monkeypatch.setattr(upstream, "_pieces", measured)
+
+    async def run() -> None:
+        async with fake_servers(answer_plainly, answer_plainly) as servers:
+            addresses = [one.address for one in servers]
+            async with gateway({"a": {"addresses": addresses}}) as gate:
+                content = "words " * 700_000
+                answer = await gate.ask(messages=[{"role": "user", "content": content}])
+                assert answer.status_code == 200
+                (asked,) = (asked for server in servers for asked in server.asked)
+                assert asked.json["messages"][0]["content"] == content
+                body = max(len(asked.body), 1)
+                assert num_scans == 1 and on_loop == [False]
+                assert max(written) <= request_body.PIECE_BYTES < body and sum(written) >= body
+
+    asyncio.run(run())  # a jumping clock would not wait for threads
+    assert read_body(data := b'{"a": 1}', JSON).parts()[0] is data
