@@ -134,9 +134,11 @@ class HttpProtocol(HttpToolsProtocol):
         if self._end_timer is not None:
             self._end_timer.cancel()
         self._detach()
-        if self._answering is not None and not self._answering.response_complete:
-            self._answering.disconnected = True
-            self._answering.message_event.set()
+        if (answering := self._answering) is not None and not answering.response_complete:
+            answering.disconnected = True
+            answering.message_event.set()
+            if isinstance(answering, ResponseCycle):
+                answering.on_disconnect()
         self._answering = None
         self.pipeline.clear()
         self._unparsed = b""
@@ -357,6 +359,7 @@ class ResponseCycle(RequestResponseCycle):
     answer without a length to HTTP/1.0, which has no chunks, ends with the connection."""
 
     _ends_with_connection = False
+    on_disconnect: Callable[..., object] = staticmethod(_do_nothing)
 
     async def run_asgi(self, app: Any) -> None:
         """Answer with `app`, and log its errors. The end of the server cancels requests: it logs their number, where
@@ -380,6 +383,16 @@ class ResponseCycle(RequestResponseCycle):
         if self.chunked_encoding and not self._ends_with_connection and not self.disconnected:
             writer.open(self.transport.write)
             self.transport.attach(writer)  # type: ignore[attr-defined]
+
+    def watch(self, on_disconnect: Callable[[], object] | None) -> None:
+        """Call `on_disconnect` if the client hangs up before the answer is complete. None: watch no longer."""
+        self.on_disconnect = on_disconnect or _do_nothing
+        if on_disconnect is None:
+            return
+        if self.disconnected:
+            on_disconnect()
+        else:
+            self.flow.resume_reading()  # a pipelined request has paused it, and its end would not be noticed
 
     def send(self, message: Any) -> Any:
         """Send a message without a coroutine of its own, because streams call this for every chunk."""

@@ -293,6 +293,32 @@ def test_a_sink_is_open_while_its_client_is_there_and_keeps_up(monkeypatch: pyte
     run(monkeypatch, act)
 
 
+@pytest.mark.parametrize("leaves", ["before", "while watched", "afterwards"])
+def test_a_connection_tells_that_its_client_has_hung_up(monkeypatch: pytest.MonkeyPatch, leaves: str) -> None:
+    """Also while further requests wait, for which reading was paused."""
+    told: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        connection = send.__self__  # type: ignore[attr-defined]
+        if leaves == "before":
+            client.abort()
+        connection.watch(lambda: told.append(leaves))
+        assert not client.is_paused
+        if leaves == "while watched":
+            client.abort()
+            return
+        connection.watch(None)
+        client.abort()
+
+    async def act(clock: Clock) -> None:
+        client.connect(app)
+        await client.send(GET + GET)
+        assert client.is_gone and told == ([] if leaves == "afterwards" else [leaves])
+
+    client = Client()
+    run(monkeypatch, act)
+
+
 def test_a_client_of_http_1_0_gets_no_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     async def act(clock: Clock) -> None:
         client = Client()

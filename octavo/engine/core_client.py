@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_GRACE_S = 5.0
 _POLL_MS = 20  # between checks whether a core that has not connected yet has ended
-_READ_S = 0.002  # of a turn of the event loop; longer than streams get, so that a fast engine's messages do not pile up
+_READ_S = 0.001  # of a turn of the event loop; longer than streams get, so that a fast engine's messages do not pile up
 _MAX_PATH_BYTES = 98  # of the sockets' folder; a socket's path, with "/out", has at most 103 bytes (macOS)
 
 

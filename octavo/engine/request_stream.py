@@ -32,7 +32,7 @@ class RequestStream:
     """The outputs of one request on their way to its caller or to its `sink`, and the error that comes after them."""
 
     __slots__ = (
-        "_error", "_is_awaited", "_sink", "_woken", "accept_waiter", "engine", "external_id", "is_undelivered",
+        "_error", "_is_woken", "_sink", "_waiter", "accept_waiter", "engine", "external_id", "is_undelivered",
         "replayed_outputs", "request", "state", "was_aborted_while_waiting",
     )  # fmt: skip
 
@@ -48,8 +48,8 @@ class RequestStream:
         self.is_undelivered = False  # the engine will call `deliver`
         self._sink = sink
         self._error: Exception | None = None
-        self._woken = asyncio.Event()
-        self._is_awaited = False  # a caller waits in `get` and has not been woken
+        self._is_woken = False
+        self._waiter: asyncio.Future[None] | None = None  # a caller waits in `get` and has not been woken
 
     @property
     def is_waiting_for_engine(self) -> bool:
@@ -76,7 +76,7 @@ class RequestStream:
             self.fail(state.error)
         elif not state.has_new_output:  # the caller was faster
             return
-        elif sink is None or state.is_over or not self._is_awaited or not sink.is_open:
+        elif sink is None or state.is_over or self._waiter is None or not sink.is_open:
             self.wake()
         else:
             try:
@@ -85,8 +85,10 @@ class RequestStream:
                 self.fail(error)
 
     def wake(self) -> None:
-        self._is_awaited = False
-        self._woken.set()
+        self._is_woken = True
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():  # its caller may be cancelled
+            waiter.set_result(None)
 
     def fail(self, error: Exception) -> None:
         """Have `get` raise an error, after the outputs before it."""
@@ -112,13 +114,13 @@ class RequestStream:
     async def get(self) -> Output:
         """Wait for an output. Raises the request's error once everything before it has been read."""
         while True:
-            self._is_awaited = True
-            try:
-                await self._woken.wait()
-            finally:
-                self._is_awaited = False
-            if self._error is None:
-                self._woken.clear()
+            if not self._is_woken:
+                self._waiter = asyncio.get_running_loop().create_future()
+                try:
+                    await self._waiter
+                finally:
+                    self._waiter = None
+            self._is_woken = self._error is not None
             if self.state is not None and self.state.has_new_output:
                 return self.state.take()
             if self._error is not None:

@@ -38,12 +38,12 @@ class PieceEncoder:
         token_ids = list[int]()
         for piece in self._marks.split(text):
             if piece:
-                token_ids += self._kept(piece)
+                found = self._recent.get(piece)
+                token_ids += self._kept(piece) if found is None else found
         return token_ids
 
     def _kept(self, piece: str) -> array[int]:
-        if (found := self._recent.get(piece)) is not None:
-            return found
+        """Return the tokens of a piece that is not among the recent ones, and put it there."""
         found = self._older.get(piece)
         token_ids = array("I", self._encode(piece)) if found is None else found
         num_bytes = sys.getsizeof(piece) + token_ids.itemsize * len(token_ids) + _ENTRY_BYTES

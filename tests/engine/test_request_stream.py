@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 
+from octavo.engine import async_engine
 from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.request_stream import RequestStream
@@ -227,6 +229,45 @@ def test_a_first_output_goes_before_those_of_streams_that_have_begun(with_engine
         step(0, 1, 2, 3, 4)
         await until(lambda: len(order) == 8)
         assert order[3:] == [requests[number].request_id for number in (3, 4, 0, 1, 2)]
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+
+    with_engine(use)
+
+
+def test_a_turn_of_the_loop_delivers_to_few_streams(
+    with_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New requests and aborts are handled between turns."""
+    monkeypatch.setattr(async_engine, "_DELIVERY_S", 0.0)
+    num_streams, most = 40, async_engine._STREAMS_PER_CLOCK_READING
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        params = SamplingParams(max_tokens=TOKENS, output_kind=RequestOutputKind.DELTA)
+        requests = [engine.inputs.process({"prompt_token_ids": HANG}, params) for _ in range(num_streams)]
+        num_delivered = 0
+
+        class Sink:
+            is_open = True
+
+            def take(self, state: RequestState) -> None:
+                nonlocal num_delivered
+                state.take()
+                num_delivered += 1
+
+        async def read(request: EngineRequest) -> None:
+            async for _ in engine.generate_from(request, sink=Sink()):
+                raise AssertionError("the sink takes everything")
+
+        reading = [asyncio.ensure_future(read(request)) for request in requests]
+        await until(lambda: len(engine._output_processor.requests) == num_streams)
+        engine._handle(StepOutputs([SequenceOutput(one.request_id, 0, [300]) for one in requests], EngineStats()))
+        by_turn = [0]
+        while num_delivered < num_streams:
+            await asyncio.sleep(0)
+            by_turn.append(num_delivered)
+        assert max(after - before for before, after in itertools.pairwise(by_turn)) == most
         for task in reading:
             task.cancel()
         await asyncio.gather(*reading, return_exceptions=True)

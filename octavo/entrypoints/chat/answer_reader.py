@@ -8,7 +8,7 @@ own form.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -60,6 +60,7 @@ class CallDelta:
 
 
 Delta = ReasoningDelta | TextDelta | CallDelta
+_NO_CHECKS = CallChecks({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class AnswerFormat:
     call_ids: CallIdForm = CallIdForm.LONG
     used_ids: tuple[str, ...] = ()  # ids of earlier calls in the conversation
     custom_tools: frozenset[str] = frozenset()  # names of tools whose calls have an input instead of arguments
-    checks: CallChecks = field(default_factory=partial(CallChecks, {}))  # of calls that a grammar may hold only in part
+    checks: CallChecks = _NO_CHECKS  # of calls that a grammar may hold only in part
 
     @property
     def is_plain(self) -> bool:

@@ -155,19 +155,11 @@ class _Router(Router):
 
 
 class _Cors(CORSMiddleware):
-    """Starlette's. Requests without an origin come from programs. They get only `Vary: Origin`, for caches."""
+    """Starlette's. Requests without an origin come from programs. They get only `Vary: Origin`, by `_App`."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or "origin" in scope[HEADERS]:
-            await super().__call__(scope, receive, send)
-            return
-
-        async def send_varying(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(raw=message.setdefault("headers", [])).add_vary_header("Origin")
-            await send(message)
-
-        await self.app(scope, receive, send_varying)
+        is_of_page = scope["type"] != "http" or "origin" in scope[HEADERS]
+        await (super().__call__ if is_of_page else self.app)(scope, receive, send)
 
 
 class _App(Starlette):
@@ -203,7 +195,9 @@ class _App(Starlette):
             nonlocal status, has_begun
             if message["type"] == "http.response.start":
                 status, has_begun = message["status"], True
-                asked, answer = scope[HEADERS], MutableHeaders(raw=message["headers"])
+                asked, answer = scope[HEADERS], MutableHeaders(raw=message.setdefault("headers", []))
+                if "origin" not in asked:
+                    answer.add_vary_header("Origin")  # for caches
                 if (own := answer.get(ID_HEADER)) is not None:  # of a route or a middleware
                     asked.request_id = own
                 elif self.sends_ids:
@@ -264,7 +258,7 @@ def build_app(engine: EngineClient, args: ServerArgs, counts: SharedCounts | Non
     routes = [*make_routes(specs), *unbuilt]
     app = _App()
     app.router = _Router(routes)
-    app.state.octavo = state
+    vars(app.state)["octavo"] = state  # read many times a request, and `State` would keep it behind `__getattr__`
     app.counts, app.lines = state.http_metrics, LineLimit()
     app.lets_streams_past = not args.middleware
     app.sends_ids = args.enable_request_id_headers

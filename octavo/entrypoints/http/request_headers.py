@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 from typing import Any, TypeVar, overload
 
 from starlette.datastructures import Headers
@@ -25,7 +25,7 @@ class RequestHeaders(Headers):
         super().__init__(scope=scope)
         self._first = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(self._list)}
         given = self.get(ID_HEADER)
-        self.request_id = given if given is not None and re.match(ID_PATTERN, given) else secrets.token_hex(16)
+        self.request_id = given if given is not None and re.match(ID_PATTERN, given) else os.urandom(16).hex()
 
     def __getitem__(self, key: str) -> str:
         return self._first[key.lower()]

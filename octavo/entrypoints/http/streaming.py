@@ -104,6 +104,9 @@ class Connection(Protocol):
     def attach(self, sink: EventSink) -> None:
         """Open `sink`, if the answer has chunks, and close it while the client is late."""
 
+    def watch(self, on_disconnect: Callable[[], object] | None) -> None:
+        """Call `on_disconnect` if the client hangs up before the answer is complete. None: watch no longer."""
+
 
 def _encode_nothing(output: RequestOutput) -> bytes:
     return b""
@@ -186,17 +189,20 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         idle_s = scope["app"].state.octavo.args.stream_keep_alive
+        send_body = scope.get(SERVER_SEND, send)
+        connection: Connection | None = getattr(send_body, "__self__", None)
+        if not hasattr(connection, "attach"):  # of a middleware
+            connection = None
         with contextlib.suppress(ClientDisconnect):
-            await run_until_disconnect(self._send(send, scope.get(SERVER_SEND, send), idle_s), receive)
+            await run_until_disconnect(self._send(send, send_body, idle_s, connection), receive, connection)
 
-    async def _send(self, send: Send, send_body: Send, idle_s: float) -> None:
+    async def _send(self, send: Send, send_body: Send, idle_s: float, connection: Connection | None) -> None:
         """Send the headers through the middlewares. Bodies bypass them, because each middleware would add a coroutine
         to every chunk."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         sink = self._sink
         timer = _KeepAliveTimer(self.keep_alive, send_body, idle_s, sink) if idle_s and self.keep_alive else None
-        connection: Connection | None = getattr(send_body, "__self__", None)
-        if connection is not None and hasattr(connection, "attach"):  # a `ResponseCycle`, and no middleware
+        if connection is not None:
             connection.attach(sink)
         try:
             async for events in self._events:
@@ -252,9 +258,12 @@ async def encode_off_loop(value: Any) -> bytes:
 
 
 @coroutine
-def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> Generator[Any, Any, T]:
+def run_until_disconnect(
+    work: Coroutine[Any, Any, T], receive: Receive, connection: Connection | None = None
+) -> Generator[Any, Any, T]:
     """Return the result of `work`. Raises `ClientDisconnect` if the client hung up first and `work` was cancelled. The
-    client is watched only once `work` waits, because most work ends before that."""
+    client is watched only once `work` waits, because most work ends before that: by the `connection` if there is one,
+    otherwise by a task that asks `receive`."""
     try:
         waited_for = work.send(None)
     except StopIteration as end:
@@ -264,14 +273,21 @@ def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> Gene
     assert task is not None
     has_gone = False
 
-    async def watch() -> None:
+    def hang_up() -> None:
         nonlocal has_gone
-        while (await receive())["type"] != "http.disconnect":
-            pass
         has_gone = True
         task.cancel()
 
-    watcher = task.get_loop().create_task(watch())
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        hang_up()
+
+    watcher: asyncio.Task[None] | None = None
+    if connection is None:
+        watcher = task.get_loop().create_task(watch())
+    else:
+        connection.watch(hang_up)
     try:
         return (yield from go_on(work, waited_for))
     except asyncio.CancelledError:
@@ -279,7 +295,10 @@ def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> Gene
             raise
         raise ClientDisconnect from None
     finally:
-        watcher.cancel()
+        if watcher is not None:
+            watcher.cancel()
+        elif connection is not None:
+            connection.watch(None)
 
 
 @coroutine

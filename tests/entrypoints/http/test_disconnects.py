@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from octavo.entrypoints.http.app import build_app
 from octavo.entrypoints.http.server_args import ServerArgs
-from octavo.entrypoints.http.streaming import run_until_disconnect
+from octavo.entrypoints.http.streaming import EventSink, run_until_disconnect
 from tests.entrypoints.fake_engine import FakeEngine
 
 
@@ -65,6 +66,29 @@ def test_work_is_cancelled_when_its_client_hangs_up() -> None:
         with pytest.raises(ClientDisconnect):
             await run_until_disconnect(work(), client.receive)
         assert is_cleaned
+
+    asyncio.run(check())
+
+
+def test_a_connection_that_tells_of_its_client_is_not_asked() -> None:
+    told: list[Callable[[], object] | None] = []
+
+    class Told:
+        """A connection whose client hangs up when its work waits."""
+
+        def attach(self, sink: EventSink) -> None:
+            raise AssertionError("it has no stream")
+
+        def watch(self, on_disconnect: Callable[[], object] | None) -> None:
+            told.append(on_disconnect)
+            if on_disconnect is not None:
+                asyncio.get_running_loop().call_soon(on_disconnect)
+
+    async def check() -> None:
+        client = Client()
+        with pytest.raises(ClientDisconnect):
+            await run_until_disconnect(asyncio.Event().wait(), client.receive, Told())
+        assert not client.is_watched and told[-1] is None
 
     asyncio.run(check())
 
