@@ -19,7 +19,7 @@ from octavo.entrypoints.http.streaming import SERVER_SEND
 from octavo.errors import RequestError
 from octavo.ollama import API_VERSION, GREETING, plain_name
 from octavo.ollama.answers import AnswerTranslator, loaded_answer
-from octavo.ollama.cards import refuse_thinking, running, shown, tag
+from octavo.ollama.cards import of_adapter, refuse_thinking, running, shown, tag
 from octavo.ollama.to_openai import Translated, translate_value
 
 router = Router(include_in_schema=False)  # Ollama's own documentation describes them
@@ -58,8 +58,10 @@ async def tags(raw: Request) -> dict[str, Any]:
     """List the names of the model and its adapters."""
     state = state_of(raw)
     card = await _card(state)
-    names = [*state.model_names, *([] if state.adapters is None else state.adapters.named)]
-    return {"models": [tag(name, card) for name in names]}
+    models = [tag(name, card) for name in state.model_names]
+    adapters = [] if state.adapters is None else state.adapters.named
+    of_adapters = of_adapter(card, state.model_names[0])
+    return {"models": models + [tag(name, of_adapters) for name in adapters]}
 
 
 @router.get("/api/ps")

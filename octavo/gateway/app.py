@@ -292,7 +292,7 @@ class GatewayApp:
             raise RequestError(f"The API key is not for the model {name:.200}.", status=403, code="model_not_allowed")
         listed = [
             {"id": one, "object": "model", "created": self._created, "owned_by": "octavo", "root": deployment.name,
-             "parent": None if deployment.base is deployment else deployment.base.name, "state": deployment.state}
+             "parent": deployment.entry.adapter_of, "state": deployment.state}
             for one, deployment in self.models.names().items()
             if deployment.may_be_used_by(key)
         ]  # fmt: skip

@@ -76,6 +76,6 @@ class Broadcast:
             logger.warning("%s: replica %s gave no answer: %s", deployment.name, replica.name, error)
         finally:
             deployment.router.end(replica)
-            deployment.close_if_gone(replica)
+            deployment.base.close_if_gone(replica)
         self._metrics.requests.labels(deployment.name, replica.name, status).inc()
         return status, content_type, body

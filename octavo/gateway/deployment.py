@@ -1,4 +1,5 @@
-"""A model and its replicas, from the first request to the end of its idle time.
+"""The entries of the catalogue: models and their replicas, from the first request to the end of the idle time, and
+adapters of models.
 
 States of a model that the gateway starts: stopped -> waiting (for memory) -> starting -> ready -> stopping -> stopped.
 A model at addresses is always ready.
@@ -13,6 +14,7 @@ import logging
 import math
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, Literal
 
@@ -38,102 +40,43 @@ EXIT_WAIT_S = 1.0  # a process that was killed hangs up before the system says t
 MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0  # between starts that fail
 
 
-class Deployment:
-    """One entry of the catalogue; texts call it the model. `launch` starts a server of it."""
+class Deployment(ABC):
+    """One entry of the catalogue; texts call it the model."""
 
-    def __init__(
-        self, name: str, entry: ModelEntry, budget: MemoryBudget, launch: Launch, *, replica_timeout_s: float,
-        load: Load | None = None, base: Deployment | None = None,
-    ) -> None:  # fmt: skip
-        """`load` is shared by the entries with these servers. An adapter is a further name of the servers of `base`,
-        and starts and stops with it."""
+    def __init__(self, name: str, entry: ModelEntry, load: Load | None) -> None:
+        """`load` is shared by the entries with these servers."""
         self.name, self.entry = name, entry
-        self.base = base or self  # whose servers answer
         self.stands_in_for: set[str] = set()  # names and aliases of models whose canary it is
         self.router = ReplicaRouter(load=load)
-        self.router.is_for_adapter = base is not None
-        self._replicas: list[Replica] = []
-        self._state: State = "stopped"
         self.last_used = time.monotonic()
-        self.start_s = 5.0  # what the last start took
         self.num_starts, self.num_failed_starts = 0, 0
         self.num_held = 0  # requests that wait or are being answered
-        self._budget, self._launch, self._timeout_s = budget, launch, replica_timeout_s
-        self._servers: dict[Replica, RunningServer] = {}
-        self._adapters: list[Deployment] = []
-        self._views: dict[Replica, Replica] = {}  # of an adapter: the replicas of `base` under its name
-        self._starting: asyncio.Task[None] | None = None
-        self._waits: set[asyncio.Future[None]] = set()  # one for each request that waits for the start
-        self._stopping: asyncio.Task[None] | None = None
-        self._restarts: set[asyncio.Task[None]] = set()
-        self._idle_timer: asyncio.TimerHandle | None = None
-        self._is_retired = self._is_closed = False
         self.has_cut_off_requests = False  # so none sends anything more to a replica
+        self._is_retired = self._is_closed = False
         self._closing: asyncio.Future[None] | None = None
-        self._failure: StartError | None = None
-        self._asked_keep_alive: float | None = None
-        self._backoff_s, self._retry_at = MIN_BACKOFF_S, 0.0
-        self._discovering: asyncio.Task[None] | None = None
-        self.has_addresses = asyncio.Event()  # for a model whose replicas are discovered
-        self._gone: set[Replica] = set()  # no longer discovered, but still answering
-        if base is not None:
-            base._adapters.append(self)
-        elif not entry.is_local:
-            self._replicas = [self._replica_at(address) for address in entry.addresses]
-            self._state = "ready"
 
     @property
-    def state(self) -> State:
-        return self.base._state
+    @abstractmethod
+    def base(self) -> ModelDeployment:
+        """The model whose servers answer."""
 
     @property
-    def replicas(self) -> list[Replica]:
-        if self.base is self:
-            return self._replicas
-        for one in self.base._replicas:
-            if one not in self._views:
-                self._views[one] = one.serving(self.name)
-        return [self._views[one] for one in self.base._replicas]
-
-    def begin_discovery(self) -> None:
-        """Begin to follow the replicas' addresses, if the entry names a source of them."""
-        if self.entry.discover is not None and self._discovering is None and not self._is_closed:
-            self._discovering = asyncio.ensure_future(follow(read_source(self.entry.discover), self._move_to))
+    @abstractmethod
+    def state(self) -> State: ...
 
     @property
+    @abstractmethod
+    def replicas(self) -> list[Replica]: ...
+
+    @property
+    @abstractmethod
     def num_requests(self) -> int:
-        """The requests for this name that wait or are being answered. `num_held` of a base counts its adapters' too."""
-        return self.num_held - sum(one.num_held for one in self._adapters)
-
-    @property
-    def is_idle(self) -> bool:
-        return self.state == "ready" and not self.num_held
-
-    @property
-    def may_start(self) -> bool:
-        """Whether the model has stopped, and no pause after a failed start is under way."""
-        return self.state == "stopped" and not self._is_pausing
-
-    @property
-    def _is_pausing(self) -> bool:
-        """Whether a start has failed, and the next one is not due yet."""
-        return self._failure is not None and time.monotonic() < self._retry_at
-
-    @property
-    def is_stopping(self) -> bool:
-        return self.state == "stopping"
+        """The requests for this name that wait or are being answered."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is left of a model that was retired."""
-        return self._is_closed and not self.num_held and (self.state == "stopped" or not self.entry.is_local)
-
-    @property
-    def keep_alive(self) -> float | None:
-        """Return the seconds without a request after which the model stops; None: never. A client's wish holds until
-        the model stops."""
-        asked = self.entry.keep_alive if self._asked_keep_alive is None else self._asked_keep_alive
-        return None if asked is None or math.isinf(asked) else asked
+        """Whether nothing is left of an entry that was retired."""
+        return self._is_closed and not self.num_held
 
     @property
     def restarting(self) -> list[str]:
@@ -143,8 +86,9 @@ class Deployment:
     @property
     def replica_names(self) -> set[str]:
         """The names of the replicas that there are or may be again."""
-        places = range(self.base.entry.num_replicas) if self.base.entry.is_local else ()
-        return {*map(str, places), *(one.name for one in (*self.replicas, *self._gone))}
+        base = self.base
+        places = range(base.entry.num_replicas) if base.entry.is_local else ()
+        return {*map(str, places), *(one.name for one in (*base.replicas, *base._gone))}
 
     @property
     def served_name(self) -> str:
@@ -172,8 +116,184 @@ class Deployment:
                 return name
         return None
 
+    @abstractmethod
     def change(self, entry: ModelEntry) -> None:
         """Take a new entry, which asks for the same replicas."""
+
+    @abstractmethod
+    async def ready(self) -> None:
+        """Return when the model has replicas; start it if it is not being started. Raises `RequestError` if it does not
+        start."""
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep the model from being stopped while a request needs it."""
+        self.num_held += 1
+        try:
+            yield
+        finally:
+            self.num_held -= 1
+            self.last_used = time.monotonic()
+            if not self.num_held:
+                self._on_idle()
+
+    async def wait_for_addresses(self) -> None:
+        """Wait for the first addresses of replicas that are discovered, for some seconds at most."""
+        base = self.base
+        if base.entry.discover is not None and not base.has_addresses.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DISCOVERY_WAIT_S):
+                    await base.has_addresses.wait()
+
+    def cut_off_requests(self) -> None:
+        """End all requests, waiting or being answered, with errors."""
+        self._is_closed = self.has_cut_off_requests = True
+
+    async def retire(self) -> None:
+        """Stop for good, once the requests under way have ended."""
+        self._is_retired = True
+        if not self.num_held:
+            await self.close()
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Stop now, in whatever state."""
+
+    def _on_idle(self) -> None:
+        if self._is_retired:
+            self._closing = asyncio.ensure_future(self.close())
+
+
+class AdapterDeployment(Deployment):
+    """An adapter: a further name of the servers of `base`, which starts and stops with it."""
+
+    def __init__(self, name: str, entry: ModelEntry, base: ModelDeployment) -> None:
+        super().__init__(name, entry, base.router.load)
+        self._base = base
+        self._views: dict[Replica, Replica] = {}  # the replicas of `base` under the adapter's name
+        self.router.is_for_adapter = True
+        base.adapters.append(self)
+
+    @property
+    def base(self) -> ModelDeployment:
+        return self._base
+
+    @property
+    def state(self) -> State:
+        return self.base.state
+
+    @property
+    def replicas(self) -> list[Replica]:
+        for one in self.base.replicas:
+            if one not in self._views:
+                self._views[one] = one.serving(self.name)
+        return [self._views[one] for one in self.base.replicas]
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_held
+
+    def change(self, entry: ModelEntry) -> None:
+        self.entry = entry
+
+    async def ready(self) -> None:
+        await self.base.ready()
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        with super().hold(), self.base.hold():
+            yield
+
+    def forget(self, replica: Replica) -> None:
+        """Forget a server of `base` that has ended."""
+        if (view := self._views.pop(replica, None)) is not None:
+            self.router.forget(view)
+
+    async def close(self) -> None:
+        self._is_closed = True
+
+
+class ModelDeployment(Deployment):
+    """A model with servers of its own: `launch` starts them, or they are at addresses."""
+
+    def __init__(
+        self, name: str, entry: ModelEntry, budget: MemoryBudget, launch: Launch, *, replica_timeout_s: float,
+        load: Load | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(name, entry, load)
+        self._replicas: list[Replica] = []
+        self._state: State = "stopped"
+        self.start_s = 5.0  # what the last start took
+        self._budget, self._launch, self._timeout_s = budget, launch, replica_timeout_s
+        self._servers: dict[Replica, RunningServer] = {}
+        self.adapters: list[AdapterDeployment] = []
+        self._starting: asyncio.Task[None] | None = None
+        self._waits: set[asyncio.Future[None]] = set()  # one for each request that waits for the start
+        self._stopping: asyncio.Task[None] | None = None
+        self._restarts: set[asyncio.Task[None]] = set()
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._failure: StartError | None = None
+        self._asked_keep_alive: float | None = None
+        self._backoff_s, self._retry_at = MIN_BACKOFF_S, 0.0
+        self._discovering: asyncio.Task[None] | None = None
+        self.has_addresses = asyncio.Event()  # for a model whose replicas are discovered
+        self._gone: set[Replica] = set()  # no longer discovered, but still answering
+        if not entry.is_local:
+            self._replicas = [self._replica_at(address) for address in entry.addresses]
+            self._state = "ready"
+
+    @property
+    def base(self) -> ModelDeployment:
+        return self
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def replicas(self) -> list[Replica]:
+        return self._replicas
+
+    def begin_discovery(self) -> None:
+        """Begin to follow the replicas' addresses, if the entry names a source of them."""
+        if self.entry.discover is not None and self._discovering is None and not self._is_closed:
+            self._discovering = asyncio.ensure_future(follow(read_source(self.entry.discover), self._move_to))
+
+    @property
+    def num_requests(self) -> int:
+        """The requests for this name alone; `num_held` counts those for the adapters too."""
+        return self.num_held - sum(one.num_held for one in self.adapters)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.state == "ready" and not self.num_held
+
+    @property
+    def may_start(self) -> bool:
+        """Whether the model has stopped, and no pause after a failed start is under way."""
+        return self.state == "stopped" and not self._is_pausing
+
+    @property
+    def _is_pausing(self) -> bool:
+        """Whether a start has failed, and the next one is not due yet."""
+        return self._failure is not None and time.monotonic() < self._retry_at
+
+    @property
+    def is_stopping(self) -> bool:
+        return self.state == "stopping"
+
+    @property
+    def keep_alive(self) -> float | None:
+        """Return the seconds without a request after which the model stops; None: never. A client's wish holds until
+        the model stops."""
+        asked = self.entry.keep_alive if self._asked_keep_alive is None else self._asked_keep_alive
+        return None if asked is None or math.isinf(asked) else asked
+
+    @property
+    def has_ended(self) -> bool:
+        return super().has_ended and (self.state == "stopped" or not self.entry.is_local)
+
+    def change(self, entry: ModelEntry) -> None:
         before, self.entry = self.keep_alive, entry
         if self.is_idle and self.keep_alive != before:
             self._on_idle()
@@ -187,26 +307,11 @@ class Deployment:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep the model from being stopped while a request needs it."""
-        self.num_held += 1
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
-            self._idle_timer = None
-        try:
-            with contextlib.nullcontext() if self.base is self else self.base.hold():
-                yield
-        finally:
-            self.num_held -= 1
-            self.last_used = time.monotonic()
-            if not self.num_held:
-                self._on_idle()
+        self._cancel_idle_timer()
+        with super().hold():
+            yield
 
     async def ready(self) -> None:
-        """Return when the model has replicas; start it if it is not being started. Raises `RequestError` if it does not
-        start."""
-        if self.base is not self:
-            await self.base.ready()
-            return
         while self.state != "ready":
             if self._is_closed:
                 raise RequestError(f"The model {self.name} is being stopped.", status=503, code="stopping")
@@ -234,7 +339,7 @@ class Deployment:
     async def wait_for_exits(self, replicas: Iterable[Replica]) -> None:
         """Wait until the processes of replicas that hung up have ended, for `EXIT_WAIT_S` at most."""
         failed = {one.upstream for one in replicas if one.breaker.num_failures}
-        ends = {server.exited for one, server in self.base._servers.items() if one.upstream in failed}
+        ends = {server.exited for one, server in self._servers.items() if one.upstream in failed}
         if ends:
             await asyncio.wait(ends, timeout=EXIT_WAIT_S)
 
@@ -253,20 +358,12 @@ class Deployment:
             self._stopping = asyncio.ensure_future(self._stop())
 
     def cut_off_requests(self) -> None:
-        """End all requests, waiting or being answered, with errors."""
-        self._is_closed = self.has_cut_off_requests = True
+        super().cut_off_requests()
         _cancel(self._starting)
         for wait in self._waits:
             wait.cancel()
         for replica in (*self.replicas, *self._gone):
             replica.upstream.close()
-
-    async def wait_for_addresses(self) -> None:
-        """Wait for the first addresses of replicas that are discovered, for some seconds at most."""
-        if self.entry.discover is not None and not self.has_addresses.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(DISCOVERY_WAIT_S):
-                    await self.has_addresses.wait()
 
     def close_if_gone(self, replica: Replica) -> None:
         """Close the connections to a replica that is no longer discovered, once it has no request."""
@@ -274,19 +371,9 @@ class Deployment:
             self._gone.discard(replica)
             replica.upstream.close()
 
-    async def retire(self) -> None:
-        """Stop for good, once the requests under way have ended."""
-        self._is_retired = True
-        if not self.num_held:
-            await self.close()
-
     async def close(self) -> None:
-        """Stop now, in whatever state. An adapter leaves the servers to its base."""
         self._is_closed = True
-        if self.base is not self:
-            return
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
+        self._cancel_idle_timer()
         tasks = [*self._restarts, *filter(None, (self._starting, self._discovering))]
         _cancel(*tasks)
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -402,9 +489,8 @@ class Deployment:
     def _forget(self, replica: Replica) -> None:
         """Forget a server that has ended, under all of its names."""
         self.router.forget(replica)
-        for adapter in self._adapters:
-            if (view := adapter._views.pop(replica, None)) is not None:
-                adapter.router.forget(view)
+        for adapter in self.adapters:
+            adapter.forget(replica)
 
     async def _restart(self, name: str) -> None:
         pause_s = MIN_BACKOFF_S
@@ -420,18 +506,22 @@ class Deployment:
             pause_s = min(2 * pause_s, MAX_BACKOFF_S)
 
     def _on_idle(self) -> None:
+        super()._on_idle()
         if self._is_retired:
-            self._closing = asyncio.ensure_future(self.close())
-        elif self._starting is not None and self.state == "waiting":
+            return
+        if self._starting is not None and self.state == "waiting":
             _cancel(self._starting)  # no request waits for it any more
         elif self.state == "ready" and self.entry.is_local:
-            if self._idle_timer is not None:
-                self._idle_timer.cancel()
-                self._idle_timer = None
+            self._cancel_idle_timer()
             if self.keep_alive is not None:
                 loop = asyncio.get_running_loop()
                 self._idle_timer = loop.call_later(self.keep_alive, self._on_idle_end)
             self._budget.look()
+
+    def _cancel_idle_timer(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
 
     def _on_idle_end(self) -> None:
         if self.is_idle:

@@ -12,7 +12,14 @@ import msgspec
 
 from octavo.errors import RequestError
 from octavo.gateway.catalogue import Catalogue, ModelEntry, check_memory
-from octavo.gateway.deployment import HANG_TIMEOUT_S, LAST_CHECK_S, Deployment, Launch
+from octavo.gateway.deployment import (
+    HANG_TIMEOUT_S,
+    LAST_CHECK_S,
+    AdapterDeployment,
+    Deployment,
+    Launch,
+    ModelDeployment,
+)
 from octavo.gateway.memory_budget import MemoryBudget
 from octavo.gateway.notes import read_notes
 from octavo.gateway.replica import Replica
@@ -106,10 +113,7 @@ class Models:
                 kept.change(entry)
                 after[name] = before.pop(name)
             else:
-                after[name] = Deployment(
-                    name, entry, self.budget, self._launch, replica_timeout_s=self._replica_timeout_s,
-                    load=self._load_of(entry) if base is None else base.router.load, base=base,
-                )  # fmt: skip
+                after[name] = self._made(name, entry) if base is None else AdapterDeployment(name, entry, base.base)
         after = {name: after[name] for name in catalogue.models}  # in the file's order
         self._deployments = after
         self._aliases = {alias: name for name, entry in catalogue.models.items() for alias in entry.aliases}
@@ -125,6 +129,11 @@ class Models:
             self._retired.append(gone)
             self._spawn(gone.retire())
 
+    def _made(self, name: str, entry: ModelEntry) -> ModelDeployment:
+        return ModelDeployment(
+            name, entry, self.budget, self._launch, replica_timeout_s=self._replica_timeout_s, load=self._load_of(entry)
+        )
+
     def _load_of(self, entry: ModelEntry) -> Load | None:
         """Return what an entry shares with others that have the same addresses."""
         if entry.is_local:
@@ -134,11 +143,11 @@ class Models:
     def preload(self) -> None:
         """Start the models that are marked `preload`, and begin to discover replicas."""
         for deployment in self:
-            deployment.begin_discovery()
+            deployment.base.begin_discovery()
             if deployment.entry.preload:
-                self.start(deployment)
+                self.start(deployment.base)
 
-    def start(self, deployment: Deployment) -> None:
+    def start(self, deployment: ModelDeployment) -> None:
         """Start a model that has stopped, though no request waits for it."""
         if deployment.may_start and deployment not in self._preloads:
             self._preloads[deployment] = self._spawn(self._preload_one(deployment))
@@ -150,7 +159,9 @@ class Models:
 
     async def wait_discovered(self, timeout_s: float) -> None:
         """Wait until every model whose replicas are discovered has addresses, for `timeout_s` at most."""
-        waiting = [asyncio.ensure_future(one.has_addresses.wait()) for one in self if one.entry.discover is not None]
+        waiting = [
+            asyncio.ensure_future(one.base.has_addresses.wait()) for one in self if one.entry.discover is not None
+        ]
         if waiting:
             _, late = await asyncio.wait(waiting, timeout=timeout_s)
             for one in late:
@@ -158,11 +169,11 @@ class Models:
 
     async def check_health(self, timeout_s: float) -> None:
         """Ask all replicas for their health, and kill servers that hang."""
-        every = self._lasting()
-        checks = (self._check(one, timeout_s) for model in every if model.base is model for one in model.replicas)
+        models = {one.base: None for one in self._lasting()}
+        checks = (self._check(one, timeout_s) for model in models for one in model.replicas)
         await asyncio.gather(read_notes(self, timeout_s), *checks)
-        for deployment in every:
-            deployment.kill_hanging()
+        for model in models:
+            model.kill_hanging()
 
     async def read_notes(self, timeout_s: float) -> None:
         """Read the notes of all servers, for `timeout_s` at most."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from octavo.errors import OctavoError
 from octavo.gateway.deployment import Deployment
+from octavo.ollama.cards import Card, of_adapter
 from octavo.processes import server_command
 
 logger = logging.getLogger("octavo.gateway")
@@ -60,7 +61,7 @@ class ModelCards:
         """Let the next `of` try failed cards again, as files have come."""
         self._failed.clear()
 
-    async def of(self, deployments: Sequence[Deployment]) -> list[dict[str, Any]]:
+    async def of(self, deployments: Sequence[Deployment]) -> list[Card]:
         """Return a card for each deployment, empty for models whose files are not here."""
         models = [_model_of(one) for one in deployments if one.base.entry.is_local]
         known, now = self._cards.keys() | self._making.keys(), time.monotonic()
@@ -68,7 +69,12 @@ class ModelCards:
             self._making |= dict.fromkeys(missing, asyncio.ensure_future(self._make(missing)))
         if making := {self._making[model] for model in models if model in self._making}:
             await asyncio.wait(making)  # they go on if the client hangs up
-        return [self._cards.get(_model_of(one), {}) if one.base.entry.is_local else {} for one in deployments]
+        return [self._card(one) for one in deployments]
+
+    def _card(self, deployment: Deployment) -> Card:
+        card: Card = self._cards.get(_model_of(deployment), {}) if deployment.base.entry.is_local else {}
+        base = deployment.entry.adapter_of
+        return card if base is None or not card else of_adapter(card, base)
 
     async def _make(self, models: Sequence[str]) -> None:
         try:

@@ -229,10 +229,10 @@ async def _context_length(deployment: Deployment) -> int | None:
 
 def _expiry(deployment: Deployment) -> str:
     """Return the time at which the model stops without further requests."""
-    deployment = deployment.base
-    keep_s = deployment.keep_alive
-    if keep_s is None or not deployment.entry.is_local:
+    model = deployment.base
+    keep_s = model.keep_alive
+    if keep_s is None or not model.entry.is_local:
         return NEVER
-    used = time.monotonic() if deployment.num_held else deployment.last_used
+    used = time.monotonic() if model.num_held else model.last_used
     left = timedelta(seconds=max(0.0, used + keep_s - time.monotonic()))
     return (datetime.now(UTC) + left).isoformat().replace("+00:00", "Z")

@@ -74,7 +74,7 @@ class Prefill:
                 said = str(error).encode()
             finally:
                 other.router.end(replica)
-                other.close_if_gone(replica)
+                other.base.close_if_gone(replica)
         self._metrics.requests.labels(other.name, replica.name, status).inc()
         if status != 204:
             logger.warning(

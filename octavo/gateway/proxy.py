@@ -219,7 +219,7 @@ class Proxy:
             except _ReplicaError as error:
                 retry.last_failure = str(error)
             # 3. A stream that has lost its replica waits. Other requests try no replica twice.
-            await deployment.wait_for_exits(retry.tried)
+            await deployment.base.wait_for_exits(retry.tried)
             if attempt.may_wait_for_replica():
                 if deployment.state == "ready":
                     await self._pause(attempt)
@@ -326,7 +326,7 @@ class Proxy:
             attempt.deployment.router.end(replica)
             if answer is not None:
                 answer.close()
-            attempt.deployment.close_if_gone(replica)  # after `router.end`: it looks for requests in flight
+            attempt.deployment.base.close_if_gone(replica)  # after `router.end`: it looks for requests in flight
             await silence_timer.end()  # last: if this wait is cancelled, all else is done
 
     def _record(self, attempt: Attempt, replica: Replica, outcome: Outcome, answer: Answer | None = None) -> None:
@@ -415,7 +415,7 @@ class Proxy:
     ) -> None:
         """Wait for a model, with comments for a client that streams; until `resume_deadline` for a stream that has lost
         its replica. Raises `RequestError`."""
-        retry_after_s = max(1, round(deployment.start_s))
+        retry_after_s = max(1, round(deployment.base.start_s))
         if self._num_waiting >= self._limits.max_waiting and resume_deadline is None:
             raise RequestError(
                 f"{self._num_waiting} requests wait for models that are not loaded (--max-waiting); try again in "

@@ -32,45 +32,50 @@ _ADAPTER = b"adapter"  # in place of a prefix's hash
 Prompt = tuple[list[bytes], bytes | None]  # its prefixes and session
 
 
+Kept = tuple["ReplicaRouter", bytes]  # a prefix, and the router of its model
+
+
 class _Cache:
-    """What a replica's cache still has of the prompts that it was given, if it evicts the least recently used, and of a
-    prompt the end first. `max_bytes` is its size, and `evicted` has what was evicted since the notes were read."""
+    """What a server's cache still has of the prompts that it was given, for all of its models, if it evicts the least
+    recently used, and of a prompt the end first. `max_bytes` is its size, and `evicted` has what was evicted since the
+    notes were read."""
 
     def __init__(self, max_bytes: float) -> None:
-        self.max_bytes, self.evicted = max_bytes, set[bytes]()
-        self._kept: OrderedDict[bytes, int] = OrderedDict()  # by prefix, the bytes that the one before it lacks
+        self.max_bytes, self.evicted = max_bytes, set[Kept]()
+        self._kept: OrderedDict[Kept, int] = OrderedDict()  # by prefix, the bytes that the one before it lacks
         self._num_bytes = 0
 
-    def add(self, prefixes: Mapping[bytes, int]) -> list[bytes]:
+    def add(self, router: ReplicaRouter, prefixes: Mapping[bytes, int]) -> list[Kept]:
         """Note a prompt, and return the prefixes that are evicted for it."""
-        before, new = 0, list[tuple[bytes, int]]()
+        before, new = 0, list[tuple[Kept, int]]()
         for one, count in prefixes.items():
-            new.append((one, count - before))
+            new.append(((router, one), count - before))
             before = count
-        for one, count in reversed(new):
-            self._num_bytes += count - self._kept.pop(one, 0)
-            self._kept[one] = count
-            self.evicted.discard(one)
+        for kept, count in reversed(new):
+            self._num_bytes += count - self._kept.pop(kept, 0)
+            self._kept[kept] = count
+            self.evicted.discard(kept)
         evicted = []
         while self._num_bytes > self.max_bytes and len(self._kept) > 1:
-            one, count = self._kept.popitem(last=False)
+            kept, count = self._kept.popitem(last=False)
             self._num_bytes -= count
-            evicted.append(one)
+            evicted.append(kept)
         self.evicted.update(evicted)
         return evicted
 
-    def remove(self, one: bytes) -> None:
-        self._num_bytes -= self._kept.pop(one, 0)
+    def remove(self, kept: Kept) -> None:
+        self._num_bytes -= self._kept.pop(kept, 0)
 
 
 @dataclass(eq=False)
 class Load:
-    """The work of servers, by the names of the replicas. Models with the same addresses share it."""
+    """The work and the caches of servers, by the names of the replicas. Models with the same addresses share it."""
 
     num_in_flight: Counter[str] = field(default_factory=Counter)
     # Bytes that each replica was given, in units that grow with each request: older requests count less.
     given: dict[str, float] = field(default_factory=dict)
     unit: float = 1.0
+    caches: dict[str, _Cache] = field(default_factory=dict)  # of replicas that say how large theirs are
 
 
 class ReplicaRouter:
@@ -83,7 +88,6 @@ class ReplicaRouter:
     def __init__(self, random_source: random.Random | None = None, load: Load | None = None) -> None:
         self._random = random_source or random.Random()
         self._holders: OrderedDict[bytes, list[Replica]] = OrderedDict()  # by the hash of a prefix
-        self._caches: dict[Replica, _Cache] = {}  # of replicas that say how large theirs are
         self.load = load or Load()
         self.is_for_adapter = False  # the model is an adapter, which some replicas have on their devices
         self._num_able = self._num_in_flight = 0  # replicas that take requests, and requests in flight
@@ -128,10 +132,10 @@ class ReplicaRouter:
         self.num_affine += known.get(chosen, 0) > adapter_bytes or chosen in of_session
         self._count_given(chosen, num_bytes - known.get(chosen, 0) + _ANSWER_BYTES, len(replicas))
         self.remember(chosen, prefixes, session)
-        if (cache := self._caches.get(chosen)) is not None:
+        if (cache := self.load.caches.get(chosen.name)) is not None:
             text = {one: count - adapter_bytes for one, count in prefixes.items() if one != _ADAPTER}
-            for one in cache.add(text):
-                self._drop(chosen, one)
+            for router, one in cache.add(self, text):
+                router._drop(chosen.name, one)
         return chosen
 
     def _count_given(self, replica: Replica, num_bytes: int, num_replicas: int) -> None:
@@ -156,27 +160,27 @@ class ReplicaRouter:
             del holders[:-_MAX_HOLDERS]
         while len(self._holders) > MAX_HASHES:
             one, holders = self._holders.popitem(last=False)
-            for cache in filter(None, map(self._caches.get, holders)):
-                cache.remove(one)
+            for cache in filter(None, (self.load.caches.get(holder.name) for holder in holders)):
+                cache.remove((self, one))
 
     def forget(self, replica: Replica) -> None:
         """Forget a replica that has ended, and all that it held."""
         self.load.given.pop(replica.name, None)
-        self._caches.pop(replica, None)
+        self.load.caches.pop(replica.name, None)
         for one in [one for one, holders in self._holders.items() if replica in holders]:
-            self._drop(replica, one)
+            self._drop(replica.name, one)
 
     def set_cache_bytes(self, replica: Replica, num_bytes: float) -> None:
-        """Note how many bytes of prompts a replica's cache holds; the rest is forgotten as the replica evicts it."""
-        self._caches.setdefault(replica, _Cache(num_bytes)).max_bytes = num_bytes
+        """Note how many bytes of prompts a replica's cache holds, of all models together; the rest is forgotten as the
+        replica evicts it."""
+        self.load.caches.setdefault(replica.name, _Cache(num_bytes)).max_bytes = num_bytes
 
-    def _drop(self, replica: Replica, one: bytes) -> None:
+    def _drop(self, name: str, one: bytes) -> None:
         """Note that a replica no longer has a prefix."""
-        holders = self._holders.get(one, [])
-        if replica in holders:
-            holders.remove(replica)
-        if not holders:
-            self._holders.pop(one, None)
+        if (holders := self._holders.get(one)) is not None:
+            holders[:] = [holder for holder in holders if holder.name != name]
+            if not holders:
+                del self._holders[one]
 
     def num_known_bytes(self, prefixes: Mapping[bytes, int]) -> int:
         """Return how many bytes of a conversation with these prefixes some replica has had."""
@@ -197,12 +201,12 @@ class ReplicaRouter:
         """Take in what a server says: the prefixes and sessions of prompts that other gateways gave it, or this one
         before its restart; and if the model is an adapter, whether it is on the device. The replica that alone had the
         adapter keeps its requests when the adapter has been evicted there: elsewhere it would evict another one."""
-        evicted = set[bytes]() if (cache := self._caches.get(replica)) is None else cache.evicted
+        evicted = set[Kept]() if (cache := self.load.caches.get(replica.name)) is None else cache.evicted
         for prefixes, session in prompts:
             is_known = session in self._holders  # its last request may have been elsewhere
-            new = [one for one in prefixes if one not in evicted and replica not in self._holders.get(one, ())]
+            new = [one for one in prefixes if (self, one) not in evicted and replica not in self._holders.get(one, ())]
             self.remember(replica, new, None if is_known else session)
-        evicted.clear()
+        evicted -= {kept for kept in evicted if kept[0] is self}
         self.is_for_adapter |= has_adapter is not None
         holders = self._holders.get(_ADAPTER, [])
         if has_adapter and replica not in holders:

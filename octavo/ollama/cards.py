@@ -23,6 +23,11 @@ def refuse_thinking(request: Translated, card: Card) -> None:
         raise RequestError(f'"{request.name}" does not support thinking', param="think")
 
 
+def of_adapter(card: Card, base: str) -> Card:
+    """Return the card of an adapter of a model with this card. It has no size, as sums of sizes have the model's."""
+    return {**card, "num_bytes": 0, "parent": base}
+
+
 def tag(name: str, card: Card) -> dict[str, Any]:
     """Return a model's entry in the answer to /api/tags."""
     return {
@@ -55,7 +60,8 @@ def shown(card: Card) -> dict[str, Any]:
 def _details(card: Card) -> dict[str, Any]:
     family = card.get("architecture") or "unknown"
     return {
-        "parent_model": "", "format": card.get("format") or "", "family": family, "families": [family],
+        "parent_model": card.get("parent") or "", "format": card.get("format") or "",
+        "family": family, "families": [family],
         "parameter_size": parameter_size(card.get("num_parameters") or 0),
         "quantization_level": card.get("quantization") or "",
     }  # fmt: skip

@@ -515,6 +515,22 @@ def test_models_are_loaded_kept_and_unloaded_as_clients_say(clock: Clock) -> Non
     clock.run(run())
 
 
+def test_sizes_count_a_model_once_however_many_adapters_it_has(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def run() -> None:
+        async with gateway({"a": {}, "p": {"adapter_of": "a"}, "q": {"adapter_of": "a"}}) as gate:
+            await gate.ask("p")
+            for listed in ((await client_of(gate).ps()).models, (await client_of(gate).list()).models):
+                sizes = {one.model: (one.size, one.details.parent_model) for one in listed}
+                assert sizes == {"a": (CARD["num_bytes"], ""), "p": (0, "a"), "q": (0, "a")}
+            assert await asyncio.to_thread(ps, ["--url", f"{gate.http.base_url}/v1"]) == 0
+
+    clock.run(run())
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[:3] for row in rows] == [["a", "98", "MB"], ["p", "8192", rows[1][2]], ["q", "8192", rows[2][2]]]
+
+
 def test_the_context_of_a_running_model_is_that_of_its_server(clock: Clock) -> None:
     """--max-model-len may have made it shorter than the model's."""
     body = b"rubbish"

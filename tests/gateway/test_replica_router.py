@@ -294,13 +294,31 @@ def test_notes_of_prompts_that_have_been_evicted_since_bring_nothing_back() -> N
     assert router.num_known_bytes({b"b": 1_000}) == 1_000, "another gateway has sent it again"
 
 
+def test_models_of_one_server_share_its_cache() -> None:
+    load = Load()
+    routers, (replica,) = [ReplicaRouter(load=load) for _ in range(2)], replicas(1)
+    for router in routers:
+        router.set_cache_bytes(replica, 3_000)
+    text = {b"a": 1_000}
+    for router, prefixes in ((routers[0], text), (routers[0], {b"b": 1_000}), (routers[1], text)):
+        router.choose([replica], prefixes)
+    assert [router.num_known_bytes(text) for router in routers] == [1_000, 1_000], "each model has its own blocks"
+    routers[1].choose([replica], {b"c": 1_000})
+    assert [router.num_known_bytes(text) for router in routers] == [0, 1_000]
+    assert routers[0].num_known_bytes({b"b": 1_000}) == 1_000
+    for router in routers:
+        router.learn(replica, [([b"a"], None)], None)
+    assert [router.num_known_bytes(text) for router in routers] == [0, 1_000], "evicted since"
+
+
 def test_what_the_router_forgets_takes_no_room_in_a_replicas_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "MAX_HASHES", 3)
     router, (replica,) = ReplicaRouter(), replicas(1)
     router.set_cache_bytes(replica, 1e9)
     for number in range(50):
         router.choose([replica], {b"%d" % number: 1_000})
-    assert router._caches[replica]._num_bytes == 3_000 and len(router._caches[replica]._kept) == 3
+    cache = router.load.caches[replica.name]
+    assert cache._num_bytes == 3_000 and len(cache._kept) == 3
 
 
 def adapters_of_a_fleet(names: str, count: int) -> dict[str, tuple[ReplicaRouter, list[Replica]]]:

@@ -110,7 +110,8 @@ def ps(args: argparse.Namespace) -> None:
     for loaded in client.ask_for(_LoadedList, "GET", "/api/ps", from_root=True).models:
         left_s = round((loaded.expires_at - datetime.now(UTC)).total_seconds())
         left = "stays" if loaded.expires_at.year == 9999 else f"{left_s} s"
-        rows.append((loaded.name, size_text(loaded.size), str(loaded.context_length or ""), left))
+        size = size_text(loaded.size) if loaded.size else ""  # of an adapter its model's row has it
+        rows.append((loaded.name, size, str(loaded.context_length or ""), left))
     for one in client.models():
         if one.state != "ready" and one.id == one.root:  # else it is another name
             rows.append((one.id, "", "", one.state))
