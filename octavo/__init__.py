@@ -91,15 +91,9 @@ __all__ = [
     "__version_tuple__",
 ]
 
-# Names of vLLM that Octavo lacks, and why.
-_ABSENT = {
-    "ModelRegistry": "classes of vLLM's models cannot be plugged in; model_impl='transformers' runs more",
-    "initialize_ray_cluster": "--distributed-executor-backend ray connects to the cluster",
-}
-
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        why = f": {_ABSENT[name]}" if name in _ABSENT else ""
+        why = f": {compat.ABSENT[name]}" if name in compat.ABSENT else ""
         raise AttributeError(f"module 'octavo' has no attribute {name!r}{why}")
     return getattr(import_module(_HOMES[name]), name)

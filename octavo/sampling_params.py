@@ -135,6 +135,8 @@ _INSTEAD = {
     "guided_json": "StructuredOutputsParams(json=...) as structured_outputs",
     "guided_regex": "StructuredOutputsParams(regex=...) as structured_outputs",
     "max_new_tokens": "max_tokens bounds what is generated",
+    "prompt_logprob_start": "prompt_logprobs are those of the whole prompt",
+    "prompt_logprob_token_ids": "prompt_logprobs=-1 with max_logprobs=-1 has those of all tokens",
     "repetition_detection": "frequency_penalty and repetition_penalty keep answers from repeating themselves",
     "response_format": "StructuredOutputsParams(json=schema) as structured_outputs",
     "skip_clone": "the caller's parameters stay as they are",
@@ -142,6 +144,8 @@ _INSTEAD = {
     "stop_strings": "stop is a list of texts",
     "stream_interval": "the engine has a stream_interval for all requests",
     "thinking_token_budget": "the server's chats have it",
+    "trace_decode_token_ids": "allowed_token_ids restricts the tokens of the answer",
+    "watermarking": "answers cannot be watermarked",
 }
 
 
@@ -239,7 +243,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     guided_decoding: StructuredOutputsParams | None = None
     """The former name of `structured_outputs`, which gets its value."""
     extra_args: dict[str, Any] | None = None
-    """For vLLM's plugins, which Octavo does not have: None or empty."""
+    """What classes of `LLM(logits_processors=[...])` read. Without such classes an error, unless empty."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     bad_words_token_ids: list[list[int]] | None = None
     """Filled in by the engine from `bad_words`; not the caller's to set."""
@@ -272,9 +276,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             if self.structured_outputs is not None:
                 _refuse("guided_decoding", self.guided_decoding, "left out beside structured_outputs")
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
-        if self.extra_args:
-            _refuse("extra_args", self.extra_args, "left out: nothing reads it; logits_processors take any callable")
-        self.extra_args = None
+        if self.extra_args is not None and not isinstance(self.extra_args, dict):
+            _refuse("extra_args", self.extra_args, "a dictionary, or null")
         structured: Any = self.structured_outputs
         if isinstance(structured, dict):
             unknown = structured.keys() - set(StructuredOutputsParams.__struct_fields__)

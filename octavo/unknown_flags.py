@@ -143,7 +143,7 @@ _ADVICE = {
     "kv_offloading_size": "--kv-cache-host-gib, of all workers together too",
     "log_config_file": "--log-format json and --uvicorn-log-level",
     "log_error_stack": f"{_NEEDLESS}an unexpected error is logged with its traceback",
-    "logits_processors": "SamplingParams takes some, from Python",
+    "logits_processors": "from Python LLM takes classes, and SamplingParams functions",
     "lora_path": "--enable-lora --lora-modules name=path",
     "max_num_active_seqs": "--max-num-seqs",
     "max_num_scheduled_tokens": "--max-num-batched-tokens",

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import gc
 import importlib
+import io
 import logging
 import re
 import runpy
+import socket
 import subprocess
 import sys
 import weakref
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 
 import octavo
 from octavo import compat, envs, unknown_flags
@@ -25,15 +30,24 @@ from octavo.config.checks import check as check_engine_args
 from octavo.distributed import cleanup_dist_env_and_memory, destroy_distributed_environment, destroy_model_parallel
 from octavo.entrypoints.cli.serve import make_parser, parse_args
 from octavo.entrypoints.http.server_args import ServerArgs
+from octavo.entrypoints.pooling.pooling_protocol import EmbeddingRequest
+from octavo.entrypoints.pooling.pooling_routes import _to_bytes
+from octavo.entrypoints.pooling.utils import MetadataItem, build_metadata_items, decode_pooling_output
 from octavo.errors import ConfigError, LoadError, RequestError
 from octavo.flags import FlagParser
+from octavo.hardware import why_not_cuda
 from octavo.loading.tokenizer import read_tokenizer
 from octavo.logger import init_logger
+from octavo.multimodal.utils import encode_image_url, fetch_image
+from octavo.platforms import current_platform
 from octavo.sampling_params import SamplingParams
 from octavo.transformers_utils.tokenizer import get_tokenizer
 from octavo.unknown_flags import SYNONYMS, advice_on
 from octavo.usage.usage_lib import UsageContext
 from octavo.utils import FlexibleArgumentParser, get_open_port, random_uuid
+from octavo.utils.network_utils import get_ip
+from octavo.utils.print_utils import print_embeddings
+from octavo.utils.serial_utils import EMBED_DTYPES, ENDIANNESS, tensor2base64
 from octavo.v1.engine.async_llm import AsyncLLM
 from octavo.v1.engine.llm_engine import LLMEngine
 from tests import vllm_flags
@@ -307,6 +321,49 @@ def test_modules_have_vllms_other_names() -> None:
     assert octavo.__version_tuple__[:2] == (0, 1)
     with pytest.raises(AttributeError, match="no attribute 'ModelRegistry': classes of vLLM's models"):
         _ = octavo.ModelRegistry
+
+
+@pytest.mark.parametrize("path", compat.ABSENT)
+def test_an_import_that_octavo_lacks_says_what_to_do(path: str) -> None:
+    package, _, name = f"octavo.{path}".rpartition(".")
+    said = re.escape(f"Octavo has no {path}: {compat.ABSENT[path]}.")
+    for statement in (f"from {package} import {name}", f"import {package}.{name}.below"):
+        with pytest.raises(ImportError, match=said):
+            exec(statement)
+    assert not hasattr(importlib.import_module(package), name)
+
+
+def test_a_client_reads_the_vectors_of_an_answer_in_bytes() -> None:
+    vector = torch.tensor([1.0, -2.0, 0.5])
+    for dtype in EMBED_DTYPES:
+        for order in ENDIANNESS:
+            body = EmbeddingRequest(input="", encoding_format="bytes", embed_dtype=dtype, endianness=order)
+            sent = _to_bytes(vector.numpy(), body) * 2
+            items = build_metadata_items(dtype, order, (3,), 2)
+            assert items == [
+                MetadataItem(i, dtype, order, i * len(sent) // 2, len(sent) // (2 - i), (3,)) for i in (0, 1)
+            ]
+            for found in decode_pooling_output(items[::-1], sent):
+                assert torch.equal(found.float(), vector)
+
+
+def test_a_client_sends_embeddings_and_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    vectors = torch.arange(6.0).reshape(2, 3)
+    assert torch.equal(torch.load(io.BytesIO(base64.b64decode(tensor2base64(vectors)))), vectors)
+    picture = Image.new("RGB", (2, 3), (1, 2, 3))
+    url = encode_image_url(picture)
+    assert url.startswith("data:image/png;base64,") and fetch_image(url).tobytes() == picture.tobytes()
+    picture.save(tmp_path / "a.png")
+    assert fetch_image((tmp_path / "a.png").as_uri()).tobytes() == picture.tobytes()
+    print_embeddings([1.0] * 5)
+    assert capsys.readouterr().out == "Embeddings: [1.0, 1.0, 1.0, 1.0, ...] (size=5)\n"
+
+
+def test_the_platform_is_what_octavo_computes_on() -> None:
+    assert current_platform.is_cpu() is (why_not_cuda() is not None) is not current_platform.is_cuda_alike()
+    assert current_platform.device_type == ("cpu" if current_platform.is_cpu() else "cuda")
+    assert not current_platform.is_rocm()
+    assert socket.inet_aton(get_ip())
 
 
 def test_what_scripts_call_when_they_have_deleted_an_engine_frees_it() -> None:

@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from octavo import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
+from octavo.config import VllmConfig
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS
 from octavo.errors import ConfigError, RequestError
@@ -22,6 +23,8 @@ from octavo.sampling_params import GuidedDecodingParams
 from octavo.structured_output.answer_parts import ReasoningMarks, ThinkingBudget
 from octavo.structured_output.grammar_builder import WantedGrammar
 from octavo.v1.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
+from octavo.v1.sample import logits_processor
+from octavo.v1.sample.logits_processor.builtin import process_dict_updates
 
 
 @pytest.fixture(scope="module")
@@ -324,6 +327,76 @@ def test_logits_processors_may_take_the_prompt_or_leave_it(llm: LLM) -> None:
     params = greedy(3, logits_processors=[long, short], ignore_eos=True)
     (output,) = llm.generate("Hello", params, use_tqdm=False)
     assert output.outputs[0].token_ids == [1000, 1001, 1002]
+
+
+class Keep(logits_processor.LogitsProcessor):
+    """Keeps one token, of the request's `extra_args`, plus the number of tokens so far."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        if not isinstance((sampling_params.extra_args or {}).get("first", 0), int):
+            raise ValueError("first is no token")
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        assert vllm_config.model_config.max_model_len > 0 and device.type == "cpu"
+        self.kept: dict[int, tuple[int, list[int]]] = {}
+        self.num_steps = 0
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: logits_processor.BatchUpdate | None) -> None:
+        changed = process_dict_updates(
+            self.kept,
+            batch_update,
+            lambda params, prompt, output: (params.extra_args["first"], output) if params.extra_args else None,
+        )
+        assert changed == bool(self.kept and not self.num_steps)
+        self.num_steps += 1
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        for row, (first, output) in self.kept.items():
+            assert len(output) >= self.num_steps - 1  # a fork's first step has a token
+            logits[row] = torch.full_like(logits[row], -torch.inf).scatter(0, torch.tensor(first + len(output)), 0.0)
+        return logits
+
+
+class KeepByRequest(logits_processor.AdapterLogitsProcessor):
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> logits_processor.RequestLogitsProcessor | None:
+        if params.extra_args is None:
+            return None
+        first = params.extra_args["first"]
+
+        def keep(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(logits, -torch.inf).scatter(0, torch.tensor(first + len(output)), 0.0)
+
+        return keep
+
+
+@pytest.mark.parametrize("cls", [Keep, KeepByRequest])
+def test_classes_of_logits_processors_read_the_requests_extra_args(
+    cls: type[logits_processor.LogitsProcessor], llm: LLM
+) -> None:
+    asked = SamplingParams(n=2, max_tokens=3, ignore_eos=True, extra_args={"first": 1000})
+    with pytest.raises(RequestError, match="extra_args are read by the classes of LLM"):
+        llm.generate("Hello", asked, use_tqdm=False)
+    with LLM(max_model_len=256, logits_processors=[cls]) as made:
+        outputs = made.generate(["Hello", "World"], [asked, greedy(3)], use_tqdm=False)
+        assert [one.token_ids for one in outputs[0].outputs] == [[1000, 1001, 1002]] * 2
+        assert outputs[1].outputs[0].token_ids == llm.generate("World", greedy(3))[0].outputs[0].token_ids
+    with pytest.raises(TypeError, match=r"must be a list of subclasses of .*functions belong to SamplingParams"):
+        LLM(logits_processors=[lambda output, logits: logits])
+
+
+def test_what_a_class_of_logits_processors_refuses_is_an_error_of_the_request() -> None:
+    with (
+        LLM(max_model_len=256, logits_processors=[Keep]) as made,
+        pytest.raises(RequestError, match="Keep: first is no token"),
+    ):
+        made.generate("Hello", greedy(3, extra_args={"first": "x"}), use_tqdm=False)
 
 
 def test_swap_space_must_fit_the_memory() -> None:

@@ -62,7 +62,7 @@ def test_the_defaults_are_those_that_users_of_vllm_know() -> None:
         ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", "1"),
         ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncation_side", None),
         ("truncation_side", "middle"), ("structured_outputs", {"jason": {}}),
-        ("extra_args", {"a": 1}), ("extra_args", 5), ("repetition_penalty", 1e-50), ("repetition_penalty", 1e50),
+        ("extra_args", 5), ("repetition_penalty", 1e-50), ("repetition_penalty", 1e50),
         ("logit_bias", {1.5: 1}), ("ignore_eos", "no"), ("detokenize", None), ("skip_special_tokens", 0),
         ("spaces_between_special_tokens", []), ("include_stop_str_in_output", 1.0), ("output_kind", "DELTA"),
         ("output_kind", 3), ("output_kind", True), ("logits_processors", len), ("logits_processors", [1]),

@@ -30,6 +30,7 @@ from octavo.engine.request_log import log_request, shown_id
 from octavo.engine.request_stream import RequestStream, Sink
 from octavo.engine.resubmission import Resubmission
 from octavo.engine.supervisor import Supervisor, record_ready
+from octavo.engine.vllm_names import refuse_kwargs
 from octavo.engine.wire import Abort, CacheWasReset, CoreMessage, LiveView, Loading, Ready, StepBegins, StepOutputs
 from octavo.errors import EngineStoppingError, OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
@@ -166,11 +167,13 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         *,
         usage_context: UsageContext | None = None,
         metrics: EngineMetrics | None = None,
+        stat_loggers: object = None,
     ) -> AsyncLLMEngine:
         """Find the model, start the core's process and load the tokenizer. Returns before the core is ready; requests
         made before that wait. Without `metrics` the engine makes its own, unless the arguments have
         `disable_log_stats`. With `data_parallel_size` the result is a `DataParallelEngine`, which has the same methods.
         `usage_context` has no effect: it is vLLM's, and no use is reported."""
+        refuse_kwargs(stat_loggers=stat_loggers)
         if isinstance(engine_args, AsyncEngineArgs):
             options: Any = {"logs_requests": engine_args.logs_requests, "max_log_len": engine_args.max_log_len}
         else:

@@ -309,7 +309,7 @@ class DataParallelEngine(EngineCalls):
     async def resume_generation(self) -> None:
         await self._all(lambda engine: engine.resume_generation())
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = True) -> bool:
         refuse_kwargs(reset_running_requests=reset_running_requests)
         self._router.forget_caches()
         return all(await self._all(lambda engine: engine.reset_prefix_cache()))

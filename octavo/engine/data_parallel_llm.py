@@ -123,9 +123,9 @@ class DataParallelLLMEngine(StepCalls):
     def is_sleeping(self) -> bool:
         return self._is_asleep
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = True) -> bool:
         self._check_awake()
-        return self._await(self._engine.reset_prefix_cache())
+        return self._await(self._engine.reset_prefix_cache(reset_running_requests, reset_connector))
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         self._check_awake()

@@ -108,9 +108,9 @@ class EngineAdmin:
         """
         return await self._pause_and_sleep.live_view()
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Empty the prefix cache. Returns False if the core ended before it answered; its cache is gone too.
-        Waits while the engine loads or sleeps. Raises `EngineDeadError`."""
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = True) -> bool:
+        """Empty the prefix cache, also on disk. Returns False if the core ended before it answered; its cache is gone
+        too. Waits while the engine loads or sleeps. Raises `EngineDeadError`."""
         refuse_kwargs(reset_running_requests=reset_running_requests)
         return await self._pause_and_sleep.reset_prefix_cache()
 

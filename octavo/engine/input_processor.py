@@ -22,6 +22,7 @@ from octavo.lora.adapter_files import source
 from octavo.lora.request import LoRARequest
 from octavo.media_kinds import KINDS, MediaKind, SentMedium
 from octavo.request import AdapterSource, EngineRequest, MediaInput, MediaItem, Prompt, num_positions
+from octavo.sampling.processor_classes import LogitsProcessor, with_classes
 from octavo.sampling_params import SEED_BITS, SamplingParams, is_unicode
 from octavo.structured_output.grammar_builder import WantedGrammar, make_checked_grammar
 
@@ -72,6 +73,8 @@ class InputProcessor:
     """Used by `LLM` and the asynchronous engine. Its methods raise `RequestError` for invalid requests."""
 
     def __init__(self, config: EngineConfig, tokenizer: ModelTokenizer) -> None:
+        self._config = config
+        self.processor_classes: list[type[LogitsProcessor]] = []  # of an `LLM`
         self.model = model = config.model
         self.scheduler = config.scheduler
         self._lora = config.lora
@@ -212,7 +215,7 @@ class InputProcessor:
             adapter = _own_adapter(self.media.config) or adapter
         if adapter is not None:
             made = msgspec.structs.replace(made, adapter=adapter.identity)
-        params = copy.copy(params)  # its values have been checked
+        params = with_classes(copy.copy(params), self.processor_classes, self._config)  # its values have been checked
         for name, count in counts.items():
             setattr(params, name, count)
         if params.seed is None:  # drawn here, so that the next core draws the same tokens if one dies

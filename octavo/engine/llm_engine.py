@@ -15,6 +15,7 @@ from octavo.engine.input_processor import InputProcessor
 from octavo.engine.named_adapters import NamedAdapters
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.sleep_names import SLEEPERS, check_level, woken_by
+from octavo.engine.vllm_names import refuse_kwargs
 from octavo.engine.wire import AdapterLoaded
 from octavo.errors import OctavoError, RequestError
 from octavo.interrupts import uninterrupted
@@ -51,10 +52,13 @@ class LLMEngine(StepCalls):
         self._adapters = NamedAdapters()
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, usage_context: UsageContext | None = None) -> LLMEngine:
+    def from_engine_args(
+        cls, engine_args: EngineArgs, usage_context: UsageContext | None = None, stat_loggers: object = None
+    ) -> LLMEngine:
         """Raises `ConfigError` or `LoadError` if the model cannot be served with these arguments. With
         `data_parallel_size` the result is a `DataParallelLLMEngine`, which has the same methods. `usage_context` has no
         effect: it is vLLM's, and no use is reported."""
+        refuse_kwargs(stat_loggers=stat_loggers)
         return cls.from_vllm_config(engine_args.create_engine_config())
 
     @classmethod
@@ -214,8 +218,10 @@ class LLMEngine(StepCalls):
     def is_sleeping(self) -> bool:
         return bool(self._asleep)
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = True) -> bool:
+        """Empty the prefix cache, also on disk. Running requests keep their blocks; `reset_running_requests` raises
+        `RequestError`."""
+        refuse_kwargs(reset_running_requests=reset_running_requests)
         self.core.reset_prefix_cache()
         return True
 

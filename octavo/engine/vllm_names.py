@@ -8,22 +8,38 @@ from typing import TYPE_CHECKING
 from octavo.config import EngineConfig, ModelConfig
 from octavo.errors import RequestError
 
+_TRANSFER = "weights of a running engine cannot be sent; sleep at level 2, replace the files, and wake up"
 # Attributes of vLLM's engines and its `LLM` that Octavo lacks, with what to do instead.
 ABSENT = {
     "apply_model": "models are not torch.nn.Modules; generate and encode return their results",
     "collective_rpc": "workers run no methods of callers; -tp and -pp are arguments of LLM",
+    "compute_weight_checksums": "weights are those of the files",
+    "enqueue_chat": "llm.llm_engine.add_request queues one request, step computes",
+    "finish_weight_update": _TRANSFER,
+    "get_weight_version": "weights are those of the files",
+    "get_world_size": "config.parallel_config has the sizes",
+    "init_weight_transfer_engine": _TRANSFER,
     "preprocess_chat": "llm.get_tokenizer().apply_chat_template renders messages",
     "enqueue": "llm.llm_engine.add_request queues one request, step computes",
+    "release_kv_cache_memory": "sleep(level=1) frees the KV cache",
     "set_tokenizer": "tokenizer is an argument of LLM",
     "start_profile": "/ui and /metrics of a server show where time goes",
     "reset_encoder_cache": "rows of media are kept within media_cache_tokens",
     "reset_mm_cache": "media are kept within the bytes of mm_processor_cache_gb",
+    "start_draft_weight_update": _TRANSFER,
+    "start_weight_update": _TRANSFER,
     "stop_profile": "/ui and /metrics of a server show where time goes",
+    "update_weight_version": _TRANSFER,
+    "update_weights": _TRANSFER,
+    "wait_for_completion": "llm.llm_engine.step returns outputs",
+    "wait_for_requests_to_drain": "pause_generation(mode='wait') returns when the last request has ended",
 }
 _INSTEAD = {
+    "chat_template": "the model's folder says how a query and a document make one text",
     "lora_request": "models that pool take no adapters",
     "mm_processor_kwargs": "the model's own settings are taken",
     "reset_running_requests": "running requests keep their blocks; a pause ends them",
+    "stat_loggers": "get_metrics() and /metrics have the figures, and disable_log_stats silences the log",
     "tokenization_kwargs": "truncate_prompt_tokens cuts prompts",
     "trace_headers": "spans are the server's",
 }

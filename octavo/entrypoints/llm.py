@@ -14,6 +14,7 @@ from octavo.config import EngineArgs, ModelConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import PromptInput, as_prompts
 from octavo.engine.llm_engine import LLMEngine
+from octavo.engine.sleep_names import SLEEP_MODES, check_mode
 from octavo.engine.vllm_names import ABSENT, refuse_kwargs
 from octavo.entrypoints.chat.chat_template import render_chat
 from octavo.entrypoints.chat.media_parts import embeds_of, media_of, message_for_template, read_message, with_embeds
@@ -31,6 +32,7 @@ from octavo.outputs import (
     RequestOutput,
 )
 from octavo.request import AdapterSource, EngineRequest
+from octavo.sampling.processor_classes import LogitsProcessor, check_classes
 from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from octavo.unknown_flags import known_arguments
 
@@ -43,11 +45,16 @@ if TYPE_CHECKING:
 class LLM(PoolingMethods):
     """A model that answers lists of prompts.
 
-    Every field of `EngineArgs` is a keyword: `LLM(model="org/name", max_model_len=2048, dtype="bfloat16")`. Raises
-    `ConfigError` or `LoadError` if the model cannot be served that way.
+    Every field of `EngineArgs` is a keyword: `LLM(model="org/name", max_model_len=2048, dtype="bfloat16")`.
+    `logits_processors` are subclasses of `octavo.v1.sample.logits_processor.LogitsProcessor`; they change the logits of
+    all requests, and read their `SamplingParams.extra_args`. Raises `ConfigError` or `LoadError` if the model cannot be
+    served that way.
     """
 
-    def __init__(self, model: str = "", **engine_args: Any) -> None:
+    def __init__(
+        self, model: str = "", *, logits_processors: Sequence[type[LogitsProcessor]] | None = None, **engine_args: Any
+    ) -> None:
+        classes = check_classes(logits_processors or ())
         # The caller's logits processors may use torch, whose waiting threads would spin and take cores from the native
         # kernels. Torch reads this when it starts its threads.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -56,6 +63,7 @@ class LLM(PoolingMethods):
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
         self.config, self.tokenizer = self.llm_engine.config, self.llm_engine.tokenizer
         self.inputs = self.llm_engine.inputs
+        self.inputs.processor_classes = classes
         self._runs = threading.RLock()  # one call at a time, because each call steps the engine itself
 
     @classmethod
@@ -82,10 +90,12 @@ class LLM(PoolingMethods):
     def core(self) -> EngineCore:
         return self.llm_engine.core
 
-    def sleep(self, level: int = 1) -> None:
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free memory until `wake_up`. Level 1 frees the KV cache and keeps the weights, level 2 frees both; on GPUs
-        both levels do."""
-        self.llm_engine.sleep(level)
+        both levels do. `mode` is that of `AsyncLLMEngine.sleep`; between calls no request runs, so both do the same."""
+        check_mode(mode, SLEEP_MODES)
+        with self._runs:
+            self.llm_engine.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Restore the memory that `sleep` freed, for "weights", the "kv_cache", or both."""
@@ -94,9 +104,11 @@ class LLM(PoolingMethods):
     def is_sleeping(self) -> bool:
         return self.llm_engine.is_sleeping()
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. Return whether it was emptied."""
-        return self.llm_engine.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = True) -> bool:
+        """Empty the prefix cache, also on disk. Return whether it was emptied. Between calls no request runs, so the
+        arguments change nothing."""
+        with self._runs:
+            return self.llm_engine.reset_prefix_cache()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that `generate` and `chat` use by default: the model's own recommendations."""
@@ -155,16 +167,9 @@ class LLM(PoolingMethods):
         refuse_kwargs(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
         prompts = as_prompts(prompts) if prompt_token_ids is None else _with_ids(prompts, prompt_token_ids)
         params = self._params_for(prompts, sampling_params)
-        if priority is None:
-            priority = [0] * len(prompts)
-        elif not isinstance(priority, Sequence) or len(priority) != len(prompts):
-            raise RequestError(
-                f"priority must be a list with a number for each of {len(prompts)} prompts, got {priority!r:.100}.",
-                param="priority",
-            )
         loras = _one_each(prompts, lora_request)
         requests = []
-        asked = zip(prompts, params, priority, self._adapters_for(loras), strict=True)
+        asked = zip(prompts, params, _priorities(prompts, priority), self._adapters_for(loras), strict=True)
         for index, (prompt, one, its, adapter) in enumerate(asked):
             with naming_prompt("prompts", index, len(prompts)):
                 requests.append(self.inputs.process(prompt, one, priority=its, adapter=adapter))
@@ -185,6 +190,7 @@ class LLM(PoolingMethods):
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
         *,
+        priority: Sequence[int] | None = None,
         tool_choice: str | dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: lists of `{"role": …, "content": …}`. The template describes `tools` to
@@ -246,14 +252,16 @@ class LLM(PoolingMethods):
             prompts.append(cast(PromptInput, prompt))
         params, loras = self._params_for(prompts, sampling_params), _one_each(prompts, lora_request)
         requests = []
-        asked = zip(prompts, params, self._adapters_for(loras), strict=True)
-        for index, (filled, one, adapter) in enumerate(asked):
+        asked = zip(prompts, params, _priorities(prompts, priority), self._adapters_for(loras), strict=True)
+        for index, (filled, one, its, adapter) in enumerate(asked):
             with naming_prompt("messages", index, len(prompts)):  # the template has added special tokens
                 calls = None
                 if tools and tool_choice is not None:
                     calls = self._grammar_of_calls(tools, tool_choice, taken[index], texts[index], one)
                 requests.append(
-                    self.inputs.process(filled, one, add_special_tokens=False, adapter=adapter, grammar=calls)
+                    self.inputs.process(
+                        filled, one, priority=its, add_special_tokens=False, adapter=adapter, grammar=calls
+                    )
                 )
         return self._run_generation(requests, loras, use_tqdm)
 
@@ -408,6 +416,17 @@ def _one_each(
         raise TypeError(f"lora_request must be a LoRARequest or a list of them, got {asked!r:.100}.")
     if len(asked) != len(prompts):
         raise RequestError(f"{len(asked)} lora_requests for {len(prompts)} prompts.", param="lora_request")
+    return asked
+
+
+def _priorities(prompts: Sequence[PromptInput], asked: Sequence[int] | None) -> Sequence[int]:
+    if asked is None:
+        return [0] * len(prompts)
+    if not isinstance(asked, Sequence) or len(asked) != len(prompts):
+        raise RequestError(
+            f"priority must be a list with a number for each of {len(prompts)} prompts, got {asked!r:.100}.",
+            param="priority",
+        )
     return asked
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from octavo.sampling.beam_scores import Beams
 from octavo.sampling.draft_verification import count_valid_tokens
+from octavo.sampling.processor_classes import PerSequence
 from octavo.sampling_params import LogitsProcessor, SamplingParams
 from octavo.step_plan import Admission
 from octavo.structured_output.grammar_matching import GrammarCompiler, GrammarTable, TokenMask
@@ -64,7 +65,10 @@ class RowSettings:
         self.params = params
         self.num_prompt_tokens = num_prompt_tokens
         self.stop_token_ids = stop_token_ids
-        self.processors = [_with_prompt(processor) for processor in params.logits_processors or ()]
+        self.processors = [
+            _with_prompt(one.for_sequence() if isinstance(one, PerSequence) else one)
+            for one in params.logits_processors or ()
+        ]
         self._allowed_words: NDArray[np.int32] | None = None
         self.seen = SeenTokens(num_prompt_tokens, is_embedded)
 

@@ -116,11 +116,12 @@ class PoolingMethods:
         instruction: str | None = None,
         lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return how well one text matches each of several texts, or each text of a list its counterpart: by a
         cross-encoder, by the cosine of embeddings, or by the vectors of tokens. Texts are text, `{"prompt": ...}`, or a
         list of them."""
-        refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, chat_template=chat_template)
         queries, documents = _texts(data_1, "data_1"), _texts(data_2, "data_2")
         params = self._with(pooling_params or PoolingParams(), None, truncate_prompt_tokens)
         scores = Scores(
