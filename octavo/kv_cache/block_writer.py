@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,19 +30,19 @@ class BlockWriter(Container[BlockName]):
     """Writes blocks to `files` in the order of the queue, and does tasks in between. As a container it has the blocks
     of the queue, and the one being written.
 
-    The fields change under the lock of `changed`, `keep_until` also in `DiskTier`. Without the lock the engine's thread
-    reads single values, and the writer's thread reads `keep_until` and changes fields that it alone has."""
+    The fields change under the lock of `changed`. Without the lock the engine's thread reads single values, and the
+    writer's thread changes fields that it alone has."""
 
     def __init__(self, files: BlockFiles, clock: Callable[[], float]) -> None:
         self._files, self._clock = files, clock
         self.changed = threading.Condition()  # notified when a block or task is queued or done, and at the end
         self.is_closed = False
         self.is_removing_all = False  # all files of the folder are being removed
-        self.keep_until: dict[BlockName, float] = {}  # `time.time`, for blocks that are not written yet
         self.queued_bytes = 0  # of the blocks of the queue, and of the one being written
         self.write_s = 0.0  # moving average of the thread's processor time for a block
         self._queue: deque[_Block | Callable[[], None]] = deque()
         self._queued: dict[BlockName, NDArray[np.uint8]] = {}
+        self._keep_until: dict[BlockName, float] = {}  # `time.time`, for pinned blocks: they are not written yet
         self._is_writing = False
         self._stats = EngineStats()
         self._last_error, self._next_warning = "", 0.0  # of the thread
@@ -72,6 +72,20 @@ class BlockWriter(Container[BlockName]):
         with self.changed:
             self._stats.num_disk_dropped += 1
 
+    def is_pinned(self, name: BlockName) -> bool:
+        return name in self._keep_until
+
+    def pin(self, names: Iterable[BlockName], keep_until: float) -> None:
+        """Have blocks that are not written yet kept in the folder until `time.time` is `keep_until`, or longer if they
+        are pinned for longer."""
+        with self.changed:
+            for name in names:
+                self._keep_until[name] = max(keep_until, self._keep_until.get(name, 0.0))
+
+    def unpin(self, name: BlockName) -> None:
+        with self.changed:
+            self._keep_until.pop(name, None)
+
     def enqueue(self, name: BlockName, contents: NDArray[np.uint8]) -> None:
         with self.changed:
             self._queue.append((name, contents))
@@ -91,7 +105,7 @@ class BlockWriter(Container[BlockName]):
     def remove_all(self) -> None:
         """Drop the queue, and have the thread remove all files of the folder."""
         with self.changed:
-            self.keep_until.clear()
+            self._keep_until.clear()
             self._queue.clear()  # tasks too: the files they are about are removed; peers' copies wait for their time
             self._queued.clear()
             self.queued_bytes = 0
@@ -138,7 +152,7 @@ class BlockWriter(Container[BlockName]):
                 logger.exception("the cache on disk could not be changed")
 
     def _write_block(self, name: BlockName, contents: NDArray[np.uint8]) -> None:
-        begin, keep_until, latest = time.thread_time(), self.keep_until.get(name, 0.0), 0.0
+        begin, keep_until, latest = time.thread_time(), self._keep_until.get(name, 0.0), 0.0
         is_written = self.write_file(name, contents, keep_until)
         with self.changed:
             self.write_s += (time.thread_time() - begin - self.write_s) / 8
@@ -146,7 +160,7 @@ class BlockWriter(Container[BlockName]):
             if self._queued.get(name) is contents:
                 del self._queued[name]
                 self.queued_bytes -= contents.nbytes
-                latest = self.keep_until.pop(name, 0.0)
+                latest = self._keep_until.pop(name, 0.0)
             self._stats.num_disk_written += is_written
             self._stats.disk_written_bytes += contents.nbytes * is_written
         if latest > keep_until:  # pinned during the write

@@ -65,7 +65,7 @@ class CacheSessions:
         session, found = _session_key(request.cache_session, request.prompt.cache_salt), dict[BlockName, None]()
         num_hashes = len(seq.block_hashes)  # fewer than the prompt's if the request has waited until its end
         for limit in (len(request.prompt.token_ids) // self._cache.block_size, num_hashes):
-            num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, min(limit, num_hashes), tier.pools_or_disk)
+            num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, min(limit, num_hashes), tier.known_keys)
             found |= dict.fromkeys(self._cache.prefix_names(seq.block_hashes, num_blocks))
         if not found:
             return

@@ -217,7 +217,7 @@ class DiskFetches:
 
     def _begin_copy(self, seq: TokenSequence, peer: BlockPeer) -> Copy | None:
         limit = self._most_blocks(seq)
-        num_known = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._tier.pools_or_disk)
+        num_known = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._tier.known_keys)
         if num_known >= limit or self._tier.writer.is_removing_all:
             return None
         compute_s = self._compute_s(num_known, limit)
@@ -240,12 +240,12 @@ class DiskFetches:
         if limit <= 0 or self._tier.writer.is_removing_all or self._hangs():
             return 0
         keys = seq.block_hashes
-        num_known = self._cache.num_prefix_blocks(keys, limit, self._tier.pools_or_disk)
+        num_known = self._cache.num_prefix_blocks(keys, limit, self._tier.known_keys)
         if request_id not in self._lookups:
             if num_known == limit or (self._late_lookup is not None and not self._late_lookup.done()):
                 return num_known
             grace_s = 0.0 if self._lookups else _LOOKUP_GRACE_S  # behind others it will not be done
-            known = enumerate(self._tier.pools_or_disk)
+            known = enumerate(self._tier.known_keys)
             pools = [_DiskLookups(blocks, self._tier.files, pool) for pool, blocks in known]
             lookup = self._lookup_thread.run(partial(self._cache.num_prefix_blocks, keys, limit, pools))
             self._lookups[request_id] = lookup, self._clock()

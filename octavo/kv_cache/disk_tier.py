@@ -4,15 +4,25 @@ On a CPU these are the cache's own pools. On a GPU they are the host pools that 
 copied to the host is not saved.
 
 Blocks are saved outside of the steps: while the engine is idle, for a small share of its time while it is busy, and
-when they are about to be evicted from a pool. Saves at eviction may take only as long as disk hits have gained (plus
-1 s to start), so a workload without hits is not slowed. A thread writes the blocks (`block_writer`), from a queue of
-bounded size; a block that must leave its pool while the queue is full is lost. `EngineCore` calls everything here, from
-one thread. See `block_files` for the folder and what is evicted from it, and `cache_sessions` for the sessions that
-clients keep there.
+when they are about to be evicted from a pool. Saves at eviction may take as much time in all as disk hits have gained,
+and 1 s at first. So a workload without hits is not slowed. A thread writes the blocks (`block_writer`), from a queue of
+bounded size; a block that must leave its pool while the queue is full is lost. All calls come from the engine's thread,
+except where a docstring says that any thread may call. See `block_files` for the folder and what is evicted from it,
+and `cache_sessions` for the sessions that clients keep there.
 
-States of a block: indexed (in a pool) -> unsaved -> queued -> written, or dropped: forgotten while it is unsaved,
-evicted without time or room to save it, or refused by the folder. On GPUs a block may also leave the device before it
-is copied to the host; `HostTier` counts it, and `num_disk_dropped` does not.
+The states of a block, and what moves it there:
+
+    on device   GPUs only: `HostTier` will copy it          `HostTier.note_indexed`
+    unsaved     in a pool of the host's, not on disk        `note_indexed`, when it enters the index of its pool
+    queued      a copy is in the writer's queue             `_save`
+    written     the folder has it                           the writer's thread
+    dropped     counted by `num_disk_dropped`               `_drop` (evicted without time or room), `BlockWriter` (the
+                                                            folder does not take it)
+    cancelled   not counted                                 `cancel_save`: resets of the cache, sessions that are
+                                                            dropped, and blocks that `HostTier` has not copied (it
+                                                            counts them)
+
+Other threads ask for a block in this order, so that they never miss one that moves meanwhile.
 """
 
 from __future__ import annotations
@@ -44,9 +54,9 @@ logger = logging.getLogger(__name__)
 
 _QUEUE_BYTES = 64 << 20  # of blocks on their way to the folder
 _IDLE_QUEUE_BYTES = 4 << 20  # the limit while the engine is idle, so that the writer is done when the next step begins
-_MOST_PASSED = 64  # unsaved blocks to look at, at most, for one that is not being copied
-_BUSY_SHARE = 0.003  # of a busy engine's time that saving may take, the writer's time included
-_GPU_BUSY_SHARE = 0.03  # on GPUs, where the writer delays no step, and planning has time while a step is computed
+_MOST_PASSED = 64  # how many unsaved blocks `_next_savable` looks at for one that is not being copied
+_BUSY_SHARE = 0.003  # the share of a busy engine's time for saving, the writer's time included
+_GPU_BUSY_SHARE = 0.03  # on GPUs: there the writer delays no step, and blocks are copied while a step is computed
 _INITIAL_EVICTION_SAVE_S = 1.0  # for saves at eviction, before disk hits have gained any time
 _MAX_EVICTION_SAVE_S = 60.0  # upper bound of the time for saves at eviction
 _MAX_BUSY_SAVE_S = 0.02  # upper bound of the time that a busy engine spends on saving in one go
@@ -64,7 +74,7 @@ class BlockMemory(Protocol):
         ...
 
     def wait_for_workers(self) -> bool:
-        """Wait until `read_blocks` takes only the time of copying. Returns True if the wait delays the next step."""
+        """Wait for the workers, so that `read_blocks` then only copies. Returns whether this delays the next step."""
         ...
 
     def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> bool:
@@ -95,7 +105,7 @@ class _PoolWatch:
         self._tier.save_before_eviction((self._pool, key))
 
 
-class _PoolOrDisk(Container[bytes]):
+class _KnownKeys(Container[bytes]):
     """The keys of the blocks that are in one pool or on disk."""
 
     def __init__(self, tier: DiskTier, pool: int) -> None:
@@ -121,12 +131,13 @@ class DiskTier:
         self.files, self._memory, self._cache, self._clock = files, memory, cache, clock
         self._host_tier = host_tier
         self.pools = cache.pools if host_tier is None else cache.host_pools  # in the host's memory
-        self.pools_or_disk = [_PoolOrDisk(self, pool) for pool in range(len(self.pools))]
-        # The own fields belong to the engine's thread; other threads only read how many blocks are unsaved. What bounds
-        # saving:
+        self.known_keys = [_KnownKeys(self, pool) for pool in range(len(self.pools))]
+        # This object's fields belong to the engine's thread; other threads only read how many blocks are unsaved. Three
+        # accounts bound the time and memory of saving:
         #
         # account              | gains                            | spends                     | cap
-        # _busy_save_s         | a share of each step's time      | `save_while_busy`          | _MAX_BUSY_SAVE_S
+        # _busy_save_s         | a share of a step's time, while  | `save_while_busy`          | _MAX_BUSY_SAVE_S
+        #                      | blocks are unsaved               |                            |
         # _eviction_save_s     | time that disk hits have gained  | `save_before_eviction`     | _MAX_EVICTION_SAVE_S
         # writer.queued_bytes  | each block that is queued        | each block that is written | _QUEUE_BYTES; if idle
         #                      |                                  |                            | _IDLE_QUEUE_BYTES
@@ -138,10 +149,11 @@ class DiskTier:
         self._prioritised = OrderedDict[BlockName, None]()  # blocks to save before others, unsaved or not yet here
         self._busy_save_s = 0.0  # may be overdrawn
         self._eviction_save_s = _INITIAL_EVICTION_SAVE_S  # may be overdrawn
-        for number, pool in enumerate(self.pools):
-            pool.watchers.append(_PoolWatch(self, number))
+        self._watches = [_PoolWatch(self, number) for number in range(len(self.pools))]
+        for pool, watch in zip(self.pools, self._watches, strict=True):
+            pool.watchers.append(watch)
         if host_tier is not None:
-            host_tier.on_drop, host_tier.on_present = self.forget_unsaved, self.note_in_memory
+            host_tier.on_drop, host_tier.on_present = self.cancel_save, self.save_if_lost
             host_tier.on_all_copied = self._wake
         self.sessions = CacheSessions(self, cache, min(memory.block_bytes))
         self.saved_prompts = SavedPrompts(self, cache, clock)
@@ -159,7 +171,7 @@ class DiskTier:
         """Forget the blocks of the pools, whose contents are about to be lost. With `removes_files` forget the folder's
         blocks too: the writer removes their files, and lookups miss until then."""
         for name in list(self.unsaved):
-            self.forget_unsaved(name)
+            self.cancel_save(name)
         self.fetches.end_all()
         if removes_files:
             self.sessions.clear()
@@ -180,12 +192,13 @@ class DiskTier:
         end = time.monotonic() + _CLOSE_TIMEOUT_S
         while time.monotonic() < end and self.save_while_idle():
             pass
-        # Blocks that are unsaved now stay so: the device lacks memory to copy them, or the disk hangs.
+        # Blocks that are unsaved now stay so: the time is over, the device lacks memory, or the disk hangs.
         is_written = self.writer.wait_until_idle(max(0.0, end - time.monotonic()))
         return is_written and not self._num_unsaved
 
     def close(self, saves: bool = True) -> None:
-        """Save the unsaved blocks if `saves`, and end the threads. A second call does nothing."""
+        """Save the unsaved blocks if `saves`, and end the threads. Pools are watched no longer. A second call does
+        nothing."""
         if self.writer.is_closed:
             return
         is_saved = False
@@ -195,7 +208,9 @@ class DiskTier:
             logger.warning("blocks of the KV cache are not kept on disk: %s", e)
         finally:
             self.writer.close(waits=is_saved)
-        self.fetches.close()
+            self.fetches.close()
+            for pool, watch in zip(self.pools, self._watches, strict=True):
+                pool.watchers.remove(watch)
 
     # Blocks that go to the folder.
 
@@ -207,7 +222,7 @@ class DiskTier:
 
     @property
     def _num_unsaved(self) -> int:
-        # In the order in which blocks go on, as other threads ask too.
+        # In the order in which blocks move, as other threads ask too.
         return (0 if self._host_tier is None else self._host_tier.num_uncopied) + len(self.unsaved)
 
     def _wake(self) -> None:
@@ -229,19 +244,20 @@ class DiskTier:
         return self._host_tier is not None and self._host_tier.copies_later(name) and self._must_be_saved(name)
 
     def _must_be_saved(self, name: BlockName) -> bool:
-        """Return whether a block is neither in the folder nor in the writer's queue."""
-        return (self.writer.is_removing_all or not self.files.knows(name)) and name not in self.writer
+        """Return whether a block is neither in the writer's queue nor in the folder."""
+        # In this order: the writer's thread makes a block known before it takes it from the queue.
+        return name not in self.writer and (self.writer.is_removing_all or not self.files.knows(name))
 
     def may_overwrite(self, pool: int, blocks: Sequence[int], waits: bool = False) -> bool:
-        """Return whether blocks can be written now. The plan that is being made may have to copy them first, if
-        sequences had them until now. `waits`: as in `is_settled`."""
+        """Return whether blocks can be overwritten now. Not if a copy of the plan that is being made still reads them:
+        they may have been a sequence's until now. `waits`: as in `is_settled`."""
         if self._host_tier is None and self._cache.is_read_later(pool, blocks):
             return False
         return self.is_settled(pool, blocks, waits)
 
     def is_settled(self, pool: int, blocks: Sequence[int], waits: bool = False) -> bool:
-        """Return whether blocks can be read now: on GPUs, whether they are neither copied with the next plan nor are
-        being copied. With `waits`, wait for copies under way."""
+        """Return whether blocks can be read now: on GPUs, whether no copy to them is planned or under way. With
+        `waits`, wait for copies under way."""
         if self._host_tier is None:
             return True
         is_planned = not self._cache.host_blocks_written_later[pool].isdisjoint(blocks)
@@ -250,11 +266,10 @@ class DiskTier:
     def pin_pending_blocks(self, names: Iterable[BlockName], keep_until: float) -> None:
         """Have the pending ones of these blocks kept in the folder until `time.time` is `keep_until`, or longer if
         another session keeps them longer."""
-        ends = self.writer.keep_until
-        with self.writer.changed:
-            ends |= {name: max(keep_until, ends.get(name, 0.0)) for name in names if self.is_pending(name)}
+        with self.writer.changed:  # none of them is written meanwhile
+            self.writer.pin(filter(self.is_pending, names), keep_until)
 
-    def forget_unsaved(self, name: BlockName) -> None:
+    def cancel_save(self, name: BlockName) -> None:
         """Do not save a block, unless the writer has it already."""
         self.unsaved.pop(name, None)
         self._unpin(name)
@@ -262,25 +277,24 @@ class DiskTier:
     def _unpin(self, name: BlockName) -> None:
         """Forget that a block is to be saved before others, and how long it is to be kept."""
         self._prioritised.pop(name, None)
-        with self.writer.changed:
-            self.writer.keep_until.pop(name, None)
-            self.writer.changed.notify_all()  # `wait_until_saved` looks at `unsaved`
+        self.writer.unpin(name)
+        self._wake()  # `wait_until_saved` looks at `unsaved`
 
     def _drop(self, name: BlockName) -> None:
         """Count a block as lost that was unsaved until now."""
-        self.forget_unsaved(name)
+        self.cancel_save(name)
         self.writer.count_dropped()
 
     def forget(self, name: BlockName) -> None:
-        """Forget a block in the pools, and do not save it."""
+        """Remove a block from the pools, and do not save it."""
         if self._host_tier is not None:
             self._host_tier.forget(name)
-        self.forget_unsaved(name)
+        self.cancel_save(name)
         pool = self.pools[name[0]]
         if (block := pool.lookup(name[1])) is not None:
             pool.forget(block)
 
-    def note_in_memory(self, name: BlockName) -> None:
+    def save_if_lost(self, name: BlockName) -> None:
         """Mark a block of the pools as unsaved if the folder has lost it."""
         pool, key = name
         if not self._must_be_saved(name):
@@ -298,17 +312,17 @@ class DiskTier:
             self._unpin_saved(name)
 
     def _unpin_saved(self, name: BlockName) -> None:
-        """Unpin a block of a device that the folder has got in another way."""
+        """On GPUs: unpin a block that the folder has already. No write of it follows, which would unpin it."""
         if self._host_tier is not None and name not in self.unsaved and name not in self.writer:
             self._unpin(name)
 
     def save_before_eviction(self, name: BlockName) -> None:
-        """Save a block that is about to be overwritten, if it is unsaved, if the writer keeps up, and if a session
-        keeps the block or disk hits have gained the time. Drop it otherwise."""
+        """A block is about to be overwritten. If it is unsaved, save it. Drop it if the queue is full, if a copy to it
+        is under way, or if neither a session keeps it nor disk hits have gained the time."""
         block = self.unsaved.get(name)
         if block is None:
             return
-        is_kept = name in self.writer.keep_until
+        is_kept = self.writer.is_pinned(name)
         has_time = is_kept or self._eviction_save_s > 0
         if not (has_time and self._has_room() and self.is_settled(name[0], [block])):
             self._drop(name)
@@ -331,13 +345,13 @@ class DiskTier:
             return
         wait_s = self._wait_for_workers()
         self._busy_save_s -= wait_s
-        max_overdraft_s = 2 * wait_s  # the wait, and at least as much time for saving
+        max_overdraft_s = 2 * wait_s  # waiting pays only if about as much time is used for saving
         while self._busy_save_s > -max_overdraft_s and (name := self._next_savable()) is not None:
             self._busy_save_s -= self._save(name)
 
     def save_while_idle(self) -> bool:
-        """Save a block, or wait shortly for the writer. Returns False if no block is unsaved, or if the device lacks
-        memory to copy blocks."""
+        """Save a block, or wait shortly for the writer. Returns False if no block is unsaved, if the device lacks
+        memory to copy blocks, or after `close`."""
         if self._host_tier is not None and not self.writer.is_closed:
             self._copy_to_host(self._host_tier)
         if not self.unsaved:
@@ -351,8 +365,8 @@ class DiskTier:
         return not self.writer.is_closed
 
     def _copy_to_host(self, host_tier: HostTier) -> None:
-        """Make the copies that wait for a plan. Then copy blocks that only the device has, if the pools have no unsaved
-        block or if these blocks are to be saved before others."""
+        """Make the copies that wait for a plan: none comes while the engine is idle. Then copy blocks that only the
+        device has, until the pools have an unsaved block, or as long as such blocks are to be saved before others."""
         self._memory.move_blocks(self._cache.take_moves())
         host_tier.end_plan()
         while host_tier.num_uncopied and (not self.unsaved or any(map(host_tier.copies_later, self._prioritised))):
@@ -382,8 +396,8 @@ class DiskTier:
         return next((name for name in candidates if self.is_settled(name[0], [self.unsaved[name]], waits)), None)
 
     def _save(self, name: BlockName) -> float:
-        """Queue a copy of an unsaved block, for which there is room. Returns the seconds that steps are later for it:
-        to copy the block and, on CPUs, to write it."""
+        """Queue a copy of an unsaved block, for which there is room. Returns by how many seconds it delays
+        steps: by the copy and, on CPUs, by the writer's processor time."""
         wait_s = self._wait_for_workers()
         begin = self._clock()
         contents = self._memory.read_blocks(name[0], [self.unsaved[name]])[0]

@@ -180,7 +180,7 @@ class PeerBlocks:
         # 1. Find the longest prefix that the pools, the folder and the peer have together.
         unknown = [name for name in self._cache.all_names(copy.keys) if not self._files.knows(name)]
         at_peer = self._find(copy, connection, unknown)
-        tiers = [_Found(known, pool, at_peer) for pool, known in enumerate(self._tier.pools_or_disk)]
+        tiers = [_Found(known, pool, at_peer) for pool, known in enumerate(self._tier.known_keys)]
         num_found = self._cache.num_prefix_blocks(copy.keys, len(copy.keys), tiers)
         missing = [
             name

@@ -43,10 +43,10 @@ class SavedPrompts:
             return
         self._expected.discard(request.request_id)
         limit = min(len(request.prompt.token_ids) // self._cache.block_size, len(seq.block_hashes))
-        num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._tier.pools_or_disk)
+        num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._tier.known_keys)
         names = self._cache.prefix_names(seq.block_hashes, num_blocks)
         for name in names:  # the folder may have lost blocks that were saved once
-            self._tier.note_in_memory(name)
+            self._tier.save_if_lost(name)
         self._tier.prioritise(names)
         self._waits[request.request_id] = names, self._clock() + _PATIENCE_S
 

@@ -581,7 +581,7 @@ def test_who_waits_until_all_is_saved_is_woken_when_the_last_unsaved_block_is_lo
     one.compute(list(range(22)))
     one.tier._eviction_save_s = 0.0
     lock, *names = one.tier.writer.changed, *one.tier.unsaved
-    lose = one.tier.forget_unsaved if loss == "forgotten" else one.tier.save_before_eviction
+    lose = one.tier.cancel_save if loss == "forgotten" else one.tier.save_before_eviction
     for name in names[1:]:
         lose(name)
     wait_until(lambda: len(lock._waiters) == 1)  # the writer, which has nothing to do
@@ -590,6 +590,27 @@ def test_who_waits_until_all_is_saved_is_woken_when_the_last_unsaved_block_is_lo
     wait_until(lambda: len(lock._waiters) == 2)
     lose(names[0])
     wait_until(lambda: not thread.is_alive())
+
+
+def test_a_block_that_is_written_while_the_tier_looks_for_it_is_not_saved_again(engines: Any) -> None:
+    one = engines()
+    one.compute(list(range(22)))
+    name, block = next(iter(one.tier.unsaved.items()))
+    knows, write, is_asked = one.files.knows, one.files.write, threading.Event()
+
+    def knows_of_before(name: Any) -> bool:
+        found = knows(name)
+        if threading.current_thread() is threading.main_thread():
+            is_asked.set()
+            one.tier.writer.wait_until_idle(60.0)
+        return bool(found)
+
+    one.files.write = lambda *args: is_asked.wait(60.0) and write(*args)
+    one.tier._save(name)
+    one.files.knows = knows_of_before
+    one.tier.note_indexed(name, block)
+    is_asked.set()
+    assert name not in one.tier.unsaved
 
 
 def test_a_block_that_is_being_read_is_not_saved_yet(engines: Any) -> None:
@@ -653,11 +674,11 @@ def test_nobody_waits_until_a_disk_that_hangs_has_forgotten(engines: Any, monkey
 def test_a_block_of_a_session_that_is_not_kept_leaves_nothing(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one = engines()
     turn_of(one, list(range(22)), "mine")
-    assert len(one.tier.writer.keep_until) == 5
+    assert len(one.tier.writer._keep_until) == 5
     monkeypatch.setattr(disk_tier, "_QUEUE_BYTES", 0)
     for name in one.contents():
         one.tier.save_before_eviction(name)
-    assert one.tier.writer.keep_until == {} and one.stats().num_disk_dropped == 5
+    assert one.tier.writer._keep_until == {} and one.stats().num_disk_dropped == 5
 
 
 def test_the_blocks_of_a_session_are_saved_also_where_reads_have_earned_no_time(engines: Any) -> None:
@@ -684,7 +705,7 @@ def test_a_block_that_is_kept_while_it_is_written_leaves_nothing(engines: Any) -
     may_go.set()
     one.save()
     wait_until(lambda: one.files.sessions())
-    assert one.tier.writer.keep_until == {} and len(one.files._kept) == 2, "the block and the session's file"
+    assert one.tier.writer._keep_until == {} and len(one.files._kept) == 2, "the block and the session's file"
 
 
 @pytest.mark.parametrize("is_forgotten", [False, True])
@@ -704,7 +725,7 @@ def test_a_block_that_is_pinned_during_its_write_is_kept(engines: Any, is_forgot
         one.tier.save_while_idle()
     may_go.set()
     one.save()
-    assert one.tier.writer.keep_until == {} and one.stats().disk_kept_bytes > 0 and one.tier.writer.queued_bytes == 0
+    assert one.tier.writer._keep_until == {} and one.stats().disk_kept_bytes > 0 and one.tier.writer.queued_bytes == 0
 
 
 def turn_of(engine: Engine, tokens: list[int], session: str, ttl_s: float = 1000.0) -> None:

@@ -113,14 +113,14 @@ def test_what_a_session_keeps_is_noted_only_until_the_folder_has_it(engines: Cal
     one = engines()
     seq = one.compute(list(range(22)))
     one.end_turn(seq, "a")
-    assert len(one.tier.writer.keep_until) == 5
+    assert len(one.tier.writer._keep_until) == 5
     for name in one.names(seq)[:2]:  # as another server does
         one.tier.writer.write_file(name, one.memory.blocks[0][0])
     one.save()
-    assert not one.tier.writer.keep_until
+    assert not one.tier.writer._keep_until
     again = engines()
     again.end_turn(again.compute(list(range(22))), "b")
-    assert not again.tier.writer.keep_until
+    assert not again.tier.writer._keep_until
 
 
 def test_a_session_lists_blocks_of_earlier_turns_that_only_the_device_has(engines: Callable[[], DeviceEngine]) -> None:
@@ -145,14 +145,14 @@ def test_who_waits_until_all_is_saved_is_woken_when_nothing_is_left_to_copy(
     if way == "the host has the block":
         pool = one.cache.host_pools[0]
         pool.register(pool.allocate(), name[1])
-    forget = one.tier.forget_unsaved
+    forget = one.tier.cancel_save
 
     def forget_slowly(name: BlockName) -> None:
         """The thread looks again before the block counts as copied."""
         forget(name)
         wait_until(lambda: len(lock._waiters) == 2)  # type: ignore[attr-defined]
 
-    one.tier.forget_unsaved = forget_slowly  # type: ignore[method-assign]
+    one.tier.cancel_save = forget_slowly  # type: ignore[method-assign]
     wait_until(lambda: len(lock._waiters) == 1)  # type: ignore[attr-defined]  # the writer, which has nothing to do
     thread = threading.Thread(target=one.tier.wait_until_saved, daemon=True)
     thread.start()
