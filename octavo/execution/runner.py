@@ -281,6 +281,7 @@ class Runner:
             step  changes                                      undone by
             1     keys and values of encoder outputs           the second launch, which writes them again
             2     takes rows from `_rows_to_resend`            `_recover_from_memory_error`
+            4     draft tokens count as known tokens           `_recover_from_memory_error`
             4, 6  the arrays of the step                       the second launch, which writes them again
             5, 8  hidden states of pipeline stages             nothing: with several workers the error is fatal
             7     outputs, and last tokens on the device       the second launch, which writes them again
@@ -536,10 +537,12 @@ class Runner:
         return settings is not None and settings.params.grammar is None
 
     def _recover_from_memory_error(self, plan: StepPlan, error: Exception) -> Exception:
-        """Free reserved memory, and have a later step upload the plan's block tables. Returns the error to raise:
-        `DeviceMemoryError`. With several workers the error is fatal: returns `error` itself."""
+        """Forget the plan's draft tokens, free reserved memory, and have a later step upload the plan's block tables.
+        Returns the error to raise: `DeviceMemoryError`. With several workers the error is fatal: returns `error`
+        itself."""
         if self.worker_group.connections:
             return error
+        self.sequence_table.forget_draft_tokens(plan.rows)
         self.resend_block_tables_later(plan)
         self.device.release_memory()
         reason = (str(error) or type(error).__name__).splitlines()[0]

@@ -167,6 +167,12 @@ class SequenceTable:
                 self.tokens[planned.row, end - len(planned.draft_tokens) : end] = planned.draft_tokens
                 self.num_known[planned.row] = end
 
+    def forget_draft_tokens(self, rows: Sequence[PlannedRow]) -> None:
+        """Undo `_write_draft_tokens`, because no step computes these rows."""
+        for planned in rows:
+            if planned.draft_tokens:
+                self.num_known[planned.row] = planned.num_computed + planned.num_tokens - len(planned.draft_tokens)
+
     def _gather_samples(
         self,
         rows: Sequence[PlannedRow],

@@ -148,7 +148,8 @@ class DiskFetches:
         """Have the blocks of a waiting sequence read, now that it is its turn: begin once the pools have room, and put
         into the pools what has been read. With `may_wait`, as nothing runs, wait for copies of host blocks that are
         under way; otherwise what has been read waits for a later call."""
-        if seq.host_blocks or (seq.beam_search is not None and seq.num_preemptions):  # beams wait for each other
+        is_beam = seq.beam_search is not None and seq.num_output_tokens > 0  # its siblings wait for it
+        if seq.host_blocks or is_beam:
             return Readiness.READY
         request_id = seq.request_id
         if request_id not in self._by_request:

@@ -17,7 +17,7 @@ from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 from octavo.sequence import Sequence
 from tests.execution.late_device import LateDevice
-from tests.execution.test_runner import EOS, VOCAB, config_of, late_executor, model, requests, run, told
+from tests.execution.test_runner import EOS, VOCAB, config_of, late_executor, model, refuse_in_turn, requests, run, told
 from tests.speculation import guessing
 from tests.structured_output.grammars import make_grammar
 
@@ -97,6 +97,25 @@ def test_right_guesses_save_steps(model: Path) -> None:
         num_steps += 1
     assert found == answer
     assert num_steps == 1 + -(-23 // 4), "a prompt, then four tokens a step"
+
+
+def test_draft_tokens_of_a_step_without_memory_are_forgotten(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it nothing is drafted, and steps run ahead: their inputs are sampled tokens, no draft tokens."""
+    device, speculation = LateDevice(0), guessing(lambda seq, most: (9,) * min(most, 3))
+    choose = speculation.choose
+    monkeypatch.setattr(
+        speculation, "choose", lambda seqs, rows: [()] * len(seqs) if device.num_failures else choose(seqs, rows)
+    )
+    config = config_of(model, enable_prefix_caching=False)
+    core = EngineCore(config, late_executor(config, device), speculation)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    asked = [EngineRequest(f"r{i}", Prompt([5, 6, 7 + i]), params, [EOS], 8, 0.0) for i in range(2)]
+
+    def run_all() -> dict[Any, Any]:
+        device.num_failures = 0
+        return {key: told(outputs) for key, outputs in run(core, asked).items()}
+
+    refuse_in_turn(device, run_all)
 
 
 @pytest.mark.parametrize("place", ["cpu", "late device"])

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
 from octavo.errors import RequestError
+from octavo.kv_cache import disk_fetches
+from octavo.kv_cache.block_files import BlockFiles
+from octavo.kv_cache.disk_tier import DiskTier
 from octavo.request import SequenceOutput, TokenLogprobs
 from octavo.scheduling.scheduler import Scheduler
+from octavo.step_cost import StepCostModel
 from octavo.step_plan import StepPlan, StepResult
+from tests.kv_cache.test_disk_tier import Memory, held
 from tests.scheduling.test_scheduler import EOS, names, request, scheduler
 
 Offer = dict[int, float]  # token -> its probability
@@ -102,6 +108,32 @@ def test_stop_tokens_end_an_answer_and_are_the_reason() -> None:
     s.add(request("a", 3, n=1, best_of=2, stop_token_ids=[7], early_stopping=True, use_beam_search=True))
     assert step(s, {7: 0.6, EOS: 0.3, 1: 0.1})[0].stop_reason == 7
     assert not s.has_work
+
+
+def test_a_beam_without_a_row_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sibling has the row, and waits for it."""
+    monkeypatch.setattr(disk_fetches, "_LOOKUP_GRACE_S", 0.0)
+    s = scheduler(max_num_seqs=2, num_host_blocks=20, preemption_mode="swap")
+    files, cost = BlockFiles(str(tmp_path), b"f" * 16, 1 << 20), StepCostModel.derived(10**9, 1000, 1e10, 1e11)
+    tier = DiskTier(files, Memory([100]), s.cache, cost, lambda: 0.0)
+    files.has, _, may_go = held(files.has)  # type: ignore[method-assign]
+    s.add(request("search", 6, n=2, use_beam_search=True))
+    step(s, {EOS: 0.5, 1: 0.1})  # one beam goes on, and leaves the other's row
+    s.add(request("other", 6, max_tokens=1))
+    plan = s.schedule()
+    result = offered(plan, {3: 0.5, 4: 0.4}, {9: 1.0})
+    assert result.logprobs is not None
+    result.logprobs[1] = None
+    s.apply_result(plan, result)
+    assert len(s.queues.waiting) == 1
+    s.cache.forget_prefixes()
+    s.fetches = tier.fetches
+    for _ in range(2):
+        plan = s.schedule()
+        s.apply_result(plan, offered(plan, *[{5: 0.6, 6: 0.3}] * len(plan.rows)))
+    assert [len(output) for output in outputs_of(s)] == [4, 4]
+    may_go.set()
+    tier.close()
 
 
 def test_a_beam_that_is_preempted_leaves_the_others_waiting_for_it() -> None:
