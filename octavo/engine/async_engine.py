@@ -84,13 +84,13 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
 
     The states of a request, and the methods that move it there:
 
-        waiting      the engine takes no requests now             `_wait_until_open`
-        running      `_output_processor` has its `RequestState`   `_outputs_of`; `take_over`, from another engine
+        waiting      the engine takes no requests now             `_send_when_open`
+        running      `_output_processor` has its `RequestState`   `_send_when_open`; `take_over`, from another engine
         finished     `state.is_over`                              `_apply_step_outputs`
         aborted      as finished; the caller still gets the       `end_request`
                      outputs so far
         failed       its stream raises an error                   `_core_ended`, `abort_all_for_shutdown`,
-                                                                  `_wait_until_open`, `end_request`,
+                                                                  `_send_when_open`, `end_request`,
                                                                   `RequestStream.deliver`, `RequestStream.abort`
         handed over  another engine has it                        `_hand_over`
 
@@ -129,7 +129,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         log_prefix = f"engine {config.data_parallel_rank}: " if len(config.served_ranks) > 1 else ""
         self._log_line = None if metrics is None else LogLine(metrics, time.monotonic(), log_prefix)
         self._supervisor = Supervisor(
-            config, core, handle=self._handle, on_core_ended=self._core_ended, is_busy=self._is_busy,
+            config, core, handle=self._on_core_message, on_core_ended=self._core_ended, is_busy=self._is_busy,
             max_restarts=max_restarts, step_timeout_s=step_timeout_s, ready_timeout_s=ready_timeout_s,
             make_core=hooks.make_core,
         )  # fmt: skip
@@ -145,7 +145,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             self.tokenizer, metrics, makes_logprobs_later=True, stream_interval=config.scheduler.stream_interval,
             log_end=partial(log_request, max_length=max_log_len) if logs_requests else None,
         )  # fmt: skip
-        # `tell`: a message to a dying core may be lost; `core_is_ready` sends every running request again.
+        # `tell` may lose a message to a core that dies. No harm: `core_is_ready` sends every running request again.
         self._resubmission = Resubmission(self._output_processor, self._supervisor.tell)
         # Where a request is noted:
         #
@@ -156,7 +156,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         self._streams: dict[str, RequestStream] = {}
         self._undelivered = deque[RequestStream]()  # streams with new outputs, in order of delivery
         self._pause_and_sleep = PauseAndSleep(
-            self._supervisor, lambda: not self._output_processor.requests, self._abort_sent
+            self._supervisor, lambda: not self._output_processor.requests, self._abort_all_at_core
         )
         self._adapters = AdapterRequests(self._supervisor, self.inputs)
 
@@ -297,9 +297,9 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         first_completion_token_ids: list[int] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
         """Return the outputs of a request from `inputs.process`. The generator raises what `generate` raises. Outputs
-        carry `external_id`, if given, instead of the request's own id. The `sink` gets outputs while it is open
-        and the caller waits. The caller gets all other outputs, and always the last one.
-        `first_completion_token_ids`: an empty list that the engine fills with the first completion's tokens.
+        carry `external_id`, if given, instead of the request's own id. While the `sink` is open and the
+        caller waits, outputs go to the sink; all others, and always the last one, go to the caller.
+        `first_completion_token_ids`: an empty list; the engine appends the first completion's tokens to it.
 
         At its `deadline` the request ends with its tokens so far: finish reason "abort", stop reason "timeout".
         """
@@ -325,7 +325,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
     ) -> AsyncGenerator[Output, None]:  # fmt: skip
         """Yield the outputs of a checked request. Closing the generator aborts the request."""
         # 1. Give the request a stream. From here on it can be aborted.
-        stream = self._open_stream(request, external_id or request.request_id, sink)
+        stream = self._open_stream(request, external_id or request.request_id, sink, first_completion_token_ids)
         timer: asyncio.TimerHandle | None = None
         try:
             # 2. Set the timer of its deadline.
@@ -333,14 +333,10 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                 delay_s = max(0.0, request.deadline - time.monotonic())
                 timer = asyncio.get_running_loop().call_later(delay_s, stream.abort, "timeout")
             # 3. Wait until the engine takes requests, and send it to the core.
-            if await self._wait_until_open(stream):
-                # Send it at once, without an `await` since `_wait_until_open` has returned: a stream that does not
-                # wait counts as sent (`is_waiting_for_engine`), and the watchdog takes an unsent request of
-                # `_output_processor` for a hang.
-                self._send_to_core(self._add_state(stream, first_completion_token_ids))
+            await self._send_when_open(stream)
             for output in stream.replayed_outputs:
                 yield output
-            # 4. Yield its outputs. `_handle` brings them.
+            # 4. Yield its outputs. `_on_core_message` brings them.
             while True:
                 output = await stream.get()
                 yield output
@@ -353,7 +349,9 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             stream.engine.close_stream(stream)  # not `self`: another engine may have taken the request over
             del stream  # break the reference cycle stream → error → traceback → this frame
 
-    def _open_stream(self, request: EngineRequest, external_id: str, sink: Sink | None) -> RequestStream:
+    def _open_stream(
+        self, request: EngineRequest, external_id: str, sink: Sink | None, first_completion_token_ids: list[int] | None
+    ) -> RequestStream:
         """Return the stream of a new request. Raises `RequestError` for an id in use and for Python callables."""
         if request.params.logits_processors:
             raise RequestError(
@@ -363,35 +361,46 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             )
         if external_id in self._streams:
             raise RequestError(f"request id {external_id!r} is in use.", param="request_id")
-        stream = self._streams[external_id] = RequestStream(request, external_id, self, sink)
+        stream = RequestStream(request, external_id, self, sink, first_completion_token_ids)
+        self._streams[external_id] = stream
         return stream
 
-    async def _wait_until_open(self, stream: RequestStream) -> bool:
-        """Wait until the engine takes requests. Returns False if the request is aborted first. Raises the error of an
-        engine that has failed or is being restarted."""
+    async def _send_when_open(self, stream: RequestStream) -> None:
+        """Send a request to the core when the engine takes requests, unless it is aborted before. Raises the error of
+        an engine that has failed or is being restarted, and the errors of `_register`."""
         self._supervisor.listen()
-        # A loop: the engine may be paused again before this caller resumes.
+        # A loop: between the end of the wait and this task's next turn the engine may be paused again.
         while not self.is_ready or self._pause_and_sleep.is_paused:
-            waiter = stream.accept_waiter = asyncio.ensure_future(self._pause_and_sleep.wait_open())
+            waiter = stream.open_waiter = asyncio.ensure_future(self._pause_and_sleep.wait_open())
             try:
-                # Not `await waiter`: an abort cancels the future, and this caller must go on.
+                # Not `await waiter`: an abort cancels it, which would raise `CancelledError` here as if this task were
+                # cancelled.
                 await asyncio.wait((waiter,))
             finally:
-                stream.accept_waiter = None
+                stream.open_waiter = None
                 waiter.cancel()
-            if stream.was_aborted_while_waiting:
-                return False
+            if stream.was_aborted_before_open:
+                if not waiter.cancelled():
+                    waiter.exception()  # asyncio logs errors that nobody asks for
+                return
             waiter.result()
-        return True
+        # No `await` may stand since the end of the loop: `_abort_all_at_core` takes a stream that does not wait for a
+        # sent one, and the watchdog takes a request that is registered, but not at the core, for a hang.
+        self._send_to_core(self._register(stream))
 
-    def _add_state(self, stream: RequestStream, first_completion_token_ids: list[int] | None = None) -> RequestState:
+    def _register(self, stream: RequestStream) -> RequestState:
         """Return the new state of a request. The stream gets the outputs that another server has sent. Raises
-        `RequestError` if these end the answer."""
-        state = self._output_processor.add(stream.request, stream.external_id, first_completion_token_ids)
+        `RequestError` if these end the answer: the request has failed then."""
+        request = stream.request
+        state = self._output_processor.add(request, stream.external_id, stream.first_completion_token_ids)
         stream.follow(state)
-        stream.replayed_outputs = [
-            self._output_processor.replay(state, token_ids) for token_ids in stream.request.already_sent_token_ids
-        ]
+        try:
+            stream.replayed_outputs = [
+                self._output_processor.replay(state, token_ids) for token_ids in request.already_sent_token_ids
+            ]
+        except RequestError as error:
+            self._output_processor.drop(request.request_id, error)
+            raise
         return state
 
     def _send_to_core(self, state: RequestState) -> None:
@@ -411,7 +420,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
     #                           the request
     #   close_stream            by `end_request`   no: the caller has gone       from `_streams` too
     #
-    # `abort` and `_abort_sent` call `RequestStream.abort` of each request.
+    # `abort` and `_abort_all_at_core` call `RequestStream.abort` of each request.
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests. A stream of text gets its output so far, with the finish reason "abort"; `pool` raises
@@ -430,7 +439,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             elif state is not None:
                 stream.wake()
 
-    def _abort_sent(self) -> None:
+    def _abort_all_at_core(self) -> None:
         """Abort the requests that the core has. Requests that still wait for the engine keep waiting."""
         for stream in list(self._streams.values()):
             if not stream.is_waiting_for_engine:
@@ -439,18 +448,17 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
     # Called by `RequestStream` and by other engines.
 
     def end_request(self, stream: RequestStream, stop_reason: str | None = None) -> RequestState | None:
-        """End a request, in the core or while it still waits. Returns the request's state; the caller then wakes the
-        stream. Returns None if the request has ended, or if the replay of its `already_sent_token_ids` raises an error,
-        with which the stream then fails."""
+        """End a request, in the core or while it still waits. Returns the request's state, with its last
+        output; the caller has to wake the stream. Returns None if there is nothing to wake: the request has ended
+        before, or replaying `already_sent_token_ids` has failed, and the stream raises that error."""
         request_id = stream.request.request_id
-        if (waiter := stream.accept_waiter) is not None and not stream.was_aborted_while_waiting:
+        if (waiter := stream.open_waiter) is not None and not stream.was_aborted_before_open:
             # The core does not have the request. The state made here only gives the caller its last output.
-            stream.was_aborted_while_waiting = True
+            stream.was_aborted_before_open = True
             waiter.cancel()
             try:
-                self._add_state(stream)
+                self._register(stream)
             except RequestError as error:
-                self._output_processor.drop(request_id, error)
                 stream.fail(error)
                 return None
             return self._output_processor.abort(request_id, stop_reason)
@@ -461,25 +469,25 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
 
     def close_stream(self, stream: RequestStream) -> None:
         """Forget a request whose caller reads no further output. Abort it if it still runs. `_outputs_of` calls this
-        exactly once for each stream."""
-        self.forecast.end(stream.request.request_id)
+        exactly once for each stream, on the engine that has it then."""
+        self.forecast.forget(stream.request.request_id)
         del self._streams[stream.external_id]
         self.end_request(stream)
         stream.close()
 
     def take_over(self, stream: RequestStream, state: RequestState) -> None:
-        """Continue a request of another engine whose core has died. `DataParallelEngine` lets no two requests of its
-        engines have one external id."""
+        """Continue a request of another engine whose core has died. External ids are unique among the engines of a
+        `DataParallelEngine`, which checks them."""
         assert stream.external_id not in self._streams
         stream.engine = self
         self._streams[stream.external_id] = stream
-        self._output_processor.requests[state.request.request_id] = state
+        self._output_processor.adopt(state)
         self._count_continued(1)
         self._send_to_core(state)
 
     # The core's messages, and its death.
 
-    def _handle(self, message: CoreMessage) -> None:
+    def _on_core_message(self, message: CoreMessage) -> None:
         """Handle a message that `Supervisor` passes on."""
         match message:
             case StepOutputs():
@@ -513,10 +521,11 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         changed, aborts = self._output_processor.update(step.outputs)
         for abort in aborts:
             self._supervisor.tell(abort)
-        # 3. Have `_deliver` run after the core's messages that have arrived by now, unless it is scheduled already.
+        # 3. Schedule `_deliver`, unless it is scheduled: then `_undelivered` is not empty. It runs after the
+        # messages of the core that are here already.
         if changed and not self._undelivered:
             asyncio.get_running_loop().call_soon(self._deliver)
-        # First outputs go before those of streams that have begun, which may wait for several turns (`_DELIVERY_S`).
+        # First outputs go to the front: under load a delivery may take several turns of `_DELIVERY_S`.
         firsts = list[RequestStream]()
         for state in changed:
             stream = state.stream
@@ -525,7 +534,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                 is_first = state.metrics.first_token_time == state.last_token_time
                 (firsts if is_first else self._undelivered).append(stream)
         self._undelivered.extendleft(reversed(firsts))
-        # 4. Count the step. A request under test because it may crash the core has survived it.
+        # 4. Count the step, and end the trial of a suspect that has shown that it does not kill cores.
         self._resubmission.step_ended()
 
     def _deliver(self) -> None:
@@ -542,7 +551,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                 asyncio.get_running_loop().call_soon(self._deliver)
 
     def _core_is_ready(self, ready: Ready) -> None:
-        """Give a new core the last core's halt, pinned adapters and requests."""
+        """Give a new core the last core's halt, pinned adapters and requests, in this order: a request must find the
+        core halted and its adapter pinned."""
         self._pause_and_sleep.halt_again()
         self._adapters.pin_again()
         if number := self._resubmission.core_is_ready():
@@ -592,8 +602,9 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             return False
         if (other := find(request)) is None:
             return False
-        self.forecast.end(request.request_id)
-        del self._streams[stream.external_id], self._output_processor.requests[request.request_id]
+        self.forecast.forget(request.request_id)
+        del self._streams[stream.external_id]
+        self._output_processor.release(request.request_id)
         other.take_over(stream, state)
         return True
 

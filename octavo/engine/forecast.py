@@ -31,7 +31,7 @@ class FirstTokenForecast:
         self._num_waiting_tokens += num_tokens
         self.share(self._num_waiting_tokens)
 
-    def end(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> None:
         """Remove a request: it has its first token, or has ended without one."""
         if (num_tokens := self._waiting.pop(request_id, 0)) != 0:
             self._num_waiting_tokens -= num_tokens
@@ -40,7 +40,7 @@ class FirstTokenForecast:
     def record_step(self, outputs: Iterable[SequenceOutput], stats: EngineStats) -> None:
         for output in outputs if self._waiting else ():
             if output.request_id in self._waiting:
-                self.end(output.request_id)
+                self.forget(output.request_id)
         if stats.prompt_token_s:
             self._stats = stats
         if stats.num_prefix_queries:

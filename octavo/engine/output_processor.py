@@ -363,6 +363,15 @@ class OutputProcessor:
         self.requests[request.request_id] = state
         return state
 
+    def adopt(self, state: RequestState) -> None:
+        """Expect further outputs of a request that another processor has released."""
+        state._processor = self
+        self.requests[state.request.request_id] = state
+
+    def release(self, request_id: str) -> None:
+        """Expect no further outputs of a request, which has not ended."""
+        del self.requests[request_id]
+
     def replay(self, state: RequestState, token_ids: list[int]) -> Output:
         """Return the output for tokens of the only completion, which another server has sent. Raises `RequestError` if
         they end it."""

@@ -32,17 +32,19 @@ class RequestStream:
     """The outputs of one request on their way to its caller or to its `sink`, and the error that comes after them."""
 
     __slots__ = (
-        "_error", "_is_woken", "_sink", "_waiter", "accept_waiter", "engine", "external_id", "is_undelivered",
-        "replayed_outputs", "request", "state", "was_aborted_while_waiting",
+        "_error", "_is_woken", "_sink", "_waiter", "engine", "external_id", "first_completion_token_ids",
+        "is_undelivered", "open_waiter", "replayed_outputs", "request", "state", "was_aborted_before_open",
     )  # fmt: skip
 
     def __init__(
-        self, request: EngineRequest, external_id: str, engine: AsyncLLMEngine, sink: Sink | None = None
-    ) -> None:
+        self, request: EngineRequest, external_id: str, engine: AsyncLLMEngine, sink: Sink | None = None,
+        first_completion_token_ids: list[int] | None = None,
+    ) -> None:  # fmt: skip
         self.request, self.external_id = request, external_id
         self.engine = engine  # the engine that computes the request now
-        self.accept_waiter: asyncio.Future[None] | None = None  # set while it waits for the engine to take requests
-        self.was_aborted_while_waiting = False
+        self.open_waiter: asyncio.Future[None] | None = None  # set while it waits for the engine to take requests
+        self.was_aborted_before_open = False
+        self.first_completion_token_ids = first_completion_token_ids  # the engine appends tokens to it
         self.replayed_outputs: list[Output] = []  # outputs that another server has already sent
         self.state: RequestState | None = None  # once the engine has it
         self.is_undelivered = False  # the engine will call `deliver`
@@ -53,9 +55,9 @@ class RequestStream:
 
     @property
     def is_waiting_for_engine(self) -> bool:
-        """Whether the request waits in `_wait_until_open`. Otherwise it is sent to the core in the same turn of the
+        """Whether the request waits in `_send_when_open`. Otherwise it is sent to the core in the same turn of the
         event loop, or was sent."""
-        return self.accept_waiter is not None
+        return self.open_waiter is not None
 
     def follow(self, state: RequestState) -> None:
         """From now on, bring the outputs of `state`."""

@@ -153,24 +153,43 @@ def test_a_request_that_goes_on_has_its_tokens_though_it_is_aborted_while_it_wai
     async def use(engine: AsyncLLMEngine) -> None:
         await engine.wait_ready()
         await engine.pause_generation("keep")
+        token_ids = list[int]()
 
         async def resumed(**params: Any) -> list[RequestOutput]:
             request = engine.inputs.process("The sea", structs.replace(LONG, **params))
             request.already_sent_token_ids = [[504], [505, 506]]
 
             async def collect() -> list[RequestOutput]:
-                return [output async for output in engine.generate_from(request, "mine")]
+                return [output async for output in engine.generate_from(request, "mine", None, token_ids)]
 
             answer = asyncio.ensure_future(collect())
-            await until(lambda: bool(engine._streams) and engine._streams["mine"].accept_waiter is not None)
+            await until(lambda: bool(engine._streams) and engine._streams["mine"].open_waiter is not None)
             await (engine.abort_all_for_shutdown() if is_stop else engine.abort("mine"))
             return await answer
 
         outputs = [output.outputs[0] for output in await resumed()]
         assert [one.token_ids for one in outputs] == [[504], [505, 506], []]
         assert [one.finish_reason for one in outputs] == [None, None, "abort"]
+        assert token_ids == [504, 505, 506]
         with pytest.raises(RequestError, match="the tokens of resume end the answer"):
             await resumed(stop=[engine.tokenizer.decode([504])])
+
+    with_engine(use)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_request_whose_tokens_end_the_answer_has_failed_and_is_not_aborted(waits: bool) -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        reasons = list[str | None]()
+        engine._output_processor._log_end = lambda state: reasons.append(state.finish_reason)
+        request = engine.inputs.process("The sea", structs.replace(LONG, stop=[engine.tokenizer.decode([504])]))
+        request.already_sent_token_ids = [[504]]
+        if not waits:
+            await engine.wait_ready()
+        with pytest.raises(RequestError, match="the tokens of resume end the answer"):
+            async for _ in engine.generate_from(request):
+                pass
+        assert reasons == ["error"]
 
     with_engine(use)
 
@@ -180,7 +199,7 @@ def test_no_request_slips_past_a_pause_that_follows_a_resumption() -> None:
         await engine.wait_ready()
         await engine.pause_generation()
         answer = asyncio.ensure_future(collect(engine, "The sea", SamplingParams(max_tokens=1), "waits"))
-        await until(lambda: bool(engine._streams) and engine._streams["waits"].accept_waiter is not None)
+        await until(lambda: bool(engine._streams) and engine._streams["waits"].open_waiter is not None)
         await engine.resume_generation()
         await asyncio.sleep(0)
         await engine.pause_generation("abort")

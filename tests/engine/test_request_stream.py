@@ -190,7 +190,7 @@ def test_failed_requests_leave_no_cycles(with_engine: Callable[..., Any]) -> Non
         asked = asyncio.ensure_future(collect())
         await until(lambda: len(engine._output_processor.requests) == number)
         outputs = [SequenceOutput(one, 0, [], "error", error="it broke") for one in engine._output_processor.requests]
-        engine._handle(StepOutputs(outputs, EngineStats()))
+        engine._on_core_message(StepOutputs(outputs, EngineStats()))
         await asked
 
     async def use(engine: AsyncLLMEngine) -> None:
@@ -221,7 +221,7 @@ def test_a_first_output_goes_before_those_of_streams_that_have_begun(with_engine
 
         def step(*numbers: int) -> None:
             ids = [requests[number].request_id for number in numbers]
-            engine._handle(StepOutputs([SequenceOutput(one, 0, [300]) for one in ids], EngineStats()))
+            engine._on_core_message(StepOutputs([SequenceOutput(one, 0, [300]) for one in ids], EngineStats()))
 
         step(0, 1, 2)
         await until(lambda: len(order) == 3)
@@ -262,7 +262,9 @@ def test_a_turn_of_the_loop_delivers_to_few_streams(
 
         reading = [asyncio.ensure_future(read(request)) for request in requests]
         await until(lambda: len(engine._output_processor.requests) == num_streams)
-        engine._handle(StepOutputs([SequenceOutput(one.request_id, 0, [300]) for one in requests], EngineStats()))
+        engine._on_core_message(
+            StepOutputs([SequenceOutput(one.request_id, 0, [300]) for one in requests], EngineStats())
+        )
         by_turn = [0]
         while num_delivered < num_streams:
             await asyncio.sleep(0)

@@ -38,7 +38,7 @@ def test_load_refuses_no_rendering(http: httpx.Client, engine: FakeEngine) -> No
     body = {"prompt": "a b c", "max_ttft": 1.0}
     assert http.post("/v1/completions", json=body).status_code == 429
     assert http.post("/v1/completions/render", json=body).status_code == 200
-    engine.forecast.end("other")
+    engine.forecast.forget("other")
 
 
 def test_what_is_refused_is_not_rendered(http: httpx.Client) -> None:
