@@ -47,8 +47,8 @@ class Sequence:
         num_registered_blocks  `KVCacheManager.share_prefix` and `register_computed`; set to 0 by
                                `KVCacheManager.release`, `KVCacheManager.swap_out` and `SequenceQueues.fork`
         admission_step         `Step.add`, at each admission
-        num_uncounted_tokens   `Scheduler._count_prompt_in_stats`, at each admission that looks up the prefix; lowered
-                               by `Scheduler._count_computed_in_stats`
+        num_uncounted_tokens   `Scheduler._count_admission_in_stats`, at each admission that looks up the prefix;
+                               lowered by `Scheduler._count_computed_in_stats`
     """
 
     request: EngineRequest

@@ -20,7 +20,7 @@ LONGEST_WAIT_S = 30.0  # upper bound of that time, for prompts of any length
 class Policy:
     """The order `fcfs`, first come, first served, and the base of the other orders."""
 
-    def place(self, seq: Sequence) -> float:
+    def sort_key(self, seq: Sequence) -> float:
         """Return the first part of a new sequence's sort key. Smaller numbers go first; equal numbers go by arrival."""
         return 0
 
@@ -34,7 +34,7 @@ class Policy:
 class ByPriority(Policy):
     """The order `priority`: lower numbers go first."""
 
-    def place(self, seq: Sequence) -> float:
+    def sort_key(self, seq: Sequence) -> float:
         return seq.request.priority
 
 
@@ -44,7 +44,7 @@ class ByDeadline(Policy):
     def __init__(self, cost: StepCost, cache: KVCacheManager) -> None:
         self._cost, self._cache = cost, cache
 
-    def place(self, seq: Sequence) -> float:
+    def sort_key(self, seq: Sequence) -> float:
         """Return when the first token is due, in seconds of `time.monotonic`: after the request's `max_ttft_s`,
         otherwise after a multiple of the time that its prompt takes alone; at the latest when the request times out."""
         request = seq.request
@@ -70,7 +70,7 @@ class FairTurns(Policy):
         # Turns of requests that have not started, by client and request id, in ascending order.
         self._turns: dict[str | None, dict[str, int]] = {}
 
-    def place(self, seq: Sequence) -> float:
+    def sort_key(self, seq: Sequence) -> float:
         waiting = self._turns.setdefault(seq.request.client, {})
         last = waiting[next(reversed(waiting))] if waiting else 0
         waiting[seq.request_id] = turn = max(self._present, last) + 1

@@ -90,21 +90,21 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         cache: KVCacheManager,
-        runs_ahead: bool = False,
+        device_runs_ahead: bool = False,
         speculation: Speculation | None = None,
         cost: StepCost | None = None,
         adapters: AdapterPool | None = None,
         num_stages: int = 1,
     ) -> None:
-        """`runs_ahead`: the device computes while the host plans. `num_stages`: pipeline stages. `speculation` None: no
-        draft tokens. Without a `cost` model a step has a token budget and no time limit, and the policy `deadline` is
-        not possible."""
+        """`device_runs_ahead`: the device computes while the host plans. `num_stages`: pipeline stages. `speculation`
+        None: no draft tokens. Without a `cost` model a step has a token budget and no time limit, and the policy
+        `deadline` is not possible."""
         self.config = config
         self.cache = cache
         self._in_flight: deque[Step] = deque()  # steps without a result, the oldest first
         self._last_step: Step | None = None
         self._num_steps = self._num_arrivals = 0
-        self._device_runs_ahead, self._num_stages = runs_ahead, num_stages
+        self._device_runs_ahead, self._num_stages = device_runs_ahead, num_stages
         self._speculation = speculation
         self.queues = SequenceQueues(config.max_num_seqs, cache, adapters)
         if self._speculation is not None:
@@ -138,7 +138,7 @@ class Scheduler:
             block_hashes=split_hashes(request.block_hashes),
             num_pending_forks=request.params.num_sequences - 1,
         )
-        seq.key = (self._policy.place(seq), self._num_arrivals)
+        seq.key = (self._policy.sort_key(seq), self._num_arrivals)
         if request.params.use_beam_search:
             seq.beam_search = BeamSearch(seq, self.queues)
         # A request that an earlier core began goes on with the completions that have tokens.
@@ -234,7 +234,7 @@ class Scheduler:
                     continue
             # 3. Get slots for the tokens; if blocks run out, preempt from the end. Most tokens have a slot: `grow`
             #    would return the same, but takes 30 µs for 256 sequences.
-            changed = _NO_CHANGES
+            table_changes = _NO_CHANGES
             if num_computed + num_tokens > seq.num_ready_slots:
                 while (grown := self.cache.grow(seq, num_computed + num_tokens)) is None:
                     if self._in_flight and not step.sequences:
@@ -244,9 +244,9 @@ class Scheduler:
                     self._preempt(running[-1])
                     if seq.row is None:  # it was the last sequence, and has preempted itself
                         return False
-                changed = grown
+                table_changes = grown
             # 4. Add the row.
-            step.add(seq, num_tokens, changed)
+            step.add(seq, num_tokens, table_changes)
             if seq.num_uncounted_tokens:
                 self._count_computed_in_stats(seq, num_tokens)
         return not has_preempted
@@ -256,21 +256,21 @@ class Scheduler:
         is preempted for them."""
         if self._speculation is None or self._speculation.is_idle:
             return
-        places, candidates = [], []
-        for place, (seq, planned) in enumerate(zip(step.sequences, step.plan.rows, strict=True)):
+        row_indices, candidates = [], []
+        for i, (seq, planned) in enumerate(zip(step.sequences, step.plan.rows, strict=True)):
             max_draft_tokens = min(step.token_budget, seq.num_tokens_left_to_sample - 1)
             # A decode, or the last token of a prompt, for which nothing is proposed.
             samples_one_token = planned.num_tokens == planned.num_sampled_positions == 1
             if samples_one_token and max_draft_tokens > 0 and not seq.num_awaited_tokens and _may_draft(seq, planned):
-                places.append(place)
+                row_indices.append(i)
                 candidates.append((seq, max_draft_tokens))
         if not candidates:
             return
         proposals = self._speculation.choose(candidates, step.plan.rows)
-        for place, (seq, _), draft_tokens in zip(places, candidates, proposals, strict=True):
+        for i, (seq, _), draft_tokens in zip(row_indices, candidates, proposals, strict=True):
             draft_tokens = draft_tokens[: min(step.token_budget, self.cache.num_draft_slots)]
-            if draft_tokens and (changed := self.cache.grow_for_drafts(seq, len(draft_tokens))) is not None:
-                step.add_draft_tokens(place, draft_tokens, changed)
+            if draft_tokens and (table_changes := self.cache.grow_for_drafts(seq, len(draft_tokens))) is not None:
+                step.add_draft_tokens(i, draft_tokens, table_changes)
 
     def _admit_ahead_of(self, step: Step, index: int) -> int:
         """Admit waiting sequences that come before the prompt `running[index]` in scheduling order. They leave a token
@@ -283,14 +283,14 @@ class Scheduler:
         """Admit waiting sequences in order until budget, time, rows or blocks run out. Returns the number of admitted
         sequences. With `ahead_of`, admit only sequences that come before this running prompt, and keep a place in the
         step for the prompt and `num_reserved_tokens` of the budget for running sequences."""
-        num_places = step.max_sequences - (ahead_of is not None)
+        max_rows = step.max_sequences - (ahead_of is not None)
         waiting, adapter_turn = self.queues.waiting, AdapterTurn(self.queues.adapters, self.queues.num_waiting)
         i = num_admitted = 0
         while (
             i < len(waiting)
             and step.token_budget > num_reserved_tokens
             and step.has_room
-            and len(step.sequences) < num_places
+            and len(step.sequences) < max_rows
         ):
             seq = waiting[i]
             if ahead_of is not None and scheduling_order(ahead_of) < scheduling_order(seq):
@@ -361,13 +361,13 @@ class Scheduler:
         if not has_blocks:
             return 0
         if prefix is not None:
-            self._count_prompt_in_stats(seq, prefix.num_tokens)
+            self._count_admission_in_stats(seq, prefix.num_tokens)
         # 4. Allocate the blocks of the chunk.
-        changed = self.cache.grow(seq, num_computed + num_tokens)
-        assert changed is not None, "`share_prefix` and `swap_in` check that the blocks are free"
+        table_changes = self.cache.grow(seq, num_computed + num_tokens)
+        assert table_changes is not None, "`share_prefix` and `swap_in` check that the blocks are free"
         return num_tokens
 
-    def _count_prompt_in_stats(self, seq: Sequence, num_cached_tokens: int) -> None:
+    def _count_admission_in_stats(self, seq: Sequence, num_cached_tokens: int) -> None:
         """Count a prompt's look-up and its cached tokens in the statistics, at its first admission. Its other tokens
         are counted with the steps that compute them, or when a later admission finds them in the cache."""
         if seq.num_uncounted_tokens is not None:
@@ -429,7 +429,7 @@ class Scheduler:
         assert step.plan is plan, "results come in the order of the plans"
         outputs: list[SequenceOutput] = []
         # The loop runs for every token, so it is written for speed: it unpacks rows, and rare cases are checked once.
-        block_size, runs_ahead, errors = self.cache.block_size, plan.runs_ahead, result.errors
+        block_size, plan_runs_ahead, errors = self.cache.block_size, plan.runs_ahead, result.errors
         queues, all_tokens, all_logprobs = self.queues, result.tokens, result.logprobs
         has_prompt_results = bool(result.prompt_logprobs or result.alignment)
         # False if the model pools, if the worker has drafted, or if a proposer must see every token.
@@ -451,7 +451,7 @@ class Scheduler:
             if seq.has_ended:
                 continue
             # 3. Count the row's tokens as no longer awaited.
-            if runs_ahead:
+            if plan_runs_ahead:
                 seq.num_awaited_tokens -= num_sampled_positions
             # 4. Register full blocks in the prefix index. Not if the sequence was preempted after this step was
             #    planned: it may have been given different blocks.
@@ -561,8 +561,8 @@ class Scheduler:
     def progress(self) -> list[SequenceProgress]:
         """Return how far the first `_MAX_SHOWN_SEQUENCES` sequences are, with their tokens in the last step."""
         last = self._last_step
-        rows = [] if last is None else zip(last.sequences, last.plan.rows, strict=True)
-        in_step = {id(seq): row.num_tokens for seq, row in rows}
+        planned_rows = [] if last is None else zip(last.sequences, last.plan.rows, strict=True)
+        in_step = {id(seq): planned.num_tokens for seq, planned in planned_rows}
         shown = islice(chain(self.queues.running, self.queues.waiting), _MAX_SHOWN_SEQUENCES)
         return [progress_of(seq, in_step.get(id(seq), 0)) for seq in shown]
 

@@ -40,13 +40,13 @@ class Step:
             return False
         return self.time_limit is None or not self.time_limit.is_spent
 
-    def add(self, seq: Sequence, num_tokens: int, changed: TableChanges) -> None:
-        """Add a row: the next `num_tokens` of a sequence. `changed` are the new entries of its block tables."""
+    def add(self, seq: Sequence, num_tokens: int, table_changes: TableChanges) -> None:
+        """Add a row: the next `num_tokens` of a sequence. `table_changes` are the new entries of its block tables."""
         row, plan, num_computed = seq.row, self.plan, seq.num_computed_tokens
         assert row is not None
         if seq.is_admitted_to_runner:
-            if changed:
-                plan.new_blocks += [NewBlock(row, *change) for change in changed]
+            if table_changes:
+                plan.new_blocks += [NewBlock(row, *change) for change in table_changes]
             if seq.beam_search is not None:  # the runner does not know the chosen token
                 plan.new_tokens.append((row, seq.num_tokens - 1, seq.token_ids[-1]))
         else:
@@ -63,13 +63,13 @@ class Step:
         if num_tokens > 1 and self.time_limit is not None:
             self.time_limit.spend(num_computed, num_tokens)
 
-    def add_draft_tokens(self, place: int, draft_tokens: tuple[int, ...], changed: TableChanges) -> None:
-        """Add draft tokens after the one token of the row at `place`."""
-        planned, count = self.plan.rows[place], 1 + len(draft_tokens)
-        self.plan.rows[place] = planned._replace(
+    def add_draft_tokens(self, index: int, draft_tokens: tuple[int, ...], table_changes: TableChanges) -> None:
+        """Add draft tokens after the one token of row `index`."""
+        planned, count = self.plan.rows[index], 1 + len(draft_tokens)
+        self.plan.rows[index] = planned._replace(
             num_tokens=count, num_sampled_positions=count, draft_tokens=draft_tokens
         )
-        self.plan.new_blocks += [NewBlock(planned.row, *change) for change in changed]
+        self.plan.new_blocks += [NewBlock(planned.row, *change) for change in table_changes]
         self.token_budget -= len(draft_tokens)
         if self.time_limit is not None:
             self.time_limit.spend_on_drafts(planned.num_computed, len(draft_tokens))

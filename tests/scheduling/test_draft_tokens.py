@@ -156,7 +156,7 @@ def test_forks_and_beams_and_the_chunks_of_a_prompt_are_not_guessed() -> None:
 
 def test_steps_run_ahead_until_there_are_guesses_to_verify() -> None:
     plain = scheduler()
-    s = Scheduler(plain.config, plain.cache, runs_ahead=True, speculation=speculation(lambda seq, most: (7,)))
+    s = Scheduler(plain.config, plain.cache, device_runs_ahead=True, speculation=speculation(lambda seq, most: (7,)))
     s.add(request("a", 3))
     first, second = s.schedule(), s.schedule()
     assert first.runs_ahead and second.runs_ahead, "nothing was guessed yet"
