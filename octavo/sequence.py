@@ -49,6 +49,14 @@ class Sequence:
         admission_step         `Step.add`, at each admission
         num_uncounted_tokens   `Scheduler._count_admission_in_stats`, at each admission that looks up the prefix;
                                lowered by `Scheduler._count_computed_in_stats`
+        token_ids              `extend`; `SequenceQueues.append`
+        block_tables           `KVCacheManager`; `SequenceQueues.fork`
+        is_admitted_to_runner  `Step.add`; set to False when `SequenceQueues` takes its row back
+        is_held                `hold_for_beam_search`, until `SequenceQueues.append`
+        num_pending_forks      set to 0 by `start_forks` and `hold_for_beam_search`
+        host_load              `HostTier.load`, until `Scheduler._schedule_waiting` starts it
+        prompt_logprobs        `keep_prompt_results`, like `alignment`, until `Sequence.output` takes them
+        num_bypassed           `AdapterTurn`
     """
 
     request: EngineRequest

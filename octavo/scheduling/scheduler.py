@@ -1,7 +1,7 @@
 """The scheduler plans each step. A step has a token budget. Running sequences take from it first, waiting sequences
-take the rest. With chunked prefill, a waiting sequence ahead of a running prompt in scheduling order is admitted before
-that prompt gets its next chunk. In vLLM's terms: a plan is a `SchedulerOutput`, a row a place in the persistent batch,
-running ahead is async scheduling, and awaited tokens are output placeholders.
+take the rest. With chunked prefill, a waiting sequence that comes before a running prompt in scheduling order is
+admitted before the prompt gets its next chunk. In vLLM's terms: a plan is a `SchedulerOutput`, a row a place in the
+persistent batch, running ahead is async scheduling, and awaited tokens are output placeholders.
 
 There is no prefill phase and no decode phase. A sequence has tokens left to compute: one in a decode, many in a prompt,
 fewer after a prefix hit. Draft tokens follow the last token. They count as computed once the result accepts them.
@@ -20,8 +20,8 @@ The states of a sequence, and the methods that move it there:
                 tokens are computed, none is chosen yet      `BeamSearch` chooses
     finished    `has_ended`; its row and blocks are free     `apply_result`, `abort`, `withdraw` (`queues.drop`)
 
-With pipeline stages several steps are in flight. Each step gets an equal part of the sequences. At most one step in
-flight samples for a sequence. Chunks of one prompt may be in several.
+With pipeline stages several steps are in flight, and each gets an equal part of the sequences. Then at most one of them
+samples for a sequence; chunks of one prompt may be in several.
 
 A device that runs ahead gets the next step before the tokens of the last step are known. A token that a step in flight
 will sample is awaited (`num_awaited_tokens`) and is counted as if it were known. If the step in flight ends the
@@ -69,7 +69,6 @@ from octavo.stats import EngineStats, SequenceProgress
 from octavo.step_cost import StepCost, StepWork
 from octavo.step_plan import PlannedRow, StepPlan, StepResult
 
-_NO_CHANGES: TableChanges = []
 _MAX_SHOWN_SEQUENCES = 50  # on a page that people read
 
 
@@ -81,8 +80,8 @@ class Scheduler:
     may be called before the plan's result is known. A plan runs ahead:
 
     - with pipeline stages, always
-    - on a device that runs ahead, unless `Speculation.must_wait`, rows have draft tokens, or more than
-      `step._MAX_SKIPPED` of its sequences need their tokens on the host (fewer: these skip the next step)
+    - on a device that runs ahead, unless `Speculation.must_wait`, rows have draft tokens, or more than the share
+      `step._MAX_SKIPPED` of its sequences need their tokens on the host; if fewer do, these skip the next step
     - on other devices, never
     """
 
@@ -157,6 +156,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step. The plan has no rows if no sequence can run now: wait for a step in flight, or for the
         disk."""
+        assert all(step.plan.runs_ahead for step in self._in_flight), "the result of the last plan comes first"
         self._num_steps += 1
         step = Step(self.config.max_num_batched_tokens, self._num_steps, self._make_time_limit, self._max_sequences())
         plan = step.plan
@@ -168,8 +168,9 @@ class Scheduler:
             self._add_draft_tokens(step)
             # 3. Admit waiting sequences.
             self._schedule_waiting(step)
-        # 4. Nothing was planned though sequences run: all of them are beams that wait for a sibling, and they have the
-        #    blocks or rows that it needs. Preempt running ones from the end until a waiting one starts.
+        # 4. Nothing was planned, no step is in flight, and yet sequences run: all of them are held beams, and they have
+        #    the blocks or rows that a waiting beam of their search needs. Preempt from the end until a waiting sequence
+        #    starts.
         while not (self._in_flight or step.sequences) and self.queues.running:
             self._preempt(self.queues.running[-1])
             self._schedule_waiting(step)
@@ -186,6 +187,8 @@ class Scheduler:
             self._in_flight.append(step)
             self._last_step = step
         assert len(step.sequences) <= step.max_sequences, "a step has no more than its part of the sequences"
+        if self.config.check_invariants:
+            assert all(seq.row is not None for seq in step.sequences), "a sequence of the step was preempted for it"
         return plan
 
     def _make_time_limit(self) -> TimeLimit | None:
@@ -204,8 +207,9 @@ class Scheduler:
         return max(1, -(-(len(self.queues.running) + num_waiting) // self._num_stages))
 
     def _schedule_running(self, step: Step) -> bool:
-        """Schedule running sequences in order. Returns whether draft tokens and waiting sequences may be added: not if
-        anything was preempted, nor if the first sequence needs blocks that steps in flight may free."""
+        """Schedule running sequences in order. Returns False if neither draft tokens nor waiting sequences may be
+        added: a sequence was preempted, or nothing is planned yet and the sequence at hand needs blocks that steps in
+        flight may free."""
         # The queue itself, not a copy: `_preempt` removes entries from its end, `_admit_ahead_of` inserts entries
         # before `index` and returns the new index.
         running = self.queues.running
@@ -234,7 +238,7 @@ class Scheduler:
                     continue
             # 3. Get slots for the tokens; if blocks run out, preempt from the end. Most tokens have a slot: `grow`
             #    would return the same, but takes 30 µs for 256 sequences.
-            table_changes = _NO_CHANGES
+            table_changes: TableChanges | tuple[()] = ()
             if num_computed + num_tokens > seq.num_ready_slots:
                 while (grown := self.cache.grow(seq, num_computed + num_tokens)) is None:
                     if self._in_flight and not step.sequences:
@@ -281,8 +285,8 @@ class Scheduler:
 
     def _schedule_waiting(self, step: Step, ahead_of: Sequence | None = None, num_reserved_tokens: int = 0) -> int:
         """Admit waiting sequences in order until budget, time, rows or blocks run out. Returns the number of admitted
-        sequences. With `ahead_of`, admit only sequences that come before this running prompt, and keep a place in the
-        step for the prompt and `num_reserved_tokens` of the budget for running sequences."""
+        sequences. With `ahead_of`, a running prompt, admit only sequences that come before it, and leave it a row of
+        the step. Leave `num_reserved_tokens` of the budget to running sequences."""
         max_rows = step.max_sequences - (ahead_of is not None)
         waiting, adapter_turn = self.queues.waiting, AdapterTurn(self.queues.adapters, self.queues.num_waiting)
         i = num_admitted = 0
@@ -303,8 +307,8 @@ class Scheduler:
                 continue
             may_wait = not (self._in_flight or step.sequences)  # nothing else can run
             if self.fetches is not None and (readiness := self.fetches.prepare(seq, may_wait)) is not Readiness.READY:
-                # NO_ROOM: if anything runs, stop, so that later sequences do not take the blocks this one waits for. If
-                # nothing runs, a later waiting sequence has the blocks (its own were read from the disk): go on to it.
+                # NO_ROOM: sequences that run will free the blocks that this one waits for, so no later one may take
+                # them: stop. If nothing runs, the blocks were read from disk for a later sequence: go on to that one.
                 if readiness is Readiness.NO_ROOM and (step.sequences or self.queues.running):
                     break
                 i += 1
@@ -331,7 +335,7 @@ class Scheduler:
             num_admitted += 1
             if seq.first_scheduled_time == 0.0:
                 seq.first_scheduled_time = time.monotonic()
-            step.add(seq, num_tokens, [])
+            step.add(seq, num_tokens, ())
             self._count_computed_in_stats(seq, num_tokens)
         return num_admitted
 
@@ -390,8 +394,8 @@ class Scheduler:
         self._stats.num_prompt_tokens += num_counted
 
     def _preempt(self, seq: Sequence, may_swap: bool = True) -> None:
-        """Preempt a running sequence. Its blocks are swapped out if possible, otherwise freed. Never a sequence of the
-        step being planned: `running` is in scheduling order, and sequences admitted ahead stand before `index`."""
+        """Preempt a running sequence. Its blocks are swapped out if possible, otherwise freed. While a step is planned,
+        callers take the last of `running`, and the sequences of the step stand before it."""
         self._stats.num_preemptions += 1
         has_drafts = seq.num_awaited_tokens > 1  # draft tokens are in flight, and the result may reject some
         self.queues.preempt(seq, may_swap and not has_drafts and self.config.preemption_mode == "swap")
@@ -405,10 +409,10 @@ class Scheduler:
                 self.host_tier.end_plan()
         if self.queues.adapters is not None:
             plan.adapters = self.queues.adapters.take_loads()
-            step.group_by_adapter()  # reorders rows, so `_add_draft_tokens`, which has their indices, comes before
-        # A plan without rows is not executed, so it must have no moves or loads. It has none: blocks are loaded only
-        # for a sequence that then gets a row, and a preemption that swaps blocks out is followed by a start, as each
-        # sequence alone fits in the pools.
+            step.group_by_adapter()
+        # A plan without rows is not executed, so it must have no moves or loads. Blocks are loaded only for a sequence
+        # that then gets a row. A preemption swaps blocks out only where a sequence is planned after it: in
+        # `_schedule_running` the one that grows, in step 4 of `schedule` the one that starts.
         assert plan.rows or not plan.adapters
         assert plan.rows or not any(plan.moves)
 
@@ -531,11 +535,12 @@ class Scheduler:
 
     def withdraw(self, plan: StepPlan, error: str) -> list[SequenceOutput]:
         """Take back the last plan, which ran out of device memory. The last of its requests in scheduling order ends
-        with an error (503). The next `schedule` plans the others again. Call `withdraw` before it: `Step.roll_back`
-        subtracts, so no sequence of the plan may have been preempted since. Returns the outputs of the request that
-        ended."""
+        with an error (503). Call `withdraw` before the next `schedule`, which plans the others again: `Step.roll_back`
+        takes back counts of running sequences, and a sequence that was preempted since has none. Returns the outputs
+        of the request that ended."""
         step = self._in_flight.pop()
         assert step.plan is plan, "only the last plan can be withdrawn"
+        assert step.number == self._num_steps, "another plan has been made since"
         self._last_step = None  # `progress` shows none of its tokens
         scheduled = step.roll_back()
         for seq in scheduled:

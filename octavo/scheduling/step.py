@@ -25,6 +25,7 @@ class Step:
     max_sequences: int
     plan: StepPlan = field(default_factory=StepPlan)
     sequences: list[Sequence] = field(default_factory=list)  # parallel to plan.rows
+    is_grouped: bool = False  # `group_by_adapter` has changed the order of the rows
 
     @cached_property
     def time_limit(self) -> TimeLimit | None:
@@ -40,7 +41,7 @@ class Step:
             return False
         return self.time_limit is None or not self.time_limit.is_spent
 
-    def add(self, seq: Sequence, num_tokens: int, table_changes: TableChanges) -> None:
+    def add(self, seq: Sequence, num_tokens: int, table_changes: TableChanges | tuple[()]) -> None:
         """Add a row: the next `num_tokens` of a sequence. `table_changes` are the new entries of its block tables."""
         row, plan, num_computed = seq.row, self.plan, seq.num_computed_tokens
         assert row is not None
@@ -65,6 +66,7 @@ class Step:
 
     def add_draft_tokens(self, index: int, draft_tokens: tuple[int, ...], table_changes: TableChanges) -> None:
         """Add draft tokens after the one token of row `index`."""
+        assert not self.is_grouped, "the rows have other indices now"
         planned, count = self.plan.rows[index], 1 + len(draft_tokens)
         self.plan.rows[index] = planned._replace(
             num_tokens=count, num_sampled_positions=count, draft_tokens=draft_tokens
@@ -76,6 +78,7 @@ class Step:
 
     def group_by_adapter(self) -> None:
         """Put rows of one adapter next to each other, so that kernels read its factors once."""
+        self.is_grouped = True
         order = sorted(range(len(self.sequences)), key=lambda i: self.sequences[i].adapter_slot)
         self.sequences = [self.sequences[i] for i in order]
         self.plan.rows = [self.plan.rows[i] for i in order]
