@@ -12,6 +12,7 @@ import socket
 import ssl
 import subprocess
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from octavo.config import MediaConfig
 from octavo.entrypoints.chat.answer_reader import AnswerFormat
 from octavo.entrypoints.chat.chat_run import ChatRun
 from octavo.entrypoints.http.server_args import ServerArgs
+from octavo.entrypoints.http.server_state import PreparedPrompt
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
 from octavo.multimodal import connector
@@ -251,20 +253,27 @@ def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPa
     part = {"type": "image_url", "image_url": {"url": "http://pictures.test/a.png"}}
     body = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": [part]}]})
 
+    class Files(dict[str, bytes]):
+        pass
+
+    fetched: list[weakref.ref[Files]] = []
+
     class Processor:
         def needs_fetching(self, media: Any) -> bool:
             return True
 
         async def fetch(self, media: Any) -> dict[str, bytes]:
             events.append("fetched")
-            return {"http://pictures.test/a.png": PICTURE}
+            files = Files({"http://pictures.test/a.png": PICTURE})
+            fetched.append(weakref.ref(files))
+            return files
 
-    prompt = Prompt([1])
+    prompt, unread = Prompt([1]), PreparedPrompt("", add_special_tokens=False)
 
     async def submit(_id: str, _body: Any, _params: Any, prepare: Any, **_: Any) -> tuple[Prompt, str]:
         prepare()
         await asyncio.sleep(0)
-        assert sum(bool(run._media_files) for run in made) == 1
+        assert sum(files() is not None for files in fetched) == 1
         events.append("decoded")
         return prompt, "outputs"
 
@@ -278,7 +287,7 @@ def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPa
         resumable: Any = SimpleNamespace()
         made.extend(ChatRun(body, state, SamplingParams()) for _ in range(3))
         for one in made:
-            monkeypatch.setattr(one, "_prepare", lambda: (None, AnswerFormat()))
+            monkeypatch.setattr(one, "_render_and_choose_format", lambda media_files: (unread, AnswerFormat()))
         assert (
             await asyncio.gather(*(one.prepare_outputs("a", None, resumable) for one in made))
             == [(prompt, "outputs")] * 3
@@ -287,7 +296,7 @@ def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPa
     made: list[ChatRun] = []
     asyncio.run(run())
     assert events == ["fetched", "decoded"] * 3
-    assert [run._media_files for run in made] == [{}] * 3
+    assert [files() for files in fetched] == [None] * 3
 
 
 def test_domains_that_are_allowed(server: str, monkeypatch: pytest.MonkeyPatch) -> None:

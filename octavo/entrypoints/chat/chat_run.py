@@ -7,9 +7,9 @@ answers with `ChatRun`. The API then only writes the deltas in its own form.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
@@ -57,26 +57,36 @@ class Progress:
     stop_reason: int | str | None  # the stop text or token, or the reason of an abort
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens from the prefix cache
-    num_tokens: int  # tokens of the answer so far, without tokens that `EventSink.begin_text` writes
+    num_tokens: int  # tokens of the answer so far
     num_reasoning_tokens: int  # tokens of the reasoning so far
 
 
+class ReadOutput(NamedTuple):
+    """What an output adds to a choice. `stop_reason`: the stop text or token, or the reason of an abort."""
+
+    deltas: list[Delta]
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
 @dataclass(frozen=True, slots=True)
-class _Prepared:
-    """What `prepare_outputs` finds out, for readers of the answers."""
+class _ReadingContext:
+    """What readers of the answers need to know. `prepare_outputs` finds it out."""
 
     response_id: str
     prompt_token_ids: list[int]
     format: AnswerFormat
+    skips_special_tokens: bool
 
 
 class ChatRun:
     """One chat request. Call only `count_tokens`, or call in this order:
 
-    1. Optional: `make_sink`, to write chunks without waking the reader task.
-    2. `prepare_outputs`. It loads earlier answers of the server and fetches media files
-       (`_with_history_and_media`). A thread renders the prompt and chooses the answers' format and grammar
-       (`_prepare`). The request goes to the engine when the first output is read.
+    1. Optional, before `progress`: `make_sink`, to write chunks without waking the reader task.
+    2. `prepare_outputs`. First it loads earlier answers of the server and fetches media files
+       (`_with_history_and_media`). Then it renders the prompt and chooses the answers' format and grammar
+       (`_render_and_choose_format`), in a thread if this takes long. Reading the first output sends the request to the
+       engine.
     3. One of: `progress`, for one choice; `read_next`, for each output of each choice.
 
     The answers are remembered as they end (`AnswerRecall`).
@@ -94,10 +104,12 @@ class ChatRun:
         checks_calls: bool = False,
     ) -> None:
         """Raises `RequestError` for a template that is not trusted, and for a tool choice that is not possible.
-        `clamps_max_tokens`: lower a `max_tokens` that does not fit; without it, that is an error. A `reasoning_effort`
-        or `verbosity` that the template has no variable for is ignored; with the server's `unknown_fields` "error" it
-        is refused, unless `ignores_unknown_effort`. `only_renders`: only render the prompt; never generate
-        (`ServerState.submit`). `checks_calls`: an answer's stop reason says whether its calls satisfy their schemas."""
+
+        `clamps_max_tokens`: lower a `max_tokens` that does not fit; otherwise it is refused.
+        `ignores_unknown_effort`: never refuse a `reasoning_effort` or `verbosity` that the template has no variable
+        for; otherwise it is refused if the server's `unknown_fields` is "error".
+        `only_renders`: render the prompt, and generate nothing (`ServerState.submit`).
+        `checks_calls`: an answer's stop reason says whether its calls satisfy their schemas."""
         check_template_is_trusted(body, state.args.trust_request_chat_template)
         check_tool_choice(body, state.formats)
         self._body = body
@@ -107,11 +119,11 @@ class ChatRun:
         self._only_renders = only_renders
         self._checks_calls = checks_calls
         self._refuses_unknown_effort = state.args.unknown_fields == "error" and not ignores_unknown_effort
-        self._sent_media = media_of([message.content for message in body.messages])
-        answers = state.answers if not self._sent_media and can_recall(body) else None
+        self._media_parts = media_of([message.content for message in body.messages])
+        answers = state.answers if not self._media_parts and can_recall(body) else None
         self._answer_recall = None if answers is None else AnswerRecall(answers, body, state)
-        self._media_files: dict[str, bytes] = {}  # media files by URL; filled only inside `_with_history_and_media`
-        self._prepared: _Prepared | None = None
+        self._is_used = False
+        self._reading: _ReadingContext | None = None
         self._readers: dict[int, AnswerReader] = {}  # by index of the choice
         self._counters: dict[int, ReasoningCounter] = {}  # by index of the choice; none if answers have no reasoning
         self._num_tokens = 0  # of the outputs read by `progress` and the sink
@@ -119,25 +131,27 @@ class ChatRun:
     async def prepare_outputs(
         self, response_id: str, sink: Sink | None, resumable: ResumableStream
     ) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
-        """Check the request. Returns the prompt, and a generator of outputs, which submits the request when it is first
-        read. `sink` is from `make_sink`. `resumable` gets the tokens of a prompt with earlier answers. Raises
-        `RequestError`."""
-        formats = list[AnswerFormat]()
+        """Check the request. Returns the prompt, and a generator of outputs; reading it for the first time submits the
+        request. `sink` takes outputs as they come: from `make_sink`, or the caller's own. If the prompt has earlier
+        answers, `resumable.recalled_prompt` gets its tokens. Raises `RequestError`."""
+        reading: _ReadingContext | None = None
 
-        def prepare() -> PreparedPrompt:
-            prepared_prompt, answer_format = self._prepare()
-            formats.append(answer_format)
-            return prepared_prompt
+        def make_prompt(media_files: Mapping[str, bytes]) -> PreparedPrompt:
+            nonlocal reading
+            made, chosen = self._render_and_choose_format(media_files)
+            skips_special = self._params.skip_special_tokens and not made.shows_special_tokens
+            reading = _ReadingContext(response_id, [], chosen, skips_special)
+            return made
 
         # A retry with fewer turns (`truncation` "auto") must not keep the last try's prompt.
         resumable.recalled_prompt = None
         with naming_prompt("messages"):
             prompt, outputs = await self._with_history_and_media(
-                lambda: self._state.submit(
+                lambda media_files: self._state.submit(
                     response_id,
                     self._body,
                     self._params,
-                    prepare,
+                    partial(make_prompt, media_files),
                     has_grammar=may_want_grammar(self._body),
                     media=self._media_kinds(),
                     clamps_max_tokens=self._clamps_max_tokens,
@@ -145,8 +159,9 @@ class ChatRun:
                     only_renders=self._only_renders,
                 )
             )
-        self._prepared = _Prepared(response_id, prompt.token_ids, formats[-1])
-        if formats[-1].reasoning is not None:
+        assert reading is not None, "`submit` makes the prompt"
+        self._reading = replace(reading, prompt_token_ids=prompt.token_ids)
+        if reading.format.reasoning is not None:
             outputs = self._count_long_outputs_in_thread(outputs)
         if self._answer_recall is not None:
             if (recalled := self._answer_recall.recalled) is not None:
@@ -157,8 +172,8 @@ class ChatRun:
     async def _count_long_outputs_in_thread(
         self, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield `outputs`. A thread counts the reasoning of outputs with many tokens, which `read_next` would count in
-        the event loop, as it does for outputs that the sink takes."""
+        """Yield `outputs`. Before an output with many tokens is yielded, a thread counts its reasoning tokens;
+        `read_next` then skips it. All others, and those that a sink takes, `read_next` counts in the event loop."""
         try:
             async for output in outputs:
                 for completion in output.outputs:
@@ -170,55 +185,52 @@ class ChatRun:
 
     async def count_tokens(self, length: int) -> int:
         """Return the number of the prompt's tokens. `length` is the size of the body in bytes: a thread counts long
-        bodies. Do not call `prepare_outputs` afterwards. Raises `RequestError`, also for `prompt_embeds`."""
+        bodies. Raises `RequestError`, also for `prompt_embeds`."""
 
-        def count() -> int:
-            prepared, _ = self._prepare()
+        def count(media_files: Mapping[str, bytes]) -> int:
+            prepared, _ = self._render_and_choose_format(media_files)
             if self._answer_recall is not None and self._answer_recall.recalled is not None:
                 return len(self._answer_recall.recalled.token_ids)
             if not isinstance(prepared.prompt, str):
                 raise RequestError("the tokens of a prompt with prompt_embeds cannot be counted.", param="messages")
             return self._state.engine.inputs.count(prepared.prompt, prepared.media, prepared.add_special_tokens)
 
-        return await self._with_history_and_media(lambda: run_off_loop(count, length=length, media=self._media_kinds()))
+        return await self._with_history_and_media(
+            lambda media_files: run_off_loop(partial(count, media_files), length=length, media=self._media_kinds())
+        )
 
-    async def _with_history_and_media(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Load the server's earlier answers and fetch the media files, for `_prepare`; then run `work` and return its
-        result. `media_fetch_slots` limits how many requests hold files in memory. Raises `RequestError`."""
+    async def _with_history_and_media(self, work: Callable[[Mapping[str, bytes]], Awaitable[T]]) -> T:
+        """Load the server's earlier answers and fetch the media files; then run `work` with the files by URL, and
+        return its result. `media_fetch_slots` limits how many requests hold files in memory. Raises `RequestError`."""
+        assert not self._is_used, "a ChatRun submits or counts, once"
+        self._is_used = True
         if self._answer_recall is not None:
             await self._answer_recall.load()
-        media = self._sent_media
+        media = self._media_parts
         processor = self._state.engine.inputs.media_processor_of(media) if media else None
         if processor is None or not processor.needs_fetching(media):
-            return await work()
+            return await work({})
         async with self._state.media_fetch_slots:
-            self._media_files = await processor.fetch(media)
-            try:
-                return await work()
-            finally:
-                self._media_files = {}
+            return await work(await processor.fetch(media))
 
-    def _prepare(self) -> tuple[PreparedPrompt, AnswerFormat]:
-        """Return the prompt and the answers' format. May run in a thread. Raises `RequestError`.
-
-        Side effect: sets `params.skip_special_tokens` to False if a mark of the format is a special token, so read
-        `params` afterwards."""
-        body, state, params = self._body, self._state, self._params
+    def _render_and_choose_format(self, media_files: Mapping[str, bytes]) -> tuple[PreparedPrompt, AnswerFormat]:
+        """Return the prompt and the answers' format. May run in a thread. Raises `RequestError`."""
+        body, state = self._body, self._state
         # 1. Decode the media.
-        media, placeholders = self._decode_media()
+        media, placeholders = self._decode_media(media_files)
         # 2. Render the prompt.
         prompt = self._render(placeholders)
         # 3. Choose the format of the answers. The reader must see its marks, even if they are special tokens.
         chosen = answer_format(body, state.formats, prompt, checks_calls=self._checks_calls)
-        if any(map(state.engine.inputs.has_special_token, chosen.marks)):
-            params.skip_special_tokens = False
+        shows_special_tokens = any(map(state.engine.inputs.has_special_token, chosen.marks))
         # 4. Choose the grammar of the answers.
         budget = state.thinking_budget(body.thinking_token_budget, chosen.reasoning, chosen.call_marks)
         grammar = wanted_grammar(
-            body, chosen, state.formats, params.structured_outputs, state.engine.inputs.special_tokens, budget
+            body, chosen, state.formats, self._params.structured_outputs, state.engine.inputs.special_tokens, budget
         )
         # 5. Find the tokens of the prompt.
-        return self._with_known_tokens(prompt, grammar, media), chosen
+        made = self._with_known_tokens(prompt, grammar, media)
+        return replace(made, shows_special_tokens=shows_special_tokens), chosen
 
     def _with_known_tokens(
         self, prompt: str, grammar: WantedGrammar | None, media: dict[str, list[Any]] | None
@@ -227,7 +239,8 @@ class ChatRun:
         `RequestError`."""
         body = self._body
         # 1. Reuse the tokens of earlier answers, if any are found. Such a prompt has neither media nor embeddings.
-        #    For a body with `resume.prompt`, `recall` only notes the prompt's text, and returns None.
+        #    `recall` returns None for a stream that is resumed, and without earlier answers; it notes the prompt's text
+        #    for `remember_outputs` in any case.
         if self._answer_recall is not None and (recalled := self._answer_recall.recall(prompt)) is not None:
             tokens = {"prompt": prompt, "prompt_token_ids": recalled.token_ids}
             return PreparedPrompt(tokens, add_special_tokens=False, grammar=grammar)
@@ -264,28 +277,31 @@ class ChatRun:
 
     def _media_kinds(self) -> set[str]:
         """Return the kinds of the conversation's media."""
-        return {medium.kind.name for medium in self._sent_media}
+        return {medium.kind.name for medium in self._media_parts}
 
-    def _decode_media(self) -> tuple[dict[str, list[Any]] | None, Mapping[str, str] | None]:
+    def _decode_media(
+        self, media_files: Mapping[str, bytes]
+    ) -> tuple[dict[str, list[Any]] | None, Mapping[str, str] | None]:
         """Return the decoded media by kind, and the placeholder text of each kind; None and None without media. Raises
         `RequestError`."""
-        if not (media := self._sent_media):
+        if not (media := self._media_parts):
             return None, None
         processor = self._state.engine.inputs.media_processor_of(media)
-        return processor.decode(media, self._media_files, self._body.cache_salt), processor.placeholders
+        return processor.decode(media, media_files, self._body.cache_salt), processor.placeholders
 
-    def _after_prepare(self) -> _Prepared:
-        assert self._prepared is not None, "`prepare_outputs` comes first"
-        return self._prepared
+    def _reading_context(self) -> _ReadingContext:
+        assert self._reading is not None, "`prepare_outputs` comes first"
+        return self._reading
 
     @property
     def has_content_only(self) -> bool:
         """Whether answers have content only: no reasoning and no calls. Valid after `prepare_outputs`."""
-        return self._after_prepare().format.is_plain
+        return self._reading_context().format.is_plain
 
     async def progress(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[Progress, None]:
         """Yield the progress of a request with one choice. `outputs` come from `prepare_outputs`. Closing the generator
         aborts the request."""
+        assert self._body.num_choices == 1
         try:
             async for output in outputs:
                 for part in self._progress_of(output):
@@ -301,42 +317,42 @@ class ChatRun:
     def _progress_of(self, output: RequestOutput) -> Iterator[Progress]:
         """Yield what an output adds."""
         for completion in output.outputs:
-            deltas, finish_reason, stop_reason = self.read_next(completion)
+            read = self.read_next(completion)
             self._num_tokens += len(completion.token_ids)
             yield Progress(
-                deltas=deltas,
+                deltas=read.deltas,
                 token_ids=completion.token_ids,
                 logprobs=completion.logprobs,
-                finish_reason=finish_reason,
-                stop_reason=stop_reason,
+                finish_reason=read.finish_reason,
+                stop_reason=read.stop_reason,
                 num_prompt_tokens=len(output.prompt_token_ids),
                 num_cached_tokens=output.num_cached_tokens,
                 num_tokens=self._num_tokens,
                 num_reasoning_tokens=self.num_reasoning_tokens,
             )
 
-    def read_next(self, completion: CompletionOutput) -> tuple[list[Delta], str | None, int | str | None]:
-        """Return the new deltas of a choice, its finish reason and its stop reason. `completion` is the choice's next
-        output, or its only one; each may be given once."""
+    def read_next(self, completion: CompletionOutput) -> ReadOutput:
+        """Read a choice's next output, or its whole answer. Give each output once, in order."""
         index, is_end = completion.index, completion.finish_reason is not None
         if index not in self._readers:
-            prepared = self._after_prepare()
-            self._readers[index] = AnswerReader(prepared.format, f"{prepared.response_id} {index}")
+            reading = self._reading_context()
+            self._readers[index] = AnswerReader(reading.format, f"{reading.response_id} {index}")
         self._count_reasoning(completion)
         reader = self._readers[index]
         deltas, reason = reader.add(completion.text, is_end=is_end), completion.finish_reason
-        return deltas, reader.finish_reason(reason), reader.stop_reason(reason, completion.stop_reason)
+        return ReadOutput(deltas, reader.finish_reason(reason), reader.stop_reason(reason, completion.stop_reason))
 
     def _count_reasoning(self, completion: CompletionOutput) -> None:
         """Count the reasoning tokens of a choice's next output. `_count_long_outputs_in_thread` and `read_next` both
-        call this: `ReasoningCounter.count` skips an output object that it had last, and would count a copy again."""
+        call this. `ReasoningCounter.count` tells by the object's identity that it has counted it: pass on the objects
+        of the engine, not copies."""
         params = self._params
         if (counter := self._counters.get(completion.index)) is None:
-            prepared = self._after_prepare()
-            if (splitter := prepared.format.new_splitter()) is None:
+            reading = self._reading_context()
+            if (splitter := reading.format.new_splitter()) is None:
                 return
             detokenizer = make_detokenizer(
-                self._state.engine.tokenizer.backend_tokenizer, prepared.prompt_token_ids, params.skip_special_tokens,
+                self._state.engine.tokenizer.backend_tokenizer, reading.prompt_token_ids, reading.skips_special_tokens,
                 params.spaces_between_special_tokens,
             )  # fmt: skip
             counter = self._counters[completion.index] = ReasoningCounter(splitter, detokenizer)

@@ -90,6 +90,7 @@ class PreparedPrompt:
     add_special_tokens: bool
     grammar: WantedGrammar | None = None
     media: dict[str, list[Image]] | None = None  # `multi_modal_data`
+    shows_special_tokens: bool = False  # whatever `skip_special_tokens` says: readers of the answer look for some
 
 
 ARRIVAL: ContextVar[Arrival | None] = ContextVar("arrival", default=None)  # of the current task's request
@@ -451,6 +452,8 @@ class ServerState:
 
         def process() -> EngineRequest:
             prepared = prepare()
+            if prepared.shows_special_tokens:
+                params.skip_special_tokens = False
             grammar = prepared.grammar
             if grammar is None and structure is not None:
                 grammar = WantedGrammar(structure, None, body.structure_field, self.engine.inputs.special_tokens)

@@ -200,15 +200,15 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         is nothing new."""
         logprobs = self._logprobs(completion)
         token_ids = b',"token_ids":' + encode_json(completion.token_ids) if self._body.return_token_ids else b""
-        read, finish_reason, stop_reason = self._chat_run.read_next(completion)
+        new_deltas, finish_reason, stop_reason = self._chat_run.read_next(completion)
         finish_reason = self._end(finish_reason)
         self._num_reasoning = self._chat_run.num_reasoning_tokens
         if self._kept is not None:
-            self._kept += read
+            self._kept += new_deltas
             self._kept_logprobs += logprobs.content if logprobs is not None else ()
             self._kept_token_ids += completion.token_ids
             self._finish_reason, self._stop_reason = finish_reason or "abort", stop_reason
-        deltas = [_fields(delta) for delta in read]
+        deltas = [_fields(delta) for delta in new_deltas]
         if not deltas:
             if completion.finish_reason is None and not token_ids and (logprobs is None or not logprobs.content):
                 return b""
