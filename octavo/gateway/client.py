@@ -93,6 +93,7 @@ class Client:
         self._is_events = self._is_lines = False
         self._rest = b""  # the part of an event that has come
         self._is_amid_event = False  # the client has part of an event that was too long to be held back
+        self._is_plain = False  # the client gets all events, and nothing reads them but `progress`
         self._unsent = b""  # bytes that `flush` sends
         self._failed_status = 0  # the status of an error that came after comments had been sent
         self.status = 0  # that the client has got; 0 before it has one
@@ -152,6 +153,7 @@ class Client:
         self.progress.begin(answer.header(RESUMABLE) if is_events else b"")
         if self.usage_counter is not None:
             self.usage_counter.see_headers(answer.header(PROMPT_TOKENS), answer.header(b"metadata"))
+        self._is_plain = is_events and self.usage_counter is None and not self.hides_usage
         if self._has_head:
             self._failed_status = 0 if is_events else answer.status
             return
@@ -164,7 +166,11 @@ class Client:
     def add(self, data: bytes) -> bool:
         """Take bytes of the answer, and send the part that the client may have now. Returns False if the client has to
         read first: then `flush` before the next call."""
-        due = self._due(data)
+        if self._is_plain and not self._rest and data.endswith(b"\n\n"):  # most pieces
+            due = self.progress.add(data) if self.progress.is_resumable else data
+            self._is_amid_event = False
+        else:
+            due = self._due(data)
         if not due:
             return True
         # A stream's tokens are written before its end is sent.

@@ -9,6 +9,8 @@ ended gives it up with a comment, whose next events only a client without anothe
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from octavo.gateway.request_body import with_fields
@@ -18,6 +20,9 @@ CUT_OFF = b"x-octavo-cut-off"  # header of an answer that is not whole, as its r
 RESUMABLE_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
 _TOKENS, _PROMPT, _GIVEN_UP = b": tokens ", b": prompt ", b": given up"
 _UNNAMED = b"data: {"
+# An event and the comment with its tokens. Such events are one line each.
+_PAIR = re.compile(rb"(data: \{[^\n]*\n\n): tokens ([^\n]*)\n\n")
+_PAIR_BYTES = len(_TOKENS) + 2  # of a pair without its event and tokens
 _ENDS = (
     b"data: [DONE]", b"event: message_stop",
     b"event: response.completed", b"event: response.incomplete", b"event: response.failed",
@@ -62,6 +67,8 @@ class StreamProgress:
 
     def add(self, data: bytes) -> bytes:
         """Take a piece of the stream and return the events that the client may have now."""
+        if not self._rest and not self._waiting and (due := self._add_pairs(data)):
+            return due
         *events, self._rest = (self._rest + data).split(b"\n\n")
         ready: list[bytes] = []
         for event in events:
@@ -88,6 +95,24 @@ class StreamProgress:
                     ready += self._waiting
                     self._waiting, self.has_ended = [], True
         return b"\n\n".join((*ready, b""))
+
+    def _add_pairs(self, data: bytes) -> bytes:
+        """Take a piece that has only whole events, each with its tokens, as most pieces do, and return the events.
+        Return nothing, and do nothing, for another piece."""
+        if not data.endswith(b"\n\n"):
+            return b""
+        end = data.rfind(b"\n\n" + _TOKENS) + 2
+        begin = end + len(_TOKENS)
+        if data.startswith(_UNNAMED) and data.find(b"\n") == end - 2 and data.find(b"\n", begin) == len(data) - 2:
+            due, known = data[:end], data[begin:-2]  # one event
+        else:
+            pairs = _PAIR.findall(data)
+            due, known = b"".join([event for event, _ in pairs]), b",".join([tokens for _, tokens in pairs])
+            if not pairs or len(due) + len(known) + _PAIR_BYTES * len(pairs) != len(data) + len(pairs) - 1:
+                return b""
+        self._tokens.append(known)
+        self.num_tokens += 1 + known.count(b",")
+        return due
 
     def flush(self) -> bytes:
         """Return the rest of a stream that has ended."""

@@ -156,7 +156,7 @@ class Answer:
         self.is_whole = False
         self._connection = connection
         self._pieces: list[bytes] = []
-        self._num_held_bytes = 0
+        self._num_held_bytes = 0  # as received, about
         self._sink: Sink | None = None
         self._sink_error: Exception | None = None
         self._failure: Exception | None = None
@@ -220,14 +220,20 @@ class Answer:
         finally:
             self._waiter = None
 
-    def add(self, data: bytes) -> None:
-        self._pieces.append(data)
-        self._num_held_bytes += len(data)
-        if self._num_held_bytes > MAX_HELD_BYTES:
-            self._connection.pause()
+    @property
+    def add(self) -> Callable[[bytes], None]:
+        """The function that takes a piece of the body, until `complete`. It is the list's own, as every chunk of a
+        stream calls it."""
+        return self._pieces.append
 
-    def deliver(self) -> None:
-        """Give the received bytes to the sink, or wake the reader."""
+    def complete(self) -> None:
+        """Note the end. Bytes behind it are another answer, to no request."""
+        self._pieces = self._pieces.copy()
+        self.is_whole = True
+        self.wake()
+
+    def deliver(self, num_received: int = 0) -> None:
+        """Give the received bytes to the sink, or wake the reader. `num_received` came with the last ones."""
         if not self._pieces:
             return
         self._heard_at = time.monotonic()
@@ -238,6 +244,10 @@ class Answer:
             except Exception as error:
                 self._sink_error = error
             self._sink = None
+        else:
+            self._num_held_bytes += num_received
+            if self._num_held_bytes > MAX_HELD_BYTES:
+                self._connection.pause()
         self.wake()
 
     def fail(self, failure: Exception) -> None:
@@ -257,9 +267,10 @@ class Answer:
     def _take(self) -> bytes:
         data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces.clear()
-        if self._num_held_bytes > MAX_HELD_BYTES:
-            self._connection.resume()
-        self._num_held_bytes = 0
+        if self._num_held_bytes:
+            if self._num_held_bytes > MAX_HELD_BYTES:
+                self._connection.resume()
+            self._num_held_bytes = 0
         return data
 
     def _look(self) -> None:
@@ -320,6 +331,7 @@ class _Connection(asyncio.Protocol):
         """Send a request's bytes, and return the answer once its head has come, even before all bytes are sent. Raises
         `UpstreamError`."""
         answer = self._answer = Answer(self, timeout_s)
+        self.on_body = answer.add
         self._parser = httptools.HttpResponseParser(self)
         self._has_head = self._ends_with_connection = self._keeps_alive = False
         self._num_head_bytes = 0
@@ -391,7 +403,7 @@ class _Connection(asyncio.Protocol):
         if not self._has_head and self._num_head_bytes > MAX_HEAD_BYTES:
             answer.fail(_long_head())
             self._transport.abort()
-        answer.deliver()
+        answer.deliver(len(data))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._others.discard(self)
@@ -401,8 +413,7 @@ class _Connection(asyncio.Protocol):
         if (answer := self._answer) is None:
             return
         if self._ends_with_connection and exc is None:
-            answer.is_whole = True
-            answer.wake()
+            answer.complete()
         elif self._num_requests > 1 and not self._num_head_bytes:
             answer.fail(_StaleError("the connection had been closed"))
         else:
@@ -436,16 +447,11 @@ class _Connection(asyncio.Protocol):
         self._ends_with_connection = not names & {b"content-length", b"transfer-encoding"}
         answer.wake()
 
-    def on_body(self, data: bytes) -> None:
-        if (answer := self._open_answer()) is not None:
-            answer.add(data)
-
     def on_message_complete(self) -> None:
         if (answer := self._open_answer()) is not None and self._has_head:
             assert self._parser is not None
             self._keeps_alive = self._parser.should_keep_alive()
-            answer.is_whole = True
-            answer.wake()
+            answer.complete()
 
     def _open_answer(self) -> Answer | None:
         """Return the answer that is being received. Bytes behind its end are another answer, to no request: they end

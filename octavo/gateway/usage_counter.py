@@ -10,7 +10,8 @@ from octavo.gateway.key_store import KeyStore
 PROMPT_TOKENS = b"x-octavo-prompt-tokens"  # of resumable streams, whose usage comes last, and of vectors as bytes
 
 # The last events of the APIs' streams: the tokens are written before the client gets these.
-_ENDS = (b"[DONE]", b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
+_DONE, _STOP, _RESPONSE = b"[DONE]", b"message_stop", b"response."
+_ENDS = (b"response.completed", b"response.incomplete", b"response.failed")
 _USAGE, _BILLED = b'"usage":', b'"billed_units":'  # the latter of Cohere's API
 _MAX_TOKENS = 1 << 40  # of one request: what a replica says beyond it is nonsense, and databases have 64 bits
 _MAX_USAGE_BYTES = 4096  # of a usage with its name
@@ -51,8 +52,9 @@ class UsageCounter:
 
     def see_events(self, events: bytes) -> None:
         """Look in whole events for the usage, and for the end of the stream: then `is_at_end` is set."""
-        self._note(_usages(events, _USAGE))
-        self.is_at_end = any(end in events for end in _ENDS)
+        if _USAGE in events:
+            self._note(_usages(events, _USAGE))
+        self.is_at_end = _DONE in events or _STOP in events or (_RESPONSE in events and _has_end(events))
 
     async def finish(self, at_least: int = 0) -> None:
         """Write the tokens that are not written yet. A stream without a usage counts as `at_least` so many tokens."""
@@ -69,6 +71,10 @@ class UsageCounter:
         for prompt, completion in usages:
             self._num_prompt = max(self._num_prompt, prompt)
             self._num_completion = max(self._num_completion, completion)
+
+
+def _has_end(events: bytes) -> bool:
+    return any(end in events for end in _ENDS)
 
 
 def _usages(data: bytes, name: bytes) -> list[tuple[int, int]]:

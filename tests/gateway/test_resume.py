@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+from octavo.gateway.stream_progress import StreamProgress
 from tests.gateway.fakes import Asked, Behave, FakeLaunch, FakeServer, answer_plainly, fake_servers, gateway, until
 from tests.ports import held_port
 from tests.waiting import Clock, virtual_sleep
@@ -22,6 +25,29 @@ SCRIPT: list[tuple[bytes, list[int]]] = [
 ]  # fmt: skip
 WHOLE = b"".join(events + b"\n\n" for events, _ in SCRIPT if events)
 SILENT = b": the replica is silent\n\n"
+
+
+_PIECES = st.sampled_from((
+    b'data: {"a": 1}\n\n', b'data: {"x": ": tokens [5]"}\n\n', b": tokens [1]\n\n", b": tokens [2,3]\n\n",
+    b": ping\n\n", b": prompt [7]\n\n", b'event: x\ndata: {"b": 2}\n\n', b"data: [DONE]\n\n", b"\n\n", b"\n",
+    b": tokens [4]\nx\n\n", b'data: {"a": 1}\nx: tokens [1]\n\n', b'data: {"a": 1}\n\n: tokens [1]\n\n' * 2,
+))  # fmt: skip
+
+
+@given(st.lists(st.lists(_PIECES, max_size=4).map(b"".join), max_size=5))
+@example(
+    [b'data: {"a": 1}\n\n: tokens [1]\n\n', b'data: {"a": 1}\n\n: tokens [2,3]\n\ndata: {"a": 1}\n\n: tokens [1]\n\n']
+)
+def test_a_client_gets_the_same_events_however_a_stream_arrives(pieces: list[bytes]) -> None:
+    def read(pieces: Iterable[bytes]) -> tuple[object, ...]:
+        progress = StreamProgress()
+        progress.begin(json.dumps(ABOUT).encode())
+        sent = b"".join(map(progress.add, pieces))
+        return sent, progress.resume_fields(), progress.num_tokens, progress.flush(), progress.has_ended
+
+    whole = b"".join(pieces)
+    singly = read(whole[at : at + 1] for at in range(len(whole)))
+    assert read(pieces) == read([whole]) == singly
 
 
 def begin(asked: Asked, data: bytes = b"") -> None:
