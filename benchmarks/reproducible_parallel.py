@@ -57,12 +57,12 @@ class Model:
         """Have the step's arrays hold decodes of `rows` sequences, or the prompt for 0."""
         [captured] = self.runner.captured_steps
         planned = [PlannedRow(row, CONTEXT - 1, 1, 1) for row in range(rows)] or [PlannedRow(0, 0, PROMPT, 1)]
-        self.runner.sequence_table.gather(StepPlan(rows=planned), captured.staged[0])
+        self.runner.sequence_table.gather(StepPlan(rows=planned), captured.host_arrays[0])
         return StepShape(rows or PROMPT, len(planned), len(planned), 0)
 
     def step_s(self, shape: StepShape) -> float:
         begin = time.perf_counter()
-        self.runner.captured_steps[0].replayable.replay(shape)
+        self.runner.captured_steps[0].step.replay(shape)
         return time.perf_counter() - begin
 
 

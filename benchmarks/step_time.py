@@ -127,8 +127,10 @@ class Model:
         table = self.runner.sequence_table
         table.blocks[0, :rows, :per_row] = self.blocks[: rows * per_row].reshape(rows, per_row)
         [captured] = self.runner.captured_steps
-        table.gather(StepPlan(rows=[PlannedRow(row, context - 1, 1, 1) for row in range(rows)]), captured.staged[0])
-        measured_s = best_s(lambda: captured.replayable.replay(StepShape(rows, rows, rows, 0)), seconds)
+        table.gather(
+            StepPlan(rows=[PlannedRow(row, context - 1, 1, 1) for row in range(rows)]), captured.host_arrays[0]
+        )
+        measured_s = best_s(lambda: captured.step.replay(StepShape(rows, rows, rows, 0)), seconds)
         num_bytes = self.weight_bytes + rows * context * self.token_bytes
         int8_ops = 2 * rows * self.num_parameters
         heads = sum(layer.attention.num_heads * layer.attention.head_size for layer in self.description.layers)

@@ -38,8 +38,8 @@ class Drafter(Protocol):
 
 
 class DraftedStep:
-    """A step with its draft tokens. `submit` launches it; with earlier pipeline stages it first waits for them, and is
-    called when the result is wanted."""
+    """A step with its draft tokens. `submit` submits its rows; with earlier pipeline stages it first waits for them,
+    and is called when the result is wanted."""
 
     def __init__(
         self, drafter: Drafter, plan: StepPlan, submit: Callable[[], SubmittedStep], draft_tokens: DraftBatch,
@@ -76,7 +76,7 @@ class DraftingRunner:
         self._waiting: deque[DraftedStep] = deque()  # steps that wait for earlier stages, or are done; in order
 
     def submit(self, plan: StepPlan) -> DraftedStep:
-        """Draft, then launch the plan. Raises `DeviceMemoryError`, like `Runner.submit`."""
+        """Draft, then submit the plan's rows. Raises `DeviceMemoryError`, like `Runner.submit`."""
         while self._waiting and (self._waiting[0].is_done or self._changes_what_waits(plan)):
             self._waiting.popleft().result()
         try:
@@ -96,7 +96,7 @@ class DraftingRunner:
             ]
             plan = replace(plan, rows=rows)
         self._worker_group.send_plan(plan)
-        compute = partial(self._runner.launch, plan)
+        compute = partial(self._runner.submit_rows, plan)
         step = DraftedStep(self._drafter, plan, compute, draft_tokens, draft_s, self._has_stages)
         if self._has_stages:
             self._waiting.append(step)

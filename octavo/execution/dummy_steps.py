@@ -83,7 +83,7 @@ class DummySteps:
         num_media = num_tokens if self._runner.media_table is not None else 0
         shape = StepShape(num_tokens, num_rows, num_samples, updates=0, media=num_media, adapted=adapted)
         layout, buffers = StepLayout(self._limits, shape), self._runner.buffers
-        self._fill(layout.on_host(buffers.staging[0].inputs), shape)
+        self._fill(layout.on_host(buffers.staging[0].input_bytes), shape)
         buffers.upload(buffers.staging[0], layout.num_bytes)
         self._device.compute.run(partial(self._compute, buffers.on_device(layout), num_samples))
         self._device.compute.record().wait()

@@ -159,7 +159,7 @@ class ChainDrafter:
     def _compute(self, rows: list[PlannedRow]) -> SubmittedStep:
         plan = StepPlan(rows=rows, admissions=self._changes.admissions, new_blocks=self._changes.new_blocks)
         self._changes = StepPlan()
-        return self._runner.launch(plan)
+        return self._runner.submit_rows(plan)
 
 
 class MedusaDrafter:

@@ -182,7 +182,7 @@ class ModelDrafter:
         if self._states is not None:
             self._states.use_right()
         while plan.rows:
-            in_flight.append((plan.rows, self._runner.launch(plan)))
+            in_flight.append((plan.rows, self._runner.submit_rows(plan)))
             while len(in_flight) >= (_MOST_IN_FLIGHT if self._runner.device.runs_ahead else 1):
                 collect()
             plan = StepPlan()

@@ -3,7 +3,7 @@
 The states of a step, and the methods that move it there:
 
     applied    the tables have its sequences and blocks      `apply_updates`, the first part of `submit`
-    launched   work in the device's compute stream           `launch`, the second part of `submit`
+    submitted  work in the device's compute stream           `submit_rows`, the second part of `submit`
     done       its tokens are on the host                    the stream, when it reaches `SubmittedStep.done`
     collected  its valid tokens are in the tables            `collect`
     withdrawn  not computed: the device lacks memory         `submit` raises `DeviceMemoryError`
@@ -17,13 +17,13 @@ The work of a step in the stream:
 
 What differs between devices and between workers:
 
-    upload     none if the device `shares_memory`; otherwise in the stream, from one of its staging buffers
-    sampling   only by the last stage's leader; its followers get the tokens from it
-    `launch`   waits for (1) a free staging buffer, of three if the device `runs_ahead`, else one
-                         (2) the previous stage's hidden states, if there is a previous stage
-                         (3) its own step, if there is a next stage
-               If the device `shares_memory`, the stream computes at once: the step is done when `launch` returns
-    `collect`  waits for the step. A follower calls it when it has the leader's tokens
+    upload         none if the device `shares_memory`; otherwise in the stream, from one of its staging buffers
+    sampling       only by the last stage's leader; its followers get the tokens from it
+    `submit_rows`  waits for (1) a free staging buffer (of three if the device `runs_ahead`, else one)
+                             (2) the previous stage's hidden states, if there is a previous stage
+                             (3) its own step, if there is a next stage
+                   If the device `shares_memory`, the stream computes at once: the step is done on return
+    `collect`      waits for the step. A follower calls it when it has the leader's tokens
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from octavo.execution.step_arrays import (
 )
 from octavo.execution.step_buffers import StepBuffers
 from octavo.execution.step_computation import StepComputation
-from octavo.execution.submitted_step import CapturedEntry, StagingBuffer, SubmittedStep
+from octavo.execution.submitted_step import CapturedShape, StagingBuffer, SubmittedStep
 from octavo.execution.worker_group import ALONE, WorkerGroup
 from octavo.models.registry import CrossModel, Model, StageModel
 from octavo.ops import Array, LayerKVCache, Ops, ParallelDeviceOps
@@ -101,8 +101,8 @@ class _StreamWork(NamedTuple):
 
     step: SubmittedStep
     shape: StepShape  # of the step, not of the captured one that may be larger
-    inputs: StepArrays[Array]
-    captured: CapturedEntry | None  # None: computed call by call
+    device_arrays: StepArrays[Array]
+    captured: CapturedShape | None  # None: computed call by call
     sampling_batch: SamplingBatch | None  # None: all samples are greedy, or there are none
     prompt_logprob_parts: list[PromptPart]
     alignment_parts: list[AlignmentPart]
@@ -136,8 +136,8 @@ class Runner:
         self.worker_group, self.stage_links = worker_group, worker_group.stage_links
         self._adapters, self.media_table, self.cross_outputs = adapters, media_table, cross_outputs
         self.draft_hooks = DraftHooks()
-        self.captured_steps: list[CapturedEntry] = []
-        self._num_launched = self._last_collected = 0  # steps are numbered from 1
+        self.captured_steps: list[CapturedShape] = []
+        self._num_submitted = self._last_collected = 0  # steps are numbered from 1
         self.caches: Sequence[LayerKVCache]  # set by `use_caches`, like `block_mover`
         self.block_mover: BlockMover
         self._build_tables(grammars, pooling)
@@ -207,14 +207,14 @@ class Runner:
             gc.collect()  # free the device memory that garbage holds; capturing makes no new garbage
         for shape in reversed(self.device.capture_shapes(self.limits)):
             layout = StepLayout(self.limits, shape)
-            staged = [layout.on_host(staging.inputs) for staging in self.buffers.staging]
-            clear(staged[0], self.padding)
+            host_arrays = [layout.on_host(staging.input_bytes) for staging in self.buffers.staging]
+            clear(host_arrays[0], self.padding)
             self.buffers.upload(self.buffers.staging[0], layout.num_bytes)
             self.device.compute.record().wait()
-            inputs = self.buffers.on_device(layout)
-            step = self.device.capture(self.computation, inputs)
+            device_arrays = self.buffers.on_device(layout)
+            step = self.device.capture(self.computation, device_arrays)
             # The smallest first: `_captured_for` takes the first that fits.
-            self.captured_steps.insert(0, CapturedEntry(layout, inputs, staged, step))
+            self.captured_steps.insert(0, CapturedShape(layout, device_arrays, host_arrays, step))
 
     @property
     def capture_memory_bytes(self) -> int:
@@ -233,7 +233,7 @@ class Runner:
         Raises `DeviceMemoryError`: no token is computed, and the scheduler may withdraw the plan. The tables keep its
         admissions and blocks. Moves and loads that failed are retried before the next plan."""
         self.apply_updates(plan)
-        return self.launch(plan)
+        return self.submit_rows(plan)
 
     def apply_updates(self, plan: StepPlan) -> None:
         """Apply what comes before a plan's rows: admissions, block tables, moves of blocks, loads of adapters. Raises
@@ -262,30 +262,30 @@ class Runner:
                 self.cross_outputs.admit(admission)
             self._prompt_logprobs.admit(admission)
 
-    def launch(self, plan: StepPlan) -> SubmittedStep:
+    def submit_rows(self, plan: StepPlan) -> SubmittedStep:
         """Have the device compute a plan's rows. `apply_updates` comes first. A caller that does not compute the rows
         calls `resend_block_tables_later` instead. Raises `DeviceMemoryError` as `submit` does."""
         staging = self.buffers.take()
         try:
-            return self._launch_rows(plan, staging)
+            return self._gather_and_submit(plan, staging)
         except self.device.memory_errors as e:
             raise self._recover_from_memory_error(plan, e) from None
         finally:
             staging.free_event = self.device.compute.record()
 
-    def _launch_rows(self, plan: StepPlan, staging: StagingBuffer) -> SubmittedStep:
+    def _gather_and_submit(self, plan: StepPlan, staging: StagingBuffer) -> SubmittedStep:
         """Gather the arrays of a plan's rows, upload them, and append the step's work to the stream.
 
-        A step that fails for lack of memory is planned again. What a failed launch leaves:
+        A step that fails for lack of memory is planned again. What a failed submission leaves:
 
             step  changes                                      undone by
-            1     keys and values of encoder outputs           the second launch, which writes them again
+            1     keys and values of encoder outputs           the next submission, which writes them
             2     takes rows from `_rows_to_resend`            `_recover_from_memory_error`
             4     draft tokens count as known tokens           `_recover_from_memory_error`
-            4, 6  the arrays of the step                       the second launch, which writes them again
+            4, 6  the arrays of the step                       the next submission, which writes them
             5, 8  hidden states of pipeline stages             nothing: with several workers the error is fatal
-            7     outputs, and last tokens on the device       the second launch, which writes them again
-            9     forgets what a second launch would need      not needed: nothing fails from here on
+            7     outputs, and last tokens on the device       the next submission, which writes them
+            9     forgets what another submission would need   not needed: nothing fails from here on
         """
         # 1. Write the encoder outputs that the step's tokens are the first to see.
         self._write_encoder_kv(plan)
@@ -300,23 +300,24 @@ class Runner:
         # A replay does not keep the queries that the alignment reads.
         captured = None if alignment_parts else self._captured_for(shape)
         if captured is not None:
-            # `staged` has the arrays of each staging buffer: views of `staging.inputs`.
-            layout, arrays, inputs = captured.layout, captured.staged[staging.number], captured.inputs
+            # `staged` has the arrays of each staging buffer: views of `staging.input_bytes`.
+            layout, device_arrays = captured.layout, captured.device_arrays
+            host_arrays = captured.host_arrays[staging.number]
         else:
             layout = StepLayout(self.limits, shape)
-            arrays, inputs = layout.on_host(staging.inputs), self.buffers.on_device(layout)
+            host_arrays, device_arrays = layout.on_host(staging.input_bytes), self.buffers.on_device(layout)
         # 4. Gather the arrays from the tables.
-        samples, sampling_batch = self._gather(plan, arrays, shape, updates, layout.shape.adapted)
+        samples, sampling_batch = self._gather(plan, host_arrays, shape, updates, layout.shape.adapted)
         # 5. Wait for the previous stage.
         if self.stage_links.previous is not None:
-            self.stage_links.previous.receive(arrays.hidden_in[: shape.tokens])
+            self.stage_links.previous.receive(host_arrays.hidden_in[: shape.tokens])
         # 6. Upload the arrays.
         self.buffers.upload(staging, layout.num_bytes)
         # 7. Append the step's work to the stream.
-        self._num_launched += 1
-        step = SubmittedStep(self, self._num_launched, plan, staging, samples, self._row_generation[samples.rows])
-        self._append_work(
-            _StreamWork(step, shape, inputs, captured, sampling_batch, prompt_logprob_parts, alignment_parts)
+        self._num_submitted += 1
+        step = SubmittedStep(self, self._num_submitted, plan, staging, samples, self._row_generation[samples.rows])
+        self._give_to_stream(
+            _StreamWork(step, shape, device_arrays, captured, sampling_batch, prompt_logprob_parts, alignment_parts)
         )
         # 8. Wait for the step if a next stage needs its hidden states.
         if self.stage_links.next is not None:
@@ -346,7 +347,7 @@ class Runner:
             adapted=self._adapters is not None and self.sequence_table.has_adapters(columns.row),
         )
 
-    def _captured_for(self, shape: StepShape) -> CapturedEntry | None:
+    def _captured_for(self, shape: StepShape) -> CapturedShape | None:
         """Return the smallest captured step that a step fits in, if there is one."""
         for captured in self.captured_steps:
             if self.device.can_replay(captured.layout.shape, shape):
@@ -382,11 +383,11 @@ class Runner:
             write_settings(arrays, batch)
         return samples, batch
 
-    def _append_work(self, work: _StreamWork) -> None:
+    def _give_to_stream(self, work: _StreamWork) -> None:
         """Append a step's work to the stream, and set its `done` event."""
         step, shape, compute = work.step, work.shape, self.device.compute
         if work.captured is not None:
-            compute.run(partial(work.captured.replayable.replay, shape))
+            compute.run(partial(work.captured.step.replay, shape))
         compute.run(partial(self._compute_and_sample, work))
         to_host = step.staging.tokens if self._hidden_staging is None else self._hidden_staging
         compute.run(partial(self._download, step, shape.samples), writes=[to_host])
@@ -418,7 +419,7 @@ class Runner:
         elif shape.samples:
             self._sample(work, outputs)
         # After sampling, so that sampling's memory is free again.
-        logits_of = partial(self.computation.logits_after, work.inputs, outputs.hidden)
+        logits_of = partial(self.computation.logits_after, work.device_arrays, outputs.hidden)
         step.prompt_logprobs = [
             measured for part in work.prompt_logprob_parts for measured in part.measure(self.ops, logits_of)
         ]
@@ -427,17 +428,17 @@ class Runner:
         """In the stream: return the outputs of the replay, or compute them. The second result is the alignment of the
         prompts that want it, by row."""
         if work.captured is not None:
-            return work.captured.replayable.outputs, {}
+            return work.captured.step.outputs, {}
         if self.cross_outputs is None or not work.alignment_parts:
-            return self.computation.outputs(work.inputs, work.shape.samples), {}
+            return self.computation.outputs(work.device_arrays, work.shape.samples), {}
         model = cast(CrossModel, self.model)
         with self.cross_outputs.keeping_queries(model):
-            outputs = self.computation.outputs(work.inputs, work.shape.samples)
+            outputs = self.computation.outputs(work.device_arrays, work.shape.samples)
         return outputs, self.cross_outputs.alignment(model, work.alignment_parts, self.caches)
 
     def _sample(self, work: _StreamWork, outputs: ModelOutputs) -> None:
         """In the stream: sample on the leader. A device with its own memory stores the tokens for its next step."""
-        step, inputs, batch, num_samples = work.step, work.inputs, work.sampling_batch, work.shape.samples
+        step, inputs, batch, num_samples = work.step, work.device_arrays, work.sampling_batch, work.shape.samples
         argmax, table_rows = outputs.argmax_tokens[:num_samples], inputs.sample_table_rows[:num_samples]
         sampled = argmax
         if self.worker_group.is_leader:
@@ -491,7 +492,7 @@ class Runner:
                 result.vectors = result.vectors.copy()
         if step.sampled is not None:
             tokens, errors_by_sample = self._fetch_tokens(step, step.sampled, fetch, result)
-            result.errors = self._append_valid(step, tokens, errors_by_sample)
+            result.errors = self._append_valid_tokens(step, tokens, errors_by_sample)
         # 3. Fetch what requests ask for besides.
         for row, measured in step.prompt_logprobs:
             of_row = result.prompt_logprobs.setdefault(row, [])
@@ -513,7 +514,7 @@ class Runner:
         result.tokens = tokens.tolist()
         return tokens, errors_by_sample
 
-    def _append_valid(
+    def _append_valid_tokens(
         self, step: SubmittedStep, tokens: NDArray[np.int64], errors_by_sample: dict[int, str]
     ) -> dict[int, str]:
         """Append the valid tokens to the rows that still have the same sequence. Returns the errors of valid tokens,
@@ -553,5 +554,5 @@ class Runner:
 
     def resend_block_tables_later(self, plan: StepPlan) -> None:
         """Have a later step upload the block tables of a plan's rows, because no step computes this plan."""
-        for entries_of_rows in (plan.rows, plan.admissions, plan.new_blocks):
-            self._rows_to_resend.update(entry.row for entry in entries_of_rows)
+        for changes in (plan.rows, plan.admissions, plan.new_blocks):
+            self._rows_to_resend.update(entry.row for entry in changes)

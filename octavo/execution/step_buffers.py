@@ -23,7 +23,7 @@ class StepBuffers:
             StagingBuffer(i, device.pinned([num_bytes], "uint8"), device.pinned([limits.largest.samples], "int64"))
             for i in range(_NUM_STAGING_BUFFERS_AHEAD if device.runs_ahead else 1)
         ]
-        self._device_inputs = device.upload_target(self.staging[0].inputs)
+        self._device_inputs = device.upload_target(self.staging[0].input_bytes)
         self._num_taken = 0
 
     def take(self) -> StagingBuffer:
@@ -42,5 +42,5 @@ class StepBuffers:
         """Append the upload of a staging buffer's inputs to the device's stream."""
         if self._device.shares_memory:
             return
-        copy = partial(self._device.copy, staging.inputs[:num_bytes], self._device_inputs[:num_bytes])
-        self._device.compute.run(copy, reads=[staging.inputs])
+        copy = partial(self._device.copy, staging.input_bytes[:num_bytes], self._device_inputs[:num_bytes])
+        self._device.compute.run(copy, reads=[staging.input_bytes])

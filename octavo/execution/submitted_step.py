@@ -26,19 +26,19 @@ class StagingBuffer:
     """Pinned memory of one step: its arrays, and the tokens that come back."""
 
     number: int
-    inputs: NDArray[np.uint8]
+    input_bytes: NDArray[np.uint8]
     tokens: NDArray[np.int64]  # [max_num_samples]
     free_event: Event | None = None  # reached when the device no longer uses the buffer
 
 
 @dataclass(frozen=True, slots=True)
-class CapturedEntry:
-    """A captured step, and the arrays that it reads: on the device, and in each staging buffer, by its number."""
+class CapturedShape:
+    """A captured step, and the arrays that it reads."""
 
     layout: StepLayout
-    inputs: StepArrays[Array]
-    staged: list[StepArrays[NDArray[Any]]]
-    replayable: CapturedStep  # a CUDA graph, or the CPU's program
+    device_arrays: StepArrays[Array]
+    host_arrays: list[StepArrays[NDArray[Any]]]  # views of each staging buffer, by its number
+    step: CapturedStep  # a CUDA graph, or the CPU's program
 
 
 class SubmittedStep:

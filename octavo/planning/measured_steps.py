@@ -145,13 +145,13 @@ def _times_s(runner: Runner, num_rows: int, num_computed: int, num_tokens: int, 
     order = np.random.default_rng(2).permutation(num_rows * per_row).astype(np.int32) + 1
     table.blocks[:, :num_rows, :per_row] = order.reshape(num_rows, per_row)
     rows = [PlannedRow(row, num_computed, num_tokens, 1) for row in range(num_rows)]
-    table.gather(StepPlan(rows=rows), captured.staged[0])
+    table.gather(StepPlan(rows=rows), captured.host_arrays[0])
     shape = StepShape(num_rows * num_tokens, num_rows, num_samples, 0)
-    captured.replayable.replay(shape)
+    captured.step.replay(shape)
     times_s: list[float] = []
     end = perf_counter() + _TRIES_S
     while not times_s or perf_counter() < end:
         begin = perf_counter()
-        captured.replayable.replay(shape)
+        captured.step.replay(shape)
         times_s.append(perf_counter() - begin)
     return times_s

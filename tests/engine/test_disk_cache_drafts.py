@@ -120,16 +120,16 @@ def test_a_draft_computes_nothing_that_is_on_disk(
     first.close()
     second = start("draft_model", **settings)
     runner: Any = second.core.executor.worker._draft.runner
-    launch, launched = runner.launch, list[PlannedRow]()
+    submit_rows, submitted = runner.submit_rows, list[PlannedRow]()
 
     def watched(plan: StepPlan) -> Any:
-        launched.extend(plan.rows)
-        return launch(plan)
+        submitted.extend(plan.rows)
+        return submit_rows(plan)
 
-    runner.launch = watched
+    runner.submit_rows = watched
     prompt = [*DOCUMENT, *answer]
     answers(second, [prompt], SamplingParams(max_tokens=1))
-    assert [(row.num_computed, row.num_tokens) for row in launched] == [(num_known, len(prompt) - num_known)]
+    assert [(row.num_computed, row.num_tokens) for row in submitted] == [(num_known, len(prompt) - num_known)]
 
 
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])

@@ -128,17 +128,17 @@ def test_a_draft_that_finds_no_memory_loses_no_block(model: Path) -> None:
     rng, device = random.Random(0), LateDevice(0)
     core = EngineCore(config, late_executor(config, device), sometimes(rng))
     drafter: Any = core.executor.worker._draft.runner  # type: ignore[attr-defined]
-    launch = drafter.launch
+    submit_rows = drafter.submit_rows
 
     def without_memory(plan: StepPlan) -> Any:
         others = {admission.row for admission in plan.admissions} - {planned.row for planned in plan.rows}
         device.memory_failures = 1.0 if others else 0.0
         try:
-            return launch(plan)
+            return submit_rows(plan)
         finally:
             device.memory_failures = 0.0
 
-    drafter.launch = without_memory
+    drafter.submit_rows = without_memory
     _, num_drafted = run_with_right_guesses(core, rng)
     assert device.num_failures > 3 and num_drafted > 30
 
