@@ -104,7 +104,7 @@ class ChainDrafter:
         last, planned_rows = self._last, []
         for planned in rows:
             num_computed = planned.num_computed + len(found[planned.row]) - 1
-            self._runner.sequence_table.num_known[planned.row] = num_computed + 2
+            self._runner.sequence_table.set_known(planned.row, num_computed + 2)
             planned_rows.append(PlannedRow(planned.row, num_computed, 1, 1))
 
         def feed() -> None:
@@ -129,7 +129,7 @@ class ChainDrafter:
             rows.append(PlannedRow(planned.row, planned.num_computed, count, int(is_sampled)))
             sources.append(np.arange(begin, begin + count))
             ends.append(sum(map(len, sources)) - 1)
-            self._runner.sequence_table.num_known[planned.row] = end + 1
+            self._runner.sequence_table.set_known(planned.row, end + 1)
             self._num_computed[planned.row] = -1
         source = np.concatenate(sources)
 

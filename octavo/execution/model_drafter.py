@@ -164,7 +164,7 @@ class ModelDrafter:
     def _next(self, planned: PlannedRow, num_tokens: int, is_sampled: bool) -> PlannedRow:
         num_drafted = int(self._num_drafted[planned.row])
         self._num_drafted[planned.row] = num_drafted + num_tokens
-        self._runner.sequence_table.num_known[planned.row] = num_drafted + num_tokens
+        self._runner.sequence_table.set_known(planned.row, num_drafted + num_tokens)
         return PlannedRow(planned.row, num_drafted, num_tokens, int(is_sampled))
 
     def _run(self, plan: StepPlan, ready: list[PlannedRow], made: dict[int, list[int]]) -> None:

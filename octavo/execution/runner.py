@@ -11,8 +11,8 @@ The states of a step, and the methods that move it there:
 The work of a step in the stream:
 
 - the forward pass: a step that fits a captured step is replayed, other steps are computed call by call
-- sampling: a device with its own memory keeps each row's last token, so that the next step can be submitted before the
-  host knows the token
+- sampling: a device with its own memory keeps each row's last token there. So the next step can be submitted before the
+  host knows it
 - the copy of the tokens to the host
 
 What differs between devices and between workers:
@@ -87,8 +87,7 @@ class RunnerAdapters(NamedTuple):
 
 @dataclass(slots=True)
 class DraftHooks:
-    """What speculative decoding sets on a runner after it is built and before `capture`: draft heads, `Draft` and
-    `Worker` do."""
+    """Set by speculative decoding (`Draft`, its heads, and `Worker`) after the runner is built and before `capture`."""
 
     keeps_features: bool = False  # steps keep `SubmittedStep.features` for a draft head
     warm_up_drafter: Callable[[Array], None] | None = None  # launches every kernel that reads features [T, F]
@@ -100,7 +99,7 @@ class _StreamWork(NamedTuple):
     """A step as the stream computes it."""
 
     step: SubmittedStep
-    shape: StepShape  # of the step, not of the captured one that may be larger
+    shape: StepShape  # of the step; a captured step that it is replayed in may be larger
     device_arrays: StepArrays[Array]
     captured: CapturedShape | None  # None: computed call by call
     sampling_batch: SamplingBatch | None  # None: all samples are greedy, or there are none
@@ -127,10 +126,15 @@ class Runner:
         media_table: MediaTable | None = None,
         cross_outputs: CrossOutputs | None = None,
     ) -> None:
-        """`sequence_table` has the sequences, and a step has at most `max_step_tokens` tokens. `grammars` compile the
-        masks. `adapters`: None if none are served. `pooling`: results are vectors instead of tokens. `media_table`: for
-        models that take media. `cross_outputs`: for models with cross attention. `use_caches` must follow: before it,
-        `caches` and `block_mover` do not exist."""
+        """`sequence_table` has the sequences, and a step has at most `max_step_tokens` tokens.
+
+        - `grammars`: compile the masks
+        - `adapters`: None if none are served
+        - `pooling`: results are vectors instead of tokens
+        - `media_table`: for models that take media
+        - `cross_outputs`: for models with cross attention
+
+        Call `use_caches` next: until then `caches` and `block_mover` are not set."""
         self.model, self.ops, self.device = model, ops, device
         self.sequence_table, self.max_step_tokens = sequence_table, max_step_tokens
         self.worker_group, self.stage_links = worker_group, worker_group.stage_links
@@ -162,8 +166,9 @@ class Runner:
         self.pooling_table = PoolingTable(num_rows) if pooling is not None else None
         self._prompt_logprobs = PromptLogprobs()
         self._row_generation = np.zeros(num_rows, np.int64)  # how many sequences have had each row
-        self._rows_to_resend: set[int] = set()  # rows whose block tables the device may lack
+        self._rows_to_resend: set[int] = set()  # their block tables are sent whole with their next step
         self._device_tables = None if self.device.shares_memory else DeviceTables(self.device, self.sequence_table)
+        # `DeviceTables` has one row more, for padding.
         self.padding = Padding(num_tokens=0, no_row=num_rows, no_place=num_rows * max_blocks)
 
     def _compute_limits(self, pooling: PoolingConfig | None) -> StepLimits:
@@ -171,8 +176,7 @@ class Runner:
         largest = StepShape(
             tokens=self.max_step_tokens,
             seqs=num_rows,
-            # If all tokens are drafts, every position is sampled. Forks draw further samples from a last token: at most
-            # one for each other row.
+            # At most one sample for each token (draft tokens), and one more for each other row (forks of a last token).
             samples=self.max_step_tokens + num_rows - 1,
             updates=0 if self._device_tables is None else num_groups * num_rows * (max_blocks + UPDATES_PER_DECODE),
             media=0 if self.media_table is None else self.max_step_tokens,
@@ -230,8 +234,9 @@ class Runner:
     def submit(self, plan: StepPlan) -> SubmittedStep:
         """Have the device compute a plan of at least one row, after all plans submitted before.
 
-        Raises `DeviceMemoryError`: no token is computed, and the scheduler may withdraw the plan. The tables keep its
-        admissions and blocks. Moves and loads that failed are retried before the next plan."""
+        Raises `DeviceMemoryError` if the device lacks memory: no token is computed. The scheduler then withdraws the
+        plan; the tables keep its admissions and blocks, so later plans do not repeat them. Moves and loads that failed
+        are made before the next plan."""
         self.apply_updates(plan)
         return self.submit_rows(plan)
 
@@ -243,7 +248,7 @@ class Runner:
         try:
             try:
                 self.block_mover.move(plan.moves)
-            finally:  # run even if the moves failed: the store queues the loads for the next plan
+            finally:  # also if the moves failed: later plans do not repeat the loads, the store keeps those that fail
                 if self._adapters is not None:
                     self._adapters.store.load(plan.adapters)
         except self.device.memory_errors as e:
@@ -300,7 +305,6 @@ class Runner:
         # A replay does not keep the queries that the alignment reads.
         captured = None if alignment_parts else self._captured_for(shape)
         if captured is not None:
-            # `staged` has the arrays of each staging buffer: views of `staging.input_bytes`.
             layout, device_arrays = captured.layout, captured.device_arrays
             host_arrays = captured.host_arrays[staging.number]
         else:
@@ -313,7 +317,7 @@ class Runner:
             self.stage_links.previous.receive(host_arrays.hidden_in[: shape.tokens])
         # 6. Upload the arrays.
         self.buffers.upload(staging, layout.num_bytes)
-        # 7. Append the step's work to the stream.
+        # 7. Append the step's work to the stream. The number of a step that fails here is never collected.
         self._num_submitted += 1
         step = SubmittedStep(self, self._num_submitted, plan, staging, samples, self._row_generation[samples.rows])
         self._give_to_stream(
@@ -451,7 +455,8 @@ class Runner:
             step.sampled.tokens = sampled = self.to_target_token_ids(step.sampled.tokens)
         if self._device_tables is not None:
             if not self.worker_group.shard.is_whole:
-                # Overwrite `sampled` on followers with the leader's tokens: their devices need them before their hosts.
+                # Overwrite `sampled` on followers with the leader's tokens. Their hosts get the tokens later
+                # (`SubmittedStep.take_tokens`).
                 cast(ParallelDeviceOps, self.ops).from_first(sampled)
             self._device_tables.store_last_tokens(self.ops, table_rows, sampled)
 
@@ -460,7 +465,7 @@ class Runner:
         if self.draft_hooks.target_token_ids is None:
             return tokens
         own_ids: Any = tokens
-        # A failed row's `NO_TOKEN` becomes 0, so that `take_rows` stays in bounds: any draft may be wrong.
+        # `NO_TOKEN`, of a row that failed, becomes 0 to stay in bounds; a wrong draft token does no harm.
         own_ids = own_ids * (own_ids > 0)
         ids: Any = self.ops.take_rows(self.draft_hooks.target_token_ids, own_ids)
         return cast(Array, ids.reshape(-1))
@@ -475,9 +480,9 @@ class Runner:
     # A step that is done, or that is not computed.
 
     def collect(self, step: SubmittedStep) -> StepResult:
-        """Wait for a step, append its valid tokens to their rows, and return its results. Call this once for each step,
-        in the order of submission."""
-        assert step.number > self._last_collected, "steps are collected once each, in the order of submission"
+        """Wait for a step, append its valid tokens to their rows, and return its results. Call this at most once for
+        each step, in the order of submission; a step whose tokens nobody needs is not collected."""
+        assert step.number > self._last_collected, "steps are collected at most once, in the order of submission"
         self._last_collected = step.number
         # 1. Wait for the device.
         assert step.done is not None

@@ -160,6 +160,10 @@ class SequenceTable:
             np.multiply(self.blocks[group, row_of, places], self.block_size, out=slots)
             slots += offsets
 
+    def set_known(self, row: int, count: int) -> None:
+        """Have steps read a row's first `count` tokens from `tokens`, and a later token from the device's memory."""
+        self.num_known[row] = count
+
     def _write_draft_tokens(self, rows: Sequence[PlannedRow]) -> None:
         for planned in rows:
             if planned.draft_tokens:
