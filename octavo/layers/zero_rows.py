@@ -21,7 +21,7 @@ class ZeroRows:
         """Return zeros in the model's type. x must be finite."""
         return self._ops.linear(x[:, : self._num_inputs], self._zeros, self._dtype)
 
-    def padded_left(self, x: Array) -> Array:
+    def with_zeros_before(self, x: Array) -> Array:
         """Return x [T, N] with zeros before it: [T, width]."""
         rows = self.of(x)
         self._ops.add(rows[:, rows.shape[1] - x.shape[1] :], x)

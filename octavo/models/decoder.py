@@ -26,7 +26,7 @@ from octavo.step_batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingRows:
+class EmbeddingCopies:
     """What later layers and stages read of a step's embedding [T, H], which the layers overwrite."""
 
     stage_output: Array | None  # [T, stage_width], [zeros, embedding]: the last layer's output is added to the zeros
@@ -50,10 +50,10 @@ class Decoder:
         ops: Ops,
         max_positions: int,
         dtype: str,
-        block: BlockBuilder = Block,
+        build_block: BlockBuilder = Block,
     ) -> None:
         """Take the stage's tensors from `weights`, and pack them. `max_positions` is the most tokens of a sequence,
-        `dtype` the type of activations, `block` an architecture's own layer. Raises `LoadError` for a missing
+        `dtype` the type of activations, `build_block` an architecture's own layer. Raises `LoadError` for a missing
         tensor."""
         self.description, self._ops, self._dtype = description, ops, dtype
         self.vocab_size, self.hidden_size = description.vocab_size, description.hidden_size
@@ -74,10 +74,10 @@ class Decoder:
         if description.altup is not None:
             is_first, is_last = description.is_first_stage, description.is_last_stage
             self._altup = AltUp(description.altup, self.hidden_size, parameters, is_first, is_last)
-            block = partial(AltUpBlock, description.altup)
+            build_block = partial(AltUpBlock, description.altup)
         self._build_zero_padded_embeddings(parameters)
         # 2. The layers, and what changes the residual stream between them.
-        self._blocks = self._build_blocks(block, parameters)
+        self._blocks = self._build_blocks(build_block, parameters)
         self._ignore_other_weights(weights)
         self._per_layer_embeddings: PerLayerEmbeddings | None = None
         if description.per_layer_embeddings is not None:
@@ -111,26 +111,26 @@ class Decoder:
         if description.carries_embedding and not description.is_last_stage:
             self._stage_rows = ZeroRows(size, description.stage_width, parameters)
 
-    def _build_blocks(self, block: BlockBuilder, parameters: Parameters) -> dict[int, BlockLike]:
+    def _build_blocks(self, build_block: BlockBuilder, parameters: Parameters) -> dict[int, BlockLike]:
         description, blocks = self.description, dict[int, BlockLike]()
         for i in description.stage:
             with parameters.sixteen_bit_inputs(i < description.num_precise_layers):
                 prefix = f"{description.layer_prefix}{description.checkpoint_layers[i]}."
-                blocks[i] = block(description.layers[i], self.hidden_size, parameters, prefix)
+                blocks[i] = build_block(description.layers[i], self.hidden_size, parameters, prefix)
         return blocks
 
     def _ignore_other_weights(self, weights: Weights) -> None:
         """Tell `weights` which tensors of the checkpoint this stage does not use: at any time before
         `Weights.check_all_taken`."""
         description = self.description
-        checkpoint_layers, own = description.checkpoint_layers, description.stage
+        checkpoint_layers, stage = description.checkpoint_layers, description.stage
         # Other stages' layers, and layers after the last that are not used, such as multi-token prediction's.
-        others = [checkpoint_layer for i, checkpoint_layer in enumerate(checkpoint_layers) if i not in own]
+        others = [checkpoint_layer for i, checkpoint_layer in enumerate(checkpoint_layers) if i not in stage]
         first_unused = max(checkpoint_layers, default=-1) + 1  # parts that are measured may have no layer
         for checkpoint_layer in (*others, *range(first_unused, first_unused + description.num_unused_layers)):
             weights.ignore(f"{description.layer_prefix}{checkpoint_layer}.")
         # A checkpoint has the weights of reused layers outside of its layers.
-        reused = [layer.reused for i, layer in enumerate(description.layers) if i not in own]
+        reused = [layer.reused for i, layer in enumerate(description.layers) if i not in stage]
         reused_prefixes = [f"{one.name}." for one in reused if one is not None]
         for prefix in (*description.other_stages, *reused_prefixes, *description.unused):
             weights.ignore(prefix)
@@ -160,9 +160,9 @@ class Decoder:
     @property
     def matrices(self) -> tuple[NamedMatrix, ...]:
         """Return the matrices that adapters may change. A tied matrix counts as two: embedding and output."""
-        return (*self._lora_targets(), *(matrix for named in self._expert_matrices for matrix in named()))
+        return (*self._named_matrices(), *(matrix for named in self._expert_matrices for matrix in named()))
 
-    def _lora_targets(self) -> Iterator[NamedMatrix]:
+    def _named_matrices(self) -> Iterator[NamedMatrix]:
         """Yield the packed matrices. A tied matrix is yielded twice in the first stage, as embedding and as output; in
         a later stage only as output."""
         output_name, is_tied = self.description.output_name, self.description.tie_word_embeddings
@@ -193,43 +193,43 @@ class Decoder:
         The type is `residual_dtype`; after the final norm, the model's. `caches[i]` is for the stage's i-th entry of
         `layer_caches`."""
         # 1. Embed the tokens, or take the rows of the previous stage.
-        residual, embedding = self._split_input(batch)
+        residual, embedding = self._embed_or_receive(batch)
         # 2. Compute what later layers need from the embedding, before the layers overwrite it.
-        rows = self._copy_embedding(batch, embedding)
+        copies = self._copy_embedding(batch, embedding)
         # 3. Run the layers. With AltUp there are several residual streams side by side.
         if self._altup is not None and self.description.is_first_stage:
             residual = self._altup.expand(residual)
-        residual = self._run_layers(residual, batch, caches, rows)
+        residual = self._run_layers(residual, batch, caches, copies)
         # 4. Return the rows for the next stage, or the hidden states.
-        if rows is not None and rows.stage_output is not None:
+        if copies is not None and copies.stage_output is not None:
             # Layers that read the embedding accept no float32 stream (`_choose_residual_dtype`). If some stage has such
             # a layer, `use_residual_dtype` gives all stages the model's type.
             assert self.residual_dtype == self._dtype, "rows for the next stage have the model's type"
-            self._ops.add(rows.stage_output[:, : residual.shape[1]], residual)
-            return rows.stage_output
+            self._ops.add(copies.stage_output[:, : residual.shape[1]], residual)
+            return copies.stage_output
         if self._altup is not None and self.description.is_last_stage:
             residual = self._altup.merge(residual)
-        return self._output.final_norm(residual) if self._output.pools else residual
+        return self._output.final_norm(residual) if self._output.is_pooler else residual
 
-    def _copy_embedding(self, batch: StepBatch, embedding: Array) -> EmbeddingRows | None:
+    def _copy_embedding(self, batch: StepBatch, embedding: Array) -> EmbeddingCopies | None:
         """Return what later layers and stages need from the embedding [T, H]; None if they need nothing, as in most
         models."""
         per_layer, stage_rows, reused_rows = self._per_layer_embeddings, self._stage_rows, self._reused_input_rows
         if per_layer is None and stage_rows is None and reused_rows is None:
             return None
         per_layer_inputs = None if per_layer is None else per_layer.embed(batch.token_ids, embedding)
-        return EmbeddingRows(
-            stage_output=None if stage_rows is None else stage_rows.padded_left(embedding),
-            padded_embedding=None if reused_rows is None else reused_rows.padded_left(embedding),
+        return EmbeddingCopies(
+            stage_output=None if stage_rows is None else stage_rows.with_zeros_before(embedding),
+            padded_embedding=None if reused_rows is None else reused_rows.with_zeros_before(embedding),
             per_layer_inputs=per_layer_inputs,
         )
 
     def _run_layers(
-        self, residual: Array, batch: StepBatch, caches: Sequence[LayerKVCache], rows: EmbeddingRows | None
+        self, residual: Array, batch: StepBatch, caches: Sequence[LayerKVCache], copies: EmbeddingCopies | None
     ) -> Array:
         """Return the residual streams [T, streams * H] after this stage's layers."""
         caches_by_layer = self._resolve_caches(batch, caches)
-        padded_embedding = None if rows is None else rows.padded_embedding
+        padded_embedding = None if copies is None else copies.padded_embedding
         deferred_by_layer: dict[int, Array] = {}  # an earlier layer's output, by the layer after which it is added
         for layer, block in self._blocks.items():
             if self.on_layer_input is not None:
@@ -238,11 +238,11 @@ class Decoder:
             residual = block.forward(residual, batch, tables, cache, second_cache, padded_embedding)
             if (output := block.take_deferred()) is not None:
                 deferred_by_layer[layer + self.description.layers[layer].deferred_by] = output
-            self._after_layer(layer, residual, batch, deferred_by_layer.pop(layer, None), rows)
+            self._finish_layer(layer, residual, batch, deferred_by_layer.pop(layer, None), copies)
         assert not deferred_by_layer, "a deferred output would be added in another stage"
         return residual
 
-    def _split_input(self, batch: StepBatch) -> tuple[Array, Array]:
+    def _embed_or_receive(self, batch: StepBatch) -> tuple[Array, Array]:
         """Return the residual streams [T, streams * H] before this stage's layers, and the embedding [T, H]. Both may
         be one array. In a later stage of a model that does not carry its embedding (`carries_embedding`), nothing reads
         the second array: it is the rows of the previous stage."""
@@ -258,17 +258,18 @@ class Decoder:
         self, batch: StepBatch, caches: Sequence[LayerKVCache]
     ) -> dict[int, tuple[TablesAndCache, TablesAndCache | None]]:
         """Return the first and the second cache of each layer of this stage, with the tables of their groups."""
-        own = self.description.cache_indices(self.description.stage)
-        with_tables = {i: (batch.groups[self._group_of_cache[i]], c) for i, c in zip(own, caches, strict=True)}
+        stage_caches = self.description.cache_indices(self.description.stage)
+        with_tables = {i: (batch.groups[self._group_of_cache[i]], c) for i, c in zip(stage_caches, caches, strict=True)}
         by_layer = dict[int, tuple[TablesAndCache, TablesAndCache | None]]()
         for layer in self._blocks:
             found = [with_tables[i] for i in self._cache_indices_by_layer[layer]]
             by_layer[layer] = found[0] if found else _NO_CACHE, found[1] if len(found) > 1 else None
         return by_layer
 
-    def _after_layer(
-        self, layer: int, residual: Array, batch: StepBatch, deferred_output: Array | None, rows: EmbeddingRows | None
-    ) -> None:
+    def _finish_layer(
+        self, layer: int, residual: Array, batch: StepBatch, deferred_output: Array | None,
+        copies: EmbeddingCopies | None,
+    ) -> None:  # fmt: skip
         """Change the residual stream in place after a block: steps 10 to 13 of `octavo.models.block`."""
         # 10. Add the deferred output of an earlier layer.
         if deferred_output is not None:
@@ -277,8 +278,8 @@ class Decoder:
         if layer < self.description.num_media_layers and batch.media_rows is not None:
             self._ops.add_rows(residual, batch.media_rows[layer + 1], batch.media_indices)
         # 12. Add the gated per-layer embedding.
-        if self._per_layer_embeddings is not None and rows is not None and rows.per_layer_inputs is not None:
-            self._per_layer_embeddings.add_to(residual, layer, rows.per_layer_inputs)
+        if self._per_layer_embeddings is not None and copies is not None and copies.per_layer_inputs is not None:
+            self._per_layer_embeddings.add_to(residual, layer, copies.per_layer_inputs)
         # 13. Multiply the stream by the checkpoint's factor.
         scale_in_place(self._ops, residual, self._layer_scales.get(layer, 1.0))
 

@@ -71,7 +71,7 @@ class OutputLayer:
         return parameters.packed(np.pad(rows, ((0, description.num_input_only_tokens), (0, 0)))[own], bias[own])
 
     @property
-    def pools(self) -> bool:
+    def is_pooler(self) -> bool:
         """Whether this stage makes vectors."""
         return self._pooler is not None
 
@@ -81,7 +81,7 @@ class OutputLayer:
         type, after the final norm."""
         if self._projection_head is not None:
             return False
-        return self._norm is not None if self.pools else norm_quantizes(self._norm, self.lm_head)
+        return self._norm is not None if self.is_pooler else norm_quantizes(self._norm, self.lm_head)
 
     @property
     def can_compute_logits_locally(self) -> bool:

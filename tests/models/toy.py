@@ -81,7 +81,7 @@ class ToyBlock(BlockLike):
 
 
 def register_toy() -> None:
-    register(ARCHITECTURE, read_toy, partial(Decoder, block=ToyBlock))
+    register(ARCHITECTURE, read_toy, partial(Decoder, build_block=ToyBlock))
 
 
 def save_toy(folder: Path, seed: int = 0) -> PlainToy:
