@@ -99,7 +99,7 @@ class Draft:
         if isinstance(model, ChainHead):
             if isinstance(model, Eagle3Head):
                 target.computation.aux_hidden_states = model.aux_hidden_states
-                model.target.on_layer_input = model.aux_hidden_states.see
+                model.target.watch_layer_inputs(model.aux_hidden_states.see)
             if model.target_token_ids is not None:
                 runner.draft_hooks.target_token_ids = ops.place(model.target_token_ids.reshape(-1, 1))
             self._drafter = chain = ChainDrafter(model, runner, target, self._group, device)

@@ -1,5 +1,21 @@
 """Builds the network of a `ModelDescription`: an `InputLayer`, blocks, an `OutputLayer`. With bidirectional attention
-it is an encoder. Parts that a model lacks are None."""
+it is an encoder. Parts that a model lacks are None.
+
+A step of Gemma 3n in two pipeline stages, with four residual streams side by side. Most models have a single stream,
+and need the embedding only once:
+
+    first stage                                           last stage
+
+    token ids                                             rows [T, 5 * H]
+      | embed                                               | split
+    embedding [T, H] ----+---------------+                streams [T, 4 * H]    embedding [T, H]
+      | expand           |               |                  |                     |
+    streams [T, 4 * H]   per-layer       [zeros,            |                   per-layer inputs
+      | layers <-------- inputs           embedding]        | layers <------------+
+    streams                              |                streams
+      +----------- add to the zeros ---> rows               | merge
+                                         [T, 5 * H]       hidden states [T, H]
+"""
 
 from __future__ import annotations
 
@@ -27,10 +43,11 @@ from octavo.step_batch import StepBatch
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingCopies:
-    """What later layers and stages read of a step's embedding [T, H], which the layers overwrite."""
+    """What later layers and the next stage read of a step's embedding [T, H]: made before the layers overwrite it."""
 
-    stage_output: Array | None  # [T, stage_width], [zeros, embedding]: the last layer's output is added to the zeros
-    padded_embedding: Array | None  # [T, 2 * H], [zeros, embedding]: each reused layer writes its input over the zeros
+    # [T, stage_width], rows for the next stage: zeros, to which this stage's last output is added, then the embedding
+    stage_output: Array | None
+    padded_embedding: Array | None  # [T, 2 * H]: a half that each reused layer overwrites, then the embedding
     per_layer_inputs: Array | None  # [T, layers * size]: parts of the per-layer embedding, which are only read
 
 
@@ -39,7 +56,8 @@ _NO_CACHE: TablesAndCache = cast(Any, (None, None))  # for layers without a cach
 
 class Decoder:
     """The network of one pipeline stage: token ids to hidden states, hidden states to logits or vectors. It follows
-    every protocol of `octavo.models.registry`: `Model`, `PoolingModel`, `StageModel`, `CrossModel`."""
+    every protocol of `octavo.models.registry`: `Model`, `PoolingModel`, `StageModel`, `CrossModel`. `embed` is a method
+    of its `InputLayer`; `logits`, `logits_of_normed`, `final_norm` and `pool` are methods of its `OutputLayer`."""
 
     is_recordable = True  # see `Model`
 
@@ -53,8 +71,8 @@ class Decoder:
         build_block: BlockBuilder = Block,
     ) -> None:
         """Take the stage's tensors from `weights`, and pack them. `max_positions` is the most tokens of a sequence,
-        `dtype` the type of activations, `build_block` an architecture's own layer. Raises `LoadError` for a missing
-        tensor."""
+        `dtype` the type of activations. `build_block` builds a layer: an architecture may have its own. Raises
+        `LoadError` for a missing tensor."""
         self.description, self._ops, self._dtype = description, ops, dtype
         self.vocab_size, self.hidden_size = description.vocab_size, description.hidden_size
         self.layer_caches = description.layer_caches
@@ -64,7 +82,7 @@ class Decoder:
         # A layer has three indices. `layer` or `i` is its index in the model: of `description.layers`, in
         # `description.stage`, of `self._blocks`. `description.checkpoint_layers[i]` is its index in the checkpoint, in
         # names of tensors. `self._cache_indices_by_layer[i]` are the indices of its caches (none, one or two) in
-        # `layer_caches`; the `caches` of `forward` are only the stage's.
+        # `layer_caches`. The `caches` of `forward` are the stage's: the first has index `cache_indices(stage).start`.
         self._cache_indices_by_layer = cache_indices_by_layer(description)
         parameters = Parameters(weights, ops, max_positions, dtype)
         # 1. From tokens to the first layer.
@@ -86,8 +104,7 @@ class Decoder:
                 parameters, description.layer_prefix, description.shard,
             )  # fmt: skip
         self._layer_scales = self._read_layer_scales(weights)
-        # Called with each layer's index and its input [T, streams * H], in order: draft heads read hidden states.
-        self.on_layer_input: Callable[[int, Array], None] | None = None
+        self._on_layer_input: Callable[[int, Array], None] | None = None
         # 3. From the last layer to logits or vectors.
         self._output = OutputLayer(description, parameters, self._input.embedding)
         self.can_compute_logits_locally = self._output.can_compute_logits_locally
@@ -99,8 +116,8 @@ class Decoder:
         self._matrices, self._expert_matrices = parameters.matrices, parameters.expert_matrices
 
     def _build_zero_padded_embeddings(self, parameters: Parameters) -> None:
-        """Build what makes rows [zeros, embedding]. Hidden states are added to the zeros later: by reused layers
-        (`_reused_input_rows`) or at the end of the stage (`_stage_rows`)."""
+        """Build `ZeroRows` for [zeros, embedding]. Reused layers put hidden states over the zeros
+        (`_reused_input_rows`); the end of the stage adds its output to them (`_stage_rows`)."""
         description, size = self.description, self.hidden_size
         # Reused layers read rows [hidden, embedding].
         self._reused_input_rows: ZeroRows | None = None
@@ -120,8 +137,9 @@ class Decoder:
         return blocks
 
     def _ignore_other_weights(self, weights: Weights) -> None:
-        """Tell `weights` which tensors of the checkpoint this stage does not use: at any time before
-        `Weights.check_all_taken`."""
+        """Have `Weights.check_all_taken` accept that tensors which only other stages use, or no stage, are not taken.
+        A prefix may also be of a reused layer that this stage shares with another one: tensors that are taken are not
+        affected. Call this before `check_all_taken`."""
         description = self.description
         checkpoint_layers, stage = description.checkpoint_layers, description.stage
         # Other stages' layers, and layers after the last that are not used, such as multi-token prediction's.
@@ -146,8 +164,8 @@ class Decoder:
 
     def _choose_residual_dtype(self) -> str:
         """Return the type of the residual stream: float32 if every reader accepts it and the model has no per-layer
-        embeddings, otherwise the model's type. Sums of many layers in bfloat16 are less exact than quantized products
-        (docs/performance.md)."""
+        embeddings, otherwise the model's type. In bfloat16 the sum over many layers would lose more than quantized
+        products do (docs/performance.md)."""
         readers = [block.accepts_float32_residual for block in self._blocks.values()]
         if self.description.is_last_stage:
             readers.append(self._output.accepts_float32_residual)
@@ -156,6 +174,12 @@ class Decoder:
     def use_residual_dtype(self, dtype: str) -> None:
         """Set the type of the residual stream, which all stages must share. Call this before a runner is built."""
         self.residual_dtype = dtype
+
+    def watch_layer_inputs(self, watch: Callable[[int, Array], None]) -> None:
+        """Have a draft head's `watch` called with each layer's index and its input [T, streams * H], in order. Call
+        this before steps are captured."""
+        assert self._on_layer_input is None, "one draft head reads hidden states"
+        self._on_layer_input = watch
 
     @property
     def matrices(self) -> tuple[NamedMatrix, ...]:
@@ -202,8 +226,8 @@ class Decoder:
         residual = self._run_layers(residual, batch, caches, copies)
         # 4. Return the rows for the next stage, or the hidden states.
         if copies is not None and copies.stage_output is not None:
-            # Layers that read the embedding accept no float32 stream (`_choose_residual_dtype`). If some stage has such
-            # a layer, `use_residual_dtype` gives all stages the model's type.
+            # A stage with a layer that reads the embedding has the model's type (`_choose_residual_dtype`), and
+            # `_agree_on_stream` (worker.py) gives it to all stages.
             assert self.residual_dtype == self._dtype, "rows for the next stage have the model's type"
             self._ops.add(copies.stage_output[:, : residual.shape[1]], residual)
             return copies.stage_output
@@ -232,8 +256,8 @@ class Decoder:
         padded_embedding = None if copies is None else copies.padded_embedding
         deferred_by_layer: dict[int, Array] = {}  # an earlier layer's output, by the layer after which it is added
         for layer, block in self._blocks.items():
-            if self.on_layer_input is not None:
-                self.on_layer_input(layer, residual)
+            if self._on_layer_input is not None:
+                self._on_layer_input(layer, residual)
             (tables, cache), second_cache = caches_by_layer[layer]
             residual = block.forward(residual, batch, tables, cache, second_cache, padded_embedding)
             if (output := block.take_deferred()) is not None:
@@ -244,8 +268,8 @@ class Decoder:
 
     def _embed_or_receive(self, batch: StepBatch) -> tuple[Array, Array]:
         """Return the residual streams [T, streams * H] before this stage's layers, and the embedding [T, H]. Both may
-        be one array. In a later stage of a model that does not carry its embedding (`carries_embedding`), nothing reads
-        the second array: it is the rows of the previous stage."""
+        be the same array. Without `carries_embedding` a later stage has no embedding: then the second is the first, and
+        nothing reads it."""
         if batch.hidden_in is None:
             embedding = self._input.forward(batch, self.residual_dtype)
             return embedding, embedding

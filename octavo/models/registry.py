@@ -49,7 +49,8 @@ class Model(Protocol):
         """Return the bytes of the packed matrices."""
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
-        """Return hidden states [T, H] before the final norm. `caches` belong to the entries of `layer_caches`."""
+        """Return hidden states [T, H]: before the final norm, or after it if the model pools. A stage that is not the
+        last returns rows [T, `stage_width`] (`StageModel`). `caches` belong to the entries of `layer_caches`."""
 
     def logits(self, hidden: Array) -> Array:
         """Return the logits [N, vocab_size] float32 of hidden [N, H]."""
