@@ -21,7 +21,7 @@
 // The parameters of a tile's parts:
 //
 //   x    [R]                the tile's rows, [blocks] each
-//   w                       the panel's blocks from block b on: int_tile moves it on, while b indexes x
+//   w                       view of the panel from block b on: each round moves it by a block, and increments b
 //   acc  [R][kVecsPerPanel] float sums: row r by vector v of the panel
 //   sum  [R][V]             integer sums of group g: row r by vector v of the V vectors from v0 on
 //   b                       number of the block in x
@@ -37,8 +37,6 @@
 
 namespace octavo::OCTAVO_ISA {
 namespace {
-
-constexpr int kVecBytes = kLanes * 4;
 
 // Returns -z * sum(x) for group g; 0 if z was already subtracted from the codes (8 bits only). z is 8, 32 or 128 for
 // codes of 4, 6 or 8 bits. Table formats count as 8 bits.
@@ -58,17 +56,18 @@ inline int32_t zero_point_term(const QBlock& x, int g) {
     }
 }
 
-// What a tile prefetches for each block: `lines` cache lines of weights from `from` on, and `lora_lines` lines of LoRA
-// factors. A tile calls prefetch_block exactly once for each block, as FactorLines::take has counted these calls.
+// What a tile prefetches for each block: `lines` cache lines of weights from `from` on, and `num_adapter_lines` of the
+// adapters' lines. A tile calls prefetch_block exactly once for each block, as AdapterLines::take has counted these
+// calls.
 struct TilePrefetch {
     const char* from;
     int lines;
-    CacheLines& lora_factors;
-    int64_t lora_lines;
+    CacheLines& adapter_lines;
+    int64_t num_adapter_lines;
 
     inline void prefetch_block() {
         for (int i = 0; i < lines; ++i, from += 64) __builtin_prefetch(from, 0, 2);
-        lora_factors.fetch(lora_lines);
+        adapter_lines.fetch(num_adapter_lines);
     }
 };
 
@@ -104,8 +103,8 @@ __attribute__((always_inline)) inline Ints table_of(const BlocksView& w) {
     return F::kHasTable ? load_table(w.table) : set1_int(0);
 }
 
-// Adds a step of eight elements of k: codes of 4 bits or indices of a table, two a byte. `table` is centred. Lane o of
-// a vector has output o:
+// Adds a step of eight elements of k: codes of 4 bits or indices of a table, two a byte. `table` has been through
+// `centred`, as codes of 8 bits have. Lane o of a vector has output o:
 //   both   bytes k4:k0  k5:k1  k6:k2  k7:k3, high half : low half
 //   low    bytes k0 k1 k2 k3,     times the row's x0 x1 x2 x3 in every lane
 //   high   bytes k4 k5 k6 k7,     times the row's x4 x5 x6 x7 in every lane
@@ -182,8 +181,8 @@ __attribute__((always_inline)) inline void dot_group(const QBlock* const* x, int
             add_step8<R, V>(x, b, step, s, sum);
         }
     }
-    // The zero-point term is added once: by begin_sums4 (simd.h), or here on instruction sets without VNNI, which have
-    // added in 16 bits (simd_pairs.h).
+    // begin_sums4 or end_sums4 adds the zero-point term, never both: end_sums4 where sums were kept in 16 bits
+    // (simd_pairs.h).
     if constexpr (F::kMultipliedBits == 4) {
         for (int r = 0; r < R; ++r) {
             const int32_t term = zero_point_term<F>(x[r][b], g);

@@ -1,6 +1,6 @@
 // The packed layouts of integer weights (docs/kernels.md), and the view that products have of them: blocks of codes,
-// scales and minima. Layouts that keep the superblocks of a file (superblock_layouts.h) are unpacked, some blocks at a
-// time, into a buffer that stays in the first-level cache. All others are read as they lie. Packing is in pack_int.cpp.
+// scales and minima. A layout is read as it lies; or its scales, or its scales and codes, are unpacked, some blocks at
+// a time, into a buffer that stays in the first-level cache (superblock_layouts.h). Packing is in pack_int.cpp.
 // Included by superblock_layouts.h only.
 //
 // A panel is 32 output channels, in the lanes of vectors. Its blocks of 64 elements of k follow each other in memory:
@@ -17,8 +17,8 @@
 //
 // Codes of 8 bits are [16][32][4]: byte (j, output, i) has k = 4j + i. With groups of 16 elements scales are [4][32].
 //
-// A vector of 16 lanes has four neighbouring k of 16 outputs (codes of 4 bits: after splitting nibbles, two such
-// vectors). It is the operand of a dot product of bytes:
+// A vector of 16 lanes has four neighbouring k of each of 16 outputs. A vector of 4-bit codes becomes two such vectors,
+// one of its low and one of its high nibbles. Such a vector is the operand of a dot product of bytes:
 //
 //     lane:      output 0      output 1          output 15
 //     bytes:   k k+1 k+2 k+3 | k k+1 k+2 k+3 | ... k+3         times the same four bytes of the row, in every lane
@@ -50,8 +50,8 @@
 //   lane     one number of a vector register                    vector     a register: kLanes floats
 //   instruction set: the one that this file is compiled for     AMX tile   sixteen rows by a panel, on AMX
 //   VNNI, AMX, I8MM: x86's dot products of bytes, x86's tile registers, ARM's products of 2 x 8 by 8 x 2 bytes
-// An integer sum begins at its zero-point term, so that codes are multiplied as they are stored. AMX, and for codes of
-// 8 bits the instruction sets with kCodesAreCentred, subtract z from the codes instead, and sums begin at 0.
+// An integer sum begins at its zero-point term, and codes are multiplied as they are stored. Two exceptions subtract z
+// from the codes, and begin at 0: AMX, and codes of 8 bits on instruction sets with kCodesAreCentred.
 #pragma once
 
 #include "activation_functions.h"
@@ -59,10 +59,12 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-constexpr int kStepBytes = kPanel * 4;  // bytes of a step
+constexpr int kStepBytes = kPanel * 4;  // of a step
+constexpr int kVecBytes = kLanes * 4;   // of a step's codes for a vector of outputs
 
-// Consecutive blocks of a panel: the places of the first block's codes and scales, and the bytes from one block to the
-// next. The minima of a block follow its scales. `table` is the matrix's. F is the IntFormat of the blocks.
+// Consecutive blocks of a panel: where the codes and the scales of the first are, and how many bytes further those of
+// the next. Codes and scales may be in different memory (FormatQ4K). The minima of a block follow its scales. `table`
+// is the matrix's. F is the IntFormat of the blocks.
 struct BlocksView {
     const char* codes;
     int64_t code_stride;
@@ -116,8 +118,9 @@ inline float scale_value(float scale) { return scale; }
 //   UnpackedFormat   the IntFormat of unpacked blocks; F itself if blocks are read as they lie
 //   kUnpackedBytes   bytes of the buffer that an unpacked block takes; 0 if blocks are read as they lie
 //   unpack_blocks(panel, block, blocks, with, unpacked)
-//                  returns the view of blocks block .. block + blocks - 1, unpacked into `unpacked`; superblocks are
-//                  unpacked whole. Their scales are divided by the matrix's factor
+//                  returns the view of blocks block .. block + blocks - 1; parts that are not read as they lie are
+//                  unpacked into `unpacked`, and unpacked scales are divided by the matrix's factor. In formats of
+//                  superblocks `block` is the first of a superblock, and `blocks` a multiple of four
 //   column(panel, k, with, out)   writes element k of the panel's outputs to `out`, as floats, divided by the factor
 //   kZeroPointTermOfOne   the zero-point term of a group with the sum 1, if UnpackedFormat has minima of 16 elements
 // An IntFormat also has kGroupElements, the sizes of a block's parts, and
@@ -125,8 +128,8 @@ inline float scale_value(float scale) { return scale; }
 //
 // Codes of 4 bits are two a byte, codes of more bits one a byte. Scales are float16, or float32 in an unpacked buffer.
 // `minima`: 0, none; 32, a bfloat16 for each 32 elements; 16, a float32 for each 16 elements, which is multiplied by a
-// zero-point term of QBlock. With `has_table` codes of four bits are indices, and are multiplied as the codes of eight
-// bits that the table has for them: results are those of a matrix of eight bits.
+// zero-point term of QBlock. With `has_table` the four bits are an index, and the table's entry, a code of eight bits,
+// is multiplied.
 template <int stored_bits, int group, int minima, class ScaleType = uint16_t, bool has_table = false>
 struct IntFormat {
     using UnpackedFormat = IntFormat;
@@ -152,9 +155,9 @@ struct IntFormat {
     // Returns the codes of element `at` of a block, less their zero, for vector v of outputs.
     static inline Vec centred_codes_at(const char* block_codes, int at, int v, UnpackWith with) {
         // The vector with element `at`, and the first bit of its code in a lane: byte at % 4, low or high half.
-        const char* codes = block_codes + (stored_bits == 4 ? at / 8 : at / 4) * kPanel * 4;
+        const char* codes = block_codes + (stored_bits == 4 ? at / 8 : at / 4) * kStepBytes;
         const int shift = at % 4 * 8 + (stored_bits == 4 ? at / 4 % 2 * 4 : 0);
-        const Ints found = code_at<stored_bits>(load_ints(codes + v * kLanes * 4), shift);
+        const Ints found = code_at<stored_bits>(load_ints(codes + v * kVecBytes), shift);
         if constexpr (!has_table) return to_float(found);
         // code_at<4> has subtracted 8: the index is 8 more. The table's entries are codes of 8 bits, with z = 128.
         const Ints index = add_ints(found, set1_int(8));

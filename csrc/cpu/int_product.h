@@ -76,15 +76,16 @@ struct TaskSizes {
     // Sizes.
     int64_t rows_per_output;       // 2 for 16-bit inputs, stored as two 8-bit rows: add_row_halves
     int64_t rows;                  // quantized rows
-    int64_t quantized_row_stride;  // QBlocks from one quantized row to the next; args.x_stride: from output to output
+    int64_t quantized_row_stride;  // QBlocks from one quantized row to the next; args.x_stride: from output to output,
+                                   // which may have two quantized rows
     int64_t blocks, panel_bytes;   // blocks, bytes of a panel
     int64_t epilogue_panels;       // panels that share an epilogue
-    int64_t tiles;                 // of all batches, by one panel
+    int64_t tiles_per_panel;       // of all batches
     // Tuning: results do not depend on these.
     bool uses_amx;
-    int64_t blocks_at_once;  // the most blocks of a run
-    int fetch_lines;         // cache lines of the next weights to prefetch per tile and block
-    int64_t prefetch_bytes;  // prefetch distance of a single tile
+    int64_t blocks_at_once;        // the most blocks of a run
+    int prefetch_lines_per_block;  // cache lines of the next weights to prefetch per tile and block
+    int64_t prefetch_bytes;        // prefetch distance of a single tile
 
     TaskSizes(const LinearArgs& args, int64_t task_rows)
         : rows_per_output(args.x_is_paired ? 2 : 1),
@@ -96,14 +97,17 @@ struct TaskSizes {
         // With LoRA an epilogue has as many panels as fit: it looks the rows' adapters up once for all of them.
         const int64_t max_vecs = args.has_lora ? kMaxEpilogueWidth / kLanes : kVecsPerPanel;
         epilogue_panels = epilogue_vecs(args, max_vecs) / kVecsPerPanel;
-        tiles = (rows / kBatchRows) * Split(kBatchRows).count() + Split(rows % kBatchRows).count();
+        tiles_per_panel = (rows / kBatchRows) * Split(kBatchRows).count() + Split(rows % kBatchRows).count();
         uses_amx = Split(min_of<int64_t>(rows, kBatchRows)).uses_amx();
-        fetch_lines = static_cast<int>(((F::kBlockBytes + 63) / 64 + tiles - 1) / tiles);
-        // All blocks of a panel, or as many as are unpacked together. A single tile of vectors unpacks as few as it
-        // can, so that blocks are read soon after they are fetched.
+        prefetch_lines_per_block =
+            static_cast<int>(((F::kBlockBytes + 63) / 64 + tiles_per_panel - 1) / tiles_per_panel);
+        // All blocks of a panel, or as many as are unpacked together. Both are whole superblocks in formats that have
+        // them: checked_source (pack_int.cpp) refuses other k, set_segments (module.cpp) other segments. A single tile
+        // of vectors unpacks as few as it can, so that blocks are read soon after they are fetched.
         blocks_at_once = blocks;
         if (F::kUnpackedBytes > 0 || uses_amx) {
-            blocks_at_once = min_of<int64_t>(blocks, tiles == 1 && !uses_amx ? kBlocksPerSuperblock : kUnpackedBlocks);
+            blocks_at_once =
+                min_of<int64_t>(blocks, tiles_per_panel == 1 && !uses_amx ? kBlocksPerSuperblock : kUnpackedBlocks);
         }
         prefetch_bytes = uses_amx ? blocks_at_once * F::kBlockBytes : kIntPrefetchBytes;
     }
@@ -122,7 +126,7 @@ class IntProductTask {
           x_(static_cast<const QBlock*>(args.x) + row_begin * args.x_stride),
           outliers_(outliers),
           amx_(x_, sizes_.quantized_row_stride, sizes_.blocks, sizes_.rows, sizes_.uses_amx),
-          lora_factors_(args, row_begin, row_end, panel_begin, panels_of(args.matrix)) {
+          adapter_lines_(args, row_begin, row_end, panel_begin, panels_of(args.matrix)) {
         outliers_.collect(x_, sizes_.quantized_row_stride, sizes_.blocks, sizes_.rows, kBatchRows,
                           args.matrix.segments);
     }
@@ -137,8 +141,8 @@ class IntProductTask {
     void run(int64_t panel_begin, int64_t panel_end) {
         for (int64_t panel = panel_begin; panel < panel_end; panel += sizes_.epilogue_panels) {
             const int64_t panels = min_of(sizes_.epilogue_panels, panel_end - panel);
-            // Counts every prefetch_block of all tiles: a tile added to the loop must be counted in `tiles`.
-            lora_factors_.collect(panel, panels, panels * sizes_.tiles * sizes_.blocks);
+            // Counts every prefetch_block of all tiles: a tile added to the loop must be counted in `tiles_per_panel`.
+            adapter_lines_.collect(panel, panels, panels * sizes_.tiles_per_panel * sizes_.blocks);
             int64_t tiles_before = 0;
             for (int64_t first = 0; first < sizes_.rows; first += kBatchRows) {
                 const int64_t rows = min_of<int64_t>(kBatchRows, sizes_.rows - first);
@@ -167,63 +171,64 @@ class IntProductTask {
 
     // Consecutive blocks of a segment, unpacked together.
     struct Run {
-        int64_t block, count;
+        int64_t first_block, num_blocks;
         bool is_first, is_last;  // of the segment's runs
     };
 
     // Writes the products of a batch and a panel, one of `panels` epilogue panels, to y [rows][kMaxEpilogueWidth].
     void multiply_panel(const Batch& batch, int64_t panel, int64_t panels, float* y) {
         const char* w = static_cast<const char*>(args_.matrix.data) + panel * sizes_.panel_bytes;
-        const char* next = w + panels * sizes_.panel_bytes;
+        const char* next_panel = w + panels * sizes_.panel_bytes;
         outliers_.make_columns<F>(w, batch.first, unpack_with_);
         sum_segments(args_.matrix, y, partial_sums_, /*step=*/kPanel, batch.out_rows, /*width=*/kPanel,
-                     [&](Segment segment, float* to) { multiply_segment(batch, w, next, segment, to); });
+                     [&](Segment segment, float* to) { multiply_segment(batch, w, next_panel, segment, to); });
     }
 
-    // Writes the sums of one segment of k of the panel `w` to `to`. `next` is the panel to fetch meanwhile.
-    void multiply_segment(const Batch& batch, const char* w, const char* next, Segment segment, float* to) {
+    // Writes the sums of one segment of k of the panel `w` to `to`. `next_panel` is fetched meanwhile.
+    void multiply_segment(const Batch& batch, const char* w, const char* next_panel, Segment segment, float* to) {
         const int64_t begin = segment.begin / kQBlock;
         const int64_t end = begin + (segment.size + kQBlock - 1) / kQBlock;
         for (int64_t block = begin; block < end; block += sizes_.blocks_at_once) {
             const int64_t count = min_of(sizes_.blocks_at_once, end - block);
-            multiply_run(batch, w, next, {block, count, block == begin, block + count == end}, to);
+            multiply_run(batch, w, next_panel, {block, count, block == begin, block + count == end}, to);
         }
         outliers_.add(batch.first, batch.rows, segment.number, args_.matrix.factor, to, kMaxEpilogueWidth);
         if (args_.x_is_paired) add_row_halves(to, batch.out_rows);
     }
 
     // Adds the products of a run of blocks to `to`; the segment's first run begins the sums.
-    void multiply_run(const Batch& batch, const char* w, const char* next, Run run, float* to) {
-        const BlocksView view = F::unpack_blocks(w, run.block, run.count, unpack_with_, unpacked_);
-        if (batch.split.uses_amx()) amx_.unpack_codes(view, run.count);
+    void multiply_run(const Batch& batch, const char* w, const char* next_panel, Run run, float* to) {
+        const BlocksView view = F::unpack_blocks(w, run.first_block, run.num_blocks, unpack_with_, unpacked_);
+        if (batch.split.uses_amx()) amx_.unpack_codes(view, run.num_blocks);
         const Vec factor = set1(run.is_last ? args_.matrix.factor : 1);
         for (int64_t i = 0; i < batch.split.count(); ++i) {
             const typename Split::Tile tile = batch.split.at(i);
             const int64_t row = batch.first + tile.begin;
             float* y = to + tile.begin * kMaxEpilogueWidth;
-            TilePrefetch prefetch{next_weights(w, next, batch.tiles_before + i, run.block), sizes_.fetch_lines,
-                                  lora_factors_.cache_lines(), lora_factors_.take(run.count)};
+            TilePrefetch prefetch{next_weights(w, next_panel, batch.tiles_before + i, run.first_block),
+                                  sizes_.prefetch_lines_per_block, adapter_lines_.cache_lines(),
+                                  adapter_lines_.take(run.num_blocks)};
             if (tile.uses_amx) {
-                amx_.multiply(view, run.count, row, run.block, run.is_first, factor, y,
+                amx_.multiply(view, run.num_blocks, row, run.first_block, run.is_first, factor, y,
                               [&] { prefetch.prefetch_block(); });
                 continue;
             }
             with_constant<kIntRows>(tile.end - tile.begin, [&](auto r) {
                 vector_tile<Unpacked, decltype(r)::kValue>(
-                    view, run.count, x_ + row * sizes_.quantized_row_stride + run.block, sizes_.quantized_row_stride,
-                    run.is_first, factor, y, prefetch);
+                    view, run.num_blocks, x_ + row * sizes_.quantized_row_stride + run.first_block,
+                    sizes_.quantized_row_stride, run.is_first, factor, y, prefetch);
             });
         }
     }
 
-    // Returns where tile number `tile` of the epilogue panels begins to prefetch weights when it begins with block
-    // `block`:
+    // Returns where a tile begins to prefetch weights when it begins with block `block`. `tile` is its number among all
+    // tiles by panel `w`:
     //   one tile in the task   in its own panel `w`, some bytes ahead
-    //   several                in its share of panel `next`, which is multiplied after the epilogue
+    //   several                in its share of `next_panel`, which is multiplied after the epilogue
     //   the last panels        past the matrix: a prefetch does not fault
-    const char* next_weights(const char* w, const char* next, int64_t tile, int64_t block) const {
-        if (sizes_.tiles == 1) return w + block * F::kBlockBytes + sizes_.prefetch_bytes;
-        return next + (tile * sizes_.blocks + block) * sizes_.fetch_lines * 64;
+    const char* next_weights(const char* w, const char* next_panel, int64_t tile, int64_t block) const {
+        if (sizes_.tiles_per_panel == 1) return w + block * F::kBlockBytes + sizes_.prefetch_bytes;
+        return next_panel + (tile * sizes_.blocks + block) * sizes_.prefetch_lines_per_block * 64;
     }
 
     const LinearArgs& args_;
@@ -233,7 +238,7 @@ class IntProductTask {
     const UnpackWith unpack_with_{args_.matrix};
     OutlierList& outliers_;
     AmxTiles<Unpacked> amx_;
-    FactorLines lora_factors_;
+    AdapterLines adapter_lines_;
     // On the stack of a pool thread, at most: 24 KB above, 24 KB of unpacked blocks, 48 KB for each of the two below.
     alignas(64) char unpacked_[F::kUnpackedBytes ? F::kUnpackedBytes * kUnpackedBlocks : 1];
     alignas(64) float y_[kBatchRows * kMaxEpilogueWidth];
@@ -245,6 +250,7 @@ class IntProductTask {
 template <class F>
 void int_product_task(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin,
                       int64_t panel_end) {
+    static_assert(sizeof(IntProductTask<F>) <= 150 << 10, "it lies on the stack of a pool thread");
     IntProductTask<F>(args, row_begin, row_end, panel_begin, OutlierList::of_thread()).run(panel_begin, panel_end);
 }
 

@@ -37,6 +37,9 @@ enum WeightFormat : int32_t {
     kWeightIQ4XS = 11,
 };
 
+inline bool is_integer(int32_t format) { return format >= kWeightInt4; }
+inline bool keeps_superblocks(int32_t format) { return format >= kWeightQ4K; }
+
 // Elements of a row that are quantized together. Integer matrices pad k to a multiple.
 constexpr int kQBlock = 64;
 // Elements of k whose scales share a superblock scale, in layouts that keep a file's superblocks.
@@ -45,7 +48,7 @@ constexpr int kSuperblock = 256;
 // Numbers of the table of a matrix whose codes are indices.
 constexpr int kTableSize = 16;
 
-// 64 elements of a quantized row. A code stands for code - z (z = 8 in 4-bit matrices, 128 in 8-bit ones), so an
+// 64 elements of a quantized row. A code stands for code - z (z = 8 for 4 bits, 32 for 6, 128 for 8), so an
 // integer accumulator starts at -z times the sum of the elements that it will see. One or two elements that stand out
 // of their 32 would take the scale's range from the others: they are kept apart, as floats, and are zero in q.
 constexpr int kMaxOutliers = 2;

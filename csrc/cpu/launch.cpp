@@ -148,7 +148,7 @@ Launch plan(PackArgs& args, const KernelTable&, int) {
 Launch plan(LinearArgs& args, const KernelTable& table, int threads) {
     const Matrix& m = args.matrix;
     if (m.format < 0) throw std::invalid_argument("linear: a table whose rows are looked up is in no product.");
-    const bool integers = m.format >= kWeightInt4;
+    const bool integers = is_integer(m.format);
     const int64_t panels = m.gated ? 2 * ceil_div(m.n / 2, kPanel) : ceil_div(m.n, kPanel);
     // A unit is what one task must have together: a pair of gate and up panels, and a whole block where the output is
     // quantized.

@@ -51,7 +51,7 @@ int64_t row_bytes(int64_t width, int32_t dtype) {
 }
 
 double products_ns(const Matrix& m, int64_t rows, int64_t num_matrices) {
-    const bool integers = m.format >= kWeightInt4;
+    const bool integers = is_integer(m.format);
     const double elements = static_cast<double>(m.n) * static_cast<double>(m.k);
     const double rate = integers ? kIntOpsPerNs : m.format == kWeightF32 ? kF32FlopsPerNs : kBf16FlopsPerNs;
     return std::max(elements * weight_bytes(m) * static_cast<double>(num_matrices) / kBytesPerNs,

@@ -241,7 +241,7 @@ void linear(const void* args, int64_t task) {
     const int64_t panel_end = min_of(epilogues * (panel_chunk + 1) / a.panel_chunks * epilogue_panels, panels);
     // An integer product has fetched the factors that the next task of its rows begins with. If all tasks have the same
     // rows, the next one may be another thread's, so each task fetches its own.
-    if (a.has_lora && (m.format < kWeightInt4 || panel_begin == 0 || a.row_chunks == 1)) {
+    if (a.has_lora && (!is_integer(m.format) || panel_begin == 0 || a.row_chunks == 1)) {
         fetch_factors(a, row_begin, row_end, panel_begin, min_of(epilogue_panels, panel_end - panel_begin));
     }
     product_block(a, row_begin, row_end, panel_begin, panel_end);

@@ -86,10 +86,10 @@ class CacheLines {
 // The lines that a task of a product fetches while it computes the panels of an epilogue: the factors of the next
 // epilogue, and the task's share of the factors that the next product of adapters reads, in the order in which that
 // product's tasks take them.
-class FactorLines {
+class AdapterLines {
   public:
     // For a task that computes rows row_begin .. row_end - 1 by panels from `panel` on. The matrix has `panels` panels.
-    FactorLines(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t panel, int64_t panels)
+    AdapterLines(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t panel, int64_t panels)
         : a_(a), row_begin_(row_begin), row_end_(row_end), panels_(panels) {
         if (a.has_lora && a.next) seek(panel);
     }

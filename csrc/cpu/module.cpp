@@ -221,7 +221,7 @@ void make_matrix(octavo::Matrix* self, Address data, Address bias, int64_t n, in
 int block_of(const octavo::Matrix& matrix) {
     if (matrix.format == octavo::kWeightF32) return 1;
     if (matrix.format == octavo::kWeightBF16) return 2;
-    return matrix.format >= octavo::kWeightQ4K ? octavo::kSuperblock : octavo::kQBlock;
+    return octavo::keeps_superblocks(matrix.format) ? octavo::kSuperblock : octavo::kQBlock;
 }
 
 void set_segments(octavo::Matrix& self, int32_t segments) {

@@ -361,7 +361,7 @@ namespace {
 
 // Returns the bits of a code of a matrix that keeps no superblocks, 0 for others.
 int bits_of_codes(const Matrix& matrix) {
-    return matrix.format == kWeightInt8 ? 8 : matrix.format >= kWeightInt4 && matrix.format < kWeightQ4K ? 4 : 0;
+    return matrix.format == kWeightInt8 ? 8 : is_integer(matrix.format) && !keeps_superblocks(matrix.format) ? 4 : 0;
 }
 
 }  // namespace
@@ -375,7 +375,7 @@ int64_t packed_bytes(const Matrix& matrix) {
 Launch plan(PackPartArgs& args, const KernelTable&, int) {
     const Source& source = checked_source(args.source_format, args.to.k, args.stride);
     const int bits = bits_of_codes(args.to);
-    if (args.to.format >= kWeightQ4K && args.to.format != source.kept) {
+    if (keeps_superblocks(args.to.format) && args.to.format != source.kept) {
         throw std::invalid_argument(std::string(source.name) + " does not fit into the superblocks of another format.");
     }
     if (args.to.format != source.kept &&
