@@ -62,20 +62,17 @@ class Broadcast:
     ) -> tuple[int, bytes, bytes]:
         """Return the status, content type and body of a replica's answer; 503 if there is none."""
         status, content_type, body = 503, b"", b""
-        deployment.router.begin(replica)
         try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                headers = request.headers_for(replica, keeps_keys=self._keeps_keys)
-                answer = await replica.upstream.send(request.method, request.target, headers, request.body.parts())
-                try:
-                    body = await answer.read_all(_MAX_ANSWER_BYTES)
-                    status, content_type = answer.status, answer.header(b"content-type")
-                finally:
-                    answer.close()
+            with deployment.in_flight(replica):
+                async with asyncio.timeout(_TIMEOUT_S):
+                    headers = request.headers_for(replica, keeps_keys=self._keeps_keys)
+                    answer = await replica.upstream.send(request.method, request.target, headers, request.body.parts())
+                    try:
+                        body = await answer.read_all(_MAX_ANSWER_BYTES)
+                        status, content_type = answer.status, answer.header(b"content-type")
+                    finally:
+                        answer.close()
         except (UpstreamError, TimeoutError) as error:
             logger.warning("%s: replica %s gave no answer: %s", deployment.name, replica.name, error)
-        finally:
-            deployment.router.end(replica)
-            deployment.base.close_if_gone(replica)
         self._metrics.requests.labels(deployment.name, replica.name, status).inc()
         return status, content_type, body

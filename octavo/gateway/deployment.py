@@ -137,6 +137,16 @@ class Deployment(ABC):
             if not self.num_held:
                 self._on_idle()
 
+    @contextlib.contextmanager
+    def in_flight(self, replica: Replica) -> Iterator[None]:
+        """Count a request as in flight at a replica, and close the replica after it if the model has it no longer."""
+        self.router.begin(replica)
+        try:
+            yield
+        finally:
+            self.router.end(replica)
+            self.base.close_if_gone(replica)
+
     async def wait_for_addresses(self) -> None:
         """Wait for the first addresses of replicas that are discovered, for some seconds at most."""
         base = self.base

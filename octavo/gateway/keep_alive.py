@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from octavo.gateway.client import Client
 from octavo.gateway.replica import Replica
@@ -29,7 +29,10 @@ class SilenceTimer:
         self._sending: asyncio.Task[None] | None = None  # sends a comment, and the stream's head before the first one
         self._has_ended = False
 
-    async def end(self) -> None:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._has_ended = True
@@ -82,5 +85,5 @@ class KeepAlive:
             del task  # its error's traceback has this frame, so the variable would make a cycle
 
     def watch_silence(self, client: Client, replica: Replica) -> SilenceTimer:
-        """Send comments while a replica has the request and sends nothing, until `end` is called."""
+        """Send comments while a replica has the request and sends nothing, until the context ends."""
         return SilenceTimer(client, replica, self._interval_s if client.streams else 0.0)

@@ -52,29 +52,26 @@ class Prefill:
             if replica is None:
                 logger.warning("%s: no replica of %s takes the prompt", deployment.name, other.name)
                 return ()
-            other.router.begin(replica)
             status, said = 503, b""
             try:
-                headers = [*request.headers_for(replica, keeps_keys=self._keeps_keys), (ONLY_PROMPT, b"1")]
-                await request.body.prepare(replica.served_name, reads_prefixes=False)
-                body = request.body.parts(replica.served_name)
-                answer = await replica.upstream.send(request.method, request.target, headers, body)
-                try:
-                    status, said = answer.status, await answer.read_all(_MAX_ERROR_BYTES)
-                finally:
-                    answer.close()
-                if has_lost_engine(answer):
-                    raise UpstreamError("its engine has died")
-                replica.record_in_breaker(answer)
+                with other.in_flight(replica):
+                    headers = [*request.headers_for(replica, keeps_keys=self._keeps_keys), (ONLY_PROMPT, b"1")]
+                    await request.body.prepare(replica.served_name, reads_prefixes=False)
+                    body = request.body.parts(replica.served_name)
+                    answer = await replica.upstream.send(request.method, request.target, headers, body)
+                    try:
+                        status, said = answer.status, await answer.read_all(_MAX_ERROR_BYTES)
+                    finally:
+                        answer.close()
+                    if has_lost_engine(answer):
+                        raise UpstreamError("its engine has died")
+                    replica.record_in_breaker(answer)
             except RequestError as error:  # the body hides the model's name
                 status, said = error.status, str(error).encode()
             except UpstreamError as error:
                 replica.breaker.fail()
                 retry.record_lost(had_request=not isinstance(error, UnreachableError))
                 said = str(error).encode()
-            finally:
-                other.router.end(replica)
-                other.base.close_if_gone(replica)
         self._metrics.requests.labels(other.name, replica.name, status).inc()
         if status != 204:
             logger.warning(

@@ -6,27 +6,30 @@ while they had it: it may crash them.
 The states of a request at a model, and the methods that move it there:
 
     starting   waits for the model's start                      `_start_if_needed`
-    sending    a replica has it; no byte of the answer is here  `_answer_with_replica`
+    sending    a replica has it; no byte of the answer is here  `_ask`
     streaming  the client gets the answer                       `_forward_answer`
-    lost       the replica was lost amid the client's stream    `_handle_lost_replica`, which sets `resume_deadline`
-    waiting    lost, and no replica can resume the stream yet   `_answer_with_model`, until `resume_deadline`
-    resumed    sending again, with the tokens that the client   `_answer_with_replicas`, as a first replica is asked;
+    lost       the replica was lost amid the client's stream,   `_handle_lost_replica`, which sets `resume_deadline`
+               which can be resumed
+    waiting    lost, and no replica can resume the stream yet   `_try_model`, until `resume_deadline`
+    resumed    sending again, with the tokens that the client   `_try_replicas`, as a first replica is asked;
                has; then streaming again                        `StreamProgress` has the tokens
-    failed     the client gets an error                         `_answer_with_replicas`, `_handle_lost_replica`,
-                                                                `_answer_with_model`
+    failed     the client gets an error                         `_try_replicas`, `_handle_lost_replica`,
+                                                                `_try_model`
     answered   the client has the whole answer                  `_forward_answer`
 
-`RetryState` has all that is remembered from one replica to the next. `Attempt.classify` decides about an answer.
-`Proxy._record` records its outcome with the breaker, the metrics and the retry state; the methods here note in the
-retry state which replicas were tried. `prefill` and `broadcast` record the replicas that they ask themselves.
+`RetryState` has all that is remembered from one replica to the next. `Attempt.classify` decides what an answer means,
+and `Proxy._record` records it with the breaker, the metrics and the retry state. The methods here write `tried`,
+`last_failure` and `resume_deadline` of the retry state. `prefill` and `broadcast` ask replicas themselves, and record
+that themselves.
 
 Every level here returns when the client has its answer, and raises otherwise: `RequestError` for an error that the
-client gets, `_ReplicaError` if another replica may answer or resume the stream.
+client gets, `_TryAnother` if another replica may answer or resume the stream.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Iterator
@@ -47,7 +50,7 @@ from octavo.gateway.notes import written_names
 from octavo.gateway.prefill import Prefill
 from octavo.gateway.proxy_request import PROMPT_NAMES, ProxyRequest, check_use, counted_request, has_prefix, route_of
 from octavo.gateway.replica import BUSY_STATUSES, NOTES_PATH, Replica
-from octavo.gateway.retry_state import Attempt, Outcome, RetryState
+from octavo.gateway.retry_state import Attempt, NextStep, Outcome, RetryState
 from octavo.gateway.stream_progress import CUT_OFF, RESUMABLE
 from octavo.gateway.upstream import Answer, UnreachableError, UpstreamError
 
@@ -55,7 +58,7 @@ logger = logging.getLogger("octavo.gateway")
 
 _CACHE_SESSIONS = "/v1/cache/sessions/"
 _NOT_FOR_CLIENTS = ("/v1/cache/blocks/", NOTES_PATH + "/")  # for servers or gateways alone
-# Of Octavo's and vLLM's servers: they change a server for everyone, so keys of the store may not use them.
+# Routes of Octavo's and vLLM's servers that change a server for all its clients. Keys of the store may not use them.
 _OF_OPERATORS = tuple(
     f"/{name}/" for name in (
         "sleep", "wake_up", "pause", "resume", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache",
@@ -77,7 +80,7 @@ class WaitLimits:
     stream_keep_alive_s: float = 5.0
 
 
-class _ReplicaError(Exception):
+class _TryAnother(Exception):
     """A replica has not answered, or its answer broke off. Another one may answer, or resume the stream."""
 
 
@@ -103,8 +106,8 @@ class Proxy:
         if request.method == "DELETE" and request.path.startswith(_CACHE_SESSIONS):
             await self._broadcast.answer(request, client)
             return
-        path = unquote(request.path) + "/"  # as a proxy before the server may read it
-        if any(one in path for one in _NOT_FOR_CLIENTS):
+        path = unquote(request.path) + "/"  # decoded once more, as a proxy between here and the server may do
+        if any(route in path for route in _NOT_FOR_CLIENTS):
             raise RequestError(f"{request.path:.200} is no route for clients.", status=404, code="not_found")
         counter = request.usage_counter
         # A replica with --root-path /llm also answers /llm/sleep and /llm/v1/files/x.
@@ -115,63 +118,62 @@ class Proxy:
         await self._models.look_for(request.model)
         deployment, pinned_replica = self._kept_items.place(request)
         if counter is None:
-            await self._answer_with_fallbacks(deployment, pinned_replica, request, client)
+            await self._try_models(deployment, pinned_replica, request, client)
             return
         check_use(counter.key, deployment)
         self._check_batch(request, counter.key, deployment)
         request = counted_request(request, counter.key, client)
         await counter.admit(deployment.name)
-        # Again, as the catalogue may have changed meanwhile.
-        deployment, pinned_replica = self._kept_items.place(request)
-        check_use(counter.key, deployment)
         try:
-            await self._answer_with_fallbacks(deployment, pinned_replica, request, client)
+            # Again: the catalogue may have changed while the store answered.
+            deployment, pinned_replica = self._kept_items.place(request)
+            check_use(counter.key, deployment)
+            await self._try_models(deployment, pinned_replica, request, client)
         finally:
             await counter.finish(client.progress.num_tokens)
 
     def _check_batch(self, request: ProxyRequest, key: Key, deployment: Deployment) -> None:
-        """Raise `RequestError` for a new batch at servers that have models which are not the key's: its lines name
-        models, and the gateway does not read them."""
+        """Raise `RequestError` for a new batch if its servers also have models that the key may not use. The lines of a
+        batch name models, and the gateway does not read them. Models of the same servers share a `Load`."""
         if request.method == "POST" and route_of(request.path) == "/v1/batches" and request.kept_id is None:
             load = deployment.router.load
-            for one in self._models:
-                if one.router.load is load and not one.may_be_used_by(key):
+            for model in self._models:
+                if model.router.load is load and not model.may_be_used_by(key):
                     raise RequestError(
-                        f"A batch for {deployment.name} could also use {one.name}, which the API key "
+                        f"A batch for {deployment.name} could also use {model.name}, which the API key "
                         f"{key.settings.name} is not for.", param="model", status=403, code="model_not_allowed",
                     )  # fmt: skip
 
-    async def _answer_with_fallbacks(
+    async def _try_models(
         self, deployment: Deployment, pinned_replica: Replica | None, request: ProxyRequest, client: Client
     ) -> None:
-        """Have the request's model answer. Its canary, if it has one, is asked first; its fallbacks are asked if it
-        cannot. If none can, the client gets the model's own error."""
+        """Have the request's model answer: a canary is asked first, then the model, then its fallbacks, each if those
+        before could not answer. If none can, the client gets the model's own error."""
         errors: list[RequestError] = []
         retry = RetryState()
         if deployment.entry.canaries:
             await request.body.prepare(None, reads_prefixes=True)
         canary = self._canary_of(deployment, pinned_replica, request)
-        for one in self._models_to_try(canary, deployment, pinned_replica, request):
+        for model in self._models_to_try(canary, deployment, pinned_replica, request):
             if request.usage_counter is not None:
-                request.usage_counter.model = one.name
+                request.usage_counter.model = model.name
             retry.begin_model()
             try:
-                with one.hold():
-                    is_canary = one is canary
-                    await self._answer_with_model(Attempt(one, pinned_replica, request, client, retry, is_canary))
+                with model.hold():
+                    await self._try_model(Attempt(model, pinned_replica, request, client, retry, model is canary))
                     return
             except RequestError as error:
                 if error.status not in BUSY_STATUSES or client.has_answer:
                     raise
-                if one is deployment or not errors:
+                if model is deployment or not errors:
                     errors = [error]
         raise errors.pop()  # popped, as a variable would make a cycle with its traceback
 
     def _canary_of(
         self, deployment: Deployment, pinned_replica: Replica | None, request: ProxyRequest
     ) -> Deployment | None:
-        """Return the canary that answers this conversation, if there is one and it is ready. One that does not run is
-        started once the model itself runs, and this request does not wait for it. Requests about something that a
+        """Return the canary that answers this conversation, if there is one and it is ready. A canary that does
+        not run is started if the model itself runs; this request does not wait for it. Requests about something that a
         replica keeps (files, batches, conversations, stored answers) go to the model."""
         is_for_model = (
             pinned_replica is not None or request.kept_id is not None or request.body.refers_to is not None
@@ -196,16 +198,16 @@ class Proxy:
         yield deployment
         key = None if request.usage_counter is None else request.usage_counter.key
         for name in deployment.entry.fallbacks if pinned_replica is None else ():
-            one = self._models.names().get(name)
-            if one is not None and one.may_be_used_by(key):
-                yield one
+            model = self._models.names().get(name)
+            if model is not None and model.may_be_used_by(key):
+                yield model
 
-    async def _answer_with_model(self, attempt: Attempt) -> None:
+    async def _try_model(self, attempt: Attempt) -> None:
         """Have a replica of the model answer."""
         deployment, retry = attempt.deployment, attempt.retry
         await deployment.wait_for_addresses()
         await attempt.request.body.prepare(deployment.served_name, reads_prefixes=_reads_prefixes(deployment))
-        may_restart = True  # the model, once, if its last replica has died meanwhile
+        may_start_again = True  # the model, once, if its last replica has died while it was asked
         while True:
             try:
                 # 1. Start the model, and have a long prompt computed elsewhere.
@@ -214,23 +216,22 @@ class Proxy:
                 if deployment.has_cut_off_requests:  # meanwhile
                     raise _stopping_error()
                 # 2. Ask its replicas.
-                await self._answer_with_replicas(attempt)
+                await self._try_replicas(attempt)
                 return
-            except _ReplicaError as error:
+            except _TryAnother as error:
                 retry.last_failure = str(error)
-            # 3. A stream that has lost its replica waits. Other requests try no replica twice.
+            # 3. All replicas were tried.
             await deployment.base.wait_for_exits(retry.tried)
-            if attempt.may_wait_for_replica():
-                if deployment.state == "ready":
-                    await self._pause(attempt)
-                retry.allow_again()
-                continue
-            if attempt.pinned_replica is not None or deployment.state == "ready" or attempt.may_yield_to_model:
-                break
-            if not may_restart:
-                break
-            may_restart = False
-        breaker_waits_s = [one.breaker.wait_s() for one in deployment.replicas]
+            match attempt.after_last_replica(may_start_again=may_start_again):
+                case NextStep.WAIT:
+                    if deployment.state == "ready":  # else its start is waited for
+                        await self._pause(attempt)
+                    retry.allow_again()
+                case NextStep.START_AGAIN:
+                    may_start_again = False
+                case NextStep.GIVE_UP:
+                    break
+        breaker_waits_s = [replica.breaker.wait_s() for replica in deployment.replicas]
         raise RequestError(
             f"The model {deployment.name} cannot answer: {retry.last_failure}.", status=503, code="no_replica",
             retry_after_s=max(1, round(min(breaker_waits_s, default=1.0))),
@@ -243,46 +244,47 @@ class Proxy:
         if attempt.deployment.state == "ready":
             return
         if retry.resume_deadline is not None and not retry.may_still_resume:
-            raise _ReplicaError(retry.last_failure)
+            raise _TryAnother(retry.last_failure)
         try:
             await self.wait_until_ready(attempt.deployment, attempt.client, retry.resume_deadline)
         except RequestError as refusal:
             if refusal.code != "start_failed" or not retry.may_still_resume:
                 raise
             await self._pause(attempt)
-            raise _ReplicaError(str(refusal)) from None
+            raise _TryAnother(str(refusal)) from None
 
     async def _pause(self, attempt: Attempt) -> None:
         await self._keep_alive.during(asyncio.sleep(_PAUSE_S), "no replica can go on yet", attempt.client)
 
     async def _prefill_elsewhere(self, attempt: Attempt) -> None:
-        """Have another model's replica compute a long prompt, before a replica gets the request."""
+        """Have another model's replica compute a long prompt, before a replica gets the request. The attempt keeps
+        where its blocks are: all replicas that are asked later are told."""
         deployment, request, retry = attempt.deployment, attempt.request, attempt.retry
         if attempt.pinned_replica is None and not retry.tried and self._prefill.is_wanted(deployment, request):
             work = self._prefill.compute(deployment, request, retry)
             blocks_at = await self._keep_alive.during(work, "the prompt is computed", attempt.client)
-            attempt.request = replace(request, blocks_at=blocks_at)  # for all replicas that are asked from now on
+            attempt.request = replace(request, blocks_at=blocks_at)
 
-    async def _answer_with_replicas(self, attempt: Attempt) -> None:
-        """Have a replica answer, one after another. Each try excludes one, so the loop ends."""
+    async def _try_replicas(self, attempt: Attempt) -> None:
+        """Have a replica answer, one after another. Each round adds one to `retry.tried`, so the loop ends."""
         retry = attempt.retry
         while (replica := self._next_replica(attempt)) is not None:
             retry.tried.add(replica)
             try:
-                await self._answer_with_replica(attempt, replica)
+                await self._ask(attempt, replica)
                 return
-            except _ReplicaError as error:
+            except _TryAnother as error:
                 retry.last_failure = str(error)
             if self.is_stopping:
                 raise _stopping_error()
-            if attempt.may_yield_to_model and retry.num_lost:
+            if attempt.is_unanswered_canary and retry.num_lost:
                 break
             if retry.num_lost >= _MAX_LOST:
                 raise RequestError(
                     f"{retry.num_lost} replicas were lost while they had this request; it is refused, as it may crash "
                     "another one.", status=500, code="request_kills_replicas",
                 )  # fmt: skip
-        raise _ReplicaError(retry.last_failure)
+        raise _TryAnother(retry.last_failure)
 
     def _next_replica(self, attempt: Attempt) -> Replica | None:
         """Return the replica to ask next; None if all were tried."""
@@ -292,46 +294,40 @@ class Proxy:
         if not _reads_prefixes(deployment):
             return deployment.router.choose(deployment.replicas, {}, tried)
         (prefixes, shared_prefix), session = body.prefixes, attempt.request.session
-        shared_key = (session or shared_prefix) if self._several_gateways else None
-        return deployment.router.choose(deployment.replicas, prefixes, tried, session, shared_key)
+        placement_hash = (session or shared_prefix) if self._several_gateways else None
+        return deployment.router.choose(deployment.replicas, prefixes, tried, session, placement_hash)
 
-    async def _answer_with_replica(self, attempt: Attempt, replica: Replica) -> None:
+    async def _ask(self, attempt: Attempt, replica: Replica) -> None:
         """Have a replica answer, or resume the stream that the client has."""
         request, client = attempt.request, attempt.client
         body = request.body.parts(replica.served_name, client.progress.resume_fields())
         headers = request.headers_for(replica, keeps_keys=self._keeps_keys)
-        if replica.has_notes and not attempt.deployment.base.entry.is_local:  # which no other gateway asks
+        if replica.has_notes and not attempt.deployment.base.entry.is_local:  # no other gateway asks a local one
             names = written_names(replica.served_name, request.body.prefixes[0], request.session)
             headers += [(PROMPT_NAMES, names)] if names else []
-        attempt.deployment.router.begin(replica)
-        silence_timer = self._keep_alive.watch_silence(client, replica)
-        answer: Answer | None = None
-        try:
-            try:
-                answer = await replica.upstream.send(request.method, request.target, headers, body)
-                silence_timer.answer = answer
-                data = await answer.read()
-            except UpstreamError as error:
-                self._record_send_failure(attempt, replica, error)
-                raise _ReplicaError(f"replica {replica.name}: {error}") from None
-            outcome = attempt.classify(answer)
-            self._record(attempt, replica, outcome, answer)
-            if outcome is not Outcome.DELIVER:
-                raise _refused_error(replica, outcome, answer)
-            if answer.status < 300:
-                stream_id = client.progress.id if client.progress.is_resumable else None
-                self._kept_items.note_created(request, attempt.deployment, replica, data, stream_id)
-            await self._forward_answer(attempt, replica, answer, data)
-        finally:
-            attempt.deployment.router.end(replica)
-            if answer is not None:
-                answer.close()
-            attempt.deployment.base.close_if_gone(replica)  # after `router.end`: it looks for requests in flight
-            await silence_timer.end()  # last: if this wait is cancelled, all else is done
+        # The timer's end may wait: if this wait is cancelled, all else is done.
+        async with self._keep_alive.watch_silence(client, replica) as silence_timer:
+            with attempt.deployment.in_flight(replica), contextlib.ExitStack() as closes_answer:
+                try:
+                    answer = await replica.upstream.send(request.method, request.target, headers, body)
+                    closes_answer.callback(answer.close)
+                    silence_timer.answer = answer
+                    data = await answer.read()
+                except UpstreamError as error:
+                    self._record_send_failure(attempt, replica, error)
+                    raise _TryAnother(f"replica {replica.name}: {error}") from None
+                outcome = attempt.classify(answer)
+                self._record(attempt, replica, outcome, answer)
+                if outcome is not Outcome.DELIVER:
+                    raise _why_try_another(replica, outcome, answer)
+                if answer.status < 300:
+                    stream_id = client.progress.id if client.progress.is_resumable else None
+                    self._kept_items.note_created(request, attempt.deployment, replica, data, stream_id)
+                await self._forward_answer(attempt, replica, answer, data)
 
     def _record(self, attempt: Attempt, replica: Replica, outcome: Outcome, answer: Answer | None = None) -> None:
-        """Record the outcome with the breaker, the metrics and the retry state. Decides nothing. `answer` is None if
-        the outcome is not about a replica's whole answer: UNREACHABLE, LOST, BROKEN."""
+        """Record the outcome with the breaker, the metrics and the retry state. Decides nothing. `answer` has
+        the outcomes that `Attempt.classify` has found; it is None for UNREACHABLE, LOST and BROKEN."""
         metrics, retry, progress, name = self._metrics, attempt.retry, attempt.client.progress, attempt.deployment.name
         match outcome:
             case Outcome.UNREACHABLE | Outcome.LOST:
@@ -344,8 +340,8 @@ class Proxy:
                 retry.record_lost()
                 metrics.retries.labels(name, replica.name).inc()
             case Outcome.BUSY:
-                # The breaker does not count it: a lost stream asks a replica behind a proxy (502, 504) every second,
-                # and the breaker would then refuse everyone for a minute.
+                # Not counted by the breaker: a lost stream asks again every second, and 502 or 504 of a proxy that
+                # waits for its replica would open the breaker for everyone.
                 retry.busy.add(replica)
                 metrics.retries.labels(name, replica.name).inc()
             case Outcome.CANNOT_RESUME:
@@ -389,13 +385,15 @@ class Proxy:
         await client.end()
 
     def _handle_lost_replica(self, attempt: Attempt, replica: Replica, answer: Answer, error: UpstreamError) -> None:
-        """Decide about an answer whose replica was lost amid it. Raises `_ReplicaError` if another replica is to resume
-        the stream, and `RequestError` if it cannot be resumed. Returns if the answer ends here nevertheless."""
+        """Decide about an answer whose replica was lost amid it. Raises `_TryAnother` if another replica is to resume
+        the stream, and `RequestError` if none can. Returns if the client's answer ends here: it has the last event, or
+        the replica's own error event."""
         client, retry, name = attempt.client, attempt.retry, attempt.deployment.name
+        if client.progress.has_ended:  # only the end of the replica's connection is missing
+            replica.breaker.fail()
+            return
         self._record(attempt, replica, Outcome.BROKEN)
         logger.warning("%s: replica %s was lost amid an answer: %s", name, replica.name, error)
-        if client.progress.has_ended:  # only the connection's end is missing
-            return
         may_lose_another = retry.num_lost < _MAX_LOST and not self.is_stopping
         can_be_resumed = client.progress.is_resumable and attempt.pinned_replica is None and may_lose_another
         # The replica ended the stream itself, with its own error event.
@@ -406,7 +404,7 @@ class Proxy:
         if can_be_resumed:
             client.silent_since = time.monotonic()
             retry.resume_deadline = client.silent_since + self._limits.max_wait_s
-            raise _ReplicaError(f"replica {replica.name} was lost amid the answer: {error}")
+            raise _TryAnother(f"replica {replica.name} was lost amid the answer: {error}")
         reason = "the gateway is stopping" if self.is_stopping else "its replica was lost amid the answer"
         raise RequestError(f"The model {name} did not end its answer: {reason}.", status=503, code="replica_lost")
 
@@ -430,7 +428,7 @@ class Proxy:
         except TimeoutError:
             what = "memory, which other models are using" if deployment.state == "waiting" else "its start"
             raise RequestError(
-                f"The model {deployment.name} was not there within {self._limits.max_wait_s:.3g} s (--max-wait): it "
+                f"The model {deployment.name} was not there within {limit_s:.3g} s (--max-wait): it "
                 f"waits for {what}.", status=503, code="model_not_ready", retry_after_s=retry_after_s,
             ) from None  # fmt: skip
         finally:
@@ -442,10 +440,10 @@ def _reads_prefixes(deployment: Deployment) -> bool:
     return deployment.entry.may_be_several or deployment.entry.prefill_model is not None
 
 
-def _refused_error(replica: Replica, outcome: Outcome, answer: Answer) -> _ReplicaError:
+def _why_try_another(replica: Replica, outcome: Outcome, answer: Answer) -> _TryAnother:
     if outcome is Outcome.CANNOT_RESUME:
-        return _ReplicaError(f"replica {replica.name} cannot continue another replica's stream")
-    return _ReplicaError(
+        return _TryAnother(f"replica {replica.name} cannot continue another replica's stream")
+    return _TryAnother(
         f"replica {replica.name} " + ("is ending" if answer.header(CUT_OFF) else f"answered {answer.status}")
     )
 

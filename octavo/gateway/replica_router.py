@@ -100,12 +100,12 @@ class ReplicaRouter:
         prefixes: Mapping[bytes, int],
         excluded: Collection[Replica] = (),
         session: bytes | None = None,
-        shared_key: bytes | None = None,
+        placement_hash: bytes | None = None,
     ) -> Replica | None:
         """Return the replica for a request with these prefixes, the longest last, and their bytes; None if no one takes
-        requests. The request counts as given to it. The replica of the `session` comes first. With `shared_key`, a part
-        of the conversation, gateways with the same replicas choose alike: a replica that has a prefix, otherwise one by
-        the key."""
+        requests. The request counts as given to it. The replica of the `session` comes first. With `placement_hash`, of
+        a part of the conversation, gateways with the same replicas choose alike: a replica that has a prefix, otherwise
+        one by the hash."""
         if not replicas:
             return None
         most = self._most_in_flight(replicas)
@@ -113,7 +113,7 @@ class ReplicaRouter:
         if self.is_for_adapter:
             adapter_bytes = _ADAPTER_BYTES
             prefixes = {_ADAPTER: adapter_bytes} | {one: adapter_bytes + count for one, count in prefixes.items()}
-            shared_key = shared_key and replicas[0].served_name.encode()
+            placement_hash = placement_hash and replicas[0].served_name.encode()
 
         def is_able(one: Replica) -> bool:
             return self.load.num_in_flight[one.name] < most and one not in excluded and one.takes_requests()
@@ -121,11 +121,11 @@ class ReplicaRouter:
         num_bytes, known = max(prefixes.values(), default=0), self._known(prefixes)
         of_session = [] if session is None else self._holders.get(session, [])
         chosen = next(filter(is_able, of_session), None)
-        if chosen is None and shared_key is not None:
+        if chosen is None and placement_hash is not None:
             chosen = next(filter(is_able, known), None)  # it has most of the conversation
-            chosen = chosen or max(filter(is_able, replicas), key=lambda one: _score(shared_key, one), default=None)
+            chosen = chosen or max(filter(is_able, replicas), key=lambda one: _score(placement_hash, one), default=None)
         if chosen is None and (other := self._less_loaded(replicas, excluded, most)) is not None:
-            holders = () if shared_key is not None else filter(is_able, known)
+            holders = () if placement_hash is not None else filter(is_able, known)
             chosen = min([*holders, other], key=lambda one: _LOAD_WEIGHT * self._given(one) - known.get(one, 0))
         if chosen is None:
             return None

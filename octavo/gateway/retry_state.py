@@ -29,6 +29,14 @@ class Outcome(Enum):
     BROKEN = "the replica was lost amid an answer that the client was getting"
 
 
+class NextStep(Enum):
+    """What a request does after all replicas of a model were tried."""
+
+    WAIT = "a stream that has lost its replica waits, and may then ask the same replicas again"
+    START_AGAIN = "the model has stopped meanwhile: it is started once more"
+    GIVE_UP = "no replica is asked twice: the request fails, or another model is asked"
+
+
 @dataclass
 class RetryState:
     """The replicas that a request has asked, and how they failed it. Times are of `time.monotonic`."""
@@ -76,7 +84,7 @@ class Attempt:
     is_canary: bool = False  # the model whose canary it is comes next
 
     @property
-    def may_yield_to_model(self) -> bool:
+    def is_unanswered_canary(self) -> bool:
         """Whether the canary gives the request to its model if it cannot answer. A stream that has begun stays."""
         return self.is_canary and not self.client.has_answer
 
@@ -93,10 +101,19 @@ class Attempt:
         another_may_come = not deployment.replicas or bool(deployment.restarting)
         return retry.may_still_resume and (another_may_come or not retry.cannot_resume.issuperset(deployment.replicas))
 
+    def after_last_replica(self, *, may_start_again: bool) -> NextStep:
+        """Return what to do after all replicas were tried. Changes nothing."""
+        if self.may_wait_for_replica():
+            return NextStep.WAIT
+        has_stopped = self.deployment.state != "ready" and self.pinned_replica is None
+        if has_stopped and may_start_again and not self.is_unanswered_canary:
+            return NextStep.START_AGAIN
+        return NextStep.GIVE_UP
+
     def classify(self, answer: Answer) -> Outcome:
         """Return what a replica's answer means for the request. Changes nothing."""
         request, status = self.request, answer.status
-        has_others = self.may_yield_to_model or bool(self.untried_replicas())
+        has_others = self.is_unanswered_canary or bool(self.untried_replicas())
         wants_whole_answer = request.path in _GENERATING_PATHS and not request.body.streams
         is_cut_off = bool(answer.header(CUT_OFF)) and (status >= 500 or wants_whole_answer)
         asks_again_later = status in BUSY_STATUSES + GATEWAY_STATUSES and self.retry.may_still_resume

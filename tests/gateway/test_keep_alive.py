@@ -147,10 +147,9 @@ def comments_in_silence(clock: Clock, prepare: Callable[[Any], Any]) -> list[byt
     async def run() -> None:
         one = client.Client(prepare(send), "/v1/chat/completions")
         one.streams = True
-        silence = KeepAlive(5.0).watch_silence(one, SimpleNamespace(checks=HealthChecks()))  # type: ignore[arg-type]
-        await one.begin(events_answer())
-        await virtual_sleep(12.0)
-        await silence.end()
+        async with KeepAlive(5.0).watch_silence(one, SimpleNamespace(checks=HealthChecks())):  # type: ignore[arg-type]
+            await one.begin(events_answer())
+            await virtual_sleep(12.0)
 
     clock.run(run())
     return pieces

@@ -56,29 +56,29 @@ def test_a_session_goes_where_its_last_request_went() -> None:
 
 def test_several_gateways_agree_and_a_replica_that_leaves_moves_only_its_share() -> None:
     fleet, keys = replicas(8), [str(i).encode() for i in range(2000)]
-    first = [ReplicaRouter(random.Random(1)).choose(fleet, {}, shared_key=key) for key in keys]
+    first = [ReplicaRouter(random.Random(1)).choose(fleet, {}, placement_hash=key) for key in keys]
     # Another gateway lists the replicas in another order, and its connections are its own.
-    other = [ReplicaRouter(random.Random(2)).choose(replicas(8)[::-1], {}, shared_key=key) for key in keys]
+    other = [ReplicaRouter(random.Random(2)).choose(replicas(8)[::-1], {}, placement_hash=key) for key in keys]
     names = [one.name for one in first if one is not None]
     assert names == [one.name for one in other if one is not None]
     assert all(200 < count < 300 for count in Counter(names).values())
-    fewer = [ReplicaRouter(random.Random(3)).choose(fleet[1:], {}, shared_key=key) for key in keys]
+    fewer = [ReplicaRouter(random.Random(3)).choose(fleet[1:], {}, placement_hash=key) for key in keys]
     assert all(one is before for one, before in zip(fewer, first, strict=True) if before is not fleet[0])
 
 
 def test_what_gateways_agree_on_gives_way_to_load_and_to_what_is_known() -> None:
     router, fleet = ReplicaRouter(random.Random(1)), replicas(4)
     for number in range(400):
-        chosen = router.choose(fleet, {}, shared_key=b"the same" if number % 2 else str(number).encode())
+        chosen = router.choose(fleet, {}, placement_hash=b"the same" if number % 2 else str(number).encode())
         assert chosen is not None
         router.begin(chosen)
     assert max(one.num_in_flight for one in fleet) <= 1.25 * 100 + 3
     router, fleet = ReplicaRouter(random.Random(1)), replicas(4)
     router.remember(fleet[2], [b"1"])
-    assert {router.choose(fleet, {b"1": 9_000}, shared_key=str(i).encode()) for i in range(20)} == {fleet[2]}
+    assert {router.choose(fleet, {b"1": 9_000}, placement_hash=str(i).encode()) for i in range(20)} == {fleet[2]}
     for one in fleet[1:]:
         one.checks.num_failed = FAILED_CHECKS
-    assert router.choose(fleet, {}, shared_key=b"x") is fleet[0]
+    assert router.choose(fleet, {}, placement_hash=b"x") is fleet[0]
 
 
 def test_load_corrects_affinity() -> None:
@@ -195,7 +195,7 @@ def test_several_gateways_leave_a_conversation_where_it_is() -> None:
         router.choose(fleet, {f"x{number}".encode(): 50_000}, excluded=fleet[:2] + fleet[3:])
     router.remember(fleet[2], [b"short", b"brief"])
     assert router.choose(fleet, {b"brief": 100}) is not fleet[2]
-    assert router.choose(fleet, {b"short": 100}, shared_key=b"x") is fleet[2]
+    assert router.choose(fleet, {b"short": 100}, placement_hash=b"x") is fleet[2]
 
 
 def test_a_gateway_learns_from_a_server_what_another_one_gave_it() -> None:
@@ -369,7 +369,7 @@ def test_several_gateways_agree_about_adapters() -> None:
     chosen = set()
     for number in range(8):
         ((router, fleet),) = adapters_of_a_fleet("a", 4).values()
-        one = router.choose(fleet, {b"%d" % number: 500}, shared_key=b"%d" % number)
+        one = router.choose(fleet, {b"%d" % number: 500}, placement_hash=b"%d" % number)
         assert one is not None
         chosen.add(one.name)
     assert len(chosen) == 1

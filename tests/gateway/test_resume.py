@@ -156,6 +156,8 @@ def test_the_last_events_do_not_come_twice_if_the_replica_is_lost_after_them(clo
         async with fake_servers(*[replica(len(SCRIPT))] * 2) as servers, gateway(at(servers)) as gate:
             assert (await gate.ask(stream=True)).content == WHOLE
             assert sum(len(server.asked) for server in servers) == 1
+            assert sum(one.breaker.num_failures for one in gate.deployment("a").replicas) == 1
+            assert "octavo_gateway_broken_answers_total{" not in (await gate.http.get("/metrics")).text
 
     clock.run(run())
 
