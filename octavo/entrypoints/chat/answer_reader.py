@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from octavo.call_arguments import with_whole_pairs
 from octavo.entrypoints.chat.reasoning import Reasoning, Splitter, new_splitter
 from octavo.entrypoints.chat.tools.call_ids import CallIdForm, CallIds
@@ -63,8 +65,7 @@ Delta = ReasoningDelta | TextDelta | CallDelta
 _NO_CHECKS = CallChecks({})
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerFormat:
+class AnswerFormat(msgspec.Struct, frozen=True):
     """How to read the answers to one request."""
 
     reasoning: Reasoning | None = None

@@ -7,10 +7,11 @@ answers with `ChatRun`. The API then only writes the deltas in its own form.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import msgspec
 from pydantic import ValidationError
 
 from octavo.engine.detokenizer import make_detokenizer
@@ -69,8 +70,7 @@ class ReadOutput(NamedTuple):
     stop_reason: int | str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _ReadingContext:
+class _ReadingContext(msgspec.Struct, frozen=True):
     """What readers of the answers need to know. `prepare_outputs` finds it out."""
 
     response_id: str
@@ -160,7 +160,7 @@ class ChatRun:
                 )
             )
         assert reading is not None, "`submit` makes the prompt"
-        self._reading = replace(reading, prompt_token_ids=prompt.token_ids)
+        self._reading = msgspec.structs.replace(reading, prompt_token_ids=prompt.token_ids)
         if reading.format.reasoning is not None:
             outputs = self._count_long_outputs_in_thread(outputs)
         if self._answer_recall is not None:
@@ -230,7 +230,7 @@ class ChatRun:
         )
         # 5. Find the tokens of the prompt.
         made = self._with_known_tokens(prompt, grammar, media)
-        return replace(made, shows_special_tokens=shows_special_tokens), chosen
+        return msgspec.structs.replace(made, shows_special_tokens=shows_special_tokens), chosen
 
     def _with_known_tokens(
         self, prompt: str, grammar: WantedGrammar | None, media: dict[str, list[Any]] | None

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -66,8 +66,7 @@ _CACHE_TTL_S = 3600.0
 _TOKENIZING_RETRY_S = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True):
     """The time at which a request was complete (`time.monotonic`), its headers, and the size of its body."""
 
     at: float
@@ -82,8 +81,7 @@ class HasRequestId(Protocol):
     request_id: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
+class PreparedPrompt(msgspec.Struct, frozen=True):
     """One prompt of a request, with settings of its answer that are not in `SamplingParams`."""
 
     prompt: str | list[int] | dict[str, Any]  # text, token ids, or an object with `prompt_embeds`

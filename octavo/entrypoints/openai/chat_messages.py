@@ -110,6 +110,7 @@ class SentToolCall(_SentBack):
         return {**rest, "type": "function", "function": function}
 
 
+_USUAL = frozenset(("role", "content"))
 # Fields of answers that tell the model no more than the content does. The openai package's `parse` adds `parsed`.
 _SHOWN_ONLY = ("annotations", "refusal", "parsed")
 
@@ -134,7 +135,7 @@ class ChatMessage(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _drop_empty(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
+        if not isinstance(data, dict) or (data.keys() <= _USUAL and data.get("role") != "assistant"):
             return data
         if data.get("function_call"):
             raise RequestError("messages with function_call are not built; use tool_calls.", param="messages")
@@ -150,7 +151,7 @@ class ChatMessage(RequestBody):
         if "cache_control" in data:  # a note for caches of other servers
             data = {name: value for name, value in data.items() if name != "cache_control"}
         # Unknown fields that are null or [] are dropped; others stay, and are refused.
-        if data.keys() <= (known := cls.model_fields.keys()):
+        if data.keys() <= (known := cls.__pydantic_fields__.keys()):
             return data
         return {name: value for name, value in data.items() if name in known or value not in (None, [])}
 

@@ -75,7 +75,7 @@ class PromptRequest(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unbuilt(cls, data: Any) -> Any:
-        return refuse_unbuilt(data, cls.model_fields)
+        return refuse_unbuilt(data, cls.__pydantic_fields__)
 
 
 class Prediction(RequestBody):
@@ -432,12 +432,6 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
     store: bool | None = described("Keep the answer at /v1/chat/completions/{id}. Only for n = 1.")
     verbosity: Verbosity | None = described("How long the answer is to be, if the chat template has this variable.")
 
-    @model_validator(mode="after")
-    def _check_logprobs(self) -> ChatCompletionRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
-        return self
-
     def _own_params(self) -> dict[str, Any]:
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return {"max_tokens": max_tokens} | ({"logprobs": self.top_logprobs or 0} if self.logprobs else {})
@@ -469,10 +463,19 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
         return {tool.custom.name: tool.custom.grammar for tool in self.tools or () if tool.custom is not None}
 
     @model_validator(mode="after")
-    def _check_store(self) -> ChatCompletionRequest:
-        if self.store and self.num_choices > 1:
+    def _check_chat(self) -> ChatCompletionRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
+        if self.store:
+            self._check_store()
+        if self.tools or self.tool_choice:
+            self._apply_tool_choice()
+        return self
+
+    def _check_store(self) -> None:
+        if self.num_choices > 1:
             raise RequestError("store keeps one answer; n must be 1.", param="store")
-        metadata = (self.metadata or {}) if self.store else {}
+        metadata = self.metadata or {}
         if len(metadata) > MAX_METADATA or not all(isinstance(value, str) for value in metadata.values()):
             raise RequestError(
                 f"metadata of a stored chat are {MAX_METADATA} texts at most, by name.", param="metadata"
@@ -482,17 +485,15 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
                 check_text(text)
             except ValueError as error:
                 raise RequestError(f"metadata {error}.", param="metadata") from None
-        return self
 
-    @model_validator(mode="after")
-    def _apply_tool_choice(self) -> ChatCompletionRequest:
+    def _apply_tool_choice(self) -> None:
         """Check the tools and the choice. Of `allowed_tools` take the mode as the choice, and drop other tools."""
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise RequestError("tools must have different names.", param="tools")
         choice = self.tool_choice
         if choice is None or choice == "none":
-            return self
+            return
         if not names:
             raise RequestError("tool_choice needs tools; give some, or leave it out.", param="tool_choice")
         chosen = [choice] if isinstance(choice, NamedToolChoice) else []
@@ -517,7 +518,6 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
         # OpenAI's format is the format of a message, which an answer of calls does not have.
         if structure is not None and not structure[0].startswith("response_format"):
             raise RequestError(f"{structure[0]} and tool_choice exclude each other.", param=structure[0])
-        return self
 
 
 class GenerateRequest(SamplingRequest):
