@@ -18,6 +18,10 @@ def refuse_json(body: bytes, max_nodes: int, max_depth: int, flags: tuple[str, s
     of both limits, if a user can set them. Another thread can run between two pieces of a long body."""
     nodes_flag, depth_flag = ("", "") if flags is None else (f" ({flags[0]})", f" ({flags[1]})")
     num_nodes, depth = 1, 0
+    if len(body) <= PIECE_BYTES:
+        num_openers = body.count(b"[") + body.count(b"{")
+        if num_openers <= max_depth and 1 + body.count(b",") + num_openers * CONTAINER_NODES <= max_nodes:
+            return  # even if the signs in texts counted
     for piece in _outside_texts(body):
         num_openers = piece.count(b"[") + piece.count(b"{")
         num_nodes += piece.count(b",") + num_openers * CONTAINER_NODES

@@ -22,6 +22,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+import msgspec
+
 from octavo.entrypoints.http.request_limits import RequestLimits
 from octavo.errors import RequestError
 from octavo.processes import child_command
@@ -31,6 +33,7 @@ MIN_NODES = 10_000  # bodies with fewer values parse in a few milliseconds
 TIME_LIMIT_S = 60.0  # for one body; the longest take 2 s
 _PIECE_NODES = 2000
 _LENGTH = struct.Struct("<Q")
+_decode_strict = msgspec.json.Decoder().decode
 _CHUNK_BYTES = 1 << 20
 
 # Kinds of pieces. A complete value is added to the innermost open list or object, or is the whole body.
@@ -47,6 +50,9 @@ def is_large(body: bytes) -> bool:
 def parse_json(body: bytes, limits: RequestLimits) -> Any:
     """Parse a body in the calling process. Raises `RequestError` for invalid JSON, and for a body beyond the limits."""
     limits.refuse_json(body)
+    # msgspec takes a sixth of the time. It refuses more, such as NaN, 1e400 and lone surrogates.
+    with contextlib.suppress(ValueError, RecursionError):
+        return _decode_strict(body)
     try:
         return json.loads(body)
     except json.JSONDecodeError as error:

@@ -506,11 +506,12 @@ class ServerState:
             )
         request.session_id = session_id or None
         request.cache_session, request.cache_ttl_s = self._cache_session(body, headers)
-        request.blocks_from = self._peer(headers.get(BLOCKS_AT), headers.get(BLOCKS_PROOF, ""))
+        if self._peers:
+            request.blocks_from = self._peer(headers.get(BLOCKS_AT), headers.get(BLOCKS_PROOF, ""))
 
     def _peer(self, address: str | None, proof: str) -> BlockPeer | None:
         """Return the server at an address, if the operator allows to copy blocks from it: a client could name any."""
-        if address is None or not self._peers:
+        if address is None:
             return None
         peer, needs_proof = self._peers.find(address)
         if peer is None:

@@ -29,6 +29,26 @@ def worker() -> Iterator[JsonWorker]:
     worker.close()
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a":1,"a":2}', b" [1, 2.50, -0, -0.0, 1E5, 1e-400, 0.1, 123456789.123456789e5] ", b"18446744073709551616",
+        b"-9223372036854775809", b"1e400", b"NaN", b"[-Infinity]", b'"\\ud800"', b'"\xed\xa0\x80"', b'"\\ud83d\\ude00"',
+        b"\xef\xbb\xbf1", '"ü"'.encode("utf-16"), b'{"\\u0061":{"":[[],{}]}}',
+    ],
+)  # fmt: skip
+def test_bodies_are_read_as_python_reads_them(body: bytes) -> None:
+    assert repr(parse_json(body, LIMITS)) == repr(json.loads(body))
+
+
+def test_signs_in_texts_are_no_values_of_a_short_body() -> None:
+    limits = RequestLimits(max_json_nodes=20, max_json_depth=2)
+    assert parse_json(b'["%s"]' % (b"[,{" * 30), limits) == ["[,{" * 30]
+    for body in (b"[" + b"1," * 30 + b"1]", b"[[[]]]"):
+        with pytest.raises(RequestError):
+            parse_json(body, limits)
+
+
 def any_json(rng: random.Random, depth: int = 0) -> Any:
     kind = rng.randrange(9 if depth < 6 else 6)
     if kind < 6:
