@@ -1,4 +1,4 @@
-"""The way of spans to an OpenTelemetry collector, for servers and the gateway.
+"""Exports spans to an OpenTelemetry collector. `tracing.py` (servers) and `gateway/request_spans.py` make the spans.
 
 The packages are an extra (`scripts/install otel`) and are imported only with `--otlp-traces-endpoint`.
 """

@@ -1,5 +1,5 @@
 """Clients' keys, with their limits and use. Windows of limits are minutes and days of UTC. `key_store` finds keys and
-counts what they use.
+counts what they use. The databases compare the counts with the limits: `sqlite_keys`, `valkey_keys`, `postgresql_keys`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Division of a model among workers: shards of each layer (tensor parallelism), and layers by stage (pipeline
-parallelism). Models that cannot be split are refused."""
+parallelism). Models that cannot be split are refused. `octavo.layers.parameters` cuts the matrices."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from octavo.multimodal.connector import fetch_all, needs_fetching
 from octavo.multimodal.embeddings import Embeddings, in_place_of
 from octavo.multimodal.media_cache import MediaCache, medium_bytes
 from octavo.multimodal.media_loader import MediaLoader
+from octavo.multimodal.processor_loader import load_processor
 from octavo.multimodal.sound_decoder import RATE
-from octavo.multimodal.transformers_processor import load_processor
 from octavo.request import EMBEDDINGS, MediaArray, MediaInput, MediaItem
 
 if TYPE_CHECKING:

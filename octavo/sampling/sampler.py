@@ -2,7 +2,8 @@
 
 Sampling consists of row-wise operations of the backend, so a sample depends on its logits and its request alone.
 Nothing here waits for a device. `sample_tokens` starts the choice of a step's tokens and the measurement of their
-log-probabilities; `SampledTokens.results` turns the outcome into lists once it is on the host.
+log-probabilities; `SampledTokens.results` turns the outcome into lists once it is on the host. Penalties, biases and
+masks are in `processors.py`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
-from octavo.multimodal.transformers_processor import without_videos
+from octavo.multimodal.processor_loader import without_videos
 
 SQUARE = {"height": 28, "width": 28}
 GRID = [[28, 56], [56, 28], [56, 56]]

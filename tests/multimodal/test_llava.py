@@ -18,8 +18,8 @@ from octavo.errors import ConfigError, RequestError
 from octavo.media_kinds import IMAGE, KINDS, SentMedium
 from octavo.models.multimodal_models import OTHER_NAMES
 from octavo.multimodal.media_cache import MediaCache
+from octavo.multimodal.processor_loader import load_processor
 from octavo.multimodal.tower import Tower, TowerCache
-from octavo.multimodal.transformers_processor import load_processor
 from tests.multimodal.conftest import encoded, picture, save_llava
 from tests.untimed import without_time
 from tests.waiting import wait_until

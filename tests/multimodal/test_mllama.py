@@ -23,7 +23,7 @@ from octavo.errors import ConfigError, LoadError, RequestError
 from octavo.execution import executor
 from octavo.lora.request import LoRARequest
 from octavo.models.registry import describe
-from octavo.multimodal.transformers_processor import load_processor
+from octavo.multimodal.processor_loader import load_processor
 from octavo.ops import cuda
 from tests.e2e.server import openai_client, served
 from tests.execution.late_device import LateDevice

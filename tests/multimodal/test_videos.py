@@ -23,7 +23,7 @@ from octavo import LLM
 from octavo.config import VideoConfig
 from octavo.errors import ConfigError, RequestError
 from octavo.execution.media_table import grid_positions
-from octavo.multimodal.transformers_processor import load_processor
+from octavo.multimodal.processor_loader import load_processor
 from octavo.multimodal.videos import Video, from_bytes, normalized
 from octavo.request import MediaItem
 from tests.multimodal.conftest import picture, save
