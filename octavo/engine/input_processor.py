@@ -401,6 +401,7 @@ class InputProcessor:
             media.append(made)
             token_ids += [0] * item.num_tokens + self.encode(text, False)
             self._check_length(len(token_ids), "shorten it")
+        self.check_known(token_ids)
         return Prompt(token_ids, None, media=tuple(items), cache_salt=salt, is_embedded=True), media
 
     def _check_length(

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from octavo.config import CacheConfig, EngineConfig, ModelConfig, PromptEmbedsConfig, SchedulerConfig
 from octavo.engine.engine_calls import length_of
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.off_loop import MAX_INLINE_LENGTH
@@ -319,6 +320,10 @@ def test_text_whose_tokens_the_model_does_not_have_is_refused(model: ModelConfig
         small.process("hello", SamplingParams())
     params = small.process({"prompt_token_ids": [1]}, SamplingParams(bad_words=["hello"])).params
     assert params.bad_words_token_ids == [], "what cannot be generated needs no mask"
+    config = dataclasses.replace(engine_config(small.model), prompt_embeds=PromptEmbedsConfig(4, MAX_LEN, 1.0, MAX_LEN))
+    between = {"prompt": ["hello", ""], "prompt_embeds": [np.zeros((2, 4), np.float32)]}
+    with pytest.raises(RequestError, match="the model's are 0 to 99"):
+        InputProcessor(config, tokenizer).process(between, SamplingParams())
 
 
 def test_no_parameters_are_the_models_defaults(model: ModelConfig, tokenizer: Any) -> None:
