@@ -153,9 +153,9 @@ class PoolingInput:
                     ids, second_start = self._inputs.check_ids(text.first, "prompt_token_ids", "prompt"), None
                     ids = self._cut_ids(ids, params)
                 else:
-                    ids, second_start = self._cut(next(encodings), params, text.document)
+                    ids, second_start, kept = self._cut(next(encodings), params, text.document)
                     if prefix and not self.config.pools_prompts:
-                        its = self._with_skipped(prefix, params, add_special_tokens)
+                        its = self._with_skipped(prefix, kept, params, add_special_tokens)
                 self._check_length(ids)
             shown = text.first if isinstance(text.first, str) else None
             salt = text.cache_salt or cache_salt
@@ -173,7 +173,8 @@ class PoolingInput:
         if name not in self.config.prompts:
             known = ", ".join(self.config.prompts) or "none"
             raise RequestError(f"prompt_name {name!r} is not one of the model's ({known}).", param="prompt_name")
-        return self.config.prompts[name]
+        prefix = self.config.prompts[name]
+        return prefix.lower() if self.config.lowers_case else prefix
 
     def _given(self, text: Text, prefix: str) -> str | tuple[str, str] | None:
         if not isinstance(text.first, str):
@@ -184,11 +185,12 @@ class PoolingInput:
 
     def _cut(
         self, encoding: Encoding, params: PoolingParams, document: tuple[int, int] | None = None
-    ) -> tuple[list[int], int | None]:
-        """Return the token ids, cut as `params` say, and where the second text begins. Special tokens stay; with a
-        `document`, everything outside of it stays too. In a pair the longer text is cut first."""
+    ) -> tuple[list[int], int | None, Sequence[int]]:
+        """Return the token ids, cut as `params` say, where the second text begins, and the places in `encoding` of the
+        tokens that are kept. Special tokens stay; with a `document`, everything outside of it stays too. In a pair the
+        longer text is cut first."""
         ids, types = list(encoding.ids), list(encoding.type_ids)
-        limit = self._limit(params)
+        limit, kept = self._limit(params), list(range(len(ids)))
         if limit is not None and len(ids) > limit:
             owners = encoding.sequence_ids  # None: a special token
             if document is not None:
@@ -208,7 +210,7 @@ class PoolingInput:
             ids, types = [ids[i] for i in kept], [types[i] for i in kept]
         # A model with one token type has no row for a second one, even if the tokenizer says 1.
         has_second = 1 in types and self._model.checkpoint.config.get("type_vocab_size") != 1
-        return ids, types.index(1) if has_second else None
+        return ids, types.index(1) if has_second else None, kept
 
     def _cut_ids(self, ids: list[int], params: PoolingParams) -> list[int]:
         limit = self._limit(params)
@@ -220,11 +222,15 @@ class PoolingInput:
         keep = params.truncate_prompt_tokens
         return self._model.max_model_len if keep == -1 else keep
 
-    def _with_skipped(self, prefix: str, params: PoolingParams, add_special_tokens: bool) -> PoolingParams:
-        """Return `params` by which pooling skips the tokens of an instruction, and the special token before it."""
+    def _with_skipped(
+        self, prefix: str, kept: Sequence[int], params: PoolingParams, add_special_tokens: bool
+    ) -> PoolingParams:
+        """Return `params` by which pooling skips the tokens of an instruction, and the special token before it. Of the
+        text with the instruction the tokens at the places `kept` are left."""
         [encoding] = self._inputs.encode_all([prefix], sources_of("prompt_name", 1), add_special_tokens, _MANY)
         ends_special = bool(encoding.sequence_ids) and encoding.sequence_ids[-1] is None
-        return msgspec.structs.replace(params, num_skipped=len(encoding.ids) - ends_special)
+        end = len(encoding.ids) - ends_special
+        return msgspec.structs.replace(params, num_skipped=sum(place < end for place in kept))
 
     def _check_length(self, ids: list[int]) -> None:
         limit = self._model.max_model_len
