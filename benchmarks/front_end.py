@@ -42,12 +42,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from octavo import http_protocol
 from octavo.config import AsyncEngineArgs
-from octavo.engine.async_engine import AsyncLLMEngine
-from octavo.engine.core_client import CoreProcess
+from octavo.engine.async_engine import AsyncLLMEngine, EngineHooks
+from octavo.engine.core_client import CoreClient, CoreProcess
 from octavo.engine.engine_hub import EngineHub
 from octavo.engine.wire import (
     Abort,
     CoreProcessArgs,
+    FrontendMessage,
     Ready,
     StepOutputs,
     decode_frontend_message,
@@ -182,6 +183,18 @@ def probe(port: int, stop: Any, aborts: Path, found: Any) -> None:
         found.put(f"{what}: {len(values)} times, p50 {cuts[49]:.1f}, p99 {cuts[98]:.1f}, most {max(values):.1f} ms")
 
 
+class MarkedClient(CoreClient):
+    """Notes the processor time when a chat goes to the core. Before the first step the server waits for a second, in
+    which it does other things."""
+
+    last_sent = 0.0
+
+    def send(self, message: FrontendMessage) -> None:
+        super().send(message)
+        if isinstance(message, EngineRequest):
+            MarkedClient.last_sent = time.process_time()
+
+
 class Marks(EngineMetrics):
     """Notes the processor time at each step."""
 
@@ -224,10 +237,10 @@ class FrontEnd:
         """Return the processor's ms for a chat and µs for a token."""
         Unsent.is_used, Unsent.begin, self.metrics.steps = not sends, 0.0, []
         await in_process(read_streams, self.port, num_streams, num_tokens)
-        steps = self.metrics.steps
+        steps, chats_end = self.metrics.steps, MarkedClient.last_sent
         counted = steps[EDGE_STEPS : num_tokens - EDGE_STEPS]
         token_us = 1e6 * (counted[-1] - counted[0]) / ((len(counted) - 1) * num_streams)
-        return 1e3 * (steps[0] - Unsent.begin) / num_streams, token_us
+        return 1e3 * (chats_end - Unsent.begin) / num_streams, token_us
 
 
 async def in_process(work: Any, *args: Any) -> None:
@@ -244,7 +257,8 @@ async def run(args: argparse.Namespace, num_streams: int, folder: Path) -> list[
     aborts = folder / "aborts"
     aborts.touch()
     metrics.steps = []
-    engine = AsyncLLMEngine(config, metrics=metrics, core=CountingCore(step_s, aborts))
+    core = CountingCore(step_s, aborts)
+    engine = AsyncLLMEngine(config, metrics=metrics, core=core, hooks=EngineHooks(make_core=MarkedClient))
     compile_chat_template(engine.tokenizer)
     server = HttpServer(engine, ServerArgs(disable_log_requests=True))
     lines: list[str] = []
