@@ -114,28 +114,32 @@ inline void write_outputs(const LinearArgs& a, const Products& p, int64_t begin,
     }
 }
 
-// Quantizes `width` outputs of a row, from column `begin` on.
-template <class F>
-inline void quantize_outputs(const LinearArgs& a, int64_t row, int64_t begin, int64_t width, F f) {
-    QBlock* out = static_cast<QBlock*>(a.out) + row * a.out_stride + begin / kQBlock;
-    quantize_row(width, out, a.out_dtype == kQ16 ? out + a.out_stride / 2 : nullptr, f);
+// Quantizes the outputs output(row, index), `width` of each row from column `begin` on. Outputs that pad the last
+// panels are exactly zero, and so are their gated products. All outputs are made before any is quantized, in place of
+// sums that are read no more: a row's steps wait for each other, so those of many rows take turns.
+template <class Output>
+inline void quantize_outputs(const LinearArgs& a, const Products& p, int64_t begin, int64_t width, Output output) {
+    for (int64_t r = 0; r < p.rows; ++r) {
+        for (int64_t i = 0; i < width; i += kLanes) store(p.y + r * p.stride + i, output(r, i));
+    }
+    QBlock* out = static_cast<QBlock*>(a.out) + p.row * a.out_stride + begin / kQBlock;
+    for (int64_t r = 0; r < p.rows; ++r, out += a.out_stride) {
+        const float* y = p.y + r * p.stride;
+        quantize_row(width, out, a.out_dtype == kQ16 ? out + a.out_stride / 2 : nullptr,
+                     [&](int64_t i, int) { return load(y + i); });
+    }
 }
 
-// Outputs that pad the last panels are exactly zero, and so are their gated products.
 template <class Gate>
 inline void quantize_gated(const LinearArgs& a, const Products& p, Gate gate) {
     const Biased sums(a, p);
-    for (int64_t r = 0; r < p.rows; ++r) {
-        quantize_outputs(a, p.row + r, p.col / 2, p.width / 2, [&](int64_t i, int) { return gated(sums, r, i, gate); });
-    }
+    quantize_outputs(a, p, p.col / 2, p.width / 2, [&](int64_t r, int64_t i) { return gated(sums, r, i, gate); });
 }
 
 template <class Activation>
 inline void quantize_activated(const LinearArgs& a, const Products& p, Activation activation) {
     const Biased sums(a, p);
-    for (int64_t r = 0; r < p.rows; ++r) {
-        quantize_outputs(a, p.row + r, p.col, p.width, [&](int64_t i, int) { return activation(sums.at(r, i)); });
-    }
+    quantize_outputs(a, p, p.col, p.width, [&](int64_t r, int64_t i) { return activation(sums.at(r, i)); });
 }
 
 inline void scatter(const LinearArgs& a, const Products& p) {

@@ -179,7 +179,6 @@ class IntProductTask {
     void multiply_panel(const Batch& batch, int64_t panel, int64_t panels, float* y) {
         const char* w = static_cast<const char*>(args_.matrix.data) + panel * sizes_.panel_bytes;
         const char* next_panel = w + panels * sizes_.panel_bytes;
-        outliers_.make_columns<F>(w, batch.first, unpack_with_);
         sum_segments(args_.matrix, y, partial_sums_, /*step=*/kPanel, batch.out_rows, /*width=*/kPanel,
                      [&](Segment segment, float* to) { multiply_segment(batch, w, next_panel, segment, to); });
     }
@@ -192,7 +191,7 @@ class IntProductTask {
             const int64_t count = min_of(sizes_.blocks_at_once, end - block);
             multiply_run(batch, w, next_panel, {block, count, block == begin, block + count == end}, to);
         }
-        outliers_.add(batch.first, batch.rows, segment.number, args_.matrix.factor, to, kMaxEpilogueWidth);
+        outliers_.add<F>(w, unpack_with_, batch.first, segment.number, args_.matrix.factor, to, kMaxEpilogueWidth);
         if (args_.x_is_paired) add_row_halves(to, batch.out_rows);
     }
 

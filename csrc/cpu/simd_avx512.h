@@ -160,12 +160,16 @@ inline void store_pieces(uint8_t* low, uint8_t* high, Vec v) {
 inline Ints load_int_halves(const void* a, const void* b) {
     return load_pair_halves(static_cast<const uint16_t*>(a), static_cast<const uint16_t*>(b));
 }
-// Writes the sums of each 16 of 64 bytes.
+// Writes the sums of each 16 of 64 bytes. The bytes are read as they were stored (store_low_bytes): a longer load would
+// wait until these stores have reached the cache.
 inline void sum_bytes(const int8_t* p, int32_t* sums) {
-    // Sums of four bytes a lane; plus the lanes two apart, plus their neighbours: every lane of 128 bits has the sum of
-    // its 16 bytes. Lanes 0, 4, 8 and 12 are stored.
-    __m512i s = dot_codes4(_mm512_setzero_si512(), _mm512_set1_epi8(1), load_ints(p));
-    s = _mm512_add_epi32(s, _mm512_shuffle_epi32(s, _MM_PERM_BADC));
-    s = _mm512_add_epi32(s, _mm512_shuffle_epi32(s, _MM_PERM_CDAB));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(sums), _mm512_castsi512_si128(_mm512_maskz_compress_epi32(0x1111, s)));
+    __m128i fours[4];  // sums of four bytes a lane
+    for (int i = 0; i < 4; ++i) {
+        const __m128i pairs =
+            _mm_maddubs_epi16(_mm_set1_epi8(1), _mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + i));
+        fours[i] = _mm_madd_epi16(pairs, _mm_set1_epi16(1));
+    }
+    // Adding neighbours twice makes sums of 16.
+    const __m128i s = _mm_hadd_epi32(_mm_hadd_epi32(fours[0], fours[1]), _mm_hadd_epi32(fours[2], fours[3]));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(sums), s);
 }

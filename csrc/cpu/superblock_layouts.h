@@ -469,36 +469,46 @@ struct FormatQ6K {
 };
 
 // The layouts whose codes are indices into the matrix's table and whose scales take a byte and less: after the codes of
-// each block come 64 bytes, [2][32]. Unpacking writes scales only: F::unpack_scales writes the scales of whole runs of
-// F::kUnpackedTogether blocks, for vector v of outputs.
+// each block come 64 bytes, [2][32]. Unpacking writes scales only. F::scale returns the scale of a group of the
+// F::kUnpackedTogether blocks from `block` on, for vector v of outputs.
 template <class F>
 struct TableAndBytes {
     using UnpackedFormat = IntFormat<4, 32, 0, float, true>;
     static constexpr int kBlockBytes = UnpackedFormat::kCodeBytes + kPanel * 2;
     static constexpr int kUnpackedBytes = UnpackedFormat::kScaleBytes;
 
+    // Returns where a block's bytes begin.
+    static inline const uint8_t* after_codes(const char* panel, int64_t block) {
+        return reinterpret_cast<const uint8_t*>(panel + block * kBlockBytes + UnpackedFormat::kCodeBytes);
+    }
+
     // Returns byte i (0 or 1) of block `block`, for vector v of outputs.
     static inline Ints bytes(const char* panel, int64_t block, int i, int v) {
-        const char* after_codes = panel + block * kBlockBytes + UnpackedFormat::kCodeBytes;
-        return load_bytes(reinterpret_cast<const uint8_t*>(after_codes) + i * kPanel + v * kLanes);
+        return load_bytes(after_codes(panel, block) + i * kPanel + v * kLanes);
     }
 
     static inline BlocksView unpack_blocks(const char* panel, int64_t block, int64_t blocks, UnpackWith with,
                                            char* unpacked) {
+        constexpr int kGroups = 2 * F::kUnpackedTogether;
         float* scales = reinterpret_cast<float*>(unpacked);
-        for (int v = 0; v < kVecsPerPanel; ++v) F::unpack_scales(panel, block, blocks, v, with.inverse_factor, scales);
+        for (int64_t b = block; b < block + blocks; b += F::kUnpackedTogether, scales += kGroups * kPanel) {
+            for (int v = 0; v < kVecsPerPanel; ++v) {
+                Vec of_groups[kGroups];
+                for_constants<kGroups>([&](auto group) {
+                    of_groups[group.kValue] = F::scale(panel, b, group.kValue, v, with.inverse_factor);
+                });
+                for (int g = 0; g < kGroups; ++g) store(scales + g * kPanel + v * kLanes, of_groups[g]);
+            }
+        }
         return {panel + block * kBlockBytes, kBlockBytes, unpacked, kUnpackedBytes, with.table};
     }
 
     static inline void column(const char* panel, int64_t k, UnpackWith with, Vec* out) {
-        alignas(64) float scales[2 * kPanel * kBlocksPerSuperblock];
         const int64_t block = k / kQBlock, first = block / F::kUnpackedTogether * F::kUnpackedTogether;
-        const int at = static_cast<int>(k % kQBlock);
-        const float* own = scales + ((block - first) * 2 + at / 32) * kPanel;
+        const int at = static_cast<int>(k % kQBlock), group = static_cast<int>(block - first) * 2 + at / 32;
         for (int v = 0; v < kVecsPerPanel; ++v) {
-            F::unpack_scales(panel, first, F::kUnpackedTogether, v, with.inverse_factor, scales);
-            out[v] =
-                mul(load(own + v * kLanes), UnpackedFormat::centred_codes_at(panel + block * kBlockBytes, at, v, with));
+            out[v] = mul(F::scale(panel, first, group, v, with.inverse_factor),
+                         UnpackedFormat::centred_codes_at(panel + block * kBlockBytes, at, v, with));
         }
     }
 };
@@ -507,12 +517,8 @@ struct TableAndBytes {
 struct FormatPowers : TableAndBytes<FormatPowers> {
     static constexpr int kUnpackedTogether = 1;
 
-    static inline void unpack_scales(const char* panel, int64_t block, int64_t blocks, int v, float, float* scales) {
-        for (int64_t b = 0; b < blocks; ++b, scales += 2 * kPanel) {
-            for (int i = 0; i < 2; ++i) {
-                store(scales + i * kPanel + v * kLanes, bits_of<Vec>(shift_left<23>(bytes(panel, block + b, i, v))));
-            }
-        }
+    static inline Vec scale(const char* panel, int64_t block, int group, int v, float) {
+        return bits_of<Vec>(shift_left<23>(bytes(panel, block, group, v)));
     }
 };
 
@@ -522,26 +528,13 @@ struct FormatPowers : TableAndBytes<FormatPowers> {
 struct FormatIQ4XS : TableAndBytes<FormatIQ4XS> {
     static constexpr int kUnpackedTogether = kBlocksPerSuperblock;
 
-    template <int group>
-    static inline void unpack_scale(const Ints* high, const Ints* low, Vec d, float* scales) {
-        const Ints two = and_ints(shift_right<group % 4 * 2>(high[group / 4]), set1_int(3));
-        const Ints four = and_ints(shift_right<group % 2 * 4>(low[group / 2]), set1_int(15));
-        const Ints number = add_ints(or_ints(four, shift_left<4>(two)), set1_int(-32));
-        store(scales + group * kPanel, round_to_half(mul(d, to_float(number))));
-    }
-
-    static inline void unpack_scales(const char* panel, int64_t block, int64_t blocks, int v, float inverse_factor,
-                                     float* scales) {
-        scales += v * kLanes;
-        for (int64_t b = block; b < block + blocks; b += kBlocksPerSuperblock, scales += kSuperblock / 32 * kPanel) {
-            const char* superblock_scales = panel + b * kBlockBytes + UnpackedFormat::kCodeBytes;
-            const Vec d =
-                mul(load_half(reinterpret_cast<const uint16_t*>(superblock_scales) + v * kLanes), set1(inverse_factor));
-            Ints high[2], low[4];
-            for (int i = 0; i < 2; ++i) high[i] = bytes(panel, b + 1, i, v);
-            for (int i = 0; i < 4; ++i) low[i] = bytes(panel, b + 2 + i / 2, i % 2, v);
-            for_constants<8>([&](auto group) { unpack_scale<group.kValue>(high, low, d, scales); });
-        }
+    static inline Vec scale(const char* panel, int64_t block, int group, int v, float inverse_factor) {
+        const auto* superblock_scales = reinterpret_cast<const uint16_t*>(after_codes(panel, block));
+        const Vec d = mul(load_half(superblock_scales + v * kLanes), set1(inverse_factor));
+        // code_at has subtracted 2 from the high bits and 8 from the low: 16 * 2 + 8 - 32 is to be added.
+        const Ints high = code_at<2>(bytes(panel, block + 1, group / 4, v), group % 4 * 2);
+        const Ints low = code_at<4>(bytes(panel, block + 2 + group / 4, group / 2 % 2, v), group % 2 * 4);
+        return round_to_half(mul(d, to_float(add_ints(add_ints(low, shift_left<4>(high)), set1_int(8)))));
     }
 };
 
