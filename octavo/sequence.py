@@ -47,8 +47,8 @@ class Sequence:
         num_registered_blocks  `KVCacheManager.share_prefix` and `register_computed`; set to 0 by
                                `KVCacheManager.release`, `KVCacheManager.swap_out` and `SequenceQueues.fork`
         admission_step         `Step.add`, at each admission
-        num_uncounted_tokens   `Scheduler._count_admission_in_stats`, at each admission that looks up the prefix;
-                               lowered by `Scheduler._count_computed_in_stats`
+        num_uncounted_tokens   `count_admission`, at each admission that looks up the prefix; lowered by
+                               `count_computed`
         token_ids              `extend`; `SequenceQueues.append`
         block_tables           `KVCacheManager`; `SequenceQueues.fork`
         is_admitted_to_runner  `Step.add`; set to False when `SequenceQueues` takes its row back

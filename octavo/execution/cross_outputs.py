@@ -89,6 +89,7 @@ class CrossOutputs:
             int, tuple[list[_Medium], list[int]]
         ] = {}  # by table row: media still to come, and their blocks
         self._wanted: dict[int, _WantedAlignment] = {}  # by row
+        self._begun: StepPlan | None = None  # the last plan of `begin_media`
         self._offsets = np.arange(num_tokens) % block_size
         self._blocks = np.arange(num_tokens) // block_size
 
@@ -101,6 +102,7 @@ class CrossOutputs:
         """Yield, for each medium at whose place a row of the step starts: the table row, the encoder's output [N, H] in
         the model's type, and the slots [N] int64 of its keys and values. Call this before `gather`, because the step's
         tokens see the output."""
+        self._begun = plan
         for planned in plan.rows if self._ahead else ():
             if (ahead := self._ahead.get(planned.row)) is None:
                 continue
@@ -141,6 +143,7 @@ class CrossOutputs:
     def gather(self, plan: StepPlan, row_of: NDArray[np.int64], into: StepArrays[NDArray[Any]]) -> None:
         """Fill in the cross-attention arrays of a step whose positions are gathered; `row_of` are the table rows of its
         tokens [T]."""
+        assert self._begun is plan, "`begin_media` comes first"
         rows = [planned.row for planned in plan.rows]
         into.cross_lens[: len(rows)] = self._lens[rows]
         positions = into.positions[: len(row_of)]

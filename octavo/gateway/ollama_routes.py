@@ -94,10 +94,10 @@ class OllamaRoutes:
     async def _begin_generation(
         self, request: ProxyRequest, client: Client
     ) -> tuple[Client, Callable[[], Awaitable[None]]]:
-        if len(request.body.data) > LARGE_BYTES:
-            translated = await asyncio.to_thread(translate, request.path, request.body.data)
+        if len(request.body.data) > LARGE_BYTES:  # a thread: the event loop runs between two calls of msgspec at least
+            translated, data = await asyncio.to_thread(_translated, request.path, request.body.data)
         else:
-            translated = translate(request.path, request.body.data)
+            translated, data = _translated(request.path, request.body.data)
         if translated.only_loads:
             return client, lambda: self._load(translated, client, request.usage_counter)
         translator = AnswerTranslator(client.send, translated, request.arrival)
@@ -105,7 +105,6 @@ class OllamaRoutes:
         inner_client = Client(translator, translated.path, request_id=client.request_id)
         translator.load_s = partial(sum, inner_client.loads_s)  # not the client, which has the translator
         is_stream = "stream" in translated.body
-        data = msgspec.json.encode(translated.body)
         body = RequestBody(data, translated.model, is_stream, is_json=True, wants_usage=is_stream)
         headers = [one for one in request.headers if one[0] not in (b"content-type", b"accept")]
         headers = [(b"content-type", b"application/json"), *translated.headers, *headers]
@@ -211,6 +210,12 @@ class OllamaRoutes:
             raise RequestError(str(error), status=404, code="model_not_found") from None
         await self._models.look_for_more()
         await client.reply(200, b"application/json", b"")
+
+
+def _translated(path: str, data: bytes) -> tuple[Translated, bytes]:
+    """Return the request of OpenAI's API, and its body."""
+    translated = translate(path, data)
+    return translated, msgspec.json.encode(translated.body)
 
 
 async def _reply(client: Client, answer: dict[str, Any]) -> None:

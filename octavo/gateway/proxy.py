@@ -309,12 +309,20 @@ class Proxy:
         async with self._keep_alive.watch_silence(client, replica) as silence_timer:
             with attempt.deployment.in_flight(replica), contextlib.ExitStack() as closes_answer:
                 try:
-                    answer = await replica.upstream.send(request.method, request.target, headers, body)
+                    answer = await replica.upstream.send(
+                        request.method, request.target, headers, body, may_be_repeated=request.may_be_repeated
+                    )
                     closes_answer.callback(answer.close)
                     silence_timer.answer = answer
                     data = await answer.read()
                 except UpstreamError as error:
                     self._record_send_failure(attempt, replica, error)
+                    if not request.may_be_repeated and not isinstance(error, UnreachableError):
+                        raise RequestError(
+                            f"Replica {replica.name} was lost while it had this request, and may have done it: look "
+                            f"before you send it again. {request.method} {request.path:.200} is sent to one replica "
+                            "only.", status=502, code="replica_lost",
+                        ) from None  # fmt: skip
                     raise _TryAnother(f"replica {replica.name}: {error}") from None
                 outcome = attempt.classify(answer)
                 self._record(attempt, replica, outcome, answer)

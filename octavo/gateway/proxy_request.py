@@ -59,6 +59,8 @@ ROUTES: dict[str, tuple[str, ...]] = {
     ), ()),
 }  # fmt: skip
 
+_SENT_ONCE = ("/v1/files", "/v1/batches", "/v1/conversations")  # where a request makes something
+
 
 @dataclass(frozen=True)
 class ProxyRequest:
@@ -107,6 +109,11 @@ class ProxyRequest:
         """The id of such a thing in the path; None for new ones and lists."""
         found = _KEPT_PATH.match(self.path)
         return None if found is None else found[1]
+
+    @property
+    def may_be_repeated(self) -> bool:
+        """Whether the request may reach two replicas, or one twice. Then a model computes twice at most."""
+        return self.method not in ("POST", "PATCH") or route_of(self.path) not in (None, *_SENT_ONCE)
 
     @property
     def traits(self) -> Collection[str]:

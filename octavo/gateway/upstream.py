@@ -7,9 +7,12 @@ framing of chunks: the callback that receives a piece of a stream sends it to th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import ipaddress
+import os
 import re
+import socket
 import ssl
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -87,10 +90,12 @@ class Upstream:
         return self.is_near or self._ssl is not None
 
     async def send(
-        self, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes | list[Part]
-    ) -> Answer:
+        self, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes | list[Part], *,
+        may_be_repeated: bool = True,
+    ) -> Answer:  # fmt: skip
         """Send a request, whose body may be in parts, and return its answer once the status and headers are here.
-        Raises `UpstreamError`."""
+        A server may close a kept connection while the request is on its way. Then the request is sent again, so one
+        that must not be repeated gets a connection of its own. Raises `UpstreamError`."""
         parts: list[Part] = [body] if isinstance(body, bytes) else body
         num_bytes = sum(map(len, parts))
         lines = [b"%s %s HTTP/1.1" % (method.encode(), self._prefix + target), b"host: " + self._host_header]
@@ -99,7 +104,7 @@ class Upstream:
             lines.append(b"content-length: %d" % num_bytes)
         message = [b"\r\n".join(lines) + b"\r\n\r\n", *parts]
         was_lost = False
-        if (connection := self._take_idle()) is not None:
+        if may_be_repeated and (connection := self._take_idle()) is not None:
             try:
                 return self._seen_from_outside(await connection.ask(message, self._timeout_s))
             except _StaleError:  # closed while it was idle, or by a replica that the request ended
@@ -317,6 +322,7 @@ class _Connection(asyncio.Protocol):
         self._unsent: Iterator[Part] = iter(())  # of the request
         self._is_sent = True
         self._may_write = True
+        self._socket: socket.socket | None = None  # a second handle, while a long request is sent
         self.idle_since = 0.0
 
     @property
@@ -338,6 +344,7 @@ class _Connection(asyncio.Protocol):
         self._num_requests += 1
         try:
             self._unsent, self._is_sent = _pieces(message), False
+            self._socket = self._second_handle(sum(map(len, message)))
             self._send()
             while not self._has_head:
                 await answer.wait()
@@ -346,8 +353,33 @@ class _Connection(asyncio.Protocol):
             raise
         return answer
 
+    def _second_handle(self, num_bytes: int) -> socket.socket | None:
+        """Return another handle of the connection for a request of so many bytes, if one write does not take it. A
+        server may answer before it has read the body, and hang up. Then the next write fails, and the transport closes
+        its own handle although the answer is there."""
+        sock = self._transport.get_extra_info("socket")
+        if num_bytes <= PIECE_BYTES or sock is None or self._transport.get_extra_info("ssl_object") is not None:
+            return None
+        handle = socket.socket(fileno=os.dup(sock.fileno()))
+        handle.setblocking(False)
+        return handle
+
+    def _read_rest(self) -> None:
+        """Take what came before the connection was lost."""
+        if (handle := self._socket) is not None:
+            with contextlib.suppress(OSError):
+                while data := handle.recv(PIECE_BYTES):
+                    self.data_received(data)
+            self._close_handle()
+
+    def _close_handle(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
     def end(self, answer: Answer) -> None:
         answer.forget()
+        self._close_handle()
         if self._answer is not answer:
             return
         self._answer = None
@@ -407,10 +439,11 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._others.discard(self)
+        self._read_rest()
         self._parser = None  # it refers to this object
         if self in self._idle:
             self._idle.remove(self)
-        if (answer := self._answer) is None:
+        if (answer := self._answer) is None or answer.is_whole:
             return
         if self._ends_with_connection and exc is None:
             answer.complete()
@@ -437,7 +470,9 @@ class _Connection(asyncio.Protocol):
         if sum(len(name) + len(value) for name, value in answer.headers) > MAX_HEAD_BYTES:
             answer.fail(_long_head())  # its end came with the bytes that are too many
             return
-        if is_encoded(answer.headers):
+        if is_encoded(answer.headers) or any(
+            name == b"transfer-encoding" and value.strip().lower() != b"chunked" for name, value in answer.headers
+        ):
             # Neither its events and usage could be read, nor could every client.
             answer.fail(UpstreamError("the server has compressed its answer, although it was asked not to"))
             return

@@ -98,6 +98,7 @@ _CHANGES_NOTHING = re.compile(
     |(quantization|compression)_config|quantization|task_specific_params|torchscript|sentence_transformers|sbert_\w+
     |vision_\w+|audio_\w+|text_config|num_nextn_predict_layers|mtp_\w+|num_mtp\w*|ep_size|aux_loss_alpha|seq_aux
     |unsloth\w*|finetuning_task|gradient_checkpointing|has_standard_names
+    |is_matryoshka|matryoshka_dimensions|is_original_qwen3_reranker
     # Follow from other settings, or tell of layers that the smallest models lack.
     |attention_hidden_size|attention_layers|attn_layer_\w+|block_size|embedding_fraction|expand|expansion_ratio
     |first_k_dense_replace|full_attn_idxs|global_attn_every_n_layers|head_dim|hybrid_layer_ids|intermediate_size

@@ -48,7 +48,6 @@ from octavo.sampling.draft_verification import count_valid_tokens
 from octavo.scheduling.adapter_turns import AdapterTurn
 from octavo.scheduling.admission_check import check_request
 from octavo.scheduling.beam_search import BeamSearch
-from octavo.scheduling.gauges import progress_of, set_gauges
 from octavo.scheduling.policies import make_policy
 from octavo.scheduling.prompt_chunks import PromptChunks
 from octavo.scheduling.sampled_tokens import (
@@ -59,6 +58,7 @@ from octavo.scheduling.sampled_tokens import (
     keep_prompt_results,
     start_forks,
 )
+from octavo.scheduling.scheduler_stats import count_admission, count_computed, progress_of, set_gauges
 from octavo.scheduling.sequence_queues import SequenceQueues, scheduling_order
 from octavo.scheduling.step import Step
 from octavo.scheduling.stop_tokens import stop_reasons
@@ -252,7 +252,7 @@ class Scheduler:
             # 4. Add the row.
             step.add(seq, num_tokens, table_changes)
             if seq.num_uncounted_tokens:
-                self._count_computed_in_stats(seq, num_tokens)
+                count_computed(self._stats, seq, num_tokens)
         return not has_preempted
 
     def _add_draft_tokens(self, step: Step) -> None:
@@ -336,7 +336,7 @@ class Scheduler:
             if seq.first_scheduled_time == 0.0:
                 seq.first_scheduled_time = time.monotonic()
             step.add(seq, num_tokens, ())
-            self._count_computed_in_stats(seq, num_tokens)
+            count_computed(self._stats, seq, num_tokens)
         return num_admitted
 
     def _allocate_for_start(self, seq: Sequence, token_budget: int, time_limit: TimeLimit | None) -> int:
@@ -365,33 +365,11 @@ class Scheduler:
         if not has_blocks:
             return 0
         if prefix is not None:
-            self._count_admission_in_stats(seq, prefix.num_tokens)
+            count_admission(self._stats, seq, prefix.num_tokens, self.cache, self.host_tier)
         # 4. Allocate the blocks of the chunk.
         table_changes = self.cache.grow(seq, num_computed + num_tokens)
         assert table_changes is not None, "`share_prefix` and `swap_in` check that the blocks are free"
         return num_tokens
-
-    def _count_admission_in_stats(self, seq: Sequence, num_cached_tokens: int) -> None:
-        """Count a prompt's look-up and its cached tokens in the statistics, at its first admission. Its other tokens
-        are counted with the steps that compute them, or when a later admission finds them in the cache."""
-        if seq.num_uncounted_tokens is not None:
-            self._count_computed_in_stats(seq, seq.num_uncounted_tokens - (seq.num_tokens - num_cached_tokens))
-            return
-        seq.num_uncounted_tokens = seq.num_tokens - num_cached_tokens
-        seq.num_cached_tokens = num_cached_tokens
-        self._stats.num_prompt_tokens += num_cached_tokens
-        if self.cache.looks_up(seq):
-            self._stats.num_prefix_queries += seq.num_tokens
-        self._stats.num_prefix_hits += num_cached_tokens
-        if self.host_tier is not None:
-            self.host_tier.count_hits(seq, num_cached_tokens)
-
-    def _count_computed_in_stats(self, seq: Sequence, num_tokens: int) -> None:
-        """Count tokens of a prompt in the statistics, as a step computes them; not again after a preemption."""
-        assert seq.num_uncounted_tokens is not None
-        num_counted = max(0, min(num_tokens, seq.num_uncounted_tokens))
-        seq.num_uncounted_tokens -= num_counted
-        self._stats.num_prompt_tokens += num_counted
 
     def _preempt(self, seq: Sequence, may_swap: bool = True) -> None:
         """Preempt a running sequence. Its blocks are swapped out if possible, otherwise freed. While a step is planned,

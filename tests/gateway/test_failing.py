@@ -292,6 +292,34 @@ def test_a_replica_that_is_not_healthy_gets_no_requests(clock: Clock, caplog: py
     assert " gets no requests: GET /health is answered 500" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "num_asked"),
+    [
+        ("POST", "/v1/chat/completions", 2), ("POST", "/v1/responses/resp_1/cancel", 2), ("POST", "/v1/files", 1),
+        ("POST", "/v1/conversations/conv_1/items", 1), ("POST", "/unknown", 1), ("DELETE", "/unknown", 2),
+    ],
+)  # fmt: skip
+def test_a_replica_that_is_lost_with_a_request_that_makes_something_is_not_replaced(
+    clock: Clock, method: str, path: str, num_asked: int
+) -> None:
+    async def run() -> None:
+        async with fake_servers(die, die) as servers, gateway(at(servers) | {"b": {}}) as gate:
+            headers = {"x-octavo-model": "a"}
+            answer = await gate.http.request(method, path, json={}, headers=headers)
+            assert sum(len(one.asked) for one in servers) == num_asked
+            is_repeated = num_asked == 2
+            expected = (500, "request_kills_replicas") if is_repeated else (502, "replica_lost")
+            assert (answer.status_code, answer.json()["error"]["code"]) == expected
+            servers[0].die()  # nobody there has seen the next one
+            servers[1].behave = answer_plainly
+            await gate.deployment("a").replicas[1].check_health(1)
+            for _ in range(3):
+                gate.deployment("a").replicas[1].breaker.succeed()
+                assert (await gate.http.request(method, path, json={}, headers=headers)).status_code == 200
+
+    clock.run(run())
+
+
 def test_an_address_where_nobody_listens_is_named_in_the_log(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         async with fake_servers(answer_plainly) as (server,):

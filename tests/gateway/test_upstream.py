@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 
 import pytest
 
+from octavo.gateway import request_body
 from octavo.gateway import upstream as upstream_module
 from octavo.gateway.upstream import Sink, Upstream, UpstreamError
 from tests.gateway.fakes import Asked, Behave, fake_servers, until
@@ -123,13 +125,20 @@ def test_a_head_is_bounded_with_and_without_an_end(clock: Clock, head: bytes, nu
     run_with(clock, behave, work)
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "identity", "identity\r\ncontent-encoding: gzip"])
-def test_an_answer_that_is_compressed_unasked_is_a_fault(clock: Clock, encoding: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "transfer"),
+    [
+        ("gzip", "chunked"), ("identity", "Chunked"), ("identity\r\ncontent-encoding: gzip", "chunked"),
+        ("identity", "gzip, chunked"), ("identity", "gzip\r\ntransfer-encoding: chunked"),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_compressed_unasked_is_a_fault(clock: Clock, content: str, transfer: str) -> None:
     async def behave(asked: Asked) -> None:
-        asked.reply(b"abcde", content_encoding=encoding)
+        asked.head(content_encoding=content, transfer_encoding=transfer)
+        asked.writer.write(b"5\r\nabcde\r\n0\r\n\r\n")
 
     async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
-        if encoding == "identity":
+        if (content, transfer) == ("identity", "Chunked"):
             (await upstream.send("GET", b"/x", [], b"")).close()
             return
         with pytest.raises(UpstreamError, match="compressed"):
@@ -284,6 +293,53 @@ def test_a_stream_is_lost_when_nothing_came_for_its_time_and_not_before(clock: C
         answer.close()
 
     run_with(clock, behave, work, timeout_s=30)
+
+
+def test_an_answer_that_came_before_a_write_failed_is_read() -> None:
+    """The server has answered before it read the body, and hung up."""
+
+    class Failing(asyncio.Transport):
+        """Its kernel takes one piece."""
+
+        def write(self, data: object) -> None:
+            connection.pause_writing()
+
+        def get_extra_info(self, name: str, default: object = None) -> object:
+            return ours if name == "socket" else None
+
+        def is_closing(self) -> bool:
+            return True
+
+        def abort(self) -> None:
+            pass
+
+    async def run() -> None:
+        asking = asyncio.ensure_future(connection.ask([b"x" * (request_body.PIECE_BYTES + 1)], 30))
+        await asyncio.sleep(0)
+        theirs.sendall(b"HTTP/1.1 413 X\r\ncontent-length: 5\r\n\r\nabcde")
+        ours.close()
+        connection.connection_lost(BrokenPipeError())
+        answer = await asking
+        assert (answer.status, await answer.read_all(9)) == (413, b"abcde")
+        answer.close()
+        assert theirs.recv(1) == b"", "no handle is left open"
+
+    ours, theirs = socket.socketpair()
+    connection = upstream_module._Connection([], set())
+    connection.connection_made(Failing())
+    asyncio.run(run())
+    theirs.close()
+
+
+def test_a_request_that_must_not_be_repeated_gets_a_new_connection(clock: Clock) -> None:
+    async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
+        for may_be_repeated, number in ((True, 1), (True, 1), (False, 2), (True, 2)):
+            answer = await upstream.send("POST", b"/x", [], b"{}", may_be_repeated=may_be_repeated)
+            await answer.read_all(9)
+            answer.close()
+            assert server.num_connections == number
+
+    run_with(clock, with_length, work)
 
 
 def test_a_redirection_within_the_address_has_only_a_path(clock: Clock) -> None:

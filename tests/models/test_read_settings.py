@@ -135,3 +135,11 @@ def test_of_what_transformers_writes_nothing_is_named_and_of_what_nobody_knows_a
         assert unread_settings(settings | {"scale_of_nothing": 2, "num_hidden_heads": 1}, "auto") == [
             "num_hidden_heads", "scale_of_nothing"
         ]  # fmt: skip
+
+
+def test_what_says_how_a_model_pools_is_not_named() -> None:
+    """Errors name these settings, for --hf-overrides."""
+    settings = _configs("Qwen3ForCausalLM")[0].to_dict() | {"architectures": ["Qwen3ForCausalLM"]}
+    pools: dict[str, Any] = {"is_matryoshka": True, "matryoshka_dimensions": [8]}
+    pools |= {"is_original_qwen3_reranker": True, "classifier_from_token": ["no", "yes"]}
+    assert unread_settings(settings | pools, "auto") == []

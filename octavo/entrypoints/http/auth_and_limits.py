@@ -61,7 +61,7 @@ TOKENIZING_PATHS = frozenset({
 # POST routes whose requests do not wait in the engine's queue
 UNQUEUED_PATHS = (
     DEV_MODE_PATHS
-    | UNBUILT_PATHS
+    | UNBUILT_PATHS.keys()
     | TOKENIZING_PATHS
     | {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/api/show"}
 )

@@ -79,18 +79,39 @@ _BESIDE_SCHEMA = ("name", "description", "schema", "strict")
 # Keywords that show that a client sent a bare schema instead of the object around it.
 _OF_SCHEMAS = ONE | LISTS | MAPS | SILENT | {"type", "required", "items", "enum", "const", "format", "pattern", "$ref"}
 # Routes of OpenAI's and vLLM's servers that Octavo does not have.
-UNBUILT_PATHS = frozenset((
-    "/v1/audio/speech", "/v1/realtime", "/v1/images/generations", "/v1/images/edits", "/v1/images/variations",
-    "/v1/videos", "/v1/containers", "/v1/evals",
-    "/v1/moderations", "/v1/fine_tuning/jobs", "/v1/uploads", "/v1/vector_stores",
-    "/v1/assistants", "/v1/threads", "/v1/messages/batches", "/v1/responses/compact",
-    "/v1/completions/derender", "/v1/chat/completions/derender", "/v1/chat/completions/batch",
-    "/generative_scoring", "/inference/v1/generate", "/server_info", "/reset_mm_cache", "/reset_encoder_cache",
-    "/start_profile", "/stop_profile", "/collective_rpc", "/scale_elastic_ep", "/is_scaling_elastic_ep",
-    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
-    "/start_draft_weight_update", "/update_weight_version", "/weight_info", "/weight_checker", "/get_world_size",
-    "/abort_requests",
-))  # fmt: skip
+_TRANSFER = "/sleep?level=2, new files and /wake_up change a model's weights."
+_PROFILE = "/ui and /metrics show where time goes."
+UNBUILT_PATHS = {
+    **dict.fromkeys((
+        "/v1/audio/speech", "/v1/realtime", "/v1/images/generations", "/v1/images/edits", "/v1/images/variations",
+        "/v1/videos", "/v1/containers", "/v1/evals",
+        "/v1/moderations", "/v1/fine_tuning/jobs", "/v1/uploads", "/v1/vector_stores",
+        "/v1/assistants", "/v1/threads", "/v1/responses/compact",
+        "/v1/completions/derender", "/v1/chat/completions/derender", "/v1/systemone",
+        "/fault_tolerance/apply", "/fault_tolerance/status", "/get_world_size", "/is_scaling_elastic_ep",
+        "/scale_elastic_ep",
+    ), ""),
+    **dict.fromkeys((
+        "/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update", "/update_weights",
+        "/finish_weight_update", "/shutdown_weight_transfer_engine", "/update_weight_version", "/weight_info",
+        "/weight_checker",
+    ), _TRANSFER),
+    **dict.fromkeys(("/start_profile", "/stop_profile"), _PROFILE),
+    **dict.fromkeys(("/abort_requests", "/inference/v1/abort_requests"), "A closed connection ends its request."),
+    **dict.fromkeys(("/cohere/v2/chat", "/cohere/v2/chat/render"), "/v1/chat/completions is the route of chats."),
+    **dict.fromkeys(
+        ("/v1/messages/render", "/v1/responses/render"), "/v1/chat/completions/render gives a prompt's tokens."
+    ),
+    **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), "Media are kept within --mm-processor-cache-gb."),
+    "/collective_rpc": "Workers run no methods of callers.",
+    "/generative_scoring": "/v1/completions with logprob_token_ids gives the probabilities of labels.",
+    "/inference/v1/generate": "/v1/completions takes token ids as prompt, and return_token_ids.",
+    "/kv_event_sources": "--kv-events-config has the addresses.",
+    "/release_kv_cache_memory": "/sleep?level=1 frees the KV cache.",
+    "/server_info": "/v1/models and /metrics tell the settings.",
+    "/v1/chat/completions/batch": "Send several requests at once, or a file to /v1/batches.",
+    "/v1/messages/batches": "/v1/batches takes files of /v1/messages requests.",
+}  # fmt: skip
 # Routes of `engine_control`, which exist with --enable-server-dev-mode only.
 DEV_MODE_PATHS = frozenset({
     "/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/reset_prefix_cache",
@@ -340,7 +361,9 @@ def refusal(error: Exception) -> Response:
 
 async def refuse_not_built(request: Request) -> Response:
     """Answer a request for one of `UNBUILT_PATHS`."""
-    return error_response(f"{request.url.path} is not built yet.", 404, code="not_built")
+    path = request.url.path
+    instead = UNBUILT_PATHS[path.removeprefix(str(request.scope.get("root_path", "")))]
+    return error_response(f"{path} is not built yet. {instead}".rstrip(), 404, code="not_built")
 
 
 def unexpected_error_response() -> Response:
@@ -364,7 +387,7 @@ def http_error_response(request: Request, error: HTTPException) -> Response:
             message = unbuilt_in_ollama(route)
         elif route in _OF_THE_GATEWAY:
             message = f"{route} is for octavo gateway, which fetches and deletes models; octavo serve has one model."
-        elif meant := similar(route, _paths(request) - UNBUILT_PATHS):
+        elif meant := similar(route, _paths(request) - UNBUILT_PATHS.keys()):
             message += f"; did you mean {meant}?"
     elif error.status_code == 405:
         message = method_not_allowed_message(request.method, path, (error.headers or {}).get("Allow", ""))

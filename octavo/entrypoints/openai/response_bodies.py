@@ -127,7 +127,8 @@ class CustomToolCall(ResponseModel):
 
 
 class AssistantMessage(ResponseModel):
-    """`reasoning` is a newer name of `reasoning_content`. Empty fields are left out."""
+    """`reasoning` is a newer name of `reasoning_content`. Both are there without any too, as clients of vLLM read them
+    in any case."""
 
     role: str
     content: str | None
@@ -137,10 +138,9 @@ class AssistantMessage(ResponseModel):
     tool_calls: list[ToolCall | CustomToolCall] | None = None
 
     @model_serializer(mode="wrap")
-    def _leave_out_what_is_not(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _leave_out_no_calls(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = write(self)
-        optional = ("reasoning_content", "reasoning", "tool_calls")
-        return {name: value for name, value in fields.items() if value is not None or name not in optional}
+        return {name: value for name, value in fields.items() if value is not None or name != "tool_calls"}
 
 
 class ChatChoice(ResponseModel):

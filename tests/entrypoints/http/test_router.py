@@ -124,9 +124,11 @@ def test_control_routes_do_nothing_with_a_parameter_that_they_lack(
 
 
 def test_known_routes_that_are_not_built_say_so(http: httpx.Client) -> None:
-    for path in UNBUILT_PATHS:  # some of them look like the id of something that is stored
+    for path, instead in UNBUILT_PATHS.items():  # some of them look like the id of something that is stored
         answer = http.post(path, json={})
-        assert (answer.status_code, answer.json()["error"]["message"]) == (404, f"{path} is not built yet.")
+        said = f"{path} is not built yet. {instead}".rstrip()
+        assert (answer.status_code, answer.json()["error"]["message"]) == (404, said)
+    assert "/v1/batches" in http.post("/v1/chat/completions/batch", json={}).json()["error"]["message"]
     assert http.post("/v1/audio/speech", json={}).json()["error"]["code"] == "not_built"
     error = http.post("/sleep").json()["error"]
     assert error["code"] == "not_enabled" and "--enable-server-dev-mode" in error["message"]

@@ -1,11 +1,38 @@
-"""The gauges of scheduler and cache after a step, and how far a sequence is."""
+"""The scheduler's statistics: counters of prompt tokens, gauges after a step, and how far a sequence is."""
 
 from __future__ import annotations
 
+from octavo.kv_cache.host_tier import HostTier
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.scheduling.sequence_queues import SequenceQueues
 from octavo.sequence import Sequence
 from octavo.stats import EngineStats, SequenceProgress
+
+
+def count_admission(
+    stats: EngineStats, seq: Sequence, num_cached_tokens: int, cache: KVCacheManager, host_tier: HostTier | None
+) -> None:
+    """Count a prompt's look-up and its cached tokens, at its first admission. Its other tokens are counted with the
+    steps that compute them, or when a later admission finds them in the cache."""
+    if seq.num_uncounted_tokens is not None:
+        count_computed(stats, seq, seq.num_uncounted_tokens - (seq.num_tokens - num_cached_tokens))
+        return
+    seq.num_uncounted_tokens = seq.num_tokens - num_cached_tokens
+    seq.num_cached_tokens = num_cached_tokens
+    stats.num_prompt_tokens += num_cached_tokens
+    if cache.looks_up(seq):
+        stats.num_prefix_queries += seq.num_tokens
+    stats.num_prefix_hits += num_cached_tokens
+    if host_tier is not None:
+        host_tier.count_hits(seq, num_cached_tokens)
+
+
+def count_computed(stats: EngineStats, seq: Sequence, num_tokens: int) -> None:
+    """Count tokens of a prompt, as a step computes them; not again after a preemption."""
+    assert seq.num_uncounted_tokens is not None
+    num_counted = max(0, min(num_tokens, seq.num_uncounted_tokens))
+    seq.num_uncounted_tokens -= num_counted
+    stats.num_prompt_tokens += num_counted
 
 
 def set_gauges(stats: EngineStats, queues: SequenceQueues, cache: KVCacheManager) -> None:
