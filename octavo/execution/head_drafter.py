@@ -81,9 +81,9 @@ class ChainDrafter:
 
     def draft(self, plan: StepPlan) -> DraftBatch:
         """Make draft tokens for the rows of a plan that ask for them."""
-        has_vocabulary = self._head.target_token_ids is None
+        num_shared_tokens = self._head.vocab_size if self._head.target_token_ids is None else 0
         self._runner.resend_block_tables_later(self._changes)  # if no step has followed them
-        self._changes = changes_of(plan, self._group, len(self._runner.sequence_table.blocks), has_vocabulary)
+        self._changes = changes_of(plan, self._group, len(self._runner.sequence_table.blocks), num_shared_tokens)
         self._runner.apply_updates(self._changes)
         for admission in plan.admissions:
             self._num_computed[admission.row] = -1
@@ -187,7 +187,7 @@ class MedusaDrafter:
 
     def draft(self, plan: StepPlan) -> DraftBatch:
         """Make draft tokens for the rows of a plan that ask for them."""
-        for admission in changes_of(plan, 0, 0).admissions:
+        for admission in changes_of(plan, 0, 0, self._target.model.vocab_size).admissions:
             self._sampling.admit(admission)
             self._num_computed[admission.row] = -1
         wanting = [planned for planned in plan.rows if planned.wants_drafts]

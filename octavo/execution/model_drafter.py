@@ -121,7 +121,8 @@ class ModelDrafter:
     def _apply_updates(self, plan: StepPlan) -> StepPlan:
         """Apply the plan's updates that concern the draft, and return them as a plan without rows."""
         table = self._runner.sequence_table
-        changes = changes_of(plan, self._group, len(table.blocks), state_groups=table.state_groups)
+        vocab_size = self._runner.model.vocab_size
+        changes = changes_of(plan, self._group, len(table.blocks), vocab_size, table.state_groups)
         self._runner.apply_updates(changes)
         if self._filled is not None:
             self._look_up(plan, self._filled)
@@ -199,14 +200,14 @@ class ModelDrafter:
 
 
 def changes_of(
-    plan: StepPlan, group: int, num_groups: int, has_vocabulary: bool = True, state_groups: Container[int] = ()
+    plan: StepPlan, group: int, num_groups: int, num_shared_tokens: int, state_groups: Container[int] = ()
 ) -> StepPlan:
     """Return a plan's admissions and new blocks for a draft's runner: all its `num_groups` groups, except state groups,
-    use the blocks of `group`."""
+    use the blocks of `group`. `num_shared_tokens`: as for `draft_params`."""
     copies = [number for number in range(num_groups) if number not in state_groups]
     admissions = [
         replace(
-            admission, params=draft_params(admission.params, has_vocabulary),
+            admission, params=draft_params(admission.params, num_shared_tokens),
             block_tables=[admission.block_tables[group] if n in copies else [] for n in range(num_groups)],
         )
         for admission in plan.admissions
@@ -220,11 +221,12 @@ def changes_of(
     return StepPlan(admissions=admissions, new_blocks=new_blocks)
 
 
-def draft_params(params: SamplingParams, has_vocabulary: bool) -> SamplingParams:
+def draft_params(params: SamplingParams, num_shared_tokens: int) -> SamplingParams:
     """Return the sampling parameters that a draft model follows: those that do not depend on earlier draft tokens, nor
-    on token ids unless it has the target model's vocabulary."""
+    on token ids from `num_shared_tokens` on. The ids below are of the same tokens in the target model."""
+    bias, allowed = params.logit_bias or {}, params.allowed_token_ids or ()
     return SamplingParams(
         temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p,
-        logit_bias=params.logit_bias if has_vocabulary else None,
-        allowed_token_ids=params.allowed_token_ids if has_vocabulary else None,
+        logit_bias={token: value for token, value in bias.items() if token < num_shared_tokens} or None,
+        allowed_token_ids=[token for token in allowed if token < num_shared_tokens] or None,
     )  # fmt: skip

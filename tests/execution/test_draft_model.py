@@ -94,6 +94,27 @@ def test_a_draft_changes_no_answer(model: Path, drafts: dict[str, Path], draft: 
     assert_same(found, expected, place)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"logit_bias": {VOCAB - 1: 5.0, 7: 3.0}},
+        {"allowed_token_ids": [7, VOCAB - 1]},
+        {"allowed_token_ids": [VOCAB - 2, VOCAB - 1]},
+    ],
+    ids=str,
+)
+def test_settings_may_name_tokens_that_the_draft_lacks(
+    model: Path, drafts: dict[str, Path], settings: dict[str, Any]
+) -> None:
+    def asked() -> list[EngineRequest]:
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, **settings)
+        return [EngineRequest("r", Prompt([5, 6, 7]), params, [EOS], 6, 0.0)]
+
+    speculative = {"model": str(drafts["narrow"]), "num_speculative_tokens": 3}
+    core = EngineCore(config_of(model, speculative_config=speculative), None, Speculation(ToBeDrafted(96), 3))
+    assert_same(run(core, asked()), run(EngineCore(config_of(model)), asked()), "cpu")
+
+
 def is_followed(request: EngineRequest) -> bool:
     """Whether a draft knows all that the sampler does."""
     params = request.params
