@@ -92,6 +92,17 @@ def resolve(
     return _from_gguf(model, path, load_format, tokenizer_path)
 
 
+def _refuse_adapter(name: str, folder: str, names: list[str]) -> None:
+    """Raise `LoadError` for a folder that has the weights of an adapter, and none of a model."""
+    if "adapter_config.json" not in names:
+        return
+    base = read_json(os.path.join(folder, "adapter_config.json")).get("base_model_name_or_path") or "BASE_MODEL"
+    raise LoadError(
+        f"{name} is a LoRA adapter, not a model: serve its base model with it, octavo serve {base} --enable-lora "
+        f"--lora-modules NAME={folder}."
+    )
+
+
 def _from_gguf(name: str, path: str, load_format: str, tokenizer_path: str) -> Checkpoint:
     if load_format not in ("auto", "gguf", "dummy"):
         raise LoadError(f"{name} is a GGUF file, which --load-format {load_format} does not read; use auto or gguf.")
@@ -121,6 +132,7 @@ def _from_folder(name: str, folder: str, load_format: str, tokenizer_path: str) 
     elif load_format != "dummy":
         weight_format, files = pick_weights(names, load_format)
         if not files:
+            _refuse_adapter(name, folder, names)
             raise LoadError(
                 f"{name} has no weights for --load-format {load_format}: none of {len(names)} files in {folder} is "
                 f"{'.safetensors, pytorch_model*.bin or .gguf' if load_format == 'auto' else 'of that format'}."
@@ -173,6 +185,7 @@ def _choose_in_folder(name: str, folder: str, load_format: str) -> str:
         return folder
     if weight_format == "gguf":
         return os.path.join(folder, _one_gguf(name, files, f"pass one of them by its path in {folder}"))
+    _refuse_adapter(name, folder, names)
     raise LoadError(
         f"{name} has no config.json and no .gguf file among its {len(names)} files in {folder}; name a model's folder "
         "or a .gguf file."

@@ -109,6 +109,9 @@ def register(name: str, reader: Reader, builder: Builder = Decoder) -> None:
     _ARCHITECTURES[name] = reader, builder
 
 
+_NO_NAME = "(none)"
+
+
 def architectures() -> list[str]:
     """Return the names of all architectures that Octavo builds itself."""
     return sorted(_ARCHITECTURES)
@@ -120,7 +123,7 @@ def by_transformers(config: Mapping[str, Any], impl: str) -> bool:
 
 
 def _named(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures") or ["(none)"]
+    names = config.get("architectures") or [_NO_NAME]
     if not isinstance(names, list) or not isinstance(names[0], str):
         raise LoadError(f"architectures = {str(names)[:60]} of the model's configuration is not a list of names.")
     name = names[0]
@@ -187,6 +190,14 @@ def build(description: ModelDescription, weights: Weights, ops: Ops, max_positio
 
 
 def _describe_by_transformers(name: str, config: Mapping[str, Any], code_folder: str | None) -> ModelDescription:
+    if name == _NO_NAME:
+        kind = str(config.get("model_type") or "")
+        likely = f"{kind.replace('_', '')}forcausallm"
+        named = next((one for one in _ARCHITECTURES if one.lower() == likely), "NameOfTheModelsClass")
+        raise LoadError(
+            f'config.json has no architectures, and its model_type is {kind!r}: write "architectures": ["{named}"] '
+            f'there, or pass --hf-overrides \'{{"architectures": ["{named}"]}}\'. `octavo models` lists the names.'
+        )
     about = "" if name in _ARCHITECTURES else " is not built in Octavo itself, and"
     try:
         from octavo.models.transformers_model import describe

@@ -112,6 +112,16 @@ INDEX = "model.safetensors.index.json"
         ([_remove("config.json")], "auto", "has no config.json and no .gguf file among its 1 files"),
         ([_remove("model.safetensors")], "auto", "has no weights for --load-format auto: none of 1 files"),
         ([], "pt", "has no weights for --load-format pt"),
+        (
+            [_remove("config.json"), _remove("model.safetensors"), _write("adapter_config.json", "{}")],
+            "auto",
+            "is a LoRA adapter, not a model: serve its base model with it, octavo serve BASE_MODEL --enable-lora",
+        ),
+        (
+            [_remove("model.safetensors"), _write("adapter_config.json", '{"base_model_name_or_path": "org/b"}')],
+            "auto",
+            "octavo serve org/b --enable-lora --lora-modules NAME=",
+        ),
         ([_write("config.json", "{")], "auto", "config.json is damaged: it is not JSON"),
         ([_write("config.json", "[1]")], "auto", "config.json is damaged: it holds a JSON list"),
         ([_write("config.json", "[" * 100_000)], "auto", "config.json is damaged: it is not JSON"),

@@ -346,3 +346,9 @@ def test_time_steps_of_nemotron_h_have_the_limits_that_the_configuration_says() 
 
     assert limits() == limits(time_step_min=0.1) == (0.0, math.inf)
     assert limits(time_step_limit=[0.3, 0.9]) == (0.3, 0.9)
+
+
+def test_a_configuration_without_architectures_says_which_to_write() -> None:
+    for kind, name in (("llama", "LlamaForCausalLM"), ("qwen3_moe", "Qwen3MoeForCausalLM"), ("", "NameOfTheModels")):
+        with pytest.raises(LoadError, match=rf'model_type is .{kind}.: write "architectures": \["{name}'):
+            describe({"model_type": kind, "architectures": None})

@@ -82,7 +82,8 @@ def render_chat(
     """
     if not (chat_template or tokenizer.chat_template):
         raise RequestError(
-            "This model has no chat template: start the server with --chat-template FILE, or use completions.",
+            "This model has no chat template: give one (--chat-template FILE, or chat_template of LLM.chat), or send "
+            "a text as prompt or input in place of messages.",
             param="messages",
         )
     try:
