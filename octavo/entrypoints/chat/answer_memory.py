@@ -297,7 +297,7 @@ def _said(text: str, prompt: str, message: ChatMessage, reading: AnswerReading) 
 
     def new_parser() -> FormatParser:
         assert form is not None
-        return FormatParser(form, reading.schemas)
+        return FormatParser(form, reading.schemas, "" if style is None else style.end_beside_calls)
 
     has_calls = form is not None and bool(reading.schemas or message.tool_calls)
     thought, content = "", text

@@ -119,7 +119,8 @@ def answer_format(
             new_parser = partial(ForcedCallsReader, spelled)
             return AnswerFormat(reasoning, include, new_parser, (*marks, *spelled.marks), False, (), *ids)
     if tools and form is not None:
-        has_one, new_parser = body.parallel_tool_calls is False, partial(FormatParser, form, tools)
+        thought_end = "" if style is None else style.end_beside_calls
+        has_one, new_parser = body.parallel_tool_calls is False, partial(FormatParser, form, tools, thought_end)
         return AnswerFormat(reasoning, include, new_parser, (*marks, *form.marks), has_one, trigger_marks(form), *ids)
     return AnswerFormat(reasoning, include, None, marks)
 
@@ -266,14 +267,15 @@ class AnswerReader:
         self._to_check: list[tuple[str, list[str]]] = []  # functions that were called, with pieces of their arguments
         self._arguments: list[str] | None = None  # the pieces of the call that is read, if it is checked
 
-    def add(self, text: str, is_end: bool) -> list[Delta]:
-        """Return the deltas that `text` completes; at the end, also those held back."""
+    def add(self, text: str, is_end: bool, *, is_cut: bool = False) -> list[Delta]:
+        """Return the deltas that `text` completes; at the end, also those held back. `is_cut`: the model did not end
+        the answer."""
         deltas = self._split(self._splitter.add(text)) if self._splitter is not None else self._content(text)
         if is_end:
             if self._splitter is not None:
                 deltas += self._split(self._splitter.finish())
             if self._parser is not None:
-                deltas += self._pieces(self._parser.finish())
+                deltas += self._pieces(self._parser.finish(is_cut=is_cut))
         return deltas
 
     def finish_reason(self, reason: str | None) -> str | None:

@@ -339,8 +339,10 @@ class ChatRun:
             self._readers[index] = AnswerReader(reading.format, f"{reading.response_id} {index}")
         self._count_reasoning(completion)
         reader = self._readers[index]
-        deltas, reason = reader.add(completion.text, is_end=is_end), completion.finish_reason
-        return ReadOutput(deltas, reader.finish_reason(reason), reader.stop_reason(reason, completion.stop_reason))
+        reason, stop_reason = completion.finish_reason, completion.stop_reason
+        is_cut = reason != "stop" or isinstance(stop_reason, str)
+        deltas = reader.add(completion.text, is_end=is_end, is_cut=is_cut)
+        return ReadOutput(deltas, reader.finish_reason(reason), reader.stop_reason(reason, stop_reason))
 
     def _count_reasoning(self, completion: CompletionOutput) -> None:
         """Count the reasoning tokens of a choice's next output. `_count_long_outputs_in_thread` and `read_next` both

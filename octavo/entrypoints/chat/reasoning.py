@@ -54,6 +54,12 @@ class ReasoningStyle:
         return tuple(filter(None, (self.start, self.end, self.answer_start, self.answer_end, *more)))
 
     @property
+    def end_beside_calls(self) -> str:
+        """Return the end mark, which models also write before or behind a call in their reasoning; empty if it has
+        another meaning there."""
+        return "" if self.blocks is not None or self.has_channels or self.stays_in_content else self.end.strip()
+
+    @property
     def text_marks(self) -> tuple[str, ...]:
         """Return the marks that may stand in the answer beside calls."""
         if self.blocks is not None:
@@ -165,7 +171,7 @@ def new_splitter(
     if reasoning.style.stays_in_content:
         return WholeContent(reasoning.style.start if reasoning.is_open else "")
     if reasoning.style is FUNCTIONARY:
-        return RecipientSplitter(reasoning.has_header)
+        return RecipientSplitter(reasoning.has_header, new_tool_parser)
     if reasoning.style.blocks is not None:
         return BlockSplitter(reasoning, reasoning.style.blocks)
     if reasoning.style.has_channels:
@@ -240,7 +246,7 @@ class ReasoningSplitter:
         if self._state == "inside":
             if self._trial is not None:  # the end of the answer may decide whether it is a call
                 trial, self._trial = self._trial, None
-                if _has_call(trial.add(held[self._num_tried :]) + trial.finish()):
+                if _has_call(trial.add(held[self._num_tried :]) + trial.finish(is_cut=True)):
                     self._state, self.is_ended_by_call = "after", True
                     return "", held
                 self._give_up(held)
@@ -524,8 +530,9 @@ class RecipientSplitter:
     _LINE = re.compile(r">>>(?:(all)[ \t]{0,32}\n|[\w.\-]{1,256}[ \t]{0,32}\n\s{0,32}\{)")
     _LINE_SO_FAR = re.compile(r">{0,3}|>>>[\w.\-]{0,256}[ \t]{0,32}(?:\n\s{0,32})?")
 
-    def __init__(self, is_begun: bool) -> None:
+    def __init__(self, is_begun: bool, new_tool_parser: Callable[[], ToolParser] | None = None) -> None:
         """`is_begun`: the prompt ends with the first mark."""
+        self._new_tool_parser = new_tool_parser
         self._held = _RECIPIENT_MARK if is_begun else ""
         self._is_first = is_begun  # whether the held text begins with the prompt's mark
 
@@ -550,6 +557,9 @@ class RecipientSplitter:
     def finish(self) -> tuple[str, str]:
         """Return the text still held back when the answer ends."""
         held, self._held = self._held, ""
+        if self._is_first and self._new_tool_parser is not None:  # perhaps a call without arguments
+            parser = self._new_tool_parser()
+            self._is_first = not _has_call(parser.add(held) + parser.finish())
         return "", held.removeprefix(_RECIPIENT_MARK) if self._is_first else held
 
 

@@ -52,7 +52,7 @@ class ForcedCallsReader:
                 self._scanner = None
         return pieces
 
-    def finish(self) -> list[Piece]:
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
         is_open = self._scanner is not None and self._held
         return [Call(None, self._held)] if is_open else []
 

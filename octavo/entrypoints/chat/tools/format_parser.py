@@ -21,12 +21,14 @@ from octavo.entrypoints.chat.tools.tool_parser_base import (
     load_json,
     search,
     to_json,
+    without_damaged_end,
 )
 
 _MAX_REREAD = 100_000  # characters of false calls, after which the rest of an answer is content
 _MAX_HEAD = 512  # characters before the arguments of a `NamedJson`
 _MAX_KEY = 128  # characters of a key without a schema that ends the argument before it
 _MAX_ENDS = 16  # marks of a call's end that are looked at, each of which takes the time to read the call so far
+_FENCE = "```"
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
 _NAME = re.compile(r"[\w.\-]{1,256}")
 _COUNTED = re.compile(r"(?:functions?[._:\-])?([\w.\-]+?)[._:\-]\d+")
@@ -42,9 +44,10 @@ _MAY_BEGIN_LIST = re.compile(r"\[\s{0,32}[\w.\-]{0,256}\s{0,32}\Z")
 
 
 class FormatParser(TextParser):
-    """Reads one answer in `form`."""
+    """Reads one answer in `form`. `thought_end` is the mark at the end of the reasoning, which models also write beside
+    calls."""
 
-    def __init__(self, form: ToolFormat, tools: ToolSchemas) -> None:
+    def __init__(self, form: ToolFormat, tools: ToolSchemas, thought_end: str = "") -> None:
         self._form = form
         marks = (form.open, form.start, form.end, form.close)
         self._open, self._start, self._end, self._close = (mark.strip() for mark in marks)
@@ -57,6 +60,9 @@ class FormatParser(TextParser):
         self._marks = trigger_marks(form)
         if self._code_mark and not form.is_whole_answer:
             self._marks = (*self._marks, self._code_mark)
+        self._thought_end = thought_end
+        last = form.body.end.strip() if isinstance(form.body, NamedJson | Tags) else ""
+        self._ends = [mark for mark in (last, self._end, self._close, self._thought_end) if mark]
         self._any_mark = re.compile("|".join(map(re.escape, self._marks)))
         self._num_unclosed = 0  # values of tags without an end
         self._blanks = ""  # before the last mark; content if the mark is content
@@ -73,7 +79,9 @@ class FormatParser(TextParser):
             yield from self._read_section(mark)
             if self._begin == begin:  # no call: search the text after the mark again for another mark
                 num_reread += self._seen - begin
-                self._give(self._blanks + mark)
+                is_last = self._is_whole and self._is_after_call and not self._text[begin:].strip()
+                if not is_last:  # some models end a call with the mark of its begin
+                    self._give(self._blanks + mark)
             self._seen = self._begin
         yield from self._give_rest()
 
@@ -101,22 +109,24 @@ class FormatParser(TextParser):
         if mark == self._code_mark:
             yield from self._take_code()
             return
-        for opened, closed in ((self._open, self._close), (self._start, self._end)):
-            if mark == opened and closed and (yield from self._skip_mark(closed)):
+        yield from self._skip_opening(mark)
+        pair = self._close if mark == self._open else self._end if mark == self._start else ""
+        for closed in filter(None, self._ends if self._is_after_call else [pair]):  # no call is between the marks
+            if (yield from self._skip_mark(closed)):
                 self._begin = self._seen
                 return
         if self._start and mark not in (self._start, self._tag):
-            yield from self._skip_mark(self._start)
+            yield from self._skip_opening(self._start)
         is_after_tag = mark == self._tag
         while (calls := (yield from self._take_calls(is_after_tag))) is not None:
             self._give_calls(calls)
-            if self._end and (yield from self._skip_mark(self._end)):
-                self._begin = self._seen
+            yield from self._skip_ends()
             is_after_tag = False
             if self._separator:
                 yield from self._skip_mark(self._separator)
             if self._start:
                 if (yield from self._skip_mark(self._start)):
+                    yield from self._skip_opening(self._start)
                     continue
                 break
             if self._tag:
@@ -125,7 +135,28 @@ class FormatParser(TextParser):
                     break
             elif not (yield from self._skip_spaces(_NO_SEPARATOR)) or self._text[self._seen] != "{":
                 break
-        yield from self._skip_close()
+
+    def _skip_opening(self, mark: str) -> Steps[None]:
+        """Pass over repetitions of the mark before a call, and the end of the reasoning."""
+        while (yield from self._skip_mark(mark)):
+            pass
+        if self._thought_end and (yield from self._skip_mark(self._thought_end)):
+            yield from self._skip_mark(mark)
+
+    def _skip_ends(self) -> Steps[None]:
+        """Pass over the marks behind a call, which models repeat and confuse."""
+        marks, self._seen = list(self._ends), self._begin
+        while marks:
+            for mark in marks:
+                if (yield from self._skip_mark(mark)):
+                    break
+            else:
+                if (found := (yield from self._skip_damaged(marks, self._marks))) is None:
+                    return
+                mark = found
+            self._begin = self._seen
+            if mark == _FENCE:  # the next one begins a block of code
+                marks.remove(mark)
 
     def _take_code(self) -> Steps[None]:
         """Give the call whose code is the rest of the answer. Without a function that takes code, give nothing."""
@@ -154,13 +185,6 @@ class FormatParser(TextParser):
             value = {key: value if isinstance(value, str) else code}
         self._give_calls([Call(name, to_json(value))])
 
-    def _skip_close(self) -> Steps[None]:
-        """Pass over the mark that closes the calls."""
-        if self._had_call and self._close:
-            self._seen = self._begin
-            if (yield from self._skip_mark(self._close)):
-                self._begin = self._seen
-
     def _read_whole_answer(self) -> Steps[None]:
         while True:
             if self._had_call and not (yield from self._skip_spaces(_NO_SEPARATOR)):
@@ -176,7 +200,8 @@ class FormatParser(TextParser):
                     yield from self._take_code()
                 break
             self._give_calls(calls)
-        yield from self._skip_close()
+        if self._had_call:
+            yield from self._skip_ends()
         if not self._had_call and isinstance(self._form.body, PythonCalls):
             yield from self._find_python()
         yield from self._give_rest()
@@ -203,8 +228,7 @@ class FormatParser(TextParser):
         if listed is not None and read is not None:
             self._seen = listed.start() + read[1]
             self._give_calls(read[0])
-            if self._close and (yield from self._skip_mark(self._close)):
-                self._begin = self._seen
+            yield from self._skip_ends()
 
     def _take_calls(self, is_after_tag: bool) -> Steps[list[Call] | None]:
         """Return the calls that begin here, and go behind them. Return None if the text is no call."""
@@ -221,7 +245,7 @@ class FormatParser(TextParser):
             return (yield from self._take_python())
         if isinstance(body, KeyedValues):
             text = yield from self._take_until_outside(self._end, lambda text: text.count(body.quote) % 2 > 0)
-            call = keyed_call(text, body, self._tools)
+            call = None if self._is_cut and "{" not in text else keyed_call(text, body, self._tools)
             return None if call is None else [call]
         return None
 
@@ -255,13 +279,18 @@ class FormatParser(TextParser):
             if stop and stop in self._text[begin : begin + _MAX_HEAD]:
                 break
             self._seen = len(self._text)
-            if self._seen - begin >= _MAX_HEAD or not (yield from self._more()):
+            if self._seen - begin >= _MAX_HEAD or (self._is_whole and self._is_cut):
                 return None
+            if not (yield from self._more()):
+                break
         end = self._text.find(stop, begin, begin + _MAX_HEAD) if stop else -1
+        end = len(self._text) if brace < 0 and end < 0 else end
         is_bare = end >= 0 and (brace < 0 or end < brace)  # a call without arguments
         self._seen = end if is_bare else brace
         written = " ".join(self._text[begin : self._seen].split())
         head = self._head.fullmatch(written.removesuffix(body.end.strip()) if is_bare else written)
+        if is_bare and self._form.text_start and "\n" not in self._text[begin : self._seen]:
+            return None  # a mark in a text
         # Without a mark of its own a call is known by its name only.
         if head is None or ((is_bare or self._form.text_start) and head["name"] not in self._tools):
             return None
@@ -305,7 +334,8 @@ class FormatParser(TextParser):
             return None
         if body.index and (yield from self._take_until(body.name_after)) is None:
             return None
-        if not body.index and not (yield from self._skip_mark(body.name_after.strip())):
+        after = body.name_after.strip()
+        if not body.index and after and not (yield from self._skip_mark(after)):
             return [Call(name, "{}")] if (yield from self._skip_self_closing(body)) else None
         schema = self._tools.get(name, {})
         schemas = property_names(schema, schema)
@@ -321,9 +351,16 @@ class FormatParser(TextParser):
             if isinstance(value, dict) and end and (yield from self._skip_mark(end)):
                 return [Call(name, to_json(value))]
             self._seen = begin
+        # The model may have forgotten the mark at the end of a call.
+        ends = [self._end, self._close, *((self._start, self._tag) if name in self._tools else ())]
         while True:
             if end and (yield from self._skip_mark(end)):
                 return [Call(name, to_json(arguments))]
+            begin = self._seen
+            for mark in filter(None, ends):
+                if (yield from self._skip_mark(mark)):
+                    self._seen = begin
+                    return [Call(name, to_json(arguments))]
             if not (yield from self._skip_mark(body.key_before)):
                 break
             key = yield from self._take_until(body.key_after)
@@ -343,13 +380,11 @@ class FormatParser(TextParser):
             if value is None:
                 return None
             arguments[key] = value[0]
-        # The model may have forgotten the mark at the end of a call.
-        begin = self._seen
-        for mark in filter(None, (self._end, self._close, self._start if name in self._tools else "")):
-            if (yield from self._skip_mark(mark)):
-                self._seen = begin
-                return [Call(name, to_json(arguments))]
-        return None if end else [Call(name, to_json(arguments))]
+        is_damaged = bool(end) and (yield from self._skip_damaged([end], self._marks)) is not None
+        if is_damaged and not (self._is_cut and self._seen == len(self._text)):
+            return [Call(name, to_json(arguments))]
+        is_over = not (yield from self._skip_spaces()) and not self._is_cut and name in self._tools
+        return [Call(name, to_json(arguments))] if is_over or not end else None
 
     def _skip_self_closing(self, body: Tags) -> Steps[bool]:
         """Go behind `/>` after a name, as in `<invoke name="f"/>`. Return whether it was there."""
@@ -452,7 +487,7 @@ class FormatParser(TextParser):
                 continue
             elif stop.match(self._text, found.start()):
                 self._seen = found.start()
-                return self._text[begin : self._seen].rstrip()
+                return without_damaged_end(self._text[begin : self._seen], mark)
             elif len(self._text) - found.start() >= size or self._is_whole:
                 scanned = found.start() + 1
                 continue
@@ -465,7 +500,7 @@ class FormatParser(TextParser):
             return self._text[begin : marks[0]]
         last = [at for end in ends if (at := self._text.find(end, begin)) >= 0]
         self._seen = min(last, default=len(self._text))
-        return self._text[begin : self._seen].rstrip() if last else None
+        return without_damaged_end(self._text[begin : self._seen], mark) if last else None
 
     def _goes_on_after_value(self, body: Tags, mark: str) -> Steps[bool]:
         """Return whether the text from here on is that after an argument: another one, or the end of the call or of the
@@ -473,22 +508,31 @@ class FormatParser(TextParser):
         while (yield from self._skip_mark(mark)):
             pass
         begin, is_over = self._seen, not (yield from self._skip_spaces())
-        for follows in (body.key_before.strip(), body.end.strip(), self._end, self._close):
-            is_over = is_over or (bool(follows) and (yield from self._skip_mark(follows)))
+        ends = list(filter(None, (body.end.strip(), self._end, self._close)))
+        for follows in (body.key_before.strip(), *ends):
+            is_over = is_over or (yield from self._skip_mark(follows))
+        is_over = is_over or (yield from self._skip_damaged(ends, self._marks)) is not None
         self._seen = begin
         return is_over
 
     def _take_until_outside(self, mark: str, is_within: Callable[[str], bool]) -> Steps[str]:
         """Return the text before the first `mark` that is not within a text of an argument, and go behind the mark. If
-        the model forgot the mark, all text is before it."""
-        begin = self._seen
-        for _ in range(_MAX_ENDS):
-            if (yield from self._take_until(mark)) is None:
+        the model forgot the mark, all text before the next call is before it."""
+        begin, marks = self._seen, [one for one in (mark, self._start) if one]
+        any_mark, longest = re.compile("|".join(map(re.escape, marks))), max(map(len, marks))
+        for num in range(1, _MAX_ENDS + 1):
+            scanned = self._seen
+            while (found := search(self._text, any_mark, max(scanned, self._seen - longest + 1))) is None:
                 self._seen = len(self._text)
-                return self._text[begin:]
-            text = self._text[begin : self._seen - len(mark)]
-            if not is_within(text):
-                break
+                if not (yield from self._more()):
+                    return without_damaged_end(self._text[begin:], mark)
+            text, self._seen = self._text[begin : found.start()], found.end()
+            if num < _MAX_ENDS and is_within(text):
+                continue
+            if found[0] != mark:
+                self._seen = found.start()
+                text = without_damaged_end(text, mark)
+            break
         return text
 
     def _take_name(self) -> Steps[str | None]:

@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
+
+from octavo.entrypoints.chat.reasoning import held_back
 
 ToolSchemas = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by the function's name
 
@@ -30,6 +33,7 @@ Piece = str | Call  # content, or a call
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # pauses until more text has come
 
+_MIN_DAMAGED = 6  # characters of a mark that is known without one of them
 _NO_SPACE = re.compile(r"\S")
 _JSON_MARKS = re.compile(r'\\.?|["\[\]{}]', re.DOTALL)
 
@@ -41,8 +45,8 @@ class ToolParser(Protocol):
         """Return the pieces that `text` completes."""
         ...
 
-    def finish(self) -> list[Piece]:
-        """Return the pieces still held back when the answer ends."""
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """Return the pieces still held back when the answer ends. `is_cut`: not by the model's own choice."""
         ...
 
 
@@ -56,6 +60,7 @@ class TextParser:
         self._begin = 0  # begin of the text that has not been given
         self._seen = 0  # characters already looked at
         self._is_whole = False  # the answer is complete
+        self._is_cut = False  # and the model would have gone on
         self._pieces: list[Piece] = []  # completed pieces
         self._had_call = False
         self._is_after_call = False  # no content since the last call
@@ -68,8 +73,8 @@ class TextParser:
         self._text = held
         return self._read_on()
 
-    def finish(self) -> list[Piece]:
-        self._is_whole = True
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        self._is_whole, self._is_cut = True, is_cut
         return self._read_on()
 
     def _read_on(self) -> list[Piece]:
@@ -137,6 +142,24 @@ class TextParser:
         self._seen = begin
         return False
 
+    def _skip_damaged(self, marks: Sequence[str], others: Collection[str]) -> Steps[str | None]:
+        """Go behind spaces and a mark that lacks a character or, at the end of the answer, its rest. Return the whole
+        mark, or None without one. A text of `others` is not a damaged mark."""
+        damaged = {one: mark for mark in marks for one in damaged_marks(mark) if one not in others}
+        longest, begin = max(map(len, marks), default=0), self._seen
+        if (yield from self._skip_spaces()):
+            while any(one.startswith(self._text[self._seen : self._seen + longest]) for one in (*marks, *damaged)):
+                if not (yield from self._more()):
+                    rest, self._seen = self._text[self._seen :], len(self._text)
+                    return next(mark for mark in (*marks, *damaged) if mark.startswith(rest))
+            found = [one for one in damaged if self._text.startswith(one, self._seen)]
+            if found:
+                one = max(found, key=len)
+                self._seen += len(one)
+                return damaged[one]
+        self._seen = begin
+        return None
+
     def _take_until(self, mark: str) -> Steps[str | None]:
         """Return the text before the next `mark`, and go behind the mark. Return None without a mark."""
         begin = self._seen
@@ -157,6 +180,21 @@ class TextParser:
                 return None
         self._seen = end
         return load_json(self._text[begin:end])
+
+
+@lru_cache(maxsize=1024)
+def damaged_marks(mark: str) -> tuple[str, ...]:
+    """Return the texts that lack one character of a mark, which models write in its place. None of a short mark."""
+    if len(mark) < _MIN_DAMAGED:
+        return ()
+    return tuple(dict.fromkeys(mark[:i] + mark[i + 1 :] for i in range(len(mark))))
+
+
+def without_damaged_end(text: str, mark: str) -> str:
+    """Return a text without spaces, and a damaged `mark` or the first part of it, at its end."""
+    text = text.rstrip()
+    found = next((one for one in damaged_marks(mark) if text.endswith(one)), None)
+    return text[: len(text) - (held_back(text, mark) if found is None else len(found))].rstrip()
 
 
 def find(text: str, mark: str, begin: int) -> int:

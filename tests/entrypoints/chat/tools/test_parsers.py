@@ -104,7 +104,10 @@ GOOD: list[tuple[str, str, str | None, list[Any]]] = [
     ),
     ("mistral", "[TOOL_CALLS]now[ARGS][TOOL_CALLS]now[ARGS]{}", None, [NOW, NOW]),
     ("mistral", "[TOOL_CALLS]later[TOOL_CALLS]now[ARGS]{}", "[TOOL_CALLS]later", [NOW]),
-    ("mistral", "[TOOL_CALLS]now", "[TOOL_CALLS]now", []),
+    ("mistral", "[TOOL_CALLS]now", None, [NOW]),
+    ("mistral", "[TOOL_CALLS]later", "[TOOL_CALLS]later", []),
+    ("functionary", "x\n>>>now\n", "x", [NOW]),
+    ("functionary", "x >>> now", "x >>> now", []),  # without its line, the mark is text
     ("functionary", ">>>now\n>>>now\n{}", None, [NOW, NOW]),
     ("glm45", "The <tool_call>word<tool_call> is a mark", "The <tool_call>word<tool_call> is a mark", []),
     (
