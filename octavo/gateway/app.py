@@ -15,6 +15,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from octavo.api_keys import ApiKeys, sent_keys
+from octavo.azure import read_as_openai
 from octavo.errors import RequestError, error_code
 from octavo.gateway.client import BrokenAnswerError, Client, ClientSend
 from octavo.gateway.client_keys import Key, LimitError
@@ -82,6 +83,7 @@ class GatewayApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} is not served")
+        read_as_openai(scope)
         path: str = scope["path"]
         # After a broken answer uvicorn cuts the connection, as the answer is incomplete.
         with contextlib.suppress(_ClientGoneError, BrokenAnswerError):

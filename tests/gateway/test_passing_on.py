@@ -533,3 +533,16 @@ def test_a_far_replica_gets_no_address_of_a_client(clock: Clock, monkeypatch: py
             assert not {"x-forwarded-for", "forwarded", "x-real-ip"} & gate.launch.last("a").asked[0].headers.keys()
 
     clock.run(run())
+
+
+def test_requests_of_azures_clients_are_passed_on_as_openais(clock: Clock) -> None:
+    async def run() -> None:
+        async with gateway({"a": {}}, FakeLaunch(answer_plainly), api_key=["key"]) as gate:
+            path, body = "/openai/deployments/x/chat/completions?api-version=1", {"model": "a", "messages": []}
+            assert (await gate.http.post(path, json=body, headers={"api-key": "wrong"})).status_code == 401
+            assert (await gate.http.post(path, json=body, headers={"api-key": "key"})).status_code == 200
+            (asked,) = gate.launch.last("a").asked
+            assert asked.target == "/v1/chat/completions?api-version=1"
+            assert not {"api-key", "x-api-key"} & asked.headers.keys(), "the gateway's keys are its own"
+
+    clock.run(run())

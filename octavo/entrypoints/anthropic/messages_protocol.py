@@ -6,6 +6,7 @@ accepted and change no answer. Fields that ask for missing features are refused 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -286,6 +287,13 @@ class ToolDefinition(RequestBody):
     allowed_callers: list[Literal["direct"]] | None = None
     input_examples: list[dict[str, Any]] | None = None
     defer_loading: bool | None = None  # the model sees the tool once a search or the system has named it
+
+    @property
+    def description_for_model(self) -> str | None:
+        """Return the description with the examples of inputs, as templates write descriptions."""
+        examples = [json.dumps(one, ensure_ascii=False) for one in self.input_examples or ()]
+        parts = [self.description, *(["Examples of its input:", *examples] if examples else [])]
+        return "\n".join(filter(None, parts)) or self.description
 
     @model_validator(mode="before")
     @classmethod

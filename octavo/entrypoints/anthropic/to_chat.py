@@ -62,7 +62,7 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
                 "type": "function",
                 "function": {
                     "name": tool.name,
-                    "description": tool.description,
+                    "description": tool.description_for_model,
                     "parameters": tool.input_schema,
                     "strict": tool.strict,
                 },

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from octavo.azure import read_as_openai
 from octavo.entrypoints import ui
 from octavo.entrypoints.http import engine_control, openapi, operator_routes
 from octavo.entrypoints.http.auth_and_limits import REQUEST_ID, AuthAndLimits
@@ -186,6 +187,7 @@ class _App(Starlette):
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
+        read_as_openai(scope, self.state.octavo.args.root_path.rstrip("/"))
         scope["app"], scope[HEADERS] = self, RequestHeaders(scope)
         if self.middleware_stack is None:
             self.middleware_stack = self.build_middleware_stack()

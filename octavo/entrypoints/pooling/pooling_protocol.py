@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field, PlainValidator, model_validator
 
@@ -51,6 +51,17 @@ class PoolingFields(PromptRequest):
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = described(
         "Seconds after arrival in which the answer must come; 408 if it does not."
     )
+
+    # Fields of this body that errors name, by the parameters that follow from them.
+    SOURCES: ClassVar[Mapping[str, str]] = {"task": "model"}
+
+    def as_sent(self, error: RequestError) -> RequestError:
+        """Return an error about a parameter that this request does not have as one about its own field."""
+        field = self.SOURCES.get(error.param or "")
+        if field is None or error.param is None or getattr(self, error.param, None) is not None:
+            return error
+        text = str(error) if field == "model" else str(error).replace(error.param, field)
+        return RequestError(text, param=field, status=error.status, code=error.code)
 
     def params(self, **more: Any) -> PoolingParams:
         """Return the pooling parameters. Raises `RequestError` for values out of range."""
@@ -131,6 +142,10 @@ class CohereInput(RequestBody):
 
 class CohereEmbedRequest(PoolingFields):
     """Body of POST /v2/embed."""
+
+    SOURCES: ClassVar[Mapping[str, str]] = {
+        "task": "model", "dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens",
+    }  # fmt: skip
 
     texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)] | None = described("The texts.")
     inputs: Annotated[list[CohereInput], Field(min_length=1, max_length=MAX_TEXTS)] | None = described(

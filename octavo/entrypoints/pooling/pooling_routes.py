@@ -44,6 +44,7 @@ from octavo.entrypoints.pooling.pooling_protocol import (
     ScoreResponse,
     TextsRequest,
 )
+from octavo.errors import RequestError
 from octavo.outputs import PoolingOutput, PoolingRequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.request import EngineRequest
@@ -55,6 +56,7 @@ router = Router(tags=["Pooling"])
 
 Outputs = Sequence[PoolingRequestOutput[PoolingOutput]]
 _Output = TypeVar("_Output")
+_Made = TypeVar("_Made")
 BYTES = "application/octet-stream"
 _IN_BYTES: dict[int | str, dict[str, Any]] = {
     200: {"content": {BYTES: {"schema": {"type": "string", "format": "binary"}}}}
@@ -197,14 +199,12 @@ class PoolingJob:
                 **self._scheduling,
             )  # fmt: skip
 
-        return await run_off_loop(make, length=self._length)
+        return await self._made(make)
 
     async def named(self, texts: Sequence[InputText], params: PoolingParams, field: str) -> list[EngineRequest]:
         """Return the engine's requests for texts with names of prompts. `field` is the body's field that errors name.
         Raises `RequestError`."""
-        return await run_off_loop(
-            lambda: self.inputs.process(texts, params, sources=field, **self._scheduling), length=self._length
-        )
+        return await self._made(lambda: self.inputs.process(texts, params, sources=field, **self._scheduling))
 
     async def scores(
         self,
@@ -223,7 +223,13 @@ class PoolingJob:
                 body.params(), fields=fields, instruction=body.instruction, **self._scheduling,
             )  # fmt: skip
 
-        return await run_off_loop(make, length=self._length)
+        return await self._made(make)
+
+    async def _made(self, make: Callable[[], _Made]) -> _Made:
+        try:
+            return await run_off_loop(make, length=self._length)
+        except RequestError as error:
+            raise self._body.as_sent(error) from None
 
     async def answer(self, requests: Sequence[EngineRequest], write: Callable[[Outputs], dict[str, Any]]) -> Response:
         """Run the requests, and answer with the JSON that `write` makes of their outputs."""

@@ -7,6 +7,7 @@ both names. A search for tools that the client makes is a function, too. The too
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal
@@ -60,14 +61,19 @@ class ResponsesTool(RequestBody):
 
     def for_chat(self) -> dict[str, Any]:
         """Return the tool of chat completions that the model sees. The description of a namespace comes before those of
-        its tools."""
+        its tools, and the schema of their outputs behind, as templates write descriptions."""
         fields = self.model_dump(include=_OF_CHATS, exclude_none=True) | {"name": self.name_for_model}
+        idle = None
         if self.type == SEARCH:
-            idle = {"description": "Search for further tools.", "parameters": _QUERY}
-            return {"type": "function", "function": idle | fields}
-        if self.namespace is not None:
-            fields["description"] = "\n".join(filter(None, (self.namespace.description, self.description)))
-        return {"type": self.type, self.type: fields}
+            idle, fields = "Search for further tools.", {"parameters": _QUERY} | fields
+        of_group = None if self.namespace is None else self.namespace.description
+        output = None
+        if self.output_schema is not None:
+            output = f"Its output is JSON of this schema: {json.dumps(self.output_schema, ensure_ascii=False)}"
+        if said := "\n".join(filter(None, (of_group, self.description or idle, output))):
+            fields["description"] = said
+        kind = "custom" if self.type == "custom" else "function"
+        return {"type": kind, kind: fields}
 
     def shown(self) -> dict[str, Any]:
         """Return the tool with the fields that a client expects, without its namespace."""

@@ -171,6 +171,15 @@ def test_documents_and_search_results_are_texts_between_marks(agent: tuple[anthr
             client.messages.create(**asked, messages=[{"role": "user", "content": [wrong]}])
 
 
+def test_the_model_sees_examples_of_a_tools_input(tiny_tokenizer: Path) -> None:
+    engine = FakeEngine(tiny_tokenizer, max_model_len=4096)
+    tool = {**WEATHER, "input_examples": [{"city": "Zermatt"}, {"city": "Ürgüp"}]}
+    with serving(engine, disable_log_requests=True) as url:
+        assert httpx.post(url + "/v1/messages", json={"max_tokens": 5, "messages": HELLO, "tools": [tool]}).is_success
+    asked = engine.tokenizer.decode(engine.seen[0][0])
+    assert "Examples of its input:" in asked and "Zermatt" in asked and "Ürgüp" in asked
+
+
 def test_tools_that_run_at_anthropic_are_left_out_with_unknown_fields(tiny_tokenizer: Path) -> None:
     engine = FakeEngine(tiny_tokenizer, max_model_len=4096)
     search = {"type": "web_search_20250305", "name": "web_search"}

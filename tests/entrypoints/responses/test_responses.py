@@ -186,6 +186,15 @@ def test_events_come_in_the_order_of_the_api(http: httpx.Client, engine: FakeEng
     assert http.get(f"/v1/responses/{response['id']}").json() == response
 
 
+def test_the_model_sees_the_schema_of_a_tools_output(http: httpx.Client, engine: FakeEngine) -> None:
+    tool = {**WEATHER, "output_schema": {"type": "object", "properties": {"degrees": {"type": "number"}}}}
+    made = post(http, tools=[tool, {"type": "namespace", "name": "sky", "description": "The sky.", "tools": [tool]}])
+    asked = prompt(engine)
+    assert asked.count("Its output is JSON of this schema") == asked.count("degrees") == 2 and "The sky." in asked
+    assert made["tools"][0]["output_schema"] == tool["output_schema"]
+    assert made["tools"][0].get("description") == tool.get("description")
+
+
 def test_tools_of_a_namespace_are_called_by_their_own_names(http: httpx.Client, engine: FakeEngine) -> None:
     group = {"type": "namespace", "name": "mcp__sky", "description": "The sky.", "tools": [WEATHER]}
     tools = [WEATHER, group]
