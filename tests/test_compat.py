@@ -28,6 +28,7 @@ from octavo.bench.startup import make_parser as make_startup_parser
 from octavo.config import AsyncEngineArgs, EngineArgs, PoolerConfig
 from octavo.config.checks import check as check_engine_args
 from octavo.distributed import cleanup_dist_env_and_memory, destroy_distributed_environment, destroy_model_parallel
+from octavo.entrypoints.cli.run_batch import make_parser as make_run_batch_parser
 from octavo.entrypoints.cli.serve import make_parser, parse_args
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.pooling.pooling_protocol import EmbeddingRequest
@@ -162,6 +163,7 @@ def test_no_flag_of_vllms_that_we_promise_is_unknown() -> None:
         (make_throughput_parser("octavo bench throughput"), vllm_flags.BENCH_THROUGHPUT),
         (make_latency_parser("octavo bench latency"), vllm_flags.BENCH_LATENCY),
         (make_startup_parser("octavo bench startup"), vllm_flags.BENCH_STARTUP),
+        (make_run_batch_parser("octavo run-batch"), vllm_flags.RUN_BATCH),
     ],
     ids=lambda value: getattr(value, "prog", ""),
 )

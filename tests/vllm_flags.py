@@ -104,3 +104,9 @@ BENCH_LATENCY = """
 BENCH_STARTUP = """
 --num-iters-cold --num-iters-warm --num-iters-warmup --output-json
 """
+RUN_BATCH = """
+--chat-template-content-format --default-chat-template-kwargs --enable-auto-tool-choice --enable-metrics
+--enable-prompt-tokens-details --host --input-file --output-file --output-tmp-dir --port --reasoning-parser
+--response-role --return-tokens-as-token-ids --tool-call-parser --tool-parser-plugin --trust-request-chat-template
+--url -i -o
+"""

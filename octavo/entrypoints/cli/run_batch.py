@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 # The server's flags that change answers.
 _SERVER_FLAGS = (
-    "response_role", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "unknown_fields",
+    "response_role", "enable_auto_tool_choice", "tool_call_parser", "tool_parser_plugin", "reasoning_parser",
+    "chat_template_content_format", "default_chat_template_kwargs", "trust_request_chat_template",
+    "enable_prompt_tokens_details", "return_tokens_as_token_ids", "unknown_fields",
     "host", "port",
     "max_body_bytes", "max_engine_restarts", "on_engine_death", "engine_ready_timeout", "engine_step_timeout",
 )  # fmt: skip
