@@ -14,7 +14,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from octavo import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
+from octavo import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
 from octavo.config import VllmConfig
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS
@@ -631,6 +631,30 @@ def test_arguments_that_are_unknown_or_not_built_are_refused() -> None:
         LLM(tensor_paralel_size=1)
     with pytest.raises(ConfigError, match="--num-scheduler-steps 2 is not built yet"):
         LLM(num_scheduler_steps=2)
+    with pytest.raises(RequestError, match=r"stat_loggers is not built: get_metrics\(\) and /metrics have"):
+        LLMEngine.from_engine_args(EngineArgs(), stat_loggers=[object])
+    with pytest.raises(RequestError, match="stat_loggers is not built"):
+        AsyncLLMEngine.from_engine_args(EngineArgs(), stat_loggers=[object])
+
+
+def test_arguments_of_vllms_methods(llm: LLM) -> None:
+    assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    with pytest.raises(RequestError, match="reset_running_requests is not built: running requests keep"):
+        llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+    with pytest.raises(RequestError, match="mode must be one of abort, wait, got 'keep'"):
+        llm.sleep(mode="keep")
+    with pytest.raises(RequestError, match="chat_template is not built: the model's folder says"):
+        llm.score("a", "b", chat_template="{{ query }}")
+    talk = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(RequestError, match="priority must be a list with a number for each of 1 prompts, got 3"):
+        llm.chat(talk, greedy(1), priority=3)
+    with pytest.raises(RequestError, match="--scheduling-policy priority"):
+        llm.chat(talk, greedy(1), priority=[3])
+    for name, said in (
+        ("update_weights", "sleep at level 2, replace the files"), ("release_kv_cache_memory", "sleep.level=1. frees"),
+    ):  # fmt: skip
+        with pytest.raises(AttributeError, match=f"LLM has no {name}: .*{said}"):
+            getattr(llm, name)
 
 
 def test_the_longest_sequence_is_what_the_cache_holds_where_that_is_left_open() -> None:

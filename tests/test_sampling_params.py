@@ -98,6 +98,7 @@ def test_values_at_the_edge_are_accepted(values: dict[str, Any]) -> None:
     ("name", "value", "kind", "message"),
     [
         ("thinking_token_budget", 5, RequestError, "^thinking_token_budget is not built: the server's chats have it.$"),
+        ("prompt_logprob_start", 3, RequestError, "prompt_logprobs are those of the whole prompt"),
         ("skip_reading_prefix_cache", True, RequestError, "cache_salt of its own finds nothing"),
         ("max_new_tokens", 5, RequestError, "max_tokens bounds what is generated"),
         ("guided_json", {}, RequestError, r"json=\.\.\.\) as structured_outputs"),
