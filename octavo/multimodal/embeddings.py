@@ -25,10 +25,11 @@ from octavo.loading.safetensors import parse_safetensors
 from octavo.loading.torch_archive import read_torch_tensor
 from octavo.media_kinds import KINDS, VIDEO
 from octavo.multimodal.sound_decoder import MAX_CHANNELS
+from octavo.multimodal.videos import RATES
 
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 _OF_VIDEO = ("fps", "frames_indices", "total_num_frames", "second_per_grid_ts")  # keys of a video, with rows and grid
-_MAX_FRAMES, _MOST = 1 << 20, 1000
+_MAX_FRAMES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +116,8 @@ class EmbeddingsReader:
             grid_s = grid_s.item()
         for name, number in (("fps", rate), ("second_per_grid_ts", grid_s)):
             is_number = isinstance(number, int | float) and not isinstance(number, bool)
-            if number is not None and not (is_number and 0 < number <= _MOST):
-                raise self._refusal(f"its {name} must be a number above 0, up to {_MOST}.")
+            if number is not None and not (is_number and RATES[0] <= number <= RATES[1]):
+                raise self._refusal(f"its {name} must be a number from {RATES[0]:g} to {RATES[1]:g}.")
         if total is not None and (type(total) is not int or not 0 < total <= _MAX_FRAMES):
             raise self._refusal(f"its total_num_frames must be a number of frames, up to {_MAX_FRAMES}.")
         if indices is not None:

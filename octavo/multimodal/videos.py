@@ -21,6 +21,8 @@ from octavo.multimodal.decoding import decode
 _MEMORY_BYTES = 2 << 30  # memory of the decoding process, without the frames and the file
 _MIN_SIDE = 2
 _MAX_ASPECT = 50
+# Least and most frames a second, and seconds between frames, that callers may name: positions made of them are finite.
+RATES = (0.001, 1000.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +106,11 @@ def normalized(given: Any, config: VideoConfig) -> Video:
     if not isinstance(more, Mapping):
         raise VIDEO.refusal("beside its frames may be a dictionary with fps, frames_indices and total_num_frames.")
     rate = more.get("fps")
-    indices = tuple(more.get("frames_indices") or range(count))
+    listed = more.get("frames_indices")
+    indices = tuple(listed.tolist() if isinstance(listed, np.ndarray) else listed or range(count))
     total = more.get("total_num_frames") or max((*indices, count - 1)) + 1
-    is_rate = rate is None or (isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate <= 1000)
+    is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+    is_rate = rate is None or (is_number and RATES[0] <= rate <= RATES[1])
     if not is_rate or len(indices) != count or not all(type(i) is int and 0 <= i < total for i in indices):
         raise VIDEO.refusal("its fps must be a number, and its frames_indices one place of total_num_frames each.")
     return Video(frames, indices, total, rate)

@@ -20,8 +20,9 @@ from safetensors.torch import save
 from octavo import LLM
 from octavo.errors import ConfigError, RequestError
 from octavo.loading.torch_archive import read_torch_tensor
-from octavo.multimodal.embeddings import Embeddings, FrameTimes
+from octavo.multimodal.embeddings import Embeddings, EmbeddingsReader, FrameTimes
 from tests.multimodal.conftest import picture
+from tests.multimodal.test_connector import CONFIG
 from tests.multimodal.test_llava import GREEDY, engine, generate, tower
 
 A = picture(0)
@@ -44,6 +45,16 @@ def archive(pickled: bytes, data: bytes = bytes(64), compression: int = zipfile.
         file.writestr("archive/data.pkl", pickled)
         file.writestr("archive/data/0", data)
     return base64.b64encode(out.getvalue()).decode()
+
+
+@pytest.mark.parametrize("times", [{"fps": 1e-300}, {"fps": 2000}, {"second_per_grid_ts": 1e-300}], ids=str)
+def test_times_that_make_no_finite_positions_are_refused(times: dict[str, float]) -> None:
+    config = replace(CONFIG, kind="video", takes_embeddings=True, has_grids=True, hidden_size=4, cache_tokens=100)
+    given = {"video_embeds": np.zeros((4, 4), np.float32), "video_grid_thw": [1, 4, 4]}
+    assert EmbeddingsReader(config).read({**given, "fps": 0.5}).times == FrameTimes(0.5)
+    [name] = times
+    with pytest.raises(RequestError, match=f"{name} must be a number from 0.001 to 1000"):
+        EmbeddingsReader(config).read(given | times)
 
 
 @pytest.fixture(scope="module")

@@ -153,6 +153,8 @@ def test_damaged_files_are_read_or_refused() -> None:
         (frames(0, 2, 1, 9), "9 x 1 pixels"),
         ((frames(0), 3), "may be a dictionary"),
         ((frames(0), {"fps": -1.0}), "fps must be a number"),
+        ((frames(0), {"fps": 1e-300}), "fps must be a number"),
+        ((frames(0), {"frames_indices": np.array([1, 2])}), "one place of total_num_frames each"),
         ((frames(0), {"frames_indices": [1, 2]}), "one place of total_num_frames each"),
     ],
 )
