@@ -38,9 +38,15 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
         if self.grid is None:
             return self.num_tokens
         time, height, width = self.grid
-        # In float32, like `execution.media_table`. The bound 1 << 40 is larger than any model's, and does not overflow.
-        step = struct.unpack("f", struct.pack("f", min(self.time_step, float(1 << 20))))[0]
-        return max(min(int((time - 1) * step) + 1, 1 << 40), height, width)
+        # Step and product in float32, like `execution.media_table`. The bound 1 << 40 is larger than any model's
+        # positions, and does not overflow.
+        step = _as_float32(min(self.time_step, float(1 << 20)))
+        return max(min(int(_as_float32((time - 1) * step)) + 1, 1 << 40), height, width)
+
+
+def _as_float32(value: float) -> float:
+    """Return the float32 that is nearest to a value; of a product of two float32 it is their product in float32."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 def num_positions(num_tokens: int, media: Sequence[MediaItem]) -> int:

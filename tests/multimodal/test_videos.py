@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import itertools
 import json
 import random
 import struct
@@ -161,6 +162,14 @@ def test_damaged_files_are_read_or_refused() -> None:
 def test_arrays_of_scripts_are_checked(given: Any, reason: str) -> None:
     with pytest.raises(RequestError, match=reason):
         normalized(given, replace(BOUNDS, max_pixels=100_000))
+
+
+def test_positions_are_counted_as_they_are_made() -> None:
+    """A prompt's length in positions is checked before they are made, and both round times in the same way."""
+    for time, last in itertools.product(range(2, 20), range(1, 40)):
+        item = MediaItem(0, time, b"", 0, (time, 1, 1), last / (time - 1))
+        _, shift = grid_positions([item])
+        assert item.num_positions == time + shift
 
 
 def test_positions_go_on_from_the_largest() -> None:
