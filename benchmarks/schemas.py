@@ -153,10 +153,20 @@ class Reader:
     def _properties(self, left: dict[str, Any], separator: str) -> Iterator[None]:
         if not left:
             yield from self._text("}")
-        for key, value in left.items():
-            for _ in self._text(f"{separator}{json.dumps(key, ensure_ascii=False)}: "):
-                for _ in self._value(value):
-                    yield from self._properties({name: left[name] for name in left if name != key}, ", ")
+        # Properties that may come next: first those behind which the others of them may still come.
+        able = [key for key in left if self._may_come(separator, key)]
+        for is_first in (True, False):
+            for key in able:
+                for _ in self._text(f"{separator}{json.dumps(key, ensure_ascii=False)}: "):
+                    for _ in self._value(left[key]):
+                        if is_first == all(self._may_come(", ", other) for other in able if other != key):
+                            yield from self._properties({name: left[name] for name in left if name != key}, ", ")
+
+    def _may_come(self, separator: str, key: str) -> bool:
+        data = list(f"{separator}{json.dumps(key, ensure_ascii=False)}: ".encode())
+        num = self._matcher.try_consume_tokens(data)
+        self._matcher.rollback(num)
+        return num == len(data)
 
     def _items(self, items: list[Any], index: int) -> Iterator[None]:
         if index == len(items):
