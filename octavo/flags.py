@@ -97,7 +97,7 @@ class FlagParser(argparse.ArgumentParser):
         if not unknown and self.more_words is not None and (more := self.more_words(found, words)):
             found, unknown = self.parse_known_args([*words, *more], before)
         if unknown:
-            names = [found[1] for word in unknown if (found := re.match(r"--?([a-z][^=.]*)", word))]
+            names = [match[1] for word in unknown if (match := re.match(r"--?([a-z][^=.]*)", word))]
             known = [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
             advice = advice_on(names, known)
             if not names and self.for_more_words:

@@ -109,8 +109,8 @@ class EngineAdmin:
         return await self._pause_and_sleep.live_view()
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = True) -> bool:
-        """Empty the prefix cache, also on disk. Returns False if the core ended before it answered; its cache is gone
-        too. Waits while the engine loads or sleeps. Raises `EngineDeadError`."""
+        """Empty the prefix cache, also on disk, whatever `reset_connector` says. Returns False if the core ended before
+        it answered; its cache is gone too. Waits while the engine loads or sleeps. Raises `EngineDeadError`."""
         refuse_kwargs(reset_running_requests=reset_running_requests)
         return await self._pause_and_sleep.reset_prefix_cache()
 

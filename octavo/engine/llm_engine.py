@@ -219,8 +219,8 @@ class LLMEngine(StepCalls):
         return bool(self._asleep)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = True) -> bool:
-        """Empty the prefix cache, also on disk. Running requests keep their blocks; `reset_running_requests` raises
-        `RequestError`."""
+        """Empty the prefix cache, also on disk, whatever `reset_connector` says. Running requests keep their blocks;
+        `reset_running_requests` raises `RequestError`."""
         refuse_kwargs(reset_running_requests=reset_running_requests)
         self.core.reset_prefix_cache()
         return True

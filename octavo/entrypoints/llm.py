@@ -105,8 +105,8 @@ class LLM(PoolingMethods):
         return self.llm_engine.is_sleeping()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = True) -> bool:
-        """Empty the prefix cache, also on disk. Return whether it was emptied. Between calls no request runs, so the
-        arguments change nothing."""
+        """Empty the prefix cache, also on disk. Return whether it was emptied. The arguments change nothing: between
+        calls no request runs, and the disk is emptied with `reset_connector=False` too."""
         with self._runs:
             return self.llm_engine.reset_prefix_cache()
 

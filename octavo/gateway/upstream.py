@@ -360,7 +360,10 @@ class _Connection(asyncio.Protocol):
         sock = self._transport.get_extra_info("socket")
         if num_bytes <= PIECE_BYTES or sock is None or self._transport.get_extra_info("ssl_object") is not None:
             return None
-        handle = socket.socket(fileno=os.dup(sock.fileno()))
+        try:
+            handle = socket.socket(fileno=os.dup(sock.fileno()))
+        except OSError:  # too many open files: the request goes on without
+            return None
         handle.setblocking(False)
         return handle
 
@@ -379,10 +382,10 @@ class _Connection(asyncio.Protocol):
 
     def end(self, answer: Answer) -> None:
         answer.forget()
-        self._close_handle()
         if self._answer is not answer:
             return
         self._answer = None
+        self._close_handle()
         if answer.is_whole and self._is_sent and self._keeps_alive and not self._transport.is_closing():
             self.idle_since = time.monotonic()
             self._transport.resume_reading()
@@ -408,6 +411,7 @@ class _Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         self._unsent = iter(())
+        self._close_handle()  # nothing more is read
         self._transport.abort()
         if self._answer is not None:
             self._answer.fail(UpstreamError("the connection was cut"))
@@ -431,10 +435,10 @@ class _Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             why = "it changed to another protocol" if isinstance(error, httptools.HttpParserUpgrade) else error
             answer.fail(UpstreamError(f"the server spoke no HTTP: {why}"))
-            self._transport.abort()
+            self.abort()
         if not self._has_head and self._num_head_bytes > MAX_HEAD_BYTES:
             answer.fail(_long_head())
-            self._transport.abort()
+            self.abort()
         answer.deliver(len(data))
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 from collections.abc import Awaitable, Callable
 
@@ -295,7 +297,8 @@ def test_a_stream_is_lost_when_nothing_came_for_its_time_and_not_before(clock: C
     run_with(clock, behave, work, timeout_s=30)
 
 
-def test_an_answer_that_came_before_a_write_failed_is_read() -> None:
+@pytest.mark.parametrize("was_cut", [False, True])
+def test_an_answer_that_came_before_a_write_failed_is_read_unless_the_connection_was_cut(was_cut: bool) -> None:
     """The server has answered before it read the body, and hung up."""
 
     class Failing(asyncio.Transport):
@@ -317,8 +320,14 @@ def test_an_answer_that_came_before_a_write_failed_is_read() -> None:
         asking = asyncio.ensure_future(connection.ask([b"x" * (request_body.PIECE_BYTES + 1)], 30))
         await asyncio.sleep(0)
         theirs.sendall(b"HTTP/1.1 413 X\r\ncontent-length: 5\r\n\r\nabcde")
+        if was_cut:
+            connection.abort()
         ours.close()
         connection.connection_lost(BrokenPipeError())
+        if was_cut:
+            with pytest.raises(UpstreamError, match="was cut"):
+                await asking
+            return
         answer = await asking
         assert (answer.status, await answer.read_all(9)) == (413, b"abcde")
         answer.close()
@@ -329,6 +338,20 @@ def test_an_answer_that_came_before_a_write_failed_is_read() -> None:
     connection.connection_made(Failing())
     asyncio.run(run())
     theirs.close()
+
+
+def test_a_long_request_is_sent_when_no_file_can_be_opened(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
+        monkeypatch.setattr(os, "dup", refuse)
+        answer = await upstream.send("POST", b"/x", [], b"x" * (request_body.PIECE_BYTES + 1))
+        assert (answer.status, await answer.read_all(9)) == (200, b"abcde")
+        answer.close()
+        assert [len(asked.body) for asked in server.asked] == [request_body.PIECE_BYTES + 1]
+
+    run_with(clock, with_length, work)
 
 
 def test_a_request_that_must_not_be_repeated_gets_a_new_connection(clock: Clock) -> None:
