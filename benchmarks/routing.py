@@ -197,7 +197,8 @@ class GatewayRouter:
             gateway.reads_at = now + NOTES_S
             gateway.read(self._notes)
         hashes = {name.rjust(16, b"."): count for name, count in messages.items()}
-        chosen = gateway.router.choose(gateway.fleet, hashes, shared_key=next(iter(hashes)) if self._agrees else None)
+        placement_hash = next(iter(hashes)) if self._agrees else None
+        chosen = gateway.router.choose(gateway.fleet, hashes, placement_hash=placement_hash)
         assert chosen is not None
         gateway.router.begin(chosen)
         self._routed[request.request_id] = gateway, chosen

@@ -66,9 +66,8 @@ WRITTEN_FORMATS = {  # RFC 3339, RFC 3986, RFC 3987, RFC 4291, RFC 6531, RFC 657
 CHECKED_FORMATS = frozenset(("regex",))  # by the final check
 _CLASS_OR_ESCAPE = re.compile(r"\\.|\[\^?\]|\[(?:\\.|[^\]\\])+\]", re.DOTALL)
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
-_OTHER_LETTERS = frozenset(
-    "aCeEFgGhHiIjJKlLmMNoOqQRTUVXyY"
-)  # no escapes; `schema_patterns` reads A, z and Z as Python's
+# Letters that make no escape in ECMAScript. A, z and Z make none either, but `schema_patterns` reads them as Python's.
+_OTHER_LETTERS = frozenset("aCeEFgGhHiIjJKlLmMNoOqQRTUVXyY")
 _NAMED_GROUP = re.compile(r"\(\?<(?![=!])")
 # Errors of Python's `re` that mean that a text is no expression of ECMAScript either.
 _WRONG_EXPRESSION = re.compile(
