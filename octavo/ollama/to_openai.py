@@ -35,7 +35,7 @@ _WITHOUT_EFFECT = frozenset((
     "vocab_only", "use_mmap", "use_mlock", "embedding_only", "num_keep", "repeat_last_n", "penalize_newline",
     "mirostat_eta", "mirostat_tau",
 ))  # fmt: skip
-# Of a body that the gateway's event loop parses: some 50 ms.
+# Of a body that the gateway parses: one call takes some 50 ms, and its event loop waits, also for a thread.
 _MAX_NODES = 1 << 18
 _MAX_DEPTH = 128
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
