@@ -115,7 +115,8 @@ class Attempt:
         request, status = self.request, answer.status
         has_others = self.is_unanswered_canary or bool(self.untried_replicas())
         wants_whole_answer = request.path in _GENERATING_PATHS and not request.body.streams
-        is_cut_off = bool(answer.header(CUT_OFF)) and (status >= 500 or wants_whole_answer)
+        # What the request was to make may be there, though its answer was cut off.
+        is_cut_off = bool(answer.header(CUT_OFF)) and (status >= 500 or wants_whole_answer) and request.may_be_repeated
         asks_again_later = status in BUSY_STATUSES + GATEWAY_STATUSES and self.retry.may_still_resume
         if self.pinned_replica is None and (
             asks_again_later or (has_others and (status in BUSY_STATUSES or is_cut_off))

@@ -310,6 +310,11 @@ def test_a_replica_that_is_lost_with_a_request_that_makes_something_is_not_repla
             is_repeated = num_asked == 2
             expected = (500, "request_kills_replicas") if is_repeated else (502, "replica_lost")
             assert (answer.status_code, answer.json()["error"]["code"]) == expected
+            for one in servers:
+                one.behave = have_no_engine
+                gate.deployment("a").replicas[servers.index(one)].breaker.succeed()
+            assert (await gate.http.request(method, path, json={}, headers=headers)).status_code == 500
+            assert sum(len(one.asked) for one in servers) == 2 * num_asked
             servers[0].die()  # nobody there has seen the next one
             servers[1].behave = answer_plainly
             await gate.deployment("a").replicas[1].check_health(1)
