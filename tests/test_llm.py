@@ -639,6 +639,7 @@ def test_arguments_that_are_unknown_or_not_built_are_refused() -> None:
 
 def test_arguments_of_vllms_methods(llm: LLM) -> None:
     assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert llm.reset_prefix_cache(reset_connector=False), "there is no cache on disk"
     with pytest.raises(RequestError, match="reset_running_requests is not built: running requests keep"):
         llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
     with pytest.raises(RequestError, match="mode must be one of abort, wait, got 'keep'"):

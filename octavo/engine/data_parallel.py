@@ -24,7 +24,7 @@ from octavo.engine.engine_hosts import EngineHosts, RemoteCore
 from octavo.engine.forecast import FirstTokenForecast
 from octavo.engine.off_loop import run_off_loop
 from octavo.engine.request_stream import Sink
-from octavo.engine.vllm_names import refuse_kwargs
+from octavo.engine.vllm_names import check_reset
 from octavo.engine.wire import LiveView, Ready
 from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.lora.request import LoRARequest
@@ -310,7 +310,7 @@ class DataParallelEngine(EngineCalls):
         await self._all(lambda engine: engine.resume_generation())
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = True) -> bool:
-        refuse_kwargs(reset_running_requests=reset_running_requests)
+        check_reset(self.config, reset_running_requests=reset_running_requests, reset_connector=reset_connector)
         self._router.forget_caches()
         return all(await self._all(lambda engine: engine.reset_prefix_cache()))
 

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
+from octavo.config import EngineConfig
 from octavo.engine.adapter_requests import AdapterRequests
 from octavo.engine.pause_and_sleep import PauseAndSleep
-from octavo.engine.vllm_names import refuse_kwargs
+from octavo.engine.vllm_names import check_reset
 from octavo.engine.wire import LiveView
 from octavo.lora.request import LoRARequest
 from octavo.metrics.prometheus import EngineMetrics
@@ -22,6 +24,11 @@ class EngineAdmin:
     metrics: EngineMetrics | None
     _adapters: AdapterRequests
     _pause_and_sleep: PauseAndSleep
+
+    if TYPE_CHECKING:
+
+        @property
+        def config(self) -> EngineConfig: ...
 
     # Adapters.
 
@@ -109,9 +116,10 @@ class EngineAdmin:
         return await self._pause_and_sleep.live_view()
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = True) -> bool:
-        """Empty the prefix cache, also on disk, whatever `reset_connector` says. Returns False if the core ended before
-        it answered; its cache is gone too. Waits while the engine loads or sleeps. Raises `EngineDeadError`."""
-        refuse_kwargs(reset_running_requests=reset_running_requests)
+        """Empty the prefix cache, also on disk. Returns False if the core ended before it answered; its cache is gone
+        too. Waits while the engine loads or sleeps. Raises `EngineDeadError`, and `RequestError` for
+        `reset_running_requests`, and for `reset_connector=False` if there is a cache on disk."""
+        check_reset(self.config, reset_running_requests=reset_running_requests, reset_connector=reset_connector)
         return await self._pause_and_sleep.reset_prefix_cache()
 
     async def drop_cache_session(self, session: str, salt: str | None = None) -> int | None:

@@ -15,7 +15,7 @@ from octavo.engine.input_processor import InputProcessor
 from octavo.engine.named_adapters import NamedAdapters
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.sleep_names import SLEEPERS, check_level, woken_by
-from octavo.engine.vllm_names import refuse_kwargs
+from octavo.engine.vllm_names import check_reset, refuse_kwargs
 from octavo.engine.wire import AdapterLoaded
 from octavo.errors import OctavoError, RequestError
 from octavo.interrupts import uninterrupted
@@ -219,9 +219,9 @@ class LLMEngine(StepCalls):
         return bool(self._asleep)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = True) -> bool:
-        """Empty the prefix cache, also on disk, whatever `reset_connector` says. Running requests keep their blocks;
-        `reset_running_requests` raises `RequestError`."""
-        refuse_kwargs(reset_running_requests=reset_running_requests)
+        """Empty the prefix cache, also on disk. Running requests keep their blocks; `reset_running_requests` raises
+        `RequestError`, and so does `reset_connector=False` if there is a cache on disk."""
+        check_reset(self.config, reset_running_requests=reset_running_requests, reset_connector=reset_connector)
         self.core.reset_prefix_cache()
         return True
 

@@ -52,6 +52,16 @@ def refuse_kwargs(**given: object) -> None:
             raise RequestError(f"{name} is not built: {_INSTEAD[name]}.", param=name)
 
 
+def check_reset(config: EngineConfig, *, reset_running_requests: bool, reset_connector: bool) -> None:
+    """Raise `RequestError` for a reset of the prefix cache that ends requests, or that leaves the cache on disk."""
+    refuse_kwargs(reset_running_requests=reset_running_requests)
+    if not reset_connector and config.cache.disk is not None:
+        raise RequestError(
+            "reset_connector=False is not built: the cache on disk is emptied with the one in memory.",
+            param="reset_connector",
+        )
+
+
 class ConfigNames:
     """Attributes of an engine that has a `config`."""
 

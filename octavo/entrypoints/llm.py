@@ -105,10 +105,11 @@ class LLM(PoolingMethods):
         return self.llm_engine.is_sleeping()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = True) -> bool:
-        """Empty the prefix cache, also on disk. Return whether it was emptied. The arguments change nothing: between
-        calls no request runs, and the disk is emptied with `reset_connector=False` too."""
+        """Empty the prefix cache, also on disk. Return whether it was emptied. Between calls no request runs, so
+        `reset_running_requests` changes nothing. Raises `RequestError` for `reset_connector=False` if there is a cache
+        on disk."""
         with self._runs:
-            return self.llm_engine.reset_prefix_cache()
+            return self.llm_engine.reset_prefix_cache(reset_connector=reset_connector)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that `generate` and `chat` use by default: the model's own recommendations."""

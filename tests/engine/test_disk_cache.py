@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, RequestError
 from octavo.kv_cache import disk_fetches
 from octavo.lora.request import LoRARequest
 from octavo.request import EngineRequest, Prompt
@@ -207,6 +207,8 @@ def test_sleep_keeps_what_is_on_disk_and_a_reset_does_not(model: Any) -> None:
     llm.sleep(1)
     llm.wake_up()
     assert num_found(llm) == 64 and answers(llm, PROMPTS) == expected
+    with pytest.raises(RequestError, match="reset_connector=False is not built: the cache on disk is emptied"):
+        llm.reset_prefix_cache(reset_connector=False)
     llm.reset_prefix_cache()
     assert num_found(llm) == 0
 
