@@ -20,7 +20,7 @@ from octavo.kv_cache.host_tier import HostTier
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.sequence import Sequence as TokenSequence
 from octavo.step_plan import BlockMoves
-from tests.kv_cache.test_disk_tier import BLOCK_BYTES, FULL, NUM_BLOCKS, SIZE, Engine, Memory
+from tests.kv_cache.disk_engine import BLOCK_BYTES, FULL, NUM_BLOCKS, SIZE, Engine, Memory
 from tests.waiting import wait_until
 
 

@@ -20,7 +20,7 @@ from octavo.request import BlockPeer
 from octavo.sequence import Sequence as TokenSequence
 from octavo.stats import EngineStats
 from octavo.step_cost import ReadCost
-from tests.kv_cache.test_disk_tier import BLOCK_BYTES, FULL, STATE, WINDOW, Engine, request
+from tests.kv_cache.disk_engine import BLOCK_BYTES, FULL, STATE, WINDOW, Engine, request
 from tests.waiting import wait_until
 
 PROMPT = list(range(100, 122))

@@ -15,7 +15,7 @@ from octavo.request import SequenceOutput, TokenLogprobs
 from octavo.scheduling.scheduler import Scheduler
 from octavo.step_cost import StepCostModel
 from octavo.step_plan import StepPlan, StepResult
-from tests.kv_cache.test_disk_tier import Memory, held
+from tests.kv_cache.disk_engine import Memory, held
 from tests.scheduling.test_scheduler import EOS, names, request, scheduler
 
 Offer = dict[int, float]  # token -> its probability
