@@ -6,9 +6,11 @@ import json
 import math
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -491,6 +493,20 @@ def test_threads_wait_for_each_other(llm: LLM) -> None:
     with ThreadPoolExecutor(3) as pool:
         found = pool.map(lambda prompt: llm.generate(prompt, greedy(5), use_tqdm=False)[0].outputs[0].text, prompts)
         assert list(found) == alone
+
+
+@pytest.mark.parametrize("name", ["sleep", "wake_up", "reset_prefix_cache", "close"])
+def test_a_call_that_changes_the_engine_waits_for_other_threads(name: str) -> None:
+    llm, was_free = LLM.__new__(LLM), list[bool]()
+    llm._runs = threading.RLock()
+
+    def change(*args: object, **more: object) -> None:
+        with ThreadPoolExecutor(1) as other_thread:
+            was_free.append(other_thread.submit(llm._runs.acquire, blocking=False).result())
+
+    llm.llm_engine = SimpleNamespace(**{name: change})  # type: ignore[assignment]
+    getattr(llm, name)()
+    assert was_free == [False]
 
 
 def test_a_second_run_finds_its_prompt_in_the_cache(llm: LLM) -> None:

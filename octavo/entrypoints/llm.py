@@ -84,7 +84,8 @@ class LLM(PoolingMethods):
 
     def close(self) -> None:
         """Free the memory of the model and the cache. The object cannot be used any more."""
-        self.llm_engine.close()
+        with self._runs:
+            self.llm_engine.close()
 
     @property
     def core(self) -> EngineCore:
@@ -99,7 +100,8 @@ class LLM(PoolingMethods):
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Restore the memory that `sleep` freed, for "weights", the "kv_cache", or both."""
-        self.llm_engine.wake_up(tags)
+        with self._runs:
+            self.llm_engine.wake_up(tags)
 
     def is_sleeping(self) -> bool:
         return self.llm_engine.is_sleeping()
