@@ -113,7 +113,7 @@ class EngineCore:
             self._publisher = KVEventPublisher(config.cache.events, config.data_parallel_rank, events.take)
             weakref.finalize(self, self._publisher.close)
         self._takes_media = any(one is not None for one in (config.media, config.sound, config.prompt_embeds))
-        self.is_paused = False  # nothing is computed
+        self.is_paused = False  # nothing is computed; adapters are still read
         self.on_admission: Callable[[list[str]], None] | None = None  # called with the running requests
         self._in_flight: deque[_InFlightStep] = deque()
         self._last_end = 0.0  # time.monotonic, of the last step
@@ -124,8 +124,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        if self.is_paused:
-            return False
+        if self.is_paused:  # adapters are read all the same: callers load new ones before they resume
+            return bool(self._loading)
         if self.disk is not None and self.disk.saved_prompts.holds_outputs:
             return True
         return self.scheduler.has_work or bool(self._in_flight) or bool(self._refused or self._pending or self._loading)
@@ -218,10 +218,13 @@ class EngineCore:
         return [disk.fetches.forget, disk.sessions.keep, disk.saved_prompts.end]
 
     def _step(self) -> StepOutputs:
+        if self.is_paused:
+            self._wait_for_prepared([])
+            return StepOutputs([], self._take_stats(StepPlan()), self._finish_loading())
         # 1. Queue the requests whose grammar, adapter and media are ready.
         if self._pending or self._loading:
             if not self.scheduler.has_work and not self._refused:  # nothing else to do
-                self._wait_for_prepared()
+                self._wait_for_prepared(list(self._pending.values()))
             self._queue_prepared()
         loaded = self._finish_loading()
         outputs, self._refused = self._refused, []
@@ -309,16 +312,20 @@ class EngineCore:
         refused.error_status, refused.error_param = error.status, error.param
         self._refused.append(refused)
 
-    def _wait_for_prepared(self) -> None:
-        """Return when another grammar is compiled, adapter read or medium computed, or after a short wait."""
-        if any(one.is_ready for one in self._pending.values()) or any(one.is_ready for one in self._loading):
+    def _wait_for_prepared(self, requests: list[PendingRequest]) -> None:
+        """Return when another adapter is read, or a grammar or medium of pending `requests` is ready, or after a short
+        wait."""
+        if any(one.is_ready for one in requests) or any(one.is_ready for one in self._loading):
             return
         left: list[Future[Any]] = [] if self.adapters is None else [*self.adapters.reading]
-        for one in self._pending.values():
+        for one in requests:
             left += [future for future in one.media or () if not future.done()]
             if one.grammar is not None and not one.grammar.done():
                 left.append(one.grammar)
-        wait(left, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
+        if left:
+            wait(left, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
+        else:  # paused requests leave no room for an adapter
+            time.sleep(_PREPARE_WAIT_S)
 
     def _queue_prepared(self) -> None:
         """Queue the pending requests that are ready, and refuse those whose preparation has failed."""

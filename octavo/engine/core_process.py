@@ -147,7 +147,7 @@ def _serve(core: EngineCore, receiver: zmq.Socket[bytes], sender: zmq.Socket[byt
             has_news = _handle(core, sender, receiver.recv())
         while is_readable(receiver):
             has_news |= _handle(core, sender, receiver.recv())
-        if has_news and not core.is_paused:
+        if core.has_work or (has_news and not core.is_paused):
             # A step without work still reports that aborts have emptied the engine.
             sender.send(encode_message(core.step()))
 

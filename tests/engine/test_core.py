@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections import deque
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +18,7 @@ from octavo.engine.wire import (
     Abort,
     CacheWasReset,
     DropCacheSession,
+    LoadAdapter,
     ResetCache,
     SetPaused,
     Trials,
@@ -25,14 +27,14 @@ from octavo.engine.wire import (
 )
 from octavo.errors import RequestError
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
-from octavo.request import EngineRequest, Prompt
+from octavo.request import AdapterSource, EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.step_cost import StepCostModel, StepWork
-from octavo.step_plan import StepPlan, StepResult
+from octavo.step_plan import AdapterMemory, StepPlan, StepResult
 
 
 class StubExecutor:
-    """Samples the token 7 everywhere. What becomes of a grammar is in `grammars`."""
+    """Samples the token 7 everywhere. What becomes of a grammar is in `grammars`, and of an adapter in `adapters`."""
 
     runs_ahead, num_stages = False, 1
     cache_groups = group_layers([LayerCacheSpec("full", num_kv_heads=1, key_size=8, value_size=8)])
@@ -41,9 +43,14 @@ class StubExecutor:
         self.num_blocks, self.num_host_blocks = [20], [0]
         self.weight_bytes = self.cache_bytes = 1 << 20
         self.grammars: dict[str, Future[None]] = {}
+        self.adapters: dict[str, Future[int]] = {}
+        self.adapter_memory = AdapterMemory(2, 2, 2, 1 << 10)
 
     def prepare_grammar(self, grammar: str, eos_token_ids: list[int], holder: object) -> Future[None]:
         return self.grammars.setdefault(grammar, Future())
+
+    def prepare_adapter(self, source: AdapterSource) -> Future[int]:
+        return self.adapters.setdefault(source.identity, Future())
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         done: Future[StepResult] = Future()
@@ -51,7 +58,8 @@ class StubExecutor:
         return done
 
 
-def core() -> tuple[EngineCore, dict[str, Future[None]]]:
+def core(**given: Any) -> tuple[EngineCore, dict[str, Future[None]]]:
+    """Made of `given` settings and of plain ones; the second result are its executor's grammars."""
     scheduler = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=64, enable_chunked_prefill=True, policy="fcfs",
         preemption_mode="recompute", check_invariants=True,
@@ -64,10 +72,10 @@ def core() -> tuple[EngineCore, dict[str, Future[None]]]:
         device="cpu",
         speculative=None,
         draft=None,
-        lora=None,
         media=None,
         sound=None,
         prompt_embeds=None,
+        **{"lora": None, **given},
     )
     executor = StubExecutor()
     return EngineCore(cast(Any, config), cast(Any, executor)), executor.grammars
@@ -175,6 +183,31 @@ def test_tokens_of_prompts_that_go_on_in_the_next_step_are_counted() -> None:
     prompt = Prompt(list(range(70)))  # a step takes 64
     engine.add(EngineRequest("long", prompt, SamplingParams(max_tokens=2), [0], 2, 0.0))
     assert [engine.step().stats.num_chunked_tokens for _ in range(3)] == [64, 0, 0]
+
+
+def test_a_paused_core_reads_adapters_and_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers pause, load the weights of their next round, and resume."""
+    engine, _ = core(lora=SimpleNamespace(max_loras=1, max_cpu_loras=1))
+    messages: deque[Any] = deque([SetPaused(True), request("a"), LoadAdapter(AdapterSource("one", "one", None, ""))])
+    sent: list[Any] = []
+
+    def send(data: bytes) -> None:
+        sent.append(decode_core_message(data))
+        if sent[-1].adapters:
+            messages.append(SetPaused(False))
+        elif len(sent) == 1:
+            cast(StubExecutor, engine.executor).adapters["one"].set_result(1)
+
+    def receive() -> bytes:
+        if not messages:
+            raise EOFError
+        return encode_message(messages.popleft())
+
+    monkeypatch.setattr(core_process, "is_readable", lambda _: bool(messages))
+    with pytest.raises(EOFError):
+        core_process._serve(engine, Mock(recv=receive), Mock(send=send))
+    assert [[one.identity for one in step.adapters] for step in sent] == [[], ["one"], [], []]
+    assert [[one.request_id for one in step.outputs] for step in sent] == [[], [], ["a"], ["a"]]
 
 
 def test_a_step_follows_messages_that_bring_work_or_end_it() -> None:
