@@ -11,7 +11,7 @@ from octavo.gateway.client import Client
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.gateway_metrics import GatewayMetrics
 from octavo.gateway.models import Models
-from octavo.gateway.proxy_request import MODEL_HEADER, ProxyRequest, check_use
+from octavo.gateway.proxy_request import ProxyRequest, check_use
 from octavo.gateway.replica import Replica
 from octavo.gateway.upstream import UpstreamError
 
@@ -31,9 +31,9 @@ class Broadcast:
         """Send the request to all running replicas of the model that a header names, or of all models that the client
         may use. Answer with a success if one of them did. Raises `RequestError` if one gave no answer, as it may have
         done nothing."""
-        name, key = request.header(MODEL_HEADER), None if request.usage_counter is None else request.usage_counter.key
-        await self._models.look_for(None if name is None else name.decode("latin-1"))
-        deployments = list(self._models) if name is None else [self._models.find(name.decode("latin-1"))]
+        name, key = request.named_model, None if request.usage_counter is None else request.usage_counter.key
+        await self._models.look_for(name)
+        deployments = list(self._models) if name is None else [self._models.find(name)]
         if key is not None and name is not None:
             check_use(key, deployments[0])
         deployments = [one for one in deployments if one.may_be_used_by(key)]

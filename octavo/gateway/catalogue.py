@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
@@ -54,7 +55,7 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     aliases: list[str] = []
     fallbacks: list[str] = []
     # Other entries, and the percentage of new conversations that each answers in this one's place.
-    canaries: dict[str, Annotated[float, Meta(gt=0, le=100)]] = {}
+    canaries: dict[str, Annotated[float, Meta(ge=0, le=100)]] = {}
     prefill_model: str | None = None  # another entry, which computes long prompts for this one
     prefill_min_tokens: Annotated[int, Meta(ge=1)] = 8192  # that no replica has had
 
@@ -183,6 +184,10 @@ def _check(catalogue: Catalogue, where: str) -> None:
     names = set(catalogue.models)
     for name, entry in catalogue.models.items():
         at = f"{where}: models.{name}"
+        for text in (name, *entry.aliases, entry.model, entry.served_model_name):
+            if text is not None and (not text.isprintable() or text.strip() != text or text[:1] in ("", "-")):
+                # A line of the log, a label of a metric or a command line cannot have it.
+                raise ConfigError(f"{at}: {text!a} is no name: give one of printable characters that begins without -.")
         for alias in entry.aliases:
             if alias in names:
                 raise ConfigError(f"{at}: {alias} names two models; aliases and names must differ.")
@@ -257,6 +262,9 @@ def _check_addresses(entry: ModelEntry, at: str) -> None:
             raise ConfigError(f"{at}.api_key_env: the variable {entry.api_key_env} is not set.")
     if not entry.health.startswith("/"):
         raise ConfigError(f"{at}.health must be a path such as /health, got {entry.health}.")
+    for text in (*entry.addresses, entry.health):
+        if not re.fullmatch("[!-~]+", text):  # it becomes a part of a request's head
+            raise ConfigError(f"{at}: write the characters of {text!a} other than printable ASCII as %XX.")
     if len(set(entry.addresses)) < len(entry.addresses):
         raise ConfigError(f"{at}.addresses has an address twice.")
     if entry.discover is not None:
@@ -269,7 +277,8 @@ def _check_addresses(entry: ModelEntry, at: str) -> None:
     for address in entry.addresses:
         try:
             parts = urlsplit(address)
-            _ = parts.port
+            if parts.port == 0:
+                raise ValueError("no server listens at port 0")
         except ValueError as error:
             raise ConfigError(f"{at}.addresses: {address} is no HTTP address: {error}.") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:

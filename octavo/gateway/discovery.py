@@ -53,8 +53,8 @@ def read_source(text: str) -> DnsName | KubernetesService:
         parts = urlsplit(text)
         if parts.scheme == "dns+http" and parts.hostname and parts.port and parts.path in ("", "/"):
             return DnsName(parts.hostname, parts.port)
-        if parts.scheme == "kubernetes" and (found := re.fullmatch(r"/([a-z0-9.-]+):([a-z0-9-]+)", parts.path)):
-            return KubernetesService(parts.netloc, found[1], found[2])
+        if found := re.fullmatch(r"kubernetes://([a-z0-9-]*)/([a-z0-9.-]+):([a-z0-9-]+)", text):
+            return KubernetesService(*found.groups())
     except ValueError:  # a port that is no number, or an IPv6 address without its end
         pass
     raise ConfigError(

@@ -212,7 +212,7 @@ class Proxy:
             try:
                 # 1. Start the model, and have a long prompt computed elsewhere.
                 await self._start_if_needed(attempt)
-                await self._prefill_elsewhere(attempt)
+                attempt = await self._prefill_elsewhere(attempt)
                 if deployment.has_cut_off_requests:  # meanwhile
                     raise _stopping_error()
                 # 2. Ask its replicas.
@@ -256,14 +256,15 @@ class Proxy:
     async def _pause(self, attempt: Attempt) -> None:
         await self._keep_alive.during(asyncio.sleep(_PAUSE_S), "no replica can go on yet", attempt.client)
 
-    async def _prefill_elsewhere(self, attempt: Attempt) -> None:
-        """Have another model's replica compute a long prompt, before a replica gets the request. The attempt keeps
-        where its blocks are: all replicas that are asked later are told."""
+    async def _prefill_elsewhere(self, attempt: Attempt) -> Attempt:
+        """Have another model's replica compute a long prompt, before a replica gets the request. Return the attempt
+        with the place of its blocks, which all replicas that are asked later are told."""
         deployment, request, retry = attempt.deployment, attempt.request, attempt.retry
-        if attempt.pinned_replica is None and not retry.tried and self._prefill.is_wanted(deployment, request):
-            work = self._prefill.compute(deployment, request, retry)
-            blocks_at = await self._keep_alive.during(work, "the prompt is computed", attempt.client)
-            attempt.request = replace(request, blocks_at=blocks_at)
+        if attempt.pinned_replica is not None or retry.tried or not self._prefill.is_wanted(deployment, request):
+            return attempt
+        work = self._prefill.compute(deployment, request, retry)
+        blocks_at = await self._keep_alive.during(work, "the prompt is computed", attempt.client)
+        return replace(attempt, request=replace(request, blocks_at=blocks_at))
 
     async def _try_replicas(self, attempt: Attempt) -> None:
         """Have a replica answer, one after another. Each round adds one to `retry.tried`, so the loop ends."""

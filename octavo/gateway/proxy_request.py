@@ -5,6 +5,7 @@ The known routes and their traits are here too.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Collection
@@ -84,8 +85,15 @@ class ProxyRequest:
     @property
     def model(self) -> str | None:
         """The model that the body or else a header names."""
-        header = self.header(MODEL_HEADER)
-        return self.body.model if self.body.model is not None or header is None else header.decode("latin-1")
+        return self.named_model if self.body.model is None else self.body.model
+
+    @property
+    def named_model(self) -> str | None:
+        """The model that a header names, in UTF-8 or, as browsers write it, in Latin-1."""
+        header = self.header(MODEL_HEADER) or b""
+        with contextlib.suppress(UnicodeDecodeError):
+            return header.decode() or None
+        return header.decode("latin-1")
 
     @property
     def session(self) -> bytes | None:

@@ -72,7 +72,7 @@ class RetryState:
         self.busy.clear()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Attempt:
     """One request at one model; each fallback model gets its own."""
 
@@ -106,7 +106,8 @@ class Attempt:
         if self.may_wait_for_replica():
             return NextStep.WAIT
         has_stopped = self.deployment.state != "ready" and self.pinned_replica is None
-        if has_stopped and may_start_again and not self.is_unanswered_canary:
+        is_over = self.is_unanswered_canary or self.retry.resume_deadline is not None
+        if has_stopped and may_start_again and not is_over:
             return NextStep.START_AGAIN
         return NextStep.GIVE_UP
 

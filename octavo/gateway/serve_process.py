@@ -84,8 +84,8 @@ class ServeProcess:
                 start_new_session=True,  # the gateway decides when its servers stop, not a Ctrl-C of the terminal
                 env={**environment, "OCTAVO_API_KEY": api_key},
             )
-        except OSError as error:
-            raise StartError(f"octavo serve cannot be run: {error}") from None
+        except (OSError, ValueError) as error:  # ValueError: a flag has a character that no command line can have
+            raise StartError(f"octavo serve cannot be run: {error}", may_pass=isinstance(error, OSError)) from None
         server = cls(name, process, api_key)
         try:
             await server._until_ready(entry.start_timeout)

@@ -102,18 +102,19 @@ class Upstream:
         lines += [b"%s: %s" % header for header in headers]
         if num_bytes or method in ("POST", "PUT", "PATCH"):
             lines.append(b"content-length: %d" % num_bytes)
-        message = [b"\r\n".join(lines) + b"\r\n\r\n", *parts]
+        head = b"\r\n".join(lines) + b"\r\n\r\n"
+        message, num_bytes = [head, *parts], len(head) + num_bytes
         was_lost = False
         if may_be_repeated and (connection := self._take_idle()) is not None:
             try:
-                return self._seen_from_outside(await connection.ask(message, self._timeout_s))
+                return self._seen_from_outside(await connection.ask(message, num_bytes, self._timeout_s))
             except _StaleError:  # closed while it was idle, or by a replica that the request ended
                 was_lost = True
         try:
             connection = await self._connect()
         except UnreachableError as error:
             raise UpstreamError(f"the server hung up: {error}") if was_lost else error from None
-        return self._seen_from_outside(await connection.ask(message, self._timeout_s))
+        return self._seen_from_outside(await connection.ask(message, num_bytes, self._timeout_s))
 
     def close(self) -> None:
         """Cut all connections; requests under way end with `UpstreamError`."""
@@ -289,10 +290,10 @@ class Answer:
             self.fail(UpstreamError(f"nothing came for {self._timeout_s:g} s"))
 
 
-def _pieces(message: Sequence[Part]) -> Iterator[Part]:
+def _pieces(message: Sequence[Part], num_bytes: int) -> Iterator[Part]:
     """Yield a short message whole, and a longer one in pieces: one write takes all that it is given, and would hold the
     event loop while it copies or encrypts that."""
-    if sum(map(len, message)) <= PIECE_BYTES:
+    if num_bytes <= PIECE_BYTES:
         yield b"".join(message)
         return
     for part in message:
@@ -333,9 +334,9 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports have no class of asyncio as a base
         self._others.add(self)
 
-    async def ask(self, message: Sequence[Part], timeout_s: float) -> Answer:
-        """Send a request's bytes, and return the answer once its head has come, even before all bytes are sent. Raises
-        `UpstreamError`."""
+    async def ask(self, message: Sequence[Part], num_bytes: int, timeout_s: float) -> Answer:
+        """Send a request of `num_bytes`, and return the answer once its head has come, even before all bytes are sent.
+        Raises `UpstreamError`."""
         answer = self._answer = Answer(self, timeout_s)
         self.on_body = answer.add
         self._parser = httptools.HttpResponseParser(self)
@@ -343,8 +344,8 @@ class _Connection(asyncio.Protocol):
         self._num_head_bytes = 0
         self._num_requests += 1
         try:
-            self._unsent, self._is_sent = _pieces(message), False
-            self._socket = self._second_handle(sum(map(len, message)))
+            self._unsent, self._is_sent = _pieces(message, num_bytes), False
+            self._socket = self._second_handle(num_bytes)
             self._send()
             while not self._has_head:
                 await answer.wait()

@@ -7,9 +7,9 @@ not indexed holds nothing of value and is handed out first, so that a small load
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 BlockName = tuple[int, bytes]  # the pool of a block, and its key in the pool's index
 Copies = list[tuple[int, int]]  # of blocks: (source, target)
@@ -30,6 +30,20 @@ class PoolWatcher(Protocol):
 
     def entered(self, block: int, key: bytes) -> None: ...
     def leaves(self, block: int, key: bytes) -> None: ...
+
+
+class TierWatcher(NamedTuple):
+    """Tells a tier when blocks of one pool are indexed or lost."""
+
+    pool: int
+    note_indexed: Callable[[BlockName, int], None]
+    save_before_eviction: Callable[[BlockName, int], None]
+
+    def entered(self, block: int, key: bytes) -> None:
+        self.note_indexed((self.pool, key), block)
+
+    def leaves(self, block: int, key: bytes) -> None:
+        self.save_before_eviction((self.pool, key), block)
 
 
 class BlockPool(Container[bytes]):

@@ -39,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kv_cache.block_files import BlockFiles
-from octavo.kv_cache.block_pool import BlockName
+from octavo.kv_cache.block_pool import BlockName, TierWatcher
 from octavo.kv_cache.block_writer import BlockWriter
 from octavo.kv_cache.cache_sessions import CacheSessions
 from octavo.kv_cache.disk_fetches import DiskFetches
@@ -92,19 +92,6 @@ class BlockMemory(Protocol):
         ...
 
 
-class _PoolWatch:
-    """Tells the tier when blocks of one pool are indexed or lost."""
-
-    def __init__(self, tier: DiskTier, pool: int) -> None:
-        self._tier, self._pool = tier, pool
-
-    def entered(self, block: int, key: bytes) -> None:
-        self._tier.note_indexed((self._pool, key), block)
-
-    def leaves(self, block: int, key: bytes) -> None:
-        self._tier.save_before_eviction((self._pool, key))
-
-
 class _KnownKeys(Container[bytes]):
     """The keys of the blocks that are in one pool or on disk."""
 
@@ -149,7 +136,10 @@ class DiskTier:
         self._prioritised = OrderedDict[BlockName, None]()  # blocks to save before others, unsaved or not yet here
         self._busy_save_s = 0.0  # may be overdrawn
         self._eviction_save_s = _INITIAL_EVICTION_SAVE_S  # may be overdrawn
-        self._watches = [_PoolWatch(self, number) for number in range(len(self.pools))]
+        self._watches = [
+            TierWatcher(number, self.note_indexed, lambda name, _: self.save_before_eviction(name))
+            for number in range(len(self.pools))
+        ]
         for pool, watch in zip(self.pools, self._watches, strict=True):
             pool.watchers.append(watch)
         if host_tier is not None:

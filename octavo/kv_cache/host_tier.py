@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-from octavo.kv_cache.block_pool import BlockName
+from octavo.kv_cache.block_pool import BlockName, TierWatcher
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.sequence import HostLoad
 from octavo.sequence import Sequence as TokenSequence
@@ -25,19 +25,6 @@ _COPY_BYTES = 128 << 20
 _LOAD_BYTES = 256 << 20
 _MOST_COPIES = 256  # to the host, with one plan: each takes the scheduler some microseconds, however small it is
 _LOAD_S_PER_BYTE = 1e-10  # 10 GB/s: PCIe 3.0 with 16 lanes; computing tokens of any model but the smallest takes longer
-
-
-class _PoolWatch:
-    """Tells the tier when blocks of one pool are indexed or lost."""
-
-    def __init__(self, tier: HostTier, pool: int) -> None:
-        self._tier, self._pool = tier, pool
-
-    def entered(self, block: int, key: bytes) -> None:
-        self._tier.note_indexed((self._pool, key), block)
-
-    def leaves(self, block: int, key: bytes) -> None:
-        self._tier.save_before_eviction((self._pool, key), block)
 
 
 class HostTier:
@@ -57,7 +44,7 @@ class HostTier:
         self._copy_bytes, self._load_bytes = copy_bytes, load_bytes
         self._counted_bytes = [max(num_bytes, copy_bytes // _MOST_COPIES) for num_bytes in block_bytes]
         for number, pool in enumerate(cache.pools):
-            pool.watchers.append(_PoolWatch(self, number))
+            pool.watchers.append(TierWatcher(number, self.note_indexed, self.save_before_eviction))
         cache.on_release.append(self.note_released)
         # Blocks that the host lacks, the oldest first: those indexed before this plan, and those indexed since, whose
         # contents may come only with this plan's moves.

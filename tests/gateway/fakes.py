@@ -68,6 +68,14 @@ async def answer_plainly(asked: Asked) -> None:
     asked.reply(b'{"id": "chatcmpl-1", "choices": []}')
 
 
+async def be_silent(asked: Asked) -> None:
+    await asked.reader.read()
+
+
+async def be_busy(asked: Asked) -> None:
+    asked.reply(b"{}", 429, retry_after="7")
+
+
 @dataclass
 class FakeServer:
     """Health checks are answered with `health`; `behave` answers the others, which are kept in `asked`."""

@@ -9,9 +9,8 @@ import pytest
 
 from octavo.gateway.catalogue import Catalogue, ModelEntry
 from octavo.gateway.deployment import Deployment
-from tests.gateway.fakes import Asked, FakeLaunch, answer_plainly, fake_servers, gateway, until
+from tests.gateway.fakes import Asked, FakeLaunch, answer_plainly, be_busy, fake_servers, gateway, until
 from tests.gateway.test_client_keys import Keys, with_keys
-from tests.gateway.test_failing import be_busy
 from tests.waiting import Clock
 
 TURN = [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "more"}]
@@ -50,6 +49,10 @@ def test_a_part_of_the_conversations_goes_to_the_canary_and_stays_there(clock: C
             assert len(b.asked) - before == 20, "lists are the model's own, and the canary has a name too"
             sample = 'octavo_gateway_requests_total{model="b",replica="%s",status="200"}'
             assert await gate.metric(sample % b.address) == len(b.asked)
+            async with gateway(entries(a.address, b.address, 0)) as other:
+                for number in range(20):
+                    await other.ask("a", messages=said(number))
+                assert await other.metric(sample.replace('"b"', '"a"') % a.address) == 20
 
     clock.run(run())
 

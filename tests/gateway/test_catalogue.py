@@ -67,7 +67,19 @@ from octavo.processes import bind
         ("models: {a: {discover: 'dns+http://h:1', replicas: 2}}", "replicas"),
         ("models: {a: {canaries: {b: 5}}}", "canaries: b is not"),
         ("models: {a: {canaries: {a: 5}}}", "canaries: a is not"),
-        ("models: {a: {canaries: {b: 0}}, b: {}}", "canaries"),
+        ("models: {a: {canaries: {b: -1}}, b: {}}", "canaries"),
+        ("models: {'': {}}", "models.: '' is no name"),
+        ("models: {--help: {}}", "'--help' is no name"),
+        ('models: {"a\\nb": {}}', r"'a\nb' is no name"),
+        ('models: {"a\\ud800": {}}', r"'a\ud800' is no name"),
+        ("models: {a: {aliases: ['x ']}}", "models.a: 'x ' is no name"),
+        ("models: {a: {model: -x}}", "models.a: '-x' is no name"),
+        ("models: {a: {addresses: ['http://h'], served_model_name: ''}}", "models.a: '' is no name"),
+        ("models: {a: {addresses: ['http://h:0']}}", "no server listens at port 0"),
+        ("models: {a: {addresses: ['http://h/a b']}}", "other than printable ASCII as %XX"),
+        ('models: {a: {addresses: ["http://h\\n:80"]}}', r"'http://h\n:80' other than"),
+        ("models: {a: {addresses: ['http://h/é']}}", r"'http://h/\xe9' other than"),
+        ("models: {a: {addresses: ['http://h'], health: '/a b'}}", "'/a b' other than"),
         ("models: {a: {canaries: {b: 60, c: 50}}, b: {}, c: {}}", "110 together"),
         ("models: {a: {canaries: {b: 60.1, c: 40}}, b: {}, c: {}}", "100.1 together"),
         ("models: {a: {addresses: ['http://h'], api_key_env: BLANK_KEY}}", "printable ASCII"),
@@ -98,9 +110,9 @@ def test_the_catalogues_of_the_page_can_be_read(tmp_path: Path, monkeypatch: pyt
 
 
 def test_percentages_that_are_a_hundred_together_are_taken(tmp_path: Path) -> None:
-    parts = {"b": 0.2, "c": 83.9, "d": 15.9}
+    parts = {"b": 0.2, "c": 83.9, "d": 15.9, "e": 0}
     assert sum(parts.values()) > 100, "as decimals are not exact"
-    entries = {"a": {"canaries": parts}, "b": {}, "c": {}, "d": {}}
+    entries = {"a": {"canaries": parts}, "b": {}, "c": {}, "d": {}, "e": {}}
     file = tmp_path / "models.yaml"
     file.write_text(json.dumps({"models": entries}))
     assert read_catalogue(str(file)).models["a"].canaries == parts

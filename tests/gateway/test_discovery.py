@@ -43,7 +43,10 @@ def test_sources_are_read() -> None:
     assert read_source("dns+http://qwen.models.svc:8000") == DnsName("qwen.models.svc", 8000)
     assert read_source("kubernetes://models/qwen:http") == SERVICE
     assert read_source("kubernetes:///qwen:8000") == KubernetesService("", "qwen", "8000")
-    for text in ("http://h:1", "dns+http://h:x", "dns+http://h:1/v1", "kubernetes://a/B:1", "kubernetes://a/b/c:1", ""):
+    for text in (
+        "http://h:1", "dns+http://h:x", "dns+http://h:1/v1", "kubernetes://a/B:1", "kubernetes://a/b/c:1", "",
+        "kubernetes://A/b:1", "kubernetes://u@a/b:1", "kubernetes://a/b:1?x", "kubernetes://a/b:1#x",
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match="neither"):
             read_source(text)
 

@@ -55,8 +55,8 @@ def test_comments_come_between_events(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("header", [b"", b"connection: keep-alive\r\n"])
-def test_over_http_1_0_too_and_the_stream_ends_with_the_connection(clock: Clock, header: bytes) -> None:
-    """There are no chunks, so the gateway writes another way."""
+def test_comments_come_over_http_1_0_too_and_the_stream_ends_with_the_connection(clock: Clock, header: bytes) -> None:
+    """HTTP/1.0 has no chunks, so the gateway writes each piece as it is."""
     body = json.dumps({"model": "a", "stream": True}).encode()
     asked = b"POST /v1/chat/completions HTTP/1.0\r\n%scontent-length: %d\r\n\r\n%s" % (header, len(body), body)
 
@@ -87,7 +87,7 @@ def test_an_event_that_is_too_long_to_be_held_back_has_no_comment_in_it(
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_an_answer_that_is_no_stream_gets_none(clock: Clock, streams: bool) -> None:
+def test_an_answer_that_is_no_stream_gets_no_comment(clock: Clock, streams: bool) -> None:
     async def behave(asked: Asked) -> None:
         asked.head(content_type="application/json", transfer_encoding="chunked")
         asked.piece(b'{"a": ')
@@ -100,7 +100,9 @@ def test_an_answer_that_is_no_stream_gets_none(clock: Clock, streams: bool) -> N
 
 @pytest.mark.parametrize("hangs", [False, True])
 @pytest.mark.parametrize("is_refused", [False, True])
-def test_before_the_head_only_a_server_without_health_is_silent(clock: Clock, hangs: bool, is_refused: bool) -> None:
+def test_before_the_head_only_a_server_that_fails_its_health_checks_is_called_silent(
+    clock: Clock, hangs: bool, is_refused: bool
+) -> None:
     async def run() -> None:
         async def behave(asked: Asked) -> None:
             server.hangs = hangs
@@ -160,7 +162,7 @@ def test_a_stream_without_chunks_gets_comments(clock: Clock) -> None:
     assert comments_in_silence(clock, client.ClientSend) == [SILENT] * 2, "HTTP/1.0"
 
 
-def test_a_client_that_must_read_first_gets_none(clock: Clock) -> None:
+def test_a_client_that_must_read_first_gets_no_comment(clock: Clock) -> None:
     def paused(send: Any) -> client.ClientSend:
         one = client.ClientSend(send)
         one.open(lambda _: None)

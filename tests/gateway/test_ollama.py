@@ -477,7 +477,7 @@ def test_octavo_ps_and_stop_say_that_a_server_answers_nonsense(
 
 
 def test_octavo_ps_lists_what_other_servers_of_the_api_have(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    """Older ones do not say the context's length."""
+    """Older servers do not say the context's length."""
 
     async def reply(asked: Asked) -> None:
         listed = (
@@ -614,7 +614,7 @@ def test_models_come_with_pulls_and_go_with_deletes(clock: Clock, commands: Comm
 
 
 def test_folders_are_read_in_threads_and_not_once_for_each_request(clock: Clock) -> None:
-    """The event loop would wait for the disk."""
+    """Else the event loop would wait for the disk."""
     threads, may_end = list[threading.Thread](), threading.Event()
 
     def find() -> dict[str, ModelEntry]:
@@ -639,7 +639,7 @@ def test_folders_are_read_in_threads_and_not_once_for_each_request(clock: Clock)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_look_that_is_cancelled_or_fails_is_none_for_those_who_waited(fails: bool) -> None:
+def test_requests_that_waited_for_a_search_that_failed_or_was_cancelled_search_again(fails: bool) -> None:
     async def run() -> None:
         here, num_looks, may_end = dict[str, ModelEntry](), 0, threading.Event()
 

@@ -1,4 +1,4 @@
-"""What passes through: bodies, streams, names, ids, keys, and what is refused."""
+"""The gateway passes bodies, streams, names, ids and keys on, and refuses some requests."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ def test_bytes_pass_unchanged_both_ways_but_for_the_name_of_an_alias(clock: Cloc
             asked = gate.launch.last("a").asked[0]
             assert asked.body == body.replace(b'"model" :"gpt-4o"', b'"model" :"a"')
             assert asked.target == "/v1/chat/completions?x=%2F1" and asked.headers["x-request-id"] == "r"
-            assert asked.headers["x-forwarded-for"] == "1.2.3.4, 127.0.0.1", "who says so is known"
-            assert asked.headers["accept-encoding"] == "identity", "what is compressed cannot be read"
+            assert asked.headers["x-forwarded-for"] == "1.2.3.4, 127.0.0.1", (
+                "the address of the client itself comes last"
+            )
+            assert asked.headers["accept-encoding"] == "identity", "the gateway could not read a compressed answer"
 
     clock.run(run())
 
@@ -58,6 +60,23 @@ def test_a_stream_comes_as_it_is_made(clock: Clock) -> None:
             assert await anext(pieces) == b'data: {"x": 1}\n\n'
             go_on.set()
             assert b"".join([piece async for piece in pieces]) == b"data: [DONE]\n\n"
+
+    clock.run(run())
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_a_header_names_a_model_in_either_encoding(clock: Clock, encoding: str) -> None:
+    async def run() -> None:
+        async with (
+            fake_servers(answer_plainly) as (server,),
+            gateway({"modèle": {"addresses": [server.address]}, "b": {}}) as gate,
+        ):
+            headers = {b"x-octavo-model": "modèle".encode(encoding)}
+            for method, path in ("POST", "/v1/embeddings"), ("DELETE", "/v1/cache/sessions/x"):
+                assert (await gate.http.request(method, path, content=b"{}", headers=headers)).status_code == 200
+            assert [one.method for one in server.asked] == ["POST", "DELETE"]
+            nameless = await gate.http.post("/v1/embeddings", content=b"{}", headers={"x-octavo-model": ""})
+            assert "names no model" in nameless.text
 
     clock.run(run())
 
@@ -151,7 +170,7 @@ def test_models_are_listed_with_their_aliases(clock: Clock) -> None:
         ("/v1/chat/completions", b'{"model": "' + b"a" * 200 + b'"}', 413, "--max-body-bytes"),
     ],
 )
-def test_what_cannot_be_placed_is_refused_with_a_reason(
+def test_a_request_without_a_replica_that_could_answer_is_refused_with_a_reason(
     clock: Clock, path: str, content: bytes, status: int, says: str
 ) -> None:
     async def run() -> None:
@@ -212,7 +231,7 @@ def test_what_a_replica_keeps_is_asked_of_that_replica(clock: Clock) -> None:
     clock.run(run())
 
 
-def test_what_a_stopped_replica_kept_is_not_asked_of_another(clock: Clock) -> None:
+def test_no_other_replica_is_asked_for_what_a_stopped_one_kept(clock: Clock) -> None:
     async def behave(asked: Asked) -> None:
         asked.reply(b'{"id": "resp_1"}')
 
@@ -286,7 +305,7 @@ def test_a_cache_session_is_deleted_at_every_replica(clock: Clock) -> None:
                 lost = await gate.http.delete(path)
                 assert lost.status_code == 503 and at[2] in lost.json()["error"]["message"]
                 assert len(servers[1].asked) == 3, "the others have done it"
-                assert gate.launch.begun == [], "what is stopped is not started"
+                assert gate.launch.begun == [], "a stopped model is not started for it"
                 nowhere = await gate.http.delete(path, headers={"x-octavo-model": "stopped"})
                 assert nowhere.status_code == 404
 
@@ -414,7 +433,7 @@ def test_a_stream_that_breaks_is_not_refused(clock: Clock, caplog: pytest.LogCap
     assert "refused" not in caplog.text
 
 
-def test_a_client_that_reads_late_gets_all_and_nothing_is_held_without_a_bound(
+def test_a_client_that_reads_late_gets_all_and_the_replica_waits_for_it(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = [b"data: " + b"%d" % i * 2000 + b"\n\n" for i in range(4000)]

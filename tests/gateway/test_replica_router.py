@@ -1,4 +1,4 @@
-"""Which replica is chosen."""
+"""The router chooses a replica for a request."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_several_gateways_agree_and_a_replica_that_leaves_moves_only_its_share()
     assert all(one is before for one, before in zip(fewer, first, strict=True) if before is not fleet[0])
 
 
-def test_what_gateways_agree_on_gives_way_to_load_and_to_what_is_known() -> None:
+def test_load_and_known_prefixes_count_more_than_the_replica_that_gateways_agree_on() -> None:
     router, fleet = ReplicaRouter(random.Random(1)), replicas(4)
     for number in range(400):
         chosen = router.choose(fleet, {}, placement_hash=b"the same" if number % 2 else str(number).encode())
@@ -93,7 +93,7 @@ def test_load_corrects_affinity() -> None:
 
 
 @given(st.lists(st.sampled_from(["fine", "sick", "broken", "tried"]), min_size=1, max_size=9), st.integers(0, 99))
-def test_only_those_are_chosen_that_take_requests(states: list[str], seed: int) -> None:
+def test_only_replicas_that_take_requests_are_chosen(states: list[str], seed: int) -> None:
     router, fleet = ReplicaRouter(random.Random(seed)), replicas(len(states))
     for one, state in zip(fleet, states, strict=True):
         one.checks.num_failed = FAILED_CHECKS if state == "sick" else FAILED_CHECKS - 1
@@ -258,7 +258,7 @@ def test_names_have_a_prompts_ends_and_few_of_its_many_beginnings(count: int, ha
     assert names == sorted({*names}) and set(names) >= {*every[:1], *every[-3:]} and len(names) <= 13
 
 
-def test_what_a_cache_evicts_is_forgotten_and_the_end_of_a_conversation_first() -> None:
+def test_prefixes_that_a_cache_evicts_are_forgotten_and_the_end_of_a_conversation_first() -> None:
     router, (replica, other) = ReplicaRouter(), replicas(2)
     first, second = {b"a": 1_000, b"b": 6_000}, {b"c": 5_000}
 
@@ -311,7 +311,7 @@ def test_models_of_one_server_share_its_cache() -> None:
     assert [router.num_known_bytes(text) for router in routers] == [0, 1_000], "evicted since"
 
 
-def test_what_the_router_forgets_takes_no_room_in_a_replicas_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefixes_that_the_router_forgets_take_no_room_in_a_replicas_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "MAX_HASHES", 3)
     router, (replica,) = ReplicaRouter(), replicas(1)
     router.set_cache_bytes(replica, 1e9)

@@ -203,8 +203,8 @@ def test_a_large_body_is_scanned_once_and_copied_nowhere_and_all_else_is_done_in
         on_loop.append(threading.get_ident() == loops_thread)
         return find(self)
 
-    def measured(message: Any) -> Iterator[Any]:
-        for piece in pieces(message):
+    def measured(message: Any, num_bytes: int) -> Iterator[Any]:
+        for piece in pieces(message, num_bytes):
             written.append(len(piece))
             yield piece
 

@@ -46,6 +46,13 @@ def test_a_server_knows_the_aliases_of_its_model_as_lines_of_batches_may_name_th
     assert seen[at : at + 3] == ["m", "x", "y"] and seen[at + 3].startswith("--")
 
 
+@pytest.mark.parametrize("text", ["\0", "\ud800"])
+def test_a_flag_that_no_command_line_can_have_is_a_start_that_fails(text: str) -> None:
+    with pytest.raises(StartError, match="cannot be run") as caught:
+        asyncio.run(ServeProcess.start("m", ModelEntry(flags={"seed": text})))
+    assert not caught.value.may_pass
+
+
 def test_a_server_gets_no_key_of_the_gateways(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

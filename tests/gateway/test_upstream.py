@@ -317,7 +317,8 @@ def test_an_answer_that_came_before_a_write_failed_is_read_unless_the_connection
             pass
 
     async def run() -> None:
-        asking = asyncio.ensure_future(connection.ask([b"x" * (request_body.PIECE_BYTES + 1)], 30))
+        num_bytes = request_body.PIECE_BYTES + 1
+        asking = asyncio.ensure_future(connection.ask([b"x" * num_bytes], num_bytes, 30))
         await asyncio.sleep(0)
         theirs.sendall(b"HTTP/1.1 413 X\r\ncontent-length: 5\r\n\r\nabcde")
         if was_cut:
