@@ -139,7 +139,7 @@ class EngineCore:
             return
         pending = PendingRequest(request)
         if request.params.grammar is not None:
-            pending.grammar = self.executor.prepare_grammar(request.params.grammar, request.eos_token_ids, request)
+            pending.grammar = self.executor.prepare_grammar(request.params.grammar, request)
         self._pending[request.request_id] = pending
         self._prepare([pending])
 

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("octavo.engine.core_process")  # not __name__, which may be __main__
 
 _LOSS_S = 1.0  # the watcher of the workers reports within this time which worker died first
+_IDLE_MS = 1000  # without a message, after which work begins that holds up steps
 _ORPHAN_SAVING_S = 2.0  # if the parent has died: the next server may need this process's memory
 
 _goodbyes: list[Callable[[], object]] = []  # called before the process ends with its parent
@@ -119,7 +120,7 @@ def _run(
     sender.send(encode_message(ready))
     core.on_admission = lambda request_ids: sender.send(encode_message(StepBegins(request_ids)))
     try:
-        _serve(core, receiver, sender)
+        _serve(core, receiver, sender, lacks_vocabulary=args.config.model.pooling is None)
     except Exception:
         if isinstance(executor, MultiprocExecutor):  # a worker may have died, which `_die` reports
             threading.Event().wait(_LOSS_S)
@@ -138,12 +139,17 @@ class _LoadingReport:
             self._sender.send(encode_message(Loading(share)))
 
 
-def _serve(core: EngineCore, receiver: zmq.Socket[bytes], sender: zmq.Socket[bytes]) -> None:
+def _serve(core: EngineCore, receiver: zmq.Socket[bytes], sender: zmq.Socket[bytes], *, lacks_vocabulary: bool) -> None:
+    """Handle messages and run steps. A core that `lacks_vocabulary` for grammars makes it once it has nothing to do, so
+    that the first request with a grammar does not hold up the steps of others."""
     while True:
         has_news = core.has_work
         if not has_news:
             while not is_readable(receiver) and core.save_blocks():
                 pass
+            if lacks_vocabulary and not receiver.poll(_IDLE_MS):
+                core.executor.load_vocabulary()
+                lacks_vocabulary = False
             has_news = _handle(core, sender, receiver.recv())
         while is_readable(receiver):
             has_news |= _handle(core, sender, receiver.recv())

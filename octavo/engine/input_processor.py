@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from octavo.config import EngineConfig, MediaConfig, ModelConfig
+from octavo.config import EngineConfig, MediaConfig
 from octavo.engine.off_loop import MAX_INLINE_LENGTH
 from octavo.engine.vllm_names import refuse_kwargs
 from octavo.errors import LoadError, RequestError, naming_prompt
@@ -85,7 +85,7 @@ class InputProcessor:
         self._ids = itertools.count()
         self._id_prefix = ""
         self._seeds = random.Random(model.seed)
-        self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        self.eos_token_ids = model.checkpoint.end_token_ids(tokenizer.eos_token_id, model.vocab_size)
         self.media: MediaProcessor | None = None  # if the model takes media
         if config.media is not None:
             from octavo.multimodal.model_processor import MediaProcessor
@@ -567,13 +567,6 @@ def _check_fields(prompt: Mapping[str, Any]) -> None:
         if prompt[name] is not None and name != "mm_processor_kwargs":
             known = ", ".join(sorted(_PROMPT_FIELDS))
             raise RequestError(f"a prompt has no field {name!r}; its fields are {known}.", param="prompt")
-
-
-def _eos_token_ids(model: ModelConfig, tokenizer: ModelTokenizer) -> list[int]:
-    ids = set(model.checkpoint.eos_token_ids)
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return sorted(token for token in ids if token < model.vocab_size)  # a token without a logit is never sampled
 
 
 def _own_adapter(media: MediaConfig) -> AdapterSource | None:

@@ -107,10 +107,14 @@ class LocalExecutor:
         memory of their own: end the process instead."""
         self.worker.release_cache()
 
-    def prepare_grammar(self, grammar: str, eos_token_ids: list[int], holder: object) -> Future[None]:
+    def load_vocabulary(self) -> None:
+        """Make the vocabulary that grammars need, in a thread which holds up steps."""
+        self.worker.grammars.load_vocabulary()
+
+    def prepare_grammar(self, grammar: str, holder: object) -> Future[None]:
         """Compile a grammar and keep it while `holder` exists. Plans may admit sequences with it when the future is
         done; it raises `RequestError` if the grammar cannot be followed."""
-        return self.worker.grammars.prepare(grammar, eos_token_ids, holder)
+        return self.worker.grammars.prepare(grammar, holder)
 
     def prepare_adapter(self, source: AdapterSource) -> Future[int]:
         """Read an adapter into the host's memory. The future returns how many pages it takes; then plans may load it.

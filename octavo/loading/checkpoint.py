@@ -54,6 +54,11 @@ class Checkpoint:
             raise LoadError(f"{self.name}: eos_token_id is {str(ids)[:60]}, not a token id or a list of such.")
         return tuple(token for token in found if token >= 0)
 
+    def end_token_ids(self, of_tokenizer: int | None, vocab_size: int) -> list[int]:
+        """Return the ids of the tokens that end an answer, in order, with the tokenizer's end-of-sequence token."""
+        ids = {*self.eos_token_ids} | ({of_tokenizer} if of_tokenizer is not None else set())
+        return sorted(token for token in ids if token < vocab_size)  # a token without a logit is never sampled
+
 
 def resolve(
     model: str,

@@ -38,20 +38,29 @@ _NUM_IDLE = 256  # compiled grammars that are kept without a request
 
 
 class GrammarCompiler:
-    """Compiles each grammar once. llguidance and the vocabulary are loaded with the first grammar."""
+    """Compiles each grammar once. llguidance and the vocabulary are loaded with the first grammar, or ahead of it."""
 
     def __init__(self, checkpoint: Checkpoint, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._checkpoint = checkpoint
-        self._eos_token_ids: list[int] = []
-        self._vocabulary: LLTokenizer | None = None
+        self._vocabulary: Future[LLTokenizer] | None = None
         self._templates: OrderedDict[str, LLMatcher] = OrderedDict()
         self._num_holders: Counter[str] = Counter()  # number of requests, by grammar
         self._released: deque[str] = deque()  # grammars released by requests that have ended
         self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()  # held while the vocabulary is read
 
-    def prepare(self, grammar: str, eos_token_ids: list[int], holder: object) -> Future[None]:
+    def load_vocabulary(self) -> Future[LLTokenizer]:
+        """Make the vocabulary in a thread, once. The future raises `RequestError` if the tokenizer cannot give it.
+
+        llguidance needs 80 ms for 49,152 tokens, and up to a second for 256,000, in one call that holds the
+        interpreter's lock: no step can run meanwhile."""
+        made = self._vocabulary
+        if made is None or (made.done() and not isinstance(made.exception(), RequestError | None)):  # may be better now
+            self._pool = self._pool or _new_pool("grammar-compiler", _NUM_COMPILING)
+            self._vocabulary = made = self._pool.submit(self._make_vocabulary)
+        return made
+
+    def prepare(self, grammar: str, holder: object) -> Future[None]:
         """Compile a grammar in a thread, and keep it as long as `holder` lives. The future raises `RequestError` if the
         grammar cannot be followed."""
         while self._released:
@@ -67,9 +76,8 @@ class GrammarCompiler:
             done: Future[None] = Future()
             done.set_result(None)
             return done
-        if self._pool is None:
-            self._pool = _new_pool("grammar-compiler", _NUM_COMPILING)
-            self._eos_token_ids = eos_token_ids
+        self.load_vocabulary()
+        assert self._pool is not None
 
         def compile_it() -> None:
             self._compile(grammar)
@@ -90,7 +98,7 @@ class GrammarCompiler:
     def num_words(self) -> int:
         """Return the number of 32-bit words in a mask."""
         assert self._vocabulary is not None
-        return -(-self._vocabulary.vocab_size // 32)
+        return -(-self._vocabulary.result().vocab_size // 32)
 
     def _compile(self, grammar: str) -> LLMatcher:
         """Return the template of a grammar; make it if there is none. Other threads may drop it at any time."""
@@ -102,18 +110,19 @@ class GrammarCompiler:
         self._drop_idle()
         return matcher
 
-    def _matcher(self, grammar: str) -> LLMatcher:
-        import llguidance
-
+    def _make_vocabulary(self) -> LLTokenizer:
         from octavo.loading.tokenizer import read_tokenizer  # the tokenizers package takes 10 ms of a start
         from octavo.structured_output.token_bytes import make_vocabulary
 
-        with self._lock:
-            if self._vocabulary is None:
-                tokenizer = read_tokenizer(self._checkpoint.tokenizer_path, self._checkpoint.trusts_code)
-                backend = tokenizer.backend_tokenizer
-                self._vocabulary = make_vocabulary(backend, self.vocab_size, self._eos_token_ids)
-        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits())
+        tokenizer = read_tokenizer(self._checkpoint.tokenizer_path, self._checkpoint.trusts_code)
+        ends = self._checkpoint.end_token_ids(tokenizer.eos_token_id, self.vocab_size)
+        return make_vocabulary(tokenizer.backend_tokenizer, self.vocab_size, ends)
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        import llguidance
+
+        assert self._vocabulary is not None
+        matcher = llguidance.LLMatcher(self._vocabulary.result(), grammar, log_level=0, limits=limits())
         if matcher.is_error():
             raise RequestError(f"structured_outputs cannot be followed: {matcher.get_error().splitlines()[0]}")
         return matcher

@@ -30,7 +30,7 @@ def make_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[i
 
     size = max(vocab_size, tokenizer.get_vocab_size())
     # Without end-of-sequence tokens of the model, llguidance knows the usual texts of such tokens.
-    eos_token_ids = eos_token_ids or list(LLTokenizer(tokenizer.to_str(), n_vocab=size).eos_tokens)
+    eos_token_ids = eos_token_ids or list(LLTokenizer(tokenizer.to_str(), n_vocab=size, slices=[]).eos_tokens)
     words = _Words(tokenizer, size, eos_token_ids)
     words.vocabulary = LLTokenizer(TokenizerWrapper(words), n_vocab=size, eos_token=eos_token_ids)
     return words.vocabulary

@@ -416,7 +416,7 @@ def test_an_idle_core_waits_for_what_is_not_ready(monkeypatch: pytest.MonkeyPatc
     core, device = make_core()
     compiled: Future[None] = Future()
     compiled.set_result(None)
-    device.prepare_grammar = lambda grammar, eos_token_ids, holder: compiled  # type: ignore[attr-defined]
+    device.prepare_grammar = lambda grammar, holder: compiled  # type: ignore[attr-defined]
     asked = request("r", 1)
     asked.params.grammar = "start: A"
     core.add(asked)

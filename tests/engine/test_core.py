@@ -46,7 +46,7 @@ class StubExecutor:
         self.adapters: dict[str, Future[int]] = {}
         self.adapter_memory = AdapterMemory(2, 2, 2, 1 << 10)
 
-    def prepare_grammar(self, grammar: str, eos_token_ids: list[int], holder: object) -> Future[None]:
+    def prepare_grammar(self, grammar: str, holder: object) -> Future[None]:
         return self.grammars.setdefault(grammar, Future())
 
     def prepare_adapter(self, source: AdapterSource) -> Future[int]:
@@ -228,8 +228,26 @@ def test_an_idle_core_saves_blocks_until_a_message_comes(
     monkeypatch.setattr(core_process, "is_readable", lambda _: has_message)
     engine = Mock(has_work=False, save_blocks=Mock(side_effect=[True, True, False]))
     with pytest.raises(EOFError):
-        core_process._serve(engine, Mock(recv=Mock(side_effect=EOFError)), Mock())
+        core_process._serve(engine, Mock(recv=Mock(side_effect=EOFError)), Mock(), lacks_vocabulary=False)
     assert engine.save_blocks.call_count == num_saved
+
+
+@pytest.mark.parametrize("lacks_vocabulary", [True, False])
+def test_a_core_that_has_nothing_to_do_makes_the_vocabulary_for_grammars_once(lacks_vocabulary: bool) -> None:
+    engine = Mock(has_work=False, save_blocks=Mock(return_value=False))
+    load, counts = engine.executor.load_vocabulary, list[int]()
+
+    def next_message() -> bytes:
+        counts.append(load.call_count)
+        if len(counts) == 4:
+            raise EOFError
+        return encode_message(Trials(0))
+
+    # A message comes before a second is over; then none does.
+    receiver = Mock(get=Mock(return_value=0), poll=Mock(side_effect=[1, 0]), recv=next_message)
+    with pytest.raises(EOFError):
+        core_process._serve(engine, receiver, Mock(), lacks_vocabulary=lacks_vocabulary)
+    assert counts == ([0, 1, 1, 1] if lacks_vocabulary else [0, 0, 0, 0])
 
 
 @pytest.mark.parametrize(("last_line", "seconds"), [([b"7.5"], 7.5), ([], core_process._ORPHAN_SAVING_S)])

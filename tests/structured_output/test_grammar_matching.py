@@ -7,13 +7,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from llguidance import LLParserLimits, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from octavo.errors import RequestError
+from octavo.errors import LoadError, RequestError
+from octavo.loading.checkpoint import Checkpoint
 from octavo.sampling.sampling_table import Samples, SamplingTable
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 from octavo.step_plan import Admission
@@ -74,10 +76,10 @@ class Request:
 @pytest.fixture(params=[byte_level, sentencepiece])
 def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     tokenizer = request.param()
-    read = SimpleNamespace(backend_tokenizer=Tokenizer.from_str(tokenizer.to_str()))
+    read = SimpleNamespace(backend_tokenizer=Tokenizer.from_str(tokenizer.to_str()), eos_token_id=EOS)
     monkeypatch.setattr("octavo.loading.tokenizer.read_tokenizer", lambda path, trusts_code: read)
-    checkpoint = SimpleNamespace(tokenizer_path="", trusts_code=False)
-    made = Compiler(checkpoint, tokenizer.get_vocab_size())  # type: ignore[arg-type]
+    checkpoint = Checkpoint("", "dummy", "", [], "", {}, {"eos_token_id": EOS})
+    made = Compiler(checkpoint, tokenizer.get_vocab_size())
     made.tokenizer = tokenizer
     return made
 
@@ -85,7 +87,7 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def written(compiler: Compiler, grammar: str, *, prefers: str = "first") -> str:
     """An answer: of the tokens that a grammar allows always the first one, or the last one, up to the end."""
     holder = Request()
-    compiler.prepare(grammar, [EOS], holder).result()
+    compiler.prepare(grammar, holder).result()
     matcher = compiler.matcher(grammar)
     tokens = list[int]()
     while not matcher.is_stopped():
@@ -166,10 +168,29 @@ def test_a_choice_among_texts_with_added_tokens_is_one_of_them(compiler: Compile
 
 def test_special_tokens_that_a_grammar_names_are_tokens(compiler: Compiler) -> None:
     grammar = json.dumps({"grammars": [{"lark_grammar": 'start: "a" <[0]> "<|im_start|>"'}]})
-    compiler.prepare(grammar, [EOS], compiler).result()
+    compiler.prepare(grammar, compiler).result()
     matcher = compiler.matcher(grammar)
     assert matcher.consume_tokens([compiler.tokenizer.token_to_id("a"), 0])
     assert not matcher.consume_tokens([0])
+
+
+def test_the_vocabulary_is_made_once_ahead_of_grammars_too(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = compiler.load_vocabulary().result()
+    monkeypatch.setattr(compiler, "_make_vocabulary", pytest.fail)
+    assert written(compiler, make_grammar(StructuredOutputsParams(choice=["a"]))) == "a"
+    assert compiler.load_vocabulary().result() is vocabulary
+
+
+@pytest.mark.parametrize(("error", "num_tries"), [(RequestError("no bytes"), 1), (LoadError("no file"), 3)])
+def test_a_tokenizer_that_cannot_give_a_vocabulary_is_read_once_and_one_that_cannot_be_read_again(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, error: Exception, num_tries: int
+) -> None:
+    failing = Mock(side_effect=error)
+    monkeypatch.setattr(compiler, "_make_vocabulary", failing)
+    assert compiler.load_vocabulary().exception() is error
+    for _ in range(2):
+        assert compiler.prepare("{}", compiler).exception() is error
+    assert failing.call_count == num_tries
 
 
 def test_a_grammar_is_kept_as_long_as_a_request_has_it(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,12 +198,12 @@ def test_a_grammar_is_kept_as_long_as_a_request_has_it(compiler: Compiler, monke
     requests = [Request() for _ in range(6)]
     grammars = [make_grammar(StructuredOutputsParams(choice=[f"text {i}"])) for i in range(6)]
     for grammar, request in zip(grammars, requests, strict=True):
-        compiler.prepare(grammar, [EOS], request).result()
+        compiler.prepare(grammar, request).result()
     assert [grammar in compiler._templates for grammar in grammars] == [True] * 6
     del requests[:], request
     for i in range(2):
         other = make_grammar(StructuredOutputsParams(choice=[f"other {i}"]))
-        compiler.prepare(other, [EOS], compiler).result()
+        compiler.prepare(other, compiler).result()
     assert [grammar in compiler._templates for grammar in grammars] == [False] * 4 + [True] * 2
 
 
@@ -200,8 +221,8 @@ def test_a_grammar_that_another_thread_drops_is_compiled_again(
 
     compiler._templates = Racing()
     grammar = make_grammar(StructuredOutputsParams(choice=["a"]))
-    compiler.prepare(grammar, [EOS], compiler).result()
-    compiler.prepare(grammar, [EOS], compiler).result()
+    compiler.prepare(grammar, compiler).result()
+    compiler.prepare(grammar, compiler).result()
     assert compiler.matcher(grammar) and compiler.matcher(grammar)
     monkeypatch.setattr(grammar_matching, "_NUM_IDLE", 0)
     other = make_grammar(StructuredOutputsParams(choice=["b"]))
@@ -212,7 +233,7 @@ def test_a_step_waits_for_no_mask_of_a_sequence_that_is_not_in_it(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that was aborted keeps its row until another sequence takes it; of one that ends nothing is kept."""
-    compiler.prepare(grammar := make_grammar(StructuredOutputsParams(choice=["a"])), [EOS], compiler).result()
+    compiler.prepare(grammar := make_grammar(StructuredOutputsParams(choice=["a"])), compiler).result()
     table = SamplingTable(2, compiler)
     params = SamplingParams(temperature=1.0)
     params.grammar = grammar
@@ -242,7 +263,7 @@ def test_a_lexer_that_one_request_has_worn_out_serves_no_other(
     """llguidance bounds the states of a lexer, which copies of a compiled grammar share."""
     monkeypatch.setattr(grammar_matching, "limits", lambda: LLParserLimits(max_lexer_states=1000))
     grammar = make_grammar(StructuredOutputsParams(regex="[ab]*a[ab]{40}|[ab]{0,12}"))
-    compiler.prepare(grammar, [EOS], compiler).result()
+    compiler.prepare(grammar, compiler).result()
     table = GrammarTable(compiler, 2)
     params = SamplingParams(max_tokens=10)
     params.grammar = grammar
@@ -265,7 +286,6 @@ def test_a_lexer_that_one_request_has_worn_out_serves_no_other(
 
 
 def test_tokens_of_a_text_are_those_of_the_model_where_these_spell_it(compiler: Compiler) -> None:
-    compiler.prepare(make_grammar(StructuredOutputsParams(choice=["a"])), [EOS], compiler).result()
-    vocabulary: Any = compiler._vocabulary
+    vocabulary = compiler.load_vocabulary().result()
     words = [compiler.tokenizer.id_to_token(token) for token in vocabulary.tokenize_str("end im")]
     assert words[0] == "end" and words[-1] == "im"
