@@ -205,7 +205,7 @@ def test_a_paused_core_reads_adapters_and_computes_nothing(monkeypatch: pytest.M
 
     monkeypatch.setattr(core_process, "is_readable", lambda _: bool(messages))
     with pytest.raises(EOFError):
-        core_process._serve(engine, Mock(recv=receive), Mock(send=send))
+        core_process._serve(engine, Mock(recv=receive), Mock(send=send), lacks_vocabulary=False)
     assert [[one.identity for one in step.adapters] for step in sent] == [[], ["one"], [], []]
     assert [[one.request_id for one in step.outputs] for step in sent] == [[], [], ["a"], ["a"]]
 
