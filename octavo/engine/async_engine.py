@@ -27,7 +27,7 @@ from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.pause_and_sleep import PauseAndSleep
 from octavo.engine.request_log import log_request, shown_id
-from octavo.engine.request_stream import RequestStream, Sink
+from octavo.engine.request_stream import RequestStream, Sink, Stage
 from octavo.engine.resubmission import Resubmission
 from octavo.engine.supervisor import Supervisor, record_ready
 from octavo.engine.vllm_names import refuse_kwargs
@@ -82,17 +82,13 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
     `from_engine_args` makes an engine. A server starts the `core` process earlier, before it has a configuration. All
     coroutines must run in the event loop of the first call.
 
-    The states of a request, and the methods that move it there:
+    The methods that move a request to each `Stage`:
 
-        waiting      the engine takes no requests now             `_send_when_open`
-        running      `_output_processor` has its `RequestState`   `_send_when_open`; `take_over`, from another engine
-        finished     `state.is_over`                              `_apply_step_outputs`
-        aborted      as finished; the caller still gets the       `end_request`
-                     outputs so far
-        failed       its stream raises an error                   `_core_ended`, `abort_all_for_shutdown`,
-                                                                  `_send_when_open`, `end_request`,
-                                                                  `RequestStream.deliver`, `RequestStream.abort`
-        handed over  another engine has it                        `_hand_over`
+        WAITING            `_open_stream`
+        RUNNING            `_register`; `take_over` has it run in this engine, `_hand_over` in another one
+        ENDED, finished    `_apply_step_outputs`
+        ENDED, aborted     `end_request`; the caller still gets the outputs so far
+        ENDED, failed      `_apply_step_outputs`, `_core_ended`, `_register`
 
     If the core dies, `Supervisor` starts another one, within `max_restarts`, and running requests keep running:
     `Resubmission` sends them to the next core with their tokens."""
@@ -147,16 +143,12 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         )  # fmt: skip
         # `tell` may lose a message to a core that dies. No harm: `core_is_ready` sends every running request again.
         self._resubmission = Resubmission(self._output_processor, self._supervisor.tell)
-        # Where a request is noted:
-        #
-        #   field                       by           from, until
-        #   _streams                    external id  `_open_stream` or `take_over`, until `close_stream` or `_hand_over`
-        #   _output_processor.requests  internal id  while it runs; a subset of `_streams`
-        #   _resubmission               internal id  may name requests that have ended
+        # Requests by their external ids, from `_open_stream` or `take_over` until `close_stream` or `_hand_over`. Those
+        # that are RUNNING are also in `_output_processor.requests`, by their internal ids.
         self._streams: dict[str, RequestStream] = {}
         self._undelivered = deque[RequestStream]()  # streams with new outputs, in order of delivery
         self._pause_and_sleep = PauseAndSleep(
-            self._supervisor, lambda: not self._output_processor.requests, self._abort_all_at_core
+            self._supervisor, lambda: not self._output_processor.requests, self._abort_all_running
         )
         self._adapters = AdapterRequests(self._supervisor, self.inputs)
 
@@ -297,9 +289,9 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         first_completion_token_ids: list[int] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
         """Return the outputs of a request from `inputs.process`. The generator raises what `generate` raises. Outputs
-        carry `external_id`, if given, instead of the request's own id. While the `sink` is open and the
-        caller waits, outputs go to the sink; all others, and always the last one, go to the caller.
-        `first_completion_token_ids`: an empty list; the engine appends the first completion's tokens to it.
+        carry `external_id`, if given, instead of the request's own id. While the `sink` is open and the caller waits,
+        outputs go to the sink; all others, and always the last one, go to the caller. `first_completion_token_ids`: an
+        empty list; the engine appends the first completion's tokens to it.
 
         At its `deadline` the request ends with its tokens so far: finish reason "abort", stop reason "timeout".
         """
@@ -366,8 +358,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         return stream
 
     async def _send_when_open(self, stream: RequestStream) -> None:
-        """Send a request to the core when the engine takes requests, unless it is aborted before. Raises the error of
-        an engine that has failed or is being restarted, and the errors of `_register`."""
+        """Send a request to the core when the engine takes requests, unless the request is aborted before. Raises the
+        error of an engine that has failed or is being restarted, and the errors of `_register`."""
         self._supervisor.listen()
         # A loop: between the end of the wait and this task's next turn the engine may be paused again.
         while not self.is_ready or self._pause_and_sleep.is_paused:
@@ -379,18 +371,16 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             finally:
                 stream.open_waiter = None
                 waiter.cancel()
-            if stream.was_aborted_before_open:
+            if stream.stage is Stage.ENDED:  # aborted
                 if not waiter.cancelled():
                     waiter.exception()  # asyncio logs errors that nobody asks for
                 return
             waiter.result()
-        # No `await` may stand since the end of the loop: `_abort_all_at_core` takes a stream that does not wait for a
-        # sent one, and the watchdog takes a request that is registered, but not at the core, for a hang.
         self._send_to_core(self._register(stream))
 
     def _register(self, stream: RequestStream) -> RequestState:
-        """Return the new state of a request. The stream gets the outputs that another server has sent. Raises
-        `RequestError` if these end the answer: the request has failed then."""
+        """Return the new state of a request, which is RUNNING now. The stream gets the outputs that another server has
+        sent. Raises `RequestError` if these end the answer: the request has failed then."""
         request = stream.request
         state = self._output_processor.add(request, stream.external_id, stream.first_completion_token_ids)
         stream.follow(state)
@@ -409,18 +399,12 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             self.forecast.add(state.request.request_id, len(state.request.prompt.token_ids))
         self._resubmission.submit(state)
 
-    # Aborts
+    # Aborts. `end_request` is a part of each:
     #
-    #   method                  tells the core     wakes the caller              drops the state
-    #   RequestStream.abort     by `end_request`   yes; a request for vectors    by `end_request`
-    #                                              fails
-    #   abort_all_for_shutdown  by `end_request`   yes; a request without a      by `end_request`
-    #                                              token fails
-    #   end_request             if the core has    no                            from `_output_processor`
-    #                           the request
-    #   close_stream            by `end_request`   no: the caller has gone       from `_streams` too
-    #
-    # `abort` and `_abort_all_at_core` call `RequestStream.abort` of each request.
+    #   method                      ends                        and then
+    #   abort, _abort_all_running   by `RequestStream.abort`    wakes the caller; a request for vectors fails
+    #   abort_all_for_shutdown      every request               wakes the caller; a request without a token fails
+    #   close_stream                one that is RUNNING         removes its stream: the caller has gone
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests. A stream of text gets its output so far, with the finish reason "abort"; `pool` raises
@@ -439,46 +423,43 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             elif state is not None:
                 stream.wake()
 
-    def _abort_all_at_core(self) -> None:
-        """Abort the requests that the core has. Requests that still wait for the engine keep waiting."""
+    def _abort_all_running(self) -> None:
         for stream in list(self._streams.values()):
-            if not stream.is_waiting_for_engine:
+            if stream.stage is Stage.RUNNING:
                 stream.abort()
 
     # Called by `RequestStream` and by other engines.
 
     def end_request(self, stream: RequestStream, stop_reason: str | None = None) -> RequestState | None:
-        """End a request, in the core or while it still waits. Returns the request's state, with its last
-        output; the caller has to wake the stream. Returns None if there is nothing to wake: the request has ended
-        before, or replaying `already_sent_token_ids` has failed, and the stream raises that error."""
+        """End a request. Returns the request's state, with its last output; the caller has to wake the stream. Returns
+        None if there is nothing to wake: the request has ended before, or replaying `already_sent_token_ids` has
+        failed, and the stream raises that error."""
         request_id = stream.request.request_id
-        if (waiter := stream.open_waiter) is not None and not stream.was_aborted_before_open:
+        if stream.stage is Stage.WAITING:
             # The core does not have the request. The state made here only gives the caller its last output.
-            stream.was_aborted_before_open = True
-            waiter.cancel()
+            if stream.open_waiter is not None:
+                stream.open_waiter.cancel()
             try:
                 self._register(stream)
             except RequestError as error:
                 stream.fail(error)
-                return None
-            return self._output_processor.abort(request_id, stop_reason)
-        state = self._output_processor.abort(request_id, stop_reason)
-        if state is not None and self.is_ready:  # otherwise no core has the request
+        elif stream.stage is Stage.RUNNING and self.is_ready:  # otherwise no core has the request
             self._supervisor.tell(Abort(request_id))
-        return state
+        return self._output_processor.abort(request_id, stop_reason)
 
     def close_stream(self, stream: RequestStream) -> None:
         """Forget a request whose caller reads no further output. Abort it if it still runs. `_outputs_of` calls this
         exactly once for each stream, on the engine that has it then."""
         self.forecast.forget(stream.request.request_id)
         del self._streams[stream.external_id]
-        self.end_request(stream)
+        if stream.stage is Stage.RUNNING:
+            self.end_request(stream)
         stream.close()
 
     def take_over(self, stream: RequestStream, state: RequestState) -> None:
         """Continue a request of another engine whose core has died. External ids are unique among the engines of a
         `DataParallelEngine`, which checks them."""
-        assert stream.external_id not in self._streams
+        assert stream.external_id not in self._streams and stream.stage is Stage.RUNNING
         stream.engine = self
         self._streams[stream.external_id] = stream
         self._output_processor.adopt(state)
@@ -521,12 +502,9 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         changed, aborts = self._output_processor.update(step.outputs)
         for abort in aborts:
             self._supervisor.tell(abort)
-        # 3. Schedule `_deliver`, unless it is scheduled: then `_undelivered` is not empty. It runs after the
-        # messages of the core that are here already.
-        if changed and not self._undelivered:
-            asyncio.get_running_loop().call_soon(self._deliver)
-        # First outputs go to the front: under load a delivery may take several turns of `_DELIVERY_S`.
-        firsts = list[RequestStream]()
+        # 3. Have the streams deliver. First outputs go to the front: under load a delivery may take several turns of
+        # `_DELIVERY_S`.
+        is_scheduled, firsts = bool(self._undelivered), list[RequestStream]()
         for state in changed:
             stream = state.stream
             if stream is not None and not stream.is_undelivered:
@@ -534,12 +512,15 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                 is_first = state.metrics.first_token_time == state.last_token_time
                 (firsts if is_first else self._undelivered).append(stream)
         self._undelivered.extendleft(reversed(firsts))
+        if self._undelivered and not is_scheduled:
+            asyncio.get_running_loop().call_soon(self._deliver)  # after the messages of the core that are here already
         # 4. Count the step, and end the trial of a suspect that has shown that it does not kill cores.
         self._resubmission.step_ended()
 
     def _deliver(self) -> None:
         """Deliver new outputs until `_DELIVERY_S` is over. The rest follows in the next turn of the event loop."""
         undelivered, end = self._undelivered, time.monotonic() + _DELIVERY_S
+        assert undelivered, "this is scheduled while there are undelivered outputs, and only once"
         try:
             while undelivered:
                 for _ in range(min(len(undelivered), _STREAMS_PER_CLOCK_READING)):
@@ -583,8 +564,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         fatal_error = self.fatal_error
         may_continue = self._continues_after_death and not isinstance(fatal_error, EngineStoppingError)
         for stream in list(self._streams.values()):
-            request_id = stream.request.request_id
-            if (state := self._output_processor.requests.get(request_id)) is None:
+            request_id, state = stream.request.request_id, stream.state
+            if state is None or state.is_over:
                 continue
             crash_error = crash_errors.get(request_id)
             if may_continue and crash_error is None:

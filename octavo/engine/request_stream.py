@@ -5,6 +5,7 @@ state, so that no queue grows, and a fast engine has less to send.
 from __future__ import annotations
 
 import asyncio
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.engine.output_processor import RequestState
@@ -28,12 +29,20 @@ if TYPE_CHECKING:
     from octavo.engine.async_engine import AsyncLLMEngine
 
 
+class Stage(Enum):
+    """How far a request has come. No request goes back."""
+
+    WAITING = auto()  # its engine takes no requests now; it has no `RequestState`
+    RUNNING = auto()  # its engine has it in `OutputProcessor.requests`
+    ENDED = auto()  # finished, aborted or failed; its caller may still read the last output or the error
+
+
 class RequestStream:
     """The outputs of one request on their way to its caller or to its `sink`, and the error that comes after them."""
 
     __slots__ = (
         "_error", "_is_woken", "_sink", "_waiter", "engine", "external_id", "first_completion_token_ids",
-        "is_undelivered", "open_waiter", "replayed_outputs", "request", "state", "was_aborted_before_open",
+        "is_undelivered", "open_waiter", "replayed_outputs", "request", "state",
     )  # fmt: skip
 
     def __init__(
@@ -42,11 +51,10 @@ class RequestStream:
     ) -> None:  # fmt: skip
         self.request, self.external_id = request, external_id
         self.engine = engine  # the engine that computes the request now
-        self.open_waiter: asyncio.Future[None] | None = None  # set while it waits for the engine to take requests
-        self.was_aborted_before_open = False
+        self.open_waiter: asyncio.Future[None] | None = None  # set while `AsyncLLMEngine._send_when_open` waits
         self.first_completion_token_ids = first_completion_token_ids  # the engine appends tokens to it
         self.replayed_outputs: list[Output] = []  # outputs that another server has already sent
-        self.state: RequestState | None = None  # once the engine has it
+        self.state: RequestState | None = None  # from RUNNING on
         self.is_undelivered = False  # the engine will call `deliver`
         self._sink = sink
         self._error: Exception | None = None
@@ -54,13 +62,14 @@ class RequestStream:
         self._waiter: asyncio.Future[None] | None = None  # a caller waits in `get` and has not been woken
 
     @property
-    def is_waiting_for_engine(self) -> bool:
-        """Whether the request waits in `_send_when_open`. Otherwise it is sent to the core in the same turn of the
-        event loop, or was sent."""
-        return self.open_waiter is not None
+    def stage(self) -> Stage:
+        if self.state is None:
+            return Stage.WAITING
+        return Stage.ENDED if self.state.is_over else Stage.RUNNING
 
     def follow(self, state: RequestState) -> None:
         """From now on, bring the outputs of `state`."""
+        assert self.state is None, "a request begins to run once"
         self.state, state.stream = state, self
 
     def close(self) -> None:
