@@ -87,7 +87,7 @@ class Load:
 
     def measure_calls(self) -> None:
         """Of the step that was measured last, once more: it writes what it wrote."""
-        program = runner_of(self.llm).captured_steps[0].step.program
+        program = runner_of(self.llm).submitter.captured_steps[0].step.program
         for _ in range(STEPS_AT_ONCE):
             times = program.profile(self._live, self._live, self._live)
             least = [ns for _, ns in self.calls] or [float("inf")] * len(times)

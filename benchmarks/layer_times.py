@@ -24,7 +24,7 @@ def measure(model: str, repeat: int) -> str:
     )  # fmt: skip
     prompt = {"prompt_token_ids": [100 + i % 400 for i in range(max(ROWS))]}
     llm.generate([prompt], SamplingParams(max_tokens=2), use_tqdm=False)
-    program = llm.core.executor.worker.runner.captured_steps[0].step.program  # type: ignore[attr-defined,union-attr]
+    program = llm.core.executor.worker.runner.submitter.captured_steps[0].step.program  # type: ignore[attr-defined,union-attr]
     found = []
     for rows in ROWS:
         num_samples = rows if rows <= MOST_SEQS else 1

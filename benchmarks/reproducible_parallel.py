@@ -43,7 +43,7 @@ class Model:
         attention = worker.runner.model.description.layers[0].attention  # type: ignore[attr-defined]
         assert isinstance(attention, AttentionDescription)
         self.summands = attention.shard.summands
-        for cache in self.runner.caches:  # a page that was never written is read from one page of zeros
+        for cache in self.runner.submitter.caches:  # a page that was never written is read from one page of zeros
             for part in (cache.key, cache.value):
                 part[:] = np.random.default_rng(2).standard_normal(part.shape[1:], np.float32).astype(part.dtype)
         table = self.runner.sequence_table
@@ -55,14 +55,14 @@ class Model:
 
     def stage(self, rows: int) -> StepShape:
         """Have the step's arrays hold decodes of `rows` sequences, or the prompt for 0."""
-        [captured] = self.runner.captured_steps
+        [captured] = self.runner.submitter.captured_steps
         planned = [PlannedRow(row, CONTEXT - 1, 1, 1) for row in range(rows)] or [PlannedRow(0, 0, PROMPT, 1)]
         self.runner.sequence_table.gather(StepPlan(rows=planned), captured.host_arrays[0])
         return StepShape(rows or PROMPT, len(planned), len(planned), 0)
 
     def step_s(self, shape: StepShape) -> float:
         begin = time.perf_counter()
-        self.runner.captured_steps[0].step.replay(shape)
+        self.runner.submitter.captured_steps[0].step.replay(shape)
         return time.perf_counter() - begin
 
 

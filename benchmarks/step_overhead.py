@@ -124,7 +124,7 @@ class NoModelExecutor:
         table = SequenceTable(limits.max_num_seqs, max_model_len, block_size, self.cache_groups)
         self.runner = Runner(model, ops, self.device, table, limits.max_num_batched_tokens)
         self.runner.use_caches([], BlockMover(ops, self.device, [[]], [0]))
-        self.runner.capture()
+        self.runner.submitter.capture()
 
     def submit(self, plan: StepPlan) -> PendingStep:
         return self.runner.submit(plan)

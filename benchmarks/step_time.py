@@ -116,7 +116,7 @@ class Model:
         self.token_bytes = executor.cache_bytes // most_tokens
         self.runner = executor.worker.runner
         self.blocks = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
-        for cache in self.runner.caches:  # a page that was never written is read from one page of zeros
+        for cache in self.runner.submitter.caches:  # a page that was never written is read from one page of zeros
             for part in (cache.key, cache.value):
                 part[:] = np.random.default_rng(2).standard_normal(part.shape[1:], np.float32).astype(part.dtype)
         table = self.runner.sequence_table
@@ -126,7 +126,7 @@ class Model:
         per_row = -(-context // BLOCK_SIZE)
         table = self.runner.sequence_table
         table.blocks[0, :rows, :per_row] = self.blocks[: rows * per_row].reshape(rows, per_row)
-        [captured] = self.runner.captured_steps
+        [captured] = self.runner.submitter.captured_steps
         table.gather(
             StepPlan(rows=[PlannedRow(row, context - 1, 1, 1) for row in range(rows)]), captured.host_arrays[0]
         )

@@ -3,16 +3,17 @@ before the host does. The runner sends changes with each step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.execution.device import Device
-from octavo.execution.sequence_table import GatheredStep, SequenceTable
+from octavo.execution.sequence_table import GatheredRows, SequenceTable
 from octavo.execution.step_arrays import StepArrays
 from octavo.ops import Array, DeviceOps, Ops
-from octavo.step_plan import StepPlan
+from octavo.step_plan import PlannedRow, StepPlan
 
 # Changes of block tables: flat places, and their new blocks.
 TableUpdates = tuple[NDArray[np.int64], NDArray[np.int32]]
@@ -28,14 +29,21 @@ class DeviceTables:
         # [groups, rows + 1, width] int32; the last row is padding
         self._blocks = device.zeros([num_groups, self._num_rows + 1, self._width], "int32")
         self._last_tokens = device.zeros([self._num_rows + 1], "int32")  # likewise
+        # What the device does not have yet: the changes of one plan, and tables that are sent whole with their rows.
+        self._unsent, self._rows_to_resend = StepPlan(), set[int]()
         self._groups = [group for group in range(num_groups) if group not in table.state_groups]
 
-    def updates(self, plan: StepPlan, rows_to_resend: set[int]) -> TableUpdates:
-        """Return a plan's changes of block tables. Send its rows in `rows_to_resend` whole, and remove them from the
-        set."""
-        width, rows = self._width, self._num_rows + 1
-        resent = rows_to_resend.intersection(planned.row for planned in plan.rows)
-        rows_to_resend -= resent
+    def note_changes(self, plan: StepPlan) -> None:
+        """Have the next step send a plan's changes of block tables, which the `SequenceTable` has by now. Rows with
+        older changes that no step has sent will be sent whole."""
+        for changes in (self._unsent.admissions, self._unsent.new_blocks):
+            self._rows_to_resend.update(entry.row for entry in changes)
+        self._unsent = plan
+
+    def updates(self, planned_rows: Sequence[PlannedRow]) -> TableUpdates:
+        """Return the changes to send with a step of these rows. `note_sent` must follow once it is submitted."""
+        width, rows, plan = self._width, self._num_rows + 1, self._unsent
+        resent = self._rows_to_resend.intersection(planned.row for planned in planned_rows)
         new = [entry for entry in plan.new_blocks if entry.row not in resent and entry.group in self._groups]
         places = [np.array([(e.group * rows + e.row) * width + e.position for e in new], np.int64)]
         blocks = [np.array([entry.block for entry in new], np.int32)]
@@ -51,8 +59,14 @@ class DeviceTables:
             blocks.append(self._table.blocks[group, row, :length])
         return np.concatenate(places), np.concatenate(blocks)
 
+    def note_sent(self, planned_rows: Sequence[PlannedRow]) -> None:
+        """Note that a step of these rows was submitted with its `updates`."""
+        self._unsent = StepPlan()
+        if self._rows_to_resend:
+            self._rows_to_resend.difference_update(planned.row for planned in planned_rows)
+
     def fill_table_rows(
-        self, plan: StepPlan, arrays: StepArrays[NDArray[Any]], gathered: GatheredStep, updates: TableUpdates
+        self, plan: StepPlan, arrays: StepArrays[NDArray[Any]], gathered: GatheredRows, updates: TableUpdates
     ) -> None:
         """Fill in the arrays that say which table row each token, sequence and sample belongs to, and the updates of
         block tables."""

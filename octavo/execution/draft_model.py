@@ -98,10 +98,10 @@ class Draft:
         self.runner = runner = Runner(model, ops, device, table, limits.max_num_batched_tokens)
         if isinstance(model, ChainHead):
             if isinstance(model, Eagle3Head):
-                target.computation.aux_hidden_states = model.aux_hidden_states
+                target.submitter.computation.aux_hidden_states = model.aux_hidden_states
                 model.target.watch_layer_inputs(model.aux_hidden_states.see)
             if model.target_token_ids is not None:
-                runner.draft_hooks.target_token_ids = ops.place(model.target_token_ids.reshape(-1, 1))
+                runner.submitter.set_draft_hooks(target_token_ids=ops.place(model.target_token_ids.reshape(-1, 1)))
             self._drafter = chain = ChainDrafter(model, runner, target, self._group, device)
             chain.use_features(model.hidden_size, own.dtype, limits.max_num_seqs)
 

@@ -73,23 +73,23 @@ class DummySteps:
             return
         for num_rows in self._ops.row_classes(cross.num_tokens):
             output = cross.no_output(cast(CrossModel, runner.model).hidden_size, num_rows)
-            compute.run(partial(runner.computation.write_encoder_kv, *output))
+            compute.run(partial(runner.submitter.computation.write_encoder_kv, *output))
             if self._largest.adapted:
                 no_adapters = np.full(num_rows, -1, np.int32)
-                compute.run(partial(runner.computation.write_encoder_kv, *output, no_adapters))
+                compute.run(partial(runner.submitter.computation.write_encoder_kv, *output, no_adapters))
 
     def run(self, num_tokens: int, num_rows: int, num_samples: int, adapted: bool) -> None:
         """Run a step of equally long sequences, with everything that requests may ask for, and wait for it."""
         num_media = num_tokens if self._runner.media_table is not None else 0
         shape = StepShape(num_tokens, num_rows, num_samples, updates=0, media=num_media, adapted=adapted)
-        layout, buffers = StepLayout(self._limits, shape), self._runner.buffers
+        layout, buffers = StepLayout(self._limits, shape), self._runner.submitter.buffers
         self._fill(layout.on_host(buffers.staging[0].input_bytes), shape)
         buffers.upload(buffers.staging[0], layout.num_bytes)
         self._device.compute.run(partial(self._compute, buffers.on_device(layout), num_samples))
         self._device.compute.record().wait()
 
     def _fill(self, arrays: StepArrays[NDArray[Any]], shape: StepShape) -> None:
-        clear(arrays, self._runner.padding)
+        clear(arrays, self._runner.submitter.padding)
         arrays.query_start_loc[:] = np.linspace(0, shape.tokens, shape.seqs + 1).astype(np.int32)
         arrays.seq_lens[:] = np.diff(arrays.query_start_loc)
         # A state needs a block, and none is in use yet.
@@ -100,10 +100,10 @@ class DummySteps:
         """In the stream: compute a step with draft features, alignment, log-probabilities, penalties and masks."""
         runner, ops = self._runner, self._ops
         with self._with_alignment():
-            hidden, features = runner.computation.hidden(inputs)
-        logits, argmax_tokens = runner.computation.logits(inputs, hidden)
-        if runner.draft_hooks.warm_up_drafter is not None:
-            runner.draft_hooks.warm_up_drafter(features)
+            hidden, features = runner.submitter.computation.hidden(inputs)
+        logits, argmax_tokens = runner.submitter.computation.logits(inputs, hidden)
+        if (warm_up := runner.submitter.draft_hooks.warm_up_drafter) is not None:
+            warm_up(features)
         if runner.pooling_table is not None or runner.stage_links.next is not None:
             return
         # The most log-probabilities that a step measures in one call: one for each row, or MAX_ROWS of a prompt.
@@ -116,7 +116,7 @@ class DummySteps:
         ops.penalize(logits, np.zeros(2, np.int64), np.array([0, -1]), counts, ones, zeros, zeros, last_tokens)
         ops.mask_tokens(logits, np.full((1, -(-runner.model.vocab_size // 32)), -1, np.int32), zero)
         settings = inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.uniforms
-        runner.to_target_token_ids(ops.sample(logits, *settings))
+        runner.submitter.to_target_token_ids(ops.sample(logits, *settings))
 
     def _with_alignment(self) -> AbstractContextManager[None]:
         """Return a context in which steps compute the alignment of cross attention, if the model has some."""

@@ -88,7 +88,7 @@ def _run(leader: Connection, args: FollowerArgs) -> None:
         match worker_group.hear():
             case Plan(plan):
                 step = executor.worker.runner.submit(plan)
-                if len(step.samples.rows) and executor.worker.runner.pooling_table is None:
+                if step.gathered.shape.samples and executor.worker.runner.pooling_table is None:
                     steps.append(step)
             case SampledTokens() as sampled:
                 step = steps.popleft()

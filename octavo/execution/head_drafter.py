@@ -47,10 +47,10 @@ class ChainDrafter:
     blocks of group `group`."""
 
     def __init__(self, head: ChainHead, runner: Runner, target: Runner, group: int, device: Device) -> None:
-        self._head, self._runner, self._device, self._group = head, runner, device, group
+        self._head, self._runner, self._target, self._device, self._group = head, runner, target, device, group
         self._ops = runner.ops
-        runner.draft_hooks.keeps_features = target.draft_hooks.keeps_features = True
-        target.draft_hooks.warm_up_drafter = self._read
+        runner.submitter.set_draft_hooks(keeps_features=True)
+        target.submitter.set_draft_hooks(keeps_features=True, warm_up_drafter=self._read)
         table = target.sequence_table
         self._max_len = table.tokens.shape[1] - 1
         # By row: the number of positions that the head has computed, if it has a draft token for the next one;
@@ -59,7 +59,6 @@ class ChainDrafter:
         self._first_draft = np.zeros(table.max_num_seqs, np.int64)
         self._buffer: Any = None
         self._last: _RowFeatures | None = None  # the head's features of each row's last position
-        self._changes = StepPlan()  # applied to the head's runner, but not followed by a step yet
 
     def use_features(self, size: int, dtype: str, num_rows: int) -> None:
         """Make room for features of `size` elements."""
@@ -82,9 +81,8 @@ class ChainDrafter:
     def draft(self, plan: StepPlan) -> DraftBatch:
         """Make draft tokens for the rows of a plan that ask for them."""
         num_shared_tokens = self._head.vocab_size if self._head.target_token_ids is None else 0
-        self._runner.resend_block_tables_later(self._changes)  # if no step has followed them
-        self._changes = changes_of(plan, self._group, len(self._runner.sequence_table.blocks), num_shared_tokens)
-        self._runner.apply_updates(self._changes)
+        num_groups = len(self._runner.sequence_table.blocks)
+        self._runner.apply_updates(changes_of(plan, self._group, num_groups, num_shared_tokens))
         for admission in plan.admissions:
             self._num_computed[admission.row] = -1
         wanting = [planned for planned in plan.rows if planned.wants_drafts]
@@ -111,10 +109,11 @@ class ChainDrafter:
             self._buffer[: len(rows)] = last.take(numbers)
 
         self._device.compute.run(feed)
-        step = self._compute(planned_rows)
+        step = self._runner.submit_rows(StepPlan(rows=planned_rows))
         for row, token in zip(numbers, step.result().tokens, strict=True):
             found[row].append(token)
-        self._device.compute.run(lambda: last.put(numbers, cast(Any, step.features)))
+        features = self._runner.submitter.features_of(step)
+        self._device.compute.run(lambda: last.put(numbers, features))
 
     def observe(self, plan: StepPlan, step: SubmittedStep, result: StepResult) -> None:
         """Read a finished step of the model: compute its valid positions, and the first draft token after them."""
@@ -131,16 +130,15 @@ class ChainDrafter:
             ends.append(sum(map(len, sources)) - 1)
             self._runner.sequence_table.set_known(planned.row, end + 1)
             self._num_computed[planned.row] = -1
-        source = np.concatenate(sources)
+        source, features = np.concatenate(sources), self._target.submitter.features_of(step)
 
         def feed() -> None:
-            assert step.features is not None
-            features = self._ops.take_rows(step.features, self._ops.place(source))
-            self._buffer[: len(source)] = self._head.features_of(features)
+            taken = self._ops.take_rows(features, self._ops.place(source))
+            self._buffer[: len(source)] = self._head.features_of(taken)
 
         self._device.compute.run(feed)
         try:
-            own = self._compute(rows)
+            own = self._runner.submit_rows(StepPlan(rows=rows))
         except DeviceMemoryError:
             return  # the head never computes these positions, and its later draft tokens are worse
         sampled = [(planned, end) for planned, end in zip(rows, ends, strict=True) if planned.num_sampled_positions]
@@ -151,15 +149,12 @@ class ChainDrafter:
             numbers = [planned.row for planned, _ in sampled]
             places = np.array([end for _, end in sampled], np.int64)
 
+            own_features = self._runner.submitter.features_of(own)
+
             def keep() -> None:
-                last.put(numbers, self._ops.take_rows(cast(Any, own.features), self._ops.place(places)))
+                last.put(numbers, self._ops.take_rows(own_features, self._ops.place(places)))
 
             self._device.compute.run(keep)
-
-    def _compute(self, rows: list[PlannedRow]) -> SubmittedStep:
-        plan = StepPlan(rows=rows, admissions=self._changes.admissions, new_blocks=self._changes.new_blocks)
-        self._changes = StepPlan()
-        return self._runner.submit_rows(plan)
 
 
 class MedusaDrafter:
@@ -167,7 +162,7 @@ class MedusaDrafter:
 
     def __init__(self, heads: MedusaHeads, target: Runner, device: Device) -> None:
         self._heads, self._target, self._device, self._ops = heads, target, device, target.ops
-        target.draft_hooks.keeps_features, target.draft_hooks.warm_up_drafter = True, self._read
+        target.submitter.set_draft_hooks(keeps_features=True, warm_up_drafter=self._read)
         num_rows = target.sequence_table.max_num_seqs
         self._sampling = SamplingTable(num_rows)
         self._num_computed = np.full(num_rows, -1, np.int64)  # by row: position of its last features, or -1 without any
@@ -242,10 +237,11 @@ class MedusaDrafter:
                 places.append(begin + count - 1)
                 self._num_computed[planned.row] = planned.num_computed + count
 
+        features = self._target.submitter.features_of(step)
+
         def keep() -> None:
-            assert step.features is not None
-            features = self._ops.take_rows(step.features, self._ops.place(np.array(places, np.int64)))
-            last.put(rows, self._heads.features_of(features))
+            taken = self._ops.take_rows(features, self._ops.place(np.array(places, np.int64)))
+            last.put(rows, self._heads.features_of(taken))
 
         if rows:
             self._device.compute.run(keep)

@@ -65,24 +65,21 @@ class ModelDrafter:
     def draft(self, plan: StepPlan) -> DraftBatch:
         """Compute the tokens of the plan's rows that the draft model lacks, and make the draft tokens that rows ask
         for, if there is enough memory."""
-        # 1. Apply the plan's updates.
-        changes = self._apply_updates(plan)
+        # 1. Apply the plan's updates that concern the draft.
+        self._apply_updates(plan)
         # 2. Choose the rows that compute what the draft model lacks.
         rows, ready, caught_up = self._choose_rows(plan)
         made: dict[int, list[int]] = {planned.row: [] for planned in ready}
-        if not rows:
-            self._runner.resend_block_tables_later(changes)
+        # 3. Compute these rows, and make the draft tokens.
+        try:
+            self._run(StepPlan(rows=rows), ready, made)
+        except DeviceMemoryError as e:
+            numbers = [planned.row for planned in rows]
+            self._num_drafted[numbers] = self._num_filled[numbers]
+            logger.debug("no draft tokens are made: %s", e)
         else:
-            # 3. Compute these rows, and make the draft tokens.
-            try:
-                self._run(replace(changes, rows=rows), ready, made)
-            except DeviceMemoryError as e:
-                numbers = [planned.row for planned in rows]
-                self._num_drafted[numbers] = self._num_filled[numbers]
-                logger.debug("no draft tokens are made: %s", e)
-            else:
-                for planned in rows:  # blocks may be saved, or shared, before the next plan
-                    self._note_filled(planned.row, planned.num_computed + planned.num_tokens)
+            for planned in rows:  # blocks may be saved, or shared, before the next plan
+                self._note_filled(planned.row, planned.num_computed + planned.num_tokens)
         return DraftBatch(
             {planned.row: made.get(planned.row, []) for planned in plan.rows if planned.wants_drafts}, caught_up
         )
@@ -118,20 +115,16 @@ class ModelDrafter:
     def observe(self, plan: StepPlan, step: SubmittedStep, result: StepResult) -> None:
         """Do nothing: the next plan shows which draft tokens were accepted."""
 
-    def _apply_updates(self, plan: StepPlan) -> StepPlan:
-        """Apply the plan's updates that concern the draft, and return them as a plan without rows."""
-        table = self._runner.sequence_table
-        vocab_size = self._runner.model.vocab_size
-        changes = changes_of(plan, self._group, len(table.blocks), vocab_size, table.state_groups)
-        self._runner.apply_updates(changes)
+    def _apply_updates(self, plan: StepPlan) -> None:
+        table, vocab_size = self._runner.sequence_table, self._runner.model.vocab_size
+        self._runner.apply_updates(changes_of(plan, self._group, len(table.blocks), vocab_size, table.state_groups))
         if self._filled is not None:
             self._look_up(plan, self._filled)
-            return changes
+            return
         self._num_drafted[[admission.row for admission in plan.admissions]] = 0
         for planned in plan.rows:
             if self._num_drafted[planned.row] > planned.num_computed:  # a step was withdrawn, and states cannot go back
                 self._num_drafted[planned.row] = 0
-        return changes
 
     def _look_up(self, plan: StepPlan, filled: FilledSlots) -> None:
         """Find how many tokens of the plan's rows the draft has computed, from the blocks' filled slots."""

@@ -19,7 +19,7 @@ from octavo.sampling.sampling_table import Samples
 from octavo.step_plan import PlannedRow, RowColumns, StepPlan
 
 
-class GatheredStep(NamedTuple):
+class GatheredRows(NamedTuple):
     row_of: NDArray[np.int64]  # [T]: the table row of each token
     samples: Samples
 
@@ -82,7 +82,7 @@ class SequenceTable:
             self.tokens[row, position] = token
             self.num_known[row] = position + 1
 
-    def gather(self, plan: StepPlan, into: StepArrays[NDArray[Any]]) -> GatheredStep:
+    def gather(self, plan: StepPlan, into: StepArrays[NDArray[Any]]) -> GatheredRows:
         """Fill the first entries of `into` with the rows of a plan, after `update`. Draft tokens are written to the
         table."""
         columns = RowColumns.of(plan.rows)
@@ -124,12 +124,12 @@ class SequenceTable:
             samples = Samples(rows, self._no_forks[:num_seqs], seq_lens + self.num_ahead, {})
         else:
             samples = self._gather_samples(plan.rows, into, starts, seq_lens)
-        return GatheredStep(row_of, samples)
+        return GatheredRows(row_of, samples)
 
     def has_adapters(self, rows: Sequence[int]) -> bool:
         return bool((self.adapter_slots[list(rows)] >= 0).any())  # a tuple would index several dimensions
 
-    def gather_adapters(self, gathered: GatheredStep, into: StepArrays[NDArray[Any]]) -> None:
+    def gather_adapters(self, gathered: GatheredRows, into: StepArrays[NDArray[Any]]) -> None:
         """Fill in the adapter slots of a step's tokens and samples."""
         row_of, rows = gathered.row_of, gathered.samples.rows
         into.adapter_slots[: len(row_of)] = self.adapter_slots[row_of]

@@ -1,24 +1,23 @@
-"""A submitted step, until its results are collected. The runner sets its fields."""
+"""A step as it passes from `Runner` to `StepSubmitter` and back: gathered on the host, then submitted to the device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.execution.cross_outputs import Alignment
+from octavo.execution.cross_outputs import Alignment, AlignmentPart
 from octavo.execution.device import CapturedStep, Event
-from octavo.execution.step_arrays import StepArrays, StepLayout
+from octavo.execution.prompt_logprobs import PromptPart
+from octavo.execution.step_arrays import StepArrays, StepLayout, StepShape
 from octavo.ops import Array
 from octavo.sampling.logprobs import MeasuredLogprobs
 from octavo.sampling.sampler import SampledTokens
-from octavo.sampling.sampling_table import Samples
-from octavo.step_plan import StepPlan, StepResult
-
-if TYPE_CHECKING:
-    from octavo.execution.runner import Runner
+from octavo.sampling.sampling_table import Samples, SamplingBatch
+from octavo.step_plan import StepResult
 
 
 @dataclass(slots=True)
@@ -41,38 +40,50 @@ class CapturedShape:
     step: CapturedStep  # a CUDA graph, or the CPU's program
 
 
+class StepMemory(NamedTuple):
+    """The arrays of a step, and the captured step that reads them."""
+
+    layout: StepLayout
+    host_arrays: StepArrays[NDArray[Any]]  # views of the step's staging buffer
+    device_arrays: StepArrays[Array]
+    captured: CapturedStep | None  # None: computed call by call
+
+
+class GatheredStep(NamedTuple):
+    """A step that the host has gathered from its tables. The device needs nothing else to compute it."""
+
+    shape: StepShape  # a captured step that it is replayed in may be larger
+    staging: StagingBuffer
+    memory: StepMemory
+    samples: Samples
+    row_generation: NDArray[np.int64]  # [N]: how many sequences have had the row of each sample
+    sampling_batch: SamplingBatch | None  # None: all samples are greedy, there are none, or the model pools
+    prompt_logprob_parts: list[PromptPart]
+    alignment_parts: list[AlignmentPart]
+
+
 class SubmittedStep:
-    def __init__(
-        self,
-        runner: Runner,
-        number: int,
-        plan: StepPlan,
-        staging: StagingBuffer,
-        samples: Samples,
-        row_generation: NDArray[np.int64],
-    ) -> None:
-        """`number` counts the steps of the runner. `row_generation` [N]: how many sequences have had the row of each
-        sample."""
-        self._runner, self.number = runner, number
-        self.plan = plan
-        self.staging = staging
-        self.samples = samples
-        self.row_generation = row_generation
+    """A gathered step, and what the device makes of it. `collect` returns its results when it is done."""
+
+    def __init__(self, gathered: GatheredStep, collect: Callable[[SubmittedStep], StepResult]) -> None:
+        self.gathered, self._collect = gathered, collect
+        # Set by `StepSubmitter.submit`.
+        self.number = 0  # steps of a runner are numbered from 1
         self.done: Event | None = None  # reached when the device has computed the step
         # Set in the stream.
         self.sampled: SampledTokens | None = None
         self.vectors: Array | None = None  # [samples, size] float32, from a model that pools
         self.prompt_logprobs: list[tuple[int, MeasuredLogprobs]] = []  # (row, log-probabilities)
         self.alignment: dict[int, Alignment] = {}  # by row
-        self.features: Array | None = None  # [T, F]; valid until the next replay of a captured step
+        self.features: Array | None = None  # [T, F], for `StepSubmitter.features_of`
         self.hidden_out: Array | None = None  # [T, bytes]: hidden states for the next stage
 
     def result(self) -> StepResult:
         """Wait until the device has computed the step."""
-        return self._runner.collect(self)
+        return self._collect(self)
 
     def take_tokens(self, tokens: NDArray[np.int64]) -> None:
         """Set the tokens [N] to those that the first worker has sampled."""
-        sampled: Any = self.staging.tokens[: len(tokens)]
+        sampled: Any = self.gathered.staging.tokens[: len(tokens)]
         sampled[:] = tokens
         self.sampled = SampledTokens(sampled)

@@ -224,7 +224,7 @@ class Worker:
                 DummySteps(runner).warm_up()
                 phases.end("kernels launched")
             if self._captures(runner):
-                runner.capture()
+                runner.submitter.capture()
         phases.end("program")
 
     def _log_loaded(self, phases: Phases) -> None:
@@ -301,7 +301,7 @@ class Worker:
             logger.warning(
                 "synthetic_acceptance_rates: draft tokens are accepted at these rates, and answers are WRONG"
             )
-            self.runner.draft_hooks.synthetic_acceptance = SyntheticAcceptance(rates, vocab_size)
+            self.runner.synthetic_acceptance = SyntheticAcceptance(rates, vocab_size)
 
     def _check_fits(self, description: ModelDescription, weights: Weights, config: ModelConfig) -> None:
         """Raise `LoadError` if the model's weights exceed the memory that is free."""

@@ -128,7 +128,7 @@ def _runner(config: EngineConfig, description: ModelDescription, weights: Weight
     runner.use_caches(caches, BlockMover(ops, device, [caches], [0]))
     random = np.random.default_rng(1)
     table.tokens[:] = random.integers(0, description.vocab_size, table.tokens.shape)
-    runner.capture()
+    runner.submitter.capture()
     return runner
 
 
@@ -140,7 +140,7 @@ def _write(cache: LayerKVCache) -> None:
 
 def _times_s(runner: Runner, num_rows: int, num_computed: int, num_tokens: int, num_samples: int) -> list[float]:
     """Return the times of a step, repeated for `_TRIES_S`, in seconds."""
-    table, [captured] = runner.sequence_table, runner.captured_steps
+    table, [captured] = runner.sequence_table, runner.submitter.captured_steps
     per_row = -(-(num_computed + num_tokens) // table.block_size)
     order = np.random.default_rng(2).permutation(num_rows * per_row).astype(np.int32) + 1
     table.blocks[:, :num_rows, :per_row] = order.reshape(num_rows, per_row)

@@ -157,12 +157,14 @@ def test_guesses_are_those_of_the_whole_sequence(model: Path, heads: dict[str, P
             sample_rows=positions, groups=(GroupTables(positions, blocks[None]),),
         )  # fmt: skip
 
-    hidden: Any = runner.model.forward(batch(tokens), runner.caches)
+    hidden: Any = runner.model.forward(batch(tokens), runner.submitter.caches)
     features: Any = head.features_of(
-        hidden if (aux_hidden_states := runner.computation.aux_hidden_states) is None else aux_hidden_states.features
+        hidden
+        if (aux_hidden_states := runner.submitter.computation.aux_hidden_states) is None
+        else aux_hidden_states.features
     )  # type: ignore[arg-type]
     head.features, head.rows = features[:-1], np.arange(len(tokens) - 1)
-    own: Any = head.forward(batch(tokens[1:]), executor.worker._draft.runner.caches)  # type: ignore[union-attr]
+    own: Any = head.forward(batch(tokens[1:]), executor.worker._draft.runner.submitter.caches)  # type: ignore[union-attr]
     best: Any = head.logits(own)
     expected = np.asarray(best).argmax(1)
     if head.target_token_ids is not None:

@@ -328,9 +328,9 @@ def test_a_runner_is_captured_once_and_its_steps_are_collected_in_order(model: P
         with pytest.raises(AssertionError, match="in the order of submission"):
             collect(step)
     with pytest.raises(AssertionError):
-        runner.capture()
+        runner.submitter.capture()
     with pytest.raises(AssertionError):
-        runner.use_caches(runner.caches, runner.block_mover)
+        runner.use_caches(runner.submitter.caches, runner.block_mover)
 
 
 def test_steps_with_prompts_are_replayed_too(model: Path) -> None:

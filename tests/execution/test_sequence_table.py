@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from copy import deepcopy
 from dataclasses import fields
 from typing import Any
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
+from octavo.execution.cpu_device import CpuDevice
+from octavo.execution.device_tables import DeviceTables
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import Padding, StepArrays, StepLayout, StepLimits, StepShape, pad
 from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec
@@ -174,6 +177,36 @@ def test_tokens_behind_a_wrong_guess_do_not_stand() -> None:
     t.append(Samples(samples.rows[stands], samples.forks[stands], samples.lengths[stands]), tokens[stands])
     assert t.tokens[0, :5].tolist() == [1, 2, 3, 8, 6]
     assert t.num_known[:2].tolist() == [5, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_device_has_the_tables_of_a_steps_rows_whatever_became_of_the_plans_before(seed: int) -> None:
+    """Some plans have no step, some steps fail, and some have several rows or only some of the changed ones."""
+    rng, t = random.Random(seed), table()
+    tables = DeviceTables(CpuDevice(), t)
+    device, lengths = np.zeros((len(GROUPS), MAX_SEQS + 1, MAX_BLOCKS), np.int32), dict[int, int]()
+    for _ in range(60):
+        admitted = rng.sample(range(MAX_SEQS), rng.randrange(3))
+        lengths |= {row: rng.randrange(1, 4) for row in admitted}
+        blocks = {row: [rng.choices(range(1, 99), k=lengths[row]) for _ in GROUPS] for row in admitted}
+        grown = [row for row in lengths if row not in admitted and lengths[row] < MAX_BLOCKS and rng.random() < 0.3]
+        new = [
+            NewBlock(row, group, lengths[row], rng.randrange(1, 99)) for row in grown for group in range(len(GROUPS))
+        ]
+        lengths |= {row: lengths[row] + 1 for row in grown}
+        plan = StepPlan(admissions=[admission(row, [1], blocks[row]) for row in admitted], new_blocks=new)
+        t.update(plan)
+        tables.note_changes(plan)
+        for _ in range(rng.randrange(3)):
+            rows = [PlannedRow(row, 0, 1, 1) for row in lengths if rng.random() < 0.5]
+            places, sent = tables.updates(rows)
+            if rng.random() < 0.3:
+                continue  # the device lacks memory
+            device.reshape(-1)[places] = sent
+            tables.note_sent(rows)
+            for planned in rows:
+                length = lengths[planned.row]
+                assert (device[:, planned.row, :length] == t.blocks[:, planned.row, :length]).all()
 
 
 def test_a_layout_gives_each_array_bytes_of_its_own_and_pads_what_lies_behind_a_step() -> None:

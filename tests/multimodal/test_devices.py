@@ -110,7 +110,7 @@ def test_answers_are_the_cpus_on_a_device_that_is_late(
         expected = [(*ids, pytest.approx(logprobs, abs=1e-3)) for *ids, logprobs in answers(llm)]
     device = LateDevice(1)
     with engine(monkeypatch, tmp_path, device, torch_ref, **more) as llm:
-        captured = llm.core.executor.worker.runner.captured_steps  # type: ignore[attr-defined]
+        captured = llm.core.executor.worker.runner.submitter.captured_steps  # type: ignore[attr-defined]
         assert any(one.layout.shape.media for one in captured) == (not eager)
         assert answers(llm) == expected
     assert (device.num_replays > 0) == (not eager)
