@@ -1,7 +1,8 @@
 """Replicas by the records of a DNS name, and by the endpoints of a Kubernetes service.
 
-`ApiServer` is asked and told what a test says. `Player` sends the bytes of data/kubernetes_api.jsonl, whose first line
-names their source: each further line has a request, the bytes that answer it, and the replicas that follow from them.
+`ApiServer` is asked and told what a test says. `Player` sends the bytes of data/kubernetes_api.jsonl, most of which
+a real API server has sent; the first line names their source. Each further line has a request, the bytes that answer
+it, and the replicas that follow from them.
 """
 
 from __future__ import annotations
