@@ -7,9 +7,9 @@ chats at once, each on a connection of its own that it keeps, through each proxy
 the time to the first chunk and what it adds at the median and the 99th percentile, the processor time of the proxy for
 a chat and for a chunk, and the chunks in a second if the server does not wait between them, with the processor time of
 the proxy, the server and the client for each of these: the slowest of the three would set the speed if each had a
-processor of its own. `--peers` is the environment that has the other proxies (`pip install sglang-router vllm-router
-'litellm[proxy]'`); each is started with its defaults. All want a processor: with fewer than three the times are longer
-than they would be.
+processor of its own. `--pin` gives the server one processor, and the proxy and the client another. `--peers` is the
+environment that has the other proxies (`pip install sglang-router vllm-router 'litellm[proxy]'`); each is started with
+its defaults. All want a processor: with fewer than three the times are longer than they would be.
 """
 
 from __future__ import annotations
@@ -215,12 +215,17 @@ def main() -> None:
     parser.add_argument("--chats", type=int, default=20, help="chats of each stream, one after the other")
     parser.add_argument("--chunks", type=int, default=50, help="chunks of a chat")
     parser.add_argument("--step-ms", type=int, default=20)
+    parser.add_argument("--pin", action="store_true", help="the server on one processor, the others on another")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
     server_port = int(listening.getsockname()[1])
     server = multiprocessing.Process(target=serve, args=(listening,), daemon=True)
     server.start()
+    if args.pin:
+        first, second, *_ = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(server.pid or 0, {first})
+        os.sched_setaffinity(0, {second})  # and of the processes that are started from now on
     print(
         "| | first chunk, ms (p50, p99) | added, ms | processor: ms a chat | µs a chunk | chunks/s, no waits | "
         "processor: µs a chunk of proxy, server, client |\n|---|---|---|---|---|---|---|"
