@@ -12,6 +12,7 @@ from octavo.structured_output.schema_alternatives import AlternativesWriter
 from octavo.structured_output.schema_keywords import (
     IN_PLACE,
     SILENT,
+    Base,
     Document,
     Schema,
     SchemaError,
@@ -99,7 +100,7 @@ def _counted(flat: dict[str, Any]) -> list[dict[str, Any]]:
 class _QuickLogic(Logic):
     """Proofs that take some milliseconds together, with the values that they validate."""
 
-    def satisfies(self, schema: Schema, base: str, value: Any, *, asserts_formats: bool = False) -> bool:
+    def satisfies(self, schema: Schema, base: Base, value: Any, *, asserts_formats: bool = False) -> bool:
         if self._budget < 0:
             raise SchemaError("the proofs take too many steps")
         try:
@@ -111,7 +112,7 @@ class _QuickLogic(Logic):
 class _FlatWriter(AlternativesWriter):
     def __init__(self, document: Document, is_checked: bool) -> None:
         super().__init__(document, closes=False, is_picky=False, is_coarse=False, merges_references=True)
-        self._base = document.base_within(document.root, "") if isinstance(document.root, dict) else ""
+        self._base = document.base_within(document.root, Base()) if isinstance(document.root, dict) else Base()
         self._logic = _QuickLogic(document, _BUDGET)
         self._is_checked = is_checked
         self._num_left = _BUDGET
@@ -145,7 +146,7 @@ class _FlatWriter(AlternativesWriter):
 
     def _new_alternatives(self, schema: dict[str, Any], depth: int) -> list[dict[str, Any]]:
         check_kinds(schema)
-        if depth > _MAX_DEPTH or schema.keys() - _WRITTEN or (depth and self._document.base_within(schema, "") != ""):
+        if depth > _MAX_DEPTH or schema.keys() - _WRITTEN or (depth and self._document.base_within(schema, Base()).url):
             raise SchemaError("this schema has no flat form")
         if "$ref" in schema and not self._document.has_plain_refs:
             return self.alternatives(self._target(schema), depth + 1)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from octavo.structured_output.schema_keywords import SILENT, Schema, as_list, as_map
+from octavo.structured_output.schema_keywords import SILENT, Base, Schema, as_list, as_map
 from octavo.structured_output.schema_validation import types_in
 from octavo.structured_output.schema_writer import SchemaWriter
 
@@ -19,7 +19,7 @@ class AlternativesWriter(SchemaWriter):
     """Writes the keywords whose schemas apply to the same value."""
 
     def _alternatives(
-        self, schema: dict[str, Any], base: str, out: dict[str, Any], both: list[Schema], *, is_alone: bool
+        self, schema: dict[str, Any], base: Base, out: dict[str, Any], both: list[Schema], *, is_alone: bool
     ) -> None:
         is_alone = is_alone and len(schema.keys() - SILENT - {"type"}) == 1
         if "allOf" in schema:
@@ -52,7 +52,7 @@ class AlternativesWriter(SchemaWriter):
                 else:
                     out["anyOf"] = written
 
-    def _exclusive(self, parts: list[Schema], base: str) -> list[Schema] | None:
+    def _exclusive(self, parts: list[Schema], base: Base) -> list[Schema] | None:
         """Return each of a few alternatives without the values of the others, or None if this cannot be written."""
         if self._is_coarse or len(parts) > 3 or self._num_rewritten > _MAX_REWRITTEN:
             return None
@@ -63,7 +63,7 @@ class AlternativesWriter(SchemaWriter):
             {"allOf": [one, *(other for j, other in enumerate(opposites) if j != i)]} for i, one in enumerate(parts)
         ]
 
-    def _rewritten(self, schema: dict[str, Any], base: str, out: dict[str, Any], both: list[Schema]) -> None:
+    def _rewritten(self, schema: dict[str, Any], base: Base, out: dict[str, Any], both: list[Schema]) -> None:
         """Write keywords as other keywords: `not`, `if`, and schemas that depend on a property."""
         for keyword, alternatives in self._rewritings(schema, base):
             if alternatives is None or self._is_coarse or self._num_rewritten > _MAX_REWRITTEN:
@@ -80,14 +80,14 @@ class AlternativesWriter(SchemaWriter):
                 both.append({"anyOf": written} if len(written) > 1 else written[0])
                 self._origins[id(written)] = written, keyword
 
-    def _again(self, schema: Schema, base: str) -> Schema:
+    def _again(self, schema: Schema, base: Base) -> Schema:
         self._rewriting += 1
         try:
             return self.write(schema, base, is_alone=False)
         finally:
             self._rewriting -= 1
 
-    def _rewritings(self, schema: dict[str, Any], base: str) -> Iterator[tuple[str, list[Schema] | None]]:
+    def _rewritings(self, schema: dict[str, Any], base: Base) -> Iterator[tuple[str, list[Schema] | None]]:
         """Yield each keyword with schemas of which one must hold, or None if it cannot be rewritten."""
         if "not" in schema:
             opposite = self._logic.opposite(schema["not"], base, within=schema)

@@ -1,5 +1,5 @@
 """Formats that grammars enforce: llguidance's own, and those written here as patterns. The final check enforces
-`regex`, which no grammar can. Other formats are annotations."""
+`regex` and the rules of labels in `idn-hostname`, which no grammar can. Other formats are annotations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
+from unicodedata import bidirectional
 
 from octavo.structured_output.schema_patterns import read_pattern
 
@@ -40,19 +41,26 @@ _IPV6 = (
 def _references(character: str) -> tuple[str, str]:
     """Return expressions of references with and without a scheme. `character` is one that may stand anywhere in
     them."""
-    one, after = f"({character}|[:?@\\[\\]])", f"({character}|[/:?@\\[\\]])*"
-    host = rf"(({character}|:)*@)?(\[[0-9A-Fa-f:.]+\]|{character}*)(:[0-9]*)?"
-    named, fragment = f"//{host}([/?]{after})?", f"(#{after})?"
-    absolute = f"[A-Za-z][A-Za-z0-9+.-]*:({named}|/?({one}{after})?){fragment}"
-    return absolute, f"({named}|/({one}{after})?|({character}|[@\\[\\]])+([/?]{after})?|(\\?{after})?){fragment}"
+    one, path = f"({character}|[:@])", f"({character}|[/:@])*"
+    # RFC 3986 has no brackets in queries, but URLs do.
+    end = rf"(\?({character}|[/:?@\[\]])*)?(#({character}|[/:?@\[\]])*)?"
+    address = rf"\[({'|'.join(_IPV6)}|[Vv][0-9A-Fa-f]+\.[!$&-.0-:;=A-Z_a-z~]+)\]"
+    host = rf"(({character}|:)*@)?({address}|{character}*)(:[0-9]*)?"
+    named, rooted = f"//{host}(/{path})?", f"/({one}{path})?"
+    return (
+        f"[A-Za-z][A-Za-z0-9+.-]*:({named}|{rooted}|({one}{path})?){end}",
+        f"({named}|{rooted}|(({character}|@)+(/{path})?)?){end}",
+    )
 
 
+_LABEL = r"[^\s\x00-,./:-@\[-`{-\x7f\u3002\uff0e\uff61]+"
 _URI, _RELATIVE_URI = _references("([!$&-.0-9;=A-Z_a-z~]|%[0-9A-Fa-f]{2})")
 _IRI, _RELATIVE_IRI = _references(r"[^\s\x00-\x1f\"#/:<>?@\[\\\]^`{|}]")
 WRITTEN_FORMATS = {  # RFC 3339, RFC 3986, RFC 3987, RFC 4291, RFC 6531, RFC 6570, RFC 6901
     "date": f"^{_DATE}$",
     "date-time": f"^{_DATE}[Tt]{_TIME}$",
     "idn-email": rf"^{_MAIL_NAME}(\.{_MAIL_NAME})*@{_MAIL_NAME}(\.{_MAIL_NAME})*$",
+    "idn-hostname": f"^{_LABEL}([.\u3002\uff0e\uff61]{_LABEL})*$",
     "ipv6": f"^({'|'.join(_IPV6)})$",
     "iri": f"^{_IRI}$",
     "iri-reference": f"^({_IRI}|{_RELATIVE_IRI})$",
@@ -63,12 +71,14 @@ WRITTEN_FORMATS = {  # RFC 3339, RFC 3986, RFC 3987, RFC 4291, RFC 6531, RFC 657
     "uri-template": r"^([^\s\x00-\x1f\"%<>\\^`{|}]|%[0-9A-Fa-f]{2}"
     rf"|\{{[!#&+,./;=?@|]?{_VARIABLE}(,{_VARIABLE})*\}})*$",
 }
-CHECKED_FORMATS = frozenset(("regex",))  # by the final check
+CHECKED_FORMATS = frozenset(("idn-hostname", "regex"))  # by the final check
+_MAX_HOSTNAME = 253
 _CLASS_OR_ESCAPE = re.compile(r"\\.|\[\^?\]|\[(?:\\.|[^\]\\])+\]", re.DOTALL)
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 # Letters that make no escape in ECMAScript. A, z and Z make none either, but `schema_patterns` reads them as Python's.
 _OTHER_LETTERS = frozenset("aCeEFgGhHiIjJKlLmMNoOqQRTUVXyY")
 _NAMED_GROUP = re.compile(r"\(\?<(?![=!])")
+_PYTHON_GROUP = re.compile(r"\(\?(?:[P#]|[a-z]+\))")
 # Errors of Python's `re` that mean that a text is no expression of ECMAScript either.
 _WRONG_EXPRESSION = re.compile(
     r"nothing to repeat|multiple repeat|missing \)|unbalanced|unterminated character set|bad escape \(end|min repeat"
@@ -90,6 +100,8 @@ def has_format(text: str, form: object) -> bool:
     enforce."""
     if form == "regex":
         return _is_expression(text)
+    if form == "idn-hostname" and not _is_hostname(text):
+        return False
     said = format_keywords(form)
     if said is None:
         return True
@@ -100,12 +112,30 @@ def has_format(text: str, form: object) -> bool:
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
 
 
+def _is_hostname(text: str) -> bool:
+    """Return whether the labels of an internationalized host name are valid, RFC 5890 to 5893."""
+    import idna
+
+    if len(text) > _MAX_HOSTNAME:
+        return False
+    try:
+        labels = idna.decode(idna.encode(text)).split(".")
+        if any(bidirectional(character) in ("R", "AL", "AN") for character in "".join(labels)):
+            for label in labels:
+                idna.check_bidi(label, check_ltr=True)
+    except idna.IDNAError:
+        return False
+    return labels[-1] != ""
+
+
 def _is_expression(text: str) -> bool:
     """Return whether a text is a regular expression of ECMAScript, as far as Python's parser can tell; it takes about 2
     µs a character. Classes are left out: Python reads them differently, and takes a millisecond for some."""
     if not _OTHER_LETTERS.isdisjoint(_ESCAPE.findall(text)):
         return False
     without_classes = _CLASS_OR_ESCAPE.sub(lambda found: "x" if found[0][0] == "[" else found[0], text)
+    if _PYTHON_GROUP.search(_ESCAPE.sub("", without_classes)):
+        return False
     try:
         re.compile(_NAMED_GROUP.sub("(?P<", without_classes))
     except re.error as e:

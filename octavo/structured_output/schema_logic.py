@@ -4,13 +4,12 @@ rather than be wrong, and have a budget, because schemas come from requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property
 from itertools import combinations
 from typing import Any
 
 from octavo.structured_output.schema_formats import format_keywords
-from octavo.structured_output.schema_keywords import TYPES, Document, Schema, SchemaError, children, size_of
+from octavo.structured_output.schema_keywords import TYPES, Base, Document, Schema, SchemaError, size_of
 from octavo.structured_output.schema_validation import Validator, bounds_of, is_type, same, types_in
 
 _BUDGET = 20_000  # schemas looked at
@@ -41,29 +40,12 @@ class Logic:
 
     @cached_property
     def validator(self) -> Validator:
-        return Validator(self._document.root, self._max_steps)
+        return Validator(self._document, self._max_steps)
 
-    @cached_property
-    def dynamic_anchors(self) -> list[Schema]:
-        """Return the schemas of the document that `$dynamicRef` and `$recursiveRef` may lead to."""
-        return [one for one in self._schemas() if "$dynamicAnchor" in one or "$recursiveAnchor" in one]
-
-    @cached_property
-    def has_dynamic_references(self) -> bool:
-        return any("$dynamicRef" in one or "$recursiveRef" in one for one in self._schemas())
-
-    def _schemas(self) -> Iterator[dict[str, Any]]:
-        stack = [self._document.root]
-        while stack:
-            one = stack.pop()
-            if isinstance(one, dict):
-                yield one
-                stack.extend(child for _, _, child in children(one))
-
-    def satisfies(self, schema: Schema, base: str, value: Any, *, asserts_formats: bool = False) -> bool:
+    def satisfies(self, schema: Schema, base: Base, value: Any, *, asserts_formats: bool = False) -> bool:
         return self.validator.satisfies(schema, base, value, asserts_formats=asserts_formats)
 
-    def resolved(self, schema: Schema, base: str) -> tuple[Schema, str]:
+    def resolved(self, schema: Schema, base: Base) -> tuple[Schema, Base]:
         """Return a schema and its base, or, if it is only a reference, those of its target."""
         for _ in range(20):
             if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
@@ -74,7 +56,7 @@ class Logic:
             schema, base = self._document.find(schema["$ref"], base)
         return schema, base
 
-    def are_disjoint(self, schemas: list[Schema], base: str, types: list[str] | None = None) -> bool:
+    def are_disjoint(self, schemas: list[Schema], base: Base, types: list[str] | None = None) -> bool:
         """Return whether it is certain that no value of one of `types` satisfies two of these schemas."""
         if len(schemas) > 100:
             return False
@@ -83,7 +65,7 @@ class Logic:
         )
 
     def _have_none_in_common(
-        self, a: Schema, b: Schema, base_a: str, base_b: str, depth: int, types: list[str] | None = None
+        self, a: Schema, b: Schema, base_a: Base, base_b: Base, depth: int, types: list[str] | None = None
     ) -> bool:
         self._budget -= 1
         if self._budget < 0 or depth > _MAX_DEPTH:
@@ -125,7 +107,7 @@ class Logic:
             return _ranges_are_apart(a, b)
         return common == {"object"} and self._objects_are_apart(a, b, base_a, base_b, depth)
 
-    def _objects_are_apart(self, a: dict[str, Any], b: dict[str, Any], base_a: str, base_b: str, depth: int) -> bool:
+    def _objects_are_apart(self, a: dict[str, Any], b: dict[str, Any], base_a: Base, base_b: Base, depth: int) -> bool:
         """Return whether a property that one or both of them require distinguishes the objects of two schemas."""
         for one, other, base, other_base in ((a, b, base_a, base_b), (b, a, base_b, base_a)):
             of_one, of_other = one.get("properties", {}), other.get("properties", {})
@@ -143,13 +125,13 @@ class Logic:
                     return True
         return False
 
-    def opposite(self, schema: Schema, base: str, within: dict[str, Any] | None = None) -> Schema | None:
+    def opposite(self, schema: Schema, base: Base, within: dict[str, Any] | None = None) -> Schema | None:
         """Return the schema of all values that do not satisfy `schema`, or None if the vocabulary cannot say it.
         `within` is the surrounding schema, whose `type` and `properties` limit the opposite.
         """
         return self._opposite(schema, base, 0, within or {})
 
-    def _opposite(self, schema: Schema, base: str, depth: int, within: dict[str, Any]) -> Schema | None:
+    def _opposite(self, schema: Schema, base: Base, depth: int, within: dict[str, Any]) -> Schema | None:
         self._budget -= 1
         types = types_in(within)
         if self._budget < 0 or depth > _MAX_DEPTH:

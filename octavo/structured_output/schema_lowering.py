@@ -21,6 +21,7 @@ from octavo.structured_output.schema_keywords import (
     IN_PLACE,
     SILENT,
     TYPES,
+    Base,
     Document,
     Schema,
     SchemaError,
@@ -72,8 +73,6 @@ def lower(
         whole = writer.whole(root if start is None else start, empty)
     except (AttributeError, KeyError, OverflowError, TypeError) as e:  # raised deep within a keyword
         raise SchemaError(f"a keyword has a value of a wrong type: {e}") from None
-    if writer.unheld:
-        writer.check_references()
     is_simple = (
         writer.num_nodes <= _MAX_SIMPLE_NODES
         and len(writer.definitions) <= _MAX_SIMPLE_DEFINITIONS
@@ -95,7 +94,9 @@ def _some_text_has(keywords: tuple[tuple[str, Any], ...], form: tuple[tuple[str,
 
 class _Writer(ObjectWriter, AlternativesWriter):
     def whole(self, root: Schema, empty: Collection[str]) -> dict[str, Any]:
-        base = self._document.base_within(self._document.root, "") if isinstance(self._document.root, dict) else ""
+        base = (
+            self._document.base_within(self._document.root, Base()) if isinstance(self._document.root, dict) else Base()
+        )
         first = self._ref_to(root, base, is_alone=True)
         while self._waiting:
             name, schema, base, is_alone = self._waiting.pop()
@@ -114,8 +115,8 @@ class _Writer(ObjectWriter, AlternativesWriter):
         top = {"$ref": first} if is_used else found
         return {**top, "$defs": rest} if rest else dict(top)
 
-    def _ref(self, reference: str, base: str, *, is_alone: bool) -> dict[str, Any]:
-        found, its_base = self._document.find(reference, base)
+    def _ref(self, reference: str, base: Base, keyword: str = "$ref", *, is_alone: bool) -> dict[str, Any]:
+        found, its_base = self._document.find(reference, base, keyword)
         for _ in range(100):  # follow references to references
             if not isinstance(found, dict) or not isinstance(found.get("$ref"), str):
                 break
@@ -127,14 +128,14 @@ class _Writer(ObjectWriter, AlternativesWriter):
             raise SchemaError(f"$ref {shown(reference)} leads from reference to reference without end")
         return {"$ref": self._ref_to(found, its_base, is_alone=is_alone)}
 
-    def _ref_to(self, schema: Schema, base: str, *, is_alone: bool) -> str:
+    def _ref_to(self, schema: Schema, base: Base, *, is_alone: bool) -> str:
         key = (id(schema), base, is_alone or not self._closes)
         if key not in self._names:
             self._names[key] = str(len(self._names))
             self._waiting.append((self._names[key], schema, base, is_alone))
         return f"#/$defs/{self._names[key]}"
 
-    def write(self, schema: Schema, base: str, *, is_alone: bool) -> Schema:
+    def write(self, schema: Schema, base: Base, *, is_alone: bool) -> Schema:
         """Return one schema for llguidance. `is_alone`: no other schema applies to the same value."""
         self.num_nodes += 1
         if self._rewriting:
@@ -160,10 +161,8 @@ class _Writer(ObjectWriter, AlternativesWriter):
             out["type"] = types[0] if len(types) == 1 else types
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             if keyword in schema:
-                if keyword != "$ref":
-                    self.check_references()
                 is_only = is_alone and schema.keys() <= {keyword, *SILENT}
-                found = self._ref(text_of(keyword, schema), base, is_alone=is_only)
+                found = self._ref(text_of(keyword, schema), base, keyword, is_alone=is_only)
                 if "$ref" in out:
                     both.append(found)
                 else:
@@ -235,7 +234,7 @@ class _Writer(ObjectWriter, AlternativesWriter):
             out["allOf"] = [self._without_alternatives(one) for one in out["allOf"]]
         return out
 
-    def _listed(self, schema: dict[str, Any], base: str) -> Schema:
+    def _listed(self, schema: dict[str, Any], base: Base) -> Schema:
         """Return a schema for `enum` or `const`: the values that satisfy all other keywords too."""
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         if not isinstance(values, list):
@@ -344,7 +343,7 @@ class _Writer(ObjectWriter, AlternativesWriter):
         self._tried.add(found)
         return len(self._tried) <= _MAX_TRIED and is_tame(keywords.get("pattern", "")) and _some_text_has(*found)
 
-    def _array(self, schema: dict[str, Any], base: str, out: dict[str, Any]) -> None:
+    def _array(self, schema: dict[str, Any], base: Base, out: dict[str, Any]) -> None:
         first, rest = array_parts(schema, self._draft)
         if first:
             out["prefixItems"] = [self.write(one, base, is_alone=True) for one in first]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.structured_output.pattern_cost import are_disjoint, is_tame
-from octavo.structured_output.schema_keywords import IN_PLACE, SILENT, Schema, as_map, size_of
+from octavo.structured_output.schema_keywords import IN_PLACE, SILENT, Base, Schema, as_map, size_of
 from octavo.structured_output.schema_patterns import read_pattern
 from octavo.structured_output.schema_validation import names_in, types_in
 from octavo.structured_output.schema_writer import SchemaWriter
@@ -18,7 +18,7 @@ class ObjectWriter(SchemaWriter):
     """Writes the keywords of objects."""
 
     def _object(
-        self, schema: dict[str, Any], base: str, out: dict[str, Any], both: list[Schema], *, is_alone: bool
+        self, schema: dict[str, Any], base: Base, out: dict[str, Any], both: list[Schema], *, is_alone: bool
     ) -> bool:
         """Write the keywords of objects. Returns True if no object satisfies them."""
         given = as_map("properties", schema.get("properties", {}))
@@ -55,7 +55,7 @@ class ObjectWriter(SchemaWriter):
         self.has_open_objects |= rest is not False and bool(properties or patterns or needed)
         return self._counted(least, most, properties, needed, patterns, rest, out, both)
 
-    def _patterns(self, schema: dict[str, Any], base: str, rest: Schema) -> tuple[dict[str, Schema], Schema]:
+    def _patterns(self, schema: dict[str, Any], base: Base, rest: Schema) -> tuple[dict[str, Schema], Schema]:
         """Return `patternProperties` for llguidance, and the schema of other properties."""
         given = as_map("patternProperties", schema.get("patternProperties", {}))
         written, is_fuzzy = dict[str, Schema](), self._is_coarse and bool(given)
@@ -77,7 +77,7 @@ class ObjectWriter(SchemaWriter):
         return written, rest
 
     def _named(
-        self, names: Schema, base: str, properties: dict[str, Schema], patterns: dict[str, Schema], rest: Schema
+        self, names: Schema, base: Base, properties: dict[str, Schema], patterns: dict[str, Schema], rest: Schema
     ) -> tuple[dict[str, Schema], Schema]:
         """Return patterns and the schema of other properties as `propertyNames` limits them; changes `properties` in
         place."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from octavo.structured_output.pattern_cost import is_tame, num_positions
 from octavo.structured_output.schema_formats import CHECKED_FORMATS, has_format
-from octavo.structured_output.schema_keywords import Document, Schema, SchemaError, children, shown
+from octavo.structured_output.schema_keywords import Base, Document, Schema, SchemaError, children, shown
 from octavo.structured_output.schema_patterns import Pattern, read_pattern
 
 _MAX_STEPS = 10_000  # a step takes up to 5 µs: a schema applied to a value, or one of these amounts:
@@ -67,10 +67,10 @@ def _steps_to_parse(text: str) -> int:
 class Validator:
     """Checks answers against one schema."""
 
-    def __init__(self, schema: Schema, max_steps: int = _MAX_STEPS) -> None:
+    def __init__(self, schema: Schema | Document, max_steps: int = _MAX_STEPS) -> None:
         """A check of one value takes at most `max_steps`, and never more than `_MAX_STEPS`."""
         self._max_steps = min(max_steps, _MAX_STEPS)
-        self._document = Document(schema)
+        self._document = schema if isinstance(schema, Document) else Document(schema)
         self._draft = self._document.draft
         self.num_steps = self._num_format_steps = 0  # taken by the last check, with those before it
         self._has_dependencies = self._document.has_dependencies
@@ -101,7 +101,7 @@ class Validator:
         self._document.spend = self._spend
         try:
             try:
-                self._apply(self._document.root, "", value, "$", 0)
+                self._apply(self._document.root, Base(), value, "$", 0)
             except Invalid as e:
                 return str(e)  # raises `RecursionError` for values that are nested too deep
         except NotChecked:
@@ -110,7 +110,7 @@ class Validator:
             raise NotChecked(str(e)[:200] or type(e).__name__) from None
         return None
 
-    def satisfies(self, schema: Schema, base: str, value: Any, *, asserts_formats: bool = False) -> bool:
+    def satisfies(self, schema: Schema, base: Base, value: Any, *, asserts_formats: bool = False) -> bool:
         """Return whether a value satisfies a schema of the document, whose references are relative to `base`."""
         self.num_steps = 0
         return self._satisfies(schema, base, value, 0, asserts_formats=asserts_formats)
@@ -120,7 +120,7 @@ class Validator:
         if self.num_steps > self._max_steps:
             raise NotChecked(_TOO_MANY_STEPS)
 
-    def _satisfies(self, schema: Schema, base: str, value: Any, depth: int, *, asserts_formats: bool = False) -> bool:
+    def _satisfies(self, schema: Schema, base: Base, value: Any, depth: int, *, asserts_formats: bool = False) -> bool:
         outer, self._asserts_formats = self._asserts_formats, self._asserts_formats or asserts_formats
         try:
             self._apply(schema, base, value, "", depth)
@@ -130,7 +130,7 @@ class Validator:
             self._asserts_formats = outer
         return True
 
-    def _apply(self, schema: Schema, base: str, value: Any, at: str, depth: int) -> None:
+    def _apply(self, schema: Schema, base: Base, value: Any, at: str, depth: int) -> None:
         self.num_steps += 1
         if self.num_steps > self._max_steps:
             raise NotChecked(_TOO_MANY_STEPS)
@@ -145,9 +145,9 @@ class Validator:
         base = self._document.base_within(schema, base)
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             if isinstance(target := schema.get(keyword), str):
-                if base:  # joining URIs takes time
+                if base.url:  # joining URIs takes time
                     self._spend(2)
-                found, its_base = self._document.find(target, base)
+                found, its_base = self._document.find(target, base, keyword)
                 self._apply(found, its_base, value, at, depth + 1)
                 if keyword == "$ref" and not self._document.has_plain_refs:
                     return
@@ -230,7 +230,7 @@ class Validator:
             if exact(value) % exact(divisor) != 0:
                 raise Invalid(at, "{} is not a multiple of {}", value, divisor)
 
-    def _apply_within(self, schema: dict[str, Any], base: str, value: Any, at: str, depth: int) -> None:
+    def _apply_within(self, schema: dict[str, Any], base: Base, value: Any, at: str, depth: int) -> None:
         """Check the keywords that apply schemas to the value itself. Raises `Invalid`."""
         for one in schema.get("allOf", ()):
             self._apply(one, base, value, at, depth)
@@ -248,7 +248,7 @@ class Validator:
             if branch in schema:
                 self._apply(schema[branch], base, value, at, depth)
 
-    def _apply_to_object(self, schema: dict[str, Any], base: str, value: dict[str, Any], at: str, depth: int) -> None:
+    def _apply_to_object(self, schema: dict[str, Any], base: Base, value: dict[str, Any], at: str, depth: int) -> None:
         if "required" in schema:
             self._need(schema["required"], value, at, "{} is required")
         properties, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
@@ -275,7 +275,7 @@ class Validator:
                 elif name in value:
                     self._apply(needed, base, value, at, depth)
         if "unevaluatedProperties" in schema:
-            known = self._evaluated({**schema, "unevaluatedProperties": None}, base, value, depth)
+            known = self._evaluated({**schema, "unevaluatedProperties": None, "$id": None}, base, value, depth)
             for name, one in value.items():
                 if name not in known:
                     self._apply(schema["unevaluatedProperties"], base, one, f"{at}.{name:.60}", depth)
@@ -287,7 +287,7 @@ class Validator:
         if missing:
             raise Invalid(at, message, missing[0], *of)
 
-    def _apply_to_array(self, schema: dict[str, Any], base: str, value: list[Any], at: str, depth: int) -> None:
+    def _apply_to_array(self, schema: dict[str, Any], base: Base, value: list[Any], at: str, depth: int) -> None:
         first, rest = array_parts(schema, self._draft)
         for i, one in enumerate(value):
             part = first[i] if i < len(first) else rest
@@ -301,12 +301,12 @@ class Validator:
             if num < least or (most is not None and num > most):
                 raise Invalid(at, f"contains holds for {num} items")
         if "unevaluatedItems" in schema:
-            known = self._evaluated({**schema, "unevaluatedItems": None}, base, value, depth)
+            known = self._evaluated({**schema, "unevaluatedItems": None, "$id": None}, base, value, depth)
             for i, one in enumerate(value):
                 if i not in known:
                     self._apply(schema["unevaluatedItems"], base, one, f"{at}[{i}]", depth)
 
-    def _evaluated(self, schema: Schema, base: str, value: Any, depth: int) -> set[Any]:
+    def _evaluated(self, schema: Schema, base: Base, value: Any, depth: int) -> set[Any]:
         """Return the names or indices in `value` that keywords of `schema` have evaluated; `value` satisfies
         `schema`."""
         if not isinstance(schema, dict):
@@ -317,7 +317,7 @@ class Validator:
         base = self._document.base_within(schema, base)
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             if isinstance(target := schema.get(keyword), str):
-                known |= self._evaluated(*self._document.find(target, base), value, depth + 1)
+                known |= self._evaluated(*self._document.find(target, base, keyword), value, depth + 1)
         for keyword, key, one in children(schema):
             if keyword in ("allOf", "anyOf", "oneOf", "if", "then", "else") or (
                 keyword in ("dependentSchemas", "dependencies") and isinstance(value, dict) and key in value

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.structured_output.schema_keywords import Document, Schema, SchemaError
+from octavo.structured_output.schema_keywords import Base, Document, Schema
 from octavo.structured_output.schema_logic import Logic
 from octavo.structured_output.schema_patterns import Pattern
 
@@ -31,20 +31,15 @@ class SchemaWriter:
         self._is_coarse = is_coarse
         self._merges_references = merges_references
         self._logic = Logic(document)
-        self._names: dict[tuple[int, str, bool], str] = {}
-        self._waiting: list[tuple[str, Schema, str, bool]] = []
+        self._names: dict[tuple[int, Base, bool], str] = {}
+        self._waiting: list[tuple[str, Schema, Base, bool]] = []
         self._tried = set[tuple[tuple[tuple[str, Any], ...], ...]]()  # keywords for texts that llguidance has tried
         self._rewriting = 0
         self._num_rewritten = 0
 
-    def check_references(self) -> None:
-        """Raise `SchemaError` if the target of a reference depends on the way to it."""
-        if len(self._logic.dynamic_anchors) > 1 and self._logic.has_dynamic_references:
-            raise SchemaError("$dynamicRef or $recursiveRef among several dynamic anchors is not built: write $ref")
-
     def _follows(self, pattern: Pattern) -> bool:
         raise NotImplementedError
 
-    def write(self, schema: Schema, base: str, *, is_alone: bool) -> Schema:
+    def write(self, schema: Schema, base: Base, *, is_alone: bool) -> Schema:
         """Return one schema for llguidance. `is_alone`: no other schema applies to the same value."""
         raise NotImplementedError

@@ -55,7 +55,10 @@ def serving(*flags: str, env: dict[str, str] | None = None, port: int | None = N
         yield url
     finally:
         process.terminate()
-        process.wait(30)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def _is_healthy(url: str) -> bool:
@@ -252,7 +255,7 @@ class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         made, name = types.ModuleType(spec.name), f"octavo{spec.name[4:]}"
         try:
             known: Any = importlib.import_module(name) if spec.name.startswith("vllm") else None
-        except ModuleNotFoundError as error:
+        except ImportError as error:  # Octavo names paths of vLLM that it does not have
             if error.name is None or not (name + ".").startswith(error.name + "."):
                 raise  # a module of Octavo's lacks one
             known = None

@@ -9,11 +9,21 @@ from octavo.structured_output.answer_parts import ToolCalls
 from octavo.structured_output.grammar_builder import StructuredOutputsParams, WantedGrammar, make_checked_grammar
 from octavo.structured_output.grammar_check import problem_of
 
+INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
+
 
 def make_grammar(
     content: StructuredOutputsParams | ToolCalls | None, *more: Any, closes_objects: bool = False, **options: Any
 ) -> str:
     return make_checked_grammar(WantedGrammar(content, *more, **options), closes_objects=closes_objects).text
+
+
+def grammar_of(schema: Any, **options: Any) -> str:
+    return make_grammar(StructuredOutputsParams(json=schema, **options))
+
+
+def check_of(schema: Any) -> Any:
+    return make_checked_grammar(WantedGrammar(StructuredOutputsParams(json=schema))).check
 
 
 def check_grammar(grammar: str, field: str) -> None:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
-import re
 import sys
-from collections import Counter
-from collections.abc import Iterator
 from fractions import Fraction
-from itertools import islice, permutations, product
-from pathlib import Path
+from itertools import islice, product
 from typing import Any
 
 import pytest
@@ -25,24 +20,13 @@ from octavo.structured_output import schema_grammar, schema_keywords
 from octavo.structured_output.answer_parts import ReasoningMarks
 from octavo.structured_output.final_check import CallChecks
 from octavo.structured_output.grammar_builder import WantedGrammar, make_checked_grammar
-from octavo.structured_output.schema_formats import has_format
 from octavo.structured_output.schema_keywords import SchemaError
 from octavo.structured_output.schema_lowering import lower
-from octavo.structured_output.schema_patterns import read_pattern
 from octavo.structured_output.schema_validation import NotChecked, Validator, problem_of, same
 from tests.structured_output.corpus import admits, published_schema, random_answer, variants
-from tests.structured_output.grammars import make_grammar
+from tests.structured_output.grammars import INTEGER, TEXT, check_of, grammar_of
 
-INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
 AB = {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}, "additionalProperties": False}
-
-
-def grammar_of(schema: Any, **options: Any) -> str:
-    return make_grammar(StructuredOutputsParams(json=schema, **options))
-
-
-def check_of(schema: Any) -> Any:
-    return make_checked_grammar(WantedGrammar(StructuredOutputsParams(json=schema))).check
 
 
 def oracle_of(schema: Any) -> Any:
@@ -372,12 +356,6 @@ def test_nobody_can_make_values_of_one_hash() -> None:
     assert {type(same(one)) for one in (None, True, 1, 0.5, *numbers, [], [1, 2], {}, {"a": [[]]}, "a")} == {str}
 
 
-def test_formats_of_long_lists_are_bounded() -> None:
-    with pytest.raises(SchemaError, match="too many steps"):
-        lower({"enum": [f"text {i}" for i in range(13_000)], "not": {"format": "email"}})
-    assert not lower({"enum": [f"text {i}" for i in range(50)], "not": {"format": "email"}}).unheld
-
-
 def test_a_name_written_with_escapes_is_the_name() -> None:
     """llguidance takes it for another."""
     schema = {"type": "object", "properties": {"größe": INTEGER}}
@@ -399,123 +377,6 @@ def test_a_key_that_comes_twice_counts_once() -> None:
     check = check_of({"type": "object", "minProperties": 2})
     assert check.problem('{"a": 1, "a": 2}') is not None
     assert check.problem('{"a": 1, "b": 2}') is None
-
-
-@pytest.mark.parametrize("name", ["path", "binary", "password", "decimal", "uri-reference", "uuid4", "int64", "odd"])
-def test_a_format_that_is_not_known_says_nothing(name: str) -> None:
-    grammar = grammar_of({"type": "object", "properties": {"a": {"type": "string", "format": name}}})
-    assert admits(grammar, {"a": "anything"})
-
-
-@pytest.mark.parametrize(
-    ("beside", "right", "wrong"),
-    [
-        ({"format": "date", "pattern": "^2"}, "2026-11-27", ["1999-12-31", "2 days"]),
-        ({"format": "email", "maxLength": 12, "pattern": "@a"}, "b@a.org", ["b@c.org", "no@a@b", "longer.name@a.org"]),
-        ({"format": "uri", "minLength": 6, "pattern": "^https?:"}, "https://a", ["ftp://abcd", "https:a b"]),
-        ({"format": "date", "pattern": "^[0-9]+/[0-9]+$"}, "11/2026", ["2026-11-27"]),  # no date is like that
-        ({"format": "uuid", "maxLength": 32}, "0" * 32, ["0" * 33]),
-        ({"format": "uri-reference", "minLength": 1}, "/a/%20?b=[c]#d", ["", "a b", "%2", "a#b#c", "a\\b"]),
-        ({"format": "uri-reference"}, "a/b:c", ["://", "1:a", ":"]),
-        ({"format": "uri-reference"}, "a+b:1#c?d", ["a#b#c"]),
-        ({"format": "uri-reference"}, "//b@[::1]:8000?c", ["http://a:b/", "//::1/", "http://[x]/", "a://b//c:[#d#"]),
-        ({"format": "iri"}, "https://müller.example/ö?q=ü#ä", ["müller", "ö:a", "a:b c", "a:<", 'a:"', "a://::1"]),
-        ({"format": "iri-reference"}, "ö/b:c#d", ["://", "a b", "a#b#c", "ö:", "//::1"]),
-        ({"format": "ipv6"}, "1::d6:192.168.0.1", ["1:2:3:4:5:6:7:1.2.3.4", "::1.2.3.256", "::1::", "::1.2.3.4:5"]),
-        ({"format": "ipv6"}, "1:2:3:4:5:6:7::", ["1:2:3:4:5:6:7::8", "1:2:3:4:5:6:7", "::12345", "::1%25"]),
-        ({"format": "date"}, "2024-02-29", ["2023-02-29", "1900-02-29", "2024-04-31", "2024-13-01", "2024-1-01"]),
-        ({"format": "date", "maxLength": 9}, "a", ["ten letters"]),  # no date is as short
-        ({"format": "date-time"}, "2000-02-29t23:59:60.5z", ["2001-02-29T00:00:00Z", "2000-01-01T00:00:60Z"]),
-        ({"format": "date-time", "pattern": "Z$"}, "2026-11-30T09:00:00Z", ["2026-11-30T09:00:00+01:00", "Z"]),
-        ({"format": "time"}, "23:59:60+00:00", ["22:59:60Z", "23:58:60Z", "23:59:60+01:00", "24:00:00Z", "10:00Z"]),
-        ({"pattern": r"^a\s\S[\s-]$"}, "a\ufeffb\u2003", ["ab\ufeff ", "a b\x1c", "a \u00a0-", "a\x85b-"]),
-        ({"format": "json-pointer"}, "/a b/~0/ö", ["a", "/~", "/~2"]),
-        ({"format": "relative-json-pointer"}, "10/a", ["/a", "01", "1a"]),
-        (
-            {"format": "uri-template"},
-            "http://a/{b:3}/ö{?c.d*,%20}%7B",
-            ["/{a", "/a}", "{}", "{a b}", "{a:0}", "a b", "%2"],
-        ),
-        ({"format": "idn-email"}, "jö.b@ö.example", ["jö", "a@", "@b", "a b@c", "a@b@c", "a..b@c", "a@b."]),
-    ],
-)
-def test_a_format_holds_beside_a_pattern_unless_nothing_has_both(
-    beside: dict[str, Any], right: str, wrong: list[str]
-) -> None:
-    grammar = grammar_of({"type": "object", "properties": {"a": {"type": "string", **beside}}})
-    assert admits(grammar, {"a": right})
-    assert not any(admits(grammar, {"a": one}) for one in wrong)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        r"^(?<year>\d+)-\k<year>$",
-        "[^]*",
-        r"(?=a)[\w-.]\/",
-        "",
-        r"\p{L}(?i:a)",
-        "a{2,3}?",
-        r"[^\[]*",
-        "[[]",
-        "[(*]",
-        "[]|a",
-    ],
-)
-def test_a_text_is_a_regular_expression(text: str) -> None:
-    check = check_of({"properties": {"a": {"type": "string", "format": "regex"}}})
-    assert check.problem(json.dumps({"a": text})) is None
-
-
-def test_classes_of_a_regular_expression_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python takes milliseconds for each, and the event loop waits."""
-    compiled = list[str]()
-    with monkeypatch.context() as patch:
-        patch.setattr("octavo.structured_output.schema_formats.re.compile", compiled.append)
-        assert has_format("[Ā-\uffff]" * 3 + r"\[a", "regex")
-    assert compiled == [r"xxx\[a"]
-
-
-@pytest.mark.parametrize("text", ["*", "[", "\\", "(a", "a)", "a**", "{2}+*", "a{3,2}", "(?<n>", "[]*(", "[(](", r"\a"])
-def test_a_text_is_no_regular_expression(text: str) -> None:
-    check = check_of({"properties": {"a": {"type": "string", "format": "regex"}}})
-    assert "format 'regex'" in str(check.problem(json.dumps({"a": text})))
-
-
-@pytest.mark.parametrize(
-    ("schema", "right", "wrong"),
-    [
-        ({"oneOf": [{**TEXT, "format": "ipv4"}, {**TEXT, "format": "ipv6"}]}, ["1.2.3.4", "::1"], ["x", 1]),
-        ({"oneOf": [{**TEXT, "format": "date"}, {"const": ""}]}, ["2026-11-27", ""], ["x"]),
-        ({"oneOf": [{**TEXT, "format": "ipv4"}, {**TEXT, "format": "hostname"}]}, ["a.org"], ["1.2.3.4", "a b"]),
-        ({**TEXT, "not": {"format": "json-pointer"}}, ["a"], ["/a"]),
-        ({**TEXT, "if": {"format": "date"}, "then": {"pattern": "^2"}}, ["2026-11-27", "a"], ["1999-11-27"]),
-        ({**TEXT, "not": {"format": "of its own"}, "minLength": 1}, [], []),
-    ],
-)  # fmt: skip
-def test_formats_tell_alternatives_apart(schema: dict[str, Any], right: list[Any], wrong: list[Any]) -> None:
-    if not right:
-        with pytest.raises(SchemaError, match="Unsatisfiable"):
-            lower(schema)
-        return
-    made = make_checked_grammar(WantedGrammar(StructuredOutputsParams(json=schema)))
-
-    def takes(value: Any) -> bool:
-        return admits(made.text, value) and (made.check is None or made.check.problem(json.dumps(value)) is None)
-
-    assert [value for value in right if not takes(value)] == []
-    assert [value for value in wrong if takes(value)] == []
-
-
-def test_a_pattern_that_cannot_be_followed_loosens_no_other() -> None:
-    inner_end = {"type": "string", "pattern": "^(a($|/))*$"}
-    others = {"b": {"type": "string", "pattern": "^[0-9]+$"}, "c": {"type": "string", "format": "date"}}
-    made = make_checked_grammar(
-        WantedGrammar(StructuredOutputsParams(json={"type": "object", "properties": {"a": inner_end, **others}}))
-    )
-    assert made.check is not None and made.check.problem('{"a": "a/b"}') is not None
-    assert admits(made.text, {"a": "a/a", "b": "1", "c": "2026-11-27"})
-    assert not admits(made.text, {"b": "one"}) and not admits(made.text, {"c": "today"})
 
 
 @pytest.mark.parametrize(
@@ -732,77 +593,6 @@ def test_odd_schemas_are_taken_or_refused_with_the_field(seed: int) -> None:
     assert [text for _, text in refusals if not text.startswith("structured_outputs.json cannot be ")] == []
 
 
-def in_some_order(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        for names in islice(permutations(value), 24):
-            for parts in islice(product(*[list(islice(in_some_order(value[name]), 6)) for name in names]), 24):
-                yield dict(zip(names, parts, strict=True))
-    elif isinstance(value, list):
-        for parts in islice(product(*[list(islice(in_some_order(one), 4)) for one in value]), 16):
-            yield list(parts)
-    else:
-        yield value
-
-
-_DRAFTS = {
-    "draft4": "http://json-schema.org/draft-04/schema#",
-    "draft6": "http://json-schema.org/draft-06/schema#",
-    "draft7": "http://json-schema.org/draft-07/schema#",
-    "draft2019-09": "https://json-schema.org/draft/2019-09/schema",
-    "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
-}
-# Files whose schemas need others that are fetched, and those of optional parts that are not built.
-_NOT_APPLICABLE = {
-    "refRemote.json", "vocabulary.json", "optional/content.json", "optional/cross-draft.json",
-    "optional/dependencies-compatibility.json", "optional/format/idn-hostname.json", "optional/float-overflow.json",
-}  # fmt: skip
-_REFUSED = ("is not within the schema", "among several dynamic anchors", "no value satisfies it", "without end")
-# In descriptions of valid values that are refused: integers with a point; formats, which are held; quoted names in
-# addresses; leap seconds at other offsets.
-_OTHER_SPELLINGS = (
-    "float", "0.0", "1.0", "only an annotation", "quoted string", "address-literal", "a leap second, with minus offset",
-    "valid leap second, positive", "valid leap second, negative", "valid leap second, large",
-)  # fmt: skip
-
-
-@pytest.mark.skipif(
-    "JSON_SCHEMA_TEST_SUITE" not in os.environ, reason="JSON_SCHEMA_TEST_SUITE is not json/tests of jsonschema's sdist"
-)
-@pytest.mark.parametrize("draft", _DRAFTS)
-def test_the_official_suite(draft: str) -> None:
-    """JSON Schema's own tests, from the folder `tests` of a checkout, or of the sdist of `jsonschema` (`json/tests`).
-    Held or checked at the end, every invalid value is found, and no valid one is refused but for another spelling."""
-    num, wrong = Counter[str](), list[Any]()
-    folder = Path(os.environ["JSON_SCHEMA_TEST_SUITE"]) / draft
-    names = {file.relative_to(folder).as_posix(): file for file in folder.glob("**/*.json")}
-    for name, file in sorted(names.items()):
-        for case in json.loads(file.read_text(encoding="utf-8")) if name not in _NOT_APPLICABLE else ():
-            schema = case["schema"]
-            schema = {"$schema": _DRAFTS[draft], **schema} if isinstance(schema, dict) else {"allOf": [schema]}
-            num["schemas"] += 1
-            try:
-                made = make_checked_grammar(WantedGrammar(StructuredOutputsParams(json=schema)))
-            except RequestError as e:
-                has_valid = any(test["valid"] for test in case["tests"])
-                num["refused"] += has_valid
-                if has_valid and not any(text in str(e) for text in _REFUSED):
-                    wrong.append((name, case["description"], str(e)))
-                continue
-            for test in case["tests"]:
-                num["values"] += 1
-                is_taken = any(admits(made.text, one) for one in islice(in_some_order(test["data"]), 100))
-                if made.check is not None:
-                    is_taken = is_taken and made.check.problem(json.dumps(test["data"])) is None
-                if is_taken != test["valid"]:
-                    is_spelling = test["valid"] and any(text in test["description"] for text in _OTHER_SPELLINGS)
-                    num["in other spellings"] += is_spelling
-                    if not is_spelling:
-                        wrong.append((name, case["description"], test["description"]))
-    print(dict(num))
-    assert wrong == []
-    assert num["values"] > 500
-
-
 def test_a_branch_without_a_condition_is_nothing() -> None:
     validator = Validator({"then": {"properties": {"a": True}}, "unevaluatedProperties": False})
     assert validator.check({}) is None and validator.check({"a": 1}) is not None
@@ -816,85 +606,6 @@ def test_a_bound_is_as_it_is_written() -> None:
     assert check.problem("0.14") is None and check.problem("0.1") is not None
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        r'^[^"]*$',
-        r"^[^\\]*$",
-        r'^[^"\n]+$',
-        r'^[^"\\/]+$',
-        r'^(a|[^"])$',
-        r"^\P{P}*$",
-        r"^[\x00-!#-z]*$",
-        r'^(?:[^\d"])+$',
-    ],
-)
-def test_a_class_without_quotes_or_backslashes_has_none(pattern: str) -> None:
-    """llguidance adds them to classes with all control characters."""
-    grammar = grammar_of({"type": "string", "pattern": pattern})
-    named = grammar_of({"type": "object", "patternProperties": {pattern: INTEGER}, "additionalProperties": False})
-    read, rng = read_pattern(pattern), random.Random(pattern)
-    for _ in range(60):
-        text = "".join(rng.choices('"\\a/\n\x01 5', k=rng.randrange(4)))
-        assert admits(grammar, text) == admits(named, {text: 1}) == read.matches(text), text
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        r"^[0-9a-z\.\-]*(?<!\.)$", r"^[a-zA-Z_](?!.*--)[a-zA-Z0-9_-]*$", r"^[a-z]{2}(?!b)[a-z]+$", r"[a-z-]+(?<!-)$",
-        r"^a(?=.*c)[a-z]*(?<=z|c)$", r"^[ab]\d(?![01])\w*$", r"^a.(?!b)(?=c)..$", r"^(?!a)[^b](?!b).*$",
-        r"^[ -\uD7FF\uE000-\uFFFD\uD800\uDBFF-\uDC00\uDFFF\t]*$", r"^[\uD800-\uDFFF]?a$", r"^[^\uDC00]$",
-    ],
-)  # fmt: skip
-def test_patterns_that_look_around_at_a_known_place_mean_what_they_mean(pattern: str) -> None:
-    read, rng = read_pattern(pattern), random.Random(pattern)
-    for _ in range(2000):
-        text = "".join(rng.choices("abcxz-.01_d😀\ue000\t", k=rng.randrange(6)))
-        assert read.matches(text) == bool(re.search(pattern, text)), text
-
-
-@pytest.mark.parametrize(
-    ("pattern", "meaning"),
-    [
-        (r"^[\p{L}\p{N}-_]*$", r"^([^\W_]|[_-])*$"), (r"^[\d-z]+$", r"^[\dz-]+$"), (r"^[a-\d]+$", r"^[a\d-]+$"),
-        (r"^[\w-]+$", r"^[\w-]+$"), (r"^[a-z-9]+$", r"^[a-z9-]+$"), (r"^[^\s-x]+$", r"^[^\sx-]+$"),
-    ],
-)  # fmt: skip
-def test_a_hyphen_beside_a_class_is_a_hyphen(pattern: str, meaning: str) -> None:
-    read, rng = read_pattern(pattern), random.Random(pattern)
-    for _ in range(500):
-        text = "".join(rng.choices("a5-zq _x[9", k=rng.randrange(4)))
-        assert read.matches(text) == bool(re.search(meaning, text)), text
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        r"^a?(?!b)c$", r"^(ab|c)(?!d)x$", r"^a|b(?<!b)$", r"^a+(?!b)c$", r"a(?!b)", r"^(a(?<!b)$)", r"\uD800",
-        r"[a-\uD800]",
-    ],
-)  # fmt: skip
-def test_patterns_that_need_to_go_back_are_refused(pattern: str) -> None:
-    with pytest.raises(ValueError, match=r"not known|not built|half of a surrogate"):
-        read_pattern(pattern)
-
-
-@pytest.mark.parametrize("pattern", [r"[\p{[}]", r"[\p{]}]", r"[\p"])
-def test_a_class_that_cannot_be_read_is_refused_with_the_field(pattern: str) -> None:
-    with pytest.raises(RequestError, match="pattern"):
-        grammar_of({"type": "string", "pattern": pattern})
-    with pytest.raises(RequestError, match="pattern"):
-        grammar_of({"type": "object", "patternProperties": {pattern: INTEGER}})
-
-
-def test_formats_tell_evaluated_properties_apart() -> None:
-    parts = [{"properties": {"k": {"format": form}, name: True}} for form, name in (("ipv4", "a"), ("ipv6", "b"))]
-    validator = Validator({"oneOf": parts, "unevaluatedProperties": False})
-    assert validator.check({"k": "1.2.3.4", "a": 1}) is None
-    assert validator.check({"k": "1.2.3.4", "b": 1}) is not None
-
-
 def test_the_calls_of_a_request_share_the_steps_of_one_check() -> None:
     odd = {"type": "array", "items": {"not": {"const": 0}}}
     checks = CallChecks({"f": odd, "g": {"$ref": "https://example.com/other"}})
@@ -903,3 +614,108 @@ def test_the_calls_of_a_request_share_the_steps_of_one_check() -> None:
     assert checks.verdict([("g", "1"), ("f", "[0]")]) == "schema_mismatch"  # whatever cannot be checked before it
     assert checks.verdict([("g", "1"), ("f", "[1]")]) == "schema_unchecked"
     assert checks.verdict([("f", long)] * 10) == "schema_unchecked"
+
+
+def list_of(kind: str) -> dict[str, Any]:
+    """A schema in which a list's items are what the schema around it says, or anything."""
+    return {
+        "$id": f"https://example.com/{kind}", "$ref": "list",
+        "$defs": {"own": {"$dynamicAnchor": "item", "type": kind}},
+    }  # fmt: skip
+
+
+LIST = {
+    "$id": "https://example.com/list", "type": "array", "items": {"$dynamicRef": "#item"},
+    "$defs": {"any": {"$dynamicAnchor": "item"}},
+}  # fmt: skip
+TREE = {
+    "$id": "https://example.com/tree", "$dynamicAnchor": "node", "type": "object",
+    "properties": {"data": True, "children": {"type": "array", "items": {"$dynamicRef": "#node"}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        # Two lists of the same definition, by the resource around them.
+        (
+            {"$id": "https://example.com/root", "type": "object",
+             "properties": {"texts": {"$ref": "string"}, "numbers": {"$ref": "integer"}, "all": {"$ref": "list"}},
+             "$defs": {"l": LIST, "s": list_of("string"), "i": list_of("integer")}},
+            [{"texts": ["a"], "numbers": [1], "all": [1, "a"]}],
+            [{"texts": [1]}, {"numbers": ["a"]}],
+        ),
+        # A tree without other properties, at every level.
+        (
+            {"$id": "https://example.com/strict", "$dynamicAnchor": "node", "$ref": "tree",
+             "unevaluatedProperties": False, "$defs": {"tree": TREE}},
+            [{"children": [{"data": 1}]}],
+            [{"daat": 1}, {"children": [{"daat": 1}]}, {"children": [{"children": [{"daat": 1}]}]}],
+        ),
+        # An anchor in a resource that was left.
+        (
+            {"$id": "https://example.com/root", "$defs": {"l": LIST, "s": list_of("string")},
+             "type": "object", "properties": {"a": {"allOf": [{"$ref": "string"}, True]}, "b": {"$ref": "list"}}},
+            [{"a": ["x"], "b": [1]}],
+            [{"a": [1], "b": [1]}],
+        ),
+        # Draft 2019-09.
+        (
+            {"$schema": "https://json-schema.org/draft/2019-09/schema", "$id": "https://example.com/strict",
+             "$recursiveAnchor": True, "allOf": [{"$ref": "tree"}], "unevaluatedProperties": False,
+             "$defs": {"tree": {"$id": "tree", "$recursiveAnchor": True, "type": "object",
+                                "properties": {"data": True, "child": {"$recursiveRef": "#"}}}}},
+            [{"child": {"data": 1}}],
+            [{"daat": 1}, {"child": {"daat": 1}}],
+        ),
+    ],
+)  # fmt: skip
+def test_dynamic_references_lead_to_the_outermost_anchor_on_the_way(
+    schema: dict[str, Any], right: list[Any], wrong: list[Any]
+) -> None:
+    made = make_checked_grammar(WantedGrammar(StructuredOutputsParams(json=schema)))
+    for values, is_right in ((right, True), (wrong, False)):
+        for value in values:
+            is_taken = admits(made.text, value)
+            if made.check is not None:
+                is_taken = is_taken and made.check.problem(json.dumps(value)) is None
+            assert is_taken == is_right, value
+            assert (Validator(schema).check(value) is None) == is_right, value
+
+
+def test_targets_of_dynamic_references_are_bounded() -> None:
+    defs = {
+        f"r{i}": {
+            "$id": f"https://example.com/r{i}", "$dynamicAnchor": f"a{i}",
+            "properties": {f"p{j}": {"$ref": f"r{j}"} for j in range(10)} | {"q": {"$dynamicRef": f"#a{i}"}},
+        }
+        for i in range(10)
+    }  # fmt: skip
+    schema = {"$id": "https://example.com/root", "type": "object", "properties": {"a": {"$ref": "r0"}}, "$defs": defs}
+    with pytest.raises(SchemaError, match="dynamic references have too many targets"):
+        lower(schema)
+
+
+@pytest.mark.parametrize(
+    ("draft", "wrong"),
+    [
+        ("http://json-schema.org/draft-04/schema#", {"required": []}),
+        ("http://json-schema.org/draft-04/schema#", {"exclusiveMinimum": True}),
+        ("http://json-schema.org/draft-06/schema#", {"const": 1, "items": 2}),
+        ("http://json-schema.org/draft-07/schema", {"if": "x"}),
+        ("https://json-schema.org/draft/2019-09/schema", {"dependentRequired": {"a": "b"}}),
+        ("https://json-schema.org/draft/2020-12/schema", {"properties": {"a": {"prefixItems": []}}}),
+    ],
+)
+def test_a_schema_may_be_asked_for(draft: str, wrong: dict[str, Any]) -> None:
+    """References to metaschemas, by the examples of `jsonschema`."""
+    oracle = validator_for({"$schema": draft.removesuffix("#") + ("" if "20" in draft else "#")})
+    right = {"type": "object", "properties": {"a": {"type": ["string", "null"], "minLength": 1}}, "required": ["a"]}
+    for value in (right, wrong, {"type": "text"}, {"minLength": -1}, {"enum": []}, {"allOf": [{"not": 1}]}, []):
+        is_right = not any(oracle(oracle.META_SCHEMA).iter_errors(value))
+        assert (Validator({"$ref": draft}).check(value) is None) == is_right, value
+        if not admits(grammar_of({"$ref": draft}), value):
+            assert not is_right, value
+    definition = {"$ref": "http://json-schema.org/draft-07/schema#/definitions/nonNegativeInteger"}
+    assert admits(grammar_of({"type": "array", "items": definition}), [0, 1])
+    assert not admits(grammar_of({"type": "array", "items": definition}), [-1])
