@@ -12,6 +12,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Protocol
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from octavo.errors import RETRY_AFTER_S
@@ -106,6 +107,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._has_dropped_requests = False  # pipelined ones; later data is dropped too, which may begin amid one
         self._num_head_bytes = 0
         self._num_trailer_bytes = 0
+        self._asks_to_upgrade = False  # the request whose head was parsed last
+        self._repeats_head = False  # the parser reads the head of the same request again
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -173,9 +176,11 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _parse(self, data: bytes) -> None:
         idle_timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
-        super().data_received(data)
+        num_bytes = len(data)
+        while data:
+            data = self._parse_request(data)
         if self._head_timer is not None:
-            self._num_head_bytes += len(data)
+            self._num_head_bytes += num_bytes
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self._refuse(431, f"The request's head is longer than {MAX_HEAD_BYTES} bytes.")
         elif idle_timer is not None and self.cycle is not None and self.cycle.response_complete:
@@ -184,7 +189,28 @@ class HttpProtocol(HttpToolsProtocol):
         if idle_timer is not None:
             idle_timer.cancel()
 
+    def _parse_request(self, data: bytes) -> bytes:
+        """Parse data up to the head of a request that asks for another protocol, and return the rest. The parser would
+        take its body for that protocol. Clients of HTTP/2 ask in a first request with a body, and go on in HTTP/1.1 if
+        the answer does: a parser that reads only how long the body is goes on."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            length = [
+                b"%b: %b\r\n" % one for one in self.headers if one[0] in (b"content-length", b"transfer-encoding")
+            ]
+            self.parser = httptools.HttpRequestParser(self)
+            self._repeats_head = True
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(length))
+            return data[upgrade.args[0] :]
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
+        return b""
+
     def on_message_begin(self) -> None:
+        if self._repeats_head:
+            return
         super().on_message_begin()
         self._num_trailer_bytes = 0
         self._await_head()
@@ -199,8 +225,16 @@ class HttpProtocol(HttpToolsProtocol):
             self._close()
 
     def on_headers_complete(self) -> None:
+        self._asks_to_upgrade = self.parser.should_upgrade()
+        if self._repeats_head:
+            self._repeats_head = False
+            return
         self._end_head()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._asks_to_upgrade:  # else the body is still to come
+            super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle

@@ -44,7 +44,12 @@ class Client(asyncio.Transport):
 
     def connect(self, app: Any) -> None:
         config = uvicorn.Config(
-            app, lifespan="off", timeout_keep_alive=http_protocol.KEEP_ALIVE_S, log_config=None, server_header=False
+            app,
+            lifespan="off",
+            timeout_keep_alive=http_protocol.KEEP_ALIVE_S,
+            log_config=None,
+            server_header=False,
+            ws="none",
         )
         config.load()
         self.protocol = HttpProtocol(
@@ -327,6 +332,46 @@ def test_a_client_of_http_1_0_gets_no_chunks(monkeypatch: pytest.MonkeyPatch) ->
         head, _, body = client.written.partition(b"\r\n\r\n")
         assert b"transfer-encoding" not in head.lower() and b"connection: close" in head
         assert body == b"abc" and client.is_gone, "the end of the connection is that of the answer"
+
+    run(monkeypatch, act)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("framing", "body"),
+    [
+        (b"Content-Length: 4\r\n", b"body"), (b"Transfer-Encoding: chunked\r\n", b"4\r\nbody\r\n0\r\n\r\n"),
+        (b"Content-Length: 0\r\n", b""), (b"", b""),
+    ],
+)  # fmt: skip
+def test_a_request_that_asks_for_another_protocol_is_answered_in_http_1_1(
+    monkeypatch: pytest.MonkeyPatch, framing: bytes, body: bytes, size: int
+) -> None:
+    """Java's HTTP client asks for HTTP/2 in its first request, curl does with --http2."""
+    seen: list[tuple[str, str, bytes]] = []
+
+    async def note(scope: Scope, receive: Receive, send: Send) -> None:
+        read, is_whole = b"", False
+        while not is_whole:
+            message = await receive()
+            read, is_whole = read + message["body"], not message["more_body"]
+        seen.append((scope["method"], scope["path"], read))
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    asks = b"Host: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAM\r\n"
+    sent = (b"POST /a HTTP/1.1\r\n" + asks + framing + b"\r\n" + body) * 2 + GET
+
+    async def act(clock: Clock) -> None:
+        client = Client()
+        client.connect(note)
+        for begin in range(0, len(sent), size):
+            await client.send(sent[begin : begin + size])
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert seen == [("POST", "/a", b"body" if body else b"")] * 2 + [("GET", "/", b"")]
+        assert client.written.count(b"HTTP/1.1 204") == 3 and not client.is_gone
+        client.abort()
 
     run(monkeypatch, act)
 

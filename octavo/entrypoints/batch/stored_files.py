@@ -5,6 +5,8 @@ A file's content is in numbered chunks: pieces of an upload, or lines of a batch
 
 from __future__ import annotations
 
+import asyncio
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -22,6 +24,8 @@ UPLOAD = "upload"  # a file that is still being uploaded
 PIECE_BYTES = 1 << 18
 _PIECES_AT_ONCE = 4
 _BEGINNING_BYTES = 1024  # of a line that is too long
+_LINES_A_TURN = 64  # read in a turn of the event loop: a piece may have 100,000
+_BLANK_LINES = re.compile(rb"\s*\n")
 _decode = msgspec.json.Decoder().decode
 
 
@@ -132,6 +136,9 @@ async def read_lines(store: Store, file_id: str, max_bytes: int) -> AsyncIterato
     async for piece in read_content(store, file_id):
         begin = 0
         while begin < len(piece):
+            if not parts and not is_too_long and (blank := _BLANK_LINES.match(piece, begin)):
+                begin = blank.end()
+                continue
             end = piece.find(b"\n", begin) + 1 or len(piece)
             parts.append(piece[begin:end])
             num_bytes, begin = num_bytes + end - begin, end
@@ -142,6 +149,8 @@ async def read_lines(store: Store, file_id: str, max_bytes: int) -> AsyncIterato
             if is_whole and not is_too_long and (line := b"".join(parts)).strip():
                 yield number, line
                 number += 1
+                if number % _LINES_A_TURN == 0:
+                    await asyncio.sleep(0)
             if is_whole or is_too_long:
                 parts = []
             if is_whole:

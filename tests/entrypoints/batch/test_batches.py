@@ -181,6 +181,42 @@ def test_lines_are_the_same_however_a_file_is_cut(monkeypatch: pytest.MonkeyPatc
     assert asyncio.run(read()) == list(enumerate(lines))
 
 
+def test_a_turn_of_the_loop_reads_few_lines_and_runs_of_blank_ones_cost_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Piece(bytes):
+        num_finds = 0
+
+        def find(self, *args: Any) -> int:
+            Piece.num_finds += 1
+            return super().find(*args)
+
+    async def pieces(store: Any, file_id: str) -> Any:
+        yield Piece(b"{}\n" * 1000 + b" \r\n" * 50_000)
+        yield Piece(b"\n" * 50_000 + b"{}")
+
+    turns: list[int] = []
+
+    async def read() -> None:
+        async def count() -> None:
+            while True:
+                turns.append(0)
+                await asyncio.sleep(0)
+
+        counting = asyncio.ensure_future(count())
+        await asyncio.sleep(0)
+        store: Any = None
+        async for _, text in stored_files.read_lines(store, "file", 10):
+            assert text == b"{}\n"
+            turns[-1] += 1
+        counting.cancel()
+
+    monkeypatch.setattr(stored_files, "read_content", pieces)
+    asyncio.run(read())
+    assert sum(turns) == 1001 and max(turns) <= 64
+    assert Piece.num_finds < 1010
+
+
 def test_files_of_a_batch_under_way_cannot_be_deleted(client: openai.OpenAI, engine: FakeEngine) -> None:
     file = client.files.create(file=("in.jsonl", b"".join(line(str(i)) for i in range(50))), purpose="batch")
     let_through(engine, 5)
