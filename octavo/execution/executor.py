@@ -228,8 +228,8 @@ class MultiprocExecutor(LocalExecutor):
             return False
         ends = np.cumsum(self._parts[pool])
         own, *parts = np.split(contents, ends[:-1], axis=1)
-        self.worker_group.write_blocks(pool, blocks, parts)
-        write = partial(super().write_blocks, pool, blocks, np.ascontiguousarray(own))
+        self.worker_group.write_blocks(pool, blocks, parts, is_late=False)
+        write = partial(self._write_last_stage, pool, blocks, parts, np.ascontiguousarray(own))
         # The last stage computes steps late. They may use the blocks for sequences that have ended since. With a
         # drafter no waiting step uses them (checked above), and the next step's drafts read them, so they are written
         # now.
@@ -239,6 +239,13 @@ class MultiprocExecutor(LocalExecutor):
         else:
             write()
         return True
+
+    def _write_last_stage(
+        self, pool: int, blocks: Sequence[int], parts: Sequence[NDArray[np.uint8]], own: NDArray[np.uint8]
+    ) -> None:
+        """Overwrite blocks on the workers that compute a step when this one does."""
+        self.worker_group.write_blocks(pool, blocks, parts, is_late=True)
+        super().write_blocks(pool, blocks, own)
 
     def _finish_steps(self) -> None:
         """Compute the last stage of the steps in flight. Earlier stages handle plans, reads and writes of blocks in

@@ -210,6 +210,7 @@ class Runner:
             3     hidden states of pipeline stages             nothing: with several workers the error is fatal
             4     forgets what another submission would need   not needed: nothing fails from here on
         """
+        self.worker_group.begin_step()
         staging = self.submitter.buffers.take()
         try:
             # 1. Write the encoder outputs that the step's tokens are the first to see.

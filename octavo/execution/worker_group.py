@@ -104,6 +104,9 @@ class WorkerGroup:
     def send_plan(self, plan: StepPlan) -> None:
         """Send a plan to the other workers; this group has none."""
 
+    def begin_step(self) -> None:
+        """Called when this worker begins to compute the next plan's rows."""
+
     def send_tokens(self, tokens: NDArray[np.int64]) -> None:
         """Send the sampled tokens [N] to the other workers."""
 
@@ -149,6 +152,16 @@ class Leader(WorkerGroup):
             self._followers.append(Connection(own.detach()))
         self.stage_links = host.ends(self.worker_rank).open(self.connections)
         host.let_go(self.worker_rank)
+        # The other workers of the last stage, if there are earlier stages. They get a plan when this worker begins to
+        # compute it. If they had it earlier, they would wait for this worker in the middle of the step, and it could
+        # wait for them: for blocks, or until they read a long message.
+        self._late = {
+            worker_rank
+            for worker_rank in self._worker_ranks
+            if worker_rank.num_stages > 1 and worker_rank.stage == self.worker_rank.stage
+        }
+        # Messages for the workers of `_late`, by step: rows of media, and the plan. The last list is of the next plan.
+        self._unsent = deque[list[bytes]]([[]])
         self._listener = ThreadPoolExecutor(1, "others' adapters")  # waits for the followers' answers
         self._inboxes = [_Inbox(*one) for one in zip(self._worker_ranks, self._followers, strict=True)]
         self.block_bytes: list[list[int]] = []  # by follower and pool, once they are ready
@@ -225,11 +238,21 @@ class Leader(WorkerGroup):
         self.stage_links.hang_up()
 
     def send_rows(self, rows: dict[bytes, NDArray[np.float32]]) -> None:
-        self._tell(TowerRows.of(rows))
+        """Send the rows of the next plan's media."""
+        self._tell_before_step(encode(TowerRows.of(rows)))
 
     def send_plan(self, plan: StepPlan) -> None:
-        """Send a plan, without sampling parameters, to the other workers, which do not need them."""
-        self._tell(Plan(replace(plan, admissions=[_without_sampling(admission) for admission in plan.admissions])))
+        """Send a plan, without sampling parameters, to the other workers, which do not need them. The other workers of
+        the last of several stages get it with `begin_step`."""
+        admissions = [_without_sampling(admission) for admission in plan.admissions]
+        self._tell_before_step(encode(Plan(replace(plan, admissions=admissions))))
+        self._unsent.append([])
+
+    def begin_step(self) -> None:
+        """Send the next plan, and the rows before it, to the other workers of the last of several stages."""
+        if len(self._unsent) > 1:
+            for data in self._unsent.popleft():
+                self._tell_each(data, is_late=True)
 
     def send_tokens(self, tokens: NDArray[np.int64]) -> None:
         self._tell(SampledTokens(tokens.tobytes()))
@@ -258,10 +281,12 @@ class Leader(WorkerGroup):
         self._tell(ReadBlocks(pool, list(blocks)))
         return [np.frombuffer(inbox.next_contents(), np.uint8).reshape(len(blocks), -1) for inbox in self._inboxes]
 
-    def write_blocks(self, pool: int, blocks: Sequence[int], parts: Sequence[NDArray[np.uint8]]) -> None:
-        """Overwrite each follower's part of blocks, [len(blocks), bytes of its part]."""
+    def write_blocks(self, pool: int, blocks: Sequence[int], parts: Sequence[NDArray[np.uint8]], is_late: bool) -> None:
+        """Overwrite each follower's part of blocks, [len(blocks), bytes of its part]. `is_late`: of the workers that
+        get plans with `begin_step`; otherwise of all others."""
         for part, worker_rank, follower in zip(parts, self._worker_ranks, self._followers, strict=True):
-            self._tell_one(worker_rank, follower, encode(WriteBlocks(pool, list(blocks), part.tobytes())))
+            if (worker_rank in self._late) == is_late:
+                self._tell_one(worker_rank, follower, encode(WriteBlocks(pool, list(blocks), part.tobytes())))
 
     def forget_adapter(self, identity: str) -> None:
         self._tell(ForgetAdapter(identity))
@@ -295,10 +320,20 @@ class Leader(WorkerGroup):
         if self._group is not None:
             self._group.close()
 
+    def _tell_before_step(self, data: bytes) -> None:
+        """Send a message now, and to the workers of `_late` with `begin_step`."""
+        self._tell_each(data, is_late=False)
+        self._unsent[-1].append(data)
+
     def _tell(self, message: ToFollower) -> None:
         data = encode(message)
+        for is_late in (False, True):
+            self._tell_each(data, is_late)
+
+    def _tell_each(self, data: bytes, is_late: bool) -> None:
         for worker_rank, follower in zip(self._worker_ranks, self._followers, strict=True):
-            self._tell_one(worker_rank, follower, data)
+            if (worker_rank in self._late) == is_late:
+                self._tell_one(worker_rank, follower, data)
 
     def _tell_one(self, worker_rank: WorkerRank, follower: Connection, data: bytes) -> None:
         try:

@@ -4,6 +4,8 @@ of layers and caches; and what else decides the bits keeps it apart."""
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 import weakref
 from collections.abc import Iterator
@@ -256,6 +258,31 @@ def test_computed_blocks_are_read_while_steps_are_in_flight(model: Any) -> None:
     answers(plain, [DOCUMENT])
     computed, last = blocks(plain), llm.core.executor.worker.block_bytes[0]
     assert len(read) == 2 and all(computed[name].endswith(read[name][:last]) for name in read)
+
+
+def test_workers_of_a_shared_stage_do_not_wait_in_a_step_that_the_first_has_not_begun(model: Any) -> None:
+    """It would wait for them: for their blocks, or until they read a prompt that no socket's buffer holds."""
+    longer = {"max_model_len": 2560, "hf_overrides": {"max_position_embeddings": 2560}, "num_gpu_blocks_override": 400}
+    llm = model("qwen3", tensor_parallel_size=2, pipeline_parallel_size=2, max_num_batched_tokens=16, **longer)
+    core, executor = llm.core, llm.core.executor
+    for connection in executor.worker_group.connections:
+        with socket.socket(fileno=os.dup(connection)) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    for number, prompt in enumerate((DOCUMENT, [3 + i % 97 for i in range(2500)])):
+        core.add(EngineRequest(str(number), Prompt(prompt), PARAMS, [0], 10, 0.0))
+        core.step()
+        core.step()
+        assert not executor._last_steps[-1].is_done, "nobody has waited for it"
+        contents = np.full((2, executor.block_bytes[0]), 1 + number, np.uint8)
+        assert executor.write_blocks(0, [390, 391], contents)
+        assert executor.read_blocks(0, [380]).shape == (1, executor.block_bytes[0])
+        assert (executor.read_blocks(0, [390, 391]) == contents).all()
+    core.abort("1")
+    found = list[int]()
+    while core.has_work:
+        found += [token for output in core.step().outputs for token in output.token_ids]
+    [[(expected, _)]] = answers(model("qwen3", kv_cache_disk=None, **longer), [DOCUMENT])
+    assert found == expected
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
