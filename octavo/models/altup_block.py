@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from octavo.layers.parameters import Parameters
 from octavo.loading.weights import floats
 from octavo.models.block import BlockLike, TablesAndCache
 from octavo.models.description import LayerDescription
-from octavo.ops import Array, LayerKVCache, LinearWeight
-from octavo.step_batch import GroupTables, StepBatch
+from octavo.ops import Array, LinearWeight
+from octavo.step_batch import StepBatch
 
 
 class AltUpBlock(BlockLike):
@@ -61,9 +62,8 @@ class AltUpBlock(BlockLike):
         return self._ops.pack_linear([floats(np.ascontiguousarray(matrix[order]))], bias)
 
     def forward(
-        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache,
-        second_cache: TablesAndCache | None = None, padded_embedding: Array | None = None,
-    ) -> Array:  # fmt: skip
+        self, residual: Array, batch: StepBatch, caches: Sequence[TablesAndCache], padded_embedding: Array | None = None
+    ) -> tuple[Array, None]:
         """Return the residual streams [T, streams * H] after this layer."""
         ops, size = self._ops, self._size
         streams = self._predicted(residual)
@@ -71,7 +71,7 @@ class AltUpBlock(BlockLike):
         hidden = self._attention_norm.forward(first)
         branch = ops.linear(ops.linear(hidden, self._branch_in, self._dtype), self._branch_out, self._dtype)
         x = self._branch_norm.forward(branch)
-        attended = self._attention.forward(hidden, batch, tables, cache)
+        attended = self._attention.forward(hidden, batch, *caches[0])
         for summand in (hidden, first, self._attention_post_norm.forward(attended.value())):
             ops.add(x, summand)
         scale_in_place(ops, x, 0.5**0.5)
@@ -81,7 +81,7 @@ class AltUpBlock(BlockLike):
         ops.add(x, first, -1.0)
         for i in range(self._count):
             ops.add(streams[:, i * size : (i + 1) * size], ops.multiply(x, coefficients[:, i : i + 1]))
-        return streams
+        return streams, None
 
     def _modalities(self, x: Array) -> Array:
         """Return the router's output for x [T, H]: [T, streams], between -1 and 1."""

@@ -26,10 +26,10 @@ same stream (1, 2, 6, 7), and then both outputs are added (5, 9) without `output
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -46,6 +46,7 @@ from octavo.ops import Array, LayerKVCache, LinearWeight
 from octavo.step_batch import GroupTables, StepBatch
 
 TablesAndCache = tuple[GroupTables, LayerKVCache]  # a mixer's cache, and the places of the step's tokens in it
+_NO_CACHE: TablesAndCache = cast(Any, (None, None))  # for mixers without a cache
 
 
 class BlockLike(Protocol):
@@ -59,18 +60,13 @@ class BlockLike(Protocol):
         return None
 
     def forward(
-        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache,
-        second_cache: TablesAndCache | None = None, padded_embedding: Array | None = None,
-    ) -> Array:  # fmt: skip
-        """Return the residual stream after this layer; residual [T, H] is overwritten.
+        self, residual: Array, batch: StepBatch, caches: Sequence[TablesAndCache], padded_embedding: Array | None = None
+    ) -> tuple[Array, Array | None]:
+        """Return the residual stream after this layer, and an output [T, H] that a later layer adds to the stream, if
+        there is one. residual [T, H] is overwritten.
 
-        `second_cache` belongs to a second mixer or a reused layer; `padded_embedding` [T, 2 * H] is for a reused
-        layer."""
-
-    def take_deferred(self) -> Array | None:
-        """Return the output [T, H] of the last `forward` that a later layer adds to the residual stream, if there is
-        one."""
-        return None
+        `caches`: none, the mixer's, or the mixer's and that of a second mixer or a reused layer. `padded_embedding`
+        [T, 2 * H] is for a reused layer."""
 
 
 # Makes a `Block`, or an architecture's own class, of: layer, hidden size, parameters, prefix of names
@@ -87,7 +83,6 @@ class Block(BlockLike):
             layer.second_mixer or layer.reused or layer.parallel_residual or layer.residual_from_norm
             or layer.tanh_gates
         )  # fmt: skip
-        self._deferred: Array | None = None
         norm = partial(_build_norm, layer, hidden_size, parameters, prefix)
         if layer.tanh_gates is not None:
             self._build_tanh_gates(layer.tanh_gates, hidden_size, parameters, prefix)
@@ -124,44 +119,35 @@ class Block(BlockLike):
         return self._attention if isinstance(self._attention, CrossAttention) else None
 
     def forward(
-        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache,
-        second_cache: TablesAndCache | None = None, padded_embedding: Array | None = None,
-    ) -> Array:  # fmt: skip
+        self, residual: Array, batch: StepBatch, caches: Sequence[TablesAndCache], padded_embedding: Array | None = None
+    ) -> tuple[Array, Array | None]:
+        caches = caches or (_NO_CACHE,)
         if self._layer.parallel_residual:
-            return self._forward_parallel(residual, batch, tables, cache)
+            return self._forward_parallel(residual, batch, caches[0]), None
         if self._attention is not None:
-            residual = self._forward_attention(
-                self._attention, residual, batch, tables, cache, second_cache, padded_embedding
-            )
-        if self._feed_forward is not None:
-            residual = self._forward_feed_forward(self._feed_forward, residual, batch)
-        return residual
-
-    def take_deferred(self) -> Array | None:
-        deferred, self._deferred = self._deferred, None
-        return deferred
+            residual = self._forward_attention(self._attention, residual, batch, caches, padded_embedding)
+        if self._feed_forward is None:
+            return residual, None
+        return self._forward_feed_forward(self._feed_forward, residual, batch)
 
     def _forward_attention(
-        self, attention: Mixer, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache,
-        second_cache: TablesAndCache | None, padded_embedding: Array | None,
+        self, attention: Mixer, residual: Array, batch: StepBatch, caches: Sequence[TablesAndCache],
+        padded_embedding: Array | None,
     ) -> Array:  # fmt: skip
         """Steps 1 to 5."""
         # 1. Read the stream.
         if self._reused is not None:
-            if padded_embedding is None or second_cache is None:
-                raise ValueError("a reused layer reads padded_embedding and second_cache.")
-            stream = self._reused.forward(residual, padded_embedding, batch, *second_cache)
+            assert padded_embedding is not None, "a reused layer reads the embedding"
+            stream = self._reused.forward(residual, padded_embedding, batch, *caches[1])
             hidden = apply_norm(self._attention_norm, stream, attention.consumer)
         else:
             # A norm that two mixers read cannot quantize for one of them.
             consumer = attention.consumer if self._second_mixer is None else None
             residual, hidden = self._norm_input(self._attention_norm, residual, consumer)
         # 2. Compute attention's output, and the second mixer's.
-        attended = attention.forward(hidden, batch, tables, cache)
+        attended = attention.forward(hidden, batch, *caches[0])
         if self._second_mixer is not None:
-            if second_cache is None:
-                raise ValueError("a second mixer needs its own cache.")
-            mixed = self._second_mixer.forward(hidden, batch, *second_cache)
+            mixed = self._second_mixer.forward(hidden, batch, *caches[1])
             # 3. Add the second mixer's output.
             residual = self._add_to_residual(
                 residual, mixed, self._attention_post_norm, self._output_scales.second_mixer
@@ -171,7 +157,9 @@ class Block(BlockLike):
         # 5. Add attention's output.
         return self._add_to_residual(residual, attended, self._attention_post_norm, self._output_scales.attention)
 
-    def _forward_feed_forward(self, feed_forward: FeedForwardLike, residual: Array, batch: StepBatch) -> Array:
+    def _forward_feed_forward(
+        self, feed_forward: FeedForwardLike, residual: Array, batch: StepBatch
+    ) -> tuple[Array, Array | None]:
         """Steps 6 to 9."""
         # 6. Read the stream.
         residual, hidden = self._norm_input(self._feed_forward_norm, residual, feed_forward.consumer)
@@ -182,20 +170,20 @@ class Block(BlockLike):
         fed = feed_forward.forward(hidden)
         # 8. Scale the stream.
         scale_in_place(self._ops, residual, self._layer.residual_scales[1])
-        # 9. Add the feed-forward's output, or keep it for a later layer.
+        # 9. Add the feed-forward's output, or return it for a later layer.
         if self._layer.deferred_by:
-            self._deferred = fed.value()
-            return residual
-        return self._add_to_residual(residual, fed, self._feed_forward_post_norm, self._output_scales.feed_forward)
+            return residual, fed.value()
+        scale = self._output_scales.feed_forward
+        return self._add_to_residual(residual, fed, self._feed_forward_post_norm, scale), None
 
-    def _forward_parallel(self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
+    def _forward_parallel(self, residual: Array, batch: StepBatch, tables_and_cache: TablesAndCache) -> Array:
         """Steps 1, 2, 6, 7, then 5 and 9."""
         assert self._attention is not None and self._feed_forward is not None
         # A norm that attention and feed-forward read cannot quantize for one of them.
         is_shared = self._feed_forward_norm is None
         # 1, 2. Compute attention's output.
         hidden = apply_norm(self._attention_norm, residual, None if is_shared else self._attention.consumer)
-        attended = self._attention.forward(hidden, batch, tables, cache)
+        attended = self._attention.forward(hidden, batch, *tables_and_cache)
         # 6, 7. Compute the feed-forward's output.
         if not is_shared:
             hidden = apply_norm(self._feed_forward_norm, residual, self._feed_forward.consumer)

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
 
 from octavo.kv_cache.groups import group_layers
 from octavo.layers.altup import AltUp
@@ -51,13 +50,9 @@ class EmbeddingCopies:
     per_layer_inputs: Array | None  # [T, layers * size]: parts of the per-layer embedding, which are only read
 
 
-_NO_CACHE: TablesAndCache = cast(Any, (None, None))  # for layers without a cache
-
-
 class Decoder:
     """The network of one pipeline stage: token ids to hidden states, hidden states to logits or vectors. It follows
-    every protocol of `octavo.models.registry`: `Model`, `PoolingModel`, `StageModel`, `CrossModel`. `embed` is a method
-    of its `InputLayer`; `logits`, `logits_of_normed`, `final_norm` and `pool` are methods of its `OutputLayer`."""
+    every protocol of `octavo.models.registry`: `Model`, `PoolingModel`, `StageModel`, `CrossModel`."""
 
     is_recordable = True  # see `Model`
 
@@ -86,8 +81,7 @@ class Decoder:
         self._cache_indices_by_layer = cache_indices_by_layer(description)
         parameters = Parameters(weights, ops, max_positions, dtype)
         # 1. From tokens to the first layer.
-        self._input = InputLayer(description, parameters)
-        self.embed, self.can_embed_locally = self._input.embed, self._input.can_embed_locally
+        self.input = InputLayer(description, parameters)
         self._altup: AltUp | None = None
         if description.altup is not None:
             is_first, is_last = description.is_first_stage, description.is_last_stage
@@ -106,11 +100,8 @@ class Decoder:
         self._layer_scales = self._read_layer_scales(weights)
         self._on_layer_input: Callable[[int, Array], None] | None = None
         # 3. From the last layer to logits or vectors.
-        self._output = OutputLayer(description, parameters, self._input.embedding)
-        self.can_compute_logits_locally = self._output.can_compute_logits_locally
-        self.logits, self.pool = self._output.logits, self._output.pool
-        self.final_norm, self.logits_of_normed = self._output.final_norm, self._output.logits_of_normed
-        # 4. Facts for workers and adapters. Last, because every part above adds its matrices to `parameters`.
+        self.output = OutputLayer(description, parameters, self.input.embedding)
+        # 4. Facts for workers and adapters. Last, because every part above adds its bytes to `parameters`.
         self.residual_dtype = self._choose_residual_dtype()
         self._num_weight_bytes = parameters.num_matrix_bytes
         self._matrices, self._expert_matrices = parameters.matrices, parameters.expert_matrices
@@ -168,7 +159,7 @@ class Decoder:
         products do (docs/performance.md)."""
         readers = [block.accepts_float32_residual for block in self._blocks.values()]
         if self.description.is_last_stage:
-            readers.append(self._output.accepts_float32_residual)
+            readers.append(self.output.accepts_float32_residual)
         return "float32" if self._per_layer_embeddings is None and all(readers) else self._dtype
 
     def use_residual_dtype(self, dtype: str) -> None:
@@ -190,11 +181,11 @@ class Decoder:
         """Yield the packed matrices. A tied matrix is yielded twice in the first stage, as embedding and as output; in
         a later stage only as output."""
         output_name, is_tied = self.description.output_name, self.description.tie_word_embeddings
-        embedding = self._input.embedding
+        embedding = self.input.embedding
         for matrix in self._matrices:
             if matrix.weight is embedding and self.description.is_first_stage:
                 yield replace(matrix, replaceable=True, is_embedding=True)
-            if matrix.weight is self._output.lm_head:
+            if matrix.weight is self.output.lm_head:
                 [module] = matrix.modules
                 modules = (replace(module, name=output_name),) if is_tied else matrix.modules
                 yield replace(matrix, modules=modules, replaceable=True)
@@ -233,7 +224,13 @@ class Decoder:
             return copies.stage_output
         if self._altup is not None and self.description.is_last_stage:
             residual = self._altup.merge(residual)
-        return self._output.final_norm(residual) if self._output.is_pooler else residual
+        return self.output.final_norm(residual) if self.output.is_pooler else residual
+
+    def logits(self, hidden: Array) -> Array:
+        return self.output.logits(hidden)
+
+    def pool(self, hidden: Array, starts: Array, ends: Array) -> Array:
+        return self.output.pool(hidden, starts, ends)
 
     def _copy_embedding(self, batch: StepBatch, embedding: Array) -> EmbeddingCopies | None:
         """Return what later layers and stages need from the embedding [T, H]; None if they need nothing, as in most
@@ -258,10 +255,9 @@ class Decoder:
         for layer, block in self._blocks.items():
             if self._on_layer_input is not None:
                 self._on_layer_input(layer, residual)
-            (tables, cache), second_cache = caches_by_layer[layer]
-            residual = block.forward(residual, batch, tables, cache, second_cache, padded_embedding)
-            if (output := block.take_deferred()) is not None:
-                deferred_by_layer[layer + self.description.layers[layer].deferred_by] = output
+            residual, deferred = block.forward(residual, batch, caches_by_layer[layer], padded_embedding)
+            if deferred is not None:
+                deferred_by_layer[layer + self.description.layers[layer].deferred_by] = deferred
             self._finish_layer(layer, residual, batch, deferred_by_layer.pop(layer, None), copies)
         assert not deferred_by_layer, "a deferred output would be added in another stage"
         return residual
@@ -271,24 +267,18 @@ class Decoder:
         be the same array. Without `carries_embedding` a later stage has no embedding: then the second is the first, and
         nothing reads it."""
         if batch.hidden_in is None:
-            embedding = self._input.forward(batch, self.residual_dtype)
+            embedding = self.input.forward(batch, self.residual_dtype)
             return embedding, embedding
         if not self.description.carries_embedding:
             return batch.hidden_in, batch.hidden_in
         width = self.description.stage_width - self.description.hidden_size
         return batch.hidden_in[:, :width], batch.hidden_in[:, width:]
 
-    def _resolve_caches(
-        self, batch: StepBatch, caches: Sequence[LayerKVCache]
-    ) -> dict[int, tuple[TablesAndCache, TablesAndCache | None]]:
-        """Return the first and the second cache of each layer of this stage, with the tables of their groups."""
+    def _resolve_caches(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> dict[int, list[TablesAndCache]]:
+        """Return the caches of each layer of this stage, with the tables of their groups."""
         stage_caches = self.description.cache_indices(self.description.stage)
         with_tables = {i: (batch.groups[self._group_of_cache[i]], c) for i, c in zip(stage_caches, caches, strict=True)}
-        by_layer = dict[int, tuple[TablesAndCache, TablesAndCache | None]]()
-        for layer in self._blocks:
-            found = [with_tables[i] for i in self._cache_indices_by_layer[layer]]
-            by_layer[layer] = found[0] if found else _NO_CACHE, found[1] if len(found) > 1 else None
-        return by_layer
+        return {layer: [with_tables[i] for i in self._cache_indices_by_layer[layer]] for layer in self._blocks}
 
     def _finish_layer(
         self, layer: int, residual: Array, batch: StepBatch, deferred_output: Array | None,

@@ -74,7 +74,7 @@ class HeadTarget(NamedTuple):
         matrices if the head wants it (`embeds`, `outputs`) and this worker's part cannot do it alone."""
         model, whole = self.model, replace(self.description, per_layer_embeddings=None, altup=None)
         num_layers = len(whole.layers)
-        embeds, outputs = embeds and not model.can_embed_locally, outputs and not model.can_compute_logits_locally
+        embeds, outputs = embeds and not model.input.can_embed_locally, outputs and not model.output.can_compute_locally
         if embeds and outputs:
             both = self.read(replace(whole, layers=()))
             return both, both
@@ -139,13 +139,13 @@ class ChainHead:
     def _embed(self, token_ids: Array) -> Array:
         """Return the embeddings [T, H] of token_ids [T] int32."""
         if self._embedding is None:
-            return self._embedder.embed(token_ids)
+            return self._embedder.input.embed(token_ids)
         return self._ops.embedding(token_ids, self._embedding, self._dtype)
 
     def _project(self, hidden: Array) -> Array:
         """Return the logits [N, V] float32 of hidden [N, H], which the caller has normed if the head norms it."""
         if self._output is None:
-            return self._outputter.logits_of_normed(hidden)
+            return self._outputter.output.logits_of_normed(hidden)
         return self._ops.linear(hidden, self._output, "float32")
 
 
@@ -208,7 +208,7 @@ class EagleHead(ChainHead):
         self.layer_caches = tuple(layer.attention.cache for layer in layers if layer.attention is not None)
 
     def features_of(self, hidden: Array) -> Array:
-        return self.target.final_norm(hidden)
+        return self.target.output.final_norm(hidden)
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
         ops = self._ops
@@ -218,7 +218,7 @@ class EagleHead(ChainHead):
         residual = ops.linear(inputs[0], self._joint[0], self._dtype)
         ops.linear_add(inputs[1], self._joint[1], residual)
         for block, cache in zip(self._blocks, caches, strict=True):
-            residual = block.forward(residual, batch, batch.groups[0], cache)
+            residual, _ = block.forward(residual, batch, [(batch.groups[0], cache)])
         return self._norms[2].forward(residual) if self._norms is not None and self._passes_normed else residual
 
     def logits(self, hidden: Array) -> Array:
@@ -366,7 +366,7 @@ class MedusaHeads:
 
     def features_of(self, hidden: Array) -> Array:
         """Return the heads' input: the final norm of the model's hidden states [N, H]."""
-        return self._target.final_norm(hidden)
+        return self._target.output.final_norm(hidden)
 
     def logits(self, head: int, features: Array) -> Array:
         """Return the logits [N, V] float32 of the token head + 2 places after the position; features [N, H]."""

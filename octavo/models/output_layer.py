@@ -84,7 +84,7 @@ class OutputLayer:
         return self._norm is not None if self.is_pooler else norm_quantizes(self._norm, self.lm_head)
 
     @property
-    def can_compute_logits_locally(self) -> bool:
+    def can_compute_locally(self) -> bool:
         """Return whether this worker can compute logits without other workers."""
         return self._description.makes_logits and self.lm_head is not None and self._description.shard.is_whole
 

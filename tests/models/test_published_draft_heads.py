@@ -138,7 +138,7 @@ def test_eagle() -> None:
     x = x + attend(tensors, "layers.0.", x)
     x = x + feed(tensors, "layers.0.", x)
     torch.testing.assert_close(hidden, x, atol=2e-5, rtol=1e-5)
-    torch.testing.assert_close(logits, model.logits_of_normed(x), atol=2e-4, rtol=1e-5)  # type: ignore[arg-type]
+    torch.testing.assert_close(logits, model.output.logits_of_normed(x), atol=2e-4, rtol=1e-5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", ["a layer more", "mtp"])
@@ -166,12 +166,14 @@ def test_multi_token_prediction(layout: str) -> None:
     def norm(name: str, x: Tensor) -> Tensor:
         return rms_norm(x, (HIDDEN,), tensors[f"{name}.weight"], EPS)
 
-    embedded = tensors[f"{at}embed_tokens.weight"][TOKENS] if is_layer else model.embed(TOKENS.int())
+    embedded = tensors[f"{at}embed_tokens.weight"][TOKENS] if is_layer else model.input.embed(TOKENS.int())
     x = linear(torch.cat([norm(names[1], embedded), norm(names[2], FEATURES)], 1), tensors[f"{names[0]}.weight"])  # type: ignore[arg-type]
     x = x + attend(tensors, prefix, norm(f"{prefix}input_layernorm", x))
     x = x + feed(tensors, prefix, x)
     normed = norm(names[3], x)
-    expected = linear(normed, tensors[f"{at}shared_head.head.weight"]) if is_layer else model.logits_of_normed(normed)  # type: ignore[arg-type]
+    expected = (
+        linear(normed, tensors[f"{at}shared_head.head.weight"]) if is_layer else model.output.logits_of_normed(normed)
+    )  # type: ignore[arg-type]
     torch.testing.assert_close(hidden, x if is_layer else normed, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-5)
 
@@ -196,7 +198,7 @@ def test_eagle3(adds_normed: bool) -> None:
     torch.testing.assert_close(features, expected, atol=2e-5, rtol=1e-5)
     hidden, logits = logits_of(head, TOKENS, FEATURES)
     embedded = rms_norm(
-        model.embed(TOKENS.int()),
+        model.input.embed(TOKENS.int()),
         (HIDDEN,),
         tensors["midlayer.input_layernorm.weight"],
         EPS,  # type: ignore[arg-type]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from octavo.models.block import BlockLike, TablesAndCache
 from octavo.models.decoder import Decoder
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.registry import register
-from octavo.ops import Array, LayerKVCache
-from octavo.step_batch import GroupTables, StepBatch
+from octavo.ops import Array
+from octavo.step_batch import StepBatch
 
 ARCHITECTURE = "ToyForCausalLM"
 CONFIG: dict[str, Any] = {
@@ -71,13 +71,12 @@ class ToyBlock(BlockLike):
         self.feed_forward = FeedForward(layer.feed_forward, hidden_size, parameters, prefix)
 
     def forward(
-        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache,
-        second_cache: TablesAndCache | None = None, padded_embedding: Array | None = None,
-    ) -> Array:  # fmt: skip
+        self, residual: Array, batch: StepBatch, caches: Sequence[TablesAndCache], padded_embedding: Array | None = None
+    ) -> tuple[Array, None]:
         hidden = self.norm_1.forward(residual)
-        self.ops.add(residual, self.attention.forward(hidden, batch, tables, cache).value())
+        self.ops.add(residual, self.attention.forward(hidden, batch, *caches[0]).value())
         self.ops.add(residual, self.feed_forward.forward(self.norm_2.forward(residual)).value())
-        return residual
+        return residual, None
 
 
 def register_toy() -> None:
