@@ -90,6 +90,8 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         ENDED, aborted     `end_request`; the caller still gets the outputs so far
         ENDED, failed      `_apply_step_outputs`, `_core_ended`, `_register`
 
+    If the engine fails, `_send_when_open` raises the error to the callers of WAITING requests.
+
     If the core dies, `Supervisor` starts another one, within `max_restarts`, and running requests keep running:
     `Resubmission` sends them to the next core with their tokens."""
 

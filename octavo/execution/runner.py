@@ -66,19 +66,11 @@ class Runner:
     """One model on one device, its KV cache, and the tables of the running sequences."""
 
     def __init__(
-        self,
-        model: Model,
-        ops: Ops,
-        device: Device,
-        sequence_table: SequenceTable,
-        max_step_tokens: int,
-        grammars: GrammarCompiler | None = None,
-        adapters: RunnerAdapters | None = None,
-        pooling: PoolingConfig | None = None,
-        worker_group: WorkerGroup = ALONE,
-        media_table: MediaTable | None = None,
+        self, model: Model, ops: Ops, device: Device, sequence_table: SequenceTable, max_step_tokens: int,
+        grammars: GrammarCompiler | None = None, adapters: RunnerAdapters | None = None,
+        pooling: PoolingConfig | None = None, worker_group: WorkerGroup = ALONE, media_table: MediaTable | None = None,
         cross_outputs: CrossOutputs | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`sequence_table` has the sequences, and a step has at most `max_step_tokens` tokens.
 
         - `grammars`: compile the masks
@@ -225,7 +217,7 @@ class Runner:
             raise self._recover_from_memory_error(e) from None
         finally:
             staging.free_event = self.device.compute.record()
-        # 4. Note that the device has the updates of block tables. Forget the prompts whose log-probabilities, encoder
+        # 4. Forget the updates of block tables, which are on their way, and prompts whose log-probabilities, encoder
         # outputs or alignment this step completes.
         if self._device_tables is not None:
             self._device_tables.note_sent(plan.rows)
@@ -254,7 +246,7 @@ class Runner:
         # 3. Lay out the arrays. A replay does not keep the queries that the alignment reads.
         shape = self._shape_of(plan, 0 if updates is None else len(updates[0]))
         memory = self.submitter.lay_out(shape, staging, may_replay=not alignment_parts)
-        # 4. Fill them.
+        # 4. Fill the arrays.
         samples, batch = self._fill(plan, memory.host_arrays, shape, updates, memory.layout.shape.adapted)
         return GatheredStep(
             shape, staging, memory, samples, self._row_generation[samples.rows], batch, prompt_logprob_parts,
@@ -291,15 +283,14 @@ class Runner:
             assert updates is not None
             self._device_tables.fill_table_rows(plan, arrays, gathered, updates)
             pad(arrays, self.limits, shape, replace(self.submitter.padding, num_tokens=shape.tokens))
+        batch = None
         if self.pooling_table is not None:
             self.pooling_table.gather(plan, arrays)
-            return samples, None
-        if not shape.samples:
-            return samples, None
-        num_known = None if self._device_tables is None else self.sequence_table.num_known
-        batch = self.sampling_table.build(samples, self.sequence_table.tokens, num_known)
-        if batch is not None:
-            write_settings(arrays, batch)
+        elif shape.samples:
+            num_known = None if self._device_tables is None else self.sequence_table.num_known
+            batch = self.sampling_table.build(samples, self.sequence_table.tokens, num_known)
+            if batch is not None:
+                write_settings(arrays, batch)
         return samples, batch
 
     # A step that is done, or that is not computed.

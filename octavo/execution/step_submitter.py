@@ -112,7 +112,7 @@ class StepSubmitter:
             self._stage_links.previous.receive(memory.host_arrays.hidden_in[:num_tokens])
         # 2. Upload the arrays.
         self.buffers.upload(gathered.staging, memory.layout.num_bytes)
-        # 3. Replay the step or compute it, sample, and copy the tokens to the host.
+        # 3. Replay the step or compute it, sample, and copy tokens or hidden states to the host.
         step.number = self._num_submitted = self._num_submitted + 1
         if memory.captured is not None:
             compute.run(partial(memory.captured.replay, gathered.shape))
@@ -129,7 +129,7 @@ class StepSubmitter:
             self._stage_links.next.send(rows)
 
     def features_of(self, step: SubmittedStep) -> Array:
-        """Return the features [T, F] of a step that is done: what a draft head reads. The next step overwrites them."""
+        """Return what a draft head reads of the last submitted step: features [T, F]. The next step overwrites them."""
         assert step.number == self._num_submitted, "a later step has overwritten the features"
         assert step.features is not None
         return step.features
@@ -146,9 +146,7 @@ class StepSubmitter:
             step.hidden_out = self._device.view(outputs.hidden[: shape.tokens], "uint8")
         elif self._limits.pools:
             step.vectors = outputs.logits[: shape.samples]
-            if (
-                gathered.memory.captured is not None and self._device.runs_ahead
-            ):  # the next replay overwrites the outputs
+            if gathered.memory.captured is not None and self._device.runs_ahead:  # the next replay overwrites them
                 step.vectors = self._ops.rows_of(step.vectors, np.arange(shape.samples))
         elif shape.samples:
             self._sample(step, outputs)

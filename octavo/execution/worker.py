@@ -541,4 +541,4 @@ def _agree_on_stream(model: StageModel, dtype: str, worker_group: WorkerGroup) -
     """Choose one type for the hidden states that stages pass on: float32 if all stages support it, otherwise the
     model's."""
     if worker_group.largest(int(model.residual_dtype != "float32")):
-        model.use_residual_dtype(dtype)
+        model.residual_dtype = dtype

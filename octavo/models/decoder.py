@@ -101,9 +101,9 @@ class Decoder:
         self._on_layer_input: Callable[[int, Array], None] | None = None
         # 3. From the last layer to logits or vectors.
         self.output = OutputLayer(description, parameters, self.input.embedding)
-        # 4. Facts for workers and adapters. Last, because every part above adds its bytes to `parameters`.
+        # 4. Facts for workers and adapters.
         self.residual_dtype = self._choose_residual_dtype()
-        self._num_weight_bytes = parameters.num_matrix_bytes
+        self._num_weight_bytes = parameters.num_matrix_bytes  # every part above has added its own
         self._matrices, self._expert_matrices = parameters.matrices, parameters.expert_matrices
 
     def _build_zero_padded_embeddings(self, parameters: Parameters) -> None:
@@ -161,10 +161,6 @@ class Decoder:
         if self.description.is_last_stage:
             readers.append(self.output.accepts_float32_residual)
         return "float32" if self._per_layer_embeddings is None and all(readers) else self._dtype
-
-    def use_residual_dtype(self, dtype: str) -> None:
-        """Set the type of the residual stream, which all stages must share. Call this before a runner is built."""
-        self.residual_dtype = dtype
 
     def watch_layer_inputs(self, watch: Callable[[int, Array], None]) -> None:
         """Have a draft head's `watch` called with each layer's index and its input [T, streams * H], in order. Call
@@ -232,12 +228,13 @@ class Decoder:
     def pool(self, hidden: Array, starts: Array, ends: Array) -> Array:
         return self.output.pool(hidden, starts, ends)
 
-    def _copy_embedding(self, batch: StepBatch, embedding: Array) -> EmbeddingCopies | None:
+    def _copy_embedding(self, batch: StepBatch, embedding: Array | None) -> EmbeddingCopies | None:
         """Return what later layers and stages need from the embedding [T, H]; None if they need nothing, as in most
         models."""
         per_layer, stage_rows, reused_rows = self._per_layer_embeddings, self._stage_rows, self._reused_input_rows
         if per_layer is None and stage_rows is None and reused_rows is None:
             return None
+        assert embedding is not None, "models with such layers carry the embedding"
         per_layer_inputs = None if per_layer is None else per_layer.embed(batch.token_ids, embedding)
         return EmbeddingCopies(
             stage_output=None if stage_rows is None else stage_rows.with_zeros_before(embedding),
@@ -262,15 +259,14 @@ class Decoder:
         assert not deferred_by_layer, "a deferred output would be added in another stage"
         return residual
 
-    def _embed_or_receive(self, batch: StepBatch) -> tuple[Array, Array]:
-        """Return the residual streams [T, streams * H] before this stage's layers, and the embedding [T, H]. Both may
-        be the same array. Without `carries_embedding` a later stage has no embedding: then the second is the first, and
-        nothing reads it."""
+    def _embed_or_receive(self, batch: StepBatch) -> tuple[Array, Array | None]:
+        """Return the residual streams [T, streams * H] before this stage's layers, and the embedding [T, H], which may
+        be the same array. Without `carries_embedding` later stages have no embedding."""
         if batch.hidden_in is None:
             embedding = self.input.forward(batch, self.residual_dtype)
             return embedding, embedding
         if not self.description.carries_embedding:
-            return batch.hidden_in, batch.hidden_in
+            return batch.hidden_in, None
         width = self.description.stage_width - self.description.hidden_size
         return batch.hidden_in[:, :width], batch.hidden_in[:, width:]
 

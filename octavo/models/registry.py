@@ -66,10 +66,8 @@ class PoolingModel(Model, Protocol):
 class StageModel(Model, Protocol):
     """A model whose earlier or later layers other processes may compute."""
 
-    residual_dtype: str  # type of hidden states between layers; all stages must have the same
-
-    def use_residual_dtype(self, dtype: str) -> None:
-        """Set `residual_dtype`. Call this before a runner is built."""
+    # Type of hidden states between layers. Before the worker builds a runner, it gives all stages the same.
+    residual_dtype: str
 
     @property
     def stage_width(self) -> int:
