@@ -331,6 +331,10 @@ def test_a_runner_is_captured_once_and_its_steps_are_collected_in_order(model: P
         runner.submitter.capture()
     with pytest.raises(AssertionError):
         runner.use_caches(runner.submitter.caches, runner.block_mover)
+    with pytest.raises(AssertionError, match="before steps are captured"):
+        runner.submitter.set_draft_hooks(keeps_features=True)
+    with pytest.raises(AssertionError, match="a later step has overwritten the features"):
+        runner.submitter.features_of(collected[0])
 
 
 def test_steps_with_prompts_are_replayed_too(model: Path) -> None:
