@@ -85,8 +85,7 @@ class Draft:
         self.num_note_bytes = 0 if self._states or isinstance(model, MedusaHeads | ChainHead) else 4
         limits = config.scheduler
         if isinstance(model, MedusaHeads):
-            self._drafter = medusa = MedusaDrafter(model, target, device)
-            medusa.use_features(model.hidden_size, own.dtype, limits.max_num_seqs)
+            self._drafter = MedusaDrafter(model, target, device, own.dtype)
             return
         is_head = isinstance(model, ChainHead)
         assert not (is_head and self._states), "heads have attention"
@@ -102,8 +101,7 @@ class Draft:
                 model.target.watch_layer_inputs(model.aux_hidden_states.see)
             if model.target_token_ids is not None:
                 runner.submitter.set_draft_hooks(target_token_ids=ops.place(model.target_token_ids.reshape(-1, 1)))
-            self._drafter = chain = ChainDrafter(model, runner, target, self._group, device)
-            chain.use_features(model.hidden_size, own.dtype, limits.max_num_seqs)
+            self._drafter = ChainDrafter(model, runner, target, self._group, device, own.dtype)
 
     def use_caches(self, caches: Sequence[LayerKVCache], num_blocks: int, num_host_blocks: int) -> Drafter:
         """Use `caches` for the layers' keys and values; they are moved with the target model's blocks. Returns the

@@ -46,7 +46,7 @@ class ChainDrafter:
     """Makes draft tokens with a chain head, run by `runner`, for the sequences of `target`. The head's cache is in the
     blocks of group `group`."""
 
-    def __init__(self, head: ChainHead, runner: Runner, target: Runner, group: int, device: Device) -> None:
+    def __init__(self, head: ChainHead, runner: Runner, target: Runner, group: int, device: Device, dtype: str) -> None:
         self._head, self._runner, self._target, self._device, self._group = head, runner, target, device, group
         self._ops = runner.ops
         runner.submitter.set_draft_hooks(keeps_features=True)
@@ -57,21 +57,15 @@ class ChainDrafter:
         # otherwise -1.
         self._num_computed = np.full(table.max_num_seqs, -1, np.int64)
         self._first_draft = np.zeros(table.max_num_seqs, np.int64)
-        self._buffer: Any = None
-        self._last: _RowFeatures | None = None  # the head's features of each row's last position
-
-    def use_features(self, size: int, dtype: str, num_rows: int) -> None:
-        """Make room for features of `size` elements."""
-        self._buffer = self._device.zeros([self._runner.max_step_tokens, size], dtype)
-        self._head.features = self._device.as_input(self._buffer)
-        rows: Any = self._ops.place(np.arange(self._runner.max_step_tokens, dtype=np.int64))
-        self._head.rows = self._device.as_input(rows)
-        self._last = _RowFeatures(self._device.zeros([num_rows, size], dtype), self._ops)
+        self._buffer: Any = device.zeros([runner.max_step_tokens, head.hidden_size], dtype)
+        head.features = device.as_input(self._buffer)
+        head.rows = device.as_input(self._ops.place(np.arange(runner.max_step_tokens, dtype=np.int64)))
+        # The head's features of each row's last position.
+        self._last = _RowFeatures(device.zeros([table.max_num_seqs, head.hidden_size], dtype), self._ops)
 
     def _read(self, features: Array) -> None:
         """Launch the kernels that `observe` and `draft` use on features [T, F], so that they are compiled at the
         start."""
-        assert self._last is not None
         rows: Any = self._head.features_of(_first_rows(self._ops, features, len(cast(Any, features))))
         self._buffer[: len(rows)] = rows
         numbers = range(min(len(rows), len(self._num_computed)))
@@ -97,7 +91,6 @@ class ChainDrafter:
 
     def _continue(self, rows: list[PlannedRow], found: dict[int, list[int]]) -> None:
         """Make one more draft token for each of the rows, and append it to `found`."""
-        assert self._last is not None
         numbers = [planned.row for planned in rows]
         last, planned_rows = self._last, []
         for planned in rows:
@@ -117,7 +110,6 @@ class ChainDrafter:
 
     def observe(self, plan: StepPlan, step: SubmittedStep, result: StepResult) -> None:
         """Read a finished step of the model: compute its valid positions, and the first draft token after them."""
-        assert self._last is not None
         last, rows, sources, ends = self._last, [], [], []
         if plan.runs_ahead and self._device.runs_ahead:  # another step has overwritten the features
             self._num_computed[[planned.row for planned in plan.rows]] = -1
@@ -160,21 +152,16 @@ class ChainDrafter:
 class MedusaDrafter:
     """Makes draft tokens with Medusa's heads for the sequences of `target`."""
 
-    def __init__(self, heads: MedusaHeads, target: Runner, device: Device) -> None:
+    def __init__(self, heads: MedusaHeads, target: Runner, device: Device, dtype: str) -> None:
         self._heads, self._target, self._device, self._ops = heads, target, device, target.ops
         target.submitter.set_draft_hooks(keeps_features=True, warm_up_drafter=self._read)
         num_rows = target.sequence_table.max_num_seqs
         self._sampling = SamplingTable(num_rows)
         self._num_computed = np.full(num_rows, -1, np.int64)  # by row: position of its last features, or -1 without any
-        self._last: _RowFeatures | None = None
-
-    def use_features(self, size: int, dtype: str, num_rows: int) -> None:
-        """Make room for features of `size` elements."""
-        self._last = _RowFeatures(self._device.zeros([num_rows, size], dtype), self._ops)
+        self._last = _RowFeatures(device.zeros([num_rows, heads.hidden_size], dtype), self._ops)
 
     def _read(self, features: Array) -> None:
         """Like `ChainDrafter._read`, with sampling from the heads' logits."""
-        assert self._last is not None
         numbers = range(min(len(cast(Any, features)), len(self._num_computed)))
         self._last.put(numbers, self._heads.features_of(_first_rows(self._ops, features, len(numbers))))
         for head in range(self._heads.num_heads):
@@ -199,7 +186,6 @@ class MedusaDrafter:
     def _draft(self, head: int, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[int]:
         """Return the tokens that a head samples for rows [N], whose lengths with earlier draft tokens are `lengths`
         [N]."""
-        assert self._last is not None
         last, samples = self._last, Samples(rows, np.zeros_like(rows), lengths)
         batch = self._sampling.build(samples, self._target.sequence_table.tokens)
         settings = SimpleNamespace(
@@ -225,7 +211,6 @@ class MedusaDrafter:
 
     def observe(self, plan: StepPlan, step: SubmittedStep, result: StepResult) -> None:
         """Keep the features of the last valid position of each row."""
-        assert self._last is not None
         last, rows, places = self._last, [], []
         if plan.runs_ahead and self._device.runs_ahead:  # another step has overwritten the features
             self._num_computed[[planned.row for planned in plan.rows]] = -1
