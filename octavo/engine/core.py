@@ -241,7 +241,6 @@ class EngineCore:
         # 4. Save blocks, and hold back the outputs that wait for blocks.
         if self.disk is not None:
             self.disk.save_while_busy(step_s)
-            self.disk.saved_prompts.save()
             outputs = self.disk.saved_prompts.hold(outputs)
         if self._publisher is not None:
             self._publisher.publish()
@@ -270,7 +269,7 @@ class EngineCore:
             if self.scheduler.has_work:
                 self.disk.fetches.wait(_PREPARE_WAIT_S)  # every sequence that could run waits for blocks from disk
             elif self.disk.saved_prompts.holds_outputs:
-                self.disk.saved_prompts.wait()
+                self.disk.save_or_wait()
         return plan, max(0, len(self._in_flight) - 1)  # nothing was submitted: wait for the oldest step
 
     def _take_stats(self, plan: StepPlan) -> EngineStats:

@@ -51,7 +51,7 @@ from octavo.processes import follow_parent
 from octavo.request import EngineRequest
 
 if TYPE_CHECKING:
-    from octavo.kv_cache.disk_tier import DiskTier
+    from octavo.kv_cache.block_writer import BlockWriter
 
 logger = logging.getLogger("octavo.engine.core_process")  # not __name__, which may be __main__
 
@@ -107,7 +107,7 @@ def _run(
         executor.worker_group.on_death(partial(_die, args.end_path))
         _goodbyes.append(executor.worker_group.say_goodbye)
     if core.disk is not None:
-        _goodbyes.append(partial(_save_blocks, core.disk, lines))
+        _goodbyes.append(partial(_save_blocks, core.disk.writer, lines))
     ready = Ready(
         max_model_len=executor.max_model_len,
         num_blocks=sum(executor.num_blocks),
@@ -194,12 +194,12 @@ def _say_goodbye() -> None:
         say()
 
 
-def _save_blocks(disk: DiskTier, lines: queue.SimpleQueue[bytes]) -> None:
+def _save_blocks(writer: BlockWriter, lines: queue.SimpleQueue[bytes]) -> None:
     """Wait until the engine's thread has saved all blocks. The parent's last line says how long; one that has died has
     written none."""
     seconds = _ORPHAN_SAVING_S if lines.empty() else float(lines.get())
-    if not disk.wait_until_saved(seconds):
-        logger.warning("%d blocks of the KV cache were not saved on disk within %g s", disk.num_unwritten, seconds)
+    if not writer.wait_until_saved(seconds):
+        logger.warning("%d blocks of the KV cache were not saved on disk within %g s", writer.num_unwritten, seconds)
 
 
 def _die(end_path: str, why: str) -> None:

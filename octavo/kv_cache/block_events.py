@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.kv_cache.block_pool import BlockPool
+from octavo.kv_cache.block_pool import BlockName, BlockPool
 from octavo.sequence import Sequence
 
 _MEDIUM = "GPU"  # the device's memory, by vLLM's name on every device
@@ -57,10 +57,11 @@ class BlockEvents:
         self._events: list[Event] = [AllBlocksCleared()]  # voids what subscribers know of an earlier engine
         pool.watchers.append(self)
 
-    def entered(self, block: int, key: bytes) -> None:
+    def entered(self, name: BlockName, block: int) -> None:
         """Do nothing: `add_stored` knows the tokens too."""
 
-    def leaves(self, block: int, key: bytes) -> None:
+    def leaves(self, name: BlockName, block: int) -> None:
+        _, key = name
         if key not in self._stored:
             return
         self._stored.remove(key)

@@ -88,9 +88,9 @@ class BlockFiles:
         self._sessions: dict[str, int] = {}  # names of the own sessions' files, and their times
         self._kept: dict[_Key, int] = {}  # sizes of files whose time is in the future
         self._ends: list[tuple[int, _Key]] = []  # heap of the times of `_kept`
-        self.num_damaged = 0  # blocks that `read` has removed
+        self.num_damaged = 0  # files that were removed since `take_num_damaged`; guarded by `_lock`
         self._unscanned_bytes = 0  # written since the last scan
-        self._lock = threading.Lock()  # for `_files`, and sums over them
+        self._lock = threading.Lock()  # for `_files`, sums over them and `num_damaged`
         try:
             (self._root / self._own).mkdir(exist_ok=True, mode=0o700)
             self.scan()
@@ -173,8 +173,7 @@ class BlockFiles:
             os.close(file)
         if is_whole and digest == self._digest(file_name, into.data):
             return True
-        self._remove((self._own, file_name))
-        self.num_damaged += 1
+        self._remove_damaged((self._own, file_name))
         return False
 
     def touch(self, names: Iterable[BlockName]) -> None:
@@ -263,8 +262,7 @@ class BlockFiles:
         content = memoryview(data)[:-DIGEST_BYTES]
         if data[-DIGEST_BYTES:] == self._digest(key[1], content):
             return set(bytes(content).decode().split())
-        self._remove(key)
-        self.num_damaged += 1
+        self._remove_damaged(key)
         return set()
 
     def remove(self, names: Iterable[BlockName]) -> None:
@@ -323,6 +321,17 @@ class BlockFiles:
         with contextlib.suppress(OSError):
             os.unlink(self._path_of(*key))
         self._forget_file(key)
+
+    def _remove_damaged(self, key: _Key) -> None:
+        self._remove(key)
+        with self._lock:  # several threads read
+            self.num_damaged += 1
+
+    def take_num_damaged(self) -> int:
+        """Return the number of damaged files that were found since the last call."""
+        with self._lock:
+            count, self.num_damaged = self.num_damaged, 0
+        return count
 
     def _note_file(self, key: _Key, size: int, used: int) -> None:
         """Note that a file is there, and its time."""

@@ -7,9 +7,9 @@ not indexed holds nothing of value and is handed out first, so that a small load
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 BlockName = tuple[int, bytes]  # the pool of a block, and its key in the pool's index
 Copies = list[tuple[int, int]]  # of blocks: (source, target)
@@ -28,22 +28,8 @@ class BlockState(IntEnum):
 class PoolWatcher(Protocol):
     """Is called when a block enters or leaves the index of a pool, before its contents change."""
 
-    def entered(self, block: int, key: bytes) -> None: ...
-    def leaves(self, block: int, key: bytes) -> None: ...
-
-
-class TierWatcher(NamedTuple):
-    """Tells a tier when blocks of one pool are indexed or lost."""
-
-    pool: int
-    note_indexed: Callable[[BlockName, int], None]
-    save_before_eviction: Callable[[BlockName, int], None]
-
-    def entered(self, block: int, key: bytes) -> None:
-        self.note_indexed((self.pool, key), block)
-
-    def leaves(self, block: int, key: bytes) -> None:
-        self.save_before_eviction((self.pool, key), block)
+    def entered(self, name: BlockName, block: int) -> None: ...
+    def leaves(self, name: BlockName, block: int) -> None: ...
 
 
 class BlockPool(Container[bytes]):
@@ -53,8 +39,8 @@ class BlockPool(Container[bytes]):
     The free list is doubly linked through two arrays; entry `num_blocks` is the sentinel, both its head and its tail.
     """
 
-    def __init__(self, num_blocks: int, num_reserved: int = 0) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, num_blocks: int, num_reserved: int = 0, number: int = 0) -> None:
+        self.num_blocks, self.number = num_blocks, number
         self.num_usable = self.num_free = max(num_blocks - num_reserved, 0)
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks  # key under which a block is indexed
@@ -122,14 +108,14 @@ class BlockPool(Container[bytes]):
         self._index[key] = block
         self.hashes[block] = key
         for watcher in self.watchers:
-            watcher.entered(block, key)
+            watcher.entered((self.number, key), block)
 
     def forget(self, block: int) -> None:
         """Remove a block from the index, as its contents are about to change."""
         key = self.hashes[block]
         if key is not None:
             for watcher in self.watchers:
-                watcher.leaves(block, key)
+                watcher.leaves((self.number, key), block)
             del self._index[key]
             self.hashes[block] = None
             self.has_lost_watched |= block in self.watched

@@ -1,8 +1,8 @@
 """Sessions of the cache on disk: an id under which a client keeps the blocks of a conversation for a time, and frees
 them.
 
-`EngineCore` calls `keep` when a sequence has ended, and `drop` for a client. The `DiskTier` knows which blocks are
-still on their way to the folder, and `BlockFiles` has a file for each session.
+`EngineCore` calls `keep` when a sequence has ended, and `drop` for a client. `BlockWriter` knows which blocks are still
+on their way to the folder, and `BlockFiles` has a file for each session.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ import time
 from collections.abc import Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 from octavo.kv_cache.block_pool import BlockName
-from octavo.kv_cache.manager import KVCacheManager
+from octavo.kv_cache.block_writer import BlockWriter
+from octavo.kv_cache.saved_pools import SavedPools
 from octavo.sequence import Sequence
-
-if TYPE_CHECKING:
-    from octavo.kv_cache.disk_tier import DiskTier
 
 _SWEEP_S = 60.0  # between two searches for sessions that have ended
 _LEAST_PRUNED = 64  # blocks that a session gains before lost blocks are looked for again
@@ -38,8 +35,8 @@ class _Session:
 class CacheSessions:
     """The sessions that can be dropped, and their blocks."""
 
-    def __init__(self, tier: DiskTier, cache: KVCacheManager, least_block_bytes: int) -> None:
-        self._tier, self._files, self._cache, self._least_block_bytes = tier, tier.files, cache, least_block_bytes
+    def __init__(self, pools: SavedPools, writer: BlockWriter) -> None:
+        self._pools, self._files, self._writer = pools, pools.files, writer
         self._sessions: dict[str, _Session] = {}  # the one used longest ago first
         self._num_blocks = 0  # of all sessions; a block counts in each
         self._next_sweep = 0.0  # time.time
@@ -59,22 +56,21 @@ class CacheSessions:
     def keep(self, seq: Sequence) -> None:
         """Keep the blocks of a finished sequence whose request has a session: the prompt's, and those of prompt and
         answer together, as the next turn may begin with either."""
-        request, tier = seq.request, self._tier
+        request = seq.request
         if request.cache_session is None:
             return
         session, found = _session_key(request.cache_session, request.prompt.cache_salt), dict[BlockName, None]()
         num_hashes = len(seq.block_hashes)  # fewer than the prompt's if the request has waited until its end
-        for limit in (len(request.prompt.token_ids) // self._cache.block_size, num_hashes):
-            num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, min(limit, num_hashes), tier.known_keys)
-            found |= dict.fromkeys(self._cache.prefix_names(seq.block_hashes, num_blocks))
+        for limit in (len(request.prompt.token_ids) // self._pools.cache.block_size, num_hashes):
+            found |= dict.fromkeys(self._pools.known_names(seq.block_hashes, min(limit, num_hashes)))
         if not found:
             return
         keep_until = time.time() + request.cache_ttl_s
-        tier.pin_pending_blocks(found, keep_until)
+        self._writer.pin_pending(found, keep_until)
         self._remember(session, found.keys(), keep_until)
-        pending = filter(tier.is_pending, self._sessions[session].names)  # includes blocks of earlier turns
+        pending = filter(self._writer.is_pending, self._sessions[session].names)  # includes blocks of earlier turns
         keep = partial(self._files.keep_session, session, [*found, *pending], keep_until)
-        tier.writer.enqueue_task(keep, may_skip=True)
+        self._writer.enqueue_task(keep, may_skip=True)
         self._forget_old()
 
     def drop(self, session_id: str, salt: str | None) -> int | None:
@@ -88,8 +84,8 @@ class CacheSessions:
         for other in self._sessions.values():
             freed -= freed & other.names  # takes time in proportion to the smaller set
         for name in freed:
-            self._tier.forget(name)
-        self._tier.writer.enqueue_task(partial(self._files.drop_session, session, names))
+            self._writer.remove(name)
+        self._writer.enqueue_task(partial(self._files.drop_session, session, names))
         return len(freed)
 
     def _remember(self, session: str, names: Set[BlockName], keep_until: float) -> None:
@@ -106,12 +102,12 @@ class CacheSessions:
 
     def _is_anywhere(self, name: BlockName) -> bool:
         """Return whether a block is in its pool, on disk or on its way there."""
-        return self._tier.is_in_memory(name) or self._tier.is_pending(name) or self._files.knows(name)
+        return self._pools.is_in_memory(name) or self._writer.is_pending(name) or self._files.knows(name)
 
     def _forget_old(self) -> None:
         """Forget the sessions whose time is over, and the least recently used sessions while all together have more
         blocks than fit on disk. Their blocks stay until they are evicted."""
-        now, most = time.time(), self._files.limit_bytes // self._least_block_bytes
+        now, most = time.time(), self._files.limit_bytes // min(self._pools.memory.block_bytes)
         forgotten = []
         if now >= self._next_sweep:
             self._next_sweep = now + _SWEEP_S
@@ -122,7 +118,7 @@ class CacheSessions:
             forgotten.append(next(iter(self._sessions)))
             self._forget(forgotten[-1])
         for session in forgotten:
-            self._tier.writer.enqueue_task(partial(self._files.forget_session, session))
+            self._writer.enqueue_task(partial(self._files.forget_session, session))
 
     def _forget(self, session: str) -> set[BlockName]:
         """Forget a session, and return its blocks."""

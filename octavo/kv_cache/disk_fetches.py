@@ -2,7 +2,7 @@
 
 When it is a waiting sequence's turn, threads read the blocks of its prefix that the pools lack, if reading is predicted
 to be faster than computing them. `peer_blocks` brings blocks of another server into the folder first. The scheduler and
-`EngineCore` call everything here, from one thread. `DiskTier` saves the blocks.
+`EngineCore` call everything here. `DiskTier` saves the blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,16 +22,14 @@ from numpy.typing import NDArray
 from octavo.kv_cache.block_files import BlockFiles
 from octavo.kv_cache.block_hashes import extend_block_hashes
 from octavo.kv_cache.block_pool import BlockName
-from octavo.kv_cache.manager import KVCacheManager
+from octavo.kv_cache.block_writer import BlockWriter
 from octavo.kv_cache.peer_blocks import Copy, PeerBlocks
 from octavo.kv_cache.reader_threads import ReaderThreads
+from octavo.kv_cache.saved_pools import SavedPools
 from octavo.request import BlockPeer
 from octavo.sequence import Sequence as TokenSequence
 from octavo.stats import EngineStats
 from octavo.step_cost import ReadCost, StepCostModel, StepWork
-
-if TYPE_CHECKING:
-    from octavo.kv_cache.disk_tier import BlockMemory, DiskTier
 
 _READING_BYTES = 64 << 20  # of blocks on their way from the folder
 _CHUNK_BYTES = 4 << 20  # of blocks that are read together: a few milliseconds
@@ -92,43 +90,43 @@ class Fetch:
     missing: list[BlockName]  # blocks of `used` that the pools lacked
     patience_s: float  # after this time the rest is computed instead
     has_begun: bool = False
-    began: float = 0.0  # on the tier's clock
+    began: float = 0.0  # on `clock`
     unread: deque[list[BlockName]] = field(default_factory=deque)  # in chunks
     reading: deque[Future[_Chunk]] = field(default_factory=deque)  # the next chunks
     has_ended: bool = False
 
 
 class DiskFetches:
-    """Brings blocks of the `tier`'s folder back into its pools."""
+    """Brings blocks of the folder back into the `pools`."""
 
-    def __init__(
-        self,
-        tier: DiskTier,
-        memory: BlockMemory,
-        cache: KVCacheManager,
-        cost: StepCostModel,
-        clock: Callable[[], float],
-    ) -> None:
-        self._tier, self._memory, self._cache, self._cost, self._clock = tier, memory, cache, cost, clock
+    def __init__(self, pools: SavedPools, writer: BlockWriter, cost: StepCostModel, clock: Callable[[], float]) -> None:
+        self._pools, self._writer, self._cost, self._clock = pools, writer, cost, clock
+        self._files, self._memory, self._cache = pools.files, pools.memory, pools.cache
         self._fetches: list[Fetch] = []  # under way
         self._reading_bytes: dict[Future[_Chunk], int] = {}  # of chunks that are being read
-        self._peers = PeerBlocks(tier, memory, cache, clock)
+        self._peers = PeerBlocks(pools, writer, clock)
         self._copies: dict[str, Copy | None] = {}  # of blocks from other servers, by request; None: nothing to copy
         self._by_request: dict[str, Fetch | None] = {}  # from a request's turn until it starts; None: nothing to read
         self._read_cost = ReadCost()
         self._readers = ReaderThreads(_NUM_READERS, "read blocks of the disk")
         self._lookup_thread = ReaderThreads(1, "look for blocks on disk")
-        self._lookups: dict[str, tuple[Future[int], float]] = {}  # by request, and when they began on the tier's clock
+        self._lookups: dict[str, tuple[Future[int], float]] = {}  # by request, and when they began on `clock`
         self._late_lookup: Future[int] | None = None  # while the disk has not answered it, nobody looks
         # Chunks that are being read for fetches that have ended, and the end of each fetch's patience.
         self._abandoned: dict[Future[_Chunk], float] = {}
         self._num_hits = self._read_bytes = 0  # since `take_stats`
+        self._gained_s = 0.0  # since `take_gained_s`
 
     def take_stats(self, stats: EngineStats) -> None:
         """Add the increments of the counters since the last call."""
         stats.num_disk_hits, self._num_hits = self._num_hits, 0
         stats.disk_read_bytes, self._read_bytes = self._read_bytes, 0
         stats.disk_copied_bytes = self._peers.take_copied_bytes()
+
+    def take_gained_s(self) -> float:
+        """Return the seconds of computing that disk hits have saved since the last call."""
+        gained_s, self._gained_s = self._gained_s, 0.0
+        return gained_s
 
     def close(self) -> None:
         """End the threads."""
@@ -187,10 +185,10 @@ class DiskFetches:
         """Return the blocks to read for a sequence's prefix, of which pools and folder have `num_found` blocks. Returns
         None if the pools have as much of the prefix, or if computing the tokens is faster; then the files of the prefix
         count as used now. In the latter case the predicted cost of reading is lowered a little (`ReadCost.doubt`)."""
-        keys, pools = seq.block_hashes, self._tier.pools
+        keys, pools = seq.block_hashes, self._pools.pools
         num_cached = self._cache.num_prefix_blocks(keys, self._most_blocks(seq), pools)
         used = self._cache.prefix_names(keys, num_found)
-        missing = [name for name in used if not self._tier.is_in_memory(name)]
+        missing = [name for name in used if not self._pools.is_in_memory(name)]
         counts = Counter(pool for pool, _ in missing)
         if num_found <= num_cached or any(counts[i] > pools[i].num_usable for i in counts):
             self._touch(used)
@@ -218,8 +216,8 @@ class DiskFetches:
 
     def _begin_copy(self, seq: TokenSequence, peer: BlockPeer) -> Copy | None:
         limit = self._most_blocks(seq)
-        num_known = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._tier.known_keys)
-        if num_known >= limit or self._tier.writer.is_removing_all:
+        num_known = self._pools.num_known_blocks(seq.block_hashes, limit)
+        if num_known >= limit or self._writer.is_removing_all:
             return None
         compute_s = self._compute_s(num_known, limit)
         return self._peers.begin(peer, seq.block_hashes[:limit], num_known, compute_s, _patience_s(compute_s))
@@ -227,7 +225,7 @@ class DiskFetches:
     def _begin(self, fetch: Fetch) -> None:
         for pool, key in fetch.used:  # count cached blocks as used now, so that the blocks being read do not evict them
             self._cache.pools[pool].touch(key)
-            self._tier.pools[pool].touch(key)
+            self._pools.pools[pool].touch(key)
         fetch.has_begun, fetch.began, fetch.unread = True, self._clock(), self._chunks(fetch.missing)
         self._fetches.append(fetch)
         self._read_ahead(fetch)
@@ -238,16 +236,16 @@ class DiskFetches:
         and for others until it has looked."""
         limit, request_id = self._most_blocks(seq), seq.request_id
         self._drop_done_abandoned()
-        if limit <= 0 or self._tier.writer.is_removing_all or self._hangs():
+        if limit <= 0 or self._writer.is_removing_all or self._hangs():
             return 0
         keys = seq.block_hashes
-        num_known = self._cache.num_prefix_blocks(keys, limit, self._tier.known_keys)
+        num_known = self._pools.num_known_blocks(keys, limit)
         if request_id not in self._lookups:
             if num_known == limit or (self._late_lookup is not None and not self._late_lookup.done()):
                 return num_known
             grace_s = 0.0 if self._lookups else _LOOKUP_GRACE_S  # behind others it will not be done
-            known = enumerate(self._tier.known_keys)
-            pools = [_DiskLookups(blocks, self._tier.files, pool) for pool, blocks in known]
+            known = enumerate(self._pools.known_keys)
+            pools = [_DiskLookups(blocks, self._files, pool) for pool, blocks in known]
             lookup = self._lookup_thread.run(partial(self._cache.num_prefix_blocks, keys, limit, pools))
             self._lookups[request_id] = lookup, self._clock()
             wait([lookup], grace_s)
@@ -296,10 +294,10 @@ class DiskFetches:
             else:
                 self._abandoned[future] = fetch.began + fetch.patience_s
         fetch.reading.clear()
-        num_blocks = self._cache.num_prefix_blocks(fetch.keys, fetch.num_found_blocks, self._tier.pools)
+        num_blocks = self._cache.num_prefix_blocks(fetch.keys, fetch.num_found_blocks, self._pools.pools)
         if num_blocks > fetch.num_cached_blocks:
             gained_s = self._compute_s(fetch.num_cached_blocks, num_blocks) - (self._clock() - fetch.began)
-            self._tier.add_eviction_budget(max(0.0, gained_s))
+            self._gained_s += max(0.0, gained_s)
             self._num_hits += (num_blocks - fetch.num_cached_blocks) * self._cache.block_size
 
     def _compute_s(self, num_cached_blocks: int, num_found_blocks: int) -> float:
@@ -328,7 +326,7 @@ class DiskFetches:
         have read. The latter must not be evicted before these sequences start."""
         others = [fetch.missing for fetch in self._by_request.values() if fetch is not None and fetch.has_begun]
         counts = Counter(pool for one in (names, *others) for pool, _ in one)
-        return all(count <= self._tier.pools[pool].num_free for pool, count in counts.items())
+        return all(count <= self._pools.pools[pool].num_free for pool, count in counts.items())
 
     def _chunks(self, names: Sequence[BlockName]) -> deque[list[BlockName]]:
         """Return `names` in chunks to read together."""
@@ -345,7 +343,7 @@ class DiskFetches:
     def _touch(self, names: Sequence[BlockName]) -> None:
         """Mark the blocks of a prompt as used."""
         if names:
-            self._tier.writer.enqueue_task(partial(self._tier.files.touch, names), may_skip=True)
+            self._writer.enqueue_task(partial(self._files.touch, names), may_skip=True)
 
     def _read_ahead(self, fetch: Fetch) -> None:
         """Have the next chunks read: at least one, and as many as `_READING_BYTES` allow for all fetches."""
@@ -361,7 +359,7 @@ class DiskFetches:
         for pool, num_bytes in enumerate(self._memory.block_bytes):
             if keys := [key for of, key in names if of == pool]:
                 contents, count = np.empty((len(keys), num_bytes), np.uint8), 0
-                while count < len(keys) and self._tier.files.read((pool, keys[count]), contents[count]):
+                while count < len(keys) and self._files.read((pool, keys[count]), contents[count]):
                     count += 1
                 parts[pool] = keys[:count], contents[:count]
                 num_read += count
@@ -371,7 +369,7 @@ class DiskFetches:
         """Put blocks into the pools, as free, indexed blocks. Returns `NO_ROOM` if there are too few free blocks, and
         `READING`, for a later step, if copies or steps under way still use a block that it would overwrite."""
         for number, (keys, contents) in chunk.parts.items():
-            pool = self._tier.pools[number]
+            pool = self._pools.pools[number]
             missing = [i for i, key in enumerate(keys) if pool.lookup(key) is None]
             if len(missing) > pool.num_free:
                 return Readiness.NO_ROOM
@@ -379,7 +377,7 @@ class DiskFetches:
                 continue
             blocks = [pool.allocate() for _ in missing]
             own = contents if len(missing) == len(keys) else contents[missing]
-            may_overwrite = self._tier.may_overwrite(number, blocks, may_wait)
+            may_overwrite = self._pools.may_overwrite(number, blocks, may_wait)
             begin = time.monotonic()  # waits for copies say nothing about the disk
             is_taken = may_overwrite and self._memory.write_blocks(number, blocks, own)
             if is_taken:

@@ -10,14 +10,16 @@ swapped sequences evict them too. The scheduler calls everything here.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
-from octavo.kv_cache.block_pool import BlockName, TierWatcher
+from octavo.kv_cache.block_pool import BlockName
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.sequence import HostLoad
 from octavo.sequence import Sequence as TokenSequence
 from octavo.stats import EngineStats
 from octavo.step_cost import StepCost, StepWork
+from octavo.step_plan import BlockMoves
 
 # To the host, with one plan: as much as `block_mover` has staging buffers for, so that no step waits for the bus.
 _COPY_BYTES = 128 << 20
@@ -25,6 +27,16 @@ _COPY_BYTES = 128 << 20
 _LOAD_BYTES = 256 << 20
 _MOST_COPIES = 256  # to the host, with one plan: each takes the scheduler some microseconds, however small it is
 _LOAD_S_PER_BYTE = 1e-10  # 10 GB/s: PCIe 3.0 with 16 lanes; computing tokens of any model but the smallest takes longer
+
+
+class CopyWatcher(Protocol):
+    """Is called when blocks that were to be copied are not, and when no block is to be copied any more."""
+
+    def not_copied(self, name: BlockName) -> None:
+        """The host has a block already, or does not get it."""
+
+    def all_copied(self) -> None:
+        """`HostTier.num_uncopied` is 0 again."""
 
 
 class HostTier:
@@ -43,21 +55,18 @@ class HostTier:
         self._cache, self._block_bytes, self._cost = cache, block_bytes, cost
         self._copy_bytes, self._load_bytes = copy_bytes, load_bytes
         self._counted_bytes = [max(num_bytes, copy_bytes // _MOST_COPIES) for num_bytes in block_bytes]
-        for number, pool in enumerate(cache.pools):
-            pool.watchers.append(TierWatcher(number, self.note_indexed, self.save_before_eviction))
+        for pool in cache.pools:
+            pool.watchers.append(self)
         cache.on_release.append(self.note_released)
         # Blocks that the host lacks, the oldest first: those indexed before this plan, and those indexed since, whose
         # contents may come only with this plan's moves.
         self._uncopied = OrderedDict[BlockName, int]()
         self._fresh: dict[BlockName, int] = {}
-        self._prioritised: list[BlockName] = []  # to be copied before others, once this plan is made
+        self._copied_first: list[BlockName] = []  # to be copied before others, once this plan is made
         self._released = deque[Sequence[BlockName]]()  # blocks that sequences had, still to be counted as used
         self._is_forgetting = False
-        # Are called with a block that the host does not get, and with one that it has without a copy.
-        self.on_drop: Callable[[BlockName], None] = lambda name: None
-        self.on_present: Callable[[BlockName], None] = lambda name: None
-        self.on_all_copied: Callable[[], None] = lambda: None  # called when `num_uncopied` is 0 again
-        self.end_plan()
+        self.watchers: list[CopyWatcher] = []
+        self._copy_left, self._load_left = copy_bytes, load_bytes  # of the plan that is being made
         self._num_hits = self._num_copied = self._num_dropped = 0  # since `take_stats`
 
     def take_stats(self, stats: EngineStats) -> None:
@@ -71,22 +80,22 @@ class HostTier:
         moves."""
         self._uncopied |= self._fresh
         self._fresh = {}
-        for name in reversed(self._prioritised):
+        for name in reversed(self._copied_first):
             if name in self._uncopied:
                 self._uncopied.move_to_end(name, last=False)
-        self._prioritised.clear()
+        self._copied_first.clear()
         while self._uncopied and self._copy_left > 0:
             name = next(iter(self._uncopied))
             self._copy(name, self._uncopied[name])
-            self._note_copied(name)
         # A prefix without its first blocks is never found: the last block is evicted first. It is copied last.
         while self._released and self._released[0][-1] not in self._uncopied:
             for pool, key in reversed(self._released.popleft()):
                 self._cache.host_pools[pool].touch(key)
 
-    def end_plan(self) -> None:
-        """The plan's moves are made, and the next plan may have as many."""
+    def take_moves(self) -> list[BlockMoves]:
+        """Return the moves of the plan, by pool, and end it: the next plan may have as many."""
         self._copy_left, self._load_left = self._copy_bytes, self._load_bytes
+        return self._cache.take_moves()
 
     @property
     def num_uncopied(self) -> int:
@@ -98,9 +107,9 @@ class HostTier:
         """Return whether a later plan copies a block to the host."""
         return name in self._uncopied or name in self._fresh
 
-    def prioritise(self, names: Sequence[BlockName]) -> None:
+    def copy_first(self, names: Sequence[BlockName]) -> None:
         """Copy these blocks before others."""
-        self._prioritised += names
+        self._copied_first += names
 
     def forget(self, name: BlockName) -> None:
         """Remove a block from the index of the device; it is not copied."""
@@ -115,15 +124,16 @@ class HostTier:
     def forget_prefixes(self) -> None:
         """Empty the prefix index of the device and of the host; nothing is copied."""
         lost = [*self._uncopied, *self._fresh]
-        for blocks in (self._uncopied, self._fresh, self._prioritised, self._released):
+        for blocks in (self._uncopied, self._fresh, self._copied_first, self._released):
             blocks.clear()
         self._is_forgetting = True
         self._cache.forget_prefixes()
         self._is_forgetting = False
         for name in lost:
-            self.on_drop(name)
+            self._tell_not_copied(name)
 
-    def note_indexed(self, name: BlockName, block: int) -> None:
+    def entered(self, name: BlockName, block: int) -> None:
+        """Have a block of the device's index copied by a later plan, unless the host has it."""
         if not self._has(name):
             self._fresh[name] = block
 
@@ -131,16 +141,13 @@ class HostTier:
         """Count the copies of a prefix that a sequence had as used, once all are made."""
         self._released.append(names)
 
-    def save_before_eviction(self, name: BlockName, block: int) -> None:
-        """Copy a block that is about to be overwritten, if the host lacks it and the plan has not too many copies."""
+    def leaves(self, name: BlockName, block: int) -> None:
+        """Copy a block that is about to be overwritten, if the host lacks it and the plan has not too many copies. One
+        that was indexed since the plan began is not copied: its contents may come only with this plan's moves."""
         self._cache.cancel_load(name[0], block)
         if self._is_forgetting:
             return
-        if self._fresh.pop(name, None) is None:
-            self._copy(name, block)
-            self._note_copied(name)
-        else:
-            self.on_drop(name)
+        self._copy(name, block, is_computed=name not in self._fresh)
 
     def load(self, seq: TokenSequence, num_step_tokens: int, is_alone: bool) -> bool:
         """Have the plan bring back the blocks of a waiting sequence's prefix that only the host has, if all its tokens
@@ -216,19 +223,24 @@ class HostTier:
         pool, key = name
         return key in self._cache.host_pools[pool]
 
-    def _copy(self, name: BlockName, block: int) -> None:
-        """Copy a block to the host, if the host lacks it and has room and the plan has not too many copies."""
-        if self._has(name):
-            self.on_present(name)
-            return
-        if self._copy_left <= 0 or not self._cache.copy_to_host(*name, block):
+    def _copy(self, name: BlockName, block: int, is_computed: bool = True) -> None:
+        """Copy a block to the host, if the host lacks it and has room and the plan has not too many copies. Then it
+        counts as uncopied no longer."""
+        if not is_computed or self._has(name):
+            self._tell_not_copied(name)
+        elif self._copy_left > 0 and self._cache.copy_to_host(*name, block):
+            self._copy_left -= self._counted_bytes[name[0]]
+            self._num_copied += 1
+        else:
             self._num_dropped += 1
-            self.on_drop(name)
-            return
-        self._copy_left -= self._counted_bytes[name[0]]
-        self._num_copied += 1
+            self._tell_not_copied(name)
+        was_uncopied = self.copies_later(name)
+        self._uncopied.pop(name, None)
+        self._fresh.pop(name, None)
+        if was_uncopied and not self.num_uncopied:
+            for watcher in self.watchers:
+                watcher.all_copied()
 
-    def _note_copied(self, name: BlockName) -> None:
-        """Count a block as uncopied no longer, now that it is copied or lost."""
-        if self._uncopied.pop(name, None) is not None and not self.num_uncopied:
-            self.on_all_copied()
+    def _tell_not_copied(self, name: BlockName) -> None:
+        for watcher in self.watchers:
+            watcher.not_copied(name)

@@ -52,9 +52,9 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         windowed = {group.pool for group in groups if group.spec.kind == "window"}
         self.pools = [
-            BlockPool(count, int(pool in windowed)) for pool, count in enumerate(num_blocks)
+            BlockPool(count, int(pool in windowed), pool) for pool, count in enumerate(num_blocks)
         ]  # block 0 is null
-        self.host_pools = [BlockPool(count) for count in num_host_blocks]
+        self.host_pools = [BlockPool(count, number=pool) for pool, count in enumerate(num_host_blocks)]
         # By pool: host blocks that get their contents with the next plan.
         self.host_blocks_written_later: list[set[int]] = [set() for _ in num_host_blocks]
         self.attention: list[AttentionBlocks] = []

@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import msgspec
@@ -26,13 +25,11 @@ from numpy.typing import NDArray
 
 from octavo.kv_cache.block_files import DIGEST_BYTES, block_file_name
 from octavo.kv_cache.block_pool import BlockName
-from octavo.kv_cache.manager import KVCacheManager
+from octavo.kv_cache.block_writer import BlockWriter
 from octavo.kv_cache.reader_threads import ReaderThreads
+from octavo.kv_cache.saved_pools import SavedPools
 from octavo.request import BlockPeer
 from octavo.step_cost import ReadCost
-
-if TYPE_CHECKING:
-    from octavo.kv_cache.disk_tier import BlockMemory, DiskTier
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +68,7 @@ class _Peer:
     def __init__(self, address: str) -> None:
         self.address, self.cost = address, ReadCost()
         self.threads = ReaderThreads(_COPIES_AT_ONCE, "copy blocks of another server")
-        self.retry_at = 0.0  # on the tier's clock
+        self.retry_at = 0.0  # on `clock`
         self.awaited_bytes = 0  # of blocks that copies under way will still ask for; guarded by `PeerBlocks._lock`
         self._pause_s, self._next_warning = _LEAST_PAUSE_S, 0.0
 
@@ -104,18 +101,18 @@ class Copy:
     keys: list[bytes]  # hashes of the blocks that may be used
     num_known_blocks: int  # of the prefix, in the pools and the folder
     compute_s: float  # predicted seconds to compute the others
-    until: float  # on the tier's clock: then the rest is computed
+    until: float  # on `clock`: then the rest is computed
     is_cancelled: bool = False
     is_refused: bool = False  # the own folder does not take the blocks
     done: Future[None] = field(default_factory=Future)
 
 
 class PeerBlocks:
-    """Copies blocks of other servers into the `tier`'s folder."""
+    """Copies blocks of other servers into the folder."""
 
-    def __init__(self, tier: DiskTier, memory: BlockMemory, cache: KVCacheManager, clock: Callable[[], float]) -> None:
-        self._tier, self._cache, self._clock = tier, cache, clock
-        self._files, self._block_bytes = tier.files, memory.block_bytes
+    def __init__(self, pools: SavedPools, writer: BlockWriter, clock: Callable[[], float]) -> None:
+        self._pools, self._writer, self._clock = pools, writer, clock
+        self._files, self._cache, self._block_bytes = pools.files, pools.cache, pools.memory.block_bytes
         self._peers: dict[str, _Peer] = {}  # by address; the one last used is last
         self._lock = threading.Lock()  # for `_copied_bytes` and `_Peer.awaited_bytes`
         self._copied_bytes = 0  # since `take_copied_bytes`
@@ -180,12 +177,12 @@ class PeerBlocks:
         # 1. Find the longest prefix that the pools, the folder and the peer have together.
         unknown = [name for name in self._cache.all_names(copy.keys) if not self._files.knows(name)]
         at_peer = self._find(copy, connection, unknown)
-        tiers = [_Found(known, pool, at_peer) for pool, known in enumerate(self._tier.known_keys)]
+        tiers = [_Found(known, pool, at_peer) for pool, known in enumerate(self._pools.known_keys)]
         num_found = self._cache.num_prefix_blocks(copy.keys, len(copy.keys), tiers)
         missing = [
             name
             for name in self._cache.prefix_names(copy.keys, num_found)
-            if name in at_peer and not self._tier.is_in_memory(name) and not self._files.has(name)
+            if name in at_peer and not self._pools.is_in_memory(name) and not self._files.has(name)
         ]
         # 2. Compare the predicted times.
         share = (num_found - copy.num_known_blocks) / (len(copy.keys) - copy.num_known_blocks)
@@ -283,7 +280,7 @@ class PeerBlocks:
         return data
 
     def _write(self, copy: Copy, blocks: Sequence[tuple[BlockName, _Contents]]) -> threading.Event:
-        """Have the tier's writer write blocks, up to the first one that the folder does not take. Returns the event
+        """Have the writer write blocks, up to the first one that the folder does not take. Returns the event
         that the writer is done."""
         written = threading.Event()
 
@@ -292,7 +289,7 @@ class PeerBlocks:
                 for name, contents in blocks:
                     if copy.is_cancelled or copy.is_refused or self._files.knows(name):
                         continue
-                    if self._tier.writer.write_file(name, contents):
+                    if self._writer.write_file(name, contents):
                         with self._lock:
                             self._copied_bytes += contents.nbytes
                     else:
@@ -300,7 +297,7 @@ class PeerBlocks:
             finally:
                 written.set()
 
-        self._tier.writer.enqueue_task(write)
+        self._writer.enqueue_task(write)
         return written
 
 

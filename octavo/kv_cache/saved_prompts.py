@@ -4,25 +4,21 @@ until the blocks are there. `EngineCore` calls everything here."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from octavo.kv_cache.block_pool import BlockName
-from octavo.kv_cache.manager import KVCacheManager
+from octavo.kv_cache.block_writer import BlockWriter
+from octavo.kv_cache.saved_pools import SavedPools
 from octavo.request import EngineRequest, SequenceOutput
 from octavo.sequence import Sequence as TokenSequence
 
-if TYPE_CHECKING:
-    from octavo.kv_cache.disk_tier import DiskTier
-
 _PATIENCE_S = 10.0  # for writing the blocks; the other server computes those that are not there
-_IDLE_WAIT_S = 0.01  # longest wait for the writer before the caller looks for messages again
 
 
 class SavedPrompts:
     """The requests of `EngineRequest.saves_prompt`."""
 
-    def __init__(self, tier: DiskTier, cache: KVCacheManager, clock: Callable[[], float]) -> None:
-        self._tier, self._cache, self._clock = tier, cache, clock
+    def __init__(self, pools: SavedPools, writer: BlockWriter, clock: Callable[[], float]) -> None:
+        self._pools, self._writer, self._clock = pools, writer, clock
         self._expected: set[str] = set()  # requests that have not ended
         # By ended request: its unsaved blocks, and until when it waits.
         self._waits: dict[str, tuple[Sequence[BlockName], float]] = {}
@@ -31,6 +27,11 @@ class SavedPrompts:
     @property
     def holds_outputs(self) -> bool:
         return bool(self._held)
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether blocks are to be saved as fast as the writer takes them."""
+        return bool(self._expected or self._held)
 
     def expect(self, request: EngineRequest) -> None:
         if request.saves_prompt:
@@ -42,27 +43,17 @@ class SavedPrompts:
         if not request.saves_prompt:
             return
         self._expected.discard(request.request_id)
-        limit = min(len(request.prompt.token_ids) // self._cache.block_size, len(seq.block_hashes))
-        num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._tier.known_keys)
-        names = self._cache.prefix_names(seq.block_hashes, num_blocks)
+        limit = min(len(request.prompt.token_ids) // self._pools.cache.block_size, len(seq.block_hashes))
+        names = self._pools.known_names(seq.block_hashes, limit)
         for name in names:  # the folder may have lost blocks that were saved once
-            self._tier.save_if_lost(name)
-        self._tier.prioritise(names)
+            self._writer.add_if_lost(name)
+        self._writer.save_first(names)
         self._waits[request.request_id] = names, self._clock() + _PATIENCE_S
 
     def forget(self, request_id: str) -> None:
         """Drop the output of a request that is aborted."""
         self._expected.discard(request_id)
         self._held = [output for output in self._held if output.request_id != request_id]
-
-    def save(self) -> None:
-        """Between two steps, save as many blocks as the writer takes, if there is a request of `saves_prompt`."""
-        if self._expected or self._held:
-            self._tier.fill_queue()
-
-    def wait(self) -> None:
-        """Save a block, or wait shortly for the writer, while there is nothing to compute."""
-        self._tier.save_while_idle() or self._tier.wait_until_saved(_IDLE_WAIT_S)
 
     def hold(self, outputs: list[SequenceOutput]) -> list[SequenceOutput]:
         """Return the outputs that need not wait, and those that have waited."""
@@ -74,7 +65,7 @@ class SavedPrompts:
         saved = {
             request_id
             for request_id, (names, until) in self._waits.items()
-            if now >= until or not any(map(self._tier.is_pending, names))
+            if now >= until or not any(map(self._writer.is_pending, names))
         }
         waiting = self._waits.keys() - saved
         everything = [*self._held, *outputs]

@@ -382,9 +382,7 @@ class Scheduler:
         """Add the copies of blocks and the loads of adapters that come before the step's rows."""
         plan = step.plan
         if plan.rows or self.host_tier is None:  # copies from and to the host tier wait for a plan with rows
-            plan.moves = self.cache.take_moves()
-            if self.host_tier is not None:
-                self.host_tier.end_plan()
+            plan.moves = (self.host_tier or self.cache).take_moves()
         if self.queues.adapters is not None:
             plan.adapters = self.queues.adapters.take_loads()
             step.group_by_adapter()

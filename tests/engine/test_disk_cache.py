@@ -298,7 +298,7 @@ def test_another_engine_goes_on_from_a_saved_prompt(is_busy: bool, model: Any) -
     first.core.add(EngineRequest("r", Prompt(DOCUMENT), params, [0], 1, 0.0, saves_prompt=True))
     while not any(one.request_id == "r" for one in first.core.step().outputs):
         assert first.core.has_work
-    assert not first.core.disk.unsaved.keys() & blocks(second).keys()
+    assert not first.core.disk.writer.unsaved.keys() & blocks(second).keys()
     assert num_found(second) == 64
     assert answers(second, PROMPTS) == answers(plain, PROMPTS)
 
@@ -416,7 +416,7 @@ def test_no_blocks_are_asked_of_workers_after_a_broken_step(model: Any, monkeypa
             answers(llm, PROMPTS[:1])
     assert llm.core.scheduler.fetches is None, "later prompts do not wait for a thread that has ended"
     assert llm.core.disk.fetches.forget not in llm.core.scheduler.queues.on_end
-    llm.core.disk.unsaved[0, b"computed"] = 1
+    llm.core.disk.writer.unsaved[0, b"computed"] = 1
     monkeypatch.setattr(llm.core.disk._memory, "read_blocks", lambda pool, blocks: asked.append(pool))
     llm.close()
     assert not asked

@@ -298,7 +298,7 @@ def test_a_session_is_kept_and_dropped_on_all_tiers(model: Path, tmp_path: Path)
     assert disk is not None and disk.save_all()
     assert disk.files.num_kept_bytes >= 7 * BLOCK_BYTES and cache.host_pools[0]._index
     assert disk.sessions.drop("ada", None) == 7
-    disk.wait_until_saved()
+    disk.writer.wait_until_saved()
     assert not cache.pools[0]._index and not cache.host_pools[0]._index
     assert not saved(core) and disk.files.num_kept_bytes == 0
     assert not core.save_blocks() and not disk.files.sessions()

@@ -14,6 +14,7 @@ import pytest
 from octavo.config import CacheConfig, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.kv_cache import host_tier
+from octavo.kv_cache.block_pool import BlockName
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from tests.execution.late_device import LateDevice
@@ -53,12 +54,12 @@ class LoadedBlocks:
         self.blocks: dict[bytes, int] = {}
         self.cache.pools[pool].watchers.append(self)
 
-    def entered(self, block: int, key: bytes) -> None:
+    def entered(self, name: BlockName, block: int) -> None:
         if self.cache.is_loaded_later(self.pool, block):
-            self.blocks[key] = block
+            self.blocks[name[1]] = block
 
-    def leaves(self, block: int, key: bytes) -> None:
-        self.blocks.pop(key, None)
+    def leaves(self, name: BlockName, block: int) -> None:
+        self.blocks.pop(name[1], None)
 
     def check(self) -> int:
         """Compare them with the host's, and return their number."""

@@ -96,7 +96,7 @@ class Engine:
     def save(self) -> None:
         while self.tier.save_while_idle():
             pass
-        self.tier.wait_until_saved()
+        self.tier.writer.wait_until_saved()
 
     def begin(
         self, tokens: list[int], name: str = "r", may_wait: bool = True, **params: Any

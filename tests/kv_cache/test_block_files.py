@@ -71,12 +71,32 @@ def test_a_damaged_file_is_not_served_and_removed(damage: str, tmp_path: Path) -
         data = {"torn": data[:SIZE], "longer": data + b"x", "empty": bytearray()}[damage]
     path.write_bytes(data)
     for again in (one, files(tmp_path)):
-        again.num_damaged = 0
+        again.take_num_damaged()
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
         assert read(again, name(1)) is None
-        assert (again.num_damaged, again.has(name(1)), paths(tmp_path), again.num_bytes) == (1, False, [], 0)
+        assert (again.take_num_damaged(), again.has(name(1)), paths(tmp_path), again.num_bytes) == (1, False, [], 0)
     assert one.write(name(1), contents(1)) and read(one, name(1)) is not None
+
+
+def test_damaged_files_are_counted_under_the_lock(tmp_path: Path) -> None:
+    """Several threads read."""
+    one, is_locked = files(tmp_path), list[bool]()
+
+    class Count(int):
+        def __add__(self, other: int) -> Count:
+            is_locked.append(one._lock.locked())
+            return Count(int(self) + other)
+
+    for number in range(2):
+        one.write(name(number), contents(number))
+        one.keep_session(f"session {number}", [name(number)], time.time() + 1000.0)
+    for path in paths(tmp_path):
+        path.write_bytes(b"x" * path.stat().st_size)
+    one.num_damaged = Count()
+    for number in range(2):
+        assert read(one, name(number)) is None and one.session_names(f"session {number}") == set()
+    assert is_locked == [True] * 4 and one.take_num_damaged() == 4 and one.take_num_damaged() == 0
 
 
 def test_an_unreadable_file_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

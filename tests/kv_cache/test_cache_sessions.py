@@ -36,7 +36,7 @@ def test_a_session_keeps_the_blocks_of_its_turns_until_it_is_dropped(
         assert engine.tier.sessions.drop("mine", "nobody") is None
     assert again.fetched(list(range(22))) is not None
     assert again.tier.sessions.drop("mine", "salt") > 0
-    again.tier.wait_until_saved()
+    again.tier.writer.wait_until_saved()
     assert again.tier.sessions.drop("mine", "salt") is None
     tokens = list(range(22))
     seq = TokenSequence(request=request(tokens), key=(0, 0), seed=0, token_ids=tokens)  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def test_nobody_waits_until_a_disk_that_hangs_has_forgotten(engines: Any, monkey
     assert one.fetched(list(range(22))) is None, "what is there is as good as gone"
     for number in range(8):
         turn_of(one, list(range(22)), f"session {number}")
-    assert len(one.tier.writer._queue) <= 3 and len(one.tier.unsaved) == 5
+    assert len(one.tier.writer._queue) <= 3 and len(one.tier.writer.unsaved) == 5
     may_go.set()
     one.save()
     assert engines().fetched(list(range(22))) is not None, "what was computed since is there"
@@ -67,8 +67,8 @@ def test_a_block_of_a_session_that_is_not_kept_leaves_nothing(engines: Any, monk
     turn_of(one, list(range(22)), "mine")
     assert len(one.tier.writer._keep_until) == 5
     monkeypatch.setattr(disk_tier, "_QUEUE_BYTES", 0)
-    for name in one.contents():
-        one.tier.save_before_eviction(name)
+    for name, block in list(one.tier.writer.unsaved.items()):
+        one.tier.leaves(name, block)
     assert one.tier.writer._keep_until == {} and one.stats().num_disk_dropped == 5
 
 
@@ -80,7 +80,7 @@ def test_the_blocks_of_a_session_are_saved_also_where_reads_have_earned_no_time(
     own = one.contents()
     one.compute(list(range(100, 148)))  # takes every block
     one.compute(list(range(200, 248)))
-    one.tier.wait_until_saved(timeout_s=0)
+    one.tier.writer.wait_until_saved(timeout_s=0)
     wait_until(lambda: all(one.files.knows(name) for name in own))
     assert one.stats().num_disk_dropped == 12 and one.tier._eviction_save_s == -1.0
 
@@ -111,7 +111,7 @@ def test_a_block_that_is_pinned_during_its_write_is_kept(engines: Any, is_forgot
         one.tier.forget_pools(removes_files=True)
         one.cache.forget_prefixes()
         one.compute(list(range(4)))
-    one.tier.pin_pending_blocks(one.contents(), time.time() + 1000.0)
+    one.tier.writer.pin_pending(one.contents(), time.time() + 1000.0)
     if is_forgotten:
         one.tier.save_while_idle()
     may_go.set()
@@ -130,7 +130,7 @@ def test_a_short_session_does_not_shorten_the_time_of_a_long_one(engines: Any, i
     turn_of(one, list(range(22)), second, ttl_s=10.0)
     one.save()
     wait_until(lambda: len(one.files.sessions()) == (1 if second == "long" else 2))
-    one.tier.wait_until_saved()
+    one.tier.writer.wait_until_saved()
     for name in one.contents():
         assert one.files._files[one.files._own, block_file_name(name)].used > (begin + 9000.0) * 1e9
     assert max(one.files.sessions().values()) > begin + 9000.0, "the session can be dropped as long"
@@ -147,8 +147,8 @@ def test_a_client_of_sessions_takes_no_more_memory_than_there_are_blocks(
     assert one.tier.sessions._sessions == {}, "a prompt without a full block leaves nothing to keep"
     for number in range(20):
         turn_of(one, [1000 * number + place for place in range(22)], "long")
-        one.tier.unsaved.clear()  # as when the disk does not keep up: what has left the pool is nowhere
-    one.tier.wait_until_saved()
+        one.tier.writer.unsaved.clear()  # as when the disk does not keep up: what has left the pool is nowhere
+    one.tier.writer.wait_until_saved()
     [(session, kept)] = one.tier.sessions._sessions.items()
     assert len(kept.names) <= 2 * (NUM_BLOCKS + 5) + 4 and one.tier.sessions._num_blocks == len(kept.names)
     assert len(one.files.session_names(session)) == 5
@@ -185,7 +185,7 @@ def test_a_session_is_forgotten_after_its_time_and_where_others_have_more_blocks
     assert one.tier.sessions._num_blocks == 11
     one.files.limit_bytes = 10 * BLOCK_BYTES
     one.tier.sessions._forget_old()
-    one.tier.wait_until_saved()
+    one.tier.writer.wait_until_saved()
     assert one.tier.sessions._num_blocks == 6 and len(one.files.sessions()) == 1
     assert one.tier.sessions.drop("second", None) is None and one.tier.sessions.drop("third", None) == 6
 
@@ -197,5 +197,5 @@ def test_a_dropped_session_frees_its_blocks_though_its_file_is_gone(engines: Any
     [session] = one.files.sessions()
     one.files.forget_session(session)  # as when room was made
     assert one.tier.sessions.drop("mine", None) == 5
-    one.tier.wait_until_saved()
+    one.tier.writer.wait_until_saved()
     assert one.files._files == {}

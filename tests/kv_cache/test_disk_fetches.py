@@ -181,10 +181,10 @@ def test_blocks_that_a_step_in_flight_uses_are_filled_after_it(engines: Any) -> 
     first.save()
     second = engines()
     second.compute(list(range(100, 140)))
-    seq, fetch = second.begin(list(range(22)))
+    second.memory.is_in_use = True
+    seq, fetch = second.begin(list(range(22)), may_wait=False)
     assert fetch is not None
     wait_until(lambda: fetch.reading[0].done())
-    second.memory.is_in_use = True
     num_free = second.cache.pools[0].num_free
     for _ in range(3):
         assert second.tier.fetches.prepare(seq, may_wait=False) is Readiness.READING
@@ -226,20 +226,17 @@ def test_a_block_that_the_plan_copies_is_filled_after_it(engines: Any) -> None:
 
 
 def test_what_is_forgotten_does_not_come_back(engines: Any) -> None:
-    one = engines()
-    one.compute(list(range(22)))
-    one.save()
-    other = engines()
-    seq, fetch = other.begin(list(range(22)))
-    assert fetch is not None
+    other, seq, fetch, began, may_go = with_held_read(engines)
+    began.wait()
     other.tier.forget_pools(removes_files=False)  # as when memory is freed: what was on its way is not put there
+    may_go.set()
     wait_until(lambda: all(future.done() for future in other.tier.fetches._abandoned))
     assert fetch.has_ended and other.contents() == {}
     other.tier.fetches.forget(seq)
     assert other.fetched(list(range(22))) is not None
     other.tier.forget_pools(removes_files=True)
     other.cache.forget_prefixes()
-    other.tier.wait_until_saved()
+    other.tier.writer.wait_until_saved()
     assert list(other.files._files) == [] and other.fetched(list(range(22))) is None
 
 

@@ -45,7 +45,7 @@ def test_a_block_is_saved_before_it_leaves_the_pool(engines: Any) -> None:
     one.compute(list(range(40)))
     saved = one.contents()
     one.compute(list(range(100, 148)))  # takes every block
-    one.tier.wait_until_saved(timeout_s=0)
+    one.tier.writer.wait_until_saved(timeout_s=0)
     wait_until(lambda: len(list(one.files._files)) >= len(saved))
     for (pool, key), contents in saved.items():
         found = np.empty(BLOCK_BYTES, np.uint8)
@@ -64,9 +64,9 @@ def test_what_leaves_a_pool_is_saved_in_the_time_that_reads_have_saved(engines: 
     assert one.stats().num_disk_dropped == 24 - 2 and one.tier._eviction_save_s < 0
     one.tier.forget_pools(removes_files=False)
     one.cache.forget_prefixes()
-    before, compute_s = one.tier._eviction_save_s, one.tier.fetches._compute_s(0, 5)
+    compute_s = one.tier.fetches._compute_s(0, 5)
     assert compute_s > 0.01 and one.fetched(list(range(22))) is not None
-    assert one.tier._eviction_save_s == pytest.approx(before + compute_s)
+    assert one.tier.fetches.take_gained_s() == pytest.approx(compute_s) and one.tier.fetches.take_gained_s() == 0.0
 
 
 def test_a_busy_engine_saves_in_a_small_share_of_its_time(engines: Any) -> None:
@@ -75,9 +75,9 @@ def test_a_busy_engine_saves_in_a_small_share_of_its_time(engines: Any) -> None:
     takes_3_ms(one)
     for _ in range(6):
         one.tier.save_while_busy(0.001 / disk_tier._BUSY_SHARE)
-    assert len(one.tier.unsaved) == 10 - 2
+    assert len(one.tier.writer.unsaved) == 10 - 2
     one.tier.save_while_busy(1e9)
-    assert len(one.tier.unsaved) >= 10 - 2 - 7, "saved-up time is bounded"
+    assert len(one.tier.writer.unsaved) >= 10 - 2 - 7, "saved-up time is bounded"
 
 
 def test_workers_that_compute_are_waited_for_in_no_time_of_saving(engines: Any) -> None:
@@ -109,11 +109,11 @@ def test_a_wait_that_delays_steps_counts_and_serves_for_several_blocks(engines: 
     for _ in range(6):
         step += 1
         one.tier.save_while_busy(0.001 / disk_tier._BUSY_SHARE)
-    assert waits == [1] and len(one.tier.unsaved) == 10 - 4, "10 ms of waiting, and as many of saving"
+    assert waits == [1] and len(one.tier.writer.unsaved) == 10 - 4, "10 ms of waiting, and as many of saving"
     for _ in range(44):
         step += 1
         one.tier.save_while_busy(0.001 / disk_tier._BUSY_SHARE)
-    assert len(waits) == 3 and len(one.tier.unsaved) == 0
+    assert len(waits) == 3 and len(one.tier.writer.unsaved) == 0
     one.tier._eviction_save_s, before = 0.015, one.stats().num_disk_dropped
     for number in range(1, 4):
         step += 1
@@ -130,17 +130,18 @@ def test_an_idle_engine_leaves_the_writer_little_to_do(engines: Any, monkeypatch
     one.compute(list(range(40)))
     for _ in range(10):
         assert one.tier.save_while_idle()
-    assert (one.tier.writer.queued_bytes, len(one.tier.unsaved)) == (2 * BLOCK_BYTES, 10 - 2)
-    assert one.tier.num_unwritten == 10
+    assert (one.tier.writer.queued_bytes, len(one.tier.writer.unsaved)) == (2 * BLOCK_BYTES, 10 - 2)
+    assert one.tier.writer.num_unwritten == 10
     may_go.set()
     one.save()
-    assert one.stats().num_disk_written == 10 and one.tier.num_unwritten == 0
+    assert one.stats().num_disk_written == 10 and one.tier.writer.num_unwritten == 0
 
 
 def test_blocks_that_find_the_queue_full_are_dropped_and_nobody_waits(
     engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_tier, "_QUEUE_BYTES", 2 * BLOCK_BYTES)
+    for limit in ("_QUEUE_BYTES", "_IDLE_QUEUE_BYTES"):
+        monkeypatch.setattr(disk_tier, limit, 2 * BLOCK_BYTES)
     one, may_go = engines(), threading.Event()
     write = one.files.write
     one.files.write = lambda *args: may_go.wait() and write(*args)  # a disk that hangs
@@ -205,22 +206,22 @@ def test_who_waits_until_all_is_saved_is_woken_when_the_last_unsaved_block_is_lo
     one = engines()
     one.compute(list(range(22)))
     one.tier._eviction_save_s = 0.0
-    lock, *names = one.tier.writer.changed, *one.tier.unsaved
-    lose = one.tier.cancel_save if loss == "forgotten" else one.tier.save_before_eviction
-    for name in names[1:]:
-        lose(name)
+    lock, *blocks = one.tier.writer._changed, *one.tier.writer.unsaved.items()
+    lose = one.tier.leaves if loss == "dropped" else lambda name, _: one.tier.writer.cancel(name)
+    for name, block in blocks[1:]:
+        lose(name, block)
     wait_until(lambda: len(lock._waiters) == 1)  # the writer, which has nothing to do
-    thread = threading.Thread(target=one.tier.wait_until_saved, daemon=True)
+    thread = threading.Thread(target=one.tier.writer.wait_until_saved, daemon=True)
     thread.start()
     wait_until(lambda: len(lock._waiters) == 2)
-    lose(names[0])
+    lose(*blocks[0])
     wait_until(lambda: not thread.is_alive())
 
 
 def test_a_block_that_is_written_while_the_tier_looks_for_it_is_not_saved_again(engines: Any) -> None:
     one = engines()
     one.compute(list(range(22)))
-    name, block = next(iter(one.tier.unsaved.items()))
+    name, block = next(iter(one.tier.writer.unsaved.items()))
     knows, write, is_asked = one.files.knows, one.files.write, threading.Event()
 
     def knows_of_before(name: Any) -> bool:
@@ -233,9 +234,9 @@ def test_a_block_that_is_written_while_the_tier_looks_for_it_is_not_saved_again(
     one.files.write = lambda *args: is_asked.wait(60.0) and write(*args)
     one.tier._save(name)
     one.files.knows = knows_of_before
-    one.tier.note_indexed(name, block)
+    one.tier.entered(name, block)
     is_asked.set()
-    assert name not in one.tier.unsaved
+    assert name not in one.tier.writer.unsaved
 
 
 def test_a_block_that_is_being_read_is_not_saved_yet(engines: Any) -> None:
@@ -244,7 +245,7 @@ def test_a_block_that_is_being_read_is_not_saved_yet(engines: Any) -> None:
     read, answers = one.memory.read_blocks, []
 
     def asks(pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
-        answers.append(one.tier.wait_until_saved(timeout_s=0))
+        answers.append(one.tier.writer.wait_until_saved(timeout_s=0))
         return read(pool, blocks)
 
     one.memory.read_blocks = asks

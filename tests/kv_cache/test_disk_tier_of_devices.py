@@ -78,7 +78,7 @@ def test_blocks_of_a_saved_prompt_are_copied_and_saved_before_others(
     others = one.compute(list(range(22)))
     if num_on_host:
         one.host.begin_plan()
-    assert len(one.tier.unsaved) == num_on_host
+    assert len(one.tier.writer.unsaved) == num_on_host
     first = one.compute([*range(50, 62)])
     written: list[BlockName] = []
     write = one.files.write
@@ -91,7 +91,7 @@ def test_blocks_of_a_saved_prompt_are_copied_and_saved_before_others(
     one.end(first)
     one.save()
     assert written[:3] == one.names(first)
-    assert set(written[3:]) == set(one.names(others)) and not one.tier._prioritised
+    assert set(written[3:]) == set(one.names(others)) and not one.tier.writer._saved_first
 
 
 def test_a_saved_prompt_that_the_folder_has_is_not_copied_again(engines: Callable[[], DeviceEngine]) -> None:
@@ -106,7 +106,7 @@ def test_a_saved_prompt_that_the_folder_has_is_not_copied_again(engines: Callabl
     seq = again.compute(list(range(22)))
     assert again.host.num_uncopied
     again.end(seq)
-    assert not any(map(again.tier.is_pending, again.names(seq)))
+    assert not any(map(again.tier.writer.is_pending, again.names(seq)))
 
 
 def test_what_a_session_keeps_is_noted_only_until_the_folder_has_it(engines: Callable[[], DeviceEngine]) -> None:
@@ -115,7 +115,7 @@ def test_what_a_session_keeps_is_noted_only_until_the_folder_has_it(engines: Cal
     one.end_turn(seq, "a")
     assert len(one.tier.writer._keep_until) == 5
     for name in one.names(seq)[:2]:  # as another server does
-        one.tier.writer.write_file(name, one.memory.blocks[0][0])
+        one.files.write(name, one.memory.blocks[0][0])
     one.save()
     assert not one.tier.writer._keep_until
     again = engines()
@@ -139,22 +139,25 @@ def test_who_waits_until_all_is_saved_is_woken_when_nothing_is_left_to_copy(
 ) -> None:
     one = engines()
     [name] = one.names(one.compute(list(range(SIZE))))
-    lock = one.tier.writer.changed
+    lock = one.tier.writer._changed
     if way != "the cache is reset":
-        one.tier.writer.write_file(name, one.memory.blocks[0][0])
+        one.files.write(name, one.memory.blocks[0][0])
     if way == "the host has the block":
         pool = one.cache.host_pools[0]
         pool.register(pool.allocate(), name[1])
-    forget = one.tier.cancel_save
+    tell = one.tier.writer.not_copied
 
-    def forget_slowly(name: BlockName) -> None:
+    def tell_slowly(name: BlockName) -> None:
         """The thread looks again before the block counts as copied."""
-        forget(name)
+        tell(name)
+        with lock:
+            lock.notify_all()
         wait_until(lambda: len(lock._waiters) == 2)  # type: ignore[attr-defined]
 
-    one.tier.cancel_save = forget_slowly  # type: ignore[method-assign]
+    if way != "the cache is reset":  # otherwise no block counts any more
+        one.tier.writer.not_copied = tell_slowly  # type: ignore[method-assign]
     wait_until(lambda: len(lock._waiters) == 1)  # type: ignore[attr-defined]  # the writer, which has nothing to do
-    thread = threading.Thread(target=one.tier.wait_until_saved, daemon=True)
+    thread = threading.Thread(target=one.tier.writer.wait_until_saved, daemon=True)
     thread.start()
     wait_until(lambda: len(lock._waiters) == 2)  # type: ignore[attr-defined]
     if way == "the cache is reset":
@@ -172,7 +175,7 @@ def test_a_block_that_is_being_copied_is_not_saved_yet(is_evicted: bool, engines
     assert block is not None
 
     def asked(*args: Any) -> bool:
-        answers.append(one.tier.wait_until_saved(timeout_s=0))
+        answers.append(one.tier.writer.wait_until_saved(timeout_s=0))
         return copy(*args)
 
     one.cache.copy_to_host = asked  # type: ignore[method-assign]
@@ -181,7 +184,7 @@ def test_a_block_that_is_being_copied_is_not_saved_yet(is_evicted: bool, engines
         one.cache.pools[0].forget(block)
     else:
         one.host.begin_plan()
-    assert answers == [False] and one.tier.is_pending(name) and one.tier.num_unwritten == 1
+    assert answers == [False] and one.tier.writer.is_pending(name) and one.tier.writer.num_unwritten == 1
 
 
 def test_a_device_that_lacks_memory_is_not_waited_for(
@@ -191,7 +194,7 @@ def test_a_device_that_lacks_memory_is_not_waited_for(
     one = engines()
     one.compute(list(range(22)))
     one.memory.has_left = True
-    assert not one.tier.save_all() and one.tier.num_unwritten == 5
+    assert not one.tier.save_all() and one.tier.writer.num_unwritten == 5
 
 
 def test_copies_under_way_are_waited_for_only_while_nothing_runs(engines: Callable[[], DeviceEngine]) -> None:
@@ -251,11 +254,21 @@ def test_a_block_that_is_being_copied_leaves_its_turn_to_others(engines: Callabl
     one = engines()
     names = one.names(one.compute(list(range(12))))
     one.host.begin_plan()
-    copied = one.tier.unsaved[names[0]]
+    copied = one.tier.writer.unsaved[names[0]]
     one.memory.is_settled = lambda pool, blocks, waits=False: copied not in blocks  # type: ignore[method-assign]
     one.cache.take_moves()
-    order = [*one.tier.unsaved]
+    order = [*one.tier.writer.unsaved]
     assert one.tier._next_savable() == one.tier._next_savable() == order[1], "who asks changes nothing"
-    assert [*one.tier.unsaved] == order
-    one.tier.fill_queue()
-    assert [*one.tier.unsaved] == [names[0]]
+    assert [*one.tier.writer.unsaved] == order
+    one.tier.saved_prompts._expected.add("r")
+    one.tier.save_while_busy(0.0)
+    assert [*one.tier.writer.unsaved] == [names[0]]
+
+
+def test_a_closed_tier_watches_nothing(engines: Callable[[], DeviceEngine]) -> None:
+    one = engines()
+    seq = one.compute(list(range(22)))
+    one.tier.close(saves=False)
+    assert one.host.watchers == [] == one.cache.host_pools[0].watchers and one.cache.pools[0].watchers == [one.host]
+    one.host.begin_plan()
+    assert not one.tier.writer.unsaved and one.names(seq)[0][1] in one.cache.host_pools[0]

@@ -33,8 +33,7 @@ def tier(
 
 def planned(cache: KVCacheManager, host_tier: HostTier) -> BlockMoves:
     """Return the moves of the plan that ends now; the next plan begins."""
-    [moves] = cache.take_moves()
-    host_tier.end_plan()
+    [moves] = host_tier.take_moves()
     host_tier.begin_plan()
     return moves
 
